@@ -1,0 +1,18 @@
+"""The two kinds of failure: what the caller can fix, and the rest.
+
+A `RequestError` is reported to its sender word for word, so its message names the field, its value, the rule and a
+way out. Every other exception is a fault of ours: the sender reads "internal error (request ...)" and the log has the
+traceback.
+"""
+
+
+class RequestError(Exception):
+    """The request cannot be served as sent. The message names the field, its value and a way out."""
+
+
+class UnknownName(RequestError):
+    """An id or name that nothing is known by (a 404 at the HTTP door)."""
+
+
+class StorageError(Exception):
+    """A stored file is missing, damaged or cannot be written. The message names the path and what is wrong with it."""

@@ -1,0 +1,207 @@
+"""What the server, the trainers and the backends say to each other; one definition of each thing.
+
+Objects that users write as JSON are pydantic models with the wire names and defaults of the Tinker API. Objects that
+carry token arrays are frozen dataclasses of NumPy arrays. Nothing here imports jax or torch.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+LORA_ALPHA = 32.0
+"""Numerator of the LoRA scale (scale = alpha / rank) of every model made through the Tinker API."""
+
+StopReason = Literal["stop", "length"]
+ErrorCategory = Literal["user", "server", "unknown"]
+
+
+class WireModel(BaseModel):
+    """A JSON object of the API. Unknown fields are refused, so that no option is silently ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class LoraConfig(WireModel):
+    """Which adapter to train. `LoraConfig` of the Tinker API, plus `alpha`."""
+
+    rank: int = Field(32, ge=1)
+    """Inner dimension of each A B pair."""
+    seed: int | None = None
+    """Seed of the initial A matrices; None draws one."""
+    train_unembed: bool = True
+    """Adapt the vocabulary projection (also where it is tied to the embedding)."""
+    train_mlp: bool = True
+    """Adapt gate, up and down projections."""
+    train_attn: bool = True
+    """Adapt query, key, value and output projections."""
+    alpha: float = Field(LORA_ALPHA, gt=0)
+    """The adapter's product is multiplied by alpha / rank."""
+
+
+class AdamParams(WireModel):
+    """Hyper-parameters of one optimizer step: `torch.optim.AdamW` with the API's defaults."""
+
+    learning_rate: float = Field(1e-4, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-12, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled decay: the weights shrink by the factor 1 - learning_rate * weight_decay."""
+    grad_clip_norm: float = Field(0.0, ge=0)
+    """Largest global gradient norm, as `torch.nn.utils.clip_grad_norm_`. 0 does not clip."""
+
+
+class SamplingParams(WireModel):
+    """How to continue a prompt. Limits are per sequence."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    """Tokens to generate at most; None fills the context."""
+    seed: int | None = None
+    """Any int64. None draws one when the request is accepted. Sample i of a request uses (seed, i)."""
+    stop: str | list[str] | list[int] | None = None
+    """Strings or token ids that end a sequence, beside EOS. None stops at EOS only; [] never stops."""
+    temperature: float = Field(1.0, ge=0)
+    """0 takes the most likely token."""
+    top_k: int = Field(-1, ge=-1)
+    """Sample among the k most likely tokens. -1 and 0 are off."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample among the fewest tokens whose probabilities reach top_p. 1 is off."""
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One training sequence. Position i of `tokens` predicts position i of `target_tokens` (already shifted)."""
+
+    tokens: np.ndarray
+    """int32 `[tokens]`."""
+    loss_fn_inputs: dict[str, np.ndarray]
+    """By name: `target_tokens` int64 and float32 inputs, each `[tokens]` or `[tokens, K]`."""
+
+
+@dataclass(frozen=True)
+class ForwardBackwardOutput:
+    """What a pass returns, datum by datum in request order."""
+
+    loss_fn_outputs: list[dict[str, np.ndarray]]
+    """Per datum `logprobs` (shape of its targets) and `elementwise_loss` `[tokens]`, float32."""
+    metrics: dict[str, float]
+    """Keys are `name:reduction`; `loss:sum` is always there."""
+    loss_fn_output_type: str = "ArrayRecord"
+
+
+@dataclass(frozen=True)
+class OptimStepInput:
+    """The documented argument of `AbstractBackend.optim_step`."""
+
+    adam_params: AdamParams
+
+
+@dataclass(frozen=True)
+class OptimStepOutput:
+    """Metrics of one optimizer step: `skyrl.ai/grad_norm` (before clipping), `skyrl.ai/learning_rate`."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GeneratedSequence:
+    """One sample. `tokens` int32 `[n]` includes the stop token; `logprobs` float32 `[n]` are untempered, in nats."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True)
+class SampleOutput:
+    """All samples of one prompt."""
+
+    sequences: list[GeneratedSequence]
+    prompt_logprobs: np.ndarray | None = None
+    """float32 `[prompt]`, the first is NaN."""
+    topk_prompt_logprobs: tuple[np.ndarray, np.ndarray] | None = None
+    """(token ids int32 `[prompt, k]`, logprobs float32 `[prompt, k]`), most likely first; row 0 is (0, -99999.0)."""
+    prompt_cache_hit_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class SaveOutput:
+    """A checkpoint that is on disk (or, for an ephemeral version, published)."""
+
+    path: str
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """A model that was created, loaded or deleted."""
+
+    model_id: str
+
+
+@dataclass(frozen=True)
+class ErrorResponse:
+    """A failed operation. `category` tells whose fault it is; "user" errors are reported word for word."""
+
+    error: str
+    status: ErrorCategory = "server"
+
+
+Result = ForwardBackwardOutput | OptimStepOutput | SampleOutput | SaveOutput | ModelOutput | ErrorResponse
+
+
+@dataclass(frozen=True)
+class ModelMetadata:
+    """A loaded model as seen from outside the backend."""
+
+    adapter_index: int
+    lora_config: LoraConfig
+
+
+RequestSlice = tuple[str, str, int, int]
+"""(request_id, model_id, start, end): the rows of one request in a prepared batch."""
+
+
+@dataclass(frozen=True)
+class PreparedModelPassBatch:
+    """Passes of several models and requests as columns, one entry per sequence."""
+
+    all_input_ids: list[list[int]]
+    all_targets: list[list[int]]
+    all_token_weights: list[list[float]]
+    all_sampling_logprobs: list[list[float]]
+    all_advantages: list[list[float]]
+    all_model_ids: list[str]
+    all_loss_fns: list[str]
+    all_loss_fn_configs: list[dict[str, float] | None]
+    request_batch_slices: list[RequestSlice]
+
+
+@dataclass(frozen=True)
+class PreparedSampleBatch:
+    """Prompts of several requests as columns, one entry per sequence to generate."""
+
+    all_prompts: list[list[int]]
+    all_sampling_params: list[SamplingParams]
+    all_model_ids: list[str]
+    """Empty strings sample the base model."""
+    all_checkpoint_ids: list[str]
+    request_batch_slices: list[tuple[str, str, int, int, bool]]
+    """(request_id, model_id, start, end, needs_prompt_logprobs)."""
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """What the doors must know of a loaded backend to check requests and to answer questions about it."""
+
+    base_model: str
+    """Name to report: a hub id, or the absolute path of a local folder."""
+    architecture: str
+    vocab_size: int
+    max_context_length: int
+    """Longest sequence (tokens) that can be trained on or sampled."""
+    max_lora_rank: int
+    tokenizer_path: str
+    """Folder of the tokenizer on this machine."""
