@@ -1,0 +1,64 @@
+# One command per job. `make setup` makes .venv; every other target makes it first if it is missing or out of date.
+PYTHON ?= python3
+# Tests compare with torch on the CPU. An exact version lets pip take a CPU build where its index has one.
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PROTO := skyrl/tinker/proto
+
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow mutations check bench proto clean
+
+help:
+	@echo "setup      install into $(VENV)"
+	@echo "demo       train two adapters through the Tinker SDK against a local server"
+	@echo "test       the test suite (under 10 minutes on two cores)"
+	@echo "test-slow  the tests marked slow"
+	@echo "mutations  re-introduce known defects one by one; each must turn a test red"
+	@echo "check      format, lint, types, layers"
+	@echo "bench      all benchmarks, JSON lines on standard output"
+	@echo "proto      compile the protobuf schema"
+	@echo "clean      remove caches and $(VENV)"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || if command -v uv >/dev/null; then uv venv --quiet --seed $(VENV); else $(PYTHON) -m venv $(VENV); fi
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/skyrl demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+mutations: $(STAMP)
+	$(BIN)/python tests/mutations/run.py
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest tests/test_layers.py
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/bench_overhead.py
+	$(BIN)/python benchmarks/bench_training.py
+	$(BIN)/python benchmarks/bench_decode.py
+
+proto: $(STAMP)
+	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. $(PROTO)/*.proto
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,84 @@
+"""The layer diagram, executable: an import points down, never sideways or up.
+
+A package inside another one (`train.config`, `tx.models.configs`) takes the level of its longest listed prefix.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "skyrl"
+LAYERS = [
+    {"errors"},
+    {"utils"},
+    {"types"},
+    {"train.config"},
+    {"algorithms", "envs", "tx"},
+    {"backends"},
+    {"tinker", "train"},
+    {"cli", "demo"},
+]
+LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
+
+
+def package_of(module: str) -> str | None:
+    """The listed package that holds `module` (`skyrl.tx.lora` -> `tx`); None for modules that are not ours."""
+    if module != "skyrl" and not module.startswith("skyrl."):
+        return None
+    parts = module.split(".")[1:]
+    for length in range(len(parts), 0, -1):
+        if ".".join(parts[:length]) in LEVEL:
+            return ".".join(parts[:length])
+    raise AssertionError(f"{module} is in no layer of tests/test_layers.py; add its package to LAYERS")
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Every module that a file imports, anywhere in it. A name imported from a package may itself be a module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            assert node.module is not None
+            if node.module == "skyrl":
+                yield from (f"skyrl.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+def imports(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """(file, its package, the package it imports) for every import of one of our packages by another."""
+    for path in sorted(root.rglob("*.py")):
+        module = ".".join(["skyrl", *path.relative_to(root).with_suffix("").parts]).removesuffix(".__init__")
+        if module == "skyrl":
+            continue
+        importer = package_of(module)
+        for imported in imported_modules(path):
+            package = package_of(imported) if imported != "skyrl" else None
+            if importer is not None and package is not None:
+                yield path, importer, package
+
+
+def test_imports_point_down():
+    upward = [f"{path}: {a} may not import {b}" for path, a, b in imports(ROOT) if a != b and LEVEL[b] >= LEVEL[a]]
+    assert not upward, "\n".join(upward)
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("skyrl.tinker.api", {"jax", "torch", "transformers"}),
+        ("skyrl.cli", {"jax", "torch", "transformers", "tinker"}),
+        ("skyrl.types", {"jax", "torch"}),
+        ("skyrl.backends.backend", {"jax", "torch"}),
+        ("skyrl.backends.jax", {"torch", "transformers"}),
+    ],
+)
+def test_import_does_not_load(module: str, absent: set[str]):
+    code = f"import sys, {module}; print(*sorted({absent!r} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert loaded.stdout.strip() == ""
