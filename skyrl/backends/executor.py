@@ -29,7 +29,7 @@ from skyrl.backends.backend import (
     Rejected,
     Sample,
 )
-from skyrl.errors import RequestError
+from skyrl.errors import RequestError, StorageError
 from skyrl.types import ErrorResponse, Result
 
 log = logging.getLogger(__name__)
@@ -176,9 +176,11 @@ class Executor(AbstractBackend):
 
 
 def _failure(operation: Operation | str, error: BaseException) -> ErrorResponse:
-    """What the sender reads: a RequestError verbatim, anything else without its details, which go to the log."""
+    """What the sender reads: errors that are written for it verbatim, others without details, which go to the log."""
     if isinstance(error, RequestError):
         return ErrorResponse(str(error), "user")
+    if isinstance(error, StorageError):
+        return ErrorResponse(str(error), "server")
     request_id = operation if isinstance(operation, str) else operation.request_id
     kind = "" if isinstance(operation, str) else f"{type(operation).__name__} "
     log.error("internal error (%srequest %s)", kind, request_id, exc_info=error)

@@ -1,0 +1,97 @@
+"""Options of the JAX backend.
+
+Names are those of the documented `JaxBackendConfig`. Options for hardware that is not served yet are refused by name
+when they ask for something.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class JaxBackendConfig(BaseModel):
+    """How the JAX backend loads, trains and samples. Unknown names are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_lora_adapters: int = Field(32, ge=2)
+    """Adapters on the device for sampling at once, slot 0 (the base model) included. Not the number of models."""
+
+    max_lora_rank: int = Field(32, ge=1)
+    """Largest rank a model may ask for."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the base weights. `auto`: the checkpoint's on an accelerator, float32 on CPU. Adapters are float32."""
+
+    train_micro_batch_size: int = Field(0, ge=0)
+    """Rows per training micro-batch. 0: as many as make up `train_tile_tokens`."""
+
+    train_tile_tokens: int = Field(512, ge=32)
+    """Tokens (rows x length) per training micro-batch while `train_micro_batch_size` is 0."""
+
+    sample_max_num_sequences: int = Field(0, ge=0)
+    """Sequences decoded at once. 0: as many as `kv_cache_gib` holds, 32 at most."""
+
+    kv_cache_gib: float = Field(2.0, gt=0)
+    """Memory for keys and values of running samples, in GiB."""
+
+    max_context_length: int = Field(0, ge=0)
+    """Longest sequence (tokens) to train on or sample. 0: what the model was made for, 8192 at most."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    loss_chunk_size: int = Field(1024, ge=0)
+    """Tokens per chunk of the vocabulary projection. 0 projects all tokens of a micro-batch at once."""
+
+    enforce_eager: bool = False
+    """Run operation by operation instead of compiled programs (slow; for debugging)."""
+
+    deterministic: bool = False
+    """Results of training and sampling do not depend, bit for bit, on what else is running."""
+
+    compilation_cache: bool = True
+    """Keep compiled programs in the user's cache folder, so that a restart does not compile again."""
+
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Devices a layer is split over. Only 1 is served yet."""
+
+    expert_parallel_size: int = Field(1, ge=1)
+    """Devices experts are split over. Only 1 is served yet."""
+
+    fully_sharded_data_parallel_size: int = Field(1, ge=1)
+    """Devices weights and batch are split over. Only 1 is served yet."""
+
+    shard_attention_heads: bool = True
+    """Split attention heads over the tensor-parallel devices (no effect on one device)."""
+
+    mhc_expansion_rate: int = Field(1, ge=1)
+    """Residual streams. Only 1 is served yet."""
+
+    coordinator_address: str | None = None
+    """host:port of process 0. Several processes are not served yet."""
+
+    num_processes: int | None = None
+    """Number of processes. Several are not served yet."""
+
+    use_ray: bool = False
+    """Start workers with Ray. Not served yet."""
+
+    ray_actor_options: dict[str, Any] = {}
+    """Options of Ray workers. Not served yet."""
+
+    ray_pg_bundles: list[dict[str, float]] = []
+    """Placement of Ray workers. Not served yet."""
+
+    @model_validator(mode="after")
+    def _refuse_what_is_not_served(self) -> "JaxBackendConfig":
+        one = ["tensor_parallel_size", "expert_parallel_size", "fully_sharded_data_parallel_size", "mhc_expansion_rate"]
+        for name in one:
+            if getattr(self, name) != 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not served yet; leave it at 1")
+        if self.num_processes not in (None, 1):
+            raise ValueError(f"num_processes={self.num_processes} is not served yet; leave it unset")
+        for name in ["coordinator_address", "use_ray", "ray_actor_options", "ray_pg_bundles"]:
+            if getattr(self, name):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not served yet; leave it unset")
+        return self

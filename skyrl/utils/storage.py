@@ -1,0 +1,88 @@
+"""Folders that are either wholly there or not there at all.
+
+`write_folder` writes every file under a temporary name, adds a manifest with their hashes, flushes all to disk and
+renames the folder into place; `read_folder` refuses a folder whose manifest or hashes do not match. Local paths only:
+bucket URLs are refused by name.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from uuid import uuid4
+
+from skyrl.errors import RequestError, StorageError
+
+MANIFEST = "manifest.json"
+
+
+def local_path(path: str | Path) -> Path:
+    """The path as a local one. Raises `RequestError` for URLs such as s3://."""
+    if "://" in str(path):
+        scheme = str(path).split("://", 1)[0]
+        raise RequestError(f"path={path}: {scheme}:// is not served yet; use a folder on a local or mounted disk")
+    return Path(path)
+
+
+def write_folder(path: str | Path, files: Mapping[str, bytes]) -> int:
+    """Put a folder with these files at `path`, replacing what is there. Returns its size in bytes.
+
+    Raises:
+        StorageError: The disk refuses a write. What was at `path` is unchanged.
+    """
+    target = local_path(path)
+    temporary = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
+    manifest = {name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in files.items()}
+    try:
+        temporary.mkdir(parents=True)
+        for name, data in files.items():
+            _write_file(temporary / name, data)
+        _write_file(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
+        _put_in_place(temporary, target)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise StorageError(f"cannot write {target}: {error.strerror or error}; free space or check permissions") from error
+    return sum(len(data) for data in files.values())
+
+
+def read_folder(path: str | Path) -> dict[str, bytes]:
+    """All files that the manifest of `path` lists, checked against their hashes.
+
+    Raises:
+        StorageError: The folder or one of its files is missing or damaged.
+    """
+    folder = local_path(path)
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        files = {name: (folder / name).read_bytes() for name in manifest}
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{folder} is missing or incomplete ({error}); save the checkpoint again") from error
+    for name, data in files.items():
+        if hashlib.sha256(data).hexdigest() != manifest[name]["sha256"]:
+            raise StorageError(f"{folder / name} is damaged: its hash differs from the manifest; use another checkpoint")
+    return files
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Rename, moving an older folder of that name out of the way first (a folder cannot be renamed over a full one)."""
+    if target.exists():
+        old = target.with_name(f".{target.name}.{uuid4().hex}.old")
+        os.rename(target, old)
+        os.rename(temporary, target)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.rename(temporary, target)
+    directory = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
