@@ -20,7 +20,8 @@ LAYERS = [
     {"algorithms", "envs", "tx"},
     {"backends"},
     {"tinker", "train"},
-    {"cli", "demo"},
+    {"demo"},
+    {"cli"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 
