@@ -1,0 +1,323 @@
+"""Per-token training losses, written once for JAX, PyTorch and NumPy.
+
+A loss maps log-probabilities to one number per token and never reduces: the objective is the sum. Functions use the
+array-API standard (`xp`) plus `stop_gradient`. The `loss` decorator multiplies every loss by `weights`, and bounds its
+inputs to +-LARGEST, so that a loss is finite, with finite gradients, for every finite input; log-ratios are clamped to
++-20 before they are exponentiated. `mixed_loss` evaluates a batch in which every row chose its own loss.
+
+Adding a loss means adding one function here. Its keyword-only arguments become the accepted `loss_fn_config` keys
+(numbers, at most NUM_KNOBS), `needs` the required and `optional` the accepted inputs, by their `LossInputs` names.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from array_api_compat import array_namespace, is_jax_namespace, is_torch_namespace
+from jaxtyping import Bool, Float, Int, Num
+
+from skyrl.errors import RequestError
+from skyrl.utils.registry import Registry
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to +-this before `exp` (beyond it the ratio is constant and its gradient 0)."""
+
+LARGEST = 1e9
+"""Inputs and knobs are bounded to +-this inside every loss: products of all of them still fit into float32."""
+
+NUM_KNOBS = 4
+"""Columns of the packed knobs, at least as many as any loss has."""
+
+Tokens = Float[Any, "batch tokens"]
+Knob = float | Float[Any, "#batch 1"]
+
+
+class LossInputs(NamedTuple):
+    """What a loss may read, by name. All arrays are `[batch, tokens]`; padding holds the values of `EMPTY`.
+
+    A pytree in JAX, a tuple of tensors in torch. `num_segments` is static: build the tuple inside the jitted function.
+    """
+
+    logprobs: Tokens
+    """Learner log-probability of each target token, in nats. Differentiable. Cross-entropy over K targets passes
+    sum_k weight_k * logprob_k here, with `weights` 1."""
+    weights: Tokens
+    """Factor of each token's loss, 0 in padding. Any sign."""
+    sampling_logprobs: Tokens | None = None
+    """Log-probability under the policy that sampled the token, in nats. The wire's `logprobs` input."""
+    advantages: Tokens | None = None
+    clip_low: Tokens | None = None
+    """Lower ratio bound per token, in place of the knob. A negative value (no ratio is) means: use the knob."""
+    clip_high: Tokens | None = None
+    """Upper ratio bound per token, likewise."""
+    sequence_ratio_mask: Tokens | None = None
+    """Non-zero where a token counts in its sequence's ratio."""
+    segments: Int[Any, "batch tokens"] | None = None
+    """int32 number of the sequence that a token belongs to, from 0 in each row; -1 in padding."""
+    num_segments: int = 1
+    """Upper bound (static) on the number of sequences in a row."""
+
+
+EMPTY = LossInputs(
+    logprobs=0.0,
+    weights=0.0,
+    sampling_logprobs=0.0,
+    advantages=0.0,
+    clip_low=-1.0,
+    clip_high=-1.0,
+    sequence_ratio_mask=0.0,
+    segments=-1,
+)
+"""Value of each field where there is no token, and of an optional input that a request leaves out."""
+
+INPUT_FIELDS = {
+    "weights": "weights",
+    "logprobs": "sampling_logprobs",
+    "advantages": "advantages",
+    "clip_low_threshold": "clip_low",
+    "clip_high_threshold": "clip_high",
+    "sequence_ratio_mask": "sequence_ratio_mask",
+}
+"""The float `loss_fn_inputs` of the wire and the `LossInputs` fields they fill (`target_tokens` makes `logprobs`)."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A registered loss: what it reads, which knobs it has, and the function."""
+
+    name: str
+    function: Callable[..., Tokens]
+    needs: tuple[str, ...]
+    """`LossInputs` fields that a request must give, beside the targets."""
+    optional: tuple[str, ...]
+    """`LossInputs` fields that a request may give, beside `weights`."""
+    knobs: Mapping[str, float]
+    """`loss_fn_config` keys and their defaults."""
+
+    def __call__(self, x: LossInputs, **knobs: Knob) -> Tokens:
+        """Loss of each token times its weight, `[batch, tokens]`. Knobs are numbers or arrays `[batch, 1]`."""
+        bounded = x._replace(**{name: _bounded(value) for name, value in _floats(x).items()})
+        return self.function(bounded, **{name: _bounded(knob) for name, knob in knobs.items()}) * bounded.weights
+
+
+LOSSES: Registry[Loss] = Registry("loss function")
+
+
+def loss(name: str, needs: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> Callable[..., Loss]:
+    """Register the decorated function as the loss `name`; see the module's text for what it must look like."""
+
+    def register(function: Callable[..., Tokens]) -> Loss:
+        parameters = inspect.signature(function).parameters.values()
+        knobs = {p.name: float(p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
+        assert len(knobs) <= NUM_KNOBS, f"loss {name!r} has {len(knobs)} knobs; raise NUM_KNOBS={NUM_KNOBS}"
+        return LOSSES.register(name)(Loss(name, function, needs, optional, knobs))
+
+    return register
+
+
+OFF_POLICY = ("sampling_logprobs", "advantages")
+CLIPS = ("clip_low", "clip_high")
+
+
+@loss("cross_entropy")
+def cross_entropy(x: LossInputs) -> Tokens:
+    """Negative log-likelihood of the targets."""
+    return -x.logprobs
+
+
+@loss("importance_sampling", needs=OFF_POLICY)
+def importance_sampling(x: LossInputs) -> Tokens:
+    """Policy gradient on samples of another policy: minus the probability ratio times the advantage."""
+    return -_ratio(x) * x.advantages
+
+
+@loss("ppo", needs=OFF_POLICY, optional=CLIPS)
+def ppo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: Knob = 1.2) -> Tokens:
+    """Clipped surrogate: the smaller of the raw and the ratio-clipped objective.
+
+    Args:
+        x: Token arrays, each `[batch, tokens]`.
+        clip_low_threshold: Lower bound on the ratio (0.8 rather than an epsilon of 0.2).
+        clip_high_threshold: Upper bound on the ratio.
+
+    Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, equation 7.
+    """
+    return _clipped_surrogate(x, _ratio(x), clip_low_threshold, clip_high_threshold)
+
+
+@loss("cispo", needs=OFF_POLICY, optional=CLIPS)
+def cispo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: Knob = 1.2) -> Tokens:
+    """REINFORCE weighted by the clipped ratio, which is a constant: clipped tokens keep a gradient.
+
+    Args:
+        x: Token arrays, each `[batch, tokens]`.
+        clip_low_threshold: Lower bound on the ratio.
+        clip_high_threshold: Upper bound on the ratio.
+
+    Source: MiniMax-M1 2025, https://arxiv.org/abs/2506.13585, equation 4.
+    """
+    clipped = _clip_ratio(x, _ratio(x), clip_low_threshold, clip_high_threshold)
+    return -stop_gradient(clipped) * x.logprobs * x.advantages
+
+
+@loss("dro", needs=OFF_POLICY)
+def dro(x: LossInputs, *, beta: Knob = 0.05) -> Tokens:
+    """Policy gradient with a quadratic penalty on the log-ratio (which is not clamped here: nothing exponentiates it).
+
+    Args:
+        x: Token arrays, each `[batch, tokens]`.
+        beta: Strength of the penalty.
+
+    Source: Richemond et al. 2024, https://arxiv.org/abs/2405.19107.
+    """
+    log_ratio = x.logprobs - x.sampling_logprobs
+    return -(x.logprobs * x.advantages - 0.5 * beta * log_ratio * log_ratio)
+
+
+@loss("gspo", needs=(*OFF_POLICY, "sequence_ratio_mask"), optional=CLIPS)
+def gspo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: Knob = 1.2) -> Tokens:
+    """PPO with the ratio of the whole sequence, exp(mean log-ratio of its masked tokens), at each of its tokens.
+
+    The ratio's value is the sequence's; its gradient is the token's own (GSPO-token). Reads `segments`.
+
+    Args:
+        x: Token arrays, each `[batch, tokens]`.
+        clip_low_threshold: Lower bound on the sequence ratio.
+        clip_high_threshold: Upper bound on the sequence ratio.
+
+    Source: Zheng et al. 2025, https://arxiv.org/abs/2507.18071, equations 7 and 14.
+    """
+    xp = array_namespace(x.logprobs)
+    sequence_ratio = xp.exp(_segment_mean(x, _log_ratio(x), x.sequence_ratio_mask != 0))
+    ratio = stop_gradient(sequence_ratio) * xp.exp(x.logprobs - stop_gradient(x.logprobs))
+    return _clipped_surrogate(x, ratio, clip_low_threshold, clip_high_threshold)
+
+
+def loss_index(name: str) -> int:
+    """Number by which `mixed_loss` knows a loss. Raises KeyError, with the known names, for an unknown one."""
+    return list(LOSSES).index(LOSSES[name].name)
+
+
+def pack_knobs(name: str, config: Mapping[str, float]) -> np.ndarray:
+    """A loss's settings as float32 `[NUM_KNOBS]`, in the order of its signature; defaults where `config` has none."""
+    packed = np.zeros(NUM_KNOBS, np.float32)
+    for column, (knob, default) in enumerate(LOSSES[name].knobs.items()):
+        packed[column] = config.get(knob, default)
+    return packed
+
+
+def mixed_loss(x: LossInputs, index: Int[Any, "batch 1"], knobs: Float[Any, "batch knobs"]) -> Tokens:
+    """Loss of each token where every row has its own loss and settings, as data: one program serves them all.
+
+    Every loss is evaluated on every row. Rows that chose another one are replaced by empty rows *before* evaluation,
+    so nothing that a row holds, NaN included, reaches another loss's value or gradient.
+
+    Args:
+        x: Token arrays `[batch, tokens]`, no field missing.
+        index: int32 `loss_index` of each row.
+        knobs: float32 `pack_knobs` of each row, `[batch, NUM_KNOBS]`.
+    """
+    xp = array_namespace(x.logprobs)
+    total = xp.zeros_like(x.logprobs)
+    for number, name in enumerate(LOSSES):
+        spec = LOSSES[name]
+        chosen = index == number
+        inputs = x._replace(**{f: _where(chosen, value, getattr(EMPTY, f)) for f, value in _floats(x).items()})
+        settings = {
+            knob: _where(chosen, knobs[:, column : column + 1], default)
+            for column, (knob, default) in enumerate(spec.knobs.items())
+        }
+        total = xp.where(chosen, spec(inputs, **settings), total)
+    return total
+
+
+def refuse_unserved(name: str) -> None:
+    """Raise RequestError for the losses of the protocol that this server does not compute, and for unknown names."""
+    if name in LOSSES:
+        return
+    known = f"known losses: {', '.join(LOSSES)}"
+    if name in UNSERVED:
+        raise RequestError(f"loss_fn={name!r} is not served: {UNSERVED[name]}; {known}")
+    raise RequestError(f"loss_fn={name!r} is unknown; {known}")
+
+
+UNSERVED = {
+    "custom": "custom losses are not traced on the server; use forward_backward_custom, which runs them on the client",
+    "stable_reinforce": "its formula is not public; use importance_sampling, ppo, cispo or gspo with the same inputs",
+}
+"""Losses of the protocol that are refused, and what to use in their place."""
+
+
+def stop_gradient(x: Any) -> Any:
+    """`x` as a constant."""
+    xp = array_namespace(x)
+    if is_jax_namespace(xp):
+        import jax
+
+        return jax.lax.stop_gradient(x)
+    return x.detach() if is_torch_namespace(xp) else x
+
+
+def _log_ratio(x: LossInputs) -> Tokens:
+    xp = array_namespace(x.logprobs)
+    return xp.clip(x.logprobs - x.sampling_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _ratio(x: LossInputs) -> Tokens:
+    return array_namespace(x.logprobs).exp(_log_ratio(x))
+
+
+def _clip_ratio(x: LossInputs, ratio: Tokens, low: Knob, high: Knob) -> Tokens:
+    """`ratio` between the bounds of each token, or else of the row."""
+    xp = array_namespace(ratio)
+    low = low + xp.zeros_like(ratio)
+    high = high + xp.zeros_like(ratio)
+    if x.clip_low is not None:
+        low = xp.where(x.clip_low >= 0, x.clip_low, low)
+    if x.clip_high is not None:
+        high = xp.where(x.clip_high >= 0, x.clip_high, high)
+    return xp.minimum(xp.maximum(ratio, low), high)
+
+
+def _clipped_surrogate(x: LossInputs, ratio: Tokens, low: Knob, high: Knob) -> Tokens:
+    xp = array_namespace(ratio)
+    return -xp.minimum(ratio * x.advantages, _clip_ratio(x, ratio, low, high) * x.advantages)
+
+
+def _segment_mean(x: LossInputs, values: Tokens, counted: Bool[Any, "batch tokens"]) -> Tokens:
+    """Mean of the counted values of each token's segment (0 if it has none), at each of its tokens.
+
+    Sums are selected by `where`, not by a product with a one-hot matrix, and rows never mix.
+    """
+    xp = array_namespace(values)
+    assert x.segments is not None, "losses over whole sequences need `segments`"
+    numbers = xp.arange(x.num_segments, dtype=x.segments.dtype)[None, None, :]
+    member = x.segments[:, :, None] == numbers
+    used = member & counted[:, :, None]
+    zero = xp.zeros_like(values)[:, :, None]
+    sums = xp.sum(xp.where(used, values[:, :, None], zero), axis=1, keepdims=True)
+    counts = xp.sum(xp.where(used, zero + 1, zero), axis=1, keepdims=True)
+    means = sums / xp.where(counts > 0, counts, xp.ones_like(counts))
+    return xp.sum(xp.where(member, means, zero), axis=2)
+
+
+def _floats(x: LossInputs) -> dict[str, Tokens]:
+    """The float arrays of `x` that are there, by name."""
+    return {
+        name: value
+        for name, value in x._asdict().items()
+        if name not in ("segments", "num_segments") and value is not None
+    }
+
+
+def _where(chosen: Bool[Any, "batch 1"], values: Num[Any, "batch columns"], other: float) -> Num[Any, "batch columns"]:
+    xp = array_namespace(values)
+    return xp.where(chosen, values, xp.full_like(values, other))
+
+
+def _bounded(value: Knob) -> Knob:
+    if isinstance(value, float | int):
+        return min(max(value, -LARGEST), LARGEST)
+    return array_namespace(value).clip(value, -LARGEST, LARGEST)
