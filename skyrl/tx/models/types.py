@@ -1,0 +1,160 @@
+"""What models, adapters and caches are to the code that drives them.
+
+A model is an NNX module that holds base weights only. Everything that differs per tenant or per call (adapter, cache)
+is an argument, so that the hot path is pure functions: split the module once, merge it inside `jax.jit`.
+
+Adding an architecture means one module with a `ModelForCausalLM` subclass, registered in `MODELS` under its Hugging
+Face architecture name, and its import in `skyrl/tx/models/__init__.py`.
+"""
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from skyrl.utils.registry import Registry
+
+if TYPE_CHECKING:  # transformers loads torch where that is installed, which array code has no use for
+    from skyrl.tx.models.configs import ModelConfig
+
+
+class Adapter(NamedTuple):
+    """LoRA weights of one model, or (with a slot axis, see below) a *bank* of several. A pytree.
+
+    Every adapter of a base model has the same tree; modules that are not trained have A = B = 0 and zero gradients.
+    Ranks are padded with zeros, which gradients preserve.
+    """
+
+    weights: dict[str, Any]
+    """`{"layers": {"self_attn": {"q_proj": pair, ...}, "mlp": {...}}, "lm_head": pair}`.
+
+    A pair is `{"lora_A": float32 [in, rank], "lora_B": float32 [rank, out]}`, below "layers" with a leading [layers]
+    axis. In a bank the slot axis comes before in and rank: `[layers, slots, in, rank]`, and `[slots, in, rank]`.
+    """
+    scaling: Float[Array, "..."]
+    """alpha / rank: a scalar, `[slots]` in a bank."""
+
+
+class KVCache(NamedTuple):
+    """Keys (after norm and RoPE) and values of past tokens. Index i of `capacity` holds the token at position i."""
+
+    keys: Float[Array, "layers batch capacity kv_heads head_dim"]
+    values: Float[Array, "layers batch capacity kv_heads head_dim"]
+
+    @classmethod
+    def zeros(cls, config: "ModelConfig", batch: int, capacity: int, dtype: jnp.dtype) -> "KVCache":
+        """An empty cache for `batch` rows of at most `capacity` tokens."""
+        text = config.get_config()
+        shape = (text.num_hidden_layers, batch, capacity, text.num_key_value_heads, text.head_dim)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+class CausalLMOutput(NamedTuple):
+    """What a forward pass returns."""
+
+    last_hidden_state: Float[Array, "batch tokens hidden"]
+    """After the final norm."""
+    kv_cache: KVCache | None = None
+    """The updated cache; None in training."""
+    hidden_states: list[Float[Array, "batch tokens hidden"]] | None = None
+    """When asked for: the embeddings, then the output of each layer, the last one after the final norm."""
+
+
+class LoraTarget(NamedTuple):
+    """A linear map that can be adapted."""
+
+    path: tuple[str, ...]
+    """Where its pair is in `Adapter.weights`."""
+    group: Literal["attn", "mlp", "unembed"]
+    """Which of LoraConfig's train_* switches selects it."""
+    in_features: int
+    out_features: int
+    layers: int | None
+    """Length of the stacked axis; None outside the layers."""
+
+
+class ModelForCausalLM(nnx.Module):
+    """A decoder with a vocabulary projection. `skyrl.tx.models.qwen3` is the example to follow."""
+
+    weight_names: ClassVar[dict[tuple[str, ...], str]]
+    """Hugging Face tensor name of each parameter path; "{layer}" marks parameters stacked over layers.
+
+    Parameters called "kernel" are `[in, out]` here and `[out, in]` there.
+    """
+
+    config: "ModelConfig"
+
+    def __init__(self, config: "ModelConfig", *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        raise NotImplementedError
+
+    def get_model_config(self) -> "ModelConfig":
+        """The configuration that the model was made with."""
+        return self.config
+
+    def is_lora_param(self, path: tuple[Any, ...], _value: Any) -> bool:
+        """Whether a parameter belongs to the adapter (rather than the base).
+
+        True below `lora_A` and `lora_B`, and with several residual streams for their connectors too.
+        """
+        trainable = {"lora_A", "lora_B"}
+        if self.config.mhc_expansion_rate > 1:
+            trainable |= {"attn_connector", "mlp_connector"}
+        return any(getattr(part, "key", part) in trainable for part in path)
+
+    @staticmethod
+    def lora_targets(config: "ModelConfig") -> list[LoraTarget]:
+        """Every linear map of this architecture that an adapter covers."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "batch tokens"],
+        *,
+        positions: Int[Array, "batch tokens"],
+        segment_ids: Int[Array, "batch tokens"] | None = None,
+        adapter: Adapter | None = None,
+        adapter_index: Int[Array, "batch"] | None = None,
+        kv_cache: KVCache | None = None,
+        output_hidden_states: bool = False,
+    ) -> CausalLMOutput:
+        """Hidden states of all tokens.
+
+        Without a cache, attention is causal inside equal `segment_ids` (None: each row is one segment) and positions
+        restart in each segment; segment -1 is padding, whose output is meaningless but finite. With a cache, token t
+        of row b is stored at index `positions[b, t]` (contiguous per row; an index past the capacity stores nothing)
+        and attends to all earlier indices and itself.
+
+        Without `adapter_index`, `adapter` is a single one for all rows. With it, `adapter` is a bank and row b uses
+        slot `adapter_index[b]`; nothing is ever summed over slots.
+        """
+        raise NotImplementedError
+
+    def compute_logits(
+        self,
+        hidden: Float[Array, "*leading hidden"],
+        adapter: Adapter | None = None,
+        adapter_index: Int[Array, "*leading"] | None = None,
+    ) -> Float[Array, "*leading vocab"]:
+        """float32 logits of final hidden states. `adapter_index` has one slot per hidden state."""
+        raise NotImplementedError
+
+    def target_logprobs(
+        self,
+        hidden: Float[Array, "tokens hidden"],
+        targets: Int[Array, "tokens K"],
+        *,
+        adapter: Adapter | None = None,
+        adapter_index: Int[Array, "tokens"] | None = None,
+        chunk_size: int | None = None,
+    ) -> Float[Array, "tokens K"]:
+        """float32 log-probabilities (nats) of K targets per token.
+
+        `chunk_size` tokens at a time, so that logits never exceed `[chunk_size, vocab]`; 0 takes all tokens at once,
+        None the configured `loss_chunk_size`.
+        """
+        raise NotImplementedError
+
+
+MODELS: Registry[type[ModelForCausalLM]] = Registry("model architecture")
+"""By Hugging Face architecture name (`architectures` of config.json)."""
