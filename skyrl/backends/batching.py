@@ -5,12 +5,14 @@ compiled programs serves every request. Longest sequences come first, and each g
 result depends on the request and the configuration only, never on what else is running. Pure NumPy.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from skyrl.algorithms.losses import EMPTY, INPUT_FIELDS, NUM_KNOBS, loss_index, pack_knobs
 from skyrl.types import Datum
 
 SHORTEST_ROW = 32
@@ -34,7 +36,7 @@ class TileArrays(NamedTuple):
     weights: np.ndarray
     """float32 `[R, L, K]`, 0 in unused cells."""
     inputs: dict[str, np.ndarray]
-    """The loss's other inputs by name, float32 `[R, L]`."""
+    """The other `LossInputs` fields by name, float32 `[R, L]`."""
     loss_index: np.ndarray
     """int32 `[R, 1]`."""
     knobs: np.ndarray
@@ -60,16 +62,6 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class LossChoice:
-    """The loss of a request as data: its number, its settings, and the value that stands for an absent input."""
-
-    index: int
-    knobs: np.ndarray
-    absent: dict[str, float]
-    """All inputs that any loss reads, beside targets and weights, with the fill for those a request lacks."""
-
-
-@dataclass(frozen=True)
 class TileShape:
     """How large tiles are."""
 
@@ -87,11 +79,19 @@ def row_length(tokens: int) -> int:
     return max(SHORTEST_ROW, 1 << (tokens - 1).bit_length())
 
 
-def make_tiles(data: list[Datum], loss: LossChoice, shape: TileShape) -> list[Tile]:
-    """Pack the sequences of one request into tiles, longest first."""
+def make_tiles(data: list[Datum], loss_fn: str, loss_fn_config: Mapping[str, float], shape: TileShape) -> list[Tile]:
+    """Pack the sequences of one request, checked by `check_pass`, into tiles, longest first."""
     targets_per_token = max(_targets(datum).shape[1] for datum in data)
     width = 1 << (targets_per_token - 1).bit_length()
-    return [_fill(data, placements, rows, length, width, loss) for placements, rows, length in _layout(data, shape)]
+    index, knobs = loss_index(loss_fn), pack_knobs(loss_fn, loss_fn_config)
+    tiles = []
+    for placements, rows, length in _layout(data, shape):
+        arrays = _empty(rows, length, width)
+        arrays.loss_index[:] = index
+        arrays.knobs[:] = knobs
+        _place(data, placements, arrays)
+        tiles.append(Tile(arrays, placements))
+    return tiles
 
 
 def _layout(data: list[Datum], shape: TileShape) -> Iterator[tuple[list[Placement], int, int]]:
@@ -118,35 +118,35 @@ def _layout(data: list[Datum], shape: TileShape) -> Iterator[tuple[list[Placemen
         yield placements, 1 if one_row else rows, length
 
 
-def _fill(
-    data: list[Datum], placements: list[Placement], rows: int, length: int, width: int, loss: LossChoice
-) -> Tile:
-    arrays = TileArrays(
+def _empty(rows: int, length: int, width: int) -> TileArrays:
+    fields = {field for field in INPUT_FIELDS.values() if field != "weights"}
+    return TileArrays(
         tokens=np.zeros((rows, length), np.int32),
         positions=np.zeros((rows, length), np.int32),
         segments=np.full((rows, length), -1, np.int32),
         targets=np.zeros((rows, length, width), np.int32),
         weights=np.zeros((rows, length, width), np.float32),
-        inputs={name: np.full((rows, length), fill, np.float32) for name, fill in loss.absent.items()},
-        loss_index=np.full((rows, 1), loss.index, np.int32),
-        knobs=np.tile(loss.knobs, (rows, 1)),
+        inputs={field: np.full((rows, length), getattr(EMPTY, field), np.float32) for field in sorted(fields)},
+        loss_index=np.zeros((rows, 1), np.int32),
+        knobs=np.zeros((rows, NUM_KNOBS), np.float32),
     )
-    segments = [0] * rows
+
+
+def _place(data: list[Datum], placements: list[Placement], arrays: TileArrays) -> None:
+    """Copy each sequence to its cells."""
+    segments: Counter[int] = Counter()
     for place in placements:
-        datum = data[place.datum]
+        given = data[place.datum].loss_fn_inputs
+        targets = _targets(data[place.datum])
         cells = place.row, slice(place.start, place.start + place.length)
-        arrays.tokens[cells] = datum.tokens
+        arrays.tokens[cells] = data[place.datum].tokens
         arrays.positions[cells] = np.arange(place.length)
         arrays.segments[cells] = segments[place.row]
         segments[place.row] += 1
-        targets = _targets(datum)
         arrays.targets[cells][:, : targets.shape[1]] = targets
-        weights = datum.loss_fn_inputs["weights"]
-        arrays.weights[cells][:, : targets.shape[1]] = weights.reshape(targets.shape)
-        for name, values in arrays.inputs.items():
-            if name in datum.loss_fn_inputs:
-                values[cells] = datum.loss_fn_inputs[name]
-    return Tile(arrays, placements)
+        arrays.weights[cells][:, : targets.shape[1]] = given["weights"].reshape(targets.shape)
+        for name in given.keys() & INPUT_FIELDS.keys() - {"weights"}:
+            arrays.inputs[INPUT_FIELDS[name]][cells] = given[name]
 
 
 def _targets(datum: Datum) -> np.ndarray:

@@ -6,6 +6,7 @@ gradient comes out on its own and nothing contracts over adapters. A stack of on
 settings and its inputs are data, so shapes alone decide what is compiled.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -90,14 +91,19 @@ class TrainingPrograms:
             gradients, output = jax.grad(losses, has_aux=True)(adapter.weights, adapter.scaling, base, tile)
             return output, gradients
 
-        def accumulate(base: Any, adapter: Adapter, scratch: Tree, tile: TileArrays) -> tuple[PassOutput, Tree]:
-            output, gradients = _over_stack(forward_backward)(base, adapter, tile)
-            return output, jax.tree.map(jnp.add, scratch, gradients)
+        def accumulate(
+            base: Any, adapters: tuple[Adapter, ...], scratches: tuple[Tree, ...], tiles: tuple[TileArrays, ...]
+        ) -> list[tuple[PassOutput, Tree]]:
+            results = _over_stack(forward_backward, base, adapters, tiles)
+            return [
+                (output, jax.tree.map(jnp.add, scratch, gradients))
+                for scratch, (output, gradients) in zip(scratches, results, strict=True)
+            ]
 
-        self.forward = jax.jit(_over_stack(forward))
-        """(base, stacked adapters, stacked tile) -> PassOutput; every array has a leading stack axis."""
+        self.forward = jax.jit(functools.partial(_over_stack, forward))
+        """(base, adapters, tiles) -> a PassOutput for each tile; tiles have one shape."""
         self.forward_backward = jax.jit(accumulate, donate_argnums=2)
-        """(base, stacked adapters, scratch gradients, stacked tile) -> (PassOutput, new scratch)."""
+        """(base, adapters, scratch gradients, tiles) -> (PassOutput, new scratch) for each tile."""
         self.optim_step = jax.jit(adamw)
 
 
@@ -123,16 +129,13 @@ def adamw(
     return jax.tree.map(update, weights, first, second), first, second, norm
 
 
-def _over_stack(function: Any) -> Any:
-    """Map over the leading axis of adapter and tile; a stack of one keeps plain, unbatched GEMMs."""
-
-    def stacked(base: Any, adapter: Adapter, tile: TileArrays) -> Any:
-        if tile.tokens.shape[0] > 1:
-            return jax.vmap(function, in_axes=(None, 0, 0))(base, adapter, tile)
-        one = jax.tree.map(lambda x: x[0], (adapter, tile))
-        return jax.tree.map(lambda x: x[None], function(base, *one))
-
-    return stacked
+def _over_stack(function: Any, base: Any, adapters: tuple[Adapter, ...], tiles: tuple[TileArrays, ...]) -> list[Any]:
+    """`function` of each adapter with its tile, as one `vmap`; a stack of one keeps plain, unbatched GEMMs."""
+    if len(tiles) == 1:
+        return [function(base, adapters[0], tiles[0])]
+    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(adapters, tiles, strict=True))
+    results = jax.vmap(function, in_axes=(None, 0, 0))(base, *stack)
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], results) for i in range(len(tiles))]
 
 
 def _loss_inputs(tile: TileArrays, logprobs: jax.Array) -> LossInputs:

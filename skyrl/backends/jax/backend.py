@@ -1,0 +1,312 @@
+"""The embedded backend: one base model in memory, many LoRA adapters training and sampling, on JAX.
+
+Each operation is a generator that yields after every micro-batch, so the executor can take turns between models and
+samples. A pass collects gradients in a scratch of its own and adds them to the model's sums at its end; nothing that
+the model owns is ever donated to a program, so a failure at any point leaves the model as it was.
+"""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import singledispatchmethod
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from skyrl.backends.backend import (
+    CreateModel,
+    DeleteModel,
+    ForwardBackward,
+    LoadCheckpoint,
+    ModelOperation,
+    OptimStep,
+    Publish,
+    SaveCheckpoint,
+)
+from skyrl.backends.batching import Tile, TileShape, make_tiles
+from skyrl.backends.executor import Executor, Work
+from skyrl.backends.jax import checkpoints
+from skyrl.backends.jax.adapters import ModelState, zeros_like
+from skyrl.backends.jax.config import JaxBackendConfig
+from skyrl.backends.jax.loading import model_folder
+from skyrl.backends.jax.sampler import Sampler
+from skyrl.backends.jax.step import AdamScalars, PassOutput, TrainingPrograms
+from skyrl.backends.jax.versions import VersionPool
+from skyrl.errors import RequestError
+from skyrl.tx.lora import init_adapter, padded_rank, zero_adapter
+from skyrl.types import (
+    BackendInfo,
+    ForwardBackwardOutput,
+    LoraConfig,
+    ModelMetadata,
+    ModelOutput,
+    OptimStepOutput,
+    Result,
+    SaveOutput,
+)
+from skyrl.utils.storage import write_folder
+from skyrl.utils.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+LONGEST_DEFAULT_CONTEXT = 8192
+"""Limit of sequence length unless `max_context_length` asks for more."""
+
+
+class JaxBackend(Executor):
+    """`AbstractBackend` on JAX. `base_model` is a hub id or a model folder.
+
+    Raises `RequestError` if the base model cannot be loaded.
+    """
+
+    config: JaxBackendConfig
+
+    def __init__(
+        self, base_model: str, config: JaxBackendConfig, progress: Callable[[str], None] = lambda message: None
+    ):
+        super().__init__(base_model, config)
+        from skyrl.tx.weights import load_model
+
+        self._folder = model_folder(base_model)
+        progress(f"reading the weights of {self._folder}")
+        self.model = load_model(
+            self._folder,
+            dtype=_base_dtype(config),
+            gradient_checkpointing=config.gradient_checkpointing,
+            loss_chunk_size=config.loss_chunk_size,
+        )
+        self.model_config = self.model.config
+        self.tokenizer = Tokenizer(self._folder)
+        self.mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), ("fsdp", "ep", "tp"))
+        self.process_id = 0
+        self.metrics: dict[str, float] = {}
+        graphdef, self._base = nnx.split(self.model)
+        self._programs = TrainingPrograms(graphdef, config.loss_chunk_size)
+        self._tile_shape = TileShape(config.train_tile_tokens, config.train_micro_batch_size)
+        self._states: dict[str, ModelState] = {}
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._versions = VersionPool(
+            zero_adapter(self.model_config, padded_rank(config.max_lora_rank)),
+            slots=config.max_lora_adapters,
+            load=lambda path: checkpoints.load_version(path, self.model_config, config.max_lora_rank)[0],
+        )
+        self.sampler = Sampler(graphdef, self._base, self._versions, self.tokenizer, self.model_config, config)
+
+    # -- what the executor asks for -----------------------------------------------------------------------------------
+
+    def step(self):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(jax.default_matmul_precision("highest"))
+            if self.config.enforce_eager:
+                stack.enter_context(jax.disable_jit())
+            return super().step()
+
+    @singledispatchmethod
+    def run(self, operation: ModelOperation) -> Work:
+        raise NotImplementedError(type(operation).__name__)
+
+    def discard_gradients(self, model_id: str) -> None:
+        if model_id in self._states:
+            self._states[model_id].gradient_sums = None
+
+    def has_model(self, model_id: str) -> bool:
+        return model_id in self._states
+
+    def drop_version(self, version: str) -> None:
+        self._versions.drop(version)
+
+    def close(self) -> None:
+        self._writer.shutdown(wait=True)
+
+    def info(self) -> BackendInfo:
+        local = Path(self.base_model).expanduser().is_dir()
+        return BackendInfo(
+            base_model=str(self._folder) if local else self.base_model,
+            architecture=self.model_config.architectures[0],
+            vocab_size=self.model_config.vocab_size,
+            max_context_length=self._max_context_length,
+            max_lora_rank=self.config.max_lora_rank,
+            tokenizer_path=str(self._folder),
+        )
+
+    @property
+    def _max_context_length(self) -> int:
+        made_for = self.model_config.max_position_embeddings
+        return min(made_for, self.config.max_context_length or LONGEST_DEFAULT_CONTEXT)
+
+    # -- documented read-only views -----------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> dict[str, ModelMetadata]:
+        """Loaded models; `adapter_index` counts them from 1 (0 is the base model)."""
+        return {
+            model_id: ModelMetadata(index, state.lora_config)
+            for index, (model_id, state) in enumerate(self._states.items(), 1)
+        }
+
+    @property
+    def optimizers(self) -> dict[str, tuple[Any, Any, int]]:
+        """(first moment, second moment, step) of each model."""
+        return {name: (state.first_moment, state.second_moment, state.step) for name, state in self._states.items()}
+
+    @property
+    def accumulated_grads(self) -> dict[str, Any]:
+        """Gradient sums of each model, None where no pass has added any."""
+        return {name: state.gradient_sums for name, state in self._states.items()}
+
+    def adapter(self, model_id: str):
+        """The model's current `Adapter`."""
+        return self._state(model_id).adapter
+
+    def _state(self, model_id: str) -> ModelState:
+        if model_id not in self._states:
+            raise RequestError(f"model_id={model_id} is not loaded; create it, or load it from a checkpoint, first")
+        return self._states[model_id]
+
+    # -- operations ---------------------------------------------------------------------------------------------------
+
+    @run.register
+    def _create(self, operation: CreateModel) -> Work:
+        model_id, lora_config = operation.model_id, operation.lora_config
+        if model_id in self._states:
+            raise RequestError(f"model_id={model_id} exists already; choose another id or delete it first")
+        self._check_rank(lora_config.rank)
+        seed = lora_config.seed if lora_config.seed is not None else int(np.random.SeedSequence().generate_state(1)[0])
+        adapter = init_adapter(self.model_config, lora_config, seed, padded_rank(lora_config.rank))
+        yield
+        self._states[model_id] = ModelState.fresh(lora_config, adapter)
+        return ModelOutput(model_id)
+
+    @run.register
+    def _delete(self, operation: DeleteModel) -> Work:
+        self._state(operation.model_id)
+        yield
+        del self._states[operation.model_id]
+        return ModelOutput(operation.model_id)
+
+    @run.register
+    def _forward_backward(self, operation: ForwardBackward) -> Work:
+        state = self._state(operation.model_id)
+        tiles = make_tiles(operation.data, operation.loss_fn, operation.loss_fn_config, self._tile_shape)
+        outputs: list[dict[str, np.ndarray]] = [{} for _ in operation.data]
+        scratch = None if operation.forward_only else zeros_like(state.adapter.weights)
+        for tile in tiles:
+            adapters, arrays = (state.adapter,), (tile.arrays,)
+            if scratch is None:
+                (result,) = self._programs.forward(self._base, adapters, arrays)
+            else:
+                ((result, scratch),) = self._programs.forward_backward(self._base, adapters, (scratch,), arrays)
+            for index, output in _by_datum(operation, tile, result):
+                outputs[index] = output
+            yield
+        if scratch is not None:
+            state.add_gradients(scratch)
+        tokens = sum(len(datum.tokens) for datum in operation.data)
+        loss = sum(float(output["elementwise_loss"].sum(dtype=np.float64)) for output in outputs)
+        return ForwardBackwardOutput(outputs, {"loss:sum": loss, "num_tokens:sum": float(tokens)})
+
+    @run.register
+    def _optim_step(self, operation: OptimStep) -> Work:
+        state, params = self._state(operation.model_id), operation.adam_params
+        gradients = state.gradient_sums if state.gradient_sums is not None else zeros_like(state.adapter.weights)
+        weights, first, second, norm = self._programs.optim_step(
+            state.adapter.weights,
+            gradients,
+            state.first_moment,
+            state.second_moment,
+            AdamScalars.of(params, state.step + 1),
+        )
+        grad_norm = float(norm)  # waits for the step, so that a failure shows before anything is replaced
+        yield
+        state.adapter = state.adapter._replace(weights=weights)
+        state.first_moment, state.second_moment = first, second
+        state.step += 1
+        state.gradient_sums = None
+        return OptimStepOutput({"skyrl.ai/grad_norm": grad_norm, "skyrl.ai/learning_rate": params.learning_rate})
+
+    @run.register
+    def _save(self, operation: SaveCheckpoint) -> Work:
+        state = dataclasses.replace(self._state(operation.model_id))
+        yield
+        return self._write(operation.path, lambda: checkpoints.pack_training(state, self.info().base_model))
+
+    @run.register
+    def _load(self, operation: LoadCheckpoint) -> Work:
+        lora_config = checkpoints.training_lora_config(operation.path)
+        if operation.model_id in self._states:
+            _check_same_adapter(operation.path, lora_config, self._states[operation.model_id].lora_config)
+        self._check_rank(lora_config.rank)
+        like = zero_adapter(self.model_config, padded_rank(lora_config.rank))
+        state = checkpoints.load_training(operation.path, like, operation.load_optimizer)
+        yield
+        self._states[operation.model_id] = state
+        return ModelOutput(operation.model_id)
+
+    @run.register
+    def _publish(self, operation: Publish) -> Work:
+        state = self._state(operation.model_id)
+        adapter, lora_config, version = state.adapter, state.lora_config, operation.version
+        yield
+        self._versions.publish(version, adapter)
+        written = self._write(
+            operation.path, lambda: checkpoints.pack_sampler(adapter, lora_config, self.model_config)
+        )
+        written.add_done_callback(lambda future: self._stored(version, operation, future))
+        return written if operation.persist else SaveOutput(operation.path)
+
+    def _stored(self, version: str, operation: Publish, written: "Future[Result]") -> None:
+        """The version's files are there (it may leave memory), or could not be written (nobody was told it exists)."""
+        error = written.exception()
+        if error is None:
+            self._versions.mark_stored(version, operation.path)
+        elif operation.persist:
+            self._versions.drop(version)
+        else:
+            log.error("version %s stays in memory only: %s", version, error)
+
+    def _write(self, path: str, pack: Callable[[], dict[str, bytes]]) -> "Future[Result]":
+        return self._writer.submit(lambda: SaveOutput(path, write_folder(path, pack())))
+
+    def _check_rank(self, rank: int) -> None:
+        if rank > self.config.max_lora_rank:
+            raise RequestError(
+                f"lora_config.rank={rank} is above this server's max_lora_rank={self.config.max_lora_rank}; "
+                "ask for a smaller rank, or start the server with a larger one"
+            )
+
+
+def _check_same_adapter(path: str, stored: LoraConfig, loaded: LoraConfig) -> None:
+    """Loading in place keeps the model's shape and trained modules."""
+    for name in ("rank", "alpha", "train_attn", "train_mlp", "train_unembed"):
+        if getattr(stored, name) != getattr(loaded, name):
+            raise RequestError(
+                f"path={path}: the checkpoint has {name}={getattr(stored, name)} but the model was created with "
+                f"{name}={getattr(loaded, name)}; create a new model from the checkpoint instead"
+            )
+
+
+def _by_datum(
+    operation: ForwardBackward, tile: Tile, result: PassOutput
+) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Cut a tile's outputs into (datum index, its outputs), with the shape of its targets."""
+    logprobs, losses = np.asarray(result.logprobs), np.asarray(result.losses)
+    for place in tile.placements:
+        cells = place.row, slice(place.start, place.start + place.length)
+        shape = operation.data[place.datum].loss_fn_inputs["target_tokens"].shape
+        width = shape[1] if len(shape) == 2 else 1
+        yield (
+            place.datum,
+            {"logprobs": logprobs[cells][:, :width].reshape(shape).copy(), "elementwise_loss": losses[cells].copy()},
+        )
+
+
+def _base_dtype(config: JaxBackendConfig) -> str | None:
+    """Type to load base weights in; None keeps the checkpoint's."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if jax.default_backend() == "cpu" else None
