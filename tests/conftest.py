@@ -1,6 +1,10 @@
-"""Settings for the whole suite: strict JAX, two CPU devices, no network."""
+"""Settings for the whole suite: strict JAX, two CPU devices, no network; and the one live server that tests share."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
@@ -8,3 +12,37 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TINKER_TELEMETRY"] = "0"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 of hidden size 32."""
+    from live import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    """The live server that tests share. A test that stops or kills it starts one of its own."""
+    from skyrl.local_server import LocalServer
+
+    with LocalServer(tmp_path_factory.mktemp("server"), str(tiny_model)) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server) -> Iterator:
+    """The stock SDK's service client, with a session of its own."""
+    from live import service
+
+    with service(server) as client:
+        yield client
+
+
+@pytest.fixture
+def trainer(client, server):
+    """The stock SDK's training client for a fresh adapter."""
+    from live import new_trainer
+
+    return new_trainer(client, server)

@@ -20,6 +20,7 @@ LAYERS = [
     {"algorithms", "envs", "tx"},
     {"backends"},
     {"tinker", "train"},
+    {"local_server"},
     {"demo"},
     {"cli"},
 ]

@@ -1,0 +1,118 @@
+"""A Tinker server of one's own: started as a child process on a free port, stopped with its caller.
+
+For the demo, the tests and the benchmarks, which all talk to a real server as any client does. State lives in the
+folder that is given, so that a second server on the same folder continues where the first one stopped.
+"""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+
+
+class LocalServer:
+    """`with LocalServer(folder) as server:` serves at `server.url` until the block ends.
+
+    Args:
+        folder: Holds the database, the checkpoints and the log (`server.log`). Made if missing.
+        base_model: Folder or hub id of the base model; None serves the built-in one.
+        options: Further command-line options of the server, by name without dashes in front.
+    """
+
+    def __init__(self, folder: Path, base_model: str | None = None, options: dict[str, str] | None = None):
+        self.folder = folder
+        self.base_model = base_model
+        self.options = options or {}
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log_path(self) -> Path:
+        return self.folder / "server.log"
+
+    def command(self) -> list[str]:
+        """The command line of the server."""
+        options = {
+            "host": "127.0.0.1",
+            "port": str(self.port),
+            "checkpoints-base": str(self.folder / "checkpoints"),
+            "database-url": f"sqlite:///{self.folder / 'server.db'}",
+            **self.options,
+        }
+        if self.base_model is not None:
+            options["base-model"] = self.base_model
+        return [sys.executable, "-m", "skyrl.tinker.api", *(f"--{name}={value}" for name, value in options.items())]
+
+    def start(self, timeout_s: float = 180) -> None:
+        """Start and wait until the engine is ready. Raises RuntimeError with the end of the log if it does not come."""
+        assert self.process is None, "already started"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        try:
+            self.wait_until_ready(timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def wait_until_ready(self, timeout_s: float = 180) -> None:
+        """Return once `healthz` says ok."""
+        assert self.process is not None
+        deadline = time.monotonic() + timeout_s
+        while not self.healthy():
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server exited with code {self.process.returncode}:\n{self.log_tail()}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the server was not ready after {timeout_s:.0f} s:\n{self.log_tail()}")
+            time.sleep(0.1)
+
+    def healthy(self) -> bool:
+        """Whether the server answers and its engine is ready."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=5) as response:
+                return json.load(response).get("status") == "ok"
+        except (urllib.error.URLError, ConnectionError, TimeoutError, ValueError):
+            return False
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last lines that the server printed."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """Stop as Ctrl-C does; kill only if that takes over 30 seconds."""
+        if self.process is None:
+            return
+        process, self.process = self.process, None
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def restart(self) -> None:
+        """Stop and start again on the same state and address."""
+        self.stop()
+        self.start()
+
+    def __enter__(self) -> "LocalServer":
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None):
+        self.stop()
+
+
+def free_port() -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

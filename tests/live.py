@@ -1,0 +1,125 @@
+"""What tests against a live server share: a tiny model, the stock SDK's clients, small data.
+
+The model is a random Qwen3 of hidden size 32, so a pass costs milliseconds; what a test teaches it, it can learn.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import tinker
+
+from skyrl.local_server import LocalServer
+
+API_KEY = "tml-test"
+ADAM = tinker.AdamParams(learning_rate=1e-2)
+GREEDY = {"temperature": 0.0}
+
+
+def make_tiny_model(folder: Path) -> Path:
+    """A random Qwen3 of hidden size 32 with the built-in tokenizer."""
+    from skyrl.tx.make_model import make_model
+
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 64}
+    make_model(folder, arch="qwen3", **sizes, seed=0)
+    return folder
+
+
+@contextmanager
+def service(server: LocalServer) -> Iterator[tinker.ServiceClient]:
+    """A client with a session of its own, finished at the end of the block."""
+    client = tinker.ServiceClient(base_url=server.url, api_key=API_KEY)
+    try:
+        yield client
+    finally:
+        client.close("success").result()
+
+
+def new_trainer(client: tinker.ServiceClient, server: LocalServer, rank: int = 4, seed: int = 0, **options):
+    """A training client for a fresh adapter on the served model."""
+    return client.create_lora_training_client(server.base_model or "", rank=rank, seed=seed, **options).result()
+
+
+def text(tokens: list[int]) -> tinker.ModelInput:
+    return tinker.ModelInput.from_ints(tokens)
+
+
+def datum(tokens: list[int], **inputs) -> tinker.Datum:
+    """A sequence that predicts each of its tokens from those before it; `inputs` override or add."""
+    inputs.setdefault("target_tokens", tokens[1:])
+    if "weights" in inputs and inputs["weights"] is None:
+        del inputs["weights"]
+    arrays = {}
+    for name, value in inputs.items():
+        arrays[name] = np.asarray(value, np.int64 if name == "target_tokens" else np.float32)
+    return tinker.Datum(model_input=text(tokens[:-1]), loss_fn_inputs=arrays)
+
+
+def supervised(tokens: list[int], prompt: int = 1) -> tinker.Datum:
+    """Cross-entropy on everything after the first `prompt` tokens."""
+    weights = np.ones(len(tokens) - 1, np.float32)
+    weights[: prompt - 1] = 0
+    return datum(tokens, weights=weights)
+
+
+def sequence(length: int, seed: int = 0, vocab: int = 256) -> list[int]:
+    """Random token ids."""
+    return np.random.default_rng(seed).integers(0, vocab, length).tolist()
+
+
+def step(trainer, data: list[tinker.Datum], adam: tinker.AdamParams = ADAM, loss_fn: str = "cross_entropy"):
+    """One pass and one optimizer step, pipelined; the pass's output."""
+    forward_backward = trainer.forward_backward(data, loss_fn)
+    optim_step = trainer.optim_step(adam)
+    output = forward_backward.result()
+    optim_step.result()
+    return output
+
+
+def logprobs(trainer, tokens: list[int]) -> np.ndarray:
+    """The training side's log-probabilities of `tokens` after the first."""
+    output = trainer.forward([supervised(tokens)], "cross_entropy").result()
+    return output.loss_fn_outputs[0]["logprobs"].to_numpy()
+
+
+def teach(trainer, tokens: list[int], prompt: int, steps: int = 40) -> None:
+    """Train until the adapter continues the prompt with the rest of `tokens` under greedy decoding."""
+    for _ in range(steps):
+        step(trainer, [supervised(tokens, prompt)], tinker.AdamParams(learning_rate=5e-2))
+    learned = logprobs(trainer, tokens)[prompt - 1 :]
+    assert learned.min() > np.log(0.9), f"not learned: {learned}"
+
+
+def sample(sampler, prompt: list[int], num_samples: int = 1, include_prompt_logprobs=False, topk=0, **params):
+    """A sample request's response; `params` are those of `SamplingParams`."""
+    params.setdefault("max_tokens", 8)
+    return sampler.sample(
+        text(prompt),
+        num_samples,
+        tinker.SamplingParams(**params),
+        include_prompt_logprobs=include_prompt_logprobs,
+        topk_prompt_logprobs=topk,
+    ).result()
+
+
+def adapter_folder(server: LocalServer, tinker_path: str) -> Path:
+    """Where the server keeps the PEFT adapter that it named `tinker_path`."""
+    name = tinker_path.rsplit("/", 1)[-1]
+    (found,) = [file.parent for file in server.folder.rglob("adapter_model.safetensors") if file.parent.name == name]
+    return found
+
+
+def engine_pid(server: LocalServer) -> int:
+    """The process id of the server's engine child."""
+    assert server.process is not None
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    pids = [int(child) for file in children for child in file.read_text().split()]
+    (engine,) = [p for p in pids if "skyrl.tinker.engine" in Path(f"/proc/{p}/cmdline").read_text()]
+    return engine
+
+
+def kill_engine(server: LocalServer) -> None:
+    os.kill(engine_pid(server), 9)
