@@ -1,0 +1,196 @@
+"""The database: opened by the API process alone, and never touched on its event loop.
+
+Writes go to one thread, which runs everything that has queued up in one transaction (group commit): a burst of
+requests costs one fsync, and a job that reads before it writes needs no lock. Reads run in a small pool.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy
+from alembic import command
+from alembic.config import Config as AlembicConfig
+from sqlalchemy import Connection, Engine, event
+from sqlalchemy.engine import make_url
+from sqlmodel import Session
+
+from skyrl.errors import RequestError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Job = Callable[[Session], T]
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+MAX_GROUP = 256
+"""Jobs per transaction at most."""
+READERS = 4
+
+
+@dataclass
+class _Queued:
+    job: Job[Any]
+    future: "Future[Any]"
+
+
+class Database:
+    """An open database at the newest revision.
+
+    Args:
+        url: SQLAlchemy URL, `sqlite:///FILE` or `postgresql://...` (needs the `postgres` extra).
+
+    Raises:
+        RequestError: The URL cannot be served; the message says what to change.
+    """
+
+    def __init__(self, url: str):
+        self._lock = _lock_file(url)
+        self._engine = _open(url)
+        _migrate(self._engine)
+        self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
+        self._readers = ThreadPoolExecutor(READERS, "database-reader")
+        self._writer = threading.Thread(target=self._write_loop, name="database-writer", daemon=True)
+        self._writer.start()
+
+    async def write(self, job: Job[T]) -> T:
+        """Run `job` in the writer's next transaction; return once that is committed.
+
+        A job may run twice (alone, after a failure in its group), so it does nothing but database work.
+        """
+        future: Future[Any] = Future()
+        self._queue.put(_Queued(job, future))
+        return await asyncio.wrap_future(future)
+
+    async def read(self, job: Job[T]) -> T:
+        """Run `job` in a reader thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self.read_now, job)
+
+    def read_now(self, job: Job[T]) -> T:
+        """Run `job` in this thread."""
+        with Session(self._engine, expire_on_commit=False) as session:
+            return job(session)
+
+    def close(self) -> None:
+        """Finish queued writes and close all connections."""
+        self._queue.put(None)
+        self._writer.join()
+        self._readers.shutdown()
+        self._engine.dispose()
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def _write_loop(self) -> None:
+        while (first := self._queue.get()) is not None:
+            group = [first]
+            last = False
+            with suppress(queue.Empty):
+                while len(group) < MAX_GROUP and not last:
+                    item = self._queue.get_nowait()
+                    if item is None:
+                        last = True
+                    else:
+                        group.append(item)
+            self._commit(group)
+            if last:
+                return
+
+    def _commit(self, group: list[_Queued]) -> None:
+        """One transaction for the whole group; where that fails, one for each, so that a failure stays alone."""
+        try:
+            with Session(self._engine, expire_on_commit=False) as session:
+                results = [queued.job(session) for queued in group]
+                session.commit()
+        except Exception as error:
+            if len(group) == 1:
+                group[0].future.set_exception(error)
+            else:
+                for queued in group:
+                    self._commit([queued])
+            return
+        for queued, result in zip(group, results, strict=True):
+            queued.future.set_result(result)
+
+
+def migration_config(connection: Connection) -> AlembicConfig:
+    """Alembic's configuration, for an open connection."""
+    config = AlembicConfig()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    config.attributes["connection"] = connection
+    return config
+
+
+def _migrate(engine: Engine) -> None:
+    with engine.begin() as connection:
+        command.upgrade(migration_config(connection), "head")
+
+
+def _open(url: str) -> Engine:
+    try:
+        parsed = make_url(url)
+        if parsed.drivername == "postgresql":
+            parsed = parsed.set(drivername="postgresql+psycopg")
+        if parsed.get_backend_name() not in ("sqlite", "postgresql"):
+            raise RequestError(f"database_url={url}: use sqlite:///FILE or postgresql://USER@HOST/NAME")
+        sqlite = parsed.get_backend_name() == "sqlite"
+        if sqlite and not parsed.database:
+            raise RequestError(f"database_url={url}: a database in memory is not served; name a file, sqlite:///FILE")
+        if sqlite:
+            Path(str(parsed.database)).parent.mkdir(parents=True, exist_ok=True)
+        engine = sqlalchemy.create_engine(parsed, pool_size=READERS + 1)
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            f"database_url={url} needs the package {error.name}; install it with: pip install 'skyrl[postgres]'"
+        ) from error
+    except sqlalchemy.exc.ArgumentError as error:
+        raise RequestError(f"database_url={url!r}: {error}; use sqlite:///FILE or postgresql://...") from error
+    except OSError as error:
+        raise RequestError(f"database_url={url}: {error}; use a folder that can be written") from error
+    if sqlite:
+        event.listen(engine, "connect", _sqlite_connect)
+        event.listen(engine, "begin", _sqlite_begin)
+    try:
+        engine.connect().close()
+    except sqlalchemy.exc.OperationalError as error:
+        raise RequestError(f"database_url={url}: cannot be opened ({error.orig}); check the path or server") from error
+    return engine
+
+
+def _sqlite_connect(connection: Any, _: Any) -> None:
+    """WAL with NORMAL: a commit survives the end of any process at once, and power loss once the WAL is synced."""
+    connection.isolation_level = None  # the driver would open transactions by rules of its own; `_sqlite_begin` does
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _sqlite_begin(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN")
+
+
+def _lock_file(url: str) -> int | None:
+    """Hold `FILE.lock`, so that a second server on the same SQLite file is refused instead of losing our models."""
+    if not url.startswith("sqlite:///") or url == "sqlite:///":
+        return None
+    path = Path(url.removeprefix("sqlite:///").split("?")[0] + ".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise RequestError(f"database_url={url}: {error}; use a folder that can be written") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise RequestError(
+            f"database_url={url} is in use by another server; stop that one or give this one its own --database-url"
+        ) from error
+    return handle

@@ -1,0 +1,90 @@
+"""Names of things: model, sampler, version and request ids, `tinker://` paths, checkpoint folders.
+
+Everything that has an id can be told from the id alone: a model is `{session}:train:{n}`, a sampler
+`{session}:sample:{n}`, a version `{model}@{seq_id}` (a model's requests are numbered once, so a version never gets a
+second meaning), and a request starts with the kind of its operation.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from uuid import uuid4
+
+from skyrl.errors import RequestError
+
+CheckpointKind = Literal["weights", "sampler_weights"]
+
+SCHEME = "tinker://"
+SAMPLE = "sample"
+MAX_NAME = 255
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def new_session_id() -> str:
+    return str(uuid4())
+
+
+def new_request_id(kind: str) -> str:
+    return f"{kind}-{uuid4()}"
+
+
+def is_sample(request_id: str) -> bool:
+    """Whether the id is of a sample, whose future lives in memory only."""
+    return request_id.startswith(f"{SAMPLE}-")
+
+
+def model_id(session_id: str, model_seq_id: int) -> str:
+    return f"{session_id}:train:{model_seq_id}"
+
+
+def sampler_id(session_id: str, sampling_session_seq_id: int) -> str:
+    return f"{session_id}:sample:{sampling_session_seq_id}"
+
+
+def version_id(model: str, seq_id: int) -> str:
+    return f"{model}@{seq_id}"
+
+
+def checkpoint_name(field: str, name: str) -> str:
+    """The name, if it may name a checkpoint. Raises `RequestError` otherwise."""
+    if len(name) > MAX_NAME or not _NAME.fullmatch(name):
+        raise RequestError(
+            f"{field}={name[:80]!r} is not a checkpoint name; use 1 to {MAX_NAME} letters, digits, '.', '_' or '-', "
+            "the first a letter or digit"
+        )
+    return name
+
+
+def folder(base: Path, model: str, kind: CheckpointKind | Literal["ephemeral"], name: str) -> str:
+    """Where a model's checkpoint is stored. `name` ends in the seq_id of its save, so no two saves share a folder."""
+    return str(base / model.replace(":", "-") / kind / name)
+
+
+@dataclass(frozen=True)
+class TinkerPath:
+    """`tinker://{model}/{kind}/{name}`, or, for samplers, `tinker://{model}/{name}` (kind None)."""
+
+    model: str
+    kind: CheckpointKind | None
+    name: str
+
+    def __str__(self) -> str:
+        return SCHEME + "/".join(part for part in (self.model, self.kind, self.name) if part)
+
+    @classmethod
+    def parse(cls, field: str, path: str) -> "TinkerPath":
+        """Raises `RequestError` where `path` is none."""
+        parts = path.removeprefix(SCHEME).split("/")
+        if path.startswith(SCHEME) and all(parts):
+            match parts:
+                case [model, "weights" | "sampler_weights" as kind, name]:
+                    return cls(model, kind, name)
+                case [model, name]:
+                    return cls(model, None, name)
+                case _:
+                    pass
+        raise RequestError(
+            f"{field}={path[:300]!r} is not a checkpoint path; use the `path` that a save returned, such as "
+            "tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME"
+        )
