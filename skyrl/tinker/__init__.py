@@ -1,0 +1,1 @@
+"""The Tinker server: an API process (`api`) and the engine process that it supervises (`engine`)."""

@@ -1,0 +1,204 @@
+"""What a server can be told: one frozen class, one parser for every way to start it.
+
+`EngineConfig` holds the options; `parse_config` reads them from the command line, then `SKYRL_*`, then `TX_*`
+environment variables, then the defaults. `skyrl serve` and `python -m skyrl.tinker.api` both call it. To add an option,
+add a field with a docstring: the flag, its help text and its environment variables follow.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+from platformdirs import user_data_dir
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+ENVIRONMENT_PREFIXES = ("SKYRL_", "TX_")
+"""Environment variables are a prefix and the field's name in capitals; the first prefix that is set wins."""
+
+STATE = Path(user_data_dir("skyrl"))
+"""Where a server keeps what must survive it, unless told otherwise."""
+
+
+def _json_object(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error}); write an object such as '{{\"max_lora_rank\": 64}}'") from None
+
+
+def _comma_separated(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_json_object)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_comma_separated)]
+
+
+class EngineConfig(BaseModel):
+    """Options of a Tinker server."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+    base_model: str | None = None
+    """Model to serve: a Hugging Face hub id or a local folder. Without one, a built-in tiny Qwen3 is served."""
+
+    model_aliases: Names = ()
+    """More names that clients may use for the base model, separated by commas."""
+
+    backend: str = "jax"
+    """What computes: "jax", or module:attribute of a class of your own."""
+
+    backend_config: JsonObject = Field(default_factory=dict)
+    """Options of the backend as a JSON object, for example '{"max_lora_rank": 64}'."""
+
+    checkpoints_base: Path = STATE / "checkpoints"
+    """Folder for checkpoints."""
+
+    database_url: str = f"sqlite:///{STATE / 'tinker.db'}"
+    """SQLAlchemy URL of the database (SQLite or PostgreSQL)."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for every interface (set api_keys then)."""
+
+    port: int = Field(8000, ge=0, le=65535)
+    """Port to listen on; 0 picks a free one."""
+
+    api_keys: Names = ()
+    """Keys that clients may use, separated by commas. Without any, every key is accepted."""
+
+    session_timeout_sec: int = Field(300, ge=-1)
+    """Seconds without a heartbeat after which a session's models are unloaded; -1 never does."""
+
+    session_cleanup_interval_sec: int = Field(60, ge=-1)
+    """Seconds between looks for silent sessions; -1 disables them."""
+
+    long_poll_s: float = Field(20.0, gt=0, le=40)
+    """Seconds that a retrieve_future request is held open at most (clients give up at 45)."""
+
+    max_body_bytes: int = Field(256 * 2**20, ge=2**20)
+    """Largest request body in bytes, after decompression."""
+
+    gap_timeout_s: float = Field(300.0, gt=0)
+    """Seconds that requests wait for a missing earlier seq_id of their model before they fail."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe message to log."""
+
+    external_inference_url: str | None = None
+    """Not served yet: sampling runs inside this server."""
+
+    external_inference_api_key: str | None = None
+    """Not served yet, see --external-inference-url."""
+
+    external_inference_lora_base: str | None = None
+    """Not served yet, see --external-inference-url."""
+
+    forwarding_inference_max_connections: int | None = None
+    """Not served yet, see --external-inference-url."""
+
+    @field_validator("checkpoints_base", mode="before")
+    @classmethod
+    def _local_folder(cls, value: object) -> Path:
+        if "://" in str(value):
+            raise ValueError("only local folders are served; name a local or mounted folder")
+        return Path(str(value)).expanduser().absolute()
+
+    @field_validator("session_cleanup_interval_sec")
+    @classmethod
+    def _not_a_busy_loop(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("0 would look without a pause; use 1 or more seconds, or -1 to disable")
+        return value
+
+    @field_validator(
+        "external_inference_url",
+        "external_inference_api_key",
+        "external_inference_lora_base",
+        "forwarding_inference_max_connections",
+        mode="after",
+    )
+    @classmethod
+    def _refused(cls, value: object) -> object:
+        if value is not None:
+            raise ValueError("external inference servers are not served yet; leave it out, this server samples itself")
+        return value
+
+
+def parse_config(
+    argv: Sequence[str] | None = None, *, prog: str | None = None, environ: Mapping[str, str] = os.environ
+) -> EngineConfig:
+    """Options from `argv` (default: the process's), then the environment, then the defaults.
+
+    Prints one line and exits with status 2 on an unknown option or a bad value.
+    """
+    parser = _OneLineErrors(
+        prog=prog,
+        description="Serve the Tinker API.",
+        epilog="Every option can also be set as an environment variable: SKYRL_BASE_MODEL for --base-model. "
+        "The command line wins over SKYRL_*, which wins over TX_*.",
+        allow_abbrev=False,
+    )
+    for name, field in EngineConfig.model_fields.items():
+        parser.add_argument(_flag(name), default=argparse.SUPPRESS, metavar=_metavar(name, field), help=_help(field))
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    for name in EngineConfig.model_fields:
+        for variable in (prefix + name.upper() for prefix in ENVIRONMENT_PREFIXES):
+            if environ.get(variable) and name not in values:
+                values[name], origins[name] = environ[variable], variable
+    for name, value in vars(parser.parse_args(argv)).items():
+        values[name], origins[name] = value, _flag(name)
+    try:
+        return EngineConfig.model_validate(values)
+    except ValidationError as error:
+        parser.error(describe(error, origins))
+
+
+def describe(error: ValidationError, origins: Mapping[str, str] | None = None) -> str:
+    """One line of "option=value: what is wrong" for each problem. `origins` names options as their user wrote them."""
+    problems = []
+    for problem in error.errors():
+        path = ".".join(str(part) for part in problem["loc"])
+        name = (origins or {}).get(path, path)
+        if problem["type"] == "extra_forbidden":
+            problems.append(f"{name}: there is no such option")
+        else:
+            problems.append(f"{name}={problem['input']}: {problem['msg'].removeprefix('Value error, ')}")
+    return "; ".join(problems)
+
+
+class _OneLineErrors(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: error: {message} (--help lists the options)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _metavar(name: str, field: FieldInfo) -> str:
+    if name == "backend_config":
+        return "JSON"
+    if field.annotation is Path:
+        return "FOLDER"
+    if field.annotation in (int, float):
+        return "N"
+    return name.rsplit("_", 1)[-1].upper()
+
+
+def _help(field: FieldInfo) -> str:
+    """The field's docstring and its default, with % escaped for argparse."""
+    default = field.default
+    text = field.description or ""
+    if default not in (None, (), PydanticUndefined):
+        text += f" Default: {default}."
+    return text.replace("%", "%%")

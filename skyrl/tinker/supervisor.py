@@ -1,0 +1,198 @@
+"""Keeps one engine process alive next to the API process.
+
+The engine is a child that inherits one end of a socketpair and nothing else. Its end of stream is the one sign of
+life: when it comes, the child is reaped, `on_crash` is told why, and a new child is started after a growing pause. The
+other way round the child leaves when its own end closes, so it never outlives this process, however that ended.
+Frames sent after `on_crash` belong to the next engine.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Callable
+from typing import Literal
+
+from skyrl.tinker.channel import ApiChannel, Failed, FromEngine, Progress, Ready, Shutdown, Start, ToEngine
+from skyrl.tinker.config import EngineConfig
+from skyrl.types import BackendInfo
+
+log = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "restarting", "failed", "stopped"]
+
+STARTS = 3
+"""Consecutive starts that may end before `Ready` until the supervisor gives up."""
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 10.0
+TERMINATE_S = 5.0
+"""Seconds between asking a process to end and killing it."""
+
+
+class EngineSupervisor:
+    """Starts, watches, restarts and stops the engine. All methods are called on one asyncio loop.
+
+    Args:
+        config: Sent to each engine.
+        on_frame: Called on the loop with every frame of the engine.
+        on_crash: Called with the reason when an engine has ended by itself; what it was working on is lost.
+        on_failure: Called once, with a message for the person who started the server, when no engine can be started.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        on_frame: Callable[[FromEngine], None],
+        on_crash: Callable[[str], None],
+        on_failure: Callable[[str], None],
+    ):
+        self.config = config
+        self.state: State = "starting"
+        self.progress = "starting the engine"
+        """What the engine is busy with until it is ready, in words."""
+        self.info: BackendInfo | None = None
+        """Facts about the loaded model, from the first `Ready` on."""
+        self.restarts = 0
+        self._on_frame = on_frame
+        self._on_crash = on_crash
+        self._on_failure = on_failure
+        self._channel: ApiChannel | None = None
+        self._process: Process | None = None
+        self._unsent: list[ToEngine] = []
+        self._failure: str | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running engine."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start the first engine and watch it in the background. Returns at once; `Ready` comes as a frame."""
+        self._task = asyncio.create_task(self._supervise(), name="engine supervisor")
+        self._task.add_done_callback(self._supervision_ended)
+
+    def send(self, frame: ToEngine) -> None:
+        """Send a frame to the engine, or to the next one if none is running. Never blocks."""
+        if self._channel is None:
+            self._unsent.append(frame)
+        else:
+            self._channel.send(frame)
+
+    async def stop(self, grace_s: float = 30.0) -> None:
+        """End the engine: politely for `grace_s` seconds (it finishes background writes), then by force."""
+        loading = self.state in ("starting", "restarting")
+        self.state = "stopped"
+        if self._process and self._channel:
+            self._channel.send(Shutdown())
+            if loading:  # it reads no frames until it has loaded, and has nothing to lose
+                _signal(self._process, signal.SIGKILL)
+            await _end(self._process, grace_s)
+            if self._task:  # its last frames may still be on their way to `on_frame`
+                await asyncio.wait([self._task], timeout=TERMINATE_S)
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _supervise(self) -> None:
+        failed_starts = 0
+        while True:
+            failed_starts += 1
+            reason, became_ready = await self._run_engine()
+            if self.state == "stopped":
+                return
+            if became_ready:
+                failed_starts = 0
+            first_start = self.info is None
+            if (first_start and self._failure) or failed_starts == STARTS:
+                self.state = "failed"
+                self._on_failure(self._failure or f"the engine does not start: {reason}; its log above says why")
+                return
+            self.state = "restarting"
+            self.progress = f"restarting the engine: {reason}"
+            log.error("%s; restarting it", reason)
+            self._on_crash(reason)
+            await asyncio.sleep(min(FIRST_PAUSE_S * 2**failed_starts, LONGEST_PAUSE_S))
+            self.restarts += 1
+
+    async def _run_engine(self) -> tuple[str, bool]:
+        """Run one engine to its end. Returns why it ended and whether it had been ready."""
+        ours, its = socket.socketpair()
+        with ours, its:
+            command = [sys.executable, "-m", "skyrl.tinker.engine", "--fd", str(its.fileno())]
+            # In a session of its own, so that a Ctrl-C at the terminal reaches the API process only.
+            process = self._process = await asyncio.create_subprocess_exec(
+                *command, stdin=DEVNULL, pass_fds=[its.fileno()], start_new_session=True
+            )
+            its.close()
+            channel = self._channel = await ApiChannel.open(ours)
+            try:
+                became_ready = await self._converse(channel)
+                await _end(process, TERMINATE_S)
+            finally:
+                self._channel = None
+                self._process = None
+                _signal(process, signal.SIGKILL)
+                await channel.close()
+                await process.wait()
+        return self._failure or _reason(process.returncode), became_ready
+
+    async def _converse(self, channel: ApiChannel) -> bool:
+        """Exchange frames until the engine closes its end. Returns whether it has been ready."""
+        self._failure = None
+        became_ready = False
+        channel.send(Start(self.config))
+        for frame in self._unsent:
+            channel.send(frame)
+        self._unsent = []
+        async for frame in channel.frames():
+            became_ready |= isinstance(frame, Ready)
+            self._note(frame)
+            self._on_frame(frame)
+        return became_ready
+
+    def _note(self, frame: FromEngine) -> None:
+        if isinstance(frame, Progress):
+            self.progress = frame.message
+        elif isinstance(frame, Failed):
+            self._failure = frame.message
+        elif isinstance(frame, Ready):
+            self.info = frame.info
+            self.progress = "ready"
+            if self.state != "stopped":
+                self.state = "ready"
+
+    def _supervision_ended(self, task: "asyncio.Task[None]") -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("the engine's supervisor failed", exc_info=error)
+        self.state = "failed"
+        self._on_failure(f"the engine's supervisor failed: {error!r}")
+
+
+async def _end(process: Process, grace_s: float) -> None:
+    """Wait for the process to end by itself, then terminate it, then kill it."""
+    for number, patience_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, None)):
+        if number is not None:
+            _signal(process, number)
+        try:
+            await asyncio.wait_for(process.wait(), patience_s)
+            return
+        except TimeoutError:
+            continue
+
+
+def _signal(process: Process, number: signal.Signals) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+
+
+def _reason(returncode: int | None) -> str:
+    if returncode is not None and returncode < 0:
+        return f"the engine was killed by {signal.Signals(-returncode).name}"
+    return f"the engine exited with status {returncode}"
