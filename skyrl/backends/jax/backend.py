@@ -14,10 +14,12 @@ from functools import singledispatchmethod
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
+from skyrl.backends.jax.sampler import Sampler
+from skyrl.backends.jax.versions import VersionPool
 
+import jax
 from skyrl.backends.backend import (
     CreateModel,
     DeleteModel,
@@ -34,9 +36,7 @@ from skyrl.backends.jax import checkpoints
 from skyrl.backends.jax.adapters import ModelState, zeros_like
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.loading import model_folder
-from skyrl.backends.jax.sampler import Sampler
 from skyrl.backends.jax.step import AdamScalars, PassOutput, TrainingPrograms
-from skyrl.backends.jax.versions import VersionPool
 from skyrl.errors import RequestError
 from skyrl.tx.lora import init_adapter, padded_rank, zero_adapter
 from skyrl.types import (
@@ -253,9 +253,7 @@ class JaxBackend(Executor):
         adapter, lora_config, version = state.adapter, state.lora_config, operation.version
         yield
         self._versions.publish(version, adapter)
-        written = self._write(
-            operation.path, lambda: checkpoints.pack_sampler(adapter, lora_config, self.model_config)
-        )
+        written = self._write(operation.path, lambda: checkpoints.pack_sampler(adapter, lora_config, self.model_config))
         written.add_done_callback(lambda future: self._stored(version, operation, future))
         return written if operation.persist else SaveOutput(operation.path)
 

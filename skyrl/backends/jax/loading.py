@@ -6,7 +6,7 @@ from skyrl.errors import RequestError
 
 
 def model_folder(base_model: str) -> Path:
-    """Folder with the model's config.json, weights and tokenizer; hub ids are downloaded (or read from the hub's cache).
+    """Folder with the model's files; a hub id is downloaded (or found in the hub's cache).
 
     Raises:
         RequestError: Neither a model folder nor a model that the hub gives us.
@@ -14,10 +14,12 @@ def model_folder(base_model: str) -> Path:
     folder = Path(base_model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
-            raise RequestError(f"base_model={base_model}: the folder has no config.json; name a Hugging Face model folder")
+            raise RequestError(
+                f"base_model={base_model}: the folder has no config.json; name a Hugging Face model folder"
+            )
         return folder.resolve()
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(base_model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"]))

@@ -1,0 +1,122 @@
+"""The work that a backend can be given: one dataclass per kind, and the completion that comes back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from skyrl.types import AdamParams, Datum, LoraConfig, Result, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """A unit of work. `request_id` is unique and comes back in its completion."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOperation(Operation):
+    """Work on one model's trainable state, done in the order of submission."""
+
+    model_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreateModel(ModelOperation):
+    """Make an adapter with fresh weights. Returns `ModelOutput`."""
+
+    lora_config: LoraConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardBackward(ModelOperation):
+    """Add the gradients of a loss, summed over `data`, to the model's sums. Returns `ForwardBackwardOutput`."""
+
+    data: list[Datum]
+    loss_fn: str
+    loss_fn_config: Mapping[str, float] = field(default_factory=dict)
+    forward_only: bool = False
+    """Compute outputs and metrics only; sums stay as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimStep(ModelOperation):
+    """Apply the accumulated gradients with AdamW and clear them. Returns `OptimStepOutput`."""
+
+    adam_params: AdamParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveCheckpoint(ModelOperation):
+    """Write weights, optimizer state and configuration to the folder `path`. Returns `SaveOutput` once it is there."""
+
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadCheckpoint(ModelOperation):
+    """Replace the model's weights by those of a training checkpoint. Creates the model if there is none.
+
+    Pending gradients are dropped. Returns `ModelOutput`.
+    """
+
+    path: str
+    load_optimizer: bool = True
+    """False starts the optimizer anew (zero moments, step 0)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publish(ModelOperation):
+    """Freeze the current weights as the immutable sampler version `version`, stored in PEFT layout at `path`.
+
+    Returns `SaveOutput`: once it is on disk if `persist`, else at once (the write goes on in the background).
+    """
+
+    version: str
+    path: str
+    persist: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteModel(ModelOperation):
+    """Free the model's trainable state. Published versions and checkpoints stay. Returns `ModelOutput`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected(ModelOperation):
+    """A request that was refused before it came here, in its place in the model's order.
+
+    It completes with `error`. Where it `was_pass`, the model's next optimizer step fails too: never a step on a
+    partial batch.
+    """
+
+    error: str
+    was_pass: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(Operation):
+    """Continue `prompt` `num_samples` times with one published version. Returns `SampleOutput`."""
+
+    version: str | None
+    """Id of the version, or None for the base model."""
+    path: str | None = None
+    """Where the version is stored (sampler or training checkpoint folder), read if it is not in memory."""
+    prompt: np.ndarray
+    """int32 `[prompt]`, not empty."""
+    params: SamplingParams
+    """`seed` and `max_tokens` are set."""
+    num_samples: int = 1
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    tenant: str = ""
+    """Owner; nothing cached for one tenant is used for another."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The end of an operation: a result or an `ErrorResponse`."""
+
+    request_id: str
+    result: Result
