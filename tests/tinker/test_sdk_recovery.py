@@ -1,0 +1,71 @@
+"""What survives: a restart of the server, and the death of its engine. Each test has a server of its own."""
+
+import pytest
+import tinker
+from live import engine_pid, kill_engine, new_trainer, sample, sequence, service, step, supervised
+
+from skyrl.local_server import LocalServer
+
+TOKENS = sequence(12)
+DATA = [supervised(TOKENS)]
+
+
+@pytest.fixture
+def own_server(tiny_model, tmp_path):
+    with LocalServer(tmp_path / "server", str(tiny_model)) as server:
+        yield server
+
+
+def greedy(client: tinker.ServiceClient, path: str) -> list[int]:
+    sampler = client.create_sampling_client(model_path=path).result()
+    return sample(sampler, TOKENS[:3], max_tokens=6, temperature=0.0, stop=[]).sequences[0].tokens
+
+
+def test_checkpoints_outlive_a_restart(own_server):
+    with service(own_server) as client:
+        trainer = new_trainer(client, own_server)
+        for _ in range(3):
+            step(trainer, DATA)
+        sampler_path = trainer.save_weights_for_sampler("s").result().path
+        state_path = trainer.save_state("t").result().path
+        before = greedy(client, sampler_path)
+        expected = step(trainer, DATA).metrics["loss:sum"]
+    own_server.restart()
+    with service(own_server) as client:
+        assert greedy(client, sampler_path) == before
+        resumed = client.create_training_client_from_state_with_optimizer(state_path).result()
+        assert step(resumed, DATA).metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_killed_engine_is_replaced_and_new_work_is_fine(own_server):
+    with service(own_server) as client:
+        trainer = new_trainer(client, own_server)
+        step(trainer, DATA)
+        path = trainer.save_weights_for_sampler("s").result().path
+        before, pid = greedy(client, path), engine_pid(own_server)
+        kill_engine(own_server)
+        own_server.wait_until_ready()
+        assert engine_pid(own_server) != pid
+        assert greedy(client, path) == before
+        step(new_trainer(client, own_server), DATA)
+
+
+def test_work_lost_with_the_engine_fails_with_category_server(own_server):
+    with service(own_server) as client:
+        trainer = new_trainer(client, own_server)
+        step(trainer, DATA)
+        kill_engine(own_server)
+        with pytest.raises(tinker.RequestFailedError) as failure:
+            trainer.forward_backward(DATA, "cross_entropy").result()
+        assert failure.value.category == tinker.types.RequestErrorCategory.Server
+
+
+def test_the_server_stops_cleanly_on_interrupt(own_server):
+    assert own_server.process is not None
+    process, engine = own_server.process, engine_pid(own_server)
+    own_server.stop()
+    assert process.returncode == 0
+    with pytest.raises(ProcessLookupError):
+        import os
+
+        os.kill(engine, 0)
