@@ -78,7 +78,7 @@ def test_a_stop_token_ends_a_sequence_and_is_returned(parrot):
 
 @pytest.mark.parametrize("stop", ["is", ["nothing", "t is"], "is é"])
 def test_a_stop_string_ends_a_sequence_and_its_text_is_kept(parrot, stop):
-    sampler, tokenizer, prompt, answer = parrot
+    sampler, tokenizer, prompt, _ = parrot
     (ours,) = sample(sampler, prompt, max_tokens=20, temperature=0.0, stop=stop).sequences
     text = stop if isinstance(stop, str) else stop[1]
     assert ours.stop_reason == "stop"
@@ -125,7 +125,8 @@ def test_a_sample_does_not_depend_on_its_neighbours(base):
     params = tinker.SamplingParams(max_tokens=8, seed=5, stop=[])
     prompts = [PROMPT, *(sequence(5 + i, seed=i) for i in range(6))]
     futures = [base.sample(tinker.ModelInput.from_ints(prompt), 1, params) for prompt in prompts]
-    assert [future.result() for future in futures][0].sequences[0].tokens == alone
+    results = [future.result() for future in futures]
+    assert results[0].sequences[0].tokens == alone
 
 
 def test_prompt_logprobs_start_with_none_and_are_those_of_hugging_face(base, tiny_model):
