@@ -35,7 +35,7 @@ from skyrl.backends.executor import Executor, Work
 from skyrl.backends.jax import checkpoints
 from skyrl.backends.jax.adapters import ModelState, zeros_like
 from skyrl.backends.jax.config import JaxBackendConfig
-from skyrl.backends.jax.loading import model_folder
+from skyrl.backends.jax.loading import keep_compiled_programs, model_folder
 from skyrl.backends.jax.step import AdamScalars, PassOutput, TrainingPrograms
 from skyrl.errors import RequestError
 from skyrl.tx.lora import init_adapter, padded_rank, zero_adapter
@@ -72,6 +72,8 @@ class JaxBackend(Executor):
         super().__init__(base_model, config)
         from skyrl.tx.weights import load_model
 
+        if config.compilation_cache:
+            keep_compiled_programs()
         self._folder = model_folder(base_model)
         progress(f"reading the weights of {self._folder}")
         self.model = load_model(

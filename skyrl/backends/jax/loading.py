@@ -1,8 +1,18 @@
-"""From the name of a base model to a folder on this machine."""
+"""What is set up before a base model is loaded: its folder on this machine, and the cache of compiled programs."""
 
 from pathlib import Path
 
+import jax
+
 from skyrl.errors import RequestError
+from skyrl.utils.folders import cache_folder
+
+
+def keep_compiled_programs() -> None:
+    """Let JAX keep programs that took more than a moment to compile in the user's cache folder, unless it is set up."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def model_folder(base_model: str) -> Path:

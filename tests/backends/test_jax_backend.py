@@ -1,0 +1,431 @@
+"""The JAX backend's numbers against Hugging Face + PEFT + torch, and the isolation of its tenants."""
+
+import driver
+import jax
+import numpy as np
+import oracle
+import pytest
+import torch
+from driver import create, datum, forward_backward, optim_step, publish, random_datum, sample, train
+
+from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+from skyrl.types import ErrorResponse, OptimStepOutput, SampleOutput, SaveOutput
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_model):
+    """One backend for all tests here; each makes models of its own."""
+    backend = JaxBackend(str(tiny_model), JaxBackendConfig(train_tile_tokens=64, compilation_cache=False))
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def backend(shared):
+    """The shared backend, without models."""
+    for model_id in list(shared.models):
+        driver.delete(shared, model_id)
+    return shared
+
+
+def weights(backend, model_id: str = "model") -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(backend.adapter(model_id).weights)]
+
+
+def gradients(backend, model_id: str = "model") -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(backend.accumulated_grads[model_id])]
+
+
+def assert_equal(left: list[np.ndarray], right: list[np.ndarray]) -> None:
+    for a, b in zip(left, right, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def assert_close(left: list[np.ndarray], right: list[np.ndarray], tolerance: float = 1e-5) -> None:
+    for a, b in zip(left, right, strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def peft_gradients(backend, tiny_model, folder, objective) -> dict[str, np.ndarray]:
+    """torch's gradients of `objective(model)` at the backend's current weights."""
+    assert isinstance(publish(backend, f"v-{folder.name}", folder / "adapter"), SaveOutput)
+    model = oracle.load(tiny_model, folder / "adapter")
+    objective(model).backward()
+    return oracle.gradients(model)
+
+
+def our_gradients(backend, rank: int = 4) -> dict[str, np.ndarray]:
+    """The gradient sums under their names in a PEFT file (`[rank, in]` and `[out, rank]`)."""
+    found = {}
+    tree = backend.accumulated_grads["model"]
+    for block, modules in tree["layers"].items():
+        for module, pair in modules.items():
+            for layer in range(pair["lora_A"].shape[0]):
+                prefix = f"base_model.model.model.layers.{layer}.{block}.{module}"
+                found[f"{prefix}.lora_A.weight"] = np.asarray(pair["lora_A"][layer, :, :rank]).T
+                found[f"{prefix}.lora_B.weight"] = np.asarray(pair["lora_B"][layer, :rank]).T
+    found["base_model.model.lm_head.lora_A.weight"] = np.asarray(tree["lm_head"]["lora_A"][:, :rank]).T
+    found["base_model.model.lm_head.lora_B.weight"] = np.asarray(tree["lm_head"]["lora_B"][:rank]).T
+    return found
+
+
+def assert_gradients_equal_peft(backend, expected: dict[str, np.ndarray]) -> None:
+    ours = our_gradients(backend)
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-4 * max(1, np.abs(value).max()), err_msg=name)
+
+
+def hf_logprobs(model, item) -> torch.Tensor:
+    """Differentiable log-probabilities of the datum's targets, `[tokens]`."""
+    rows = torch.log_softmax(oracle.logits(model, item.tokens.tolist()), -1)
+    targets = torch.tensor(item.loss_fn_inputs["target_tokens"], dtype=torch.int64)
+    return rows.gather(-1, targets.reshape(len(targets), -1)).reshape(targets.shape)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def test_cross_entropy_gradients_of_a_mixed_batch_equal_torch(backend, tiny_model, tmp_path):
+    create(backend)
+    train(backend, steps=2)
+    random = np.random.default_rng(0)
+    data = [datum(random.integers(0, 256, n), weights=random.normal(size=n)) for n in (3, 40, 17, 9, 64)]
+    expected = peft_gradients(
+        backend,
+        tiny_model,
+        tmp_path,
+        lambda model: -sum((torch.tensor(d.loss_fn_inputs["weights"]) * hf_logprobs(model, d)).sum() for d in data),
+    )
+    forward_backward(backend, data)
+    assert_gradients_equal_peft(backend, expected)
+
+
+def test_gradients_of_several_targets_per_token_equal_torch(backend, tiny_model, tmp_path):
+    create(backend)
+    train(backend, steps=2)
+    random = np.random.default_rng(1)
+    item = datum(random.integers(0, 256, 7), random.integers(0, 256, (7, 3)), weights=random.random((7, 3)))
+    expected = peft_gradients(
+        backend,
+        tiny_model,
+        tmp_path,
+        lambda model: -(torch.tensor(item.loss_fn_inputs["weights"]) * hf_logprobs(model, item)).sum(),
+    )
+    output = forward_backward(backend, [item])
+    assert_gradients_equal_peft(backend, expected)
+    assert output.loss_fn_outputs[0]["logprobs"].shape == (7, 3)
+
+
+def test_a_custom_loss_of_the_client_gets_exactly_its_gradient(backend, tiny_model, tmp_path):
+    """The SDK's forward_backward_custom: cross_entropy with weights = -dC/dlogprob is the gradient of C."""
+    create(backend)
+    train(backend, steps=2)
+    chosen, rejected = random_datum(12, 5), random_datum(15, 6)
+
+    def dpo(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return -torch.nn.functional.logsigmoid(0.3 * (a.sum() - b.sum()))
+
+    expected = peft_gradients(
+        backend, tiny_model, tmp_path, lambda model: dpo(hf_logprobs(model, chosen), hf_logprobs(model, rejected))
+    )
+    outputs = forward_backward(backend, [chosen, rejected], forward_only=True).loss_fn_outputs
+    leaves = [torch.tensor(output["logprobs"], requires_grad=True) for output in outputs]
+    dpo(*leaves).backward()
+    surrogate = [
+        datum(d.tokens, d.loss_fn_inputs["target_tokens"], weights=-leaf.grad.numpy())
+        for d, leaf in zip([chosen, rejected], leaves, strict=True)
+    ]
+    forward_backward(backend, surrogate)
+    assert_gradients_equal_peft(backend, expected)
+
+
+def test_logprobs_come_back_in_request_order_and_equal_hugging_face(backend, tiny_model, tmp_path):
+    create(backend)
+    train(backend, steps=2)
+    publish(backend, "logprobs", tmp_path / "adapter")
+    model = oracle.load(tiny_model, tmp_path / "adapter")
+    data = [random_datum(n, n) for n in (5, 33, 2, 90, 5)]
+    outputs = forward_backward(backend, data, forward_only=True).loss_fn_outputs
+    for item, output in zip(data, outputs, strict=True):
+        np.testing.assert_allclose(output["logprobs"], hf_logprobs(model, item).detach().numpy(), atol=1e-4)
+
+
+def test_the_loss_metric_is_the_sum_over_tokens(backend):
+    create(backend)
+    item = datum([1, 2, 3, 4], weights=[0.5, 0, -2, 1])
+    output = forward_backward(backend, [item, item])
+    logprobs = output.loss_fn_outputs[0]["logprobs"].astype(np.float64)
+    assert output.metrics["loss:sum"] == pytest.approx(-2 * (logprobs * [0.5, 0, -2, 1]).sum(), rel=1e-5)
+
+
+def test_a_batch_in_one_request_equals_the_same_batch_in_several(backend):
+    data = [random_datum(n, n) for n in (5, 33, 2, 90)]
+    create(backend, "one")
+    create(backend, "several")
+    forward_backward(backend, data, "one")
+    for item in data:
+        forward_backward(backend, [item], "several")
+    assert_close(gradients(backend, "one"), gradients(backend, "several"))
+
+
+def test_doubling_weights_doubles_gradients(backend):
+    """Sum semantics: no division by weights or by the number of examples."""
+    create(backend, "one")
+    create(backend, "two")
+    forward_backward(backend, [datum([1, 2, 3], weights=[1, 0.5, 0])], "one")
+    forward_backward(backend, [datum([1, 2, 3], weights=[2, 1, 0])], "two")
+    assert_close([2 * g for g in gradients(backend, "one")], gradients(backend, "two"))
+
+
+def test_forward_leaves_gradients_alone(backend):
+    create(backend)
+    forward_backward(backend, [random_datum(9)])
+    before = gradients(backend)
+    forward_backward(backend, [random_datum(10)], forward_only=True)
+    assert_equal(before, gradients(backend))
+
+
+def test_state_is_float32_over_a_bfloat16_base(tiny_model):
+    backend = JaxBackend(str(tiny_model), JaxBackendConfig(dtype="bfloat16", compilation_cache=False))
+    create(backend)
+    forward_backward(backend, [random_datum(9)])
+    sums = backend.accumulated_grads["model"]
+    optim_step(backend)
+    trees = (backend.adapter("model").weights, sums, *backend.optimizers["model"][:2])
+    assert {str(leaf.dtype) for tree in trees for leaf in jax.tree.leaves(tree)} == {"float32"}
+    backend.close()
+
+
+def test_gradient_checkpointing_leaves_gradients_as_they_are(backend, tiny_model):
+    checkpointing = JaxBackend(str(tiny_model), JaxBackendConfig(gradient_checkpointing=True, compilation_cache=False))
+    for each in (backend, checkpointing):
+        create(each)
+        forward_backward(each, [random_datum(20)])
+    assert_close(gradients(backend), gradients(checkpointing))
+    checkpointing.close()
+
+
+def test_eager_mode_computes_the_same(backend, tiny_model):
+    eager = JaxBackend(str(tiny_model), JaxBackendConfig(enforce_eager=True))
+    for each in (backend, eager):
+        create(each)
+        forward_backward(each, [random_datum(20)])
+    assert_close(gradients(backend), gradients(eager))
+    eager.close()
+
+
+@pytest.mark.parametrize("module", ["train_attn", "train_mlp", "train_unembed"])
+def test_modules_that_are_switched_off_do_not_train(backend, module):
+    create(backend, **{module: False})
+    before = backend.adapter("model").weights
+    train(backend, steps=2, weight_decay=0.1)
+    after = backend.adapter("model").weights
+    parts = {"train_attn": ("layers", "self_attn"), "train_mlp": ("layers", "mlp"), "train_unembed": ("lm_head",)}
+    for name, path in parts.items():
+        left, right = before, after
+        for key in path:
+            left, right = left[key], right[key]
+        same = all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True))
+        assert same == (name == module), name
+
+
+# -- isolation ---------------------------------------------------------------------------------------------------------
+
+
+def test_weight_decay_of_one_tenant_leaves_another_untouched(backend):
+    create(backend, "a")
+    create(backend, "b", seed=1)
+    train(backend, "b")
+    before = weights(backend, "b")
+    train(backend, "a", steps=3, weight_decay=0.5)
+    assert_equal(before, weights(backend, "b"))
+
+
+def test_a_recreated_model_has_no_gradients_of_its_predecessor(backend):
+    create(backend, "a")
+    forward_backward(backend, [random_datum(9)], "a")
+    driver.delete(backend, "a")
+    create(backend, "a")
+    before = weights(backend, "a")
+    optim_step(backend, "a", weight_decay=0.0)
+    assert_equal(before, weights(backend, "a"))
+
+
+def test_a_neighbour_with_nan_weights_changes_nothing(backend, tmp_path):
+    create(backend, "good")
+    create(backend, "twin")
+    create(backend, "bad", seed=1)
+    optim_step(backend, "bad")
+    forward_backward(backend, [datum([1, 2, 3], weights=[1e30] * 3)], "bad")
+    optim_step(backend, "bad", learning_rate=1e38)
+    train(backend, "bad")
+    assert not all(np.isfinite(leaf).all() for leaf in weights(backend, "bad"))
+    train(backend, "twin", steps=2)
+
+    forward_backward(backend, [random_datum(12, 0)], "good")
+    forward_backward(backend, [random_datum(12, 0)], "bad")
+    optim_step(backend, "good")
+    forward_backward(backend, [random_datum(12, 1)], "bad")
+    forward_backward(backend, [random_datum(12, 1)], "good")
+    optim_step(backend, "good")
+    assert_equal(weights(backend, "twin"), weights(backend, "good"))
+
+
+def test_stacked_adapters_do_not_mix(backend):
+    """Tiles of two adapters in one program: each gradient is as alone, bit for bit even beside NaN."""
+    from skyrl.backends.batching import TileShape, make_tiles
+    from skyrl.backends.jax.adapters import zeros_like
+
+    create(backend, "a")
+    create(backend, "b", seed=1)
+    a, b = backend.adapter("a"), backend.adapter("b")
+    poisoned = b._replace(weights=jax.tree.map(lambda leaf: leaf * np.float32("nan"), b.weights))
+    tiles = [make_tiles([random_datum(20, i)], "cross_entropy", {}, TileShape(64))[0].arrays for i in range(2)]
+
+    def run(*adapters):
+        scratches = tuple(zeros_like(adapter.weights) for adapter in adapters)
+        return backend._programs.forward_backward(backend._base, adapters, scratches, tuple(tiles[: len(adapters)]))
+
+    alone, beside, beside_nan = run(a)[0][1], run(a, b)[0][1], run(a, poisoned)[0][1]
+    assert_close(jax.tree.leaves(alone), jax.tree.leaves(beside))
+    assert_equal(jax.tree.leaves(beside), jax.tree.leaves(beside_nan))
+
+
+def test_running_out_of_memory_fails_one_request_and_nothing_else(tiny_model):
+    """A pass whose attention needs terabytes, after a good one: the sums, and the backend, are as before."""
+    backend = JaxBackend(
+        str(tiny_model), JaxBackendConfig(train_micro_batch_size=4096, train_tile_tokens=64, compilation_cache=False)
+    )
+    small = [random_datum(9)]
+    create(backend)
+    result = forward_backward(backend, [random_datum(4000)])
+    assert isinstance(result, ErrorResponse)
+    assert result.status == "server"
+    refused = optim_step(backend)
+    assert isinstance(refused, ErrorResponse)
+    assert refused.status == "user"
+    assert forward_backward(backend, small).metrics["loss:sum"] > 0
+    assert isinstance(optim_step(backend), OptimStepOutput)
+    backend.close()
+
+
+# -- published versions and checkpoints --------------------------------------------------------------------------------
+
+
+def greedy(backend, version, path=None) -> list[float]:
+    result = sample(backend, version, path, temperature=0.0)
+    assert isinstance(result, SampleOutput), result
+    return [*result.sequences[0].tokens.tolist(), *result.sequences[0].logprobs.tolist()]
+
+
+def test_sampling_an_older_version_leaves_the_training_weights(backend, tmp_path):
+    create(backend)
+    publish(backend, "old", tmp_path / "old")
+    train(backend, steps=3)
+    before = weights(backend)
+    greedy(backend, "old")
+    assert_equal(before, weights(backend))
+
+
+def test_a_version_samples_the_same_after_more_training_and_unloading(backend, tmp_path):
+    create(backend)
+    train(backend, steps=2)
+    publish(backend, "frozen", tmp_path / "frozen")
+    before = greedy(backend, "frozen")
+    train(backend, steps=3)
+    assert greedy(backend, "frozen") == before
+    driver.delete(backend)
+    assert greedy(backend, "frozen") == before
+
+
+def test_a_stored_version_samples_the_same_in_another_backend(backend, tiny_model, tmp_path):
+    create(backend)
+    train(backend, steps=2)
+    publish(backend, "stored", tmp_path / "stored")
+    other = JaxBackend(str(tiny_model), JaxBackendConfig(compilation_cache=False))
+    np.testing.assert_allclose(
+        greedy(other, "any-name", tmp_path / "stored"), greedy(backend, "stored"), rtol=1e-5, atol=1e-5
+    )
+    other.close()
+
+
+def test_sampled_logprobs_equal_the_trainers(backend, tmp_path):
+    create(backend)
+    train(backend, steps=3)
+    publish(backend, "policy", tmp_path / "policy")
+    (sequence,) = sample(backend, "policy", prompt=[5, 6, 7], max_tokens=20).sequences
+    tokens = np.concatenate([[5, 6, 7], sequence.tokens])
+    output = forward_backward(backend, [datum(tokens[:-1], tokens[1:])], forward_only=True)
+    np.testing.assert_allclose(output.loss_fn_outputs[0]["logprobs"][2:], sequence.logprobs, atol=1e-4)
+
+
+def test_training_resumes_from_a_checkpoint_with_the_identical_next_step(backend, tiny_model, tmp_path):
+    create(backend)
+    train(backend, steps=3)
+    driver.save(backend, tmp_path / "state")
+    other = JaxBackend(str(tiny_model), JaxBackendConfig(train_tile_tokens=64, compilation_cache=False))
+    driver.load(other, tmp_path / "state")
+    for each in (backend, other):
+        train(each, steps=2, seed=50, weight_decay=0.1)
+    assert_equal(weights(backend), weights(other))
+    other.close()
+
+
+def test_loading_without_the_optimizer_starts_it_anew(backend, tmp_path):
+    create(backend)
+    train(backend, steps=3)
+    driver.save(backend, tmp_path / "state")
+    driver.load(backend, tmp_path / "state", "fresh", load_optimizer=False)
+    first, second, step = backend.optimizers["fresh"]
+    assert step == 0
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves((first, second)))
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_model_stays(backend, tmp_path):
+    create(backend)
+    train(backend)
+    driver.save(backend, tmp_path / "state")
+    file = tmp_path / "state" / "training_state.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    before = weights(backend)
+    result = driver.load(backend, tmp_path / "state")
+    assert isinstance(result, ErrorResponse)
+    assert "damaged" in result.error
+    assert_equal(before, weights(backend))
+
+
+def test_loading_a_checkpoint_of_another_rank_in_place_is_refused(backend, tmp_path):
+    create(backend, "small", rank=4)
+    create(backend, "large", rank=8)
+    driver.save(backend, tmp_path / "state", "small")
+    result = driver.load(backend, tmp_path / "state", "large")
+    assert isinstance(result, ErrorResponse)
+    assert "rank=4" in result.error
+
+
+def test_a_rank_above_the_limit_is_refused_by_name(backend):
+    result = create(backend, rank=64)
+    assert isinstance(result, ErrorResponse)
+    assert result.status == "user"
+    assert "max_lora_rank=32" in result.error
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"tensor_parallel_size": 2},
+        {"fully_sharded_data_parallel_size": 2},
+        {"expert_parallel_size": 2},
+        {"mhc_expansion_rate": 2},
+        {"coordinator_address": "localhost:1"},
+        {"num_processes": 2},
+        {"use_ray": True},
+    ],
+    ids=str,
+)
+def test_options_that_are_not_served_are_refused_by_name(option):
+    with pytest.raises(ValueError, match=next(iter(option))):
+        JaxBackendConfig(**option)
