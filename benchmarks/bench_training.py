@@ -9,8 +9,9 @@ measured in the same run.
 import argparse
 import time
 
-import flops
 import numpy as np
+
+import flops
 from common import RANK, datum, emit, peak_flops, serving
 
 CASES = {

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-import flops
 import numpy as np
+
+import flops
 
 RANK = 32
 """Rank of every adapter, on all linear layers."""

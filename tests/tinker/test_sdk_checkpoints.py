@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tinker
+
 from live import logprobs, new_trainer, sample, sequence, service, step, supervised
 
 TOKENS = sequence(16, seed=2)

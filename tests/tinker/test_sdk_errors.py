@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tinker
+
 from live import ADAM, datum, logprobs, new_trainer, sample, sequence, step, supervised
 
 TOKENS = sequence(10)

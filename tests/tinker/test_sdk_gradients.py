@@ -5,10 +5,11 @@ weight by minus its gradient. So the gradient is what one step changes in two ex
 """
 
 import numpy as np
-import oracle
 import pytest
 import tinker
 import torch
+
+import oracle
 from live import adapter_folder, datum, new_trainer, sequence, step, supervised
 
 SGD = tinker.AdamParams(learning_rate=1e6, beta1=0.0, beta2=0.0, eps=1e6)

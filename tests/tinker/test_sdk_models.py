@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tinker
+
 from live import new_trainer, sequence, service, step, supervised
 
 

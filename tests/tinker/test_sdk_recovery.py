@@ -2,8 +2,8 @@
 
 import pytest
 import tinker
-from live import engine_pid, kill_engine, new_trainer, sample, sequence, service, step, supervised
 
+from live import engine_pid, kill_engine, new_trainer, sample, sequence, service, step, supervised
 from skyrl.local_server import LocalServer
 
 TOKENS = sequence(12)

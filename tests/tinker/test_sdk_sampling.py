@@ -1,10 +1,11 @@
 """Samples through the stock SDK: options one by one, and numbers against Hugging Face."""
 
 import numpy as np
-import oracle
 import pytest
 import tinker
 import torch
+
+import oracle
 from live import logprobs, new_trainer, sample, sequence, service, step, supervised, teach
 
 PROMPT = sequence(12, seed=1)

@@ -1,10 +1,11 @@
 """Passes and optimizer steps through the stock SDK, compared with Hugging Face where there are numbers."""
 
 import numpy as np
-import oracle
 import pytest
 import tinker
 import torch
+
+import oracle
 from live import ADAM, datum, logprobs, new_trainer, sequence, step, supervised
 
 RL = {"importance_sampling": {}, "ppo": {"clip_high_threshold": 1.3}, "cispo": {}, "dro": {"beta": 0.1}, "gspo": {}}
