@@ -1,0 +1,260 @@
+"""Qwen3, dense (https://arxiv.org/abs/2505.09388): pre-norm decoder with grouped attention and query/key norms.
+
+Parameters of all layers are stacked and the layers are scanned. The cache is read inside the scan and written once
+after it, for all layers together, so that a donated cache is updated in place.
+"""
+
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from skyrl.tx.layers.attention import cached_attention, packed_attention, packed_mask
+from skyrl.tx.layers.linear import Linear
+from skyrl.tx.layers.logprobs import chunked_logprobs
+from skyrl.tx.layers.lora import Lora
+from skyrl.tx.layers.norm import RMSNorm
+from skyrl.tx.layers.rope import Rotation, rope_theta
+from skyrl.tx.models.types import MODELS, Adapter, CausalLMOutput, KVCache, LoraTarget, ModelForCausalLM
+
+if TYPE_CHECKING:
+    from skyrl.tx.models.configs import ModelConfig
+
+UNROLLED_LAYERS = 4
+"""Models of at most so many layers are compiled layer by layer instead of as a loop."""
+
+
+class Context(NamedTuple):
+    """What every layer of one forward pass sees. A pytree."""
+
+    rotation: Rotation
+    mask: Bool[Array, "_ tokens tokens"]
+    """Which pairs of these tokens attend."""
+    start: Int[Array, "batch"]
+    """Tokens in the cache before this pass, where there is one."""
+
+
+class Attention(nnx.Module):
+    """Self-attention with norms on each head's query and key."""
+
+    def __init__(self, config: "ModelConfig", dtype: jnp.dtype, rngs: nnx.Rngs):
+        hidden, self.head_dim = config.hidden_size, config.head_dim
+        query, key_value = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        bias = config.attention_bias
+        self.q_proj = Linear(hidden, query, bias=bias, dtype=dtype, rngs=rngs)
+        self.k_proj = Linear(hidden, key_value, bias=bias, dtype=dtype, rngs=rngs)
+        self.v_proj = Linear(hidden, key_value, bias=bias, dtype=dtype, rngs=rngs)
+        self.o_proj = Linear(query, hidden, bias=bias, dtype=dtype, rngs=rngs)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=dtype)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch tokens hidden"],
+        context: Context,
+        lora: Lora | None,
+        cached: tuple[Array, Array] | None,
+    ) -> tuple[Float[Array, "batch tokens hidden"], tuple[Array, Array]]:
+        """The output, and the keys and values of these tokens."""
+
+        def heads(name: str) -> Float[Array, "batch tokens heads head_dim"]:
+            return getattr(self, name)(x, lora and lora.at(name)).reshape(*x.shape[:2], -1, self.head_dim)
+
+        query = context.rotation.apply(self.q_norm(heads("q_proj")))
+        key = context.rotation.apply(self.k_norm(heads("k_proj")))
+        value = heads("v_proj")
+        if cached is None:
+            mixed = packed_attention(query, key, value, context.mask)
+        else:
+            mixed = cached_attention(query, key, value, *cached, context.start, context.mask)
+        return self.o_proj(mixed.reshape(*x.shape[:2], -1), lora and lora.at("o_proj")), (key, value)
+
+
+class MLP(nnx.Module):
+    """silu(gate) * up, projected down (SwiGLU)."""
+
+    def __init__(self, config: "ModelConfig", dtype: jnp.dtype, rngs: nnx.Rngs):
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(hidden, inner, bias=False, dtype=dtype, rngs=rngs)
+        self.up_proj = Linear(hidden, inner, bias=False, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(inner, hidden, bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "batch tokens hidden"], lora: Lora | None
+    ) -> Float[Array, "batch tokens hidden"]:
+        """Apply to each token."""
+        gate = self.gate_proj(x, lora and lora.at("gate_proj"))
+        up = self.up_proj(x, lora and lora.at("up_proj"))
+        return self.down_proj(jax.nn.silu(gate) * up, lora and lora.at("down_proj"))
+
+
+class Layer(nnx.Module):
+    """One decoder layer. In a model its parameters carry a leading [layers] axis."""
+
+    def __init__(self, config: "ModelConfig", dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.self_attn = Attention(config, dtype, rngs)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.mlp = MLP(config, dtype, rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch tokens hidden"],
+        context: Context,
+        lora: Lora | None,
+        cached: tuple[Array, Array] | None,
+    ) -> tuple[Float[Array, "batch tokens hidden"], tuple[Array, Array]]:
+        """The residual stream after this layer, and the keys and values of these tokens."""
+        attended, new = self.self_attn(self.input_layernorm(x), context, lora and lora.at("self_attn"), cached)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x), lora and lora.at("mlp")), new
+
+
+@MODELS.register("Qwen3ForCausalLM")
+class Qwen3ForCausalLM(ModelForCausalLM):
+    """The decoder stack with its (tied or own) vocabulary projection."""
+
+    weight_names: ClassVar[dict[tuple[str, ...], str]] = {
+        ("embed_tokens",): "model.embed_tokens.weight",
+        ("layers", "input_layernorm", "scale"): "model.layers.{layer}.input_layernorm.weight",
+        ("layers", "self_attn", "q_proj", "kernel"): "model.layers.{layer}.self_attn.q_proj.weight",
+        ("layers", "self_attn", "q_proj", "bias"): "model.layers.{layer}.self_attn.q_proj.bias",
+        ("layers", "self_attn", "k_proj", "kernel"): "model.layers.{layer}.self_attn.k_proj.weight",
+        ("layers", "self_attn", "k_proj", "bias"): "model.layers.{layer}.self_attn.k_proj.bias",
+        ("layers", "self_attn", "v_proj", "kernel"): "model.layers.{layer}.self_attn.v_proj.weight",
+        ("layers", "self_attn", "v_proj", "bias"): "model.layers.{layer}.self_attn.v_proj.bias",
+        ("layers", "self_attn", "o_proj", "kernel"): "model.layers.{layer}.self_attn.o_proj.weight",
+        ("layers", "self_attn", "o_proj", "bias"): "model.layers.{layer}.self_attn.o_proj.bias",
+        ("layers", "self_attn", "q_norm", "scale"): "model.layers.{layer}.self_attn.q_norm.weight",
+        ("layers", "self_attn", "k_norm", "scale"): "model.layers.{layer}.self_attn.k_norm.weight",
+        ("layers", "post_attention_layernorm", "scale"): "model.layers.{layer}.post_attention_layernorm.weight",
+        ("layers", "mlp", "gate_proj", "kernel"): "model.layers.{layer}.mlp.gate_proj.weight",
+        ("layers", "mlp", "up_proj", "kernel"): "model.layers.{layer}.mlp.up_proj.weight",
+        ("layers", "mlp", "down_proj", "kernel"): "model.layers.{layer}.mlp.down_proj.weight",
+        ("norm", "scale"): "model.norm.weight",
+        ("unembed",): "lm_head.weight",
+    }
+
+    def __init__(self, config: "ModelConfig", *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        _refuse_unimplemented(config)
+        self.config = config
+        embed = nnx.initializers.normal(0.02)
+        vocabulary = (config.vocab_size, config.hidden_size)
+        self.embed_tokens = nnx.Param(embed(rngs.params(), vocabulary, dtype))
+
+        @nnx.split_rngs(splits=config.num_hidden_layers)
+        @nnx.vmap
+        def stacked(rngs: nnx.Rngs) -> Layer:
+            return Layer(config, dtype, rngs)
+
+        self.layers = stacked(rngs)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        tied = config.tie_word_embeddings
+        self.unembed = None if tied else nnx.Param(embed(rngs.params(), vocabulary, dtype))
+
+    @staticmethod
+    def lora_targets(config: "ModelConfig") -> list[LoraTarget]:
+        """All seven projections of the layers, and the vocabulary projection."""
+        hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+        query, key_value = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        return [
+            LoraTarget(("layers", "self_attn", "q_proj"), "attn", hidden, query, layers),
+            LoraTarget(("layers", "self_attn", "k_proj"), "attn", hidden, key_value, layers),
+            LoraTarget(("layers", "self_attn", "v_proj"), "attn", hidden, key_value, layers),
+            LoraTarget(("layers", "self_attn", "o_proj"), "attn", query, hidden, layers),
+            LoraTarget(("layers", "mlp", "gate_proj"), "mlp", hidden, inner, layers),
+            LoraTarget(("layers", "mlp", "up_proj"), "mlp", hidden, inner, layers),
+            LoraTarget(("layers", "mlp", "down_proj"), "mlp", inner, hidden, layers),
+            LoraTarget(("lm_head",), "unembed", hidden, config.vocab_size, None),
+        ]
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "batch tokens"],
+        *,
+        positions: Int[Array, "batch tokens"],
+        segment_ids: Int[Array, "batch tokens"] | None = None,
+        adapter: Adapter | None = None,
+        adapter_index: Int[Array, "batch"] | None = None,
+        kv_cache: KVCache | None = None,
+        output_hidden_states: bool = False,
+    ) -> CausalLMOutput:
+        """See `ModelForCausalLM.__call__`."""
+        config = self.config
+        lora = None if adapter is None else Lora.of(adapter, adapter_index)
+        layer_weights = None if lora is None else lora.weights["layers"]
+        context = Context(
+            rotation=Rotation.at(positions, config.head_dim, rope_theta(config)),
+            mask=packed_mask(input_ids.shape[1], segment_ids),
+            start=positions[:, 0],
+        )
+        graph, parameters = nnx.split(self.layers)
+
+        def body(x: Array, inputs: tuple[Any, Any, KVCache | None]) -> tuple[Array, Any]:
+            parameters, weights, cached = inputs
+            layer_lora = None if lora is None else lora._replace(weights=weights)
+            x, new = nnx.merge(graph, parameters)(x, context, layer_lora, cached)
+            return x, (x if output_hidden_states else None, new if kv_cache is not None else None)
+
+        if config.gradient_checkpointing:
+            body = jax.checkpoint(body, prevent_cse=False)  # a loop body is a computation of its own: nothing to merge
+        unroll = config.num_hidden_layers <= UNROLLED_LAYERS and not config.gradient_checkpointing
+        embedded = self.embed_tokens[...][input_ids]
+        x, (hidden, new) = jax.lax.scan(body, embedded, (parameters, layer_weights, kv_cache), unroll=unroll or 1)
+        x = self.norm(x)
+        return CausalLMOutput(
+            last_hidden_state=x,
+            kv_cache=None if kv_cache is None else kv_cache.write(positions, *new),
+            hidden_states=[embedded, *hidden[:-1], x] if output_hidden_states else None,
+        )
+
+    def compute_logits(
+        self,
+        hidden: Float[Array, "*leading hidden"],
+        adapter: Adapter | None = None,
+        adapter_index: Int[Array, "*leading"] | None = None,
+    ) -> Float[Array, "*leading vocab"]:
+        """See `ModelForCausalLM.compute_logits`."""
+        kernel = (self.embed_tokens if self.unembed is None else self.unembed)[...]
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        logits = jnp.einsum("nd,vd->nv", rows, kernel, preferred_element_type=jnp.float32)
+        if adapter is not None:
+            slots = None if adapter_index is None else adapter_index.reshape(-1)
+            logits = logits + Lora.of(adapter, slots).at("lm_head").delta(rows)
+        return logits.reshape(*hidden.shape[:-1], -1)
+
+    def target_logprobs(
+        self,
+        hidden: Float[Array, "tokens hidden"],
+        targets: Int[Array, "tokens K"],
+        *,
+        adapter: Adapter | None = None,
+        adapter_index: Int[Array, "tokens"] | None = None,
+        chunk_size: int | None = None,
+    ) -> Float[Array, "tokens K"]:
+        """See `ModelForCausalLM.target_logprobs`."""
+
+        def logits(inputs: tuple[Array, Array | None]) -> Array:
+            return self.compute_logits(inputs[0], adapter, inputs[1])
+
+        size = self.config.loss_chunk_size if chunk_size is None else chunk_size
+        return chunked_logprobs(logits, (hidden, adapter_index), targets, size)
+
+
+def _refuse_unimplemented(config: "ModelConfig") -> None:
+    """Raise ValueError for options whose silent omission would give wrong results."""
+    rope_theta(config)
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or [])
+    if sliding or getattr(config, "use_sliding_window", False):
+        raise ValueError(
+            f"use_sliding_window={config.use_sliding_window}: sliding-window attention is not implemented; "
+            "use a base model with full attention"
+        )
+    if config.hidden_act != "silu":
+        raise ValueError(f"hidden_act={config.hidden_act!r} is not implemented (known: silu); use another base model")
+    if config.mhc_expansion_rate > 1:
+        raise ValueError(
+            f"mhc_expansion_rate={config.mhc_expansion_rate}: several residual streams are not implemented; set it to 1"
+        )

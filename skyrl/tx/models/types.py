@@ -49,6 +49,19 @@ class KVCache(NamedTuple):
         shape = (text.num_hidden_layers, batch, capacity, text.num_key_value_heads, text.head_dim)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
+    def write(
+        self,
+        positions: Int[Array, "batch tokens"],
+        keys: Float[Array, "layers batch tokens kv_heads head_dim"],
+        values: Float[Array, "layers batch tokens kv_heads head_dim"],
+    ) -> "KVCache":
+        """The cache with new tokens of all layers at their positions; positions past the capacity are dropped."""
+        rows = jnp.arange(positions.shape[0])[:, None]
+        return KVCache(
+            self.keys.at[:, rows, positions].set(keys, mode="drop"),
+            self.values.at[:, rows, positions].set(values, mode="drop"),
+        )
+
 
 class CausalLMOutput(NamedTuple):
     """What a forward pass returns."""

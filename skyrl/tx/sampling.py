@@ -1,0 +1,101 @@
+"""Drawing the next token: pure functions of static shape, every limit an array.
+
+A row uses one uniform number per step, found by a counter-based generator from (seed, sample index, step), and inverts
+its own cumulative distribution with it. So what a row draws depends on nothing but its own logits and its own numbers.
+Only the sorting that top-k and top-p need is skipped when no row asks for it.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+_BLOCK = 256
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """High and low 32 bits of an int64 seed in two's complement, for `uniforms`."""
+    bits = seed & 0xFFFF_FFFF_FFFF_FFFF
+    return bits >> 32, bits & 0xFFFF_FFFF
+
+
+def uniforms(
+    seeds: UInt32[Array, "rows 2"], sample_index: Int[Array, "rows"], step: Int[Array, "rows"]
+) -> Float[Array, "rows"]:
+    """One number in [0, 1), a multiple of 2**-24, per row: threefry keyed by the seed's 64 bits, then folded."""
+
+    def draw(words, index, step):
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        bits = jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, index), step), (), jnp.uint32)
+        return (bits >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2**-24)
+
+    return jax.vmap(draw)(seeds, sample_index, step)
+
+
+def sample_tokens(
+    logits: Float[Array, "rows vocab"],
+    uniforms: Float[Array, "rows"],
+    temperature: Float[Array, "rows"],
+    top_k: Int[Array, "rows"],
+    top_p: Float[Array, "rows"],
+) -> tuple[Int[Array, "rows"], Float[Array, "rows"]]:
+    """Draw one token per row.
+
+    Args:
+        logits: float32, untempered.
+        uniforms: In [0, 1).
+        temperature: 0 takes the most likely token (the first of equals).
+        top_k: Keep the k most likely tokens; 0 and below keep all.
+        top_p: Then keep the fewest tokens whose share of the tempered distribution reaches top_p; 1 keeps all.
+
+    Returns:
+        tokens int32 and their log-probabilities in nats under the distribution at temperature 1 without filters.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    tempered = (logits - logits.max(-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    asks = (temperature > 0) & ((top_k > 0) | (top_p < 1))
+    filtered = jax.lax.cond(jnp.any(asks), _filter, lambda z, k, p: z, tempered, top_k, top_p)
+    drawn, found = _invert(jnp.exp(filtered), uniforms)
+    tokens = jnp.where((temperature > 0) & found, drawn, greedy)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return tokens, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _filter(z: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """`z` with -inf for tokens outside top-k, then outside top-p of what is left. Ties go to the lower id."""
+    vocab = z.shape[-1]
+    ids = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
+    descending, order = jax.lax.sort((-z, ids), dimension=1, is_stable=True, num_keys=1)
+    k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab).astype(jnp.int32)[:, None]
+    probs = jnp.where(ids < k, jnp.exp(-descending), 0.0)
+    before = jnp.cumsum(probs, axis=-1) - probs
+    nucleus = jnp.sum(before < top_p[:, None] * probs.sum(-1, keepdims=True), axis=-1, keepdims=True, dtype=jnp.int32)
+    kept = jnp.where(top_p[:, None] < 1, jnp.clip(nucleus, 1, k), k)
+    last = jnp.take_along_axis(-descending, kept - 1, axis=-1)
+    last_id = jnp.take_along_axis(order, kept - 1, axis=-1)
+    return jnp.where((z > last) | ((z == last) & (ids <= last_id)) | (kept == vocab), z, -jnp.inf)
+
+
+def _invert(weights: jax.Array, uniforms: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """First token at which the cumulative weight passes `uniforms` of the total, and whether there is one.
+
+    In two levels, blocks and tokens within the block, so that only block sums are scanned. A weight of zero is never
+    chosen, even where rounding makes a scan rise over it.
+    """
+    rows, vocab = weights.shape
+    blocks = -(-vocab // _BLOCK)
+    weights = jnp.pad(weights, ((0, 0), (0, blocks * _BLOCK - vocab))).reshape(rows, blocks, _BLOCK)
+    sums = weights.sum(-1)
+    ends = jnp.cumsum(sums, axis=-1)
+    target = uniforms[:, None] * ends[:, -1:]
+    block, _ = _first((ends > target) & (sums > 0), sums > 0)
+    start = jnp.take_along_axis(ends - sums, block[:, None], axis=-1)
+    inside = jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0]
+    index, found = _first((start + jnp.cumsum(inside, axis=-1) > target) & (inside > 0), inside > 0)
+    return block * _BLOCK + index, found
+
+
+def _first(hit: jax.Array, possible: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Index of the first hit, else of the last possible one; and whether any was possible."""
+    last = hit.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1)
+    index = jnp.where(hit.any(-1), jnp.argmax(hit, axis=-1), last)
+    return index.astype(jnp.int32), possible.any(-1)
