@@ -12,10 +12,11 @@ import pickle
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from skyrl.backends.backend import Operation
+from skyrl.backends.operations import Operation
 from skyrl.tinker.config import EngineConfig
 from skyrl.types import BackendInfo, Result
 
@@ -123,8 +124,7 @@ class EngineChannel:
     def __init__(self, connection: socket.socket):
         self._socket = connection
         self._stream = connection.makefile("rb")
-        self._inbox: list[ToEngine] = []
-        self._lock = threading.Lock()
+        self._inbox: deque[ToEngine] = deque()
         self.wake = threading.Event()
         """Set when there is a new frame, when the channel closes, and by whoever else wants the engine's attention."""
         self.closed = False
@@ -150,15 +150,12 @@ class EngineChannel:
 
     def deliver(self, frame: ToEngine) -> None:
         """Put a frame into the inbox as if it had arrived."""
-        with self._lock:
-            self._inbox.append(frame)
+        self._inbox.append(frame)
         self.wake.set()
 
     def take(self) -> list[ToEngine]:
         """Frames that have arrived since the last call, in order. Does not block."""
-        with self._lock:
-            frames, self._inbox = self._inbox, []
-        return frames
+        return [self._inbox.popleft() for _ in range(len(self._inbox))]
 
     def close(self) -> None:
         """Close this end; a `listen`ing thread ends."""

@@ -83,7 +83,7 @@ class EngineSupervisor:
         else:
             self._channel.send(frame)
 
-    async def stop(self, grace_s: float = 30.0) -> None:
+    async def stop(self, grace_s: float = 15.0) -> None:
         """End the engine: politely for `grace_s` seconds (it finishes background writes), then by force."""
         loading = self.state in ("starting", "restarting")
         self.state = "stopped"
@@ -115,6 +115,7 @@ class EngineSupervisor:
             self.state = "restarting"
             self.progress = f"restarting the engine: {reason}"
             log.error("%s; restarting it", reason)
+            self._unsent = []
             self._on_crash(reason)
             await asyncio.sleep(min(FIRST_PAUSE_S * 2**failed_starts, LONGEST_PAUSE_S))
             self.restarts += 1

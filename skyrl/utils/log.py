@@ -1,15 +1,12 @@
 """Logging as plain text on stderr, set up once per process.
 
 `setup_logging` is called by a process's entry point and owns the root logger; libraries such as uvicorn propagate to it
-(start uvicorn with `log_config=None`). `progress` announces the slow stages of a start-up.
+(start uvicorn with `log_config=None`).
 """
 
 import logging
 
 FORMAT = "%(asctime)s %(levelname)-7s {process}%(name)s: %(message)s"
-
-PROGRESS_LOGGER = "skyrl.progress"
-"""Name of the logger of `progress`; whoever shows start-up stages elsewhere adds a handler to it."""
 
 
 def setup_logging(level: str = "info", process: str = "") -> None:
@@ -19,8 +16,3 @@ def setup_logging(level: str = "info", process: str = "") -> None:
     # Libraries that narrate each HTTP request or file lock at INFO.
     for name in ("httpx", "filelock", "jax", "alembic.runtime.plugins"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
-
-
-def progress(message: str) -> None:
-    """Say what a start-up is busy with ("reading weights"), for the log and for whoever waits for the server."""
-    logging.getLogger(PROGRESS_LOGGER).info(message)

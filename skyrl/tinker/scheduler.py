@@ -1,0 +1,193 @@
+"""In which order requests reach the backend: strictly by seq_id in a model, fairly between tenants.
+
+A model's requests carry seq_ids 0, 1, 2, ... and may arrive in any order after 0, its creation. One that arrives early
+is held until those before it are here. If they do not come for `gap_timeout_s`, what is held fails, in its place in the
+model's order, and the model goes on with the next request. Requests whose turn has come wait in two fair queues, one of
+model operations and one of samples, because the backend works on both at once.
+
+Pure: no threads, no clock but the `now` (seconds) that is passed in.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from skyrl.backends.operations import (
+    DeleteModel,
+    ForwardBackward,
+    ModelOperation,
+    Operation,
+    OptimStep,
+    Rejected,
+    Sample,
+)
+from skyrl.tinker.fair_queue import FairQueue
+
+TRAINING_WINDOW = 2**16
+"""Tokens of model operations that the backend holds at a time."""
+
+SAMPLING_WINDOW = 2**18
+"""Tokens of samples (prompts and what may be generated) that the backend holds at a time."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A request as it arrived."""
+
+    tenant: str
+    operation: Operation
+    seq_id: int | None = None
+    """Place in the model's order; None takes the next place when it arrives."""
+
+
+@dataclass
+class _Line:
+    """What a model has had and what is held."""
+
+    next_seq_id: int = 0
+    held: dict[int, tuple[str, ModelOperation]] = field(default_factory=dict)
+    """(tenant, operation) by seq_id."""
+    given_up: list[range] = field(default_factory=list)
+    """seq_ids that had not arrived when their followers failed."""
+
+
+class Scheduler:
+    """Orders requests: `add` them, submit what `next` returns, report its end to `done`; `expire` at `deadline`.
+
+    Args:
+        gap_timeout_s: Seconds that a request waits for a missing earlier one.
+        training_window: See `TRAINING_WINDOW`.
+        sampling_window: See `SAMPLING_WINDOW`.
+    """
+
+    def __init__(
+        self, gap_timeout_s: float, training_window: int = TRAINING_WINDOW, sampling_window: int = SAMPLING_WINDOW
+    ):
+        self.gap_timeout_s = gap_timeout_s
+        self._training: FairQueue[Operation] = FairQueue(training_window)
+        self._samples: FairQueue[Operation] = FairQueue(sampling_window)
+        self._lines: dict[str, _Line] = {}
+        self._gaps: dict[str, float] = {}
+        """Models with held requests, and since when they wait for the one that is missing now."""
+        self._notices: list[tuple[str, str | None]] = []
+        self._own: set[str] = set()
+
+    def add(self, item: Item, now: float) -> None:
+        """Take in a request. One whose seq_id has been here already is ignored.
+
+        Requests of a model whose creation has not been here (or that was deleted) are not held: the backend says at
+        once that there is no such model.
+        """
+        operation = item.operation
+        if isinstance(operation, Sample):
+            self._samples.add(operation.request_id, item.tenant, "samples", cost_of(operation), operation)
+            return
+        assert isinstance(operation, ModelOperation), operation
+        if item.seq_id == 0:
+            self._lines.setdefault(operation.model_id, _Line())
+        line = self._lines.get(operation.model_id)
+        if line is None or item.seq_id is None:
+            if isinstance(operation, DeleteModel):
+                self._fail_held(operation.model_id, "its model was deleted")
+            self._queue(item.tenant, operation)
+        elif item.seq_id >= line.next_seq_id:
+            self._line_up(line, item.seq_id, item.tenant, operation, now)
+        elif any(item.seq_id in seq_ids for seq_ids in line.given_up):
+            error = (
+                f"seq_id={item.seq_id} of model {operation.model_id} arrived more than {self.gap_timeout_s:g} s after "
+                "its followers, which have failed for want of it; send all of them again"
+            )
+            self._queue(item.tenant, _rejected(operation, error, was_pass=False))
+
+    def next(self) -> Operation | None:
+        """The next operation to submit, outstanding from now on until `done`; None if nothing may go now."""
+        return self._training.next() or self._samples.next()
+
+    def done(self, operation: Operation) -> bool:
+        """A submitted operation has ended, or was cancelled. Returns whether it was added (not made here)."""
+        queue = self._samples if isinstance(operation, Sample) else self._training
+        queue.done(operation.request_id)
+        if isinstance(operation, DeleteModel) and operation.model_id not in self._gaps:
+            self._lines.pop(operation.model_id, None)
+        if operation.request_id in self._own:
+            self._own.remove(operation.request_id)
+            return False
+        return True
+
+    def drop_sample(self, request_id: str) -> bool:
+        """Forget a sample that has not been submitted. Returns whether there was one."""
+        return self._samples.remove(request_id)
+
+    def deadline(self) -> float:
+        """When `expire` has something to do at the earliest; infinity if no request is held."""
+        return min(self._gaps.values(), default=math.inf) + self.gap_timeout_s
+
+    def expire(self, now: float) -> None:
+        """Fail what has been held for too long, in its place in its model's order."""
+        for model_id, since in list(self._gaps.items()):
+            if now >= since + self.gap_timeout_s:
+                missing = self._lines[model_id].next_seq_id
+                self._fail_held(model_id, f"seq_id={missing} did not arrive within {self.gap_timeout_s:g} s")
+
+    def notices(self) -> list[tuple[str, str | None]]:
+        """(request_id, why it is held, or None: it is held no longer) since the last call, in order."""
+        notices, self._notices = self._notices, []
+        return notices
+
+    def _line_up(self, line: _Line, seq_id: int, tenant: str, operation: ModelOperation, now: float) -> None:
+        """Hold a request, then queue all whose turn has come."""
+        if seq_id in line.held:
+            return
+        line.held[seq_id] = tenant, operation
+        if seq_id > line.next_seq_id:
+            self._gaps.setdefault(operation.model_id, now)
+            reason = f"waiting for the request with seq_id={line.next_seq_id}, which has not arrived"
+            self._notices.append((operation.request_id, reason))
+            return
+        while line.next_seq_id in line.held:
+            owner, ready = line.held.pop(line.next_seq_id)
+            self._queue(owner, ready)
+            if line.next_seq_id > seq_id:
+                self._notices.append((ready.request_id, None))
+            line.next_seq_id += 1
+        if not line.held:
+            self._gaps.pop(operation.model_id, None)
+        else:
+            self._gaps[operation.model_id] = now
+
+    def _fail_held(self, model_id: str, why: str) -> None:
+        """Queue held requests as failures. What is missing may have been a pass, so no gradients survive it."""
+        if self._gaps.pop(model_id, None) is None:
+            return
+        line = self._lines[model_id]
+        for seq_id, (tenant, operation) in sorted(line.held.items()):
+            if seq_id > line.next_seq_id:
+                line.given_up.append(range(line.next_seq_id, seq_id))
+            line.next_seq_id = seq_id + 1
+            error = f"seq_id={seq_id} of model {model_id} was not done: {why}; send it again with what was missing"
+            failed = _rejected(operation, error, was_pass=True)
+            self._notices.append((operation.request_id, None))
+            if isinstance(operation, OptimStep):
+                # An optimizer step after a failed pass fails itself and clears the sums, which a mere failure does not.
+                first = replace(failed, request_id=f"before {failed.request_id}")
+                self._own.add(first.request_id)
+                self._queue(tenant, first)
+                self._queue(tenant, operation)
+            else:
+                self._queue(tenant, failed)
+        line.held.clear()
+
+    def _queue(self, tenant: str, operation: ModelOperation) -> None:
+        self._training.add(operation.request_id, tenant, operation.model_id, cost_of(operation), operation)
+
+
+def cost_of(operation: Operation) -> int:
+    """Tokens that an operation takes to compute, at most; 1 for those that do not depend on tokens."""
+    if isinstance(operation, ForwardBackward):
+        return max(1, sum(len(datum.tokens) for datum in operation.data))
+    if isinstance(operation, Sample):
+        return len(operation.prompt) + (operation.params.max_tokens or 1) * operation.num_samples
+    return 1
+
+
+def _rejected(operation: ModelOperation, error: str, was_pass: bool) -> Rejected:
+    return Rejected(request_id=operation.request_id, model_id=operation.model_id, error=error, was_pass=was_pass)
