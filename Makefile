@@ -56,8 +56,10 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_training.py
 	$(BIN)/python benchmarks/bench_decode.py
 
+# The generator is pinned: code of protobuf 4.25 runs on every runtime since.
 proto: $(STAMP)
-	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. $(PROTO)/*.proto
+	$(BIN)/python -m pip install --quiet --no-deps --target build/protoc grpcio-tools==1.62.3 grpcio==1.62.3 "setuptools<81"
+	PYTHONPATH=build/protoc $(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. $(PROTO)/skyrl_tinker.proto
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
