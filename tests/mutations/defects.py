@@ -1,0 +1,164 @@
+"""Defects that silently train or sample the wrong model, as small edits of our source, with the tests that see them.
+
+Numbers follow the list of known defects that the tests were written against. To add one, write the shortest edit that
+brings its symptom back and name a test of that symptom.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace `old`, which occurs once in `file`, by `new`."""
+
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Defect:
+    id: str
+    what: str
+    edits: list[Edit]
+    tests: list[str]
+
+
+BACKEND = "skyrl/backends/jax/backend.py"
+STEP = "skyrl/backends/jax/step.py"
+ADAPTERS = "skyrl/backends/jax/adapters.py"
+JAX_TESTS = "tests/backends/test_jax_backend.py::"
+
+DEFECTS = [
+    Defect(
+        "C1.0",
+        "each sequence's loss is divided by the sum of its weights, so custom losses train on garbage",
+        [
+            Edit(
+                STEP,
+                "            return token_losses.sum(), PassOutput",
+                "            totals = jnp.maximum(tile.weights.sum((1, 2)), 1e-9)\n"
+                "            return (token_losses.sum(-1) / totals).sum(), PassOutput",
+            )
+        ],
+        [JAX_TESTS + "test_a_custom_loss_of_the_client_gets_exactly_its_gradient"],
+    ),
+    Defect(
+        "C1.1",
+        "sampling an older version overwrites the live training weights",
+        [
+            Edit(
+                BACKEND,
+                "    def discard_gradients(self, model_id: str) -> None:",
+                "    def submit(self, operation) -> None:\n"
+                "        super().submit(operation)\n"
+                "        for state in self._states.values():\n"
+                "            old = self._versions._resident.get(getattr(operation, 'version', None))\n"
+                "            if old is not None and hasattr(operation, 'prompt'):\n"
+                "                state.adapter = old\n\n"
+                "    def discard_gradients(self, model_id: str) -> None:",
+            )
+        ],
+        [JAX_TESTS + "test_sampling_an_older_version_leaves_the_training_weights"],
+    ),
+    Defect(
+        "C1.2",
+        "a published version is an alias of the live weights",
+        [
+            Edit(
+                BACKEND,
+                "        state.step += 1\n",
+                "        state.step += 1\n"
+                "        for version in list(self._versions._resident):\n"
+                "            self._versions.publish(version, state.adapter)\n",
+            )
+        ],
+        [JAX_TESTS + "test_a_version_samples_the_same_after_more_training_and_unloading"],
+    ),
+    Defect(
+        "C1.3",
+        "weight decay of one tenant shrinks the weights of all",
+        [
+            Edit(
+                BACKEND,
+                "        state.step += 1\n",
+                "        state.step += 1\n"
+                "        decay = 1 - params.learning_rate * params.weight_decay\n"
+                "        for other in self._states.values():\n"
+                "            if other is not state:\n"
+                "                decayed = jax.tree.map(lambda leaf: leaf * decay, other.adapter.weights)\n"
+                "                other.adapter = other.adapter._replace(weights=decayed)\n",
+            )
+        ],
+        [JAX_TESTS + "test_weight_decay_of_one_tenant_leaves_another_untouched"],
+    ),
+    Defect(
+        "C1.4",
+        "a new model starts with the gradients of a deleted one",
+        [
+            Edit(
+                BACKEND,
+                "        del self._states[operation.model_id]\n",
+                "        self.leftover = self._states.pop(operation.model_id).gradient_sums\n",
+            ),
+            Edit(
+                BACKEND,
+                "        self._states[model_id] = ModelState.fresh(lora_config, adapter)\n",
+                "        self._states[model_id] = ModelState.fresh(lora_config, adapter)\n"
+                "        self._states[model_id].gradient_sums = getattr(self, 'leftover', None)\n",
+            ),
+        ],
+        [JAX_TESTS + "test_a_recreated_model_has_no_gradients_of_its_predecessor"],
+    ),
+    Defect(
+        "C1.5",
+        "the fan-in of the initial A counts all stacked layers",
+        [
+            Edit(
+                "skyrl/tx/lora.py",
+                "            bound = 1 / np.sqrt(target.in_features)\n",
+                "            bound = 1 / np.sqrt(target.in_features * (target.layers or 1))\n",
+            )
+        ],
+        ["tests/tx/test_lora.py::"],
+    ),
+    Defect(
+        "C1.8",
+        "the log-sum-exp is computed in bfloat16",
+        [
+            Edit(
+                "skyrl/tx/layers/logprobs.py",
+                "jax.nn.logsumexp(logits, axis=-1, keepdims=True)",
+                "jax.nn.logsumexp(logits.astype(jnp.bfloat16), axis=-1, keepdims=True).astype(jnp.float32)",
+            )
+        ],
+        [JAX_TESTS + "test_logprobs_come_back_in_request_order_and_equal_hugging_face"],
+    ),
+    Defect(
+        "C1.9",
+        "gradients are divided by the number of sequences of the request",
+        [
+            Edit(
+                BACKEND,
+                "            state.add_gradients(scratch)\n",
+                "            state.add_gradients(jax.tree.map(lambda leaf: leaf / len(operation.data), scratch))\n",
+            )
+        ],
+        [
+            JAX_TESTS + "test_a_batch_in_one_request_equals_the_same_batch_in_several",
+            JAX_TESTS + "test_cross_entropy_gradients_of_a_mixed_batch_equal_torch",
+        ],
+    ),
+    Defect(
+        "C1.18",
+        "gradient sums are kept in bfloat16",
+        [
+            Edit(
+                ADAPTERS,
+                "    return jax.tree.map(jnp.add, a, b)\n",
+                "    return jax.tree.map(lambda x, y: (x + y).astype(jnp.bfloat16).astype(x.dtype), a, b)\n",
+            )
+        ],
+        [JAX_TESTS + "test_a_batch_in_one_request_equals_the_same_batch_in_several"],
+    ),
+]

@@ -1,0 +1,114 @@
+"""Puts known defects back, one at a time, and shows that a named test turns red for each.
+
+Run: `python tests/mutations/run.py [id ...]`. Every defect of `defects.py` is applied to a copy of the project, and only
+its tests run there. A defect fails the script if its text is not found exactly once, if one of its tests stays green,
+or if a test breaks before it could judge (an error while importing or in a fixture proves nothing). The same tests must
+be green on the unchanged copy first.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from defects import DEFECTS, Defect
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("skyrl", "tests", "benchmarks", "docs", "pyproject.toml")
+
+
+def copy_project(target: Path) -> Path:
+    """The project's files, without caches."""
+    target.mkdir()
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.db*"))
+        else:
+            shutil.copy(source, target / name)
+    return target
+
+
+def apply(defect: Defect, project: Path) -> str | None:
+    """Edit the copy; the reason if it cannot be done."""
+    for edit in defect.edits:
+        path = project / edit.file
+        text = path.read_text()
+        if (found := text.count(edit.old)) != 1:
+            return f"{edit.file}: the text to replace occurs {found} times, not once: {edit.old.strip()[:60]!r}"
+        path.write_text(text.replace(edit.old, edit.new))
+    return None
+
+
+def outcomes(project: Path, tests: list[str]) -> dict[str, str]:
+    """ "red", "green" or "broken" for each test (all its parameters together), as run in `project`."""
+    report = project / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "", f"--junitxml={report}", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+    found: dict[str, set[str]] = {test: set() for test in tests}
+    cases = ET.parse(report).iter("testcase") if report.exists() else []
+    for case in cases:
+        path = case.get("classname", "").replace(".", "/") + ".py"
+        name = case.get("name", "")
+        for test in tests:
+            if test == f"{path}::{name}" or ("[" not in test and test == f"{path}::{name.split('[')[0]}"):
+                kinds = {child.tag for child in case}
+                found[test].add("broken" if "error" in kinds else "red" if "failure" in kinds else "green")
+    results = {test: _verdict(kinds) for test, kinds in found.items()}
+    if "broken" in results.values():
+        print(run.stdout[-3000:], file=sys.stderr)
+    return results
+
+
+def _verdict(kinds: set[str]) -> str:
+    """One red case is a red test; no case at all, or only errors, is a broken one."""
+    if "red" in kinds:
+        return "red"
+    return "green" if kinds == {"green"} else "broken"
+
+
+def judge(defect: Defect, scratch: Path) -> tuple[Defect, str, float]:
+    """(defect, what is wrong or "", seconds)."""
+    start = time.monotonic()
+    project = copy_project(scratch / defect.id)
+    problem = apply(defect, project)
+    if problem is None:
+        results = outcomes(project, defect.tests)
+        problem = "; ".join(f"{test} is {result}" for test, result in results.items() if result != "red")
+    shutil.rmtree(project)
+    return defect, problem, time.monotonic() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ids", nargs="*", help="only these defects")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
+    arguments = parser.parse_args()
+    chosen = [defect for defect in DEFECTS if not arguments.ids or defect.id in arguments.ids]
+    with tempfile.TemporaryDirectory(prefix="skyrl-mutations-") as scratch:
+        project = copy_project(Path(scratch) / "unchanged")
+        tests = sorted({test for defect in chosen for test in defect.tests})
+        wrong = {test: result for test, result in outcomes(project, tests).items() if result != "green"}
+        if wrong:
+            print("Not green on the unchanged project:", *wrong.items(), sep="\n  ")
+            return 1
+        failures = 0
+        with ThreadPoolExecutor(arguments.jobs) as threads:
+            for defect, problem, seconds in threads.map(lambda defect: judge(defect, Path(scratch)), chosen):
+                failures += bool(problem)
+                print(f"{defect.id:<7} {'FAIL' if problem else 'red':<5} {seconds:4.0f} s  {defect.what}", flush=True)
+                for line in [problem] if problem else defect.tests:
+                    print(f"        {line}")
+    print(f"{len(chosen) - failures} of {len(chosen)} defects turn their tests red")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
