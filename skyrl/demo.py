@@ -5,10 +5,12 @@ find it unchanged after the server was restarted. Every claim is checked; the fi
 with a message and a non-zero exit code.
 """
 
+import argparse
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -193,8 +195,9 @@ def run(folder: Path) -> None:
     print(f"\n{summary(learners, time.monotonic() - start)}")
 
 
-def main() -> int:
+def main(argv: Sequence[str] = ()) -> int:
     """Run the demo in a temporary folder. Returns the exit code."""
+    argparse.ArgumentParser(prog="skyrl demo", description=(__doc__ or "").split("\n\n")[1]).parse_args(argv)
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     try:
         import tinker  # noqa: F401

@@ -1,6 +1,6 @@
 """Puts known defects back, one at a time, and shows that a named test turns red for each.
 
-Run: `python tests/mutations/run.py [id ...]`. Every defect of `defects.py` is applied to a copy of the project, and only
+Run: `python tests/mutations/run.py [id ...]`. Each defect of `defects.py` is applied to a copy of the project, and only
 its tests run there. A defect fails the script if its text is not found exactly once, if one of its tests stays green,
 or if a test breaks before it could judge (an error while importing or in a fixture proves nothing). The same tests must
 be green on the unchanged copy first.
