@@ -1,0 +1,94 @@
+"""The `skyrl` command. Each subcommand imports what it needs when it runs, so that help is instant."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+
+def serve(argv: Sequence[str]) -> int:
+    """serve the Tinker API (skyrl serve --help lists the options)"""
+    from skyrl.tinker.config import parse_config
+
+    config = parse_config(argv, prog="skyrl serve")
+    from skyrl.tinker import api
+
+    return api.run(config)
+
+
+def make_model(argv: Sequence[str]) -> int:
+    """make a model with random weights, for tests and benchmarks"""
+    parser = argparse.ArgumentParser(
+        prog="skyrl make-model",
+        description="Write a model folder (config, random weights, tokenizer) that skyrl serve --base-model takes. "
+        "Options that are left out keep the size of the built-in model.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where to write it")
+    parser.add_argument("--arch", help="architecture, for example qwen3")
+    for name, text in {
+        "hidden": "width of the residual stream",
+        "layers": "number of layers",
+        "heads": "query heads",
+        "kv-heads": "key and value heads",
+        "head-dim": "width of a head",
+        "intermediate": "width of the MLP",
+        "vocab": "vocabulary size",
+        "max-position": "longest sequence in tokens",
+        "seed": "seed of the weights",
+    }.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    tied = parser.add_mutually_exclusive_group()
+    tied.add_argument("--tied", action="store_true", help="embedding and vocabulary projection share their weights")
+    tied.add_argument("--untied", dest="tied", action="store_false", help="they do not")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="type of the weights")
+    options = vars(parser.parse_args(argv))
+
+    from skyrl.tx.make_model import make_model
+
+    make_model(**options)
+    print(f"wrote {options['out']}; serve it with: skyrl serve --base-model {options['out']}")
+    return 0
+
+
+def demo(argv: Sequence[str]) -> int:
+    """train two adapters on a local server and sample them (skyrl demo --help)"""
+    from skyrl.demo import main
+
+    return main(argv)
+
+
+def show_version(argv: Sequence[str]) -> int:
+    """print the version"""
+    argparse.ArgumentParser(prog="skyrl version").parse_args(argv)
+    print(version("skyrl"))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "serve": serve,
+    "make-model": make_model,
+    "demo": demo,
+    "version": show_version,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand that `argv` (default: the process's arguments) names. Returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="skyrl",
+        description="Post-training for language models, self-hosted.",
+        epilog="commands:\n" + "\n".join(f"  {name:<12}{run.__doc__}" for name, run in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="skyrl [-h] {" + ",".join(COMMANDS) + "} ...",
+    )
+    parser.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
+    command = parser.parse_args(arguments[:1]).command
+    return COMMANDS[command](arguments[1:])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

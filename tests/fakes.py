@@ -1,0 +1,307 @@
+"""A backend without jax: real ordering, versions, files and failures, with toy arithmetic in place of a network.
+
+A model is a vector w. The log-probability of target t is w . feature(t), the loss of a token -weight x logprob, so
+gradients are exact sums; the optimizer is Adam. A sampled token is a hash of (weights, prompt, seed, sample, place).
+Tokens of a prompt or a datum can break things: `POISON` raises in the middle of the work, `KILL` kills the process.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from skyrl.backends.backend import (
+    Completion,
+    CreateModel,
+    DeleteModel,
+    ForwardBackward,
+    LoadCheckpoint,
+    ModelOperation,
+    OptimStep,
+    Publish,
+    Sample,
+    SaveCheckpoint,
+)
+from skyrl.backends.executor import Executor, Work
+from skyrl.errors import RequestError
+from skyrl.types import (
+    AdamParams,
+    BackendInfo,
+    ErrorResponse,
+    ForwardBackwardOutput,
+    GeneratedSequence,
+    LoraConfig,
+    ModelOutput,
+    OptimStepOutput,
+    Result,
+    SampleOutput,
+    SaveOutput,
+)
+from skyrl.utils.storage import read_folder, write_folder
+
+POISON = 13
+"""A token that makes its request fail with an internal error."""
+KILL = 66
+"""A token that kills the process with SIGKILL."""
+EOS = 0
+WIDTH = 4
+
+
+class FakeConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_lora_rank: int = 64
+    vocab_size: int = 512
+    max_context_length: int = 1024
+    quanta_per_pass: int = 2
+    """Steps that a forward_backward takes."""
+    die_before_ready: bool = False
+    """The process dies while it loads, without a word."""
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    lora_config: LoraConfig
+    weights: np.ndarray
+    first_moment: np.ndarray
+    second_moment: np.ndarray
+    step: int = 0
+    gradient_sums: np.ndarray | None = None
+
+    @classmethod
+    def fresh(cls, lora_config: LoraConfig) -> "FakeModel":
+        weights = np.random.default_rng(lora_config.seed).normal(size=WIDTH)
+        return cls(lora_config, weights, np.zeros(WIDTH), np.zeros(WIDTH))
+
+    def stepped(self, params: AdamParams) -> "FakeModel":
+        gradient = np.zeros(WIDTH) if self.gradient_sums is None else self.gradient_sums
+        step = self.step + 1
+        first = params.beta1 * self.first_moment + (1 - params.beta1) * gradient
+        second = params.beta2 * self.second_moment + (1 - params.beta2) * gradient**2
+        unbiased = first / (1 - params.beta1**step), second / (1 - params.beta2**step)
+        weights = self.weights * (1 - params.learning_rate * params.weight_decay)
+        weights = weights - params.learning_rate * unbiased[0] / (np.sqrt(unbiased[1]) + params.eps)
+        return FakeModel(self.lora_config, weights, first, second, step)
+
+    def to_files(self) -> dict[str, bytes]:
+        state = {
+            "lora_config": self.lora_config.model_dump(),
+            "weights": self.weights.tolist(),
+            "first_moment": self.first_moment.tolist(),
+            "second_moment": self.second_moment.tolist(),
+            "step": self.step,
+        }
+        return {"state.json": json.dumps(state).encode()}
+
+    @classmethod
+    def from_folder(cls, path: str) -> "FakeModel":
+        state = json.loads(read_folder(path)["state.json"])
+        arrays = (np.asarray(state[name]) for name in ("weights", "first_moment", "second_moment"))
+        return cls(LoraConfig(**state["lora_config"]), *arrays, step=state["step"])
+
+
+class FakeBackend(Executor):
+    """The same promises as a real backend, in microseconds."""
+
+    config: FakeConfig
+
+    def __init__(self, base_model: str, config: FakeConfig, progress: Callable[[str], None] = lambda message: None):
+        super().__init__(base_model, config)
+        if base_model == "missing":
+            raise RequestError(f"base_model={base_model}: there is no such model; name another")
+        if config.die_before_ready:
+            os.kill(os.getpid(), signal.SIGKILL)
+        progress("reading weights")
+        self.models: dict[str, FakeModel] = {}
+        self.versions: dict[str, np.ndarray] = {}
+        self.sampler = FakeSampler(self)
+        self._writer = ThreadPoolExecutor(1)
+
+    def info(self) -> BackendInfo:
+        return BackendInfo(
+            base_model=self.base_model,
+            architecture="Fake",
+            vocab_size=self.config.vocab_size,
+            max_context_length=self.config.max_context_length,
+            max_lora_rank=self.config.max_lora_rank,
+            tokenizer_path="",
+        )
+
+    def has_model(self, model_id: str) -> bool:
+        return model_id in self.models
+
+    def drop_version(self, version: str) -> None:
+        self.versions.pop(version, None)
+
+    def discard_gradients(self, model_id: str) -> None:
+        if model_id in self.models:
+            self.models[model_id] = dataclasses.replace(self.models[model_id], gradient_sums=None)
+
+    def close(self) -> None:
+        self._writer.shutdown(wait=True)
+
+    def run(self, operation: ModelOperation) -> Work:
+        model_id = operation.model_id
+        yield
+        if isinstance(operation, CreateModel):
+            if model_id in self.models:
+                raise RequestError(f"model_id={model_id} exists already; choose another id")
+            self.models[model_id] = FakeModel.fresh(operation.lora_config)
+            return ModelOutput(model_id)
+        if isinstance(operation, LoadCheckpoint):
+            model = FakeModel.from_folder(operation.path)
+            if not operation.load_optimizer:
+                model = dataclasses.replace(FakeModel.fresh(model.lora_config), weights=model.weights)
+            self.models[model_id] = model
+            return ModelOutput(model_id)
+        if model_id not in self.models:
+            raise RequestError(f"model_id={model_id} is not loaded; create it, or load it from a checkpoint, first")
+        model = self.models[model_id]
+        match operation:
+            case ForwardBackward():
+                return (yield from self._forward_backward(operation))
+            case OptimStep(adam_params=params):
+                self.models[model_id] = model.stepped(params)
+                norm = 0.0 if model.gradient_sums is None else float(np.linalg.norm(model.gradient_sums))
+                return OptimStepOutput({"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": params.learning_rate})
+            case SaveCheckpoint(path=path):
+                return self._write(path, model)
+            case Publish(version=version, path=path):
+                self.versions[version] = model.weights
+                written = self._write(path, model)
+                return written if operation.persist else SaveOutput(path)
+            case DeleteModel():
+                del self.models[model_id]
+                return ModelOutput(model_id)
+        raise AssertionError(operation)
+
+    def _forward_backward(self, operation: ForwardBackward) -> Work:
+        outputs, gradient = [], np.zeros(WIDTH)
+        weights = self.models[operation.model_id].weights
+        for datum in operation.data:
+            break_on(datum.tokens)
+            targets = datum.loss_fn_inputs["target_tokens"]
+            token_weights = datum.loss_fn_inputs.get("weights", np.ones(targets.shape))
+            logprobs = feature(targets) @ weights
+            losses = -(token_weights * logprobs).reshape(len(targets), -1).sum(axis=1)
+            outputs.append({"logprobs": logprobs.astype(np.float32), "elementwise_loss": losses.astype(np.float32)})
+            gradient -= (feature(targets) * token_weights[..., None]).reshape(-1, WIDTH).sum(axis=0)
+        for _ in range(self.config.quanta_per_pass - 1):
+            yield
+        if not operation.forward_only:
+            model = self.models[operation.model_id]
+            sums = gradient if model.gradient_sums is None else model.gradient_sums + gradient
+            self.models[operation.model_id] = dataclasses.replace(model, gradient_sums=sums)
+        loss = float(sum(output["elementwise_loss"].sum() for output in outputs))
+        return ForwardBackwardOutput(outputs, {"loss:sum": loss})
+
+    def _write(self, path: str, model: FakeModel) -> "Future[Result]":
+        return self._writer.submit(lambda: SaveOutput(path, write_folder(path, model.to_files())))
+
+
+@dataclass
+class _Running:
+    request: Sample
+    weights: np.ndarray
+    sequences: list[list[int]]
+    finished: set[int]
+
+
+class FakeSampler:
+    """One token per running sequence and burst."""
+
+    def __init__(self, backend: FakeBackend):
+        self._backend = backend
+        self._running: dict[str, _Running] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
+
+    def add(self, request: Sample) -> None:
+        sequences: list[list[int]] = [[] for _ in range(request.num_samples)]
+        self._running[request.request_id] = _Running(request, self._weights(request), sequences, set())
+
+    def cancel(self, request_id: str) -> None:
+        self._running.pop(request_id, None)
+
+    def burst(self) -> list[Completion]:
+        completions = []
+        for request_id, running in list(self._running.items()):
+            try:
+                self._advance(running)
+            except RuntimeError:
+                result = ErrorResponse(f"internal error (request {request_id})", "server")
+                completions.append(Completion(request_id, result))
+                del self._running[request_id]
+                continue
+            if len(running.finished) == len(running.sequences):
+                completions.append(Completion(request_id, self._output(running)))
+                del self._running[request_id]
+        return completions
+
+    def _weights(self, request: Sample) -> np.ndarray:
+        if request.version is None:
+            return np.zeros(WIDTH)
+        if request.version in self._backend.versions:
+            return self._backend.versions[request.version]
+        if request.path is None:
+            raise RequestError(f"version={request.version} is not known here; name a checkpoint that exists")
+        return FakeModel.from_folder(request.path).weights
+
+    def _advance(self, running: _Running) -> None:
+        request, params = running.request, running.request.params
+        break_on(request.prompt)
+        for index, tokens in enumerate(running.sequences):
+            if index in running.finished:
+                continue
+            dice = (params.seed, index) if params.temperature > 0 else ()
+            key = (running.weights.tolist(), request.prompt.tolist(), dice, len(tokens))
+            digest = hashlib.sha256(repr(key).encode()).digest()
+            tokens.append(int.from_bytes(digest[:4], "little") % self._backend.config.vocab_size)
+            if tokens[-1] in stop_tokens(request) or len(tokens) == params.max_tokens:
+                running.finished.add(index)
+
+    def _output(self, running: _Running) -> SampleOutput:
+        request = running.request
+        sequences = [
+            GeneratedSequence(
+                np.asarray(tokens, np.int32),
+                np.full(len(tokens), -1.0, np.float32),
+                "stop" if tokens[-1] in stop_tokens(request) else "length",
+            )
+            for tokens in running.sequences
+        ]
+        prompt_logprobs = topk = None
+        if request.prompt_logprobs:
+            prompt_logprobs = (feature(request.prompt) @ running.weights).astype(np.float32)
+            prompt_logprobs[0] = np.nan
+        if request.topk_prompt_logprobs:
+            shape = (len(request.prompt), request.topk_prompt_logprobs)
+            topk = (np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape), np.full(shape, -2.0, np.float32))
+            topk[1][0] = -99999.0
+        return SampleOutput(sequences, prompt_logprobs, topk)
+
+
+def stop_tokens(request: Sample) -> set[int]:
+    stop = request.params.stop
+    return {EOS} if stop is None else {token for token in stop if isinstance(token, int)}
+
+
+def feature(tokens: np.ndarray) -> np.ndarray:
+    """float64 `[..., WIDTH]`."""
+    return np.cos(np.multiply.outer(tokens, np.arange(1, WIDTH + 1)))
+
+
+def break_on(tokens: np.ndarray) -> None:
+    if KILL in tokens:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if POISON in tokens:
+        raise RuntimeError("poisoned")

@@ -1,0 +1,197 @@
+"""The scheduler, with plain operations and a clock that is a number."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl.backends.operations import (
+    CreateModel,
+    DeleteModel,
+    ForwardBackward,
+    ModelOperation,
+    Operation,
+    OptimStep,
+    Rejected,
+    Sample,
+    SaveCheckpoint,
+)
+from skyrl.tinker.scheduler import Item, Scheduler, cost_of
+from skyrl.types import AdamParams, Datum, LoraConfig, SamplingParams
+
+TIMEOUT_S = 300.0
+
+
+def create(model: str = "m") -> CreateModel:
+    return CreateModel(request_id=f"{model}0", model_id=model, lora_config=LoraConfig())
+
+
+def save(seq_id: int, model: str = "m") -> SaveCheckpoint:
+    return SaveCheckpoint(request_id=f"{model}{seq_id}", model_id=model, path="p")
+
+
+def a_pass(seq_id: int, tokens: int = 3) -> ForwardBackward:
+    datum = Datum(np.zeros(tokens, np.int32), {"target_tokens": np.zeros(tokens, np.int64)})
+    return ForwardBackward(request_id=f"m{seq_id}", model_id="m", data=[datum], loss_fn="cross_entropy")
+
+
+def optim(seq_id: int) -> OptimStep:
+    return OptimStep(request_id=f"m{seq_id}", model_id="m", adam_params=AdamParams())
+
+
+def sample(request_id: str) -> Sample:
+    params = SamplingParams(max_tokens=5, seed=0)
+    return Sample(request_id=request_id, version=None, prompt=np.zeros(4, np.int32), params=params, num_samples=2)
+
+
+def with_model(*operations: tuple[int, ModelOperation], now: float = 0.0) -> Scheduler:
+    """A scheduler in which model m was created and these (seq_id, operation) arrived."""
+    scheduler = Scheduler(TIMEOUT_S)
+    scheduler.add(Item("tenant", create(), 0), 0.0)
+    for seq_id, operation in operations:
+        scheduler.add(Item("tenant", operation, seq_id), now)
+    return scheduler
+
+
+def submitted(scheduler: Scheduler) -> list[Operation]:
+    """Everything that leaves if each operation ends at once."""
+    operations = []
+    while (operation := scheduler.next()) is not None:
+        operations.append(operation)
+        scheduler.done(operation)
+    return operations
+
+
+def ids(operations: list[Operation]) -> list[str]:
+    return [operation.request_id for operation in operations]
+
+
+@given(order=st.permutations(range(1, 9)), take_between=st.lists(st.booleans(), min_size=8, max_size=8))
+def test_a_model_runs_in_seq_id_order_whatever_order_its_requests_arrive_in(order, take_between):
+    scheduler, ran = with_model(), []
+    for seq_id, take in zip(order, take_between, strict=True):
+        scheduler.add(Item("tenant", save(seq_id), seq_id), 0.0)
+        if take:
+            ran += submitted(scheduler)
+    ran += submitted(scheduler)
+    assert ids(ran) == [f"m{seq_id}" for seq_id in range(9)]
+    assert scheduler.deadline() == math.inf
+
+
+@given(arrivals=st.lists(st.integers(0, 5), min_size=1, max_size=30))
+def test_each_seq_id_runs_once_however_often_it_arrives(arrivals):
+    scheduler, ran = with_model(), []
+    for seq_id in [*arrivals, *range(1, 6)]:
+        scheduler.add(Item("tenant", save(seq_id) if seq_id else create(), seq_id), 0.0)
+        ran += submitted(scheduler)
+    assert ids(ran) == [f"m{seq_id}" for seq_id in range(6)]
+
+
+def test_a_gap_in_one_model_does_not_hold_another():
+    scheduler = with_model((2, save(2)))
+    scheduler.add(Item("tenant", create("n"), 0), 0.0)
+    scheduler.add(Item("tenant", save(1, "n"), 1), 0.0)
+    assert ids(submitted(scheduler)) == ["m0", "n0", "n1"]
+
+
+def test_a_held_request_is_announced_with_the_missing_seq_id_and_released_when_it_comes():
+    scheduler = with_model((2, save(2)))
+    assert scheduler.notices() == [("m2", "waiting for the request with seq_id=1, which has not arrived")]
+    scheduler.add(Item("tenant", save(1), 1), 0.0)
+    assert scheduler.notices() == [("m2", None)]
+
+
+def test_requests_of_a_model_that_was_never_created_are_not_held():
+    scheduler = Scheduler(TIMEOUT_S)
+    scheduler.add(Item("tenant", save(7), 7), 0.0)
+    assert ids(submitted(scheduler)) == ["m7"]
+
+
+def test_held_requests_fail_at_the_deadline_and_name_the_missing_seq_id():
+    scheduler = with_model((2, save(2)), (3, a_pass(3)), now=10.0)
+    scheduler.expire(10.0 + TIMEOUT_S - 1)
+    assert ids(submitted(scheduler)) == ["m0"]
+    assert scheduler.deadline() == 10.0 + TIMEOUT_S
+    scheduler.expire(10.0 + TIMEOUT_S)
+    failed = submitted(scheduler)
+    assert ids(failed) == ["m2", "m3"]
+    assert all(isinstance(operation, Rejected) and "seq_id=1 did not arrive" in operation.error for operation in failed)
+
+
+def test_a_model_goes_on_with_the_next_request_after_a_gap_expired():
+    scheduler = with_model((2, save(2)))
+    scheduler.expire(TIMEOUT_S)
+    scheduler.add(Item("tenant", save(3), 3), TIMEOUT_S)
+    assert submitted(scheduler)[-1] == save(3)
+
+
+def test_a_gap_that_moves_on_gets_a_new_deadline():
+    scheduler = with_model((3, save(3)))
+    scheduler.add(Item("tenant", save(1), 1), 200.0)
+    assert scheduler.deadline() == 200.0 + TIMEOUT_S
+
+
+def test_a_held_optimizer_step_comes_right_after_a_failed_pass_so_that_it_fails_and_clears_the_sums():
+    scheduler = with_model((1, a_pass(1)), (3, optim(3)))
+    scheduler.expire(TIMEOUT_S)
+    *_, poison, step = submitted(scheduler)
+    assert isinstance(poison, Rejected) and poison.was_pass
+    assert step == optim(3)
+
+
+def test_a_failure_that_nobody_asked_for_is_not_reported():
+    scheduler = with_model((2, optim(2)))
+    scheduler.expire(TIMEOUT_S)
+    reported = []
+    while (operation := scheduler.next()) is not None:
+        if scheduler.done(operation):
+            reported.append(operation.request_id)
+    assert reported == ["m0", "m2"]
+
+
+def test_a_request_that_arrives_after_its_followers_failed_is_refused():
+    scheduler = with_model((2, save(2)))
+    scheduler.expire(TIMEOUT_S)
+    submitted(scheduler)
+    scheduler.add(Item("tenant", a_pass(1), 1), TIMEOUT_S + 1)
+    (late,) = submitted(scheduler)
+    assert isinstance(late, Rejected) and not late.was_pass and "send all of them again" in late.error
+
+
+def test_deleting_a_model_fails_what_it_holds_at_once():
+    scheduler = with_model((2, save(2)))
+    scheduler.add(Item("tenant", DeleteModel(request_id="delete", model_id="m"), None), 1.0)
+    assert ids(submitted(scheduler)) == ["m0", "m2", "delete"]
+    assert scheduler.deadline() == math.inf
+
+
+def test_a_deleted_model_id_can_be_created_again():
+    scheduler = with_model()
+    scheduler.add(Item("tenant", DeleteModel(request_id="delete", model_id="m"), None), 0.0)
+    submitted(scheduler)
+    scheduler.add(Item("tenant", create(), 0), 0.0)
+    assert ids(submitted(scheduler)) == ["m0"]
+
+
+def test_a_flood_of_samples_does_not_hold_a_model_operation_back():
+    scheduler = Scheduler(TIMEOUT_S, sampling_window=10)
+    for i in range(100):
+        scheduler.add(Item("a", sample(f"s{i}")), 0.0)
+    scheduler.add(Item("a", create(), 0), 0.0)
+    assert "m0" in ids([scheduler.next() or save(0) for _ in range(3)])
+
+
+def test_a_waiting_sample_can_be_dropped():
+    scheduler = Scheduler(TIMEOUT_S)
+    scheduler.add(Item("a", sample("s")), 0.0)
+    assert scheduler.drop_sample("s")
+    assert scheduler.next() is None
+
+
+@pytest.mark.parametrize(
+    ("operation", "cost"), [(a_pass(1, tokens=7), 7), (sample("s"), 4 + 2 * 5), (save(1), 1), (optim(1), 1)]
+)
+def test_cost_counts_tokens(operation, cost):
+    assert cost_of(operation) == cost
