@@ -46,11 +46,11 @@ def init_adapter(model_config: "ModelConfig", lora_config: LoraConfig, seed: int
     """A fresh adapter, padded to `rank`: B = 0, and A uniform in +-1 / sqrt(in), the same for every layer.
 
     That is PEFT's default (Kaiming uniform with a = sqrt 5, which is torch's for `nn.Linear`). Values depend on the
-    seed (any integer), module and layer only, so padding and the choice of other modules do not change them.
+    seed (any integer), the true rank, module and layer only; padding and the choice of other modules change nothing.
     """
     pairs = []
     for target in lora_targets(model_config):
-        pair = _zeros(target, rank)
+        pair = zero_pair(target, rank)
         if is_trained(target, lora_config):
             bound = 1 / np.sqrt(target.in_features)
             for layer, matrix in enumerate(pair["lora_A"].reshape(-1, target.in_features, rank)):
@@ -63,7 +63,7 @@ def init_adapter(model_config: "ModelConfig", lora_config: LoraConfig, seed: int
 
 def zero_adapter(model_config: "ModelConfig", rank: int) -> Adapter:
     """An adapter that changes nothing (A = B = 0, scaling 0)."""
-    return adapter_of([(target, _zeros(target, rank)) for target in lora_targets(model_config)], 0.0)
+    return adapter_of([(target, zero_pair(target, rank)) for target in lora_targets(model_config)], 0.0)
 
 
 def adapter_of(pairs: Sequence[tuple[LoraTarget, dict[str, np.ndarray]]], scaling: float) -> Adapter:
@@ -114,7 +114,8 @@ def _per_axis(function: Any, *adapters: Adapter) -> Adapter:
     return jax.tree_util.tree_map_with_path(apply, *adapters)
 
 
-def _zeros(target: LoraTarget, rank: int) -> dict[str, np.ndarray]:
+def zero_pair(target: LoraTarget, rank: int) -> dict[str, np.ndarray]:
+    """Zero matrices of a linear map, stacked over layers where the target is."""
     stack = () if target.layers is None else (target.layers,)
     return {
         "lora_A": np.zeros((*stack, target.in_features, rank), np.float32),

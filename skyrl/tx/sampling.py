@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 _BLOCK = 256
+_COLDEST = 1e-30
+"""Temperatures up to here are 0: float32 has no room for logits divided by them."""
 
 
 def seed_words(seed: int) -> tuple[int, int]:
@@ -51,11 +53,12 @@ def sample_tokens(
         tokens int32 and their log-probabilities in nats under the distribution at temperature 1 without filters.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    tempered = (logits - logits.max(-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    asks = (temperature > 0) & ((top_k > 0) | (top_p < 1))
+    warm = temperature > _COLDEST
+    tempered = (logits - logits.max(-1, keepdims=True)) / jnp.where(warm, temperature, 1.0)[:, None]
+    asks = warm & ((top_k > 0) | (top_p < 1))
     filtered = jax.lax.cond(jnp.any(asks), _filter, lambda z, k, p: z, tempered, top_k, top_p)
     drawn, found = _invert(jnp.exp(filtered), uniforms)
-    tokens = jnp.where((temperature > 0) & found, drawn, greedy)
+    tokens = jnp.where(warm & found, drawn, greedy)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     return tokens, chosen - jax.nn.logsumexp(logits, axis=-1)
 

@@ -159,15 +159,16 @@ class Qwen3ForCausalLM(ModelForCausalLM):
         """All seven projections of the layers, and the vocabulary projection."""
         hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
         query, key_value = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        attention, mlp = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
         return [
-            LoraTarget(("layers", "self_attn", "q_proj"), "attn", hidden, query, layers),
-            LoraTarget(("layers", "self_attn", "k_proj"), "attn", hidden, key_value, layers),
-            LoraTarget(("layers", "self_attn", "v_proj"), "attn", hidden, key_value, layers),
-            LoraTarget(("layers", "self_attn", "o_proj"), "attn", query, hidden, layers),
-            LoraTarget(("layers", "mlp", "gate_proj"), "mlp", hidden, inner, layers),
-            LoraTarget(("layers", "mlp", "up_proj"), "mlp", hidden, inner, layers),
-            LoraTarget(("layers", "mlp", "down_proj"), "mlp", inner, hidden, layers),
-            LoraTarget(("lm_head",), "unembed", hidden, config.vocab_size, None),
+            LoraTarget(("layers", "self_attn", "q_proj"), attention + "q_proj", "attn", hidden, query, layers),
+            LoraTarget(("layers", "self_attn", "k_proj"), attention + "k_proj", "attn", hidden, key_value, layers),
+            LoraTarget(("layers", "self_attn", "v_proj"), attention + "v_proj", "attn", hidden, key_value, layers),
+            LoraTarget(("layers", "self_attn", "o_proj"), attention + "o_proj", "attn", query, hidden, layers),
+            LoraTarget(("layers", "mlp", "gate_proj"), mlp + "gate_proj", "mlp", hidden, inner, layers),
+            LoraTarget(("layers", "mlp", "up_proj"), mlp + "up_proj", "mlp", hidden, inner, layers),
+            LoraTarget(("layers", "mlp", "down_proj"), mlp + "down_proj", "mlp", inner, hidden, layers),
+            LoraTarget(("lm_head",), "lm_head", "unembed", hidden, config.vocab_size, None),
         ]
 
     def __call__(

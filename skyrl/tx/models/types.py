@@ -79,6 +79,8 @@ class LoraTarget(NamedTuple):
 
     path: tuple[str, ...]
     """Where its pair is in `Adapter.weights`."""
+    module: str
+    """Name of the module in Hugging Face's model; "{layer}" marks one per layer."""
     group: Literal["attn", "mlp", "unembed"]
     """Which of LoraConfig's train_* switches selects it."""
     in_features: int

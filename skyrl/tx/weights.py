@@ -1,0 +1,157 @@
+"""Base weights from Hugging Face folders (and, from `skyrl.tx.peft`, adapters from and to PEFT's).
+
+Each architecture has a table of tensor names (`ModelForCausalLM.weight_names`); nothing here knows any of them.
+Tensors are read, cast and placed one at a time, so that host memory holds one stacked parameter besides the model.
+"""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+
+from skyrl.errors import StorageError
+from skyrl.tx.models.types import MODELS, ModelForCausalLM
+from skyrl.tx.peft import adapter_from_peft, adapter_to_peft
+
+__all__ = ["adapter_from_peft", "adapter_to_peft", "load_model"]
+
+READABLE = {"F64", "F32", "F16", "BF16"}
+"""Safetensors dtypes that stand for plain numbers (others are quantised and come with scales of their own)."""
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    max_lora_adapters: int = 32,
+    max_lora_rank: int = 32,
+    shard_attention_heads: bool = True,
+    loss_chunk_size: int = 0,
+    gradient_checkpointing: bool = False,
+    mhc_expansion_rate: int = 1,
+) -> ModelForCausalLM:
+    """The model in a folder with config.json and safetensors (one file, or several with an index).
+
+    `dtype` is that of the base weights, such as "bfloat16"; None is float32 on CPU and the checkpoint's elsewhere. The
+    other options are those of `ModelConfig`.
+
+    Raises StorageError for missing, damaged or mismatching files, ValueError for models that are not implemented.
+    """
+    from transformers import AutoConfig
+
+    from skyrl.tx.models.configs import ModelConfig
+
+    path = Path(path)
+    architecture = _architecture(path)
+    config = ModelConfig(
+        AutoConfig.from_pretrained(path, local_files_only=True),
+        max_lora_adapters=max_lora_adapters,
+        max_lora_rank=max_lora_rank,
+        shard_attention_heads=shard_attention_heads,
+        loss_chunk_size=loss_chunk_size,
+        gradient_checkpointing=gradient_checkpointing,
+        mhc_expansion_rate=mhc_expansion_rate,
+    )
+    kind = MODELS[architecture]
+    base_dtype = _base_dtype(dtype, config.dtype)  # pyright: ignore[reportArgumentType] (ModelConfig makes it a string)
+    graph, state = nnx.split(nnx.eval_shape(lambda: kind(config, dtype=base_dtype, rngs=nnx.Rngs(0))))
+    with ExitStack() as stack:
+        tensors = _Tensors(path, stack)
+        loaded = [
+            (path, variable.replace(_load(tensors, kind, path, variable)))
+            for path, variable in nnx.to_flat_state(state)
+        ]
+        unused = tensors.names - tensors.taken - _tied_copies(config.tie_word_embeddings)
+    if unused:
+        raise StorageError(
+            f"{path}: {len(unused)} tensors have no place in {architecture}, such as {min(unused)}; "
+            "check that config.json belongs to these weights"
+        )
+    return nnx.merge(graph, nnx.from_flat_state(loaded))
+
+
+def _architecture(path: Path) -> str:
+    """The model class named in config.json, which must be a known one."""
+    try:
+        names = json.loads((path / "config.json").read_text()).get("architectures") or [""]
+    except FileNotFoundError:
+        raise StorageError(f"{path} has no config.json; name a folder in Hugging Face format") from None
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise StorageError(f"{path / 'config.json'} is not a JSON object ({error})") from error
+    if names[0] not in MODELS:
+        raise ValueError(
+            f"{path / 'config.json'}: architectures={names} is not implemented (known: {', '.join(MODELS)}); "
+            "use a base model of a known architecture"
+        )
+    return names[0]
+
+
+def _base_dtype(asked: str | None, stored: str | None) -> jnp.dtype:
+    name = asked or ("float32" if jax.default_backend() == "cpu" else stored or "float32")
+    known = ("float32", "bfloat16", "float16")
+    if name not in known:
+        raise ValueError(f"dtype={name!r} is not a dtype of base weights (known: {', '.join(known)}); choose one")
+    return jnp.dtype(name)
+
+
+def _tied_copies(tied: bool) -> set[str]:
+    """Tensors that checkpoints of tied models may hold although they repeat the embedding."""
+    return {"lm_head.weight"} if tied else set()
+
+
+def _load(tensors: "_Tensors", kind: type[ModelForCausalLM], path: tuple[Any, ...], variable: Any) -> jax.Array:
+    """One parameter, stacked over layers where its name says so."""
+    template, transposed = kind.weight_names[path], path[-1] == "kernel"
+    stacked = np.empty(variable.shape, variable.dtype)
+    if "{layer}" in template:
+        for layer in range(len(stacked)):
+            stacked[layer] = tensors.take(template.format(layer=layer), stacked.shape[1:], transposed)
+    else:
+        stacked[...] = tensors.take(template, stacked.shape, transposed)
+    return jnp.asarray(stacked)
+
+
+class _Tensors:
+    """The tensors of a folder, opened lazily by name."""
+
+    def __init__(self, path: Path, stack: ExitStack):
+        self.path, self.stack = path, stack
+        self.taken: set[str] = set()
+        self.files: dict[str, Any] = {}
+        index = path / "model.safetensors.index.json"
+        if index.exists():
+            self.places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif (path / "model.safetensors").exists():
+            self.places = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
+        else:
+            raise StorageError(f"{path} has neither model.safetensors nor model.safetensors.index.json; convert it")
+        self.names = set(self.places)
+
+    def take(self, name: str, shape: tuple[int, ...], transposed: bool) -> np.ndarray:
+        """The tensor, transposed if asked, of the given shape after that."""
+        if name not in self.places:
+            raise StorageError(f"{self.path} has no tensor {name}; check that config.json belongs to these weights")
+        file = self._open(self.places[name])
+        stored = file.get_slice(name)
+        if stored.get_dtype() not in READABLE:
+            raise ValueError(f"{self.path}: {name} is stored as {stored.get_dtype()}; use a base model in bfloat16")
+        expected = list(shape[::-1] if transposed else shape)
+        if stored.get_shape() != expected:
+            raise StorageError(f"{self.path}: {name} has shape {stored.get_shape()}; config.json asks for {expected}")
+        self.taken.add(name)
+        tensor = file.get_tensor(name)
+        return tensor.T if transposed else tensor
+
+    def _open(self, file: str) -> Any:
+        if file not in self.files:
+            try:
+                self.files[file] = self.stack.enter_context(safe_open(self.path / file, framework="numpy"))
+            except (SafetensorError, FileNotFoundError) as error:
+                raise StorageError(f"{self.path / file} cannot be read ({error}); fetch it again") from error
+        return self.files[file]
