@@ -110,7 +110,7 @@ class CreateModelRequest(RequestModel):
     session_id: str
     model_seq_id: int = Field(ge=0)
     base_model: str
-    lora_config: LoraConfig = Field(default_factory=LoraConfig)
+    lora_config: LoraConfig = LoraConfig.model_validate({})
     user_metadata: dict[str, Any] = Field(default_factory=dict)
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
@@ -218,7 +218,7 @@ class ForwardRequest(OrderedRequest):
 class OptimStepRequest(OrderedRequest):
     """`optim_step`."""
 
-    adam_params: AdamParams = Field(default_factory=AdamParams)
+    adam_params: AdamParams = AdamParams.model_validate({})
     optimizer_params: dict[str, Any] | None = None
 
     UNSERVED: ClassVar = {"optimizer_params": "models train with AdamW; send adam_params instead"}
@@ -301,7 +301,7 @@ class SampleRequest(RequestModel):
     sampling_session_id: str
     seq_id: int = Field(ge=0)
     prompt: ModelInput
-    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+    sampling_params: SamplingParams = SamplingParams.model_validate({})
     num_samples: int = 1
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
