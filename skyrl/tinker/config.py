@@ -171,7 +171,8 @@ def describe(error: ValidationError, origins: Mapping[str, str] | None = None) -
         if problem["type"] == "extra_forbidden":
             problems.append(f"{name}: there is no such option")
         else:
-            problems.append(f"{name}={problem['input']}: {problem['msg'].removeprefix('Value error, ')}")
+            value = f"{name}={problem['input']}: " if path else ""  # a check of several options names them itself
+            problems.append(value + problem["msg"].removeprefix("Value error, "))
     return "; ".join(problems)
 
 

@@ -1,0 +1,136 @@
+"""Options of the server: where they come from and what is said about bad ones; and the command line around them."""
+
+import subprocess
+import sys
+
+import pytest
+from platformdirs import user_data_path
+
+from skyrl import cli
+from skyrl.tinker.config import EngineConfig, parse_config
+
+
+def parsed(*argv: str, **environ: str) -> EngineConfig:
+    return parse_config(argv, prog="skyrl serve", environ=environ)
+
+
+def refusal(capsys, *argv: str, **environ: str) -> str:
+    """The line that is printed for bad options."""
+    with pytest.raises(SystemExit) as exit_:
+        parsed(*argv, **environ)
+    assert exit_.value.code == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    return text
+
+
+def test_state_is_kept_in_the_users_data_folder_by_default():
+    config = parsed()
+    assert config.checkpoints_base == user_data_path("skyrl") / "checkpoints"
+    assert config.database_url == f"sqlite:///{user_data_path('skyrl') / 'tinker.db'}"
+
+
+def test_only_this_machine_is_served_by_default():
+    assert parsed().host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "port"),
+    [
+        ([], {}, 8000),
+        ([], {"TX_PORT": "1"}, 1),
+        ([], {"TX_PORT": "1", "SKYRL_PORT": "2"}, 2),
+        (["--port", "3"], {"TX_PORT": "1", "SKYRL_PORT": "2"}, 3),
+    ],
+)
+def test_the_command_line_wins_over_skyrl_over_tx_over_the_default(argv, environ, port):
+    assert parsed(*argv, **environ).port == port
+
+
+def test_an_empty_environment_variable_counts_as_absent():
+    assert parsed(SKYRL_PORT="").port == 8000
+
+
+def test_backend_config_is_a_json_object():
+    assert parsed("--backend-config", '{"max_lora_rank": 64}').backend_config == {"max_lora_rank": 64}
+
+
+def test_lists_are_separated_by_commas():
+    config = parsed("--api-keys", "a, b", SKYRL_MODEL_ALIASES="x")
+    assert (config.api_keys, config.model_aliases) == (("a", "b"), ("x",))
+
+
+def test_minus_one_disables_session_timeouts():
+    config = parsed("--session-timeout-sec=-1", "--session-cleanup-interval-sec=-1")
+    assert (config.session_timeout_sec, config.session_cleanup_interval_sec) == (-1, -1)
+
+
+def test_folders_are_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parsed("--checkpoints-base", "here").checkpoints_base == tmp_path / "here"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--nope", "1"], "unrecognized arguments: --nope"),
+        (["--base", "x"], "unrecognized arguments: --base x"),
+        (["--port", "many"], "--port=many: Input should be a valid integer"),
+        (["--port", "70000"], "--port=70000: Input should be less than or equal to 65535"),
+        (["--log-level", "loud"], "--log-level=loud: Input should be 'debug', 'info', 'warning' or 'error'"),
+        (["--backend-config", "{"], "--backend-config={: not JSON"),
+        (["--backend-config", "[1]"], "--backend-config=[1]: Input should be a valid dictionary"),
+        (["--checkpoints-base", "s3://b"], "--checkpoints-base=s3://b: only local folders are served"),
+        (["--session-cleanup-interval-sec", "0"], "-1 to disable"),
+        (["--external-inference-url", "http://x"], "--external-inference-url=http://x: external inference servers are"),
+    ],
+)
+def test_a_bad_option_gives_one_line_that_names_it(capsys, argv, message):
+    assert message in refusal(capsys, *argv)
+
+
+def test_a_bad_environment_variable_is_named_as_it_was_set(capsys):
+    assert "TX_PORT=many: Input should be a valid integer" in refusal(capsys, TX_PORT="many")
+
+
+def test_help_explains_every_option(capsys):
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    for name, field in EngineConfig.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert field.description and " ".join(field.description.split()) in text
+
+
+def test_both_ways_to_start_a_server_print_the_same_help():
+    def help_of(*command: str) -> str:
+        run = subprocess.run([sys.executable, "-m", *command, "--help"], capture_output=True, text=True, check=True)
+        return " ".join(run.stdout.split()).partition("Serve the Tinker API.")[2]
+
+    assert help_of("skyrl.cli", "serve") == help_of("skyrl.tinker.api") != ""
+
+
+def test_the_command_lists_its_subcommands(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(command in text for command in ["serve", "make-model", "demo", "version"])
+
+
+def test_help_loads_no_numerics():
+    code = "import sys, skyrl.cli as c\ntry: c.main(['serve', '--help'])\nexcept SystemExit: pass\n"
+    code += "assert not {'jax', 'torch', 'numpy', 'fastapi', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_version_is_printed(capsys):
+    assert cli.main(["version"]) == 0
+    assert capsys.readouterr().out.strip().startswith("0.")
+
+
+def test_make_model_passes_sizes_on_and_says_how_to_serve_the_result(tmp_path, capsys):
+    out = tmp_path / "model"
+    sizes = "--hidden 32 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 --intermediate 64 --vocab 512 --tied"
+    assert cli.main(["make-model", "--out", str(out), *sizes.split()]) == 0
+    assert f"skyrl serve --base-model {out}" in capsys.readouterr().out
+    assert '"hidden_size": 32' in (out / "config.json").read_text()

@@ -1,0 +1,328 @@
+"""The engine over a socketpair, in a thread, with the fake backend."""
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from skyrl.backends.operations import (
+    CreateModel,
+    ForwardBackward,
+    LoadCheckpoint,
+    Operation,
+    OptimStep,
+    Publish,
+    Rejected,
+    Sample,
+    SaveCheckpoint,
+)
+from skyrl.errors import RequestError
+from skyrl.tinker.channel import (
+    LENGTH,
+    Cancel,
+    Done,
+    DropVersion,
+    EngineChannel,
+    Enqueue,
+    Failed,
+    FromEngine,
+    Held,
+    Progress,
+    Ready,
+    Shutdown,
+    Start,
+    ToEngine,
+)
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.engine import TinkerEngine, open_backend, serve
+from skyrl.types import (
+    AdamParams,
+    Datum,
+    ErrorResponse,
+    ForwardBackwardOutput,
+    LoraConfig,
+    ModelOutput,
+    OptimStepOutput,
+    SampleOutput,
+    SamplingParams,
+    SaveOutput,
+)
+from tests.fakes import POISON, FakeBackend, FakeConfig
+
+
+class Wire:
+    """The API's end of the channel, blocking."""
+
+    def __init__(self, connection: socket.socket):
+        connection.settimeout(30)
+        self._channel = EngineChannel(connection)
+
+    def send(self, *frames: ToEngine) -> None:
+        for frame in frames:
+            self._channel.send(frame)  # pyright: ignore[reportArgumentType]
+
+    def ask(self, operation: Operation, seq_id: int | None = None, tenant: str = "tenant") -> None:
+        self.send(Enqueue(operation.request_id, tenant, operation, seq_id))
+
+    def read(self) -> FromEngine:
+        return self._channel.receive()  # pyright: ignore[reportReturnType]
+
+    def results(self, *request_ids: str) -> dict[str, object]:
+        """Results of these requests, in the order in which they came; other frames are skipped."""
+        results: dict[str, object] = {}
+        while not set(request_ids) <= results.keys():
+            frame = self.read()
+            if isinstance(frame, Done):
+                results[frame.request_id] = frame.result
+        return results
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend("fake", FakeConfig())
+
+
+@pytest.fixture
+def wire(backend: FakeBackend) -> Iterator[Wire]:
+    """A running engine, shut down at the end."""
+    ours, its = socket.socketpair()
+    channel, wire = EngineChannel(its), Wire(ours)
+    channel.listen()
+    engine = threading.Thread(target=TinkerEngine(backend, channel, gap_timeout_s=0.2).run)
+    engine.start()
+    yield wire
+    wire.send(Shutdown())
+    engine.join(30)
+    assert not engine.is_alive()
+    wire.close()
+    channel.close()
+
+
+def create(model_id: str = "m") -> CreateModel:
+    return CreateModel(request_id=f"{model_id}/create", model_id=model_id, lora_config=LoraConfig(seed=1))
+
+
+def a_pass(request_id: str, model_id: str = "m", tokens: int = 3, first: int = 1) -> ForwardBackward:
+    ids = np.full(tokens, first, np.int32)
+    datum = Datum(ids, {"target_tokens": ids.astype(np.int64), "weights": np.ones(tokens, np.float32)})
+    return ForwardBackward(request_id=request_id, model_id=model_id, data=[datum], loss_fn="cross_entropy")
+
+
+def optim(request_id: str, model_id: str = "m") -> OptimStep:
+    return OptimStep(request_id=request_id, model_id=model_id, adam_params=AdamParams(learning_rate=0.1))
+
+
+def sample(request_id: str, max_tokens: int = 4, version: str | None = None) -> Sample:
+    params = SamplingParams(max_tokens=max_tokens, seed=0, stop=[])
+    return Sample(request_id=request_id, version=version, prompt=np.asarray([1, 2], np.int32), params=params)
+
+
+def test_the_first_frame_is_ready_with_facts_about_the_model(wire, backend):
+    assert wire.read() == Ready(backend.info())
+
+
+def test_a_training_run_gets_a_result_of_the_right_kind_for_every_request(wire, tmp_path):
+    operations = [
+        create(),
+        a_pass("pass"),
+        optim("optim"),
+        SaveCheckpoint(request_id="save", model_id="m", path=str(tmp_path / "save")),
+        Publish(request_id="publish", model_id="m", version="v", path=str(tmp_path / "v")),
+    ]
+    for seq_id, operation in enumerate(operations):
+        wire.ask(operation, seq_id)
+    results = wire.results("m/create", "pass", "optim", "save", "publish")
+    kinds = [type(results[operation.request_id]) for operation in operations]
+    assert kinds == [ModelOutput, ForwardBackwardOutput, OptimStepOutput, SaveOutput, SaveOutput]
+
+
+def test_requests_that_arrive_out_of_order_run_in_seq_id_order(wire):
+    wire.ask(create(), 0)
+    wire.ask(optim("3"), 3)
+    wire.ask(a_pass("2"), 2)
+    wire.ask(a_pass("1"), 1)
+    results = wire.results("1", "2", "3")
+    assert [request_id for request_id in results if request_id != "m/create"] == ["1", "2", "3"]
+    assert isinstance(results["3"], OptimStepOutput) and results["3"].metrics["skyrl.ai/grad_norm"] > 0
+
+
+def test_a_gap_is_announced_then_fails_and_the_model_goes_on(wire):
+    wire.ask(create(), 0)
+    wire.ask(a_pass("2"), 2)
+    frames = []
+    while not (frames and isinstance(frames[-1], Done) and frames[-1].request_id == "2"):
+        frames.append(wire.read())
+    assert [frame.reason is None for frame in frames if isinstance(frame, Held)] == [False, True]
+    failure = frames[-1].result
+    assert failure.status == "user" and "seq_id=1 did not arrive within 0.2 s" in failure.error
+    wire.ask(optim("3"), 3)
+    assert "incomplete and were dropped" in wire.results("3")["3"].error
+    wire.ask(a_pass("4"), 4)
+    wire.ask(optim("5"), 5)
+    assert isinstance(wire.results("5")["5"], OptimStepOutput)
+
+
+def test_an_expired_gap_before_an_optimizer_step_drops_the_gradients_of_both_sides(wire, backend):
+    wire.ask(create(), 0)
+    wire.ask(a_pass("1"), 1)
+    wire.ask(optim("3"), 3)
+    assert "seq_id=2 did not arrive" in wire.results("3")["3"].error
+    assert backend.models["m"].gradient_sums is None and backend.models["m"].step == 0
+
+
+def test_a_short_sample_overtakes_a_long_one(wire):
+    wire.ask(sample("long", max_tokens=200))
+    wire.ask(sample("short", max_tokens=2), tenant="other")
+    assert list(wire.results("long", "short")) == ["short", "long"]
+
+
+def test_a_short_sample_overtakes_a_long_pass_of_its_own_tenant(tmp_path):
+    backend = FakeBackend("fake", FakeConfig(quanta_per_pass=1000))
+    ours, its = socket.socketpair()
+    channel, wire = EngineChannel(its), Wire(ours)
+    for operation, seq_id in [(create(), 0), (a_pass("pass"), 1), (sample("sample", max_tokens=2), None)]:
+        wire.ask(operation, seq_id)
+    channel.listen()
+    engine = threading.Thread(target=TinkerEngine(backend, channel, gap_timeout_s=60).run)
+    engine.start()
+    order = list(wire.results("pass", "sample"))
+    assert order.index("sample") < order.index("pass")
+    wire.close()
+    engine.join(30)
+    assert not engine.is_alive()
+    channel.close()
+
+
+def test_a_cancelled_sample_gets_no_result(wire, backend):
+    wire.ask(sample("endless", max_tokens=10**9))
+    wire.send(Cancel("endless"))
+    wire.ask(sample("after"))
+    assert list(wire.results("after")) == ["after"]
+    assert not backend.busy
+
+
+def test_a_rejected_request_takes_its_place_and_fails_the_next_optimizer_step(wire):
+    wire.ask(create(), 0)
+    wire.ask(Rejected(request_id="bad", model_id="m", error="datum 0: too long", was_pass=True), 1)
+    wire.ask(optim("optim"), 2)
+    results = wire.results("bad", "optim")
+    assert results["bad"] == ErrorResponse("datum 0: too long", "user")
+    assert isinstance(results["optim"], ErrorResponse) and "datum 0: too long" in results["optim"].error
+
+
+def test_a_dropped_version_cannot_be_sampled_any_more(wire, tmp_path):
+    wire.ask(create(), 0)
+    wire.ask(Publish(request_id="publish", model_id="m", version="v", path=str(tmp_path / "v")), 1)
+    wire.results("publish")
+    wire.ask(sample("now", version="v"))
+    assert isinstance(wire.results("now")["now"], SampleOutput)
+    wire.send(DropVersion("v"))
+    wire.ask(sample("later", version="v"))
+    assert "version=v is not known" in wire.results("later")["later"].error
+
+
+def test_an_internal_error_fails_its_own_request_and_keeps_its_details_out_of_the_answer(wire):
+    wire.ask(create(), 0)
+    wire.ask(a_pass("poisoned", first=POISON), 1)
+    wire.ask(create("n"), 0)
+    results = wire.results("poisoned", "n/create")
+    assert results["poisoned"].status == "server" and "poisoned)" in results["poisoned"].error
+    assert "raise" not in results["poisoned"].error
+    assert isinstance(results["n/create"], ModelOutput)
+
+
+def test_a_failed_load_reports_the_missing_folder(wire, tmp_path):
+    wire.ask(LoadCheckpoint(request_id="load", model_id="m", path=str(tmp_path / "nowhere")), 0)
+    assert "nowhere" in wire.results("load")["load"].error
+
+
+def test_shutdown_finishes_background_writes(backend, tmp_path):
+    ours, its = socket.socketpair()
+    channel, wire = EngineChannel(its), Wire(ours)
+    channel.listen()
+    engine = threading.Thread(target=TinkerEngine(backend, channel, gap_timeout_s=60).run)
+    engine.start()
+    wire.ask(create(), 0)
+    wire.ask(Publish(request_id="p", model_id="m", version="v", path=str(tmp_path / "v"), persist=False), 1)
+    wire.results("p")
+    wire.send(Shutdown())
+    engine.join(30)
+    assert (tmp_path / "v" / "manifest.json").exists()
+    wire.close()
+    channel.close()
+
+
+def test_the_engine_ends_when_the_other_side_closes(backend):
+    ours, its = socket.socketpair()
+    channel = EngineChannel(its)
+    channel.listen()
+    engine = threading.Thread(target=TinkerEngine(backend, channel, gap_timeout_s=60).run)
+    engine.start()
+    ours.close()
+    engine.join(30)
+    assert not engine.is_alive()
+    channel.close()
+
+
+def test_frames_larger_than_the_socket_buffer_arrive_whole(wire):
+    wire.ask(create(), 0)
+    wire.ask(a_pass("large", tokens=2_000_000), 1)
+    (output,) = wire.results("large")["large"].loss_fn_outputs
+    assert output["logprobs"].shape == (2_000_000,)
+
+
+def test_frames_are_prefixed_with_their_length(backend):
+    ours, its = socket.socketpair()
+    with ours, its:
+        EngineChannel(its).send(Progress("x"))
+        data = ours.recv(2**16)
+    assert LENGTH.unpack(data[: LENGTH.size]) == (len(data) - LENGTH.size,)
+
+
+# -- opening a backend ------------------------------------------------------------------------------------------------
+
+
+def opened(**options) -> FakeBackend:
+    return open_backend(EngineConfig(**options), lambda message: None)  # pyright: ignore[reportReturnType]
+
+
+def test_a_backend_can_be_named_by_module_and_attribute():
+    backend = opened(base_model="x", backend="tests.fakes:FakeBackend", backend_config={"vocab_size": 99})
+    assert (backend.base_model, backend.info().vocab_size) == ("x", 99)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "nope"}, "backend=nope: no backend named 'nope'; known: jax, or module:attribute"),
+        ({"backend": "tests.nowhere:X"}, "backend=tests.nowhere:X: cannot import it"),
+        ({"backend": "tests.fakes:Nowhere"}, "backend=tests.fakes:Nowhere: cannot import it"),
+        (
+            {"backend": "tests.fakes:FakeBackend", "backend_config": {"speed": 1}},
+            r"backend_config: speed: there is no such option \(options of tests.fakes:FakeBackend: max_lora_rank, ",
+        ),
+        (
+            {"backend": "tests.fakes:FakeBackend", "backend_config": {"vocab_size": "many"}},
+            "backend_config: vocab_size=many: Input should be a valid integer",
+        ),
+    ],
+)
+def test_a_bad_backend_or_option_is_refused_by_name(options, message):
+    with pytest.raises(RequestError, match=message):
+        opened(base_model="x", **options)
+
+
+def test_a_model_that_cannot_be_loaded_is_reported_in_one_line():
+    ours, its = socket.socketpair()
+    channel, wire = EngineChannel(its), Wire(ours)
+    wire.send(Start(EngineConfig(base_model="missing", backend="tests.fakes:FakeBackend")))
+    assert serve(channel) == 1
+    assert isinstance(wire.read(), Progress)
+    assert wire.read() == Failed("base_model=missing: there is no such model; name another")
+    wire.close()
+    channel.close()
