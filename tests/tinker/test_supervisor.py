@@ -1,0 +1,236 @@
+"""The supervisor with real child processes that run the fake backend."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl.backends.operations import CreateModel, Publish, Sample
+from skyrl.tinker.channel import Done, Enqueue, FromEngine, Ready
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.supervisor import EngineSupervisor
+from skyrl.types import LoraConfig, SampleOutput, SamplingParams
+from tests.fakes import KILL
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def engines_find_the_fake_backend(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+class Log:
+    """Everything a supervisor reports, with a way to wait for it."""
+
+    def __init__(self):
+        self.frames: list[FromEngine] = []
+        self.crashes: list[str] = []
+        self.failures: list[str] = []
+        self.changed = asyncio.Event()
+
+    def note(self, where: list) -> Callable[[object], None]:
+        def add(item: object) -> None:
+            where.append(item)
+            self.changed.set()
+
+        return add
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.changed.clear()
+            await asyncio.wait_for(self.changed.wait(), 60)
+
+    async def ready(self, times: int = 1) -> None:
+        await self.until(lambda: sum(isinstance(frame, Ready) for frame in self.frames) >= times)
+
+    async def result(self, request_id: str) -> object:
+        def found() -> list[object]:
+            return [frame.result for frame in self.frames if isinstance(frame, Done) and frame.request_id == request_id]
+
+        await self.until(lambda: bool(found()))
+        return found()[0]
+
+
+@asynccontextmanager
+async def supervised(base_model: str = "fake", **backend_config):
+    config = EngineConfig(base_model=base_model, backend="tests.fakes:FakeBackend", backend_config=backend_config)
+    log = Log()
+    supervisor = EngineSupervisor(
+        config, on_frame=log.note(log.frames), on_crash=log.note(log.crashes), on_failure=log.note(log.failures)
+    )
+    supervisor.start()
+    try:
+        yield supervisor, log
+    finally:
+        await supervisor.stop()
+
+
+def sample(request_id: str, token: int = 1, max_tokens: int = 2) -> Enqueue:
+    params = SamplingParams(max_tokens=max_tokens, seed=0, stop=[])
+    prompt = np.asarray([token], np.int32)
+    return Enqueue(request_id, "t", Sample(request_id=request_id, version=None, prompt=prompt, params=params))
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_an_engine_becomes_ready_and_answers():
+    async def scenario():
+        async with supervised() as (supervisor, log):
+            supervisor.send(sample("s"))  # before it runs
+            assert isinstance(await log.result("s"), SampleOutput)
+            assert supervisor.state == "ready" and supervisor.info.base_model == "fake"
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_engine_is_reported_and_replaced():
+    async def scenario():
+        async with supervised() as (supervisor, log):
+            await log.ready()
+            first = supervisor.pid
+            os.kill(first, signal.SIGKILL)
+            await log.ready(times=2)
+            assert log.crashes == ["the engine was killed by SIGKILL"]
+            assert supervisor.pid != first and supervisor.restarts == 1
+            supervisor.send(sample("after"))
+            assert isinstance(await log.result("after"), SampleOutput)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_kills_the_engine_is_not_sent_to_the_next_one():
+    async def scenario():
+        async with supervised() as (supervisor, log):
+            supervisor.send(sample("killer", token=KILL))
+            await log.ready(times=2)
+            supervisor.send(sample("after"))
+            await log.result("after")
+            assert len(log.crashes) == 1
+
+    asyncio.run(scenario())
+
+
+def test_frames_sent_after_a_crash_reach_the_next_engine():
+    async def scenario():
+        async with supervised() as (supervisor, log):
+            await log.ready()
+            os.kill(supervisor.pid, signal.SIGKILL)
+            await log.until(lambda: bool(log.crashes))
+            assert supervisor.state == "restarting"
+            supervisor.send(sample("meanwhile"))
+            assert isinstance(await log.result("meanwhile"), SampleOutput)
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_cannot_be_loaded_fails_once_with_the_engines_message():
+    async def scenario():
+        async with supervised(base_model="missing") as (supervisor, log):
+            await log.until(lambda: bool(log.failures))
+            assert log.failures == ["base_model=missing: there is no such model; name another"]
+            assert log.crashes == [] and supervisor.state == "failed"
+
+    asyncio.run(scenario())
+
+
+def test_it_gives_up_after_three_engines_that_never_became_ready():
+    async def scenario():
+        async with supervised(die_before_ready=True) as (supervisor, log):
+            await log.until(lambda: bool(log.failures))
+            assert "the engine was killed by SIGKILL" in log.failures[0]
+            assert len(log.failures) == 1 and supervisor.restarts == 2
+
+    asyncio.run(scenario())
+
+
+def test_stop_lets_the_engine_finish_background_writes(tmp_path):
+    async def scenario():
+        async with supervised() as (supervisor, log):
+            create = CreateModel(request_id="c", model_id="m", lora_config=LoraConfig())
+            publish = Publish(request_id="p", model_id="m", version="v", path=str(tmp_path / "v"), persist=False)
+            supervisor.send(Enqueue("c", "t", create, 0))
+            supervisor.send(Enqueue("p", "t", publish, 1))
+            await log.result("p")
+            pid = supervisor.pid
+            await supervisor.stop()
+            assert supervisor.state == "stopped" and not exists(pid)
+            assert log.crashes == []
+            assert (tmp_path / "v" / "manifest.json").exists()
+
+    asyncio.run(scenario())
+
+
+def test_stop_during_start_up_leaves_no_process_behind():
+    async def scenario():
+        async with supervised() as (supervisor, log):
+            await log.until(lambda: bool(log.frames))
+            pid = supervisor.pid
+        assert not exists(pid) and log.crashes == [] and log.failures == []
+
+    asyncio.run(scenario())
+
+
+def test_the_engine_ignores_ctrl_c_and_ends_on_sigterm():
+    async def scenario():
+        async with supervised() as (supervisor, log):
+            await log.ready()
+            os.kill(supervisor.pid, signal.SIGINT)
+            supervisor.send(sample("s"))
+            await log.result("s")
+            assert log.crashes == []
+            os.kill(supervisor.pid, signal.SIGTERM)
+            await log.until(lambda: bool(log.crashes))
+            assert log.crashes == ["the engine exited with status 0"]
+
+    asyncio.run(scenario())
+
+
+def test_the_engine_runs_at_a_lower_priority_than_its_parent():
+    async def scenario():
+        async with supervised() as (supervisor, log):
+            await log.ready()
+            assert os.getpriority(os.PRIO_PROCESS, supervisor.pid) > os.getpriority(os.PRIO_PROCESS, 0)
+
+    asyncio.run(scenario())
+
+
+PARENT = """
+import asyncio
+from skyrl.tinker.channel import Ready
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.supervisor import EngineSupervisor
+
+async def main():
+    def on_frame(frame):
+        if isinstance(frame, Ready):
+            print(supervisor.pid, flush=True)
+    config = EngineConfig(base_model="fake", backend="tests.fakes:FakeBackend")
+    supervisor = EngineSupervisor(config, on_frame=on_frame, on_crash=print, on_failure=print)
+    supervisor.start()
+    await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+def test_the_engine_ends_when_its_parent_is_killed():
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        engine = int(parent.stdout.readline())
+        assert exists(engine)
+        parent.kill()
+        parent.stdout.read()  # ends when the engine, which inherited the pipe, has ended too
+    assert not exists(engine)
