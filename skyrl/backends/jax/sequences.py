@@ -1,0 +1,101 @@
+"""A sample request and its sequences on the host: what was asked, what has come, when it is over."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from skyrl.backends.operations import Sample
+from skyrl.tx.sampling import seed_words
+from skyrl.types import GeneratedSequence, SampleOutput, StopReason
+from skyrl.utils.tokenizer import StopStrings, Tokenizer
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """What ends a sequence before its token limit."""
+
+    ids: frozenset[int]
+    strings: tuple[str, ...]
+
+    @classmethod
+    def of(cls, stop: str | list[str] | list[int] | None, eos_ids: frozenset[int]) -> "StopRule":
+        """`stop` as in `SamplingParams`: beside what it lists, EOS stops, unless it is an empty list."""
+        if stop is None:
+            return cls(eos_ids, ())
+        if isinstance(stop, str):
+            stop = [stop]
+        ids = frozenset(item for item in stop if isinstance(item, int))
+        return cls(ids | eos_ids if stop else ids, tuple(item for item in stop if isinstance(item, str)))
+
+
+@dataclass(eq=False)
+class Job:
+    """A sample request from its arrival to its result."""
+
+    request: Sample
+    stops: StopRule
+    max_tokens: int
+    seed: tuple[int, int]
+    """As `seed_words`."""
+    slot: int | None = None
+    """Bank slot of its version, pinned from admission to the end."""
+    finished: dict[int, GeneratedSequence] = field(default_factory=dict)
+    """By sample index."""
+    prompt_logprobs: np.ndarray | None = None
+    topk_prompt_logprobs: tuple[np.ndarray, np.ndarray] | None = None
+
+    @classmethod
+    def of(cls, request: Sample, eos_ids: frozenset[int]) -> "Job":
+        """A job that has not begun."""
+        params = request.params
+        assert params.max_tokens is not None and params.seed is not None, params
+        return cls(request, StopRule.of(params.stop, eos_ids), params.max_tokens, seed_words(params.seed))
+
+    @property
+    def tokens(self) -> int:
+        """Length of each sequence at its longest, prompt included."""
+        return len(self.request.prompt) + self.max_tokens
+
+    @property
+    def done(self) -> bool:
+        """Whether all samples are finished."""
+        return len(self.finished) == self.request.num_samples
+
+    def output(self) -> SampleOutput:
+        """The result of a job that is done."""
+        sequences = [self.finished[index] for index in range(self.request.num_samples)]
+        return SampleOutput(sequences, self.prompt_logprobs, self.topk_prompt_logprobs)
+
+
+class Sequence:
+    """One sample of a job while it is generated."""
+
+    def __init__(self, job: Job, index: int, tokenizer: Tokenizer):
+        self.job = job
+        self.index = index
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self._strings = StopStrings(tokenizer, job.stops.strings) if job.stops.strings else None
+
+    @property
+    def next_input(self) -> int:
+        """The token that the next step reads: the last one there is."""
+        return self.tokens[-1] if self.tokens else int(self.job.request.prompt[-1])
+
+    @property
+    def position(self) -> int:
+        """Position of `next_input`."""
+        return len(self.job.request.prompt) - 1 + len(self.tokens)
+
+    def push(self, token: int, logprob: float) -> bool:
+        """Append a token. True if it was the last, which then is in the job's `finished`."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        matched = self._strings is not None and self._strings.push(token)
+        reason: StopReason = "stop" if matched or token in self.job.stops.ids else "length"
+        if reason == "length" and len(self.tokens) < self.job.max_tokens:
+            return False
+        self.job.finished[self.index] = GeneratedSequence(
+            np.asarray(self.tokens, np.int32), np.asarray(self.logprobs, np.float32), reason
+        )
+        return True

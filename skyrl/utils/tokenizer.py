@@ -1,0 +1,113 @@
+"""Text of a model's tokens: end-of-sequence ids, decoding, and stop strings found as tokens arrive.
+
+The one idea is that every token *is* a byte string, whatever its neighbours: byte-level BPE spells bytes as printable
+characters, SentencePiece spells spaces as U+2581 and single bytes as `<0xNN>`. Stop strings are therefore searched in
+bytes, where characters split over several tokens need no special care and a token costs the length of its own bytes.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from skyrl.errors import StorageError
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """The `tokenizer.json` of a model folder and the ids that end its sequences.
+
+    Raises `StorageError` if the folder has no readable `tokenizer.json`.
+    """
+
+    def __init__(self, folder: str | Path):
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise StorageError(f"{path}: no readable tokenizer ({error})") from error
+        decoder = self._tokenizer.decoder
+        self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        self._bytes: dict[int, bytes] = {}
+        self.eos_ids = _eos_ids(folder, self._tokenizer)
+        """Ids that end a sequence; empty if the folder names none."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without added special tokens. Special tokens spelled in `text` are recognised."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids` with special tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token adds to the text; none for an id that the tokenizer does not know."""
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = self._spell(token)
+        return known
+
+    def _spell(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token].content.encode()
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            table = _byte_of_character()
+            return bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
+        if match := _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        return piece.replace("\u2581", " ").encode()
+
+
+class StopStrings:
+    """Finds any of `strings` in the text of tokens that are pushed one by one."""
+
+    def __init__(self, tokenizer: Tokenizer, strings: Iterable[str]):
+        self._tokenizer = tokenizer
+        self._stops = [string.encode() for string in strings]
+        self._keep = max((len(stop) for stop in self._stops), default=1) - 1
+        self._tail = b""
+
+    def push(self, token: int) -> bool:
+        """Whether this token completes a stop string."""
+        text = self._tail + self._tokenizer.token_bytes(token)
+        self._tail = text[-self._keep :] if self._keep else b""
+        return any(stop in text for stop in self._stops)
+
+
+@lru_cache(maxsize=1)
+def _byte_of_character() -> dict[str, int]:
+    """Inverse of the byte-level spelling of GPT-2: printable bytes stand for themselves, others for U+0100 onwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _eos_ids(folder: Path, tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
+    """From the generation config, else the model config, else the tokenizer config; the first that names any."""
+    for name in ("generation_config.json", "config.json"):
+        ids = _json(folder / name).get("eos_token_id")
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    token = _json(folder / "tokenizer_config.json").get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    found = tokenizer.token_to_id(token) if isinstance(token, str) else None
+    return frozenset() if found is None else frozenset([found])
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StorageError(f"{path}: not valid JSON ({error})") from error
