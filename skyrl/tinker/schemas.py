@@ -5,9 +5,9 @@ field is accepted and means nothing. Fields that no class knows are refused by n
 not served yet are fields too: `unserved` names one that is set, the rest of the server never reads them.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StrictFloat, StrictInt, field_validator, model_validator
 
 from skyrl.types import AdamParams, ErrorCategory, LoraConfig, SamplingParams, WireModel
 
@@ -15,6 +15,11 @@ from skyrl.types import AdamParams, ErrorCategory, LoraConfig, SamplingParams, W
 
 FREE_FORM = "user_metadata"
 """Field whose nulls are the user's."""
+
+
+Integers = Annotated[list[StrictInt], FailFast()]
+Numbers = Annotated[list[StrictInt | StrictFloat], FailFast()]
+"""Long lists report their first bad entry only."""
 
 
 class RequestModel(WireModel):
@@ -156,17 +161,17 @@ class OrderedRequest(ModelRequest):
 class TensorData(RequestModel):
     """A tensor as JSON: a flat list, or the values of a CSR matrix of `shape`."""
 
-    data: list[Any]
+    data: Numbers
     dtype: Literal["int64", "float32"]
-    shape: list[int] | None = None
-    sparse_crow_indices: list[Any] | None = None
-    sparse_col_indices: list[Any] | None = None
+    shape: Integers | None = None
+    sparse_crow_indices: Integers | None = None
+    sparse_col_indices: Integers | None = None
 
 
 class ModelInputChunk(RequestModel):
     """A part of a model input. Which kind shows in `type`, or where old clients leave it out, in the fields."""
 
-    tokens: list[Any] | None = None
+    tokens: Integers | None = None
     data: str | None = None
     location: str | None = None
     dmel: str | None = None
@@ -185,7 +190,7 @@ class ModelInputChunk(RequestModel):
 class ModelInput(RequestModel):
     """A prompt or training sequence, in parts that are simply joined."""
 
-    chunks: list[ModelInputChunk] = Field(default_factory=list)
+    chunks: Annotated[list[ModelInputChunk], FailFast()] = Field(default_factory=list)
 
 
 class DatumInput(RequestModel):
@@ -198,7 +203,7 @@ class DatumInput(RequestModel):
 class PassInput(RequestModel):
     """What a pass computes."""
 
-    data: list[DatumInput]
+    data: Annotated[list[DatumInput], FailFast()]
     loss_fn: str
     loss_fn_config: dict[str, float | str] = Field(default_factory=dict)
 

@@ -1,0 +1,439 @@
+"""Training passes and samples between bytes and NumPy arrays, as protobuf or JSON.
+
+Decoding separates two failures. A body of which nothing can be made, not even whose it is, raises `MalformedBody`. Any
+other fault, from an image to an impossible tensor, is told in `PassRequest.error`, so that the request can fail in its
+place in the model's order. Protobuf paths make no Python object per token, and whatever a body declares, decoding takes
+no more memory for arrays than `max_bytes`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import prod
+from typing import Any
+
+import numpy as np
+import zstandard
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+from pydantic import ValidationError
+
+from skyrl.errors import RequestError
+from skyrl.tinker.parsing import Body, MalformedBody, ModelAddress, describe, json_object, read_address
+from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
+from skyrl.tinker.schemas import ForwardBackwardRequest, ForwardRequest, ModelInput, PassInput, TensorData
+from skyrl.types import Datum, ForwardBackwardOutput, SampleOutput
+
+PROTOBUF = "application/x-protobuf"
+"""Media type of the binary requests and results."""
+
+DTYPES = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+}
+DTYPE_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
+
+ZSTD_PIECE = 1024
+"""Bytes decompressed at once. Even a bomb expands to no more than 32 MiB from these, so it is noticed in time."""
+
+
+@dataclass(frozen=True)
+class PassRequest:
+    """A forward_backward or forward request, not checked yet; without contents where there is an error."""
+
+    model_id: str
+    seq_id: int
+    forward_only: bool
+    data: list[Datum] = field(default_factory=list)
+    loss_fn: str = ""
+    loss_fn_config: dict[str, float | str] = field(default_factory=dict)
+    error: str | None = None
+    """What makes the request unusable, for its sender."""
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+def decode_forward_backward(
+    body: bytes, content_type: str, content_encoding: str | None, max_bytes: int
+) -> PassRequest:
+    """Read the body of `forward_backward` (protobuf or JSON) or `forward` (JSON).
+
+    Sparse tensors come back dense, with 0 where they have no value. Provenance spans are read by stable_reinforce
+    only, which is not served, so they mean nothing here. Raises `MalformedBody`.
+
+    Args:
+        body: As received.
+        content_type: Its media type.
+        content_encoding: None, "", "identity" or "zstd".
+        max_bytes: Bound on the body after decompression, and on the arrays made of it.
+    """
+    body = decompress(body, content_encoding, max_bytes)
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type == PROTOBUF:
+        return _from_protobuf(body, max_bytes)
+    if media_type.endswith("json"):
+        return _from_json(body, max_bytes)
+    raise MalformedBody(f"Content-Type: {content_type} is not served; send {PROTOBUF} or application/json")
+
+
+def decompress(body: bytes, content_encoding: str | None, max_bytes: int) -> bytes:
+    """The body without its content encoding. Raises `MalformedBody`, also if it has more than `max_bytes`."""
+    if content_encoding == "zstd":
+        body = _unzstd(body, max_bytes)
+    elif content_encoding not in (None, "", "identity"):
+        raise MalformedBody(f"Content-Encoding: {content_encoding} is not served; send zstd or none")
+    if len(body) > max_bytes:
+        raise MalformedBody(_too_large(max_bytes))
+    return body
+
+
+def prompt_tokens(model_input: ModelInput) -> np.ndarray:
+    """Tokens int32 of a JSON model input, its chunks joined. Raises `RequestError` for anything but text."""
+    parts = []
+    for chunk in model_input.chunks:
+        if chunk.kind != "encoded_text":
+            raise RequestError(_only_text(chunk.kind))
+        parts.append(_int64(chunk.tokens or [], "tokens"))
+    tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    limits = np.iinfo(np.int32)
+    if tokens.size and (tokens.min() < limits.min or tokens.max() > limits.max):
+        bad = tokens[np.argmax((tokens < limits.min) | (tokens > limits.max))]
+        raise RequestError(f"token id {bad} is in no vocabulary; use the tokenizer of this model")
+    return tokens.astype(np.int32)
+
+
+def _from_protobuf(body: bytes, max_bytes: int) -> PassRequest:
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise MalformedBody(f"the body is no ForwardBackwardRequest ({error}); send the SDK's protobuf") from error
+    if not message.model_id or message.seq_id < 1:
+        raise MalformedBody(
+            f"model_id={message.model_id!r}, seq_id={message.seq_id}: both are required, seq_id from 1 on"
+        )
+    envelope = PassRequest(message.model_id, message.seq_id, message.forward_only)
+    try:
+        _refuse_unknown(message, "request")
+        budget = Budget(max_bytes)
+        data = [_protobuf_datum(i, datum, budget) for i, datum in enumerate(message.data)]
+        config = _protobuf_config(message)
+    except RequestError as error:
+        return _with_error(envelope, str(error))
+    return PassRequest(message.model_id, message.seq_id, message.forward_only, data, message.loss_fn, config)
+
+
+def _from_json(body: bytes, max_bytes: int) -> PassRequest:
+    value = json_object(Body(body))
+    address = read_address(ModelAddress, value)
+    assert isinstance(address, ModelAddress)
+    if not address.model_id or address.seq_id < 1:
+        raise MalformedBody(
+            f"model_id={address.model_id!r}, seq_id={address.seq_id}: both are required, seq_id from 1 on"
+        )
+    forward_only = "forward_input" in value
+    envelope = PassRequest(address.model_id, address.seq_id, forward_only)
+    try:
+        if forward_only:
+            given = ForwardRequest.model_validate(value).forward_input
+        else:
+            given = ForwardBackwardRequest.model_validate(value).forward_backward_input
+        data = _json_data(given, Budget(max_bytes))
+    except ValidationError as error:
+        return _with_error(envelope, describe(error.errors()))
+    except RequestError as error:
+        return _with_error(envelope, str(error))
+    return PassRequest(address.model_id, address.seq_id, forward_only, data, given.loss_fn, dict(given.loss_fn_config))
+
+
+def _with_error(envelope: PassRequest, error: str) -> PassRequest:
+    return PassRequest(envelope.model_id, envelope.seq_id, envelope.forward_only, error=error)
+
+
+def _protobuf_datum(i: int, message: pb.Datum, budget: "Budget") -> Datum:
+    try:
+        _refuse_unknown(message, "datum")
+        tokens = [_protobuf_chunk(chunk) for chunk in message.model_input]
+        inputs = {name: _protobuf_tensor(name, tensor, budget) for name, tensor in message.loss_fn_inputs.items()}
+    except RequestError as error:
+        raise RequestError(f"datum {i}: {error}") from None
+    return Datum(np.concatenate(tokens) if tokens else np.zeros(0, np.int32), inputs)
+
+
+def _protobuf_chunk(chunk: pb.Chunk) -> np.ndarray:
+    kind = chunk.WhichOneof("chunk")
+    if kind != "encoded_text":
+        raise RequestError(_only_text(kind or "unknown"))
+    return _array("model_input", chunk.encoded_text.tokens, np.dtype("<i4"))
+
+
+def _protobuf_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
+    if not message.loss_fn_config_v2:
+        return dict(message.loss_fn_config)
+    config = {}
+    for key, value in message.loss_fn_config_v2.items():
+        kind = value.WhichOneof("value")
+        if kind is None:
+            raise RequestError(f"loss_fn_config[{key!r}] has neither a number nor a text; send one, or leave it out")
+        config[key] = getattr(value, kind)
+    return config
+
+
+def _protobuf_tensor(name: str, tensor: pb.Tensor, budget: "Budget") -> np.ndarray:
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise RequestError(f"{name}: dtype={tensor.dtype} is not served; send FLOAT32 (1) or INT64 (2)")
+    shape = list(tensor.shape)
+    match tensor.WhichOneof("encoding"):
+        case "dense":
+            return _dense(name, _array(name, tensor.dense, dtype), shape, budget)
+        case "sparse_csr":
+            csr = tensor.sparse_csr
+            rows = _array(f"{name}: crow_indices", csr.crow_indices, np.dtype("<i8"))
+            columns = _array(f"{name}: col_indices", csr.col_indices, np.dtype("<i8"))
+            return _densified(name, _array(name, csr.values, dtype), rows, columns, shape, budget)
+        case _:
+            raise RequestError(f"{name}: the tensor has no values; send dense or sparse_csr")
+
+
+def _json_data(given: PassInput, budget: "Budget") -> list[Datum]:
+    data = []
+    for i, datum in enumerate(given.data):
+        try:
+            inputs = {name: _json_tensor(name, tensor, budget) for name, tensor in datum.loss_fn_inputs.items()}
+            data.append(Datum(prompt_tokens(datum.model_input), inputs))
+        except RequestError as error:
+            raise RequestError(f"datum {i}: {error}") from None
+    return data
+
+
+def _json_tensor(name: str, tensor: TensorData, budget: "Budget") -> np.ndarray:
+    if tensor.dtype == "int64":
+        if not all(isinstance(value, int) for value in tensor.data):
+            raise RequestError(f"{name}: dtype=int64 with fractions in data; send integers, or float32")
+        values = _int64(tensor.data, name)
+    else:
+        values = _float32(tensor.data, name)
+    shape = tensor.shape or []
+    if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
+        return _dense(name, values, shape, budget)
+    rows = _int64(tensor.sparse_crow_indices or [], f"{name}: sparse_crow_indices")
+    columns = _int64(tensor.sparse_col_indices or [], f"{name}: sparse_col_indices")
+    return _densified(name, values, rows, columns, shape, budget)
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+class Budget:
+    """Bytes that the arrays of a request may still take."""
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes = self.left = max_bytes
+
+    def take(self, name: str, shape: Sequence[int], dtype: np.dtype) -> None:
+        """Raises `RequestError` once the request's arrays are too large together."""
+        self.left -= prod(shape) * dtype.itemsize
+        if self.left < 0:
+            raise RequestError(
+                f"{name}: shape={list(shape)} makes the arrays of the request larger than {self.max_bytes} bytes; "
+                "send fewer sequences per request"
+            )
+
+
+def _array(name: str, data: bytes, dtype: np.dtype) -> np.ndarray:
+    if len(data) % dtype.itemsize:
+        raise RequestError(f"{name}: {len(data)} bytes are no whole number of {dtype.name} values; send all of them")
+    return np.frombuffer(data, dtype)
+
+
+def _dense(name: str, values: np.ndarray, shape: list[int], budget: Budget) -> np.ndarray:
+    """Flat values in their shape (`[len]` where none is given)."""
+    shape = shape or [values.size]
+    if min(shape) < 0 or prod(shape) != values.size:
+        raise RequestError(f"{name}: shape={shape} does not fit {values.size} values; send the shape of the data")
+    if len(shape) > 2:
+        raise RequestError(f"{name}: shape={shape} has {len(shape)} dimensions; send [tokens] or [tokens, K]")
+    budget.take(name, shape, values.dtype)
+    return values.reshape(shape)
+
+
+def _densified(
+    name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list[int], budget: Budget
+) -> np.ndarray:
+    """A CSR matrix as a dense one, 0 where it has no value.
+
+    `rows` (crow_indices) are offsets into values and columns; row i has those from rows[i] to rows[i + 1].
+    """
+    if len(shape) != 2 or min(shape) < 0:
+        raise RequestError(f"{name}: shape={shape} of a sparse tensor; send [tokens, K]")
+    budget.take(name, shape, values.dtype)
+    counts = np.diff(rows)
+    ascending = rows.min(initial=0) >= 0 and counts.min(initial=0) >= 0
+    if len(rows) != shape[0] + 1 or rows[0] != 0 or rows[-1] != values.size or not ascending:
+        raise RequestError(
+            f"{name}: crow_indices do not divide {values.size} values over {shape[0]} rows; "
+            f"send {shape[0] + 1} ascending offsets from 0 to {values.size}"
+        )
+    if columns.size != values.size or columns.min(initial=0) < 0 or columns.max(initial=-1) >= shape[1]:
+        raise RequestError(
+            f"{name}: col_indices do not place {values.size} values in {shape[1]} columns; send one each"
+        )
+    cells = np.repeat(np.arange(shape[0]), counts) * shape[1] + columns
+    if np.unique(cells).size != cells.size:
+        raise RequestError(f"{name}: col_indices name a cell twice; send each cell once")
+    dense = np.zeros(prod(shape), values.dtype)
+    dense[cells] = values
+    return dense.reshape(shape)
+
+
+def _int64(values: Iterable[Any], name: str) -> np.ndarray:
+    try:
+        return np.array(values, np.int64)
+    except OverflowError:
+        raise RequestError(f"{name}: an integer does not fit into 64 bits; send token ids of this model") from None
+
+
+def _float32(values: Iterable[Any], name: str) -> np.ndarray:
+    try:
+        with np.errstate(over="ignore"):
+            return np.array(values, np.float64).astype(np.float32)
+    except OverflowError:
+        raise RequestError(f"{name}: a number does not fit into float32; send smaller ones") from None
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+def encode_forward_backward(output: ForwardBackwardOutput) -> bytes:
+    """The result of a pass as protobuf. Every field of the outputs is sent.
+
+    Neighbours share an `ArrayRecord` while the shapes behind their first dimension are equal ([N, K] targets of one K).
+    """
+    message = pb.ForwardBackwardOutput(loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics)
+    for _, group in groupby(output.loss_fn_outputs, _trailing_shapes):
+        datums = list(group)
+        record = message.loss_fn_outputs.add(num_datums=len(datums))
+        for name in datums[0]:
+            _fill_batched(record.fields[name], [datum[name] for datum in datums])
+    return message.SerializeToString()
+
+
+def forward_backward_json(output: ForwardBackwardOutput) -> dict[str, Any]:
+    """The result of a pass for clients without protobuf. Its numbers may be NaN where the model's are."""
+    return {
+        "loss_fn_output_type": output.loss_fn_output_type,
+        "loss_fn_outputs": [
+            {
+                name: {"data": array.ravel().tolist(), "dtype": array.dtype.name, "shape": list(array.shape)}
+                for name, array in datum.items()
+            }
+            for datum in output.loss_fn_outputs
+        ],
+        "metrics": output.metrics,
+    }
+
+
+def encode_sample(output: SampleOutput) -> bytes:
+    """The samples of one prompt as protobuf."""
+    message = pb.SampleResponse(prompt_cache_hit_tokens=output.prompt_cache_hit_tokens)
+    for sequence in output.sequences:
+        message.sequences.add(
+            stop_reason=pb.STOP_REASON_STOP if sequence.stop_reason == "stop" else pb.STOP_REASON_LENGTH,
+            tokens=_bytes(sequence.tokens, "<i4"),
+            logprobs=_bytes(sequence.logprobs, "<f4"),
+        )
+    if output.prompt_logprobs is not None:
+        message.prompt_logprobs = _bytes(output.prompt_logprobs, "<f4")
+    if output.topk_prompt_logprobs is not None:
+        token_ids, logprobs = output.topk_prompt_logprobs
+        message.topk_prompt_logprobs.token_ids = _bytes(token_ids, "<i4")
+        message.topk_prompt_logprobs.logprobs = _bytes(logprobs, "<f4")
+        message.topk_prompt_logprobs.length, message.topk_prompt_logprobs.k = token_ids.shape
+    return message.SerializeToString()
+
+
+def sample_json(output: SampleOutput) -> dict[str, Any]:
+    """The samples of one prompt for clients without protobuf. Undefined prompt logprobs are null."""
+    result: dict[str, Any] = {
+        "type": "sample",
+        "sequences": [
+            {
+                "stop_reason": sequence.stop_reason,
+                "tokens": sequence.tokens.tolist(),
+                "logprobs": sequence.logprobs.tolist(),
+            }
+            for sequence in output.sequences
+        ],
+        "prompt_cache_hit_tokens": output.prompt_cache_hit_tokens,
+    }
+    if output.prompt_logprobs is not None:
+        result["prompt_logprobs"] = [None if np.isnan(value) else value for value in output.prompt_logprobs.tolist()]
+    if output.topk_prompt_logprobs is not None:
+        token_ids, logprobs = (array.tolist() for array in output.topk_prompt_logprobs)
+        result["topk_prompt_logprobs"] = [
+            None if not ids or row[0] == EMPTY_CELL else list(zip(ids, row, strict=True))
+            for ids, row in zip(token_ids, logprobs, strict=True)
+        ]
+    return result
+
+
+EMPTY_CELL = -99999.0
+"""Logprob of a cell of a top-k table that holds nothing."""
+
+
+def _trailing_shapes(datum: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape[1:] for name, array in datum.items()}
+
+
+def _fill_batched(message: pb.BatchedTensor, arrays: list[np.ndarray]) -> None:
+    dtype = arrays[0].dtype.newbyteorder("<")
+    message.data = b"".join(_bytes(array, dtype) for array in arrays)
+    message.offsets = np.cumsum([0, *(array.nbytes for array in arrays)]).astype("<i8").tobytes()
+    message.dtype = DTYPE_NUMBERS[dtype]
+    message.trailing_shape.extend(arrays[0].shape[1:])
+
+
+def _bytes(array: np.ndarray, dtype: str | np.dtype) -> bytes:
+    return np.ascontiguousarray(array, dtype).tobytes()
+
+
+# -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _refuse_unknown(message: Message, what: str) -> None:
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        raise RequestError(
+            f"field number {unknown[0].field_number} of the {what} is not known to this server; "
+            "use the client version that this server's documentation names"
+        )
+
+
+def _only_text(kind: str) -> str:
+    return f"model_input: a chunk of type {kind!r}, but this server's models read text; send encoded_text chunks only"
+
+
+def _unzstd(body: bytes, max_bytes: int) -> bytes:
+    decompressor = zstandard.ZstdDecompressor().decompressobj()
+    parts, size, read = [], 0, 0
+    try:
+        while read < len(body) and not decompressor.eof:
+            parts.append(decompressor.decompress(body[read : read + ZSTD_PIECE]))
+            read += ZSTD_PIECE
+            size += len(parts[-1])
+            if size > max_bytes:
+                raise MalformedBody(_too_large(max_bytes))
+    except zstandard.ZstdError as error:
+        raise MalformedBody(f"the body is not zstd, as Content-Encoding says ({error})") from error
+    if not decompressor.eof:
+        raise MalformedBody("the zstd body ends in the middle of a frame; send all of it")
+    if decompressor.unused_data or read < len(body):
+        raise MalformedBody("the zstd body goes on after its frame; send one frame")
+    return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> str:
+    return f"the body has more than {max_bytes} bytes; send fewer sequences per request"
