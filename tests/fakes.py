@@ -156,7 +156,8 @@ class FakeBackend(Executor):
             self.models[model_id] = FakeModel.fresh(operation.lora_config)
             return ModelOutput(model_id)
         if isinstance(operation, LoadCheckpoint):
-            model = FakeModel.from_folder(operation.path)
+            # Through the writer, so that a save which is still being written is read after its end.
+            model = self._writer.submit(FakeModel.from_folder, operation.path).result()
             if not operation.load_optimizer:
                 model = dataclasses.replace(FakeModel.fresh(model.lora_config), weights=model.weights)
             self.models[model_id] = model
