@@ -1,0 +1,130 @@
+"""The quantum loop, on the fake backend: turns, failures, background work."""
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from skyrl.backends.operations import CreateModel, ForwardBackward, OptimStep, Publish, Sample, SaveCheckpoint
+from skyrl.types import AdamParams, Datum, ErrorResponse, LoraConfig, SamplingParams, SaveOutput
+from tests.fakes import POISON, FakeBackend, FakeConfig
+
+
+@pytest.fixture
+def backend() -> Iterator[FakeBackend]:
+    backend = FakeBackend("fake", FakeConfig(quanta_per_pass=3))
+    for model_id in ("a", "b"):
+        backend.create_model(model_id, LoraConfig(seed=0))
+    yield backend
+    backend.close()
+
+
+def a_pass(request_id: str, model_id: str = "a", token: int = 1) -> ForwardBackward:
+    tokens = np.asarray([token], np.int32)
+    data = [Datum(tokens, {"target_tokens": tokens})]
+    return ForwardBackward(request_id=request_id, model_id=model_id, data=data, loss_fn="cross_entropy")
+
+
+def a_step(request_id: str, model_id: str = "a") -> OptimStep:
+    return OptimStep(request_id=request_id, model_id=model_id, adam_params=AdamParams())
+
+
+def a_sample(request_id: str, token: int = 1, max_tokens: int = 3) -> Sample:
+    params = SamplingParams(max_tokens=max_tokens, seed=0, stop=[])
+    return Sample(request_id=request_id, version=None, prompt=np.asarray([token], np.int32), params=params)
+
+
+def finish(backend: FakeBackend, *operations) -> dict[str, object]:
+    """Results by request id, in the order in which they came."""
+    for operation in operations:
+        backend.submit(operation)
+    results: dict[str, object] = {}
+    while len(results) < len(operations):
+        assert backend.wait(30)
+        results |= {completion.request_id: completion.result for completion in backend.step()}
+    return results
+
+
+def test_nothing_runs_before_a_step(backend):
+    backend.submit(CreateModel(request_id="c", model_id="new", lora_config=LoraConfig()))
+    assert backend.busy and not backend.has_model("new")
+
+
+def test_models_take_turns_quantum_by_quantum(backend):
+    order = list(finish(backend, a_pass("a1"), a_pass("a2"), a_pass("b1", "b"), a_pass("b2", "b")))
+    assert order == ["a1", "b1", "a2", "b2"]
+
+
+def test_a_step_runs_one_training_quantum_and_one_burst_of_sampling(backend):
+    backend.submit(a_pass("pass"))
+    backend.submit(a_sample("sample", max_tokens=3))
+    ends = [[completion.request_id for completion in backend.step()] for _ in range(4)]
+    assert ends == [[], [], ["sample"], ["pass"]]
+
+
+def test_idle_waiting_ends_at_its_timeout(backend):
+    assert not backend.busy
+    assert backend.wait(0.01) is False
+
+
+def test_waiting_ends_when_something_is_submitted(backend):
+    threading.Timer(0.01, backend.submit, [a_pass("pass")]).start()
+    assert backend.wait(30) is True
+
+
+@pytest.mark.parametrize("bad", [a_pass("bad", token=POISON), a_sample("bad", token=POISON)], ids=["pass", "sample"])
+def test_an_internal_error_fails_its_request_alone_and_tells_nothing_but_its_id(backend, bad):
+    results = finish(backend, bad, a_pass("good", "b"), a_sample("sample"))
+    failed = results.pop("bad")
+    assert isinstance(failed, ErrorResponse) and failed.status == "server"
+    assert "request bad" in failed.error and "poisoned" not in failed.error
+    assert not any(isinstance(result, ErrorResponse) for result in results.values())
+
+
+def test_a_pass_that_breaks_fails_the_next_optimizer_step_of_its_model_only(backend):
+    operations = [a_pass("good"), a_pass("bad", token=POISON), a_step("a"), a_pass("other", "b"), a_step("b", "b")]
+    results = finish(backend, *operations)
+    failed = [request_id for request_id, result in results.items() if isinstance(result, ErrorResponse)]
+    assert sorted(failed) == ["a", "bad"]
+    assert backend.models["a"].gradient_sums is None and backend.models["a"].step == 0
+
+
+def test_a_background_write_lets_its_model_go_on_and_wakes_the_loop_at_its_end(backend, tmp_path):
+    held = threading.Event()
+    backend._writer.submit(held.wait, 30)
+    woken = threading.Event()
+    backend.on_wake = woken.set
+    backend.submit(SaveCheckpoint(request_id="save", model_id="a", path=str(tmp_path / "save")))
+    backend.submit(a_step("step"))
+    completions = []
+    while backend.busy:
+        completions += backend.step()
+    assert [completion.request_id for completion in completions] == ["step"]
+    held.set()
+    assert woken.wait(30)
+    (save,) = backend.step()
+    assert save.request_id == "save" and isinstance(save.result, SaveOutput)
+
+
+def test_a_failed_write_is_reported_with_its_path(backend, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    path = str(tmp_path / "file" / "save")
+    results = finish(backend, SaveCheckpoint(request_id="save", model_id="a", path=path))
+    assert isinstance(results["save"], ErrorResponse) and path in results["save"].error
+
+
+def test_close_finishes_background_writes(tmp_path):
+    backend = FakeBackend("fake", FakeConfig())
+    backend.create_model("a", LoraConfig(seed=0))
+    publish = Publish(request_id="p", model_id="a", version="v", path=str(tmp_path / "v"), persist=False)
+    finish(backend, publish)
+    backend.close()
+    assert (tmp_path / "v" / "manifest.json").exists()
+
+
+def test_a_model_without_work_costs_no_turn(backend):
+    finish(backend, a_pass("one"))
+    assert not backend.busy
+    backend.submit(a_step("two", "b"))
+    assert [completion.request_id for completion in backend.step() + backend.step()] == ["two"]
