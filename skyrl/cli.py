@@ -48,7 +48,10 @@ def make_model(argv: Sequence[str]) -> int:
 
     from skyrl.tx.make_model import make_model
 
-    make_model(**options)
+    try:
+        make_model(**options)
+    except (KeyError, ValueError) as error:
+        parser.error(str(error.args[0]))
     print(f"wrote {options['out']}; serve it with: skyrl serve --base-model {options['out']}")
     return 0
 

@@ -134,3 +134,10 @@ def test_make_model_passes_sizes_on_and_says_how_to_serve_the_result(tmp_path, c
     assert cli.main(["make-model", "--out", str(out), *sizes.split()]) == 0
     assert f"skyrl serve --base-model {out}" in capsys.readouterr().out
     assert '"hidden_size": 32' in (out / "config.json").read_text()
+
+
+def test_make_model_refuses_impossible_sizes_in_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["make-model", "--out", str(tmp_path / "model"), "--heads", "3", "--kv-heads", "2"])
+    assert "error: " in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
