@@ -22,6 +22,7 @@ from alembic import command
 from alembic.config import Config as AlembicConfig
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, OperationalError
 from sqlmodel import Session
 
 from skyrl.errors import RequestError
@@ -151,7 +152,7 @@ def _open(url: str) -> Engine:
         raise RequestError(
             f"database_url={url} needs the package {error.name}; install it with: pip install 'skyrl[postgres]'"
         ) from error
-    except sqlalchemy.exc.ArgumentError as error:
+    except ArgumentError as error:
         raise RequestError(f"database_url={url!r}: {error}; use sqlite:///FILE or postgresql://...") from error
     except OSError as error:
         raise RequestError(f"database_url={url}: {error}; use a folder that can be written") from error
@@ -160,7 +161,7 @@ def _open(url: str) -> Engine:
         event.listen(engine, "begin", _sqlite_begin)
     try:
         engine.connect().close()
-    except sqlalchemy.exc.OperationalError as error:
+    except OperationalError as error:
         raise RequestError(f"database_url={url}: cannot be opened ({error.orig}); check the path or server") from error
     return engine
 

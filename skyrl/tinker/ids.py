@@ -6,6 +6,7 @@ second meaning), and a request starts with the kind of its operation.
 """
 
 import re
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -46,14 +47,18 @@ def version_id(model: str, seq_id: int) -> str:
     return f"{model}@{seq_id}"
 
 
-def checkpoint_name(field: str, name: str) -> str:
-    """The name, if it may name a checkpoint. Raises `RequestError` otherwise."""
+def new_seed() -> int:
+    """A seed for a request that came without one: any non-negative int64."""
+    return secrets.randbits(63)
+
+
+def check_name(field: str, name: str) -> None:
+    """Raise `RequestError` unless `name` may name a checkpoint."""
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise RequestError(
             f"{field}={name[:80]!r} is not a checkpoint name; use 1 to {MAX_NAME} letters, digits, '.', '_' or '-', "
             "the first a letter or digit"
         )
-    return name
 
 
 def folder(base: Path, model: str, kind: CheckpointKind | Literal["ephemeral"], name: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from sqlalchemy import JSON, BigInteger, Column, Float, LargeBinary, UniqueConstraint
 from sqlmodel import Field, SQLModel
 
-ModelStatus = Literal["creating", "live", "lost", "unloaded"]
+ModelStatus = Literal["creating", "live", "failed", "lost", "unloaded"]
 RequestStatus = Literal["pending", "done", "failed"]
 SamplerKind = Literal["base", "checkpoint", "snapshot", "inflight"]
 
@@ -91,7 +91,6 @@ class CheckpointRow(SQLModel, table=True):
     user_metadata: dict[str, str] | None = Field(default=None, sa_column=Column(JSON, nullable=True))
     size_bytes: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
     created_at: float = _created()
-    expires_at: float | None = None
 
 
 class RequestRow(SQLModel, table=True):

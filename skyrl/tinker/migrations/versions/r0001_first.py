@@ -22,7 +22,6 @@ def upgrade() -> None:
         sa.Column("user_metadata", sa.JSON(), nullable=True),
         sa.Column("size_bytes", sa.BigInteger(), nullable=True),
         sa.Column("created_at", sa.Float(), nullable=False),
-        sa.Column("expires_at", sa.Float(), nullable=True),
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint("model_id", "kind", "name", name="checkpoint_path"),
     )

@@ -1,0 +1,97 @@
+"""What an operation is accepted with, and what accepting it yields."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sqlmodel import Session
+
+from skyrl.backends.operations import Operation
+from skyrl.tinker import ids
+from skyrl.tinker.auth import Caller
+from skyrl.tinker.parsing import Address, ModelAddress, NewModelAddress, SamplerAddress, WholeModelAddress
+from skyrl.tinker.service import Service
+from skyrl.tinker.tables import ModelRow, SamplerRow, SessionRow
+from skyrl.types import Result
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a request is for: a model (there already, or made by it) or a sampler."""
+
+    session: SessionRow
+    tenant: str
+    model_id: str = ""
+    seq_id: int | None = None
+    creates: bool = False
+    model: ModelRow | None = None
+    sampler: SamplerRow | None = None
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What `accept` functions know beside the request."""
+
+    service: Service
+    caller: Caller
+    target: Target
+    request_id: str
+
+    @property
+    def model(self) -> ModelRow:
+        assert self.target.model is not None, "only for requests to a model"
+        return self.target.model
+
+    @property
+    def sampler(self) -> SamplerRow:
+        assert self.target.sampler is not None, "only for requests to a sampler"
+        return self.target.sampler
+
+
+class Obsolete(NamedTuple):
+    """Files of a checkpoint that has lost its name."""
+
+    version: str
+    folder: str
+
+
+def _nothing(_: Session) -> None:
+    return None
+
+
+def _empty(_: Session, __: Result) -> tuple[dict[str, Any], Obsolete | None]:
+    return {}, None
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Work for the engine, and what it means to the database. The functions run in the writer's transactions."""
+
+    operation: Operation
+    on_log: Callable[[Session], None] = _nothing
+    """When the request is logged."""
+    record: Callable[[Session, Any], tuple[dict[str, Any], Obsolete | None]] = _empty
+    """When its result is stored: (the answer's JSON, files nobody names any more). Raises `RequestError` to fail it."""
+    on_failure: Callable[[Session], None] = _nothing
+    """When its failure is stored."""
+    changes: tuple[str, ...] = ()
+    """Ids of rows that the functions above change."""
+
+
+async def locate(service: Service, caller: Caller, address: Address) -> Target:
+    """Find what an address names. Raises `UnknownName` where there is no such thing."""
+    everybody = Caller()  # who may touch a model or sampler may learn of its session
+    match address:
+        case ModelAddress() | WholeModelAddress():
+            model_id = address.model_id
+            seq_id = address.seq_id if isinstance(address, ModelAddress) else None
+            model = await service.directory.model(model_id, caller)
+            session = await service.directory.session(model.session_id, everybody)
+            return Target(session, model.tenant, model_id, seq_id, model=model)
+        case NewModelAddress(session_id=session_id, model_seq_id=number):
+            session = await service.directory.session(session_id, caller)
+            return Target(session, session.tenant, ids.model_id(session_id, number), 0, creates=True)
+        case SamplerAddress(sampling_session_id=sampler_id):
+            sampler = await service.directory.sampler(sampler_id, caller)
+            session = await service.directory.session(sampler.session_id, everybody)
+            return Target(session, sampler.tenant, sampler=sampler)

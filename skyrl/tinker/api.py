@@ -1,0 +1,143 @@
+"""The API process: `python -m skyrl.tinker.api`, or `skyrl serve`.
+
+It listens, supervises the engine process, and is the only one that opens the database. It imports neither jax nor
+torch, so it is up in a moment and answers while the engine loads and computes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+
+from skyrl.errors import RequestError
+from skyrl.tinker.app import create_app
+from skyrl.tinker.config import EngineConfig, parse_config
+from skyrl.tinker.server import TinkerServer
+from skyrl.utils.log import setup_logging
+
+__all__ = ["create_app", "main", "run"]
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 4096
+"""Connections that may wait to be accepted: a client opens hundreds at once."""
+DRAIN_S = 5
+"""Seconds that open requests get to finish once the server is to stop."""
+
+
+def run(config: EngineConfig) -> int:
+    """Serve until Ctrl-C (or SIGTERM). Returns the process's exit code; start-up failures are told in one line."""
+    setup_logging(config.log_level)
+    return asyncio.run(_serve(config))
+
+
+def main() -> int:
+    """Entry point of `python -m skyrl.tinker.api`."""
+    return run(parse_config(prog="python -m skyrl.tinker.api"))
+
+
+async def _serve(config: EngineConfig) -> int:
+    try:
+        listener = _listen(config.host, config.port)
+    except OSError as error:
+        return _fail(f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --host or --port")
+    app = create_app(config)
+    server: TinkerServer = app.state.server
+    with listener:
+        try:
+            await server.start()
+        except RequestError as error:
+            return _fail(str(error))
+        options = uvicorn.Config(
+            app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_S, backlog=BACKLOG
+        )
+        http = _HttpServer(options, server)
+        announcement = asyncio.create_task(_announce(server, _url(listener), http))
+        try:
+            await http.serve(sockets=[listener])
+        finally:
+            announcement.cancel()
+            await server.stop()
+    return _fail(server.failure) if server.failure is not None else 0
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn that ends on SIGINT and SIGTERM without raising them again, and lets long polls go at once."""
+
+    def __init__(self, config: uvicorn.Config, server: TinkerServer):
+        super().__init__(config)
+        self._server = server
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.end)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    def end(self) -> None:
+        """Stop; asked a second time, without waiting for open requests."""
+        if self.should_exit:
+            self.force_exit = True
+        else:
+            log.info("stopping")
+        self.should_exit = True
+        self._server.service.futures.close()
+
+
+async def _announce(server: TinkerServer, url: str, http: _HttpServer) -> None:
+    """Say where the server is once it is ready; end it if it never will be."""
+    log.info("listening on %s; loading the base model", url)
+    ready = asyncio.create_task(server.service.became_ready.wait())
+    failed = asyncio.create_task(server.failed.wait())
+    await asyncio.wait([ready, failed], return_when=asyncio.FIRST_COMPLETED)
+    if not failed.done():
+        print(_summary(server, url), flush=True)
+        await failed
+    ready.cancel()
+    http.end()
+
+
+def _summary(server: TinkerServer, url: str) -> str:
+    service, config = server.service, server.config
+    names = service.served_names()
+    aliases = f" (also as {', '.join(names[1:])})" if names[1:] else ""
+    rows = {
+        "base model": f"{names[0]}{aliases}",
+        "context": f"{service.info.max_context_length} tokens, LoRA rank up to {service.info.max_lora_rank}",
+        "checkpoints": str(config.checkpoints_base),
+        "database": config.database_url,
+        "keys": f"{len(config.api_keys)} configured" if config.api_keys else "any (--api-keys limits them)",
+    }
+    lines = [f"SkyRL Tinker server at {url}", *(f"  {name:<12}{value}" for name, value in rows.items())]
+    key = "one of its keys" if config.api_keys else "tml-local"
+    lines.append(f"  connect     TINKER_BASE_URL={url} TINKER_API_KEY={key} python your_script.py")
+    return "\n".join(lines)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _fail(message: str) -> int:
+    print(f"skyrl: error: {message}", file=sys.stderr, flush=True)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

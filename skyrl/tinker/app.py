@@ -1,0 +1,52 @@
+"""The FastAPI application: routes, error handlers and body limits around a `TinkerServer`."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.http import BodyLimit, add_error_handlers
+from skyrl.tinker.ids import SAMPLE
+from skyrl.tinker.operations import OPERATIONS, SMALL_BODY
+from skyrl.tinker.routes import client, models, queued, samplers, sessions
+from skyrl.tinker.server import TinkerServer
+from skyrl.tinker.service import EngineFactory
+from skyrl.tinker.supervisor import EngineSupervisor
+
+PREFIX = "/api/v1"
+
+
+def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervisor) -> FastAPI:
+    """The application. Its lifespan opens the database and starts the engine; `app.state.server` is the server.
+
+    Args:
+        config: Options of the server.
+        make_engine: What starts the engine; tests pass one of their own.
+    """
+    server = TinkerServer(config, make_engine)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await server.start()
+        try:
+            yield
+        finally:
+            await server.stop()
+
+    app = FastAPI(title="SkyRL Tinker server", lifespan=lifespan, strict_content_type=False)
+    app.state.server = server
+    for module in (client, sessions, models, samplers, queued):
+        app.include_router(module.router, prefix=PREFIX)
+    app.include_router(client.public, prefix=PREFIX)
+    add_error_handlers(app)
+    limits = {
+        f"{PREFIX}/{'asample' if operation.name == SAMPLE else operation.name}": operation.max_body_bytes
+        for operation in OPERATIONS.values()
+    }
+
+    def limit_of(path: str) -> int:
+        return min(limits.get(path, SMALL_BODY) or config.max_body_bytes, config.max_body_bytes)
+
+    app.add_middleware(BodyLimit, limit_of=limit_of)
+    return app

@@ -1,0 +1,111 @@
+"""Named checkpoints: their names, folders and rows.
+
+A folder carries the seq_id of its save beside the name, so saving under a used name never touches the files that may be
+read meanwhile: the row moves to the new folder, and the old one goes when nothing refers to it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlmodel import Session, select
+
+from skyrl.errors import RequestError
+from skyrl.tinker import ids
+from skyrl.tinker.admission import Obsolete
+from skyrl.tinker.auth import Caller
+from skyrl.tinker.db import Database
+from skyrl.tinker.directory import find_checkpoint
+from skyrl.tinker.ids import CheckpointKind, TinkerPath
+from skyrl.tinker.service import Service
+from skyrl.tinker.tables import CheckpointRow, ModelRow, SamplerRow
+from skyrl.types import SaveOutput
+
+
+@dataclass(frozen=True)
+class SavedAs:
+    """What a save is to be known by. Raises `RequestError` for a bad name."""
+
+    model: ModelRow
+    kind: CheckpointKind
+    name: str
+    seq_id: int
+    overwrite: bool
+    user_metadata: dict[str, str] | None
+
+    def __post_init__(self) -> None:
+        ids.check_name("path", self.name)
+
+    @property
+    def path(self) -> TinkerPath:
+        return TinkerPath(self.model.model_id, self.kind, self.name)
+
+    @property
+    def version(self) -> str:
+        return ids.version_id(self.model.model_id, self.seq_id)
+
+    def folder(self, base: Path) -> str:
+        return ids.folder(base, self.model.model_id, self.kind, f"{self.name}@{self.seq_id}")
+
+
+async def refuse_taken_name(database: Database, saved: SavedAs) -> None:
+    """Raise `RequestError` if there is a checkpoint of this name already, which the save may not replace."""
+    if not saved.overwrite:
+        _refuse(saved, await database.read(lambda session: find_checkpoint(session, saved.path)))
+
+
+def store_checkpoint(session: Session, saved: SavedAs, result: SaveOutput) -> Obsolete | None:
+    """Give a finished save its name. Returns the files that had it before, if no sampler uses them.
+
+    Raises `RequestError` if the name was taken while it was being saved.
+    """
+    older = find_checkpoint(session, saved.path)
+    obsolete = None
+    if older is not None:
+        if not saved.overwrite:
+            _refuse(saved, older)
+        if session.exec(select(SamplerRow.sampler_id).where(SamplerRow.version == older.version)).first() is None:
+            obsolete = Obsolete(older.version, older.folder)
+        session.delete(older)
+        session.flush()
+    model = session.get(ModelRow, saved.model.model_id)
+    assert model is not None
+    row = CheckpointRow(
+        model_id=model.model_id,
+        kind=saved.kind,
+        name=saved.name,
+        tenant=model.tenant,
+        version=saved.version,
+        folder=result.path,
+        base_model=model.base_model,
+        lora_config=model.lora_config,
+        user_metadata=saved.user_metadata,
+        size_bytes=result.size_bytes,
+    )
+    session.add(row)
+    return obsolete
+
+
+async def training_checkpoint(service: Service, path: TinkerPath, caller: Caller) -> CheckpointRow:
+    """The checkpoint at a path, if training can go on from it. Raises `RequestError` if not."""
+    if path.kind == "sampler_weights":
+        raise RequestError(
+            f"path={path} holds sampler weights, which have no optimizer state; load a checkpoint that save_weights "
+            "(save_state) made: tinker://MODEL/weights/NAME"
+        )
+    if path.kind is None:
+        path = TinkerPath(path.model, "weights", path.name)
+    row = await service.directory.checkpoint("path", path, caller)
+    if row.base_model != service.info.base_model:
+        raise RequestError(
+            f"path={path} was trained on base model {row.base_model!r}, which is not the one served here "
+            f"({service.info.base_model!r}); start the server with --base-model {row.base_model}"
+        )
+    return row
+
+
+def _refuse(saved: SavedAs, older: CheckpointRow | None) -> None:
+    if older is not None:
+        raise RequestError(
+            f"path={saved.name!r}: this model has a checkpoint {saved.path} already; choose another name, or send "
+            "overwrite=true where the request has it"
+        )

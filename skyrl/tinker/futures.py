@@ -1,0 +1,136 @@
+"""Results that clients wait for.
+
+A future is made before its request is acknowledged and answered once; its answer may be read any number of times. Those
+of samples live here only: finished ones are dropped, oldest first, when their bytes exceed a cap (the client then
+resubmits). Those of training requests are stored in the database before they are answered here, so finished ones are a
+cache of it and may be dropped at any time.
+"""
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from skyrl.tinker.ids import is_sample
+from skyrl.types import ErrorCategory
+
+MAX_FINISHED_BYTES = 256 * 2**20
+"""Answers kept in memory, together."""
+OVERHEAD_BYTES = 1024
+"""What an answer counts for beside its body."""
+
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An encoded result."""
+
+    body: bytes
+    media_type: str = JSON
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no result, and whose fault it is."""
+
+    error: str
+    category: ErrorCategory
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The request is gone without a result; the client submits it again."""
+
+
+Outcome = Answer | Failure | Lost
+
+
+class PendingFuture:
+    """An outcome that will come. `reason` says why it takes long, where that is known."""
+
+    def __init__(self, request_id: str, tenant: str, key: tuple[str, int] | None = None):
+        self.request_id = request_id
+        self.tenant = tenant
+        self.key = key
+        """(sampler, seq_id) of a sample: what makes a second request the same one."""
+        self.reason: str | None = None
+        self.outcome: Outcome | None = None
+        self._done = asyncio.Event()
+
+    def set(self, outcome: Outcome) -> None:
+        """Answer everybody who waits. The first outcome stays."""
+        if self.outcome is None:
+            self.outcome = outcome
+            self.interrupt()
+
+    def interrupt(self) -> None:
+        """Wake everybody who waits, with or without an outcome."""
+        self._done.set()
+
+    async def wait(self, timeout_s: float) -> Outcome | None:
+        """The outcome, or None where it has not come within `timeout_s` seconds."""
+        try:
+            await asyncio.wait_for(self._done.wait(), timeout_s)
+        except TimeoutError:
+            return None
+        return self.outcome
+
+
+class Futures:
+    """All futures that are pending or were answered lately."""
+
+    def __init__(self, max_finished_bytes: int = MAX_FINISHED_BYTES):
+        self._max_bytes = max_finished_bytes
+        self._by_id: dict[str, PendingFuture] = {}
+        self._sample_ids: dict[tuple[str, int], str] = {}
+        self._finished: OrderedDict[str, int] = OrderedDict()
+        self._finished_bytes = 0
+        self._closing = False
+
+    def add(self, request_id: str, tenant: str, key: tuple[str, int] | None = None) -> PendingFuture:
+        """A new pending future."""
+        future = self._by_id[request_id] = PendingFuture(request_id, tenant, key)
+        if key is not None:
+            self._sample_ids[key] = request_id
+        if self._closing:
+            future.interrupt()
+        return future
+
+    def get(self, request_id: str) -> PendingFuture | None:
+        return self._by_id.get(request_id)
+
+    def sample_with(self, key: tuple[str, int]) -> str | None:
+        """The request that came for this (sampler, seq_id) before, while it is known."""
+        return self._sample_ids.get(key)
+
+    def set(self, request_id: str, outcome: Outcome) -> None:
+        """Answer a future, and drop the oldest answers that exceed the cap. Unknown ids are ignored."""
+        future = self._by_id.get(request_id)
+        if future is None or future.outcome is not None:
+            return
+        future.set(outcome)
+        if isinstance(outcome, Lost):
+            self.drop(request_id)
+            return
+        size = OVERHEAD_BYTES + (len(outcome.body) if isinstance(outcome, Answer) else len(outcome.error))
+        self._finished[request_id] = size
+        self._finished_bytes += size
+        while self._finished_bytes > self._max_bytes and len(self._finished) > 1:
+            self.drop(next(iter(self._finished)))
+
+    def drop(self, request_id: str) -> None:
+        """Forget a future. Who waits for it keeps waiting for its outcome."""
+        future = self._by_id.pop(request_id, None)
+        if future is not None and future.key is not None:
+            self._sample_ids.pop(future.key, None)
+        self._finished_bytes -= self._finished.pop(request_id, 0)
+
+    def pending_samples(self) -> list[str]:
+        return [i for i, future in self._by_id.items() if future.outcome is None and is_sample(i)]
+
+    def close(self) -> None:
+        """Let every long poll return at once, now and from now on."""
+        self._closing = True
+        for future in self._by_id.values():
+            future.interrupt()

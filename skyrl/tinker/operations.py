@@ -1,0 +1,378 @@
+"""The queued operations of the API: each a request schema, its acceptance, and what becomes of its result.
+
+An `accept` function turns a request into work for the engine (`skyrl.backends.operations`), or raises `RequestError`,
+which fails the request in its place in the model's order. It also says what the request means to the database: when it
+is logged (`on_log`) and when its result is stored (`record`, which returns the JSON that the client reads).
+
+Routes, parsing, the log and the engine read this table: to add an operation, add a function here.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from sqlmodel import Session
+
+from skyrl.algorithms.checks import check_pass, check_sample
+from skyrl.backends.operations import (
+    CreateModel,
+    DeleteModel,
+    ForwardBackward,
+    LoadCheckpoint,
+    OptimStep,
+    Publish,
+    Sample,
+    SaveCheckpoint,
+)
+from skyrl.errors import RequestError
+from skyrl.tinker import ids, schemas, wire
+from skyrl.tinker.admission import Accepted, Admission, Obsolete
+from skyrl.tinker.checkpoints import SavedAs, refuse_taken_name, store_checkpoint, training_checkpoint
+from skyrl.tinker.ids import TinkerPath
+from skyrl.tinker.parsing import (
+    Address,
+    Body,
+    ModelAddress,
+    NewModelAddress,
+    Parsed,
+    SamplerAddress,
+    WholeModelAddress,
+    json_parser,
+)
+from skyrl.tinker.service import off_loop
+from skyrl.tinker.tables import ModelRow, SamplerRow
+from skyrl.types import Datum, LoraConfig, ModelOutput, OptimStepOutput, SaveOutput
+
+Parse = Callable[[Body, int], Parsed]
+Accept = Callable[[Admission, Any], Awaitable[Accepted]]
+Encode = Callable[[Any], bytes]
+
+SMALL_BODY = 2**20
+LARGE_PROMPTS = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class QueuedOperation:
+    """What the server knows of an operation."""
+
+    name: str
+    """Its path under /api/v1, and its kind in the log."""
+    parse: Parse
+    """From a body, of a bounded number of bytes, to its request. Raises `MalformedBody`."""
+    accept: Accept
+    encode: Encode | None
+    """Its result as protobuf. None: `record` returns it as JSON."""
+    max_body_bytes: int | None
+    """None: as the configuration says."""
+
+
+OPERATIONS: dict[str, QueuedOperation] = {}
+
+
+def operation(
+    name: str, parse: Parse, encode: Encode | None = None, max_body_bytes: int | None = SMALL_BODY
+) -> Callable[[Accept], Accept]:
+    """Put the decorated `accept` function into the table."""
+
+    def register(accept: Accept) -> Accept:
+        OPERATIONS[name] = QueuedOperation(name, parse, accept, encode, max_body_bytes)
+        return accept
+
+    return register
+
+
+def _load_address(value: dict[str, Any]) -> type[Address]:
+    return ModelAddress if value.get("model_id") is not None else NewModelAddress
+
+
+def _parse_pass(body: Body, max_bytes: int) -> Parsed:
+    request = wire.decode_forward_backward(body.data, body.content_type, body.content_encoding, max_bytes)
+    address = ModelAddress(model_id=request.model_id, seq_id=request.seq_id)
+    if request.error is not None:
+        return Parsed(address, None, request.error, is_pass=not request.forward_only)
+    return Parsed(address, request, is_pass=not request.forward_only)
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+@operation("create_model", json_parser(schemas.CreateModelRequest, NewModelAddress))
+async def create_model(admission: Admission, request: schemas.CreateModelRequest) -> Accepted:
+    """Make a model with fresh weights."""
+    _refuse_unserved(request)
+    info = admission.service.info
+    admission.service.check_base_model(request.base_model)
+    config = request.lora_config
+    if config.rank > info.max_lora_rank:
+        raise RequestError(
+            f"lora_config.rank={config.rank} is above the largest rank served here; use at most {info.max_lora_rank}, "
+            "or start the server with a larger max_lora_rank"
+        )
+    if config.seed is None:
+        config = config.model_copy(update={"seed": ids.new_seed()})
+    model_id = admission.target.model_id
+    operation = CreateModel(request_id=admission.request_id, model_id=model_id, lora_config=config)
+    return _creation(
+        admission, operation, config, request.user_metadata, {"model_id": model_id, "type": "create_model"}
+    )
+
+
+@operation("load_weights", json_parser(schemas.LoadWeightsRequest, _load_address))
+async def load_weights(admission: Admission, request: schemas.LoadWeightsRequest) -> Accepted:
+    """Put a training checkpoint into a model, or make a model of it."""
+    _refuse_unserved(request)
+    service, target = admission.service, admission.target
+    path = TinkerPath.parse("path", request.path)
+    checkpoint = await training_checkpoint(service, path, admission.caller)
+    if request.base_model is not None:
+        service.check_base_model(request.base_model)
+    lora_config = LoraConfig(**checkpoint.lora_config)
+    operation = LoadCheckpoint(
+        request_id=admission.request_id,
+        model_id=target.model_id,
+        path=checkpoint.folder,
+        load_optimizer=request.optimizer,
+    )
+    payload = {"path": str(path), "model_id": target.model_id, "type": "load_weights"}
+    if target.creates:
+        return _creation(admission, operation, lora_config, request.user_metadata or {}, payload)
+
+    def record(session: Session, _: ModelOutput) -> tuple[dict[str, Any], None]:
+        _model_row(session, target.model_id).lora_config = lora_config.model_dump()
+        return payload, None
+
+    return Accepted(operation, record=record, changes=(target.model_id,))
+
+
+@operation("unload_model", json_parser(schemas.UnloadModelRequest, WholeModelAddress))
+async def unload_model(admission: Admission, request: schemas.UnloadModelRequest) -> Accepted:
+    """Free a model's training state, after all that has arrived for it."""
+    model_id = request.model_id
+
+    def close(session: Session) -> None:
+        _model_row(session, model_id).status = "unloaded"
+
+    def record(_: Session, __: ModelOutput) -> tuple[dict[str, Any], None]:
+        return {"model_id": model_id, "type": "unload_model"}, None
+
+    operation = DeleteModel(request_id=admission.request_id, model_id=model_id)
+    return Accepted(operation, on_log=close, record=record, changes=(model_id,))
+
+
+def _creation(
+    admission: Admission,
+    operation: CreateModel | LoadCheckpoint,
+    lora_config: LoraConfig,
+    user_metadata: dict[str, Any],
+    payload: dict[str, Any],
+) -> Accepted:
+    """An operation after which there is a model that was not there before."""
+    target = admission.target
+    base_model = admission.service.info.base_model
+
+    def announce(session: Session) -> None:
+        row = ModelRow(
+            model_id=target.model_id,
+            session_id=target.session.session_id,
+            tenant=target.tenant,
+            base_model=base_model,
+            lora_config=lora_config.model_dump(),
+            user_metadata=user_metadata,
+        )
+        session.add(row)
+
+    def record(session: Session, _: ModelOutput) -> tuple[dict[str, Any], None]:
+        _end_creation(session, target.model_id, "live")
+        return payload, None
+
+    def on_failure(session: Session) -> None:
+        _end_creation(session, target.model_id, "failed")
+
+    return Accepted(operation, announce, record, on_failure, changes=(target.model_id,))
+
+
+def _end_creation(session: Session, model_id: str, status: str) -> None:
+    row = _model_row(session, model_id)
+    if row.status == "creating":  # the engine may have ended since, and the model with it
+        row.status = status
+
+
+def _model_row(session: Session, model_id: str) -> ModelRow:
+    row = session.get(ModelRow, model_id)
+    assert row is not None, model_id
+    return row
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+@operation("forward_backward", _parse_pass, wire.encode_forward_backward, max_body_bytes=None)
+async def forward_backward(admission: Admission, request: wire.PassRequest) -> Accepted:
+    """Add the gradients of a loss, or (`forward_only`) just compute it."""
+    info = admission.service.info
+    check = partial(
+        check_pass,
+        request.data,
+        request.loss_fn,
+        request.loss_fn_config,
+        vocab_size=info.vocab_size,
+        max_context_length=info.max_context_length,
+    )
+    data = await off_loop(sum(values.nbytes for datum in request.data for values in _arrays(datum)), check)
+    operation = ForwardBackward(
+        request_id=admission.request_id,
+        model_id=request.model_id,
+        data=data,
+        loss_fn=request.loss_fn,
+        loss_fn_config={key: float(value) for key, value in request.loss_fn_config.items()},
+        forward_only=request.forward_only,
+    )
+    return Accepted(operation)
+
+
+@operation("forward", _parse_pass, wire.encode_forward_backward, max_body_bytes=None)
+async def forward(admission: Admission, request: wire.PassRequest) -> Accepted:
+    """Compute a loss without gradients (older clients)."""
+    return await forward_backward(admission, replace(request, forward_only=True))
+
+
+def _arrays(datum: Datum) -> list[np.ndarray]:
+    return [datum.tokens, *datum.loss_fn_inputs.values()]
+
+
+@operation("optim_step", json_parser(schemas.OptimStepRequest, ModelAddress))
+async def optim_step(admission: Admission, request: schemas.OptimStepRequest) -> Accepted:
+    """Apply the accumulated gradients and clear them."""
+    _refuse_unserved(request)
+
+    def record(_: Session, result: OptimStepOutput) -> tuple[dict[str, Any], None]:
+        return {"metrics": result.metrics, "type": "optim_step"}, None
+
+    operation = OptimStep(request_id=admission.request_id, model_id=request.model_id, adam_params=request.adam_params)
+    return Accepted(operation, record=record)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@operation("save_weights", json_parser(schemas.SaveWeightsRequest, ModelAddress))
+async def save_weights(admission: Admission, request: schemas.SaveWeightsRequest) -> Accepted:
+    """Write a named training checkpoint."""
+    _refuse_unserved(request)
+    saved = SavedAs(admission.model, "weights", request.path, request.seq_id, request.overwrite, request.user_metadata)
+    await refuse_taken_name(admission.service.database, saved)
+    folder = saved.folder(admission.service.checkpoints)
+    operation = SaveCheckpoint(request_id=admission.request_id, model_id=request.model_id, path=folder)
+
+    def record(session: Session, result: SaveOutput) -> tuple[dict[str, Any], Obsolete | None]:
+        obsolete = store_checkpoint(session, saved, result)
+        return {"path": str(saved.path), "type": "save_weights"}, obsolete
+
+    return Accepted(operation, record=record)
+
+
+@operation("save_weights_for_sampler", json_parser(schemas.SaveWeightsForSamplerRequest, ModelAddress))
+async def save_weights_for_sampler(admission: Admission, request: schemas.SaveWeightsForSamplerRequest) -> Accepted:
+    """Freeze the current weights as a version: under a name, or as a new sampler."""
+    _refuse_unserved(request)
+    if request.path is None:
+        return _publish_sampler(admission, request)
+    if request.kind == "inflight":
+        raise RequestError("kind=inflight names a sampler's weights, not a checkpoint's; leave out kind, or path")
+    saved = SavedAs(admission.model, "sampler_weights", request.path, request.seq_id, False, request.user_metadata)
+    await refuse_taken_name(admission.service.database, saved)
+    folder = saved.folder(admission.service.checkpoints)
+    operation = Publish(request_id=admission.request_id, model_id=request.model_id, version=saved.version, path=folder)
+
+    def record(session: Session, result: SaveOutput) -> tuple[dict[str, Any], Obsolete | None]:
+        obsolete = store_checkpoint(session, saved, result)
+        return {"path": str(saved.path), "type": "save_weights_for_sampler"}, obsolete
+
+    return Accepted(operation, record=record)
+
+
+def _publish_sampler(admission: Admission, request: schemas.SaveWeightsForSamplerRequest) -> Accepted:
+    """A new sampler of the current weights. All inflight samplers of a model move on to its newest inflight version."""
+    if request.user_metadata:
+        raise RequestError("user_metadata belongs to named checkpoints; leave it out, or give the checkpoint a path")
+    model, inflight = admission.model, request.kind == "inflight"
+    assert request.sampling_session_seq_id is not None
+    sampler_id = ids.sampler_id(model.session_id, request.sampling_session_seq_id)
+    version = ids.version_id(model.model_id, request.seq_id)
+    folder = ids.folder(admission.service.checkpoints, model.model_id, "ephemeral", str(request.seq_id))
+    operation = Publish(
+        request_id=admission.request_id, model_id=model.model_id, version=version, path=folder, persist=False
+    )
+
+    def record(session: Session, _: SaveOutput) -> tuple[dict[str, Any], None]:
+        if session.get(SamplerRow, sampler_id) is not None:
+            raise RequestError(
+                f"sampling_session_seq_id={request.sampling_session_seq_id} is in use in this session; use the next one"
+            )
+        sampler = SamplerRow(
+            sampler_id=sampler_id,
+            session_id=model.session_id,
+            tenant=model.tenant,
+            kind=request.kind,
+            base_model=model.base_model,
+            model_id=model.model_id,
+        )
+        if inflight:
+            row = _model_row(session, model.model_id)
+            row.inflight_version, row.inflight_folder = version, folder
+        else:
+            sampler.version, sampler.folder = version, folder
+        session.add(sampler)
+        return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}, None
+
+    return Accepted(operation, record=record, changes=(model.model_id,))
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
+
+
+@operation(ids.SAMPLE, json_parser(schemas.SampleRequest, SamplerAddress), wire.encode_sample, LARGE_PROMPTS)
+async def sample(admission: Admission, request: schemas.SampleRequest) -> Accepted:
+    """Continue a prompt with a sampler's version; an inflight sampler's is the newest one now."""
+    _refuse_unserved(request)
+    service, sampler = admission.service, admission.sampler
+    version, folder = sampler.version, sampler.folder
+    if sampler.kind == "inflight":
+        assert sampler.model_id is not None
+        model = await service.directory.model(sampler.model_id, admission.caller)
+        version, folder = model.inflight_version, model.inflight_folder
+    if sampler.base_model != service.info.base_model:
+        raise RequestError(
+            f"sampling_session_id={sampler.sampler_id} samples from base model {sampler.base_model!r}, which is not "
+            f"the one served now ({service.info.base_model!r}); start the server with --base-model {sampler.base_model}"
+        )
+    prompt = wire.prompt_tokens(request.prompt)
+    params = request.sampling_params
+    max_tokens = check_sample(
+        prompt,
+        params,
+        request.num_samples,
+        request.topk_prompt_logprobs,
+        vocab_size=service.info.vocab_size,
+        max_context_length=service.info.max_context_length,
+    )
+    seed = ids.new_seed() if params.seed is None else params.seed
+    operation = Sample(
+        request_id=admission.request_id,
+        version=version,
+        path=folder,
+        prompt=prompt,
+        params=params.model_copy(update={"max_tokens": max_tokens, "seed": seed}),
+        num_samples=request.num_samples,
+        prompt_logprobs=request.prompt_logprobs,
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        tenant=admission.target.tenant,
+    )
+    return Accepted(operation)
+
+
+def _refuse_unserved(request: schemas.RequestModel) -> None:
+    if (error := request.unserved()) is not None:
+        raise RequestError(error)

@@ -1,0 +1,139 @@
+"""From a request's bytes to its schema, in two steps: whose it is, then what it says.
+
+A request with a place in a model's order must not be turned away at the door for a bad value: the client would never
+send that seq_id again, and everything after it would wait. So the address is read by itself; if the rest does not fit
+the schema, the request goes on with the error instead of its content, and fails in its place.
+"""
+
+import reprlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+R = TypeVar("R", bound=BaseModel)
+T = TypeVar("T")
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 100
+
+Int64 = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class MalformedBody(Exception):
+    """Nothing can be made of a body. The message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """A request as it was sent."""
+
+    data: bytes
+    content_type: str = "application/json"
+    content_encoding: str = ""
+
+
+class ModelAddress(BaseModel):
+    """A place in a model's order."""
+
+    model_id: str
+    seq_id: Int64
+
+
+class WholeModelAddress(BaseModel):
+    """A model; the request's place in its order is where it arrives."""
+
+    model_id: str
+
+
+class NewModelAddress(BaseModel):
+    """A model to be made; the request is its number 0."""
+
+    session_id: str
+    model_seq_id: Int64
+
+
+class SamplerAddress(BaseModel):
+    """A request to a sampler. The same address means the same request."""
+
+    sampling_session_id: str
+    seq_id: Int64
+    num_samples: int = 1
+
+
+Address = ModelAddress | WholeModelAddress | NewModelAddress | SamplerAddress
+
+
+@dataclass(frozen=True)
+class Parsed(Generic[T]):
+    """A request, or what is wrong with it; its address is known either way."""
+
+    address: Address
+    request: T | None
+    error: str = ""
+    is_pass: bool = False
+    """Whether it was to add gradients, so that the next optimizer step must not go ahead without it."""
+
+
+def json_object(body: Body) -> dict[str, Any]:
+    """The JSON object in a body. Raises `MalformedBody` if there is none."""
+    if body.content_encoding not in ("", "identity"):
+        raise MalformedBody(f"Content-Encoding: {body.content_encoding} is not served for JSON; send it uncompressed")
+    try:
+        value = from_json(body.data or b"{}")
+    except ValueError as error:
+        raise MalformedBody(f"the body is not JSON ({error}); send a JSON object") from error
+    if not isinstance(value, dict):
+        raise MalformedBody(f"the body is a JSON {type(value).__name__}; send an object")
+    return value
+
+
+def read_address(kind: type[Address], value: dict[str, Any]) -> Address:
+    """The address in a JSON object. Raises `MalformedBody` if there is none."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise MalformedBody(describe(error.errors())) from error
+
+
+def json_parser(
+    schema: type[R], address: type[Address] | Callable[[dict[str, Any]], type[Address]]
+) -> Callable[[Body, int], Parsed[R]]:
+    """A function from a JSON body to its request.
+
+    Args:
+        schema: Of the request.
+        address: What it is for, which may depend on the body.
+    """
+
+    def parse(body: Body, _: int) -> Parsed[R]:
+        value = json_object(body)
+        kind = address if isinstance(address, type) else address(value)
+        where = read_address(kind, value)
+        try:
+            return Parsed(where, schema.model_validate(value))
+        except ValidationError as error:
+            return Parsed(where, None, describe(error.errors()))
+
+    return parse
+
+
+def describe(errors: Sequence[Any]) -> str:
+    """Validation errors of pydantic in one line: "field: value rule; field: ..."."""
+    return "; ".join(_describe(error) for error in errors[:5])
+
+
+def _describe(error: ErrorDetails) -> str:
+    field = ".".join(str(part) for part in error["loc"] if part != "body") or "body"
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    if error["type"] == "missing":
+        return f"{field}: is required"
+    if error["type"] == "extra_forbidden":
+        return f"{field}: is not a field of this request; remove it"
+    return f"{field}: {_shortened(error['input'])}: {message[:1].lower()}{message[1:]}"
+
+
+def _shortened(value: object) -> str:
+    return _REPR.repr(value)

@@ -1,0 +1,43 @@
+"""What route functions ask for: the server's parts and the caller."""
+
+from typing import Annotated, cast
+
+from fastapi import Depends, Request
+from starlette.exceptions import HTTPException
+
+from skyrl.tinker.auth import Caller, authenticate
+from skyrl.tinker.parsing import Body
+from skyrl.tinker.queue import RequestQueue
+from skyrl.tinker.server import TinkerServer
+from skyrl.tinker.service import Service
+
+
+def _server(request: Request) -> TinkerServer:
+    return cast(TinkerServer, request.app.state.server)
+
+
+def _service(request: Request) -> Service:
+    return _server(request).service
+
+
+def _queue(request: Request) -> RequestQueue:
+    return _server(request).queue
+
+
+def _caller(request: Request) -> Caller:
+    caller = authenticate(request.headers.get("x-api-key"), _server(request).config.api_keys)
+    if caller is None:
+        raise HTTPException(401, "X-API-Key is not one of this server's keys; set api_key or TINKER_API_KEY to one")
+    return caller
+
+
+async def _body(request: Request) -> Body:
+    headers = request.headers
+    content_type = headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    return Body(await request.body(), content_type, headers.get("content-encoding", "").strip().lower())
+
+
+ServiceDependency = Annotated[Service, Depends(_service)]
+QueueDependency = Annotated[RequestQueue, Depends(_queue)]
+CallerDependency = Annotated[Caller, Depends(_caller)]
+BodyDependency = Annotated[Body, Depends(_body)]

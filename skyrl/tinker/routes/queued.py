@@ -1,0 +1,65 @@
+"""The queued operations, and the futures of their results.
+
+One POST per entry of the table of operations, which answers as soon as the request is logged, and `retrieve_future`.
+"""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from skyrl.tinker import schemas
+from skyrl.tinker.futures import JSON, PROTOBUF, Answer, Failure, Lost
+from skyrl.tinker.http import error_response
+from skyrl.tinker.ids import SAMPLE
+from skyrl.tinker.old_clients import as_json
+from skyrl.tinker.operations import OPERATIONS, QueuedOperation
+from skyrl.tinker.queue import TryAgain
+from skyrl.tinker.routes.dependencies import BodyDependency, CallerDependency, QueueDependency
+from skyrl.tinker.service import off_loop
+
+router = APIRouter()
+
+
+def _add_route(operation: QueuedOperation) -> None:
+    async def submit(queue: QueueDependency, caller: CallerDependency, body: BodyDependency) -> schemas.FutureResponse:
+        return schemas.FutureResponse(request_id=await queue.submit(operation, body, caller))
+
+    router.post(f"/{operation.name}", name=operation.name, response_model_exclude_none=True)(submit)
+
+
+for _operation in OPERATIONS.values():
+    if _operation.name != SAMPLE:
+        _add_route(_operation)
+
+
+@router.post("/asample", response_model_exclude_none=True)
+async def asample(queue: QueueDependency, caller: CallerDependency, body: BodyDependency) -> schemas.FutureResponse:
+    """Queue a sample."""
+    request_id, count = await queue.sample(OPERATIONS[SAMPLE], body, caller)
+    sequence_ids = [f"{request_id}:{index}" for index in range(count)]
+    return schemas.FutureResponse(request_id=request_id, sample_sequence_ids=sequence_ids)
+
+
+@router.post("/retrieve_future", response_model=None)
+async def retrieve_future(
+    request: Request, queue: QueueDependency, caller: CallerDependency, body: schemas.RetrieveFutureRequest
+) -> Response:
+    """The result of a queued request, waited for as long as a poll may take."""
+    outcome = await queue.outcome(body.request_id, caller)
+    match outcome:
+        case Answer(body=data, media_type=media_type):
+            if media_type == PROTOBUF and PROTOBUF not in request.headers.get("accept", ""):
+                data, media_type = await off_loop(len(data), lambda: as_json(body.request_id, data)), JSON
+            return Response(data, media_type=media_type)
+        case Failure(error=error, category=category):
+            return _json(schemas.FailedResponse(error=error, category=category))
+        case Lost():
+            return error_response(410, f"request {body.request_id} is gone without a result; send it again")
+        case TryAgain(queue_state=state, reason=reason):
+            again = schemas.TryAgainResponse(request_id=body.request_id, queue_state=state, queue_state_reason=reason)
+            return _json(again, 408)
+
+
+def _json(model: Any, status: int = 200) -> JSONResponse:
+    return JSONResponse(model.model_dump(exclude_none=True), status)

@@ -1,0 +1,65 @@
+"""Sessions: one per client process. A silent one is kept; a finished one takes no more requests."""
+
+import time
+
+from fastapi import APIRouter
+from sqlmodel import Session
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from skyrl.tinker import ids, schemas
+from skyrl.tinker.routes.dependencies import CallerDependency, ServiceDependency
+from skyrl.tinker.tables import SessionRow
+
+router = APIRouter()
+
+
+@router.post("/create_session", response_model_exclude_none=True)
+async def create_session(
+    service: ServiceDependency, caller: CallerDependency, request: schemas.CreateSessionRequest
+) -> schemas.CreateSessionResponse:
+    """Make a session."""
+    session_id = ids.new_session_id()
+
+    def insert(session: Session) -> None:
+        row = SessionRow(
+            session_id=session_id,
+            tenant=caller.tenant_of(session_id),
+            tags=request.tags,
+            user_metadata=request.user_metadata,
+            sdk_version=request.sdk_version,
+            project_id=request.project_id,
+            display_name=request.display_name,
+        )
+        session.add(row)
+
+    await service.database.write(insert)
+    return schemas.CreateSessionResponse(session_id=session_id)
+
+
+@router.post("/session_heartbeat")
+async def session_heartbeat(
+    service: ServiceDependency, caller: CallerDependency, request: schemas.SessionHeartbeatRequest
+) -> schemas.SessionHeartbeatResponse:
+    """A client is alive. 410 tells the client of a finished session to stop."""
+    row = await service.directory.session(request.session_id, caller)
+    if row.finished_at is not None:
+        raise HTTPException(410, f"session {request.session_id} is finished")
+    return schemas.SessionHeartbeatResponse()
+
+
+@router.post("/sessions/{session_id}/finish", status_code=204, response_class=Response)
+async def finish_session(
+    session_id: str, service: ServiceDependency, caller: CallerDependency, request: schemas.FinishSessionRequest
+) -> None:
+    """End a session. The first reason given stays."""
+    await service.directory.session(session_id, caller)
+
+    def finish(session: Session) -> None:
+        row = session.get(SessionRow, session_id)
+        if row is not None and row.finished_at is None:
+            row.finished_at = time.time()
+            row.finish_reason = request.reason.type if request.reason else None
+
+    await service.database.write(finish)
+    service.directory.forget(session_id)

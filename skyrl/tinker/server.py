@@ -1,0 +1,67 @@
+"""Ties the parts of the API process together: database, queue, engine; starts and stops them in order."""
+
+import asyncio
+import logging
+from functools import partial
+
+from skyrl.tinker import request_log
+from skyrl.tinker.channel import Done, FromEngine, Held, Progress, Ready
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.db import Database
+from skyrl.tinker.queue import RequestQueue
+from skyrl.tinker.service import EngineFactory, Service
+
+log = logging.getLogger(__name__)
+
+
+class TinkerServer:
+    """The state behind the routes. `service` and `queue` exist from `start` on."""
+
+    service: Service
+    queue: RequestQueue
+
+    def __init__(self, config: EngineConfig, make_engine: EngineFactory):
+        self.config = config
+        self.failure: str | None = None
+        """Why there will never be an engine, once that is known."""
+        self.failed = asyncio.Event()
+        self._make_engine = make_engine
+
+    async def start(self) -> None:
+        """Open the database, settle what an earlier server left, start the engine. Does not wait for the model.
+
+        Raises `RequestError` if the database cannot be opened.
+        """
+        database = await asyncio.to_thread(Database, self.config.database_url)
+        await database.write(partial(request_log.lose_models, reason="the server was restarted"))
+        self.service = Service(self.config, database)
+        self.queue = RequestQueue(self.service)
+        self.service.engine = self._make_engine(
+            self.config, on_frame=self._on_frame, on_crash=self.queue.lose_all, on_failure=self._on_failure
+        )
+        self.service.engine.start()
+
+    async def stop(self) -> None:
+        """Let polls go, let the engine finish its writes, store what it still reports, close the database."""
+        self.service.futures.close()
+        await self.service.engine.stop()
+        await self.queue.settle()
+        await asyncio.to_thread(self.service.database.close)
+
+    def _on_frame(self, frame: FromEngine) -> None:
+        match frame:
+            case Done(request_id=request_id, result=result):
+                self.queue.done(request_id, result)
+            case Held(request_id=request_id, reason=reason):
+                self.queue.held(request_id, reason)
+            case Ready():
+                self.service.became_ready.set()
+                log.info("the engine is ready")
+            case Progress(message=message):
+                log.info("engine: %s", message)
+            case _:
+                pass
+
+    def _on_failure(self, message: str) -> None:
+        self.failure = message
+        self.failed.set()

@@ -1,0 +1,107 @@
+"""What the routes and the operations share: the open database, the directory, the futures and the engine."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from skyrl.errors import RequestError
+from skyrl.tinker.channel import FromEngine, ToEngine
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.db import Database
+from skyrl.tinker.directory import Directory
+from skyrl.tinker.futures import Futures
+from skyrl.types import BackendInfo
+
+T = TypeVar("T")
+
+BUILTIN_MODEL = "tiny-qwen3"
+"""Name for the built-in model, where that is served."""
+
+LARGE_BYTES = 64 * 1024
+"""Work on more bytes than this happens off the event loop."""
+
+
+class EngineStarting(Exception):
+    """The engine has never been ready, so nothing is known of its model yet."""
+
+
+class Engine(Protocol):
+    """What the API process sees of the engine: `skyrl.tinker.supervisor.EngineSupervisor`."""
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def progress(self) -> str: ...
+
+    @property
+    def info(self) -> BackendInfo | None: ...
+
+    def start(self) -> None: ...
+
+    def send(self, frame: ToEngine) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class EngineFactory(Protocol):
+    """Makes an engine that reports to three callbacks, as `EngineSupervisor` does."""
+
+    def __call__(
+        self,
+        config: EngineConfig,
+        *,
+        on_frame: Callable[[FromEngine], None],
+        on_crash: Callable[[str], None],
+        on_failure: Callable[[str], None],
+    ) -> Engine: ...
+
+
+class Service:
+    """State of a running server. `engine` is set by whoever starts it."""
+
+    engine: Engine
+
+    def __init__(self, config: EngineConfig, database: Database):
+        self.config = config
+        self.database = database
+        self.directory = Directory(database)
+        self.futures = Futures()
+        self.became_ready = asyncio.Event()
+
+    @property
+    def info(self) -> BackendInfo:
+        """Facts about the base model. Raises `EngineStarting` before they are known."""
+        if self.engine.info is None:
+            raise EngineStarting(self.engine.progress)
+        return self.engine.info
+
+    async def wait_until_ready(self) -> BackendInfo:
+        """The base model's facts, as soon as they are known. Raises `EngineStarting` if that takes too long."""
+        if self.engine.info is None:
+            try:
+                await asyncio.wait_for(self.became_ready.wait(), self.config.long_poll_s)
+            except TimeoutError:
+                raise EngineStarting(self.engine.progress) from None
+        return self.info
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.config.checkpoints_base
+
+    def served_names(self) -> list[str]:
+        """Everything the base model may be called; the first is its own name."""
+        given = self.config.base_model or BUILTIN_MODEL
+        return list(dict.fromkeys([self.info.base_model, given, *self.config.model_aliases]))
+
+    def check_base_model(self, name: str) -> None:
+        """Raise `RequestError` unless `name` is the served base model or an alias of it."""
+        names = self.served_names()
+        if name not in names:
+            raise RequestError(f"base_model={name[:300]!r} is not served here; use one of: {', '.join(names)}")
+
+
+async def off_loop(size: int, function: Callable[[], T]) -> T:
+    """Call `function`, in a thread if it works on many bytes."""
+    return await asyncio.to_thread(function) if size > LARGE_BYTES else function()
