@@ -39,6 +39,7 @@ from skyrl.backends.jax.loading import keep_compiled_programs, model_folder
 from skyrl.backends.jax.step import AdamScalars, PassOutput, TrainingPrograms
 from skyrl.errors import RequestError
 from skyrl.tx.lora import init_adapter, padded_rank, zero_adapter
+from skyrl.tx.weights import load_model
 from skyrl.types import (
     BackendInfo,
     ForwardBackwardOutput,
@@ -70,15 +71,13 @@ class JaxBackend(Executor):
         self, base_model: str, config: JaxBackendConfig, progress: Callable[[str], None] = lambda message: None
     ):
         super().__init__(base_model, config)
-        from skyrl.tx.weights import load_model
-
         if config.compilation_cache:
             keep_compiled_programs()
         self._folder = model_folder(base_model)
         progress(f"reading the weights of {self._folder}")
         self.model = load_model(
             self._folder,
-            dtype=_base_dtype(config),
+            dtype=None if config.dtype == "auto" else config.dtype,
             gradient_checkpointing=config.gradient_checkpointing,
             loss_chunk_size=config.loss_chunk_size,
         )
@@ -97,7 +96,17 @@ class JaxBackend(Executor):
             slots=config.max_lora_adapters,
             load=lambda path: checkpoints.load_version(path, self.model_config, config.max_lora_rank)[0],
         )
-        self.sampler = Sampler(graphdef, self._base, self._versions, self.tokenizer, self.model_config, config)
+        self.sampler = Sampler(
+            graphdef,
+            self._base,
+            self._versions,
+            self.tokenizer,
+            self.model_config,
+            max_context_length=self._max_context_length,
+            cache_bytes=int(config.kv_cache_gib * 2**30),
+            max_rows=config.sample_max_num_sequences,
+            deterministic=config.deterministic,
+        )
 
     # -- what the executor asks for -----------------------------------------------------------------------------------
 
@@ -303,10 +312,3 @@ def _by_datum(
             place.datum,
             {"logprobs": logprobs[cells][:, :width].reshape(shape).copy(), "elementwise_loss": losses[cells].copy()},
         )
-
-
-def _base_dtype(config: JaxBackendConfig) -> str | None:
-    """Type to load base weights in; None keeps the checkpoint's."""
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if jax.default_backend() == "cpu" else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import load, save
-from skyrl.tx.weights import adapter_from_peft, adapter_to_peft
+from skyrl.tx.peft import adapter_from_peft, adapter_to_peft
 
 import jax
 import jax.numpy as jnp

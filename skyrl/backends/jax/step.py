@@ -63,7 +63,8 @@ class AdamScalars(NamedTuple):
             1.0 - params.learning_rate * params.weight_decay,
             params.grad_clip_norm,
         )
-        return cls(*(np.float32(value) for value in values))  # pyright: ignore[reportArgumentType]
+        with np.errstate(over="ignore"):  # a learning rate beyond float32 makes that model infinite, and no other
+            return cls(*(np.float32(value) for value in values))  # pyright: ignore[reportArgumentType]
 
 
 class TrainingPrograms:
