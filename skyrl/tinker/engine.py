@@ -46,7 +46,7 @@ from skyrl.tinker.scheduler import Item, Scheduler
 from skyrl.utils.log import setup_logging
 from skyrl.utils.registry import Registry
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("skyrl.tinker.engine")  # __name__ is __main__ in the engine process
 
 BACKENDS: Registry[str] = Registry("backend")
 """module:attribute of each backend class, imported only when it is asked for."""
