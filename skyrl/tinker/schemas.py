@@ -7,7 +7,7 @@ not served yet are fields too: `unserved` names one that is set, the rest of the
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, StrictFloat, StrictInt, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, field_validator, model_validator
 
 from skyrl.types import AdamParams, ErrorCategory, LoraConfig, SamplingParams, WireModel
 
@@ -17,8 +17,8 @@ FREE_FORM = "user_metadata"
 """Field whose nulls are the user's."""
 
 
-Integers = Annotated[list[StrictInt], FailFast()]
-Numbers = Annotated[list[StrictInt | StrictFloat], FailFast()]
+Integers = Annotated[list[StrictInt], Field(fail_fast=True)]
+Numbers = Annotated[list[StrictInt | StrictFloat], Field(fail_fast=True)]
 """Long lists report their first bad entry only."""
 
 
@@ -190,7 +190,7 @@ class ModelInputChunk(RequestModel):
 class ModelInput(RequestModel):
     """A prompt or training sequence, in parts that are simply joined."""
 
-    chunks: Annotated[list[ModelInputChunk], FailFast()] = Field(default_factory=list)
+    chunks: Annotated[list[ModelInputChunk], Field(fail_fast=True)] = Field(default_factory=list)
 
 
 class DatumInput(RequestModel):
@@ -203,7 +203,7 @@ class DatumInput(RequestModel):
 class PassInput(RequestModel):
     """What a pass computes."""
 
-    data: Annotated[list[DatumInput], FailFast()]
+    data: Annotated[list[DatumInput], Field(fail_fast=True)]
     loss_fn: str
     loss_fn_config: dict[str, float | str] = Field(default_factory=dict)
 
