@@ -22,9 +22,6 @@ from skyrl.tx.models.types import MODELS, Adapter, CausalLMOutput, KVCache, Lora
 if TYPE_CHECKING:
     from skyrl.tx.models.configs import ModelConfig
 
-UNROLLED_LAYERS = 4
-"""Models of at most so many layers are compiled layer by layer instead of as a loop."""
-
 
 class Context(NamedTuple):
     """What every layer of one forward pass sees. A pytree."""
@@ -201,9 +198,8 @@ class Qwen3ForCausalLM(ModelForCausalLM):
 
         if config.gradient_checkpointing:
             body = jax.checkpoint(body, prevent_cse=False)  # a loop body is a computation of its own: nothing to merge
-        unroll = config.num_hidden_layers <= UNROLLED_LAYERS and not config.gradient_checkpointing
         embedded = self.embed_tokens[...][input_ids]
-        x, (hidden, new) = jax.lax.scan(body, embedded, (parameters, layer_weights, kv_cache), unroll=unroll or 1)
+        x, (hidden, new) = jax.lax.scan(body, embedded, (parameters, layer_weights, kv_cache))
         x = self.norm(x)
         return CausalLMOutput(
             last_hidden_state=x,
