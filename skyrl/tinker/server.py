@@ -1,18 +1,14 @@
 """Ties the parts of the API process together: database, queue, engine; starts and stops them in order."""
 
 import asyncio
-import logging
 from functools import partial
 
 from skyrl.tinker import request_log
-from skyrl.tinker.channel import Done, FromEngine, Held, Progress, Ready
+from skyrl.tinker.channel import Done, FromEngine, Held, Ready
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database
 from skyrl.tinker.queue import RequestQueue
 from skyrl.tinker.service import EngineFactory, Service
-
-log = logging.getLogger(__name__)
-
 
 class TinkerServer:
     """The state behind the routes. `service` and `queue` exist from `start` on."""
@@ -56,11 +52,8 @@ class TinkerServer:
                 self.queue.held(request_id, reason)
             case Ready():
                 self.service.became_ready.set()
-                log.info("the engine is ready")
-            case Progress(message=message):
-                log.info("engine: %s", message)
             case _:
-                pass
+                pass  # the supervisor keeps what the engine says of its start
 
     def _on_failure(self, message: str) -> None:
         self.failure = message
