@@ -231,9 +231,9 @@ class LiveServer:
         body = {"model_id": model, "seq_id": seq_id, "adam_params": {"learning_rate": learning_rate}}
         return self.ok("/optim_step", body)["request_id"]
 
-    def train(self, model: str, seq_id: int) -> int:
+    def train(self, model: str, seq_id: int, tokens: list[int] | None = None) -> int:
         """A pass and a step. Returns the next seq_id."""
-        self.pass_result(self.submit_pass(model, seq_id))
+        self.pass_result(self.submit_pass(model, seq_id, tokens))
         self.result(self.submit_step(model, seq_id + 1))
         return seq_id + 2
 
@@ -276,11 +276,11 @@ def pass_request(
     return request
 
 
-def sample_request(sampler: str, seq_id: int, prompt: list[int] | None = None, **options: Any) -> dict[str, Any]:
+def sample_request(sampler: str, seq_id: int, **options: Any) -> dict[str, Any]:
     return {
         "sampling_session_id": sampler,
         "seq_id": seq_id,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt or [1, 2, 3]}]},
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
         "sampling_params": {"max_tokens": 4, "temperature": 0.0, "stop": []},
         **options,
     }

@@ -1,0 +1,185 @@
+"""What survives the end of the engine, and of the server."""
+
+import httpx
+import pytest
+
+from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
+from tests.tinker.test_api_checkpoints import load, publish, save
+from tests.tinker.test_api_sampling import snapshot, trained
+
+
+def restarted(server: LiveServer) -> LiveServer:
+    """The same server after a stop and a start."""
+    server.__exit__()
+    server.__enter__()
+    wait_until_ready(server)
+    return server
+
+
+# -- the engine ends --------------------------------------------------------------------------------------------------
+
+
+def test_pending_training_fails_with_the_way_out(own_server):
+    request = own_server.submit_pass(own_server.model(), 2)  # held: seq_id 1 is missing
+    own_server.crash()
+    failure = own_server.failure(request)
+    assert failure["category"] == "server"
+    assert "SIGKILL" in failure["error"] and "checkpoint" in failure["error"]
+
+
+def test_lost_model_refuses_requests_with_the_way_out(own_server):
+    model = own_server.model()
+    own_server.crash()
+    own_server.recover()
+    failure = own_server.failure(own_server.submit_pass(model, 1))
+    assert failure["category"] == "server" and "checkpoint" in failure["error"]
+
+
+def test_pending_sample_is_410_so_that_the_client_resubmits(own_server):
+    sampler = own_server.sampler(own_server.session(), 0, base_model=BASE_MODEL)
+    long = {"max_tokens": 1000, "temperature": 0.0, "stop": []}
+    request = own_server.submit_sample(sampler, 0, sampling_params=long, num_samples=64)["request_id"]
+    assert own_server.poll(request).status_code == 408
+    own_server.crash()
+    assert own_server.outcome(request).status_code == 410
+
+
+def test_requests_wait_while_the_engine_restarts(own_server):
+    session = own_server.session()
+    own_server.crash()
+    body = {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": {"rank": 4}}
+    request = own_server.ok("/create_model", body)["request_id"]
+    answer = own_server.poll(request)
+    assert (answer.status_code, answer.json()["queue_state"]) == (408, "paused_capacity")
+    own_server.recover()
+    assert own_server.result(request)["model_id"] == f"{session}:train:0"
+
+
+def test_health_is_503_while_the_engine_restarts(own_server):
+    own_server.crash()
+    assert own_server.http.get("/healthz").status_code == 503
+
+
+def test_results_from_before_the_crash_stay(own_server):
+    request = own_server.submit_pass(own_server.model(), 1)
+    before = own_server.outcome(request).content
+    own_server.crash()
+    assert own_server.outcome(request).content == before
+
+
+def test_samplers_and_checkpoints_stay_usable_after_a_crash(own_server):
+    session, model, seq_id = trained(own_server)
+    sampler = snapshot(own_server, model, seq_id, 0)
+    inflight = snapshot(own_server, model, seq_id + 1, 1, "inflight")
+    path = own_server.result(save(own_server, model, seq_id + 2))["path"]
+    before = own_server.sample(sampler, 0), own_server.sample(inflight, 0), own_server.logprobs(model, seq_id + 3)
+    own_server.crash()
+    own_server.recover()
+    new = own_server.run("/load_weights", {"session_id": session, "model_seq_id": 1, "path": path})["model_id"]
+    after = own_server.sample(sampler, 1), own_server.sample(inflight, 1), own_server.logprobs(new, 1)
+    assert after == before
+
+
+# -- the server restarts ----------------------------------------------------------------------------------------------
+
+
+def test_result_survives_a_restart(own_server):
+    request = own_server.submit_pass(own_server.model(), 1)
+    before = own_server.outcome(request).content
+    assert restarted(own_server).outcome(request).content == before
+
+
+def test_failure_survives_a_restart(own_server):
+    request = own_server.submit_pass(own_server.model(), 1, [100_000])
+    before = own_server.failure(request)
+    assert restarted(own_server).failure(request) == before
+
+
+def test_duplicate_after_a_restart_gives_the_same_request(own_server):
+    model = own_server.model()
+    request = own_server.submit_pass(model, 1)
+    own_server.pass_result(request)
+    assert restarted(own_server).submit_pass(model, 1) == request
+
+
+def test_pending_training_has_failed_after_a_restart(own_server):
+    request = own_server.submit_pass(own_server.model(), 2)
+    failure = restarted(own_server).failure(request)
+    assert failure["category"] == "server" and "restarted" in failure["error"]
+
+
+def test_model_is_lost_after_a_restart(own_server):
+    model = own_server.model()
+    failure = restarted(own_server).failure(own_server.submit_pass(model, 1))
+    assert failure["category"] == "server" and "checkpoint" in failure["error"]
+
+
+def test_sample_is_410_after_a_restart(own_server):
+    sampler = own_server.sampler(own_server.session(), 0, base_model=BASE_MODEL)
+    request = own_server.submit_sample(sampler, 0)["request_id"]
+    own_server.outcome(request)
+    assert restarted(own_server).poll(request).status_code == 410
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "inflight"])
+def test_ephemeral_sampler_samples_the_same_after_a_restart(own_server, kind):
+    _, model, seq_id = trained(own_server)
+    sampler = snapshot(own_server, model, seq_id, 0, kind)
+    before = own_server.sample(sampler, 0)
+    assert restarted(own_server).sample(sampler, 0) == before
+
+
+def test_named_version_samples_the_same_after_a_restart(own_server):
+    session, model, seq_id = trained(own_server)
+    path = own_server.result(publish(own_server, model, seq_id, path="a"))["path"]
+    before = own_server.sample(own_server.sampler(session, 0, model_path=path), 0)
+    restarted(own_server)
+    assert own_server.sample(own_server.sampler(session, 1, model_path=path), 0) == before
+
+
+def test_checkpoint_loads_after_a_restart(own_server):
+    _, model, seq_id = trained(own_server)
+    path = own_server.result(save(own_server, model, seq_id))["path"]
+    before = own_server.logprobs(model, seq_id + 1)
+    restarted(own_server)
+    other = own_server.model()
+    own_server.result(load(own_server, other, 1, path))
+    assert own_server.logprobs(other, 2) == before
+
+
+def test_session_survives_a_restart(own_server):
+    session = own_server.session()
+    assert restarted(own_server).post("/session_heartbeat", {"session_id": session}).status_code == 200
+
+
+def test_checkpoint_of_another_base_model_is_refused(own_server):
+    _, model, seq_id = trained(own_server)
+    path = own_server.result(save(own_server, model, seq_id))["path"]
+    own_server.on_loop(forget_base_model(own_server))
+    body = {"session_id": own_server.session(), "model_seq_id": 0, "path": path}
+    failure = own_server.failure(own_server.ok("/load_weights", body)["request_id"])
+    assert failure["category"] == "user" and "other/model" in failure["error"]
+
+
+async def forget_base_model(server: LiveServer) -> None:
+    """As if the checkpoints came from a server of another model."""
+
+    def rename(session):
+        session.connection().exec_driver_sql("UPDATE checkpoints SET base_model = 'other/model'")
+
+    await server.app.state.server.service.database.write(rename)
+
+
+def test_stop_lets_long_polls_go(tmp_path):
+    with LiveServer(tmp_path, long_poll_s=40) as server:
+        wait_until_ready(server)
+        request = server.submit_pass(server.model(), 2)
+        url, headers = f"{server.http.base_url}retrieve_future", {"X-API-Key": "tml-test"}
+
+        def poll() -> httpx.Response:
+            return httpx.post(url, json={"request_id": request}, headers=headers, timeout=60)
+
+        def let_go() -> None:
+            server.engine.loop.call_soon_threadsafe(server.app.state.server.service.futures.close)
+
+        assert server.at_once(poll, let_go)[0].status_code == 408
