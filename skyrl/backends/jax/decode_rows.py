@@ -46,17 +46,19 @@ class DecodeRows:
         """Whether a program that failed took the cache with it."""
         return self._cache is not None and any(leaf.is_deleted() for leaf in self._cache)
 
-    def has_room(self, job: Job) -> bool:
-        """Whether one more sequence fits until all are at their longest."""
+    def room(self, job: Job, wanted: int) -> int:
+        """How many more sequences of this job, up to `wanted`, fit until all that run are at their longest."""
         running = self.sequences
-        return self._shapes.fits(len(running) + 1, max([job.tokens, *(other.job.tokens for other in running)]))
+        tokens = max([job.tokens, *(other.job.tokens for other in running)])
+        return next((n for n in range(wanted, 0, -1) if self._shapes.fits(len(running) + n, tokens)), 0)
 
-    def add(self, sequence: Sequence, prompt: KVCache) -> None:
-        """Start a sequence on a copy of its prompt's row."""
-        self._fit(len(self.sequences) + 1, sequence.position + 1, keep_rows=True)
-        row = self._rows.index(None)
-        self._cache = self._programs.insert(self._cache, prompt, np.int32(row))
-        self._rows[row] = sequence
+    def start(self, sequences: list[Sequence], prompt: KVCache) -> None:
+        """Start sequences, for which there is room, each on a copy of their prompt's row."""
+        self._fit(len(self.sequences) + len(sequences), sequences[0].position + 1, keep_rows=True)
+        for sequence in sequences:
+            row = self._rows.index(None)
+            self._cache = self._programs.insert(self._cache, prompt, np.int32(row))
+            self._rows[row] = sequence
 
     def remove(self, job: Job) -> None:
         """Free the rows of a job, and the cache if it was the last."""
@@ -76,10 +78,9 @@ class DecodeRows:
         running = self.sequences
         self._fit(len(running), 0, keep_rows)
         one_version = not self._deterministic and len({sequence.job.slot for sequence in running}) == 1
-        self._cache, tokens, logprobs = self._programs.decode(
-            base, bank, self._cache, self._batch(one_version), one_version=one_version
-        )
-        tokens, logprobs = jax.device_get((tokens, logprobs))
+        batch = self._batch(one_version)
+        self._cache, logits = self._programs.decode(base, bank, self._cache, batch, one_version=one_version)
+        tokens, logprobs = jax.device_get(self._programs.draw(logits, batch))
         ended = []
         for row, sequence in enumerate(self._rows):
             if sequence is not None and sequence.push(int(tokens[row]), float(logprobs[row])):

@@ -79,6 +79,11 @@ class Sampler:
         """Programs compiled so far."""
         return self._programs.compiled
 
+    @property
+    def cache_shape(self) -> tuple[int, int]:
+        """(rows, window) of the cache of running sequences; zeros while there are none."""
+        return self._rows.shape
+
     def add(self, request: Sample) -> None:
         """Queue a checked request (see `check_sample`). Raises `RequestError` if its sequences can never fit."""
         job = Job.of(request, self._tokenizer.eos_ids)
@@ -131,12 +136,14 @@ class Sampler:
 
     def _start_samples(self, prompt: Prompt) -> bool:
         """Give the prompt's samples rows, as many as there are. Whether all have one now, which ends the prompt."""
-        job = prompt.job
-        while prompt.samples_started < job.request.num_samples:
-            if not self._rows.has_room(job):
-                return False
-            self._rows.add(Sequence(job, prompt.samples_started, self._tokenizer), prompt.cache)
-            prompt.samples_started += 1
+        job, first = prompt.job, prompt.samples_started
+        count = self._rows.room(job, job.request.num_samples - first)
+        if count:
+            sequences = [Sequence(job, index, self._tokenizer) for index in range(first, first + count)]
+            self._rows.start(sequences, prompt.cache)
+            prompt.samples_started += count
+        if prompt.samples_started < job.request.num_samples:
+            return False
         self._prompt = None
         return True
 

@@ -88,6 +88,7 @@ class SamplingPrograms:
         self.compiled = 0
         """Programs compiled so far."""
         self.decode = self._program(self._decode, donate="cache", static="one_version")
+        self.draw = self._program(self._draw)
         self.prefill = self._program(self._prefill, donate="cache")
         self.prefill_scored = self._program(self._prefill_scored, donate="cache", static="k")
         self.insert = self._program(self._insert, donate="cache")
@@ -107,8 +108,8 @@ class SamplingPrograms:
 
     def _decode(
         self, base: Any, bank: Adapter, cache: KVCache, batch: DecodeBatch, one_version: bool
-    ) -> tuple[KVCache, jax.Array, jax.Array]:
-        """One token for every row: (cache, tokens int32 `[rows]`, logprobs float32 `[rows]`).
+    ) -> tuple[KVCache, jax.Array]:
+        """Read one token in every row: (cache, logits float32 `[rows, vocab]`).
 
         `one_version` says that all rows use the slot of row 0, which then takes plain matrix products.
         """
@@ -122,9 +123,12 @@ class SamplingPrograms:
             kv_cache=cache,
         )
         logits = model.compute_logits(output.last_hidden_state[:, 0], adapter=adapter, adapter_index=index)
+        return output.kv_cache, logits
+
+    def _draw(self, logits: jax.Array, batch: DecodeBatch) -> tuple[jax.Array, jax.Array]:
+        """Next tokens int32 `[rows]` and their logprobs. A program of its own: it is the same for every window."""
         numbers = uniforms(batch.seeds, batch.sample_index, batch.steps)
-        tokens, logprobs = sample_tokens(logits, numbers, batch.temperature, batch.top_k, batch.top_p)
-        return output.kv_cache, tokens, logprobs
+        return sample_tokens(logits, numbers, batch.temperature, batch.top_k, batch.top_p)
 
     def _read(
         self, base: Any, bank: Adapter, cache: KVCache, slot: jax.Array, tokens: jax.Array, start: jax.Array
@@ -163,7 +167,7 @@ class SamplingPrograms:
         hidden = output.last_hidden_state[0]
         parts = hidden.reshape(-1, _SCORED_AT_ONCE, hidden.shape[-1]), targets.reshape(-1, _SCORED_AT_ONCE)
         scores = jax.lax.map(score, parts)
-        return output.kv_cache, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), scores)
+        return output.kv_cache, jax.tree.map(lambda x: x.reshape(len(tokens), *x.shape[2:]), scores)
 
     def _insert(self, cache: KVCache, prompt: KVCache, row: jax.Array) -> KVCache:
         """`cache` with one whole row replaced by that of `prompt`, zeros beyond the prompt's window."""

@@ -173,6 +173,8 @@ def _write(bank: Adapter, slot: jax.Array, adapter: Adapter) -> Adapter:
     room = jax.eval_shape(lambda bank: read_slot(bank, 0), bank)
 
     def widen(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+        if leaf.shape == like.shape:
+            return leaf
         return jnp.pad(leaf, [(0, wanted - size) for size, wanted in zip(leaf.shape, like.shape, strict=True)])
 
     return write_slot(bank, slot, jax.tree.map(widen, adapter, room))

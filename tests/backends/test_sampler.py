@@ -1,0 +1,154 @@
+"""What a sample is: against Hugging Face, against the trainer's forward pass, and whatever its seed and limits."""
+
+import numpy as np
+import pytest
+import torch
+from sampling_rig import Rig, output, prompt_of, request, run, same, sequence
+
+import oracle
+
+SETTINGS = [
+    {"temperature": 1.0},
+    {"temperature": 0.6, "top_k": 20},
+    {"temperature": 1.3, "top_p": 0.7},
+    {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+]
+
+
+@pytest.fixture(scope="module")
+def rig(tiny_model) -> Rig:
+    return Rig.of(tiny_model)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(rig):
+    yield
+    assert not rig.sampler.busy
+    assert rig.versions.pinned == 0
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model):
+    return oracle.load(tiny_model)
+
+
+@pytest.mark.parametrize("length", [1, 2, 33, 200, 300])
+def test_greedy_equals_generate_up_to_the_first_near_tie(rig, reference, length):
+    prompt = prompt_of(length)
+    generated = reference.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, length, dtype=torch.long),
+        max_new_tokens=24,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    expected = generated.sequences[0, length:].numpy()
+    best = torch.stack(generated.logits)[:, 0].topk(2).values
+    ties = np.flatnonzero((best[:, 0] - best[:, 1]).numpy() < 1e-4)
+    count = int(ties[0]) if len(ties) else len(expected)
+    assert count > 5
+    tokens = sequence(rig.sampler, prompt, temperature=0.0, max_tokens=24).tokens
+    np.testing.assert_array_equal(tokens[:count], expected[:count])
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("version", [None, "v0", "v1"])
+def test_logprobs_equal_those_of_the_trainers_forward_pass(rig, version, settings):
+    prompt = prompt_of(40)
+    sampled = sequence(rig.sampler, prompt, version, max_tokens=30, seed=3, **settings)
+    adapter = rig.adapter(int(version[1])) if version else None
+    full = rig.full_logprobs([*prompt, *sampled.tokens.tolist()], adapter)
+    expected = full[np.arange(39, 69), sampled.tokens]
+    np.testing.assert_allclose(sampled.logprobs, expected, atol=1e-4)
+
+
+def test_logprobs_of_the_base_model_equal_hugging_faces(rig, reference):
+    prompt = prompt_of(20)
+    sampled = sequence(rig.sampler, prompt, max_tokens=30, temperature=0.7)
+    expected = oracle.logprobs(reference, [*prompt, *sampled.tokens.tolist()]).detach().numpy()[19:]
+    np.testing.assert_allclose(sampled.logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**31, 2**63 - 1, -(2**63)])
+def test_any_int64_seed_is_reproducible(rig, seed):
+    first = sequence(rig.sampler, prompt_of(5), "v0", seed=seed)
+    assert same(first, sequence(rig.sampler, prompt_of(5), "v0", seed=seed), atol=0)
+
+
+def test_seeds_give_different_samples(rig):
+    seeds = [0, 1, -1, 2**31, 2**31 - 1, 2**32, 2**63 - 1]
+    results = run(rig.sampler, *(request(prompt_of(5), seed=seed) for seed in seeds))
+    assert len({tuple(result.sequences[0].tokens) for result in results}) == len(seeds)
+
+
+def test_samples_of_a_request_differ_and_are_reproducible(rig):
+    first, again = (output(rig.sampler, prompt_of(50), "v1", n=6, seed=11).sequences for _ in range(2))
+    assert len({tuple(sample.tokens) for sample in first}) == 6
+    assert all(map(same, first, again))
+
+
+def test_the_first_samples_do_not_depend_on_how_many_there_are(rig):
+    few = output(rig.sampler, prompt_of(50), "v1", n=2, seed=11).sequences
+    many = output(rig.sampler, prompt_of(50), "v1", n=6, seed=11).sequences
+    assert all(map(same, few, many))
+
+
+@pytest.mark.parametrize("limits", [{"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 1e-6}])
+def test_narrow_limits_are_greedy(rig, limits):
+    greedy = sequence(rig.sampler, prompt_of(9), "v2", temperature=0.0)
+    assert same(greedy, sequence(rig.sampler, prompt_of(9), "v2", **limits))
+
+
+@pytest.mark.parametrize("limits", [{"temperature": 1e30 * 1e30}, {"top_k": 10**15}, {"top_p": 1e-60}])
+def test_extreme_limits_are_served(rig, limits):
+    sampled = sequence(rig.sampler, prompt_of(9), **limits)
+    assert np.isfinite(sampled.logprobs).all()
+
+
+@pytest.mark.parametrize("length", [1, 2, 33, 200, 300])
+def test_prompt_logprobs_equal_hugging_faces_and_begin_with_nan(rig, reference, length):
+    prompt = prompt_of(length)
+    logprobs = output(rig.sampler, prompt, scores=True, max_tokens=1).prompt_logprobs
+    assert logprobs.shape == (length,)
+    assert logprobs.dtype == np.float32
+    assert np.isnan(logprobs[0])
+    if length > 1:
+        expected = oracle.logprobs(reference, prompt).detach().numpy()
+        np.testing.assert_allclose(logprobs[1:], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_topk_prompt_logprobs_are_the_most_likely_tokens(rig, k):
+    prompt = prompt_of(45)
+    result = output(rig.sampler, prompt, "v0", topk=k, max_tokens=1)
+    ids, logprobs = result.topk_prompt_logprobs
+    assert result.prompt_logprobs is None
+    assert (ids.dtype, logprobs.dtype) == (np.int32, np.float32)
+    assert ids[0].tolist() == [0] * k
+    assert logprobs[0].tolist() == [-99999.0] * k
+    full = rig.full_logprobs(prompt, rig.adapter(0))[:-1]
+    np.testing.assert_allclose(logprobs[1:], -np.sort(-full, axis=-1)[:, :k], atol=1e-4)
+    np.testing.assert_allclose(np.take_along_axis(full, ids[1:], axis=-1), logprobs[1:], atol=1e-4)
+
+
+def test_scores_of_the_prompt_do_not_change_the_samples(rig):
+    plain = output(rig.sampler, prompt_of(45), "v0", n=2)
+    scored = output(rig.sampler, prompt_of(45), "v0", n=2, scores=True, topk=2)
+    assert plain.prompt_logprobs is None
+    assert all(map(same, plain.sequences, scored.sequences))
+
+
+def test_no_cached_tokens_are_claimed(rig):
+    assert output(rig.sampler, prompt_of(45)).prompt_cache_hit_tokens == 0
+
+
+def test_what_a_request_chooses_compiles_nothing(rig):
+    output(rig.sampler, prompt_of(20), "v0", n=4, top_k=3, max_tokens=4)
+    before = rig.sampler.programs
+    choices = [{"top_k": 7}, {"top_p": 0.3}, {"temperature": 0.0}, {"stop": [5, 6]}, {"stop": "x"}, {"max_tokens": 9}]
+    for choice in choices:
+        output(rig.sampler, prompt_of(11), "v1", n=4, seed=9, **choice)
+    assert rig.sampler.programs == before

@@ -1,0 +1,210 @@
+"""Published versions: frozen, apart from each other, and a cache over what is on disk."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sampling_rig import Rig, finish, prompt_of, request, run, same, sequence
+
+from skyrl.errors import RequestError, StorageError
+from skyrl.types import ErrorResponse
+
+PROMPT = prompt_of(12)
+
+
+@pytest.fixture(scope="module")
+def rig(tiny_model) -> Rig:
+    return Rig.of(tiny_model)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(rig):
+    yield
+    assert not rig.sampler.busy
+    assert rig.versions.pinned == 0
+
+
+def slots(pool) -> list:
+    """The first weight of each slot of the bank: which adapter is there."""
+    return np.asarray(pool.bank.weights["lm_head"]["lora_A"])[:, 0, 0].tolist()
+
+
+def mark(adapter) -> float:
+    return float(adapter.weights["lm_head"]["lora_A"][0, 0])
+
+
+def test_versions_and_the_base_sampled_together_are_as_each_alone(rig):
+    requests = [request(PROMPT, version, n=2, seed=4) for version in (None, "v0", "v1", "v2")]
+    together = run(rig.sampler, *requests)
+    for asked, result in zip(requests, together, strict=True):
+        (alone,) = run(rig.sampler, asked)
+        assert all(map(same, alone.sequences, result.sequences))
+    assert len({tuple(result.sequences[0].tokens) for result in together}) == 4
+
+
+def test_a_version_stays_as_published_while_others_come(rig):
+    pool = rig.pool()
+    sampler = rig.make_sampler(pool)
+    weights = rig.adapter(7)
+    pool.publish("old", weights)
+    before = sequence(sampler, PROMPT, "old")
+    trained = jax.tree.map(lambda leaf: leaf + 1.0, weights)
+    for name in ("new", "newer", "newest"):
+        pool.publish(name, trained)
+        assert not same(sequence(sampler, PROMPT, name), before)
+    assert same(sequence(sampler, PROMPT, "old"), before, atol=0)
+
+
+def test_a_running_sample_keeps_the_weights_it_began_with_when_its_name_is_published_again(rig):
+    pool = rig.pool()
+    sampler = rig.make_sampler(pool)
+    pool.publish("name", rig.adapter(0))
+    asked = request(PROMPT, "name", max_tokens=30)
+    (old,) = run(sampler, asked)
+    sampler.add(asked)
+    sampler.burst()
+    pool.publish("name", rig.adapter(1))
+    (continued,) = finish(sampler).values()
+    (new,) = run(sampler, asked)
+    assert same(continued.sequences[0], old.sequences[0])
+    assert not same(new.sequences[0], old.sequences[0])
+
+
+def test_nan_weights_leave_a_neighbours_sample_bit_identical(rig):
+    bad = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), rig.adapter(0))
+    rig.versions.publish("nan", bad)
+    rig.versions.publish("fine", rig.adapter(9))
+    good = [request(PROMPT, "v1", n=2, max_tokens=20), request(PROMPT, None, max_tokens=20)]
+    clean = run(rig.sampler, *good, request(PROMPT, "fine", max_tokens=20))
+    beside = run(rig.sampler, *good, request(PROMPT, "nan", max_tokens=20))
+    for expected, result in zip(clean[:2], beside[:2], strict=True):
+        assert all(same(a, b, atol=0) for a, b in zip(expected.sequences, result.sequences, strict=True))
+    assert np.isnan(beside[2].sequences[0].logprobs).all()
+
+
+def test_a_row_that_held_nan_serves_the_next_request_as_ever(rig):
+    expected = sequence(rig.sampler, PROMPT, max_tokens=20)
+    rig.versions.publish("nan", jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), rig.adapter(0)))
+    run(rig.sampler, request(PROMPT, "nan", n=4, max_tokens=3), request(PROMPT, max_tokens=40))
+    assert same(sequence(rig.sampler, PROMPT, max_tokens=20), expected)
+
+
+def test_a_smaller_rank_is_padded_with_zeros(rig):
+    pool = rig.pool()
+    small = rig.adapter(3, rank=4)
+    pool.publish("small", small._replace(weights=cut_rank(small.weights, 4)))
+    sampled = sequence(rig.make_sampler(pool), PROMPT, "small")
+    exact = pool_adapter_with_zeros(small.weights, 4)
+    full = rig.full_logprobs([*PROMPT, *sampled.tokens.tolist()], small._replace(weights=exact))
+    np.testing.assert_allclose(sampled.logprobs, full[np.arange(11, 19), sampled.tokens], atol=1e-4)
+
+
+def cut_rank(weights, rank):
+    return per_pair(weights, lambda a: a[..., :rank], lambda b: b[..., :rank, :])
+
+
+def pool_adapter_with_zeros(weights, rank):
+    return per_pair(weights, lambda a: a.at[..., rank:].set(0.0), lambda b: b.at[..., rank:, :].set(0.0))
+
+
+def per_pair(weights, on_a, on_b):
+    if "lora_A" in weights:
+        return {"lora_A": on_a(weights["lora_A"]), "lora_B": on_b(weights["lora_B"])}
+    return {name: per_pair(child, on_a, on_b) for name, child in weights.items()}
+
+
+def test_the_least_recently_used_version_gives_up_its_slot(rig):
+    pool = rig.pool(slots=3)
+    adapters = {f"a{seed}": rig.adapter(20 + seed) for seed in range(3)}
+    for name, adapter in adapters.items():
+        pool.publish(name, adapter)
+    for name in ("a0", "a1", "a0", "a2"):
+        pool.release(pool.acquire(name))
+    assert sorted(slots(pool)[1:]) == sorted([mark(adapters["a0"]), mark(adapters["a2"])])
+
+
+def test_slot_zero_is_the_base_and_is_never_taken(rig):
+    pool = rig.pool(slots=2)
+    pool.publish("a", rig.adapter(1))
+    assert pool.acquire(None) == 0
+    assert pool.acquire("a") == 1
+    assert slots(pool)[0] == 0.0
+
+
+def test_a_version_waits_while_samples_run_on_every_slot(rig):
+    pool = rig.pool()
+    sampler = rig.make_sampler(pool)
+    for seed in range(4):
+        pool.publish(f"a{seed}", rig.adapter(seed))
+    lengths = {"a0": 20, "a1": 30, "a2": 30, "a3": 1}
+    for version, max_tokens in lengths.items():
+        sampler.add(request(PROMPT, version, max_tokens=max_tokens, name=version))
+    sampler.burst()
+    assert pool.acquire("a3") is None
+    assert list(finish(sampler)) == ["a0", "a3", "a1", "a2"]
+    assert pool.pinned == 0
+
+
+def test_stored_versions_leave_memory_and_are_read_back(rig):
+    pool = rig.pool(max_resident=1)
+    sampler = rig.make_sampler(pool)
+    for seed in range(4):
+        rig.stored[f"/folder{seed}"] = rig.adapter(30 + seed)
+        pool.publish(f"a{seed}", rig.stored[f"/folder{seed}"])
+    fresh = [sequence(sampler, PROMPT, f"a{seed}") for seed in range(4)]
+    for seed in range(4):
+        pool.mark_stored(f"a{seed}", f"/folder{seed}")
+    again = [sequence(sampler, PROMPT, f"a{seed}") for seed in range(4)]
+    assert all(map(same, fresh, again))
+    rig.stored.clear()
+    with pytest.raises(StorageError, match="/folder0: no such folder"):
+        pool.acquire("a0")
+
+
+def test_a_version_that_is_nowhere_else_stays_in_memory(rig):
+    pool = rig.pool(slots=2, max_resident=1)
+    for seed in range(3):
+        pool.publish(f"a{seed}", rig.adapter(seed))
+    for seed in range(3):
+        pool.release(pool.acquire(f"a{seed}"))
+
+
+def test_an_unknown_version_is_read_from_the_requests_path(rig):
+    rig.stored["/elsewhere"] = rig.adapter(40)
+    rig.versions.publish("known", rig.stored["/elsewhere"])
+    read = sequence(rig.sampler, PROMPT, "unknown", path="/elsewhere")
+    assert same(read, sequence(rig.sampler, PROMPT, "known"))
+
+
+def test_a_dropped_version_is_unknown_but_its_running_samples_go_on(rig):
+    rig.versions.publish("doomed", rig.adapter(41))
+    asked = request(PROMPT, "doomed", max_tokens=20)
+    (before,) = run(rig.sampler, asked)
+    rig.sampler.add(asked)
+    rig.sampler.burst()
+    rig.versions.drop("doomed")
+    (after,) = finish(rig.sampler).values()
+    assert same(before.sequences[0], after.sequences[0])
+    with pytest.raises(RequestError, match=r"version=doomed is not known here .* save the weights again"):
+        rig.versions.acquire("doomed")
+
+
+def test_a_version_that_cannot_be_read_fails_its_request_alone(rig):
+    good, missing, unknown = run(
+        rig.sampler,
+        request(PROMPT, "v0"),
+        request(PROMPT, "gone", path="/not/there"),
+        request(PROMPT, "never-saved"),
+    )
+    assert same(good.sequences[0], sequence(rig.sampler, PROMPT, "v0"))
+    assert missing == ErrorResponse("/not/there: no such folder", "server")
+    assert unknown.status == "user"
+
+
+def test_an_adapter_of_another_model_fails_its_request_alone(rig):
+    wide = jax.tree.map(lambda leaf: jnp.zeros((*leaf.shape, 3), jnp.float32), rig.adapter(0))
+    rig.versions.publish("alien", wide)
+    good, bad = run(rig.sampler, request(PROMPT, "v0"), request(PROMPT, "alien"))
+    assert same(good.sequences[0], sequence(rig.sampler, PROMPT, "v0"))
+    assert isinstance(bad, ErrorResponse)
+    assert bad.status == "server"
