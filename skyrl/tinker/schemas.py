@@ -7,7 +7,7 @@ not served yet are fields too: `unserved` names one that is set, the rest of the
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, field_validator, model_validator
+from pydantic import BaseModel, Field, StrictFloat, StrictInt, field_validator, model_validator
 
 from skyrl.types import AdamParams, ErrorCategory, LoraConfig, SamplingParams, WireModel
 
@@ -64,14 +64,6 @@ NO_EXPIRY = "checkpoints do not expire; leave it out, and delete the checkpoint 
 NO_SHARING = "only the checkpoints of your own API key can be read; leave it out"
 
 
-class ClientConfigRequest(RequestModel):
-    """`client/config` and `client/dynamic_config`. Unknown fields describe newer clients and ask for nothing."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    sdk_version: str | None = None
-
-
 class CreateSessionRequest(RequestModel):
     """`create_session`."""
 
@@ -99,14 +91,6 @@ class FinishSessionRequest(RequestModel):
 
     reason: FinishReason | None = None
     detail: str | None = None
-
-
-class TelemetryRequest(RequestModel):
-    """`telemetry`: events about the client, which this server does not keep. Any shape is accepted."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    events: list[Any] = Field(default_factory=list)
 
 
 class CreateModelRequest(RequestModel):
@@ -336,12 +320,6 @@ class RetrieveFutureRequest(RequestModel):
     allow_metadata_only: bool = False
 
 
-class CancelFutureRequest(RequestModel):
-    """`cancel_future`."""
-
-    request_id: str
-
-
 class WeightsInfoRequest(RequestModel):
     """`weights_info`."""
 
@@ -440,50 +418,6 @@ class FailedResponse(BaseModel):
 
     error: str
     category: ErrorCategory
-
-
-class CreateModelResult(BaseModel):
-    """Result of `create_model`."""
-
-    model_id: str
-    type: str = "create_model"
-
-
-class OptimStepResult(BaseModel):
-    """Result of `optim_step`."""
-
-    metrics: dict[str, float]
-    type: str = "optim_step"
-
-
-class SaveWeightsResult(BaseModel):
-    """Result of `save_weights`."""
-
-    path: str
-    type: str = "save_weights"
-
-
-class SaveWeightsForSamplerResult(BaseModel):
-    """Result of `save_weights_for_sampler`: one of the two is set."""
-
-    path: str | None = None
-    sampling_session_id: str | None = None
-    type: str = "save_weights_for_sampler"
-
-
-class LoadWeightsResult(BaseModel):
-    """Result of `load_weights`."""
-
-    path: str | None = None
-    model_id: str | None = None
-    type: str = "load_weights"
-
-
-class UnloadModelResult(BaseModel):
-    """Result of `unload_model`."""
-
-    model_id: str
-    type: str = "unload_model"
 
 
 class ModelData(BaseModel):

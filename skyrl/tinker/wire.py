@@ -6,10 +6,9 @@ place in the model's order. Protobuf paths make no Python object per token, and 
 no more memory for arrays than `max_bytes`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from skyrl.errors import RequestError
 from skyrl.tinker.parsing import Body, MalformedBody, ModelAddress, describe, json_object, read_address
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.schemas import ForwardBackwardRequest, ForwardRequest, ModelInput, PassInput, TensorData
+from skyrl.tinker.tensors import Budget, dense, densified, float32s, from_bytes, int64s
 from skyrl.types import Datum, ForwardBackwardOutput, SampleOutput
 
 PROTOBUF = "application/x-protobuf"
@@ -95,7 +95,7 @@ def prompt_tokens(model_input: ModelInput) -> np.ndarray:
     for chunk in model_input.chunks:
         if chunk.kind != "encoded_text":
             raise RequestError(_only_text(chunk.kind))
-        parts.append(_int64(chunk.tokens or [], "tokens"))
+        parts.append(int64s("tokens", chunk.tokens or []))
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
     limits = np.iinfo(np.int32)
     if tokens.size and (tokens.min() < limits.min or tokens.max() > limits.max):
@@ -152,7 +152,7 @@ def _with_error(envelope: PassRequest, error: str) -> PassRequest:
     return PassRequest(envelope.model_id, envelope.seq_id, envelope.forward_only, error=error)
 
 
-def _protobuf_datum(i: int, message: pb.Datum, budget: "Budget") -> Datum:
+def _protobuf_datum(i: int, message: pb.Datum, budget: Budget) -> Datum:
     try:
         _refuse_unknown(message, "datum")
         tokens = [_protobuf_chunk(chunk) for chunk in message.model_input]
@@ -166,7 +166,7 @@ def _protobuf_chunk(chunk: pb.Chunk) -> np.ndarray:
     kind = chunk.WhichOneof("chunk")
     if kind != "encoded_text":
         raise RequestError(_only_text(kind or "unknown"))
-    return _array("model_input", chunk.encoded_text.tokens, np.dtype("<i4"))
+    return from_bytes("model_input", chunk.encoded_text.tokens, np.dtype("<i4"))
 
 
 def _protobuf_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
@@ -181,24 +181,24 @@ def _protobuf_config(message: pb.ForwardBackwardRequest) -> dict[str, float | st
     return config
 
 
-def _protobuf_tensor(name: str, tensor: pb.Tensor, budget: "Budget") -> np.ndarray:
+def _protobuf_tensor(name: str, tensor: pb.Tensor, budget: Budget) -> np.ndarray:
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         raise RequestError(f"{name}: dtype={tensor.dtype} is not served; send FLOAT32 (1) or INT64 (2)")
     shape = list(tensor.shape)
     match tensor.WhichOneof("encoding"):
         case "dense":
-            return _dense(name, _array(name, tensor.dense, dtype), shape, budget)
+            return dense(name, from_bytes(name, tensor.dense, dtype), shape, budget)
         case "sparse_csr":
             csr = tensor.sparse_csr
-            rows = _array(f"{name}: crow_indices", csr.crow_indices, np.dtype("<i8"))
-            columns = _array(f"{name}: col_indices", csr.col_indices, np.dtype("<i8"))
-            return _densified(name, _array(name, csr.values, dtype), rows, columns, shape, budget)
+            rows = from_bytes(f"{name}: crow_indices", csr.crow_indices, np.dtype("<i8"))
+            columns = from_bytes(f"{name}: col_indices", csr.col_indices, np.dtype("<i8"))
+            return densified(name, from_bytes(name, csr.values, dtype), rows, columns, shape, budget)
         case _:
             raise RequestError(f"{name}: the tensor has no values; send dense or sparse_csr")
 
 
-def _json_data(given: PassInput, budget: "Budget") -> list[Datum]:
+def _json_data(given: PassInput, budget: Budget) -> list[Datum]:
     data = []
     for i, datum in enumerate(given.data):
         try:
@@ -209,99 +209,19 @@ def _json_data(given: PassInput, budget: "Budget") -> list[Datum]:
     return data
 
 
-def _json_tensor(name: str, tensor: TensorData, budget: "Budget") -> np.ndarray:
+def _json_tensor(name: str, tensor: TensorData, budget: Budget) -> np.ndarray:
     if tensor.dtype == "int64":
         if not all(isinstance(value, int) for value in tensor.data):
             raise RequestError(f"{name}: dtype=int64 with fractions in data; send integers, or float32")
-        values = _int64(tensor.data, name)
+        values = int64s(name, tensor.data)
     else:
-        values = _float32(tensor.data, name)
+        values = float32s(name, tensor.data)
     shape = tensor.shape or []
     if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
-        return _dense(name, values, shape, budget)
-    rows = _int64(tensor.sparse_crow_indices or [], f"{name}: sparse_crow_indices")
-    columns = _int64(tensor.sparse_col_indices or [], f"{name}: sparse_col_indices")
-    return _densified(name, values, rows, columns, shape, budget)
-
-
-# -- tensors ----------------------------------------------------------------------------------------------------------
-
-
-class Budget:
-    """Bytes that the arrays of a request may still take."""
-
-    def __init__(self, max_bytes: int):
-        self.max_bytes = self.left = max_bytes
-
-    def take(self, name: str, shape: Sequence[int], dtype: np.dtype) -> None:
-        """Raises `RequestError` once the request's arrays are too large together."""
-        self.left -= prod(shape) * dtype.itemsize
-        if self.left < 0:
-            raise RequestError(
-                f"{name}: shape={list(shape)} makes the arrays of the request larger than {self.max_bytes} bytes; "
-                "send fewer sequences per request"
-            )
-
-
-def _array(name: str, data: bytes, dtype: np.dtype) -> np.ndarray:
-    if len(data) % dtype.itemsize:
-        raise RequestError(f"{name}: {len(data)} bytes are no whole number of {dtype.name} values; send all of them")
-    return np.frombuffer(data, dtype)
-
-
-def _dense(name: str, values: np.ndarray, shape: list[int], budget: Budget) -> np.ndarray:
-    """Flat values in their shape (`[len]` where none is given)."""
-    shape = shape or [values.size]
-    if min(shape) < 0 or prod(shape) != values.size:
-        raise RequestError(f"{name}: shape={shape} does not fit {values.size} values; send the shape of the data")
-    if len(shape) > 2:
-        raise RequestError(f"{name}: shape={shape} has {len(shape)} dimensions; send [tokens] or [tokens, K]")
-    budget.take(name, shape, values.dtype)
-    return values.reshape(shape)
-
-
-def _densified(
-    name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list[int], budget: Budget
-) -> np.ndarray:
-    """A CSR matrix as a dense one, 0 where it has no value.
-
-    `rows` (crow_indices) are offsets into values and columns; row i has those from rows[i] to rows[i + 1].
-    """
-    if len(shape) != 2 or min(shape) < 0:
-        raise RequestError(f"{name}: shape={shape} of a sparse tensor; send [tokens, K]")
-    budget.take(name, shape, values.dtype)
-    counts = np.diff(rows)
-    ascending = rows.min(initial=0) >= 0 and counts.min(initial=0) >= 0
-    if len(rows) != shape[0] + 1 or rows[0] != 0 or rows[-1] != values.size or not ascending:
-        raise RequestError(
-            f"{name}: crow_indices do not divide {values.size} values over {shape[0]} rows; "
-            f"send {shape[0] + 1} ascending offsets from 0 to {values.size}"
-        )
-    if columns.size != values.size or columns.min(initial=0) < 0 or columns.max(initial=-1) >= shape[1]:
-        raise RequestError(
-            f"{name}: col_indices do not place {values.size} values in {shape[1]} columns; send one each"
-        )
-    cells = np.repeat(np.arange(shape[0]), counts) * shape[1] + columns
-    if np.unique(cells).size != cells.size:
-        raise RequestError(f"{name}: col_indices name a cell twice; send each cell once")
-    dense = np.zeros(prod(shape), values.dtype)
-    dense[cells] = values
-    return dense.reshape(shape)
-
-
-def _int64(values: Iterable[Any], name: str) -> np.ndarray:
-    try:
-        return np.array(values, np.int64)
-    except OverflowError:
-        raise RequestError(f"{name}: an integer does not fit into 64 bits; send token ids of this model") from None
-
-
-def _float32(values: Iterable[Any], name: str) -> np.ndarray:
-    try:
-        with np.errstate(over="ignore"):
-            return np.array(values, np.float64).astype(np.float32)
-    except OverflowError:
-        raise RequestError(f"{name}: a number does not fit into float32; send smaller ones") from None
+        return dense(name, values, shape, budget)
+    rows = int64s(f"{name}: sparse_crow_indices", tensor.sparse_crow_indices or [])
+    columns = int64s(f"{name}: sparse_col_indices", tensor.sparse_col_indices or [])
+    return densified(name, values, rows, columns, shape, budget)
 
 
 # -- results ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ CREATE = {"session_id": "e9475d17", "model_seq_id": 0, "base_model": "Qwen/Qwen3
 LOAD = {"path": f"tinker://{MODEL}/weights/s1"}
 
 RECORDED = [
-    (schemas.ClientConfigRequest, {"sdk_version": "0.38.0"}),
     (
         schemas.CreateSessionRequest,
         {"tags": [], "user_metadata": {"a": "b"}, "sdk_version": "0.38.0", "display_name": "dn",
@@ -66,7 +65,6 @@ RECORDED = [
     (schemas.SessionHeartbeatRequest, {"session_id": "e9475d17", "type": "session_heartbeat"}),
     (schemas.FinishSessionRequest, {"reason": {"type": "success"}, "detail": None}),
     (schemas.UnloadModelRequest, {"model_id": MODEL}),
-    (schemas.CancelFutureRequest, {"request_id": "r"}),
 ]  # fmt: skip
 
 

@@ -1,0 +1,93 @@
+"""Tensors of a request as NumPy arrays: from bytes or numbers, dense or CSR, of a bounded size.
+
+Nothing that a request declares is believed: a tensor that makes no sense raises `RequestError` before anything of its
+declared size is made.
+"""
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from skyrl.errors import RequestError
+
+
+class Budget:
+    """Bytes that the arrays of a request may still take."""
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes = self.left = max_bytes
+
+    def take(self, name: str, shape: Sequence[int], dtype: np.dtype) -> None:
+        """Raises `RequestError` once the request's arrays are too large together."""
+        self.left -= prod(shape) * dtype.itemsize
+        if self.left < 0:
+            raise RequestError(
+                f"{name}: shape={list(shape)} makes the arrays of the request larger than {self.max_bytes} bytes; "
+                "send fewer sequences per request"
+            )
+
+
+def from_bytes(name: str, data: bytes, dtype: np.dtype) -> np.ndarray:
+    """All values in a buffer, not copied."""
+    if len(data) % dtype.itemsize:
+        raise RequestError(f"{name}: {len(data)} bytes are no whole number of {dtype.name} values; send all of them")
+    return np.frombuffer(data, dtype)
+
+
+def dense(name: str, values: np.ndarray, shape: list[int], budget: Budget) -> np.ndarray:
+    """Flat values in their shape (`[len]` where none is given)."""
+    shape = shape or [values.size]
+    if min(shape) < 0 or prod(shape) != values.size:
+        raise RequestError(f"{name}: shape={shape} does not fit {values.size} values; send the shape of the data")
+    if len(shape) > 2:
+        raise RequestError(f"{name}: shape={shape} has {len(shape)} dimensions; send [tokens] or [tokens, K]")
+    budget.take(name, shape, values.dtype)
+    return values.reshape(shape)
+
+
+def densified(
+    name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list[int], budget: Budget
+) -> np.ndarray:
+    """A CSR matrix as a dense one, 0 where it has no value.
+
+    `rows` (crow_indices) are offsets into values and columns; row i has those from rows[i] to rows[i + 1].
+    """
+    if len(shape) != 2 or min(shape) < 0:
+        raise RequestError(f"{name}: shape={shape} of a sparse tensor; send [tokens, K]")
+    budget.take(name, shape, values.dtype)
+    counts = np.diff(rows)
+    ascending = rows.min(initial=0) >= 0 and counts.min(initial=0) >= 0
+    if len(rows) != shape[0] + 1 or rows[0] != 0 or rows[-1] != values.size or not ascending:
+        raise RequestError(
+            f"{name}: crow_indices do not divide {values.size} values over {shape[0]} rows; "
+            f"send {shape[0] + 1} ascending offsets from 0 to {values.size}"
+        )
+    if columns.size != values.size or columns.min(initial=0) < 0 or columns.max(initial=-1) >= shape[1]:
+        raise RequestError(
+            f"{name}: col_indices do not place {values.size} values in {shape[1]} columns; send one each"
+        )
+    cells = np.repeat(np.arange(shape[0]), counts) * shape[1] + columns
+    if np.unique(cells).size != cells.size:
+        raise RequestError(f"{name}: col_indices name a cell twice; send each cell once")
+    result = np.zeros(prod(shape), values.dtype)
+    result[cells] = values
+    return result.reshape(shape)
+
+
+def int64s(name: str, values: Iterable[Any]) -> np.ndarray:
+    """Integers of a JSON list."""
+    try:
+        return np.array(values, np.int64)
+    except OverflowError:
+        raise RequestError(f"{name}: an integer does not fit into 64 bits; send token ids of this model") from None
+
+
+def float32s(name: str, values: Iterable[Any]) -> np.ndarray:
+    """Numbers of a JSON list."""
+    try:
+        with np.errstate(over="ignore"):
+            return np.array(values, np.float64).astype(np.float32)
+    except OverflowError:
+        raise RequestError(f"{name}: a number does not fit into float32; send smaller ones") from None
