@@ -39,6 +39,8 @@ QUESTIONS = {
     "colours": [(f"What colour is {thing}?", f" {colour}") for thing, colour in COLOURS.items()],
 }
 
+API_KEY = "tml-demo"
+"""May be any that starts with `tml-`: the local server asks for none."""
 RANK = 16
 LEARNING_RATE = 3e-3
 STEPS_PER_ROUND = 10
@@ -124,16 +126,19 @@ def ask(sampler: Any, learner: Learner) -> dict[str, str]:
 
 
 def connect(server: LocalServer) -> Any:
-    """A client of the stock SDK. The key may be any that starts with `tml-`: the local server asks for none."""
+    """A client of the stock SDK."""
     import tinker
 
-    return tinker.ServiceClient(base_url=server.url, api_key="tml-demo")
+    return tinker.ServiceClient(base_url=server.url, api_key=API_KEY)
 
 
 def train_and_save(server: LocalServer) -> list[Learner]:
     """Teach both adapters at the same time and publish each under a name."""
+    import tinker
+
     service = connect(server)
-    (model,) = service.get_server_capabilities().supported_models
+    capabilities = tinker.RestClient(base_url=server.url, api_key=API_KEY).get_server_capabilities().result()
+    (model,) = capabilities.supported_models
     print(f"  base model {model.model_name}, context {model.max_context_length} tokens")
     trainers = {
         name: service.create_lora_training_client(model.model_name, rank=RANK, seed=seed)

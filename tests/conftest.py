@@ -23,7 +23,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+def live_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     """The live server that tests share. A test that stops or kills it starts one of its own."""
     from skyrl.local_server import LocalServer
 
@@ -32,17 +32,17 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture
-def client(server) -> Iterator:
+def service_client(live_server) -> Iterator:
     """The stock SDK's service client, with a session of its own."""
     from live import service
 
-    with service(server) as client:
+    with service(live_server) as client:
         yield client
 
 
 @pytest.fixture
-def trainer(client, server):
+def trainer(service_client, live_server):
     """The stock SDK's training client for a fresh adapter."""
     from live import new_trainer
 
-    return new_trainer(client, server)
+    return new_trainer(service_client, live_server)

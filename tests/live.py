@@ -106,8 +106,8 @@ def sample(sampler, prompt: list[int], num_samples: int = 1, include_prompt_logp
 
 def adapter_folder(server: LocalServer, tinker_path: str) -> Path:
     """Where the server keeps the PEFT adapter that it named `tinker_path`."""
-    name = tinker_path.rsplit("/", 1)[-1]
-    (found,) = [file.parent for file in server.folder.rglob("adapter_model.safetensors") if file.parent.name == name]
+    model, kind, name = tinker_path.removeprefix("tinker://").split("/")
+    (found,) = (server.folder / "checkpoints" / model.replace(":", "-") / kind).glob(f"{name}-*")
     return found
 
 

@@ -56,47 +56,47 @@ def test_load_state_with_optimizer_repeats_the_next_step(trainer):
     np.testing.assert_array_equal(logprobs(trainer, TOKENS), expected)
 
 
-def test_resumed_run_takes_the_identical_next_step(client, trainer):
+def test_resumed_run_takes_the_identical_next_step(service_client, trainer):
     train(trainer, 3)
     saved = trainer.save_state("saved").result().path
-    resumed = client.create_training_client_from_state_with_optimizer(saved).result()
+    resumed = service_client.create_training_client_from_state_with_optimizer(saved).result()
     for one in (trainer, resumed):
         train(one, 1)
     np.testing.assert_array_equal(logprobs(resumed, TOKENS), logprobs(trainer, TOKENS))
 
 
-def test_resuming_weights_only_starts_the_optimizer_anew(client, trainer):
+def test_resuming_weights_only_starts_the_optimizer_anew(service_client, trainer):
     train(trainer, 3)
     saved, before = trainer.save_state("saved").result().path, logprobs(trainer, TOKENS)
-    resumed = client.create_training_client_from_state(saved).result()
+    resumed = service_client.create_training_client_from_state(saved).result()
     np.testing.assert_array_equal(logprobs(resumed, TOKENS), before)
     for one in (trainer, resumed):
         train(one, 1)
     assert np.abs(logprobs(resumed, TOKENS) - logprobs(trainer, TOKENS)).max() > 1e-4
 
 
-def test_another_session_may_resume(server, trainer):
+def test_another_session_may_resume(live_server, trainer):
     train(trainer, 1)
     saved = trainer.save_state("saved").result().path
-    with service(server) as other:
+    with service(live_server) as other:
         resumed = other.create_training_client_from_state(saved).result()
         np.testing.assert_array_equal(logprobs(resumed, TOKENS), logprobs(trainer, TOKENS))
 
 
-def test_resumed_run_keeps_rank_and_modules(client, server):
-    trainer = new_trainer(client, server, rank=3, train_mlp=False)
-    info = client.create_training_client_from_state(trainer.save_state("s").result().path).result().get_info()
+def test_resumed_run_keeps_rank_and_modules(service_client, live_server):
+    trainer = new_trainer(service_client, live_server, rank=3, train_mlp=False)
+    info = service_client.create_training_client_from_state(trainer.save_state("s").result().path).result().get_info()
     assert info.lora_rank == 3
 
 
-def test_named_sampler_weights_are_frozen(client, trainer):
+def test_named_sampler_weights_are_frozen(service_client, trainer):
     train(trainer, 1)
     path = trainer.save_weights_for_sampler("frozen").result().path
-    sampler = client.create_sampling_client(model_path=path).result()
+    sampler = service_client.create_sampling_client(model_path=path).result()
     before = scores(sampler)
     train(trainer, 4)
     assert scores(sampler) == before
-    assert scores(client.create_sampling_client(model_path=path).result()) == before
+    assert scores(service_client.create_sampling_client(model_path=path).result()) == before
 
 
 def test_ephemeral_sampler_weights_are_frozen(trainer):
@@ -107,8 +107,8 @@ def test_ephemeral_sampler_weights_are_frozen(trainer):
     assert scores(sampler) == before
 
 
-def test_sampling_an_old_version_leaves_training_where_it_was(client, server):
-    sampled, plain = (new_trainer(client, server) for _ in range(2))
+def test_sampling_an_old_version_leaves_training_where_it_was(service_client, live_server):
+    sampled, plain = (new_trainer(service_client, live_server) for _ in range(2))
     train(sampled, 1)
     train(plain, 1)
     old = sampled.save_weights_and_get_sampling_client().result()
@@ -129,30 +129,30 @@ def test_inflight_samplers_follow_the_newest_published_weights(trainer):
     assert scores(first) == scores(second) != before
 
 
-def test_training_checkpoints_may_be_sampled(client, trainer):
+def test_training_checkpoints_may_be_sampled(service_client, trainer):
     train(trainer, 2)
     path = trainer.save_state("saved").result().path
-    sampler = client.create_sampling_client(model_path=path).result()
+    sampler = service_client.create_sampling_client(model_path=path).result()
     np.testing.assert_allclose(scores(sampler), logprobs(trainer, TOKENS), atol=1e-4)
 
 
-def test_unknown_checkpoints_are_refused(client, trainer):
+def test_unknown_checkpoints_are_refused(service_client, trainer):
     missing = f"tinker://{trainer.model_id}/sampler_weights/missing"
     with pytest.raises((tinker.NotFoundError, tinker.BadRequestError), match="missing"):
-        sample(client.create_sampling_client(model_path=missing).result(), TOKENS)
+        sample(service_client.create_sampling_client(model_path=missing).result(), TOKENS)
 
 
-def test_checkpoint_is_sampled_after_its_model_was_unloaded(client, trainer, server):
+def test_checkpoint_is_sampled_after_its_model_was_unloaded(service_client, trainer, live_server):
     import httpx
 
     train(trainer, 2)
     path = trainer.save_weights_for_sampler("kept").result().path
-    sampler = client.create_sampling_client(model_path=path).result()
+    sampler = service_client.create_sampling_client(model_path=path).result()
     before = tokens_of(sampler)
     body, headers = {"model_id": trainer.model_id}, {"X-API-Key": "tml-test"}
-    reply = httpx.post(f"{server.url}/api/v1/unload_model", json=body, headers=headers).raise_for_status()
-    httpx.post(f"{server.url}/api/v1/retrieve_future", json=reply.json(), headers=headers, timeout=60)
+    reply = httpx.post(f"{live_server.url}/api/v1/unload_model", json=body, headers=headers).raise_for_status()
+    httpx.post(f"{live_server.url}/api/v1/retrieve_future", json=reply.json(), headers=headers, timeout=60)
     assert tokens_of(sampler) == before
-    assert tokens_of(client.create_sampling_client(model_path=path).result()) == before
+    assert tokens_of(service_client.create_sampling_client(model_path=path).result()) == before
     with pytest.raises((tinker.NotFoundError, tinker.RequestFailedError)):
         step(trainer, DATA)

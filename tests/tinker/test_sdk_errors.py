@@ -10,7 +10,7 @@ TOKENS = sequence(10)
 
 
 def with_provenance(one: tinker.Datum) -> tinker.Datum:
-    spans = [tinker.PromptProvenanceSpan(length=len(TOKENS) - 1)]
+    spans = [tinker.PromptProvenanceSpan(sequence_id="s", length=len(TOKENS) - 1)]
     return one.with_provenance(spans, spans)
 
 
@@ -61,8 +61,8 @@ def test_an_optimizer_step_after_a_failed_pass_fails_and_changes_nothing(trainer
     np.testing.assert_array_equal(logprobs(trainer, TOKENS), before)
 
 
-def test_the_step_after_a_failed_one_is_an_ordinary_step(client, server):
-    failed, plain = (new_trainer(client, server) for _ in range(2))
+def test_the_step_after_a_failed_one_is_an_ordinary_step(service_client, live_server):
+    failed, plain = (new_trainer(service_client, live_server) for _ in range(2))
     with pytest.raises(tinker.RequestFailedError):
         step(failed, [supervised(TOKENS), datum([5, -1, 7])])
     with pytest.raises(tinker.RequestFailedError):
@@ -84,16 +84,16 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_bad_sample_fails_alone_with_the_fields_name(client, server, name):
+def test_a_bad_sample_fails_alone_with_the_fields_name(service_client, live_server, name):
     prompt, params, message = SAMPLES[name]
-    sampler = client.create_sampling_client(base_model=server.base_model).result()
+    sampler = service_client.create_sampling_client(base_model=live_server.base_model).result()
     with pytest.raises((tinker.RequestFailedError, tinker.BadRequestError), match=message):
         sample(sampler, prompt, **params)
     assert sample(sampler, [5], max_tokens=2).sequences
 
 
-def test_an_image_in_a_prompt_is_refused(client, server):
-    sampler = client.create_sampling_client(base_model=server.base_model).result()
+def test_an_image_in_a_prompt_is_refused(service_client, live_server):
+    sampler = service_client.create_sampling_client(base_model=live_server.base_model).result()
     chunk = tinker.types.ImageChunk(data=b"\x89PNG", format="png", expected_tokens=1)
     params = tinker.SamplingParams(max_tokens=1)
     with pytest.raises((tinker.RequestFailedError, tinker.BadRequestError), match="image"):
@@ -101,14 +101,14 @@ def test_an_image_in_a_prompt_is_refused(client, server):
 
 
 @pytest.mark.parametrize("options", [{"topk_sample_logprobs": 2}, {"prompt_alt_tokens_k": 2}])
-def test_sampling_options_that_are_not_served_are_refused_by_name(client, server, options):
-    sampler = client.create_sampling_client(base_model=server.base_model).result()
+def test_sampling_options_that_are_not_served_are_refused_by_name(service_client, live_server, options):
+    sampler = service_client.create_sampling_client(base_model=live_server.base_model).result()
     params = tinker.SamplingParams(max_tokens=1)
     with pytest.raises((tinker.RequestFailedError, tinker.BadRequestError), match=next(iter(options))):
         sampler.sample(tinker.ModelInput.from_ints([5, 6]), 1, params, **options).result()
 
 
-def test_a_tenant_with_nan_weights_changes_nothing_for_another(client, server):
+def test_a_tenant_with_nan_weights_changes_nothing_for_another(service_client, live_server):
     data = [supervised(TOKENS)]
 
     def losses(trainer, neighbour) -> list[float]:
@@ -120,20 +120,20 @@ def test_a_tenant_with_nan_weights_changes_nothing_for_another(client, server):
                 assert not np.isfinite(beside.result().metrics["loss:sum"])
         return found
 
-    broken = new_trainer(client, server, seed=1)
+    broken = new_trainer(service_client, live_server, seed=1)
     for _ in range(2):
         step(broken, data, tinker.AdamParams(learning_rate=3e38))
     assert not np.isfinite(logprobs(broken, TOKENS)).all()
-    together = losses(new_trainer(client, server), broken)
-    np.testing.assert_allclose(together, losses(new_trainer(client, server), None), rtol=1e-5)
+    together = losses(new_trainer(service_client, live_server), broken)
+    np.testing.assert_allclose(together, losses(new_trainer(service_client, live_server), None), rtol=1e-5)
 
 
-def test_a_sample_beside_a_nan_version_is_unchanged(client, server):
-    broken = new_trainer(client, server)
+def test_a_sample_beside_a_nan_version_is_unchanged(service_client, live_server):
+    broken = new_trainer(service_client, live_server)
     for _ in range(2):
         step(broken, [supervised(TOKENS)], tinker.AdamParams(learning_rate=3e38))
     bad = broken.save_weights_and_get_sampling_client().result()
-    base = client.create_sampling_client(base_model=server.base_model).result()
+    base = service_client.create_sampling_client(base_model=live_server.base_model).result()
     alone = sample(base, TOKENS, seed=1, stop=[]).sequences[0]
     prompt, params = tinker.ModelInput.from_ints(TOKENS), tinker.SamplingParams(max_tokens=8, seed=1, stop=[])
     futures = [sampler.sample(prompt, 1, params) for sampler in (bad, base, bad)]

@@ -44,18 +44,18 @@ CONFIG = {"dro": {"beta": 0.05}}
 
 
 @pytest.fixture
-def started(client, server):
+def started(service_client, live_server):
     """A trainer after a few steps (B is no longer zero) and its exported adapter."""
-    trainer = new_trainer(client, server, rank=3)
+    trainer = new_trainer(service_client, live_server, rank=3)
     for _ in range(3):
         step(trainer, [supervised(sequence(14, seed=9))])
-    return trainer, adapter_folder(server, trainer.save_weights_for_sampler("before").result().path)
+    return trainer, adapter_folder(live_server, trainer.save_weights_for_sampler("before").result().path)
 
 
-def applied_gradient(trainer, server, before) -> dict[str, np.ndarray]:
+def applied_gradient(trainer, live_server, before) -> dict[str, np.ndarray]:
     """What one step of gradient descent changed."""
     trainer.optim_step(SGD).result()
-    after = oracle.adapter(adapter_folder(server, trainer.save_weights_for_sampler("after").result().path))
+    after = oracle.adapter(adapter_folder(live_server, trainer.save_weights_for_sampler("after").result().path))
     return {name: value - after[name] for name, value in oracle.adapter(before).items()}
 
 
@@ -66,16 +66,16 @@ def assert_same(applied: dict[str, np.ndarray], expected: dict[str, np.ndarray])
         np.testing.assert_allclose(applied[name], value, atol=1e-4 * scale, err_msg=name)
 
 
-def test_cross_entropy(started, server, tiny_model):
+def test_cross_entropy(started, live_server, tiny_model):
     trainer, before = started
     trainer.forward_backward([datum(TOKENS, weights=WEIGHTS)], "cross_entropy").result()
     model = oracle.load(tiny_model, before)
     (-(torch.tensor(WEIGHTS) * oracle.logprobs(model, TOKENS))).sum().backward()
-    assert_same(applied_gradient(trainer, server, before), oracle.gradients(model))
+    assert_same(applied_gradient(trainer, live_server, before), oracle.gradients(model))
 
 
 @pytest.mark.parametrize("loss_fn", sorted(FORMULAS))
-def test_reinforcement_losses(started, server, tiny_model, loss_fn):
+def test_reinforcement_losses(started, live_server, tiny_model, loss_fn):
     trainer, before = started
     model = oracle.load(tiny_model, before)
     lp = oracle.logprobs(model, TOKENS)
@@ -84,7 +84,7 @@ def test_reinforcement_losses(started, server, tiny_model, loss_fn):
     extra = {"sequence_ratio_mask": MASK} if loss_fn == "gspo" else {}
     one = datum(TOKENS, logprobs=q.numpy(), advantages=ADVANTAGES, **extra)
     trainer.forward_backward([one], loss_fn, CONFIG.get(loss_fn)).result()
-    assert_same(applied_gradient(trainer, server, before), oracle.gradients(model))
+    assert_same(applied_gradient(trainer, live_server, before), oracle.gradients(model))
 
 
 def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tenso
     return -torch.nn.functional.logsigmoid(0.3 * (chosen.sum() - rejected.sum()))
 
 
-def test_custom_loss_is_the_gradient_of_the_clients_loss(started, server, tiny_model):
+def test_custom_loss_is_the_gradient_of_the_clients_loss(started, live_server, tiny_model):
     trainer, before = started
     rejected = sequence(10, seed=6)
     data = [datum(TOKENS, weights=None), datum(rejected, weights=None)]
@@ -105,16 +105,16 @@ def test_custom_loss_is_the_gradient_of_the_clients_loss(started, server, tiny_m
     model = oracle.load(tiny_model, before)
     expected = preference_loss(oracle.logprobs(model, TOKENS), oracle.logprobs(model, rejected))
     expected.backward()
-    assert_same(applied_gradient(trainer, server, before), oracle.gradients(model))
+    assert_same(applied_gradient(trainer, live_server, before), oracle.gradients(model))
     assert output.metrics["loss:sum"] == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_gradient_clipping_scales_the_whole_gradient(started, server, tiny_model):
+def test_gradient_clipping_scales_the_whole_gradient(started, live_server, tiny_model):
     trainer, before = started
     trainer.forward_backward([datum(TOKENS, weights=WEIGHTS)], "cross_entropy").result()
     params = tinker.AdamParams(**{**SGD.model_dump(), "grad_clip_norm": 0.01})
     norm = trainer.optim_step(params).result().metrics["skyrl.ai/grad_norm"]
-    after = oracle.adapter(adapter_folder(server, trainer.save_weights_for_sampler("clipped").result().path))
+    after = oracle.adapter(adapter_folder(live_server, trainer.save_weights_for_sampler("clipped").result().path))
     changed = np.sqrt(sum(((value - after[name]) ** 2).sum() for name, value in oracle.adapter(before).items()))
     assert norm > 0.01
     assert changed == pytest.approx(0.01, rel=1e-3)

@@ -12,8 +12,8 @@ DATA = [supervised(TOKENS)]
 
 @pytest.fixture
 def own_server(tiny_model, tmp_path):
-    with LocalServer(tmp_path / "server", str(tiny_model)) as server:
-        yield server
+    with LocalServer(tmp_path / "server", str(tiny_model)) as live_server:
+        yield live_server
 
 
 def greedy(client: tinker.ServiceClient, path: str) -> list[int]:

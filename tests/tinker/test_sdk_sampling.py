@@ -12,15 +12,15 @@ PROMPT = sequence(12, seed=1)
 
 
 @pytest.fixture
-def base(client, server):
-    return client.create_sampling_client(base_model=server.base_model).result()
+def base(service_client, live_server):
+    return service_client.create_sampling_client(base_model=live_server.base_model).result()
 
 
 @pytest.fixture(scope="module")
-def parrot(server):
+def parrot(live_server):
     """(sampler, tokenizer, prompt ids, answer ids): an adapter that answers the prompt with a text and then EOS."""
-    with service(server) as client:
-        trainer = new_trainer(client, server, rank=8)
+    with service(live_server) as client:
+        trainer = new_trainer(client, live_server, rank=8)
         tokenizer = trainer.get_tokenizer()
         prompt, answer = tokenizer.encode("Who is it?"), [*tokenizer.encode(" It is é."), tokenizer.eos_token_id]
         teach(trainer, prompt + answer, len(prompt))
@@ -46,8 +46,8 @@ def test_sample_logprobs_are_of_the_untempered_distribution(base, tiny_model):
     np.testing.assert_allclose(ours.logprobs, expected.detach().numpy(), atol=1e-4)
 
 
-def test_sampled_logprobs_are_the_trainers(client, server):
-    trainer = new_trainer(client, server)
+def test_sampled_logprobs_are_the_trainers(service_client, live_server):
+    trainer = new_trainer(service_client, live_server)
     step(trainer, [supervised(sequence(20))])
     sampler = trainer.save_weights_and_get_sampling_client().result()
     (ours,) = sample(sampler, PROMPT, max_tokens=10, seed=1, stop=[]).sequences

@@ -23,14 +23,14 @@ def test_logprobs_are_those_of_hugging_face(trainer, tiny_model):
     np.testing.assert_allclose(logprobs(trainer, tokens), expected, atol=1e-4)
 
 
-def test_logprobs_of_a_trained_adapter_are_those_of_peft(trainer, server, tiny_model):
+def test_logprobs_of_a_trained_adapter_are_those_of_peft(trainer, live_server, tiny_model):
     from live import adapter_folder
 
     tokens = sequence(20)
     for _ in range(3):
         step(trainer, [supervised(tokens)])
     path = trainer.save_weights_for_sampler("peft").result().path
-    expected = oracle.logprobs(oracle.load(tiny_model, adapter_folder(server, path)), tokens).detach().numpy()
+    expected = oracle.logprobs(oracle.load(tiny_model, adapter_folder(live_server, path)), tokens).detach().numpy()
     np.testing.assert_allclose(logprobs(trainer, tokens), expected, atol=1e-4)
 
 
@@ -94,9 +94,9 @@ def test_forward_leaves_no_gradients(trainer):
     assert metrics["skyrl.ai/grad_norm"] == 0
 
 
-def test_gradients_add_up_until_the_optimizer_step(client, server):
+def test_gradients_add_up_until_the_optimizer_step(service_client, live_server):
     data = [supervised(sequence(9, seed)) for seed in range(4)]
-    at_once, in_parts = (new_trainer(client, server) for _ in range(2))
+    at_once, in_parts = (new_trainer(service_client, live_server) for _ in range(2))
     at_once.forward_backward(data, "cross_entropy").result()
     for one in data:
         in_parts.forward_backward([one], "cross_entropy").result()
