@@ -184,10 +184,14 @@ class DatumInput(RequestModel):
     loss_fn_inputs: dict[str, TensorData]
 
 
+MAX_DATUMS = 16384
+"""Most sequences in one request. Clients send 1024 at most."""
+
+
 class PassInput(RequestModel):
     """What a pass computes."""
 
-    data: Annotated[list[DatumInput], Field(fail_fast=True)]
+    data: Annotated[list[DatumInput], Field(fail_fast=True, max_length=MAX_DATUMS)]
     loss_fn: str
     loss_fn_config: dict[str, float | str] = Field(default_factory=dict)
 

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from skyrl.errors import RequestError
 from skyrl.tinker.parsing import Body, MalformedBody, ModelAddress, describe, json_object, read_address
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
-from skyrl.tinker.schemas import ForwardBackwardRequest, ForwardRequest, ModelInput, PassInput, TensorData
+from skyrl.tinker.schemas import MAX_DATUMS, ForwardBackwardRequest, ForwardRequest, ModelInput, PassInput, TensorData
 from skyrl.tinker.tensors import Budget, dense, densified, float32s, from_bytes, int64s
 from skyrl.types import Datum, ForwardBackwardOutput, SampleOutput
 
@@ -117,6 +117,8 @@ def _from_protobuf(body: bytes, max_bytes: int) -> PassRequest:
     envelope = PassRequest(message.model_id, message.seq_id, message.forward_only)
     try:
         _refuse_unknown(message, "request")
+        if len(message.data) > MAX_DATUMS:
+            raise RequestError(f"data has {len(message.data)} datums; send at most {MAX_DATUMS} per request")
         budget = Budget(max_bytes)
         data = [_protobuf_datum(i, datum, budget) for i, datum in enumerate(message.data)]
         config = _protobuf_config(message)

@@ -15,7 +15,7 @@ from skyrl.errors import RequestError
 from skyrl.tinker import wire
 from skyrl.tinker.parsing import MalformedBody
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
-from skyrl.tinker.schemas import ModelInput
+from skyrl.tinker.schemas import MAX_DATUMS, ModelInput
 from skyrl.types import ForwardBackwardOutput, GeneratedSequence, SampleOutput
 
 MAX_BYTES = 1_000_000
@@ -248,6 +248,12 @@ def test_arrays_that_are_too_large_together_are_refused():
     body = message.SerializeToString()
     assert decode(body, max_bytes=3 * 1600).error is None
     assert "shape=[2, 200] makes the arrays of the request larger than 4799" in decode(body, max_bytes=4799).error
+
+
+def test_a_crowd_of_datums_is_refused():
+    message = pb.ForwardBackwardRequest(model_id="m", seq_id=1)
+    message.data.extend([pb.Datum()] * (MAX_DATUMS + 1))
+    assert decode(message.SerializeToString()).error == "data has 16385 datums; send at most 16384 per request"
 
 
 def test_a_field_of_a_newer_protocol_is_refused_by_number():
