@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 import sqlalchemy
 from alembic import command
 from alembic.config import Config as AlembicConfig
+from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, OperationalError
+from sqlalchemy.exc import ArgumentError, DatabaseError
 from sqlmodel import Session
 
 from skyrl.errors import RequestError
@@ -56,8 +57,12 @@ class Database:
 
     def __init__(self, url: str):
         self._lock = _lock_file(url)
-        self._engine = _open(url)
-        _migrate(self._engine)
+        try:
+            self._engine = _open(url)
+            _migrate(self._engine, url)
+        except BaseException:
+            self._unlock()
+            raise
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._readers = ThreadPoolExecutor(READERS, "database-reader")
         self._writer = threading.Thread(target=self._write_loop, name="database-writer", daemon=True)
@@ -87,6 +92,9 @@ class Database:
         self._writer.join()
         self._readers.shutdown()
         self._engine.dispose()
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
 
@@ -130,9 +138,15 @@ def migration_config(connection: Connection) -> AlembicConfig:
     return config
 
 
-def _migrate(engine: Engine) -> None:
+def _migrate(engine: Engine, url: str) -> None:
     with engine.begin() as connection:
-        command.upgrade(migration_config(connection), "head")
+        try:
+            command.upgrade(migration_config(connection), "head")
+        except CommandError as error:
+            raise RequestError(
+                f"database_url={url} was written by another version of this server ({error}); start that version, or "
+                "use another database"
+            ) from error
 
 
 def _open(url: str) -> Engine:
@@ -161,7 +175,7 @@ def _open(url: str) -> Engine:
         event.listen(engine, "begin", _sqlite_begin)
     try:
         engine.connect().close()
-    except OperationalError as error:
+    except DatabaseError as error:
         raise RequestError(f"database_url={url}: cannot be opened ({error.orig}); check the path or server") from error
     return engine
 

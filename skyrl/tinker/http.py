@@ -52,7 +52,7 @@ class BodyLimit:
 
 
 def error_response(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"detail": detail}, status, headers)
+    return JSONResponse({"detail": " ".join(detail.splitlines())}, status, headers)
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -126,13 +126,17 @@ def describe(errors: Sequence[Any]) -> str:
 
 
 def _describe(error: ErrorDetails) -> str:
-    field = ".".join(str(part) for part in error["loc"] if part != "body") or "body"
+    field = ".".join(_shown(part) for part in error["loc"] if part != "body") or "body"
     message = error["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if error["type"] == "missing":
         return f"{field}: is required"
     if error["type"] == "extra_forbidden":
         return f"{field}: is not a field of this request; remove it"
     return f"{field}: {_shortened(error['input'])}: {message[:1].lower()}{message[1:]}"
+
+
+def _shown(part: int | str) -> str:
+    return part if isinstance(part, str) and part.isidentifier() else _shortened(part)
 
 
 def _shortened(value: object) -> str:

@@ -1,0 +1,209 @@
+"""The database: revisions, group commit, refusals, concurrent use."""
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import sqlalchemy
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import event, text
+from sqlalchemy.exc import IntegrityError
+from sqlmodel import Session, SQLModel, select
+
+from skyrl.errors import RequestError
+from skyrl.tinker import request_log
+from skyrl.tinker.db import Database
+from skyrl.tinker.futures import Answer, Failure
+from skyrl.tinker.tables import ModelRow, RequestRow, SessionRow
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = Database(f"sqlite:///{tmp_path / 'state' / 'server.db'}")
+    yield database
+    database.close()
+
+
+def add_session(session_id: str, session: Session) -> None:
+    session.add(SessionRow(session_id=session_id, tenant="t"))
+
+
+def session_ids(session: Session) -> list[str]:
+    return sorted(session.exec(select(SessionRow.session_id)).all())
+
+
+def entry(request_id: str, model_id: str = "m", seq_id: int | None = 1, needs_model: bool = False) -> request_log.Entry:
+    return request_log.Entry(request_id, "optim_step", "t", model_id, seq_id, b"body", "text/x", "", needs_model)
+
+
+def append(entry: request_log.Entry, refusal: Failure | None = None):
+    return partial(request_log.append, entry=entry, refusal=refusal, on_log=lambda session: None)
+
+
+def test_tables_equal_the_newest_revision(tmp_path):
+    Database(f"sqlite:///{tmp_path / 'a.db'}").close()
+    engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path / 'a.db'}")
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
+        assert compare_metadata(context, SQLModel.metadata) == []
+    engine.dispose()
+
+
+def test_database_file_and_folder_are_made(database, tmp_path):
+    assert (tmp_path / "state" / "server.db").exists()
+
+
+def test_write_ahead_logging_is_on(database):
+    assert database.read_now(lambda session: session.connection().exec_driver_sql("PRAGMA journal_mode").scalar()) == (
+        "wal"
+    )
+
+
+def test_committed_write_is_read(database):
+    async def main() -> list[str]:
+        await database.write(partial(add_session, "a"))
+        return await database.read(session_ids)
+
+    assert asyncio.run(main()) == ["a"]
+
+
+def test_committed_write_is_seen_by_another_process_at_once(database, tmp_path):
+    asyncio.run(database.write(partial(add_session, "a")))
+    with sqlite3.connect(tmp_path / "state" / "server.db") as other:
+        assert other.execute("SELECT session_id FROM sessions").fetchall() == [("a",)]
+    other.close()
+
+
+def test_rows_survive_reopening(tmp_path):
+    url = f"sqlite:///{tmp_path / 'a.db'}"
+    first = Database(url)
+    asyncio.run(first.write(partial(add_session, "a")))
+    first.close()
+    second = Database(url)
+    assert second.read_now(session_ids) == ["a"]
+    second.close()
+
+
+def test_writes_that_queue_up_share_a_transaction(database):
+    commits = []
+    event.listen(database._engine, "commit", lambda connection: commits.append(1))
+    blocked = threading.Event()
+
+    async def main() -> None:
+        first = asyncio.create_task(database.write(lambda session: blocked.wait()))
+        await asyncio.sleep(0)
+        others = [asyncio.create_task(database.write(partial(add_session, str(i)))) for i in range(100)]
+        await asyncio.sleep(0)
+        blocked.set()
+        await asyncio.gather(first, *others)
+
+    asyncio.run(main())
+    assert len(commits) <= 2
+
+
+def test_failure_stays_alone_in_its_group(database):
+    blocked = threading.Event()
+
+    async def main() -> list[object]:
+        first = asyncio.create_task(database.write(lambda session: blocked.wait()))
+        await asyncio.sleep(0)
+        tasks = [asyncio.create_task(database.write(partial(add_session, name))) for name in ("a", "b", "a", "c")]
+        await asyncio.sleep(0)
+        blocked.set()
+        await first
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    results = asyncio.run(main())
+    assert [isinstance(result, IntegrityError) for result in results] == [False, False, True, False]
+    assert database.read_now(session_ids) == ["a", "b", "c"]
+
+
+def test_second_server_on_the_same_file_is_refused(database, tmp_path):
+    with pytest.raises(RequestError, match=r"in use by another server.*--database-url"):
+        Database(f"sqlite:///{tmp_path / 'state' / 'server.db'}")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("mysql://host/name", "sqlite:///FILE or postgresql"),
+        ("nonsense", "sqlite:///FILE or postgresql"),
+        ("sqlite://", "in memory"),
+        ("sqlite:////proc/none/server.db", "can be written"),
+    ],
+)
+def test_url_that_cannot_be_served_says_what_to_use(url, message):
+    with pytest.raises(RequestError, match=message):
+        Database(url)
+
+
+def test_postgresql_without_its_driver_names_the_extra(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "psycopg", None)
+    with pytest.raises(RequestError, match=r"skyrl\[postgres\]"):
+        Database("postgresql://localhost/skyrl")
+
+
+def test_file_that_is_no_database_is_refused(tmp_path):
+    (tmp_path / "a.db").write_bytes(b"not a database" * 100)
+    with pytest.raises(RequestError, match="cannot be opened"):
+        Database(f"sqlite:///{tmp_path / 'a.db'}")
+
+
+def test_database_of_a_newer_version_is_refused(tmp_path):
+    Database(f"sqlite:///{tmp_path / 'a.db'}").close()
+    with sqlite3.connect(tmp_path / "a.db") as other:
+        other.execute("UPDATE alembic_version SET version_num = 'future'")
+    other.close()
+    with pytest.raises(RequestError, match="another version of this server"):
+        Database(f"sqlite:///{tmp_path / 'a.db'}")
+
+
+# -- the log of requests ----------------------------------------------------------------------------------------------
+
+
+def test_log_keeps_the_body_as_it_was_sent(database):
+    asyncio.run(database.write(append(entry("r"))))
+    row = database.read_now(lambda session: session.get(RequestRow, "r"))
+    assert (row.body, row.content_type, row.status) == (b"body", "text/x", "pending")
+
+
+def test_second_request_of_a_seq_id_is_the_first(database):
+    async def main() -> list[str]:
+        logged = await asyncio.gather(*[database.write(append(entry(name))) for name in ("r", "s", "t")])
+        return [item.request_id for item in logged]
+
+    assert asyncio.run(main()) == ["r", "r", "r"]
+
+
+def test_requests_without_a_seq_id_are_all_new(database):
+    async def main() -> list[str]:
+        logged = await asyncio.gather(*[database.write(append(entry(name, seq_id=None))) for name in ("r", "s")])
+        return [item.request_id for item in logged]
+
+    assert asyncio.run(main()) == ["r", "s"]
+
+
+def test_answer_replaces_the_body(database):
+    asyncio.run(database.write(append(entry("r"))))
+    asyncio.run(database.write(partial(request_log.finish, request_id="r", outcome=Answer(b"{}"))))
+    assert database.read_now(lambda session: request_log.outcome_of(session, "r")) == ("t", Answer(b"{}"))
+    assert database.read_now(lambda session: session.exec(text("SELECT body FROM requests")).scalar()) == b""
+
+
+@pytest.mark.parametrize(("status", "category"), [("lost", "server"), ("unloaded", "user"), ("failed", "user")])
+def test_request_to_a_model_that_is_gone_is_logged_as_failed(database, status, category):
+    def add(session: Session) -> None:
+        row = ModelRow(
+            model_id="m", session_id="s", tenant="t", base_model="b", lora_config={}, user_metadata={}, status=status
+        )
+        session.add(row)
+
+    asyncio.run(database.write(add))
+    logged = asyncio.run(database.write(append(entry("r", needs_model=True))))
+    assert logged.refusal is not None and logged.refusal.category == category
+    assert database.read_now(lambda session: request_log.outcome_of(session, "r"))[1] == logged.refusal
