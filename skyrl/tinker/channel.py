@@ -125,6 +125,7 @@ class EngineChannel:
         self._socket = connection
         self._stream = connection.makefile("rb")
         self._inbox: deque[ToEngine] = deque()
+        self._reader: threading.Thread | None = None
         self.wake = threading.Event()
         """Set when there is a new frame, when the channel closes, and by whoever else wants the engine's attention."""
         self.closed = False
@@ -146,7 +147,8 @@ class EngineChannel:
 
     def listen(self, on_close: Callable[[], None] = lambda: None) -> None:
         """Read in a daemon thread from now on; `on_close` is called in it when the other process has gone."""
-        threading.Thread(target=self._listen, args=[on_close], name="channel", daemon=True).start()
+        self._reader = threading.Thread(target=self._listen, args=[on_close], name="channel", daemon=True)
+        self._reader.start()
 
     def deliver(self, frame: ToEngine) -> None:
         """Put a frame into the inbox as if it had arrived."""
@@ -162,6 +164,8 @@ class EngineChannel:
         with contextlib.suppress(OSError):  # the other end may have gone first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        if self._reader is None:
+            self._stream.close()
 
     def _listen(self, on_close: Callable[[], None]) -> None:
         try:

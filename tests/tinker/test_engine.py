@@ -175,27 +175,22 @@ def test_an_expired_gap_before_an_optimizer_step_drops_the_gradients_of_both_sid
     assert backend.models["m"].gradient_sums is None and backend.models["m"].step == 0
 
 
-def test_a_short_sample_overtakes_a_long_one(wire):
-    wire.ask(sample("long", max_tokens=200))
-    wire.ask(sample("short", max_tokens=2), tenant="other")
-    assert list(wire.results("long", "short")) == ["short", "long"]
-
-
-def test_a_short_sample_overtakes_a_long_pass_of_its_own_tenant(tmp_path):
-    backend = FakeBackend("fake", FakeConfig(quanta_per_pass=1000))
+@pytest.mark.parametrize("long", [sample("long", max_tokens=200), a_pass("long")], ids=["sample", "pass"])
+def test_a_short_sample_overtakes_a_long_request_of_its_own_tenant(long):
+    backend = FakeBackend("fake", FakeConfig(quanta_per_pass=100))
     ours, its = socket.socketpair()
     channel, wire = EngineChannel(its), Wire(ours)
-    for operation, seq_id in [(create(), 0), (a_pass("pass"), 1), (sample("sample", max_tokens=2), None)]:
-        wire.ask(operation, seq_id)
-    channel.listen()
-    engine = threading.Thread(target=TinkerEngine(backend, channel, gap_timeout_s=60).run)
-    engine.start()
-    order = list(wire.results("pass", "sample"))
-    assert order.index("sample") < order.index("pass")
+    engine = TinkerEngine(backend, channel, gap_timeout_s=60)
+    for operation, seq_id in [(create(), 0), (long, 1), (sample("short", max_tokens=2), None)]:
+        channel.deliver(Enqueue(operation.request_id, "tenant", operation, seq_id))
+    engine.turn()
+    while backend.busy:
+        engine.turn()
+    order = list(wire.results("long", "short"))
+    assert order.index("short") < order.index("long")
     wire.close()
-    engine.join(30)
-    assert not engine.is_alive()
     channel.close()
+    backend.close()
 
 
 def test_a_cancelled_sample_gets_no_result(wire, backend):
