@@ -69,9 +69,9 @@ class Rig:
             raise StorageError(f"{path}: no such folder")
         return self.stored[path]
 
-    def adapter(self, seed: int, rank: int = RANK) -> Adapter:
+    def adapter(self, seed: int) -> Adapter:
         """Random A and B, strong enough to make the distribution far from uniform."""
-        adapter = init_adapter(self.config, LoraConfig(rank=rank, seed=seed), seed, RANK)
+        adapter = init_adapter(self.config, LoraConfig(rank=RANK, seed=seed), seed, RANK)
         draws = np.random.default_rng(seed)
         leaves, tree = jax.tree.flatten(adapter)
         noisy = [leaf + jnp.asarray(draws.normal(0, 0.1, leaf.shape), jnp.float32) for leaf in leaves]

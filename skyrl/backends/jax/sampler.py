@@ -164,8 +164,6 @@ class Sampler:
         if self._prompt and self._versions.bank_lost:
             everyone = [*everyone, self._prompt.job]
         completions = [self._complete(job, _failure(job.request, error)) for job in dict.fromkeys(everyone)]
-        if lost:
-            self._rows.clear()
         if self._versions.bank_lost:
             self._versions.rebuild_bank()
         return completions
