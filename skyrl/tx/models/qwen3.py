@@ -243,11 +243,11 @@ class Qwen3ForCausalLM(ModelForCausalLM):
 def _refuse_unimplemented(config: "ModelConfig") -> None:
     """Raise ValueError for options whose silent omission would give wrong results."""
     rope_theta(config)
-    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or [])
-    if sliding or getattr(config, "use_sliding_window", False):
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+    if kinds or getattr(config, "use_sliding_window", False):
         raise ValueError(
-            f"use_sliding_window={config.use_sliding_window}: sliding-window attention is not implemented; "
-            "use a base model with full attention"
+            f"layer_types has {', '.join(kinds) or 'sliding_attention'}: sliding-window attention is not implemented "
+            "(known: full_attention); use another base model"
         )
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act={config.hidden_act!r} is not implemented (known: silu); use another base model")

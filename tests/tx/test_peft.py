@@ -1,0 +1,110 @@
+import json
+
+import jax
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from tiny_models import RANK_4, hidden, trained_adapter
+
+from skyrl.errors import RequestError
+from skyrl.tx.weights import adapter_from_peft, adapter_to_peft
+from skyrl.types import LoraConfig
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+@pytest.mark.parametrize(
+    "lora_config",
+    [RANK_4, LoraConfig(rank=3, alpha=5.5, train_attn=False), LoraConfig(rank=8, train_mlp=False, train_unembed=False)],
+)
+def test_peft_loads_an_exported_adapter_as_it_is(kind, lora_config, load, reference, folder, ids, tmp_path):
+    model = load(kind)
+    adapter = trained_adapter(model.config, lora_config)
+    tensors, config = adapter_to_peft(adapter, lora_config, model.config)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+
+    theirs = peft.PeftModel.from_pretrained(reference(kind), tmp_path)
+    with torch.no_grad():
+        expected = theirs(torch.as_tensor(ids)).logits.numpy()
+    logits = model.compute_logits(hidden(model, ids, adapter=adapter), adapter)
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    assert config["base_model_name_or_path"] == str(folder(kind))
+
+
+def test_an_adapter_that_peft_saved_is_imported(load, reference, ids, tmp_path):
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(
+        r=5,
+        lora_alpha=7,
+        target_modules=["q_proj", "v_proj", "lm_head"],
+        layers_to_transform=None,
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )
+    theirs = peft.get_peft_model(reference(), settings)
+    theirs.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = theirs(torch.as_tensor(ids)).logits.numpy()
+
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    adapter, lora_config = adapter_from_peft(tensors, config, load().config, 8)
+    np.testing.assert_allclose(
+        load().compute_logits(hidden(load(), ids, adapter=adapter), adapter), expected, atol=1e-4
+    )
+    assert lora_config == LoraConfig(rank=5, alpha=7, train_mlp=False)
+
+
+def test_export_and_import_are_inverse(load):
+    lora_config = LoraConfig(rank=6, alpha=3, train_mlp=False)
+    adapter = trained_adapter(load().config, lora_config)
+    back, config = adapter_from_peft(*adapter_to_peft(adapter, lora_config, load().config), load().config, 8)
+    jax.tree.map(np.testing.assert_array_equal, back, adapter)
+    assert config == lora_config
+
+
+def test_only_trained_modules_are_exported_at_their_true_rank(load):
+    lora_config = LoraConfig(rank=3, train_attn=False, train_unembed=False)
+    tensors, config = adapter_to_peft(
+        trained_adapter(load().config, lora_config), lora_config, load().config, "org/base"
+    )
+    assert config["target_modules"] == ["gate_proj", "up_proj", "down_proj"]
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 32.0, "org/base")
+    assert len(tensors) == 2 * 2 * 3
+    assert tensors["base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"].shape == (3, 32)
+    assert tensors["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"].shape == (48, 3)
+
+
+def exported(load):
+    return adapter_to_peft(trained_adapter(load().config), RANK_4, load().config, "base")
+
+
+@pytest.mark.parametrize("option", [{"use_dora": True}, {"rank_pattern": {"q_proj": 2}}, {"bias": "all"}])
+def test_options_that_would_change_the_result_are_refused(option, load):
+    tensors, config = exported(load)
+    with pytest.raises(RequestError, match=f"{next(iter(option))}=.* is not implemented"):
+        adapter_from_peft(tensors, config | option, load().config, 8)
+
+
+def test_a_rank_above_the_largest_is_refused(load):
+    tensors, config = exported(load)
+    with pytest.raises(RequestError, match="r=4 is above the largest rank 2"):
+        adapter_from_peft(tensors, config, load().config, 2)
+
+
+def test_tensors_of_another_model_are_refused(load):
+    tensors, config = exported(load)
+    name = "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"
+    with pytest.raises(RequestError, match=f"1 tensors have no place in this base model, such as {name}"):
+        adapter_from_peft(tensors | {name: np.zeros((4, 32))}, config, load().config, 8)
+
+
+@pytest.mark.parametrize("tensor", [None, np.zeros((4, 99), np.float32)])
+def test_a_pair_that_does_not_fit_is_refused(tensor, load):
+    tensors, config = exported(load)
+    tensors |= {"base_model.model.lm_head.lora_A.weight": tensor}
+    tensors = {name: value for name, value in tensors.items() if value is not None}
+    with pytest.raises(RequestError, match="lora_A and lora_B of lm_head have shapes"):
+        adapter_from_peft(tensors, config, load().config, 8)
