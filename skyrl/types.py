@@ -26,7 +26,7 @@ class WireModel(BaseModel):
 class LoraConfig(WireModel):
     """Which adapter to train. `LoraConfig` of the Tinker API, plus `alpha`."""
 
-    rank: int = Field(32, ge=1)
+    rank: int = Field(default=32, ge=1)
     """Inner dimension of each A B pair."""
     seed: int | None = None
     """Seed of the initial A matrices; None draws one."""
@@ -36,37 +36,37 @@ class LoraConfig(WireModel):
     """Adapt gate, up and down projections."""
     train_attn: bool = True
     """Adapt query, key, value and output projections."""
-    alpha: float = Field(LORA_ALPHA, gt=0)
+    alpha: float = Field(default=LORA_ALPHA, gt=0)
     """The adapter's product is multiplied by alpha / rank."""
 
 
 class AdamParams(WireModel):
     """Hyper-parameters of one optimizer step: `torch.optim.AdamW` with the API's defaults."""
 
-    learning_rate: float = Field(1e-4, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-12, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    learning_rate: float = Field(default=1e-4, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-12, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled decay: the weights shrink by the factor 1 - learning_rate * weight_decay."""
-    grad_clip_norm: float = Field(0.0, ge=0)
+    grad_clip_norm: float = Field(default=0.0, ge=0)
     """Largest global gradient norm, as `torch.nn.utils.clip_grad_norm_`. 0 does not clip."""
 
 
 class SamplingParams(WireModel):
     """How to continue a prompt. Limits are per sequence."""
 
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     """Tokens to generate at most; None fills the context."""
     seed: int | None = None
     """Any int64. None draws one when the request is accepted. Sample i of a request uses (seed, i)."""
     stop: str | list[str] | list[int] | None = None
     """Strings or token ids that end a sequence, beside EOS. None stops at EOS only; [] never stops."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0)
     """0 takes the most likely token."""
-    top_k: int = Field(-1, ge=-1)
+    top_k: int = Field(default=-1, ge=-1)
     """Sample among the k most likely tokens. -1 and 0 are off."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample among the fewest tokens whose probabilities reach top_p. 1 is off."""
 
 

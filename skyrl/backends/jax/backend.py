@@ -117,9 +117,8 @@ class JaxBackend(Executor):
                 stack.enter_context(jax.disable_jit())
             return super().step()
 
-    @singledispatchmethod
     def run(self, operation: ModelOperation) -> Work:
-        raise NotImplementedError(type(operation).__name__)
+        return self._work(operation)
 
     def discard_gradients(self, model_id: str) -> None:
         if model_id in self._states:
@@ -138,7 +137,7 @@ class JaxBackend(Executor):
         local = Path(self.base_model).expanduser().is_dir()
         return BackendInfo(
             base_model=str(self._folder) if local else self.base_model,
-            architecture=self.model_config.architectures[0],
+            architecture=self.model_config.architecture,
             vocab_size=self.model_config.vocab_size,
             max_context_length=self._max_context_length,
             max_lora_rank=self.config.max_lora_rank,
@@ -181,7 +180,11 @@ class JaxBackend(Executor):
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
-    @run.register
+    @singledispatchmethod
+    def _work(self, operation: ModelOperation) -> Work:
+        raise NotImplementedError(type(operation).__name__)
+
+    @_work.register
     def _create(self, operation: CreateModel) -> Work:
         model_id, lora_config = operation.model_id, operation.lora_config
         if model_id in self._states:
@@ -193,14 +196,14 @@ class JaxBackend(Executor):
         self._states[model_id] = ModelState.fresh(lora_config, adapter)
         return ModelOutput(model_id)
 
-    @run.register
+    @_work.register
     def _delete(self, operation: DeleteModel) -> Work:
         self._state(operation.model_id)
         yield
         del self._states[operation.model_id]
         return ModelOutput(operation.model_id)
 
-    @run.register
+    @_work.register
     def _forward_backward(self, operation: ForwardBackward) -> Work:
         state = self._state(operation.model_id)
         tiles = make_tiles(operation.data, operation.loss_fn, operation.loss_fn_config, self._tile_shape)
@@ -221,7 +224,7 @@ class JaxBackend(Executor):
         loss = sum(float(output["elementwise_loss"].sum(dtype=np.float64)) for output in outputs)
         return ForwardBackwardOutput(outputs, {"loss:sum": loss, "num_tokens:sum": float(tokens)})
 
-    @run.register
+    @_work.register
     def _optim_step(self, operation: OptimStep) -> Work:
         state, params = self._state(operation.model_id), operation.adam_params
         gradients = state.gradient_sums if state.gradient_sums is not None else zeros_like(state.adapter.weights)
@@ -240,13 +243,13 @@ class JaxBackend(Executor):
         state.gradient_sums = None
         return OptimStepOutput({"skyrl.ai/grad_norm": grad_norm, "skyrl.ai/learning_rate": params.learning_rate})
 
-    @run.register
+    @_work.register
     def _save(self, operation: SaveCheckpoint) -> Work:
         state = dataclasses.replace(self._state(operation.model_id))
         yield
         return self._write(operation.path, lambda: checkpoints.pack_training(state, self.info().base_model))
 
-    @run.register
+    @_work.register
     def _load(self, operation: LoadCheckpoint) -> Work:
         lora_config = checkpoints.training_lora_config(operation.path)
         if operation.model_id in self._states:
@@ -258,7 +261,7 @@ class JaxBackend(Executor):
         self._states[operation.model_id] = state
         return ModelOutput(operation.model_id)
 
-    @run.register
+    @_work.register
     def _publish(self, operation: Publish) -> Work:
         state = self._state(operation.model_id)
         adapter, lora_config, version = state.adapter, state.lora_config, operation.version

@@ -14,34 +14,34 @@ class JaxBackendConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_lora_adapters: int = Field(32, ge=2)
+    max_lora_adapters: int = Field(default=32, ge=2)
     """Adapters on the device for sampling at once, slot 0 (the base model) included. Not the number of models."""
 
-    max_lora_rank: int = Field(32, ge=1)
+    max_lora_rank: int = Field(default=32, ge=1)
     """Largest rank a model may ask for."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the base weights. `auto`: the checkpoint's on an accelerator, float32 on CPU. Adapters are float32."""
 
-    train_micro_batch_size: int = Field(0, ge=0)
+    train_micro_batch_size: int = Field(default=0, ge=0)
     """Rows per training micro-batch. 0: as many as make up `train_tile_tokens`."""
 
-    train_tile_tokens: int = Field(512, ge=32)
+    train_tile_tokens: int = Field(default=512, ge=32)
     """Tokens (rows x length) per training micro-batch while `train_micro_batch_size` is 0."""
 
-    sample_max_num_sequences: int = Field(0, ge=0)
+    sample_max_num_sequences: int = Field(default=0, ge=0)
     """Sequences decoded at once. 0: as many as `kv_cache_gib` holds, 32 at most."""
 
-    kv_cache_gib: float = Field(2.0, gt=0)
+    kv_cache_gib: float = Field(default=2.0, gt=0)
     """Memory for keys and values of running samples, in GiB."""
 
-    max_context_length: int = Field(0, ge=0)
+    max_context_length: int = Field(default=0, ge=0)
     """Longest sequence (tokens) to train on or sample. 0: what the model was made for, 8192 at most."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
-    loss_chunk_size: int = Field(1024, ge=0)
+    loss_chunk_size: int = Field(default=1024, ge=0)
     """Tokens per chunk of the vocabulary projection. 0 projects all tokens of a micro-batch at once."""
 
     enforce_eager: bool = False
@@ -53,19 +53,19 @@ class JaxBackendConfig(BaseModel):
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that a restart does not compile again."""
 
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices a layer is split over. Only 1 is served yet."""
 
-    expert_parallel_size: int = Field(1, ge=1)
+    expert_parallel_size: int = Field(default=1, ge=1)
     """Devices experts are split over. Only 1 is served yet."""
 
-    fully_sharded_data_parallel_size: int = Field(1, ge=1)
+    fully_sharded_data_parallel_size: int = Field(default=1, ge=1)
     """Devices weights and batch are split over. Only 1 is served yet."""
 
     shard_attention_heads: bool = True
     """Split attention heads over the tensor-parallel devices (no effect on one device)."""
 
-    mhc_expansion_rate: int = Field(1, ge=1)
+    mhc_expansion_rate: int = Field(default=1, ge=1)
     """Residual streams. Only 1 is served yet."""
 
     coordinator_address: str | None = None

@@ -10,7 +10,7 @@ from skyrl.utils.folders import cache_folder
 
 def keep_compiled_programs() -> None:
     """Let JAX keep programs that took more than a moment to compile in the user's cache folder, unless it is set up."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 

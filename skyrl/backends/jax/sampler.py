@@ -21,7 +21,7 @@ from skyrl.types import Result
 from skyrl.utils.tokenizer import Tokenizer
 
 STEPS_PER_BURST = 8
-"""Decode steps before training gets its next turn, while no prompt is waiting and no sequence ends."""
+"""Decode steps before training gets its next turn, while no prompt can be read and no request ends."""
 
 
 class Sampler:
@@ -105,16 +105,18 @@ class Sampler:
 
     def burst(self) -> list[Completion]:
         """Admit and read prompts, about one chunk, then decode a few steps; finished requests and failed ones."""
-        completions = self._read_prompts()
-        prompts_wait = bool(self._waiting) or (self._prompt is not None and not self._prompt.is_read)
-        for _ in range(1 if prompts_wait else STEPS_PER_BURST):
+        completions, more_to_read = self._read_prompts()
+        for _ in range(1 if more_to_read else STEPS_PER_BURST):
             if completions or not self._rows.sequences:
                 break
             completions += self._decode()
         return completions
 
-    def _read_prompts(self) -> list[Completion]:
-        """Bring waiting requests to their rows, in order, until one chunk's worth is computed or one cannot go on."""
+    def _read_prompts(self) -> tuple[list[Completion], bool]:
+        """Bring waiting requests to their rows, in order, until one chunk's worth is computed or one cannot go on.
+
+        Returns failures, and whether there is more that could go on at once.
+        """
         completions: list[Completion] = []
         left = CHUNKS[-1]
         while left > 0 and (self._prompt or self._waiting):
@@ -132,7 +134,7 @@ class Sampler:
                     break
             except Exception as error:
                 completions += self._fail([job], error)
-        return completions
+        return completions, left <= 0 and bool(self._prompt or self._waiting)
 
     def _start_samples(self, prompt: Prompt) -> bool:
         """Give the prompt's samples rows, as many as there are. Whether all have one now, which ends the prompt."""
