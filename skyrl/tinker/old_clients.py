@@ -3,11 +3,11 @@
 Results are stored once, in protobuf; who asks for JSON gets it made from that.
 """
 
-import json
 from itertools import pairwise
 
 import numpy as np
 
+from skyrl.tinker import json_text
 from skyrl.tinker.ids import is_sample
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.wire import DTYPES, forward_backward_json, sample_json
@@ -17,7 +17,7 @@ from skyrl.types import ForwardBackwardOutput, GeneratedSequence, SampleOutput
 def as_json(request_id: str, result: bytes) -> bytes:
     """The JSON form of what `wire.encode_sample` or `wire.encode_forward_backward` made."""
     payload = sample_json(_sample(result)) if is_sample(request_id) else forward_backward_json(_pass(result))
-    return json.dumps(payload).encode()
+    return json_text.dumps(payload)
 
 
 def _pass(result: bytes) -> ForwardBackwardOutput:

@@ -6,7 +6,6 @@ lives in memory, and where it is lost, the client submits it again.
 """
 
 import asyncio
-import json
 import logging
 import shutil
 from collections.abc import Coroutine
@@ -18,7 +17,7 @@ from sqlmodel import Session
 
 from skyrl.backends.operations import LoadCheckpoint, ModelOperation, Publish, Rejected, Sample, SaveCheckpoint
 from skyrl.errors import RequestError
-from skyrl.tinker import request_log
+from skyrl.tinker import json_text, request_log
 from skyrl.tinker.admission import Accepted, Admission, Obsolete, locate
 from skyrl.tinker.auth import Caller
 from skyrl.tinker.channel import DropVersion, Enqueue
@@ -294,7 +293,7 @@ def _store_result(
     obsolete = None
     try:
         payload, obsolete = accepted.record(session, result)
-        outcome = Answer(json.dumps(payload).encode())
+        outcome = Answer(json_text.dumps(payload))
     except RequestError as error:
         outcome = Failure(str(error), "user")
     request_log.finish(session, request_id, outcome)
