@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 4096
 """Connections that may wait to be accepted: a client opens hundreds at once."""
+KEEP_ALIVE_S = 75
+"""Seconds that an idle connection stays open; longer than clients keep theirs, so that they close first."""
 DRAIN_S = 5
 """Seconds that open requests get to finish once the server is to stop."""
 
@@ -54,7 +56,13 @@ async def _serve(config: EngineConfig) -> int:
         except RequestError as error:
             return _fail(str(error))
         options = uvicorn.Config(
-            app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_S, backlog=BACKLOG
+            app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=DRAIN_S,
         )
         http = _HttpServer(options, server)
         announcement = asyncio.create_task(_announce(server, _url(listener), http))

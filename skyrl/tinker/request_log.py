@@ -104,6 +104,12 @@ def outcome_of(session: Session, request_id: str) -> tuple[str, Outcome]:
     return row.tenant, Lost()
 
 
+def drop_old_results(session: Session, finished_before: float) -> None:
+    """Forget results that nobody has asked for in a long time. What remains still tells an equal request apart."""
+    old = col(RequestRow.finished_at) < finished_before
+    session.execute(update(RequestRow).where(old, col(RequestRow.result).is_not(None)).values(result=None))
+
+
 def unknown_request(request_id: str) -> UnknownName:
     return UnknownName(f"request_id={request_id[:300]!r} is not known; use the one that the submission returned")
 

@@ -1,6 +1,7 @@
 """Ties the parts of the API process together: database, queue, engine; starts and stops them in order."""
 
 import asyncio
+import time
 from functools import partial
 
 from skyrl.tinker import request_log
@@ -9,6 +10,11 @@ from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database
 from skyrl.tinker.queue import RequestQueue
 from skyrl.tinker.service import EngineFactory, Service
+
+RESULT_RETENTION_S = 24 * 3600
+"""How long the result of a training request can be read again."""
+CLEANUP_INTERVAL_S = 3600
+
 
 class TinkerServer:
     """The state behind the routes. `service` and `queue` exist from `start` on."""
@@ -36,13 +42,21 @@ class TinkerServer:
             self.config, on_frame=self._on_frame, on_crash=self.queue.lose_all, on_failure=self._on_failure
         )
         self.service.engine.start()
+        self._cleanup = asyncio.create_task(self._drop_old_results())
 
     async def stop(self) -> None:
         """Let polls go, let the engine finish its writes, store what it still reports, close the database."""
         self.service.futures.close()
+        self._cleanup.cancel()
         await self.service.engine.stop()
         await self.queue.settle()
         await asyncio.to_thread(self.service.database.close)
+
+    async def _drop_old_results(self) -> None:
+        while True:
+            job = partial(request_log.drop_old_results, finished_before=time.time() - RESULT_RETENTION_S)
+            await self.service.database.write(job)
+            await asyncio.sleep(CLEANUP_INTERVAL_S)
 
     def _on_frame(self, frame: FromEngine) -> None:
         match frame:

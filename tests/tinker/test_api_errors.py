@@ -73,8 +73,9 @@ def test_wrong_method_says_so(server):
     assert "GET /api/v1/create_model is not served here" in response.json()["detail"]
 
 
-def test_body_above_the_limit_is_413(server):
-    response = server.http.post("/optim_step", content=b" " * (2**20 + 1))
+@pytest.mark.parametrize("path", ["optim_step", "create_session"])
+def test_body_above_the_limit_is_413(server, path):
+    response = server.http.post(f"/{path}", content=b" " * (2**20 + 1))
     assert response.status_code == 413
     assert str(2**20) in response.json()["detail"]
 

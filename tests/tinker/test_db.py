@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from sqlmodel import Session, SQLModel, select
 from skyrl.errors import RequestError
 from skyrl.tinker import request_log
 from skyrl.tinker.db import Database
-from skyrl.tinker.futures import Answer, Failure
+from skyrl.tinker.futures import Answer, Failure, Lost
 from skyrl.tinker.tables import ModelRow, RequestRow, SessionRow
 
 
@@ -193,6 +194,21 @@ def test_answer_replaces_the_body(database):
     asyncio.run(database.write(partial(request_log.finish, request_id="r", outcome=Answer(b"{}"))))
     assert database.read_now(lambda session: request_log.outcome_of(session, "r")) == ("t", Answer(b"{}"))
     assert database.read_now(lambda session: session.exec(text("SELECT body FROM requests")).scalar()) == b""
+
+
+def test_old_results_are_dropped_and_their_seq_ids_kept(database):
+    asyncio.run(database.write(append(entry("r"))))
+    asyncio.run(database.write(partial(request_log.finish, request_id="r", outcome=Answer(b"{}"))))
+    asyncio.run(database.write(partial(request_log.drop_old_results, finished_before=time.time() + 1)))
+    assert database.read_now(lambda session: request_log.outcome_of(session, "r")) == ("t", Lost())
+    assert asyncio.run(database.write(append(entry("s")))).request_id == "r"
+
+
+def test_young_results_are_kept(database):
+    asyncio.run(database.write(append(entry("r"))))
+    asyncio.run(database.write(partial(request_log.finish, request_id="r", outcome=Answer(b"{}"))))
+    asyncio.run(database.write(partial(request_log.drop_old_results, finished_before=time.time() - 3600)))
+    assert database.read_now(lambda session: request_log.outcome_of(session, "r")) == ("t", Answer(b"{}"))
 
 
 @pytest.mark.parametrize(("status", "category"), [("lost", "server"), ("unloaded", "user"), ("failed", "user")])

@@ -1,0 +1,77 @@
+"""The table of futures: bounds, duplicates, waiting."""
+
+import asyncio
+
+from skyrl.tinker.futures import OVERHEAD_BYTES, Answer, Failure, Futures, Lost
+
+
+def test_first_outcome_stays():
+    futures = Futures()
+    futures.add("a", "t")
+    futures.set("a", Answer(b"1"))
+    futures.set("a", Failure("late", "server"))
+    assert futures.get("a").outcome == Answer(b"1")
+
+
+def test_oldest_answers_are_dropped_past_the_cap():
+    futures = Futures(max_finished_bytes=3 * OVERHEAD_BYTES + 30)
+    for name in "abcde":
+        futures.add(name, "t")
+        futures.set(name, Answer(b"0123456789"))
+    assert [name for name in "abcde" if futures.get(name)] == ["c", "d", "e"]
+
+
+def test_pending_futures_are_never_dropped():
+    futures = Futures(max_finished_bytes=1)
+    futures.add("pending", "t")
+    for name in "ab":
+        futures.add(name, "t")
+        futures.set(name, Answer(b""))
+    assert futures.get("pending") is not None
+
+
+def test_dropped_sample_may_be_sent_again():
+    futures = Futures(max_finished_bytes=1)
+    for number in range(2):
+        futures.add(f"sample-{number}", "t", ("s", number))
+        futures.set(f"sample-{number}", Answer(b""))
+    assert (futures.sample_with(("s", 0)), futures.sample_with(("s", 1))) == (None, "sample-1")
+
+
+def test_lost_future_is_forgotten_and_whoever_waits_is_told():
+    async def main():
+        futures = Futures()
+        future = futures.add("sample-0", "t", ("s", 0))
+        waiting = asyncio.create_task(future.wait(60))
+        await asyncio.sleep(0)
+        futures.set("sample-0", Lost())
+        return await waiting, futures.get("sample-0")
+
+    assert asyncio.run(main()) == (Lost(), None)
+
+
+def test_everybody_who_waits_is_answered():
+    async def main():
+        futures = Futures()
+        future = futures.add("a", "t")
+        waiting = [asyncio.create_task(future.wait(60)) for _ in range(3)]
+        await asyncio.sleep(0)
+        futures.set("a", Answer(b"1"))
+        return await asyncio.gather(*waiting)
+
+    assert asyncio.run(main()) == [Answer(b"1")] * 3
+
+
+def test_wait_ends_without_an_outcome():
+    assert asyncio.run(Futures().add("a", "t").wait(0)) is None
+
+
+def test_closing_lets_go_of_all_who_wait_now_or_later():
+    async def main():
+        futures = Futures()
+        waiting = asyncio.create_task(futures.add("a", "t").wait(60))
+        await asyncio.sleep(0)
+        futures.close()
+        return await waiting, await futures.add("b", "t").wait(60)
+
+    assert asyncio.run(main()) == (None, None)
