@@ -85,7 +85,7 @@ class Executor(AbstractBackend):
                 try:
                     self.sampler.add(operation)
                 except Exception as error:
-                    self._ready.append(Completion(operation.request_id, _failure(operation, error)))
+                    self._ready.append(Completion(operation.request_id, failure(operation, error)))
             else:
                 assert isinstance(operation, ModelOperation), operation
                 self._queues.setdefault(operation.model_id, deque()).append(operation)
@@ -123,7 +123,7 @@ class Executor(AbstractBackend):
         except StopIteration as stop:
             done = stop.value
         except Exception as error:
-            done = _failure(operation, error)
+            done = failure(operation, error)
         if done is not None:
             queue.popleft()
             self._running.pop(model_id, None)
@@ -162,7 +162,7 @@ class Executor(AbstractBackend):
         for future in [future for future in self._background if future.done()]:
             request_id = self._background.pop(future)
             error = future.exception()
-            result = future.result() if error is None else _failure(request_id, error)
+            result = future.result() if error is None else failure(request_id, error)
             completions.append(Completion(request_id, result))
         return completions
 
@@ -175,7 +175,7 @@ class Executor(AbstractBackend):
         """Called, from any thread, when background work has finished. The engine replaces it to interrupt its wait."""
 
 
-def _failure(operation: Operation | str, error: BaseException) -> ErrorResponse:
+def failure(operation: Operation | str, error: BaseException) -> ErrorResponse:
     """What the sender reads: errors that are written for it verbatim, others without details, which go to the log."""
     if isinstance(error, RequestError):
         return ErrorResponse(str(error), "user")

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
 from skyrl.tx.models.types import Adapter
 from skyrl.types import LoraConfig
 

@@ -14,12 +14,10 @@ from functools import singledispatchmethod
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
-from skyrl.backends.jax.sampler import Sampler
-from skyrl.backends.jax.versions import VersionPool
 
-import jax
 from skyrl.backends.backend import (
     CreateModel,
     DeleteModel,
@@ -36,7 +34,9 @@ from skyrl.backends.jax import checkpoints
 from skyrl.backends.jax.adapters import ModelState, zeros_like
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.loading import keep_compiled_programs, model_folder
+from skyrl.backends.jax.sampler import Sampler
 from skyrl.backends.jax.step import AdamScalars, PassOutput, TrainingPrograms
+from skyrl.backends.jax.versions import VersionPool
 from skyrl.errors import RequestError
 from skyrl.tx.lora import init_adapter, padded_rank, zero_adapter
 from skyrl.tx.weights import load_model

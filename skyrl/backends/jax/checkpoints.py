@@ -7,16 +7,16 @@ immutable arrays, so they may run in a background thread while training goes on.
 import json
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import load, save
-from skyrl.tx.peft import adapter_from_peft, adapter_to_peft
-
 import jax
 import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load, save
+
 from skyrl.backends.jax.adapters import ModelState, Tree
 from skyrl.errors import RequestError, StorageError
 from skyrl.tx.lora import padded_rank
 from skyrl.tx.models.types import Adapter
+from skyrl.tx.peft import adapter_from_peft, adapter_to_peft
 from skyrl.types import LoraConfig
 from skyrl.utils.storage import read_folder
 

@@ -8,7 +8,7 @@ neither long prompts nor long continuations hold others up. Everything here runs
 from collections import deque
 from typing import Any
 
-from skyrl.backends.executor import _failure
+from skyrl.backends.executor import failure
 from skyrl.backends.jax.cache_shapes import CacheShapes
 from skyrl.backends.jax.decode_rows import DecodeRows
 from skyrl.backends.jax.prompts import Prompt
@@ -165,7 +165,7 @@ class Sampler:
         everyone = jobs + [sequence.job for sequence in self._rows.sequences] if lost else jobs
         if self._prompt and self._versions.bank_lost:
             everyone = [*everyone, self._prompt.job]
-        completions = [self._complete(job, _failure(job.request, error)) for job in dict.fromkeys(everyone)]
+        completions = [self._complete(job, failure(job.request, error)) for job in dict.fromkeys(everyone)]
         if self._versions.bank_lost:
             self._versions.rebuild_bank()
         return completions

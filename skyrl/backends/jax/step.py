@@ -9,11 +9,11 @@ settings and its inputs are data, so shapes alone decide what is compiled.
 import functools
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import jax
-import jax.numpy as jnp
 from skyrl.algorithms.losses import LossInputs, mixed_loss
 from skyrl.backends.batching import MAX_SEGMENTS, TileArrays
 from skyrl.backends.jax.adapters import Tree
