@@ -3,7 +3,7 @@
 import pytest
 import tinker
 
-from live import engine_pid, kill_engine, new_trainer, sample, sequence, service, step, supervised
+from live import engine_pid, kill_engine, new_trainer, sample, sequence, service, step, supervised, wait_for_new_engine
 from skyrl.local_server import LocalServer
 
 TOKENS = sequence(12)
@@ -44,8 +44,7 @@ def test_a_killed_engine_is_replaced_and_new_work_is_fine(own_server):
         path = trainer.save_weights_for_sampler("s").result().path
         before, pid = greedy(client, path), engine_pid(own_server)
         kill_engine(own_server)
-        own_server.wait_until_ready()
-        assert engine_pid(own_server) != pid
+        wait_for_new_engine(own_server, pid)
         assert greedy(client, path) == before
         step(new_trainer(client, own_server), DATA)
 
