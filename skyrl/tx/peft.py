@@ -109,6 +109,8 @@ def adapter_from_peft(
             pair["lora_B"][at_layer][:true_rank] = b.T
             groups.add(target.group)
         pairs.append((target, pair))
+        # PEFT stores the adapted vocabulary projection of the base model too, in case it was resized.
+        left.pop(f"base_model.model.{target.module}.base_layer.weight", None)
     if left:
         raise RequestError(f"adapter: {len(left)} tensors have no place in this base model, such as {min(left)}")
     lora_config = LoraConfig(

@@ -62,6 +62,7 @@ def test_slots_of_a_bank_are_read_and_written(load):
         jax.tree.map(np.testing.assert_array_equal, read_slot(bank, slot), adapter)
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 def test_gradients_equal_those_of_peft(kind, load, reference, ids):
     import peft
