@@ -17,6 +17,7 @@ import uvicorn
 from skyrl.errors import RequestError
 from skyrl.tinker.app import create_app
 from skyrl.tinker.config import EngineConfig, parse_config
+from skyrl.tinker.db import without_password
 from skyrl.tinker.server import TinkerServer
 from skyrl.utils.log import setup_logging
 
@@ -123,7 +124,7 @@ def _summary(server: TinkerServer, url: str) -> str:
         "base model": f"{names[0]}{aliases}",
         "context": f"{service.info.max_context_length} tokens, LoRA rank up to {service.info.max_lora_rank}",
         "checkpoints": str(config.checkpoints_base),
-        "database": config.database_url,
+        "database": without_password(config.database_url),
         "keys": f"{len(config.api_keys)} configured" if config.api_keys else "any (--api-keys limits them)",
     }
     lines = [f"SkyRL Tinker server at {url}", *(f"  {name:<12}{value}" for name, value in rows.items())]

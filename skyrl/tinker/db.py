@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import queue
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -138,14 +139,23 @@ def migration_config(connection: Connection) -> AlembicConfig:
     return config
 
 
+def _refusal(url: str, why: str) -> RequestError:
+    return RequestError(f"database_url={without_password(url)}: {why}")
+
+
+def without_password(url: str) -> str:
+    """The URL, fit to be shown."""
+    return re.sub(r":[^:@/]*@", ":***@", url)
+
+
 def _migrate(engine: Engine, url: str) -> None:
     with engine.begin() as connection:
         try:
             command.upgrade(migration_config(connection), "head")
         except CommandError as error:
-            raise RequestError(
-                f"database_url={url} was written by another version of this server ({error}); start that version, or "
-                "use another database"
+            raise _refusal(
+                url,
+                f"it was written by another version of this server ({error}); start that one, or use another database",
             ) from error
 
 
@@ -155,28 +165,28 @@ def _open(url: str) -> Engine:
         if parsed.drivername == "postgresql":
             parsed = parsed.set(drivername="postgresql+psycopg")
         if parsed.get_backend_name() not in ("sqlite", "postgresql"):
-            raise RequestError(f"database_url={url}: use sqlite:///FILE or postgresql://USER@HOST/NAME")
+            raise _refusal(url, "use sqlite:///FILE or postgresql://USER@HOST/NAME")
         sqlite = parsed.get_backend_name() == "sqlite"
         if sqlite and not parsed.database:
-            raise RequestError(f"database_url={url}: a database in memory is not served; name a file, sqlite:///FILE")
+            raise _refusal(url, "a database in memory is not served; name a file, sqlite:///FILE")
         if sqlite:
             Path(str(parsed.database)).parent.mkdir(parents=True, exist_ok=True)
         engine = sqlalchemy.create_engine(parsed, pool_size=READERS + 1)
     except ModuleNotFoundError as error:
-        raise RequestError(
-            f"database_url={url} needs the package {error.name}; install it with: pip install 'skyrl[postgres]'"
+        raise _refusal(
+            url, f"this needs the package {error.name}; install it with: pip install 'skyrl[postgres]'"
         ) from error
     except ArgumentError as error:
-        raise RequestError(f"database_url={url!r}: {error}; use sqlite:///FILE or postgresql://...") from error
+        raise _refusal(url, f"{error}; use sqlite:///FILE or postgresql://...") from error
     except OSError as error:
-        raise RequestError(f"database_url={url}: {error}; use a folder that can be written") from error
+        raise _refusal(url, f"{error}; use a folder that can be written") from error
     if sqlite:
         event.listen(engine, "connect", _sqlite_connect)
         event.listen(engine, "begin", _sqlite_begin)
     try:
         engine.connect().close()
     except DatabaseError as error:
-        raise RequestError(f"database_url={url}: cannot be opened ({error.orig}); check the path or server") from error
+        raise _refusal(url, f"it cannot be opened ({error.orig}); check the path or server") from error
     return engine
 
 
@@ -200,12 +210,12 @@ def _lock_file(url: str) -> int | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise RequestError(f"database_url={url}: {error}; use a folder that can be written") from error
+        raise _refusal(url, f"{error}; use a folder that can be written") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(handle)
-        raise RequestError(
-            f"database_url={url} is in use by another server; stop that one or give this one its own --database-url"
+        raise _refusal(
+            url, "it is in use by another server; stop that one or give this one its own --database-url"
         ) from error
     return handle

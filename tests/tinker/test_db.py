@@ -149,6 +149,12 @@ def test_postgresql_without_its_driver_names_the_extra(monkeypatch):
         Database("postgresql://localhost/skyrl")
 
 
+def test_password_is_not_shown():
+    with pytest.raises(RequestError) as error:
+        Database("mysql://user:secret@host/name")
+    assert "secret" not in str(error.value) and "user:***@host" in str(error.value)
+
+
 def test_file_that_is_no_database_is_refused(tmp_path):
     (tmp_path / "a.db").write_bytes(b"not a database" * 100)
     with pytest.raises(RequestError, match="cannot be opened"):
