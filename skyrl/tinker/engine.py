@@ -154,8 +154,8 @@ def _builtin_model(progress: Callable[[str], None]) -> str:
     return str(builtin_model())
 
 
-def serve(channel: EngineChannel) -> int:
-    """The life of an engine process on its channel. Returns its exit status."""
+def serve(channel: EngineChannel, on_close: Callable[[], None] = lambda: None) -> int:
+    """The life of an engine on its channel. Returns its exit status. `on_close` is called when the API has gone."""
     try:
         start = channel.receive()
     except ChannelClosed:
@@ -163,7 +163,7 @@ def serve(channel: EngineChannel) -> int:
     assert isinstance(start, Start), start
     config = start.config
     setup_logging(config.log_level, process="engine")
-    channel.listen(on_close=_leave_soon)
+    channel.listen(on_close)
 
     def progress(message: str) -> None:
         log.info("%s", message)
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, stack: _deliver_shutdown(channel))
     os.nice(NICENESS)
-    return serve(channel)
+    return serve(channel, on_close=_leave_soon)
 
 
 if __name__ == "__main__":
