@@ -74,11 +74,11 @@ class EngineConfig(BaseModel):
     api_keys: Names = ()
     """Keys that clients may use, separated by commas. Without any, every key is accepted."""
 
-    session_timeout_sec: int = Field(300, ge=-1)
-    """Seconds without a heartbeat after which a session's models are unloaded; -1 never does."""
+    session_timeout_sec: int = -1
+    """Not served yet: sessions that go silent keep their models. Only -1 (never unload) is accepted."""
 
-    session_cleanup_interval_sec: int = Field(60, ge=-1)
-    """Seconds between looks for silent sessions; -1 disables them."""
+    session_cleanup_interval_sec: int = -1
+    """Not served yet, see --session-timeout-sec."""
 
     long_poll_s: float = Field(20.0, gt=0, le=40)
     """Seconds that a retrieve_future request is held open at most (clients give up at 45)."""
@@ -111,11 +111,11 @@ class EngineConfig(BaseModel):
             raise ValueError("only local folders are served; name a local or mounted folder")
         return Path(str(value)).expanduser().absolute()
 
-    @field_validator("session_cleanup_interval_sec")
+    @field_validator("session_timeout_sec", "session_cleanup_interval_sec")
     @classmethod
-    def _not_a_busy_loop(cls, value: int) -> int:
-        if value == 0:
-            raise ValueError("0 would look without a pause; use 1 or more seconds, or -1 to disable")
+    def _never(cls, value: int) -> int:
+        if value != -1:
+            raise ValueError("silent sessions are not unloaded by this version; leave it at -1, and use unload_model")
         return value
 
     @field_validator(

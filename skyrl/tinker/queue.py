@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING_SAMPLES = 20_000
 """Samples that may wait at a time. Past them a submission is turned away for a second (429)."""
+MAX_PENDING_BYTES = 2 * 2**30
+"""Bodies of training requests that may wait at a time, together; past them likewise."""
 
 
 class Busy(Exception):
@@ -44,6 +46,8 @@ class _InEngine:
 
     operation: QueuedOperation
     accepted: Accepted
+    body_bytes: int = 0
+    """Size of a training request as it came."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,11 @@ class RequestQueue:
             MalformedBody: The body does not even say which request of which model it is.
             UnknownName: There is no such model or session.
             EngineStarting: The base model is not known yet.
+            Busy: Too many bytes wait already.
         """
+        waiting = sum(entry.body_bytes for entry in self._pending.values())
+        if waiting and waiting + len(body.data) > MAX_PENDING_BYTES:
+            raise Busy(f"training requests of {waiting} bytes are queued already; send this one again in a second")
         admission, parsed = await self._admit(operation, body, caller)
         refusal: Failure | None = None
         try:
@@ -109,7 +117,9 @@ class RequestQueue:
         if refusal is not None or accepted is None:
             self._futures.set(request_id, refusal or Lost())
         else:
-            self._send(operation, admission, accepted)
+            self._pending[request_id] = _InEngine(operation, accepted)
+            self._pending_samples += 1
+            self._send(admission, accepted)
         return request_id, count
 
     async def _admit(self, operation: QueuedOperation, body: Body, caller: Caller) -> tuple[Admission, Parsed]:
@@ -141,7 +151,7 @@ class RequestQueue:
         )
         # Known from here on, so that an engine that ends meanwhile fails it and a poll never finds it missing.
         future = self._futures.add(request_id, target.tenant)
-        self._pending[request_id] = _InEngine(operation, accepted)
+        self._pending[request_id] = _InEngine(operation, accepted, len(body.data))
         try:
             job = partial(request_log.append, entry=entry, refusal=refusal, on_log=accepted.on_log)
             logged = await self._service.database.write(job)
@@ -155,13 +165,11 @@ class RequestQueue:
             self._futures.set(request_id, logged.refusal)
         elif future.outcome is None:
             self._service.directory.forget(target.model_id)
-            self._send(operation, admission, accepted)
+            self._send(admission, accepted)
         return logged.request_id
 
-    def _send(self, operation: QueuedOperation, admission: Admission, accepted: Accepted) -> None:
+    def _send(self, admission: Admission, accepted: Accepted) -> None:
         target = admission.target
-        self._pending[admission.request_id] = _InEngine(operation, accepted)
-        self._pending_samples += isinstance(accepted.operation, Sample)
         frame = Enqueue(admission.request_id, target.tenant, accepted.operation, target.seq_id)
         self._service.engine.send(frame)
 

@@ -62,7 +62,7 @@ def qwen3(size: Size) -> tuple[dict[str, Any], Tensors]:
         "head_dim": size.head_dim,
         "hidden_act": "silu",
         "hidden_size": size.hidden,
-        "initializer_range": 0.02,
+        "initializer_range": size.hidden**-0.5,
         "intermediate_size": size.intermediate,
         "max_position_embeddings": size.max_position,
         "max_window_layers": size.layers,
@@ -194,11 +194,14 @@ def _check(size: Size, dtype: str) -> None:
 
 
 def _random(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Ones for norms, else normal numbers with standard deviation 0.02 from a stream of the tensor's own."""
+    """Ones for norms, else normal numbers that keep the scale of their input, from a stream of the tensor's own.
+
+    A standard deviation of 1 / sqrt(in) lets adapters of small models learn several times faster than the usual 0.02.
+    """
     if len(shape) == 1:
         return np.ones(shape, np.float32)
     stream = np.random.default_rng([seed % 2**64, zlib.crc32(name.encode())])
-    return np.float32(0.02) * stream.standard_normal(shape, np.float32)
+    return np.float32(shape[1] ** -0.5) * stream.standard_normal(shape, np.float32)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

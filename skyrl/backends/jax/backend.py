@@ -251,15 +251,18 @@ class JaxBackend(Executor):
 
     @_work.register
     def _load(self, operation: LoadCheckpoint) -> Work:
+        state = self._writer.submit(self._read_state, operation).result()  # after the writes that are under way
+        yield
+        self._states[operation.model_id] = state
+        return ModelOutput(operation.model_id)
+
+    def _read_state(self, operation: LoadCheckpoint) -> ModelState:
         lora_config = checkpoints.training_lora_config(operation.path)
         if operation.model_id in self._states:
             _check_same_adapter(operation.path, lora_config, self._states[operation.model_id].lora_config)
         self._check_rank(lora_config.rank)
         like = zero_adapter(self.model_config, padded_rank(lora_config.rank))
-        state = checkpoints.load_training(operation.path, like, operation.load_optimizer)
-        yield
-        self._states[operation.model_id] = state
-        return ModelOutput(operation.model_id)
+        return checkpoints.load_training(operation.path, like, operation.load_optimizer)
 
     @_work.register
     def _publish(self, operation: Publish) -> Work:

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from skyrl.algorithms.checks import MAX_NUM_SAMPLES
 from skyrl.tinker import schemas
 from skyrl.tinker.futures import JSON, PROTOBUF, Answer, Failure, Lost
 from skyrl.tinker.http import error_response
@@ -37,7 +38,7 @@ for _operation in OPERATIONS.values():
 async def asample(queue: QueueDependency, caller: CallerDependency, body: BodyDependency) -> schemas.FutureResponse:
     """Queue a sample."""
     request_id, count = await queue.sample(OPERATIONS[SAMPLE], body, caller)
-    sequence_ids = [f"{request_id}:{index}" for index in range(count)]
+    sequence_ids = [f"{request_id}:{index}" for index in range(min(count, MAX_NUM_SAMPLES))]  # more are refused
     return schemas.FutureResponse(request_id=request_id, sample_sequence_ids=sequence_ids)
 
 
