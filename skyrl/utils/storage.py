@@ -43,7 +43,9 @@ def write_folder(path: str | Path, files: Mapping[str, bytes]) -> int:
         _put_in_place(temporary, target)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise StorageError(f"cannot write {target}: {error.strerror or error}; free space or check permissions") from error
+        raise StorageError(
+            f"cannot write {target}: {error.strerror or error}; free space or check permissions"
+        ) from error
     return sum(len(data) for data in files.values())
 
 
@@ -61,7 +63,9 @@ def read_folder(path: str | Path) -> dict[str, bytes]:
         raise StorageError(f"{folder} is missing or incomplete ({error}); save the checkpoint again") from error
     for name, data in files.items():
         if hashlib.sha256(data).hexdigest() != manifest[name]["sha256"]:
-            raise StorageError(f"{folder / name} is damaged: its hash differs from the manifest; use another checkpoint")
+            raise StorageError(
+                f"{folder / name} is damaged: its hash differs from the manifest; use another checkpoint"
+            )
     return files
 
 
