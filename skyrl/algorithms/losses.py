@@ -317,7 +317,7 @@ def _where(chosen: Bool[Any, "batch 1"], values: Num[Any, "batch columns"], othe
     return xp.where(chosen, values, xp.full_like(values, other))
 
 
-def _bounded(value: Knob) -> Knob:
+def _bounded(value: Knob | Tokens) -> Knob | Tokens:
     if isinstance(value, float | int):
         return min(max(value, -LARGEST), LARGEST)
     return array_namespace(value).clip(value, -LARGEST, LARGEST)

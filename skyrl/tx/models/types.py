@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from skyrl.utils.registry import Registry
@@ -43,7 +44,7 @@ class KVCache(NamedTuple):
     values: Float[Array, "layers batch capacity kv_heads head_dim"]
 
     @classmethod
-    def zeros(cls, config: "ModelConfig", batch: int, capacity: int, dtype: jnp.dtype) -> "KVCache":
+    def zeros(cls, config: "ModelConfig", batch: int, capacity: int, dtype: DTypeLike) -> "KVCache":
         """An empty cache for `batch` rows of at most `capacity` tokens."""
         text = config.get_config()
         shape = (text.num_hidden_layers, batch, capacity, text.num_key_value_heads, text.head_dim)
