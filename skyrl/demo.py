@@ -81,10 +81,8 @@ class Learner:
         tokens = [*prompt, *self.tokenizer.encode(answer), self.tokenizer.eos_token_id]
         weights = np.zeros(len(tokens) - 1, np.float32)
         weights[len(prompt) - 1 :] = 1
-        return tinker.Datum(
-            model_input=tinker.ModelInput.from_ints(tokens[:-1]),
-            loss_fn_inputs={"target_tokens": np.asarray(tokens[1:], np.int64), "weights": weights},
-        )
+        inputs: dict[str, Any] = {"target_tokens": np.asarray(tokens[1:], np.int64), "weights": weights}
+        return tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
     def train_round(self) -> None:
         """A few steps, all submitted before the first result is awaited."""
