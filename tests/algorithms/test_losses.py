@@ -162,6 +162,19 @@ def test_a_negative_per_token_clip_means_the_knob():
     assert ppo(x, clip_high_threshold=1.3).item() == pytest.approx(-1.3)
 
 
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_a_ratio_on_its_bound_has_the_whole_gradient(name):
+    """On-policy tokens whose bound is 1, as with torch.clamp."""
+    x = cast(scalar(sequence_ratio_mask=1.0, segments=0, clip_low=-1.0, clip_high=-1.0), jax.numpy.asarray)
+    for low, high, advantage in [(1.0, 1.2, 1.0), (1.0, 1.2, -1.0), (0.8, 1.0, 1.0), (0.8, 1.0, -1.0)]:
+
+        def value(logprobs, low=low, high=high, advantage=advantage):
+            inputs = x._replace(logprobs=logprobs, advantages=x.advantages * advantage)
+            return LOSSES[name](inputs, clip_low_threshold=low, clip_high_threshold=high).sum()
+
+        assert jax.grad(value)(x.logprobs).item() == pytest.approx(-advantage)
+
+
 def test_a_per_token_clip_of_zero_counts():
     assert ppo(scalar(clip_high=0.0)).item() == pytest.approx(0.0)
 
