@@ -40,6 +40,7 @@ def write_folder(path: str | Path, files: Mapping[str, bytes]) -> int:
         for name, data in files.items():
             _write_file(temporary / name, data)
         _write_file(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
+        _flush_folder(temporary)
         _put_in_place(temporary, target)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -58,11 +59,12 @@ def read_folder(path: str | Path) -> dict[str, bytes]:
     folder = local_path(path)
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-        files = {name: (folder / name).read_bytes() for name in manifest}
-    except (OSError, ValueError) as error:
+        hashes = {name: entry["sha256"] for name, entry in manifest.items()}
+        files = {name: (folder / name).read_bytes() for name in hashes}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{folder} is missing or incomplete ({error}); save the checkpoint again") from error
     for name, data in files.items():
-        if hashlib.sha256(data).hexdigest() != manifest[name]["sha256"]:
+        if hashlib.sha256(data).hexdigest() != hashes[name]:
             raise StorageError(
                 f"{folder / name} is damaged: its hash differs from the manifest; use another checkpoint"
             )
@@ -81,11 +83,20 @@ def _put_in_place(temporary: Path, target: Path) -> None:
     if target.exists():
         old = target.with_name(f".{target.name}.{uuid4().hex}.old")
         os.rename(target, old)
-        os.rename(temporary, target)
+        try:
+            os.rename(temporary, target)
+        except OSError:
+            os.rename(old, target)
+            raise
         shutil.rmtree(old, ignore_errors=True)
     else:
         os.rename(temporary, target)
-    directory = os.open(target.parent, os.O_RDONLY)
+    _flush_folder(target.parent)
+
+
+def _flush_folder(path: Path) -> None:
+    """Put the names in a folder on disk."""
+    directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:
