@@ -177,6 +177,8 @@ class PreparedModelPassBatch:
     all_loss_fns: list[str]
     all_loss_fn_configs: list[dict[str, float] | None]
     request_batch_slices: list[RequestSlice]
+    all_loss_fn_inputs: list[dict[str, list[float]]] = field(default_factory=list)
+    """Inputs that have no column of their own, by wire name, such as `sequence_ratio_mask`. Empty: no row has any."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ class AbstractBackend(ABC):
     def __init__(self, base_model: str, config: BaseModel):
         self.base_model = base_model
         self.config = config
-        self._undelivered: dict[str, Completion] = {}
+        self._ready: list[Completion] = []
+        """What `step` returns before anything else."""
 
     # -- primitives ---------------------------------------------------------------------------------------------------
 
@@ -167,14 +168,23 @@ class AbstractBackend(ABC):
         return result
 
     def _finish(self, operations: list[Operation]) -> dict[str, Any]:
-        """Submit and step until all are done. Completions of others' operations are kept for their own caller."""
+        """Submit and step until all are done. Completions of others' operations are kept for the next `step`."""
         for operation in operations:
             self.submit(operation)
         wanted = {operation.request_id for operation in operations}
-        while not wanted <= self._undelivered.keys():
-            self.wait()
-            self._undelivered |= {completion.request_id: completion for completion in self.step()}
-        return {request_id: self._undelivered.pop(request_id).result for request_id in wanted}
+        results: dict[str, Result] = {}
+        others: list[Completion] = []
+        try:
+            while len(results) < len(wanted):
+                self.wait()
+                for completion in self.step():
+                    if completion.request_id in wanted:
+                        results[completion.request_id] = completion.result
+                    else:
+                        others.append(completion)
+        finally:
+            self._ready = others + self._ready
+        return results
 
 
 def _new_id() -> str:

@@ -65,7 +65,6 @@ class Executor(AbstractBackend):
         self._running: dict[str, Work] = {}
         self._background: dict[Future[Result], str] = {}
         self._failed_pass: dict[str, str] = {}
-        self._ready: list[Completion] = []
         self._wake = threading.Condition()
 
     @abstractmethod
@@ -151,7 +150,8 @@ class Executor(AbstractBackend):
             return []
         failed = isinstance(result, ErrorResponse)
         was_pass = isinstance(operation, ForwardBackward) and not operation.forward_only
-        if failed and (was_pass or (isinstance(operation, Rejected) and operation.was_pass)):
+        was_pass |= isinstance(operation, Rejected) and operation.was_pass
+        if failed and was_pass and self.has_model(operation.model_id):  # without a model there is no step to fail
             self._failed_pass.setdefault(operation.model_id, result.error)
         if not failed and isinstance(operation, CreateModel | LoadCheckpoint | DeleteModel):
             self._failed_pass.pop(operation.model_id, None)

@@ -4,6 +4,7 @@ A request that cannot be served becomes a `Rejected` operation, so it fails alon
 """
 
 import secrets
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -57,11 +58,10 @@ def samples_of(batch: PreparedSampleBatch, info: BackendInfo) -> list[Operation]
     operations: list[Operation] = []
     for request_id, model_id, start, end, needs_prompt_logprobs in batch.request_batch_slices:
         rows = range(start, end)
-        params = batch.all_sampling_params[start]
-        prompt = np.asarray(batch.all_prompts[start], np.int32)
         try:
             _check_same("prompt", request_id, [list(batch.all_prompts[row]) for row in rows])
             _check_same("checkpoint", request_id, [batch.all_checkpoint_ids[row] for row in rows])
+            params, prompt = batch.all_sampling_params[start], _array("prompt", batch.all_prompts[start], np.int64)
             without_seed = {"seed": None}
             _check_same(
                 "sampling parameters",
@@ -79,7 +79,7 @@ def samples_of(batch: PreparedSampleBatch, info: BackendInfo) -> list[Operation]
             Sample(
                 request_id=request_id,
                 version=version_of(model_id, batch.all_checkpoint_ids[start]) if model_id else None,
-                prompt=prompt,
+                prompt=prompt.astype(np.int32),
                 params=params.model_copy(update={"max_tokens": max_tokens, "seed": seed}),
                 num_samples=len(rows),
                 prompt_logprobs=needs_prompt_logprobs,
@@ -102,6 +102,15 @@ def _datum(batch: PreparedModelPassBatch, row: int) -> Datum:
         "logprobs": batch.all_sampling_logprobs[row],
         "advantages": batch.all_advantages[row],
     }
-    inputs: dict[str, np.ndarray] = {"target_tokens": np.asarray(batch.all_targets[row], np.int64)}
-    inputs |= {name: np.asarray(values, np.float32) for name, values in floats.items() if len(values)}
-    return Datum(np.asarray(batch.all_input_ids[row], np.int32), inputs)
+    if batch.all_loss_fn_inputs:
+        floats |= batch.all_loss_fn_inputs[row]
+    inputs = {"target_tokens": _array("target_tokens", batch.all_targets[row], np.int64)}
+    inputs |= {name: _array(name, values, np.float32) for name, values in floats.items() if len(values)}
+    return Datum(_array("model_input", batch.all_input_ids[row], np.int64), inputs)
+
+
+def _array(field: str, values: Sequence, dtype: type[np.generic]) -> np.ndarray:
+    try:
+        return np.asarray(values, dtype)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise RequestError(f"{field} is no array of {dtype.__name__} ({error}); send numbers in its range") from None

@@ -540,6 +540,46 @@ def test_a_bad_row_of_a_prepared_batch_fails_alone(backend, new_model):
     assert outputs["1"].status == "user" and str(backend.info().vocab_size) in outputs["1"].error
 
 
+@pytest.mark.parametrize("token", [2**40, 2**70, -(2**70)])
+def test_a_token_beyond_any_integer_type_fails_its_request_alone(backend, new_model, token):
+    good, bad = new_model(), new_model()
+    batch = pass_batch((good, TOKENS), (bad, TOKENS))
+    batch.all_input_ids[1][0] = token
+    outputs = backend.forward_backward(batch)
+    assert isinstance(outputs["0"], ForwardBackwardOutput)
+    assert outputs["1"].status == "user" and "model_input" in outputs["1"].error
+    params = SamplingParams(max_tokens=1, seed=1)
+    prompts = PreparedSampleBatch(
+        all_prompts=[[1], [token]],
+        all_sampling_params=[params] * 2,
+        all_model_ids=["", ""],
+        all_checkpoint_ids=["", ""],
+        request_batch_slices=[("good", "", 0, 1, False), ("bad", "", 1, 2, False), ("empty", "", 2, 2, False)],
+    )
+    samples = backend.sample(prompts)
+    assert isinstance(samples["good"], SampleOutput)
+    assert samples["bad"].status == "user" and "prompt" in samples["bad"].error
+    assert samples["empty"].status == "user"
+
+
+def test_inputs_without_a_column_of_their_own_reach_the_loss(backend, model):
+    batch = pass_batch((model, TOKENS))
+    batch.all_loss_fn_inputs.append({"reward": [1.0]})
+    outputs = backend.forward(batch)
+    assert "loss_fn_inputs['reward'] is not an input of cross_entropy" in outputs["0"].error
+
+
+def test_a_synchronous_call_keeps_completions_of_others_for_the_next_step(backend, model):
+    others = [a_pass(model), a_sample(None, max_tokens=1)]
+    for operation in others:
+        backend.submit(operation)
+    while sum(operation.request_id in {c.request_id for c in backend._ready} for operation in others) < 2:
+        backend.forward(pass_batch((model, TOKENS)))
+    assert backend.busy and backend.wait(0)
+    completions = backend.step()
+    assert {completion.request_id for completion in completions} >= {operation.request_id for operation in others}
+
+
 def test_an_optimizer_step_of_an_unknown_model_raises(backend):
     with pytest.raises(RequestError, match="model_id=nobody is not loaded"):
         backend.optim_step("nobody", OptimStepInput(ADAM))

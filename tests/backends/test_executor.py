@@ -123,6 +123,11 @@ def test_close_finishes_background_writes(tmp_path):
     assert (tmp_path / "v" / "manifest.json").exists()
 
 
+def test_passes_of_models_that_never_were_leave_nothing_behind(backend):
+    finish(backend, *(a_pass(str(i), f"nobody{i}") for i in range(3)))
+    assert not backend._failed_pass
+
+
 def test_a_model_without_work_costs_no_turn(backend):
     finish(backend, a_pass("one"))
     assert not backend.busy
