@@ -1,5 +1,8 @@
 """The JAX backend's numbers against Hugging Face + PEFT + torch, and the isolation of its tenants."""
 
+import dataclasses
+import threading
+
 import jax
 import numpy as np
 import pytest
@@ -8,8 +11,17 @@ import torch
 import driver
 import oracle
 from driver import create, datum, forward_backward, optim_step, publish, random_datum, sample, train
+from skyrl.backends.backend import LoadCheckpoint
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.types import ErrorResponse, OptimStepOutput, SampleOutput, SaveOutput
+from skyrl.errors import RequestError
+from skyrl.types import (
+    ErrorResponse,
+    OptimStepOutput,
+    PreparedSampleBatch,
+    SampleOutput,
+    SamplingParams,
+    SaveOutput,
+)
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +244,52 @@ def test_modules_that_are_switched_off_do_not_train(backend, module):
         assert same == (name == module), name
 
 
+def test_sequences_packed_into_one_row_have_the_ratios_of_each_alone(backend):
+    """gspo, whose ratio is of a whole sequence, with a mask and clips per token."""
+    create(backend, "packed")
+    create(backend, "alone")
+    random = np.random.default_rng(3)
+
+    def rollout(length: int):
+        tokens = random.integers(0, 256, length)
+        return datum(
+            tokens,
+            weights=random.normal(size=length),
+            logprobs=random.normal(-8.4, 0.1, size=length),
+            advantages=random.normal(size=length),
+            sequence_ratio_mask=random.random(length) < 0.7,
+            clip_high_threshold=np.full(length, 5.0),
+        )
+
+    data = [rollout(length) for length in (5, 9, 3, 12)]
+    packed = forward_backward(backend, data, "packed", "gspo", clip_low_threshold=0.1)
+    for item, together in zip(data, packed.loss_fn_outputs, strict=True):
+        (alone,) = forward_backward(backend, [item], "alone", "gspo", clip_low_threshold=0.1).loss_fn_outputs
+        np.testing.assert_allclose(together["elementwise_loss"], alone["elementwise_loss"], rtol=1e-4, atol=1e-5)
+        log_ratio = alone["logprobs"] - item.loss_fn_inputs["logprobs"]
+        ratio = np.exp(log_ratio[item.loss_fn_inputs["sequence_ratio_mask"] != 0].mean())
+        assert 0.1 < ratio < 5.0
+        expected = -ratio * item.loss_fn_inputs["advantages"] * item.loss_fn_inputs["weights"]
+        np.testing.assert_allclose(alone["elementwise_loss"], expected, rtol=1e-4, atol=1e-5)
+    assert_close(gradients(backend, "packed"), gradients(backend, "alone"))
+
+
+def test_losses_their_settings_and_hyper_parameters_compile_nothing(backend):
+    create(backend)
+    item = random_datum(9)
+    rollout = datum(item.tokens, logprobs=np.zeros(9), advantages=np.ones(9))
+    forward_backward(backend, [item])
+    optim_step(backend)
+    before = backend.metrics["training_programs"]
+    for loss_fn, config in [("ppo", {"clip_high_threshold": 1.3}), ("ppo", {}), ("dro", {"beta": 0.1})]:
+        forward_backward(backend, [rollout], loss_fn=loss_fn, **config)
+        optim_step(backend, learning_rate=1e-3, beta1=0.5, weight_decay=0.1, grad_clip_norm=1.0)
+    create(backend, "other", seed=1)
+    forward_backward(backend, [random_datum(7)], "other")
+    optim_step(backend, "other")
+    assert backend.metrics["training_programs"] == before
+
+
 # -- isolation ---------------------------------------------------------------------------------------------------------
 
 
@@ -350,6 +408,57 @@ def test_a_stored_version_samples_the_same_in_another_backend(backend, tiny_mode
         greedy(other, "any-name", tmp_path / "stored"), greedy(backend, "stored"), rtol=1e-5, atol=1e-5
     )
     other.close()
+
+
+def test_a_sampler_checkpoint_in_a_folder_is_loaded_by_its_documented_name(backend, tiny_model, tmp_path):
+    create(backend)
+    train(backend, steps=2)
+    publish(backend, "stored", tmp_path / "stored")
+    other = JaxBackend(str(tiny_model), JaxBackendConfig(compilation_cache=False, max_lora_adapters=2))
+    batch = PreparedSampleBatch(
+        all_prompts=[[1, 2, 3]] * 2,
+        all_sampling_params=[SamplingParams(max_tokens=8, temperature=0.0, seed=0, stop=[])] * 2,
+        all_model_ids=["model", ""],
+        all_checkpoint_ids=["stored", ""],
+        request_batch_slices=[("stored", "model", 0, 1, False), ("base", "", 1, 2, False)],
+    )
+    with pytest.raises(RequestError, match="model/stored is not known here"):
+        other.load_sampler_weights(batch)
+    other.load_sampler_checkpoint("model", "stored", str(tmp_path / "stored"))
+    assert other.load_sampler_weights(batch) == [1, 0]
+    (sequence,) = other.sample(batch)["stored"].sequences
+    assert sequence.tokens.tolist() == greedy(backend, "stored")[:8]
+    other.load_sampler_checkpoint("model", "second", str(tmp_path / "stored"))
+    two = dataclasses.replace(batch, all_model_ids=["model", "model"], all_checkpoint_ids=["stored", "second"])
+    with pytest.raises(RequestError, match="max_lora_adapters=2"):
+        other.load_sampler_weights(two)
+    assert other._versions.pinned == 0
+    other.close()
+
+
+def test_the_model_knows_the_limits_of_the_configuration(tiny_model):
+    config = JaxBackendConfig(max_lora_adapters=3, max_lora_rank=8, shard_attention_heads=False, max_context_length=99)
+    backend = JaxBackend(str(tiny_model), config)
+    made = backend.model_config
+    assert (made.max_lora_adapters, made.max_lora_rank, made.shard_attention_heads) == (3, 8, False)
+    assert backend.info().max_context_length == 99
+    backend.close()
+
+
+def test_a_context_beyond_the_models_is_refused_by_name(tiny_model):
+    with pytest.raises(RequestError, match=r"max_context_length=1000000 is above the \d+ tokens"):
+        JaxBackend(str(tiny_model), JaxBackendConfig(max_context_length=1_000_000))
+
+
+def test_others_go_on_while_a_load_waits_for_the_writer(backend, tmp_path):
+    create(backend)
+    driver.save(backend, tmp_path / "state")
+    held = threading.Event()
+    backend._writer.submit(held.wait, 60)
+    backend.submit(LoadCheckpoint(request_id="load", model_id="model", path=str(tmp_path / "state")))
+    create(backend, "other")
+    held.set()
+    assert isinstance(forward_backward(backend, [random_datum(9)]).metrics, dict)
 
 
 def test_sampled_logprobs_equal_the_trainers(backend, tmp_path):

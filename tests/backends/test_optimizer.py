@@ -63,6 +63,12 @@ def test_tiny_gradients_take_the_same_steps_as_torch():
         np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-5, atol=2e-6)
 
 
+def test_an_eps_below_float32_leaves_weights_without_gradients_where_they_are():
+    weights, zeros = {"a": jnp.ones(2)}, {"a": jnp.zeros(2)}
+    stepped, *_ = adamw(weights, zeros, zeros, zeros, AdamScalars.of(AdamParams(eps=1e-50), 1))
+    np.testing.assert_array_equal(stepped["a"], [1.0, 1.0])
+
+
 def test_the_norm_is_that_before_clipping():
     gradients = {"a": jnp.asarray([3.0, 4.0])}
     zeros = {"a": jnp.zeros(2)}

@@ -153,12 +153,25 @@ def test_stored_versions_leave_memory_and_are_read_back(rig):
         pool.publish(f"a{seed}", rig.stored[f"/folder{seed}"])
     fresh = [sequence(sampler, PROMPT, f"a{seed}") for seed in range(4)]
     for seed in range(4):
-        pool.mark_stored(f"a{seed}", f"/folder{seed}")
+        pool.mark_stored(f"a{seed}", rig.stored[f"/folder{seed}"], f"/folder{seed}")
     again = [sequence(sampler, PROMPT, f"a{seed}") for seed in range(4)]
     assert all(map(same, fresh, again))
     rig.stored.clear()
     with pytest.raises(StorageError, match="/folder0: no such folder"):
         pool.acquire("a0")
+
+
+def test_a_write_that_ends_after_its_name_was_published_again_says_nothing_of_the_new_weights(rig):
+    pool = rig.pool(slots=2, max_resident=1)
+    old, new = rig.adapter(50), rig.adapter(51)
+    rig.stored["/old"] = old
+    pool.publish("name", old)
+    pool.publish("name", new)
+    pool.mark_stored("name", old, "/old")
+    pool.drop("name", only=old)
+    pool.publish("other", rig.adapter(52))
+    assert pool.acquire("name") == 1
+    assert slots(pool)[1] == mark(new)
 
 
 def test_a_version_that_is_nowhere_else_stays_in_memory(rig):

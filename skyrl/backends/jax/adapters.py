@@ -35,8 +35,10 @@ class ModelState:
         return cls(lora_config, adapter, zeros_like(adapter.weights), zeros_like(adapter.weights))
 
     def add_gradients(self, gradients: Tree) -> None:
-        """Add one request's gradients to the sums."""
-        self.gradient_sums = gradients if self.gradient_sums is None else _add(self.gradient_sums, gradients)
+        """Add one request's gradients to the sums. Waits for the result, so that a failure shows before it is kept."""
+        if self.gradient_sums is not None:
+            gradients = jax.block_until_ready(_add(self.gradient_sums, gradients))
+        self.gradient_sums = gradients
 
 
 def zeros_like(tree: Tree) -> Tree:

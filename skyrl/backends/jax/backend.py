@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import singledispatchmethod
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,10 @@ from skyrl.backends.jax.loading import keep_compiled_programs, model_folder
 from skyrl.backends.jax.sampler import Sampler
 from skyrl.backends.jax.step import AdamScalars, PassOutput, TrainingPrograms
 from skyrl.backends.jax.versions import VersionPool
+from skyrl.backends.prepared import version_of
 from skyrl.errors import RequestError
 from skyrl.tx.lora import init_adapter, padded_rank, zero_adapter
+from skyrl.tx.models.types import Adapter
 from skyrl.tx.weights import load_model
 from skyrl.types import (
     BackendInfo,
@@ -47,6 +49,7 @@ from skyrl.types import (
     ModelMetadata,
     ModelOutput,
     OptimStepOutput,
+    PreparedSampleBatch,
     Result,
     SaveOutput,
 )
@@ -57,6 +60,9 @@ log = logging.getLogger(__name__)
 
 LONGEST_DEFAULT_CONTEXT = 8192
 """Limit of sequence length unless `max_context_length` asks for more."""
+
+READ_TURN_S = 0.005
+"""Seconds that a checkpoint being read holds up others in each of its turns."""
 
 
 class JaxBackend(Executor):
@@ -78,14 +84,24 @@ class JaxBackend(Executor):
         self.model = load_model(
             self._folder,
             dtype=None if config.dtype == "auto" else config.dtype,
-            gradient_checkpointing=config.gradient_checkpointing,
+            max_lora_adapters=config.max_lora_adapters,
+            max_lora_rank=config.max_lora_rank,
+            shard_attention_heads=config.shard_attention_heads,
             loss_chunk_size=config.loss_chunk_size,
+            gradient_checkpointing=config.gradient_checkpointing,
+            mhc_expansion_rate=config.mhc_expansion_rate,
         )
         self.model_config = self.model.config
+        made_for = self.model_config.max_position_embeddings
+        if config.max_context_length > made_for:
+            raise RequestError(
+                f"max_context_length={config.max_context_length} is above the {made_for} tokens that the base model "
+                f"was made for; use at most {made_for}, or 0"
+            )
+        self._max_context_length = config.max_context_length or min(made_for, LONGEST_DEFAULT_CONTEXT)
         self.tokenizer = Tokenizer(self._folder)
         self.mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), ("fsdp", "ep", "tp"))
         self.process_id = 0
-        self.metrics: dict[str, float] = {}
         graphdef, self._base = nnx.split(self.model)
         self._programs = TrainingPrograms(graphdef, config.loss_chunk_size)
         self._tile_shape = TileShape(config.train_tile_tokens, config.train_micro_batch_size)
@@ -144,10 +160,41 @@ class JaxBackend(Executor):
             tokenizer_path=str(self._folder),
         )
 
+    # -- documented, beside the contract -----------------------------------------------------------------------------
+
+    def load_sampler_checkpoint(self, model_id: str, checkpoint_id: str, checkpoint_path: str) -> None:
+        """Make the sampler or training checkpoint in a folder samplable as `checkpoint_id` of `model_id`."""
+        version = version_of(model_id, checkpoint_id)
+        adapter, _ = checkpoints.load_version(checkpoint_path, self.model_config, self.config.max_lora_rank)
+        self._versions.publish(version, adapter)
+        self._versions.mark_stored(version, adapter, checkpoint_path)
+
+    def load_sampler_weights(self, prepared_batch: PreparedSampleBatch) -> list[int]:
+        """Put the versions that a batch names into slots of the bank. Returns each row's slot; 0 is the base model.
+
+        Slots are a cache: running samples keep theirs, others may be given to another version later.
+        """
+        slots: list[int] = []
+        try:
+            for model_id, checkpoint_id in zip(
+                prepared_batch.all_model_ids, prepared_batch.all_checkpoint_ids, strict=True
+            ):
+                slot = self._versions.acquire(version_of(model_id, checkpoint_id) if model_id else None)
+                if slot is None:
+                    raise RequestError(
+                        f"max_lora_adapters={self.config.max_lora_adapters}: no slot is left for {model_id}/"
+                        f"{checkpoint_id}; send fewer versions at once, or raise it"
+                    )
+                slots.append(slot)
+        finally:
+            for slot in slots:
+                self._versions.release(slot)
+        return slots
+
     @property
-    def _max_context_length(self) -> int:
-        made_for = self.model_config.max_position_embeddings
-        return min(made_for, self.config.max_context_length or LONGEST_DEFAULT_CONTEXT)
+    def metrics(self) -> dict[str, int]:
+        """Compiled programs so far; the numbers stand still once all shapes have been seen."""
+        return {"training_programs": self._programs.compiled, "sampling_programs": self.sampler.programs}
 
     # -- documented read-only views -----------------------------------------------------------------------------------
 
@@ -169,7 +216,7 @@ class JaxBackend(Executor):
         """Gradient sums of each model, None where no pass has added any."""
         return {name: state.gradient_sums for name, state in self._states.items()}
 
-    def adapter(self, model_id: str):
+    def adapter(self, model_id: str) -> Adapter:
         """The model's current `Adapter`."""
         return self._state(model_id).adapter
 
@@ -251,9 +298,12 @@ class JaxBackend(Executor):
 
     @_work.register
     def _load(self, operation: LoadCheckpoint) -> Work:
-        state = self._writer.submit(self._read_state, operation).result()  # after the writes that are under way
+        reading = self._writer.submit(self._read_state, operation)  # after the writes that are under way
         yield
-        self._states[operation.model_id] = state
+        while not reading.done():
+            wait([reading], READ_TURN_S)
+            yield
+        self._states[operation.model_id] = reading.result()
         return ModelOutput(operation.model_id)
 
     def _read_state(self, operation: LoadCheckpoint) -> ModelState:
@@ -271,18 +321,18 @@ class JaxBackend(Executor):
         yield
         self._versions.publish(version, adapter)
         written = self._write(operation.path, lambda: checkpoints.pack_sampler(adapter, lora_config, self.model_config))
-        written.add_done_callback(lambda future: self._stored(version, operation, future))
+        written.add_done_callback(lambda future: self._stored(operation, adapter, future))
         return written if operation.persist else SaveOutput(operation.path)
 
-    def _stored(self, version: str, operation: Publish, written: "Future[Result]") -> None:
+    def _stored(self, operation: Publish, adapter: Adapter, written: "Future[Result]") -> None:
         """The version's files are there (it may leave memory), or could not be written (nobody was told it exists)."""
         error = written.exception()
         if error is None:
-            self._versions.mark_stored(version, operation.path)
+            self._versions.mark_stored(operation.version, adapter, operation.path)
         elif operation.persist:
-            self._versions.drop(version)
+            self._versions.drop(operation.version, only=adapter)
         else:
-            log.error("version %s stays in memory only: %s", version, error)
+            log.error("version %s stays in memory only: %s", operation.version, error)
 
     def _write(self, path: str, pack: Callable[[], dict[str, bytes]]) -> "Future[Result]":
         return self._writer.submit(lambda: SaveOutput(path, write_folder(path, pack())))

@@ -32,11 +32,11 @@ class JaxBackendConfig(BaseModel):
     sample_max_num_sequences: int = Field(default=0, ge=0)
     """Sequences decoded at once. 0: as many as `kv_cache_gib` holds, 32 at most."""
 
-    kv_cache_gib: float = Field(default=2.0, gt=0)
+    kv_cache_gib: float = Field(default=2.0, gt=0, allow_inf_nan=False)
     """Memory for keys and values of running samples, in GiB."""
 
     max_context_length: int = Field(default=0, ge=0)
-    """Longest sequence (tokens) to train on or sample. 0: what the model was made for, 8192 at most."""
+    """Longest sequence (tokens) to train on or sample, at most what the model was made for. 0: that, 8192 at most."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""

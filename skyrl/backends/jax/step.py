@@ -20,6 +20,9 @@ from skyrl.backends.jax.adapters import Tree
 from skyrl.tx.models.types import Adapter
 from skyrl.types import AdamParams
 
+SMALLEST_EPS = float(np.finfo(np.float32).tiny)
+"""What is smaller is 0 in float32, and would make 0 / 0 of weights that never had a gradient."""
+
 
 class PassOutput(NamedTuple):
     """Per token: log-probability of each target `[R, L, K]` and loss `[R, L]`."""
@@ -59,7 +62,7 @@ class AdamScalars(NamedTuple):
             params.beta2,
             1.0 - params.beta1,
             1.0 - params.beta2,
-            params.eps,
+            max(params.eps, SMALLEST_EPS),
             1.0 - params.learning_rate * params.weight_decay,
             params.grad_clip_norm,
         )
@@ -101,11 +104,21 @@ class TrainingPrograms:
                 for scratch, (output, gradients) in zip(scratches, results, strict=True)
             ]
 
-        self.forward = jax.jit(functools.partial(_over_stack, forward))
+        def counted(function: Any) -> Any:
+            @functools.wraps(function)
+            def traced(*args: Any) -> Any:
+                self.compiled += 1  # runs when traced
+                return function(*args)
+
+            return traced
+
+        self.compiled = 0
+        """Programs compiled so far."""
+        self.forward = jax.jit(counted(functools.partial(_over_stack, forward)))
         """(base, adapters, tiles) -> a PassOutput for each tile; tiles have one shape."""
-        self.forward_backward = jax.jit(accumulate, donate_argnums=2)
+        self.forward_backward = jax.jit(counted(accumulate), donate_argnums=2)
         """(base, adapters, scratch gradients, tiles) -> (PassOutput, new scratch) for each tile."""
-        self.optim_step = jax.jit(adamw)
+        self.optim_step = jax.jit(counted(adamw))
 
 
 def adamw(

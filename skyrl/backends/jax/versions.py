@@ -64,16 +64,18 @@ class VersionPool:
             self.drop(version)
             self._keep(version, adapter)
 
-    def mark_stored(self, version: str, path: str) -> None:
-        """The version can be read from the folder `path` from now on, so it may leave memory."""
+    def mark_stored(self, version: str, adapter: Adapter, path: str) -> None:
+        """The version, if it is still `adapter`, can be read from the folder `path`, so it may leave memory."""
         with self._lock:
-            if version in self._resident:  # else it was dropped while it was being written
+            if self._resident.get(version) is adapter:  # else it was dropped or replaced while it was being written
                 self._paths[version] = path
                 self._shed()
 
-    def drop(self, version: str) -> None:
-        """Forget a version. Samples that run on it go on; its slot is free when they are done."""
+    def drop(self, version: str, only: Adapter | None = None) -> None:
+        """Forget a version (if it still is the adapter `only`). Samples that run on it go on, then its slot is free."""
         with self._lock:
+            if only is not None and self._resident.get(version) is not only:
+                return
             self._resident.pop(version, None)
             self._paths.pop(version, None)
             for slot in self._slots.values():

@@ -46,7 +46,7 @@ class KVCache(NamedTuple):
     @classmethod
     def zeros(cls, config: "ModelConfig", batch: int, capacity: int, dtype: DTypeLike) -> "KVCache":
         """An empty cache for `batch` rows of at most `capacity` tokens."""
-        text = config.get_config()
+        text = config.get_text_config()
         shape = (text.num_hidden_layers, batch, capacity, text.num_key_value_heads, text.head_dim)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
