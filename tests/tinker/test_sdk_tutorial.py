@@ -1,15 +1,16 @@
-"""The tutorial's Python blocks are one script that runs as it stands."""
+"""The Python blocks of the README's quickstart and of the tutorial are scripts that run as they stand."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
+ROOT = Path(__file__).parents[2]
 
 
-def test_the_tutorial_runs(live_server, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+def test_the_page_runs(live_server, page: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TINKER_BASE_URL", live_server.url)
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
-    script = "\n".join(re.findall(r"```python\n(.*?)```", TUTORIAL.read_text(), re.DOTALL))
-    exec(compile(script, str(TUTORIAL), "exec"), {})
+    script = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
+    exec(compile(script, page, "exec"), {})
