@@ -72,6 +72,7 @@ class JaxBackend(Executor):
     """
 
     config: JaxBackendConfig
+    sampler: Sampler  # pyright: ignore[reportIncompatibleVariableOverride] (nobody puts another in its place)
 
     def __init__(
         self, base_model: str, config: JaxBackendConfig, progress: Callable[[str], None] = lambda message: None
