@@ -399,6 +399,27 @@ def test_a_version_samples_the_same_after_more_training_and_unloading(backend, t
     assert greedy(backend, "frozen") == before
 
 
+def test_a_publish_that_cannot_be_written_leaves_the_version_as_it_was(backend, tmp_path):
+    create(backend)
+    train(backend, steps=2)
+    publish(backend, "again", tmp_path / "again")
+    before = greedy(backend, "again")
+    train(backend, steps=2)
+    (tmp_path / "file").write_text("in the way")
+    for version in ("again", "first"):
+        result = publish(backend, version, tmp_path / "file" / "folder")
+        assert isinstance(result, ErrorResponse) and "cannot write" in result.error
+    assert greedy(backend, "again") == before
+    unknown = sample(backend, "first")
+    assert isinstance(unknown, ErrorResponse) and "not known here" in unknown.error
+
+
+def test_a_model_with_nothing_to_train_is_refused(backend):
+    result = create(backend, train_attn=False, train_mlp=False, train_unembed=False)
+    assert isinstance(result, ErrorResponse) and result.status == "user"
+    assert "train_unembed" in result.error
+
+
 def test_a_stored_version_samples_the_same_in_another_backend(backend, tiny_model, tmp_path):
     create(backend)
     train(backend, steps=2)

@@ -168,7 +168,6 @@ def test_a_write_that_ends_after_its_name_was_published_again_says_nothing_of_th
     pool.publish("name", old)
     pool.publish("name", new)
     pool.mark_stored("name", old, "/old")
-    pool.drop("name", only=old)
     pool.publish("other", rig.adapter(52))
     assert pool.acquire("name") == 1
     assert slots(pool)[1] == mark(new)

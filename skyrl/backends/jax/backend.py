@@ -50,7 +50,6 @@ from skyrl.types import (
     ModelOutput,
     OptimStepOutput,
     PreparedSampleBatch,
-    Result,
     SaveOutput,
 )
 from skyrl.utils.storage import write_folder
@@ -72,7 +71,6 @@ class JaxBackend(Executor):
     """
 
     config: JaxBackendConfig
-    sampler: Sampler  # pyright: ignore[reportIncompatibleVariableOverride] (nobody puts another in its place)
 
     def __init__(
         self, base_model: str, config: JaxBackendConfig, progress: Callable[[str], None] = lambda message: None
@@ -113,7 +111,7 @@ class JaxBackend(Executor):
             slots=config.max_lora_adapters,
             load=lambda path: checkpoints.load_version(path, self.model_config, config.max_lora_rank)[0],
         )
-        self.sampler = Sampler(
+        self.sampler = self._sampler = Sampler(
             graphdef,
             self._base,
             self._versions,
@@ -195,7 +193,7 @@ class JaxBackend(Executor):
     @property
     def metrics(self) -> dict[str, int]:
         """Compiled programs so far; the numbers stand still once all shapes have been seen."""
-        return {"training_programs": self._programs.compiled, "sampling_programs": self.sampler.programs}
+        return {"training_programs": self._programs.compiled, "sampling_programs": self._sampler.programs}
 
     # -- documented read-only views -----------------------------------------------------------------------------------
 
@@ -238,6 +236,11 @@ class JaxBackend(Executor):
         if model_id in self._states:
             raise RequestError(f"model_id={model_id} exists already; choose another id or delete it first")
         self._check_rank(lora_config.rank)
+        if not (lora_config.train_attn or lora_config.train_mlp or lora_config.train_unembed):
+            raise RequestError(
+                "lora_config: train_attn, train_mlp and train_unembed are all false, so there is nothing to train; "
+                "set at least one of them"
+            )
         seed = lora_config.seed if lora_config.seed is not None else int(np.random.SeedSequence().generate_state(1)[0])
         adapter = init_adapter(self.model_config, lora_config, seed, padded_rank(lora_config.rank))
         yield
@@ -295,7 +298,10 @@ class JaxBackend(Executor):
     def _save(self, operation: SaveCheckpoint) -> Work:
         state = dataclasses.replace(self._state(operation.model_id))
         yield
-        return self._write(operation.path, lambda: checkpoints.pack_training(state, self.info().base_model))
+        return self._writer.submit(self._write_state, operation.path, state)
+
+    def _write_state(self, path: str, state: ModelState) -> SaveOutput:
+        return SaveOutput(path, write_folder(path, checkpoints.pack_training(state, self.info().base_model)))
 
     @_work.register
     def _load(self, operation: LoadCheckpoint) -> Work:
@@ -318,25 +324,24 @@ class JaxBackend(Executor):
     @_work.register
     def _publish(self, operation: Publish) -> Work:
         state = self._state(operation.model_id)
-        adapter, lora_config, version = state.adapter, state.lora_config, operation.version
+        adapter, lora_config = state.adapter, state.lora_config
         yield
-        self._versions.publish(version, adapter)
-        written = self._write(operation.path, lambda: checkpoints.pack_sampler(adapter, lora_config, self.model_config))
-        written.add_done_callback(lambda future: self._stored(operation, adapter, future))
-        return written if operation.persist else SaveOutput(operation.path)
+        if operation.persist:
+            return self._writer.submit(self._store, operation, adapter, lora_config)
+        self._versions.publish(operation.version, adapter)
+        self._writer.submit(self._store, operation, adapter, lora_config).add_done_callback(
+            lambda future: _log_failure(operation.version, future)
+        )
+        return SaveOutput(operation.path)
 
-    def _stored(self, operation: Publish, adapter: Adapter, written: "Future[Result]") -> None:
-        """The version's files are there (it may leave memory), or could not be written (nobody was told it exists)."""
-        error = written.exception()
-        if error is None:
-            self._versions.mark_stored(operation.version, adapter, operation.path)
-        elif operation.persist:
-            self._versions.drop(operation.version, only=adapter)
-        else:
-            log.error("version %s stays in memory only: %s", operation.version, error)
-
-    def _write(self, path: str, pack: Callable[[], dict[str, bytes]]) -> "Future[Result]":
-        return self._writer.submit(lambda: SaveOutput(path, write_folder(path, pack())))
+    def _store(self, operation: Publish, adapter: Adapter, lora_config: LoraConfig) -> SaveOutput:
+        """Write a version's files, so that it may leave memory. One that is to persist exists only from then on."""
+        files = checkpoints.pack_sampler(adapter, lora_config, self.model_config)
+        saved = SaveOutput(operation.path, write_folder(operation.path, files))
+        if operation.persist:
+            self._versions.publish(operation.version, adapter)
+        self._versions.mark_stored(operation.version, adapter, operation.path)
+        return saved
 
     def _check_rank(self, rank: int) -> None:
         if rank > self.config.max_lora_rank:
@@ -344,6 +349,11 @@ class JaxBackend(Executor):
                 f"lora_config.rank={rank} is above this server's max_lora_rank={self.config.max_lora_rank}; "
                 "ask for a smaller rank, or start the server with a larger one"
             )
+
+
+def _log_failure(version: str, written: "Future[SaveOutput]") -> None:
+    if (error := written.exception()) is not None:
+        log.error("version %s stays in memory only: %s", version, error)
 
 
 def _check_same_adapter(path: str, stored: LoraConfig, loaded: LoraConfig) -> None:

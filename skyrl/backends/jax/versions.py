@@ -71,11 +71,9 @@ class VersionPool:
                 self._paths[version] = path
                 self._shed()
 
-    def drop(self, version: str, only: Adapter | None = None) -> None:
-        """Forget a version (if it still is the adapter `only`). Samples that run on it go on, then its slot is free."""
+    def drop(self, version: str) -> None:
+        """Forget a version. Samples that run on it go on; its slot is free when they are done."""
         with self._lock:
-            if only is not None and self._resident.get(version) is not only:
-                return
             self._resident.pop(version, None)
             self._paths.pop(version, None)
             for slot in self._slots.values():
