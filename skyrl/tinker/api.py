@@ -7,6 +7,7 @@ torch, so it is up in a moment and answers while the engine loads and computes.
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -29,6 +30,8 @@ BACKLOG = 4096
 """Connections that may wait to be accepted: a client opens hundreds at once."""
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open; longer than clients keep theirs, so that they close first."""
+MAX_FILES = 65536
+"""Open files, so connections, that the process asks the system for."""
 DRAIN_S = 5
 """Seconds that open requests get to finish once the server is to stop."""
 
@@ -36,6 +39,7 @@ DRAIN_S = 5
 def run(config: EngineConfig) -> int:
     """Serve until Ctrl-C (or SIGTERM). Returns the process's exit code; start-up failures are told in one line."""
     setup_logging(config.log_level)
+    _allow_many_connections()
     return asyncio.run(_serve(config))
 
 
@@ -76,7 +80,10 @@ async def _serve(config: EngineConfig) -> int:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn that ends on SIGINT and SIGTERM without raising them again, and lets long polls go at once."""
+    """uvicorn that ends on SIGINT and SIGTERM without raising them again, and lets long polls go at once.
+
+    It goes on taking them when it has ended, so that a second Ctrl-C does not interrupt the engine's last writes.
+    """
 
     def __init__(self, config: uvicorn.Config, server: TinkerServer):
         super().__init__(config)
@@ -87,11 +94,7 @@ class _HttpServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.end)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+        yield
 
     def end(self) -> None:
         """Stop; asked a second time, without waiting for open requests."""
@@ -133,9 +136,21 @@ def _summary(server: TinkerServer, url: str) -> str:
     return "\n".join(lines)
 
 
+def _allow_many_connections() -> None:
+    """Every waiting sample of a client holds a connection, and many systems allow a process 1024 files at first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < MAX_FILES:
+        with contextlib.suppress(ValueError, OSError):  # systems that allow less than they say
+            limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
 def _listen(host: str, port: int) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    # asyncio sets this only on sockets made for TCP by name; without it every answer waits 40 ms for an ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def _url(listener: socket.socket) -> str:
