@@ -34,7 +34,7 @@ from skyrl.types import ErrorResponse, Result
 
 log = logging.getLogger(__name__)
 
-Work = Generator[None, None, "Result | Future[Result]"]
+Work = Generator[None, None, Result | Future[Result]]
 
 
 class SamplerLoop(Protocol):
