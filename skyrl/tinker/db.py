@@ -38,6 +38,8 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 MAX_GROUP = 256
 """Jobs per transaction at most."""
 READERS = 4
+IN_MEMORY = (None, "", ":memory:")
+"""What SQLite calls a database without a file."""
 
 
 @dataclass
@@ -110,7 +112,8 @@ class Database:
                         last = True
                     else:
                         group.append(item)
-            self._commit(group)
+            # A job that nobody waits for any more is dropped, and cannot be given up from here on.
+            self._commit([queued for queued in group if queued.future.set_running_or_notify_cancel()])
             if last:
                 return
 
@@ -167,7 +170,7 @@ def _open(url: str) -> Engine:
         if parsed.get_backend_name() not in ("sqlite", "postgresql"):
             raise _refusal(url, "use sqlite:///FILE or postgresql://USER@HOST/NAME")
         sqlite = parsed.get_backend_name() == "sqlite"
-        if sqlite and not parsed.database:
+        if sqlite and parsed.database in IN_MEMORY:
             raise _refusal(url, "a database in memory is not served; name a file, sqlite:///FILE")
         if sqlite:
             Path(str(parsed.database)).parent.mkdir(parents=True, exist_ok=True)
@@ -203,9 +206,13 @@ def _sqlite_begin(connection: Connection) -> None:
 
 def _lock_file(url: str) -> int | None:
     """Hold `FILE.lock`, so that a second server on the same SQLite file is refused instead of losing our models."""
-    if not url.startswith("sqlite:///") or url == "sqlite:///":
+    try:
+        parsed = make_url(url)
+    except ArgumentError:  # refused when it is opened
         return None
-    path = Path(url.removeprefix("sqlite:///").split("?")[0] + ".lock")
+    if parsed.get_backend_name() != "sqlite" or parsed.database in IN_MEMORY:
+        return None
+    path = Path(f"{parsed.database}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

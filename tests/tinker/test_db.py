@@ -129,12 +129,35 @@ def test_second_server_on_the_same_file_is_refused(database, tmp_path):
         Database(f"sqlite:///{tmp_path / 'state' / 'server.db'}")
 
 
+def test_second_server_is_refused_also_where_it_names_its_driver(database, tmp_path):
+    with pytest.raises(RequestError, match="in use by another server"):
+        Database(f"sqlite+pysqlite:///{tmp_path / 'state' / 'server.db'}")
+
+
+def test_a_write_that_nobody_waits_for_any_more_does_not_stop_the_next(database):
+    blocked = threading.Event()
+
+    async def main() -> list[str]:
+        running = asyncio.create_task(database.write(lambda session: blocked.wait()))
+        waiting = asyncio.create_task(database.write(partial(add_session, "given up")))
+        await asyncio.sleep(0.05)
+        running.cancel()
+        waiting.cancel()
+        await asyncio.gather(running, waiting, return_exceptions=True)
+        blocked.set()
+        await asyncio.wait_for(database.write(partial(add_session, "next")), 10)
+        return await database.read(session_ids)
+
+    assert "next" in asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [
         ("mysql://host/name", "sqlite:///FILE or postgresql"),
         ("nonsense", "sqlite:///FILE or postgresql"),
         ("sqlite://", "in memory"),
+        ("sqlite:///:memory:", "in memory"),
         ("sqlite:////proc/none/server.db", "can be written"),
     ],
 )
