@@ -90,7 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
     command = parser.parse_args(arguments[:1]).command
-    return COMMANDS[command](arguments[1:])
+    try:
+        return COMMANDS[command](arguments[1:])
+    except KeyboardInterrupt:
+        return 130  # as shells report it
 
 
 if __name__ == "__main__":

@@ -40,7 +40,10 @@ def run(config: EngineConfig) -> int:
     """Serve until Ctrl-C (or SIGTERM). Returns the process's exit code; start-up failures are told in one line."""
     setup_logging(config.log_level)
     _allow_many_connections()
-    return asyncio.run(_serve(config))
+    try:
+        return asyncio.run(_serve(config))
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
 
 
 def main() -> int:

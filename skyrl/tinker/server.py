@@ -1,9 +1,12 @@
 """Ties the parts of the API process together: database, queue, engine; starts and stops them in order."""
 
 import asyncio
+import tempfile
 import time
 from functools import partial
+from pathlib import Path
 
+from skyrl.errors import RequestError
 from skyrl.tinker import request_log
 from skyrl.tinker.channel import Done, FromEngine, Held, Ready
 from skyrl.tinker.config import EngineConfig
@@ -32,8 +35,9 @@ class TinkerServer:
     async def start(self) -> None:
         """Open the database, settle what an earlier server left, start the engine. Does not wait for the model.
 
-        Raises `RequestError` if the database cannot be opened.
+        Raises `RequestError` if the database cannot be opened, or the folder of checkpoints cannot be written.
         """
+        await asyncio.to_thread(_prepare_folder, self.config.checkpoints_base)
         database = await asyncio.to_thread(Database, self.config.database_url)
         await database.write(partial(request_log.lose_models, reason="the server was restarted"))
         self.service = Service(self.config, database)
@@ -72,3 +76,14 @@ class TinkerServer:
     def _on_failure(self, message: str) -> None:
         self.failure = message
         self.failed.set()
+
+
+def _prepare_folder(path: Path) -> None:
+    """Make the folder and write to it, so that the first save is not the one to find out that this fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise RequestError(
+            f"checkpoints_base={path}: {error.strerror or error}; use a folder that can be written"
+        ) from error

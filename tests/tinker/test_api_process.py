@@ -1,10 +1,13 @@
 """The API process as a user starts it: what it imports, prints, and how it ends."""
 
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from skyrl.tinker import api
 from tests.fakes import KILL
 from tests.tinker.harness import BASE_MODEL, LiveServer
 
@@ -106,6 +110,28 @@ def poll_once(server: ServerProcess, request_id: str) -> int | None:
         return None
 
 
+def test_second_ctrl_c_does_not_interrupt_the_end(tmp_path):
+    with running(tmp_path) as server:
+        server.process.send_signal(signal.SIGINT)
+        for _ in range(5):
+            time.sleep(0.1)
+            server.process.send_signal(signal.SIGINT)
+        code, output = server.end(signal.SIGINT)
+    assert code == 0 and "Traceback" not in output
+
+
+def test_server_opens_more_files_than_the_system_allows_at_first(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))  # which the server inherits
+    try:
+        with running(tmp_path) as server:
+            status = Path(f"/proc/{server.process.pid}/limits").read_text()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    [soft] = re.findall(r"Max open files +(\d+)", status)
+    assert int(soft) == min(hard, api.MAX_FILES)
+
+
 def test_engine_ends_with_the_server(tmp_path):
     with running(tmp_path) as server:
         engine = int(subprocess.check_output(["pgrep", "-P", str(server.process.pid)]))
@@ -142,6 +168,14 @@ def test_port_in_use_is_one_clear_line(tmp_path):
 def test_unknown_host_is_one_clear_line(tmp_path):
     result = run(tmp_path, host="no.such.host.invalid")
     assert result.returncode == 1 and result.stderr.count("\n") == 1 and "--host" in result.stderr
+
+
+def test_folder_that_cannot_be_written_is_one_clear_line(tmp_path):
+    (tmp_path / "file").touch()
+    result = run(tmp_path, checkpoints_base=tmp_path / "file" / "checkpoints")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith(f"skyrl: error: checkpoints_base={tmp_path}/file/checkpoints: ")
+    assert "Traceback" not in result.stderr
 
 
 def test_bad_database_is_one_clear_line(tmp_path):
