@@ -34,7 +34,7 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
         finally:
             await server.stop()
 
-    app = FastAPI(title="SkyRL Tinker server", lifespan=lifespan, strict_content_type=False)
+    app = FastAPI(title="SkyRL Tinker server", lifespan=lifespan)
     app.state.server = server
     for module in (client, sessions, models, samplers, queued):
         app.include_router(module.router, prefix=PREFIX)

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl.errors import RequestError, UnknownName
-from skyrl.tinker.parsing import MalformedBody, describe
+from skyrl.tinker.parsing import MalformedBody
 from skyrl.tinker.queue import Busy
 from skyrl.tinker.service import EngineStarting
 
@@ -58,7 +57,6 @@ def error_response(status: int, detail: str, headers: dict[str, str] | None = No
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every exception that a route may raise."""
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _bad_fields)
     app.add_exception_handler(MalformedBody, _status(400))
     app.add_exception_handler(RequestError, _status(400))
     app.add_exception_handler(UnknownName, _status(404))
@@ -79,10 +77,6 @@ def _http_error(request: Request, error: Any) -> JSONResponse:
     if error.status_code in (404, 405) and detail in ("Not Found", "Method Not Allowed"):
         detail = f"{request.method} {request.url.path} is not served here; check the path and base_url"
     return error_response(error.status_code, str(detail), error.headers)
-
-
-def _bad_fields(_: Request, error: Any) -> JSONResponse:
-    return error_response(400, describe(error.errors()))
 
 
 def _starting(_: Request, error: Exception) -> JSONResponse:

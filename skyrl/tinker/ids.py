@@ -18,7 +18,8 @@ CheckpointKind = Literal["weights", "sampler_weights"]
 
 SCHEME = "tinker://"
 SAMPLE = "sample"
-MAX_NAME = 255
+MAX_NAME = 180
+"""Characters of a checkpoint's name. What storage puts around it has to fit into 255 as well."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 

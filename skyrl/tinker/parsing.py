@@ -91,9 +91,9 @@ def json_object(body: Body) -> dict[str, Any]:
 
 
 def read_address(kind: type[Address], value: dict[str, Any]) -> Address:
-    """The address in a JSON object. Raises `MalformedBody` if there is none."""
+    """The address in a JSON object, in which null means left out. Raises `MalformedBody` if there is none."""
     try:
-        return kind.model_validate(value)
+        return kind.model_validate({key: child for key, child in value.items() if child is not None})
     except ValidationError as error:
         raise MalformedBody(describe(error.errors())) from error
 
@@ -126,7 +126,7 @@ def describe(errors: Sequence[Any]) -> str:
 
 
 def _describe(error: ErrorDetails) -> str:
-    field = ".".join(_shown(part) for part in error["loc"] if part != "body") or "body"
+    field = ".".join(_shown(part) for part in error["loc"]) or "body"
     message = error["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if error["type"] == "missing":
         return f"{field}: is required"

@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 MAX_PENDING_SAMPLES = 20_000
 """Samples that may wait at a time. Past them a submission is turned away for a second (429)."""
 MAX_PENDING_BYTES = 2 * 2**30
-"""Bodies of training requests that may wait at a time, together; past them likewise."""
+"""What training requests that wait may take, together; past them likewise."""
+OVERHEAD_BYTES = 4096
+"""What a training request counts for beside its body."""
 
 
 class Busy(Exception):
@@ -46,8 +48,8 @@ class _InEngine:
 
     operation: QueuedOperation
     accepted: Accepted
-    body_bytes: int = 0
-    """Size of a training request as it came."""
+    bytes: int = 0
+    """What it counts for among training requests."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class RequestQueue:
         self._service = service
         self._futures: Futures = service.futures
         self._pending: dict[str, _InEngine] = {}
+        self._pending_bytes = 0
         self._pending_samples = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -79,8 +82,8 @@ class RequestQueue:
             EngineStarting: The base model is not known yet.
             Busy: Too many bytes wait already.
         """
-        waiting = sum(entry.body_bytes for entry in self._pending.values())
-        if waiting and waiting + len(body.data) > MAX_PENDING_BYTES:
+        size, waiting = OVERHEAD_BYTES + len(body.data), self._pending_bytes
+        if waiting and waiting + size > MAX_PENDING_BYTES:
             raise Busy(f"training requests of {waiting} bytes are queued already; send this one again in a second")
         admission, parsed = await self._admit(operation, body, caller)
         refusal: Failure | None = None
@@ -117,8 +120,7 @@ class RequestQueue:
         if refusal is not None or accepted is None:
             self._futures.set(request_id, refusal or Lost())
         else:
-            self._pending[request_id] = _InEngine(operation, accepted)
-            self._pending_samples += 1
+            self._owe(request_id, _InEngine(operation, accepted))
             self._send(admission, accepted)
         return request_id, count
 
@@ -151,7 +153,7 @@ class RequestQueue:
         )
         # Known from here on, so that an engine that ends meanwhile fails it and a poll never finds it missing.
         future = self._futures.add(request_id, target.tenant)
-        self._pending[request_id] = _InEngine(operation, accepted, len(body.data))
+        self._owe(request_id, _InEngine(operation, accepted, OVERHEAD_BYTES + len(body.data)))
         try:
             job = partial(request_log.append, entry=entry, refusal=refusal, on_log=accepted.on_log)
             logged = await self._service.database.write(job)
@@ -161,7 +163,7 @@ class RequestQueue:
         if logged.request_id != request_id:
             self._forget(request_id)
         elif logged.refusal is not None:
-            del self._pending[request_id]
+            self._settled(request_id)
             self._futures.set(request_id, logged.refusal)
         elif future.outcome is None:
             self._service.directory.forget(target.model_id)
@@ -173,19 +175,29 @@ class RequestQueue:
         frame = Enqueue(admission.request_id, target.tenant, accepted.operation, target.seq_id)
         self._service.engine.send(frame)
 
+    def _owe(self, request_id: str, entry: _InEngine) -> None:
+        self._pending[request_id] = entry
+        self._pending_bytes += entry.bytes
+        self._pending_samples += is_sample(request_id)
+
+    def _settled(self, request_id: str) -> _InEngine | None:
+        entry = self._pending.pop(request_id, None)
+        if entry is not None:
+            self._pending_bytes -= entry.bytes
+            self._pending_samples -= is_sample(request_id)
+        return entry
+
     def _forget(self, request_id: str) -> None:
-        self._pending.pop(request_id, None)
+        self._settled(request_id)
         self._futures.drop(request_id)
 
     # -- what the engine says -----------------------------------------------------------------------------------------
 
     def done(self, request_id: str, result: Result) -> None:
         """The engine has finished a request."""
-        entry = self._pending.pop(request_id, None)
-        if entry is None:
-            return
-        self._pending_samples -= is_sample(request_id)
-        self._in_background(self._finish(request_id, entry, result))
+        entry = self._settled(request_id)
+        if entry is not None:
+            self._in_background(self._finish(request_id, entry, result))
 
     def held(self, request_id: str, reason: str | None) -> None:
         """The engine cannot start a request yet (or, None, now can)."""
@@ -195,7 +207,7 @@ class RequestQueue:
     def lose_all(self, reason: str) -> None:
         """The engine has ended by itself: training requests fail, samples are to be submitted again."""
         pending, self._pending = self._pending, {}
-        self._pending_samples = 0
+        self._pending_bytes = self._pending_samples = 0
         for request_id in pending:
             lost = Lost() if is_sample(request_id) else Failure(request_log.lost_message(reason), "server")
             self._futures.set(request_id, lost)

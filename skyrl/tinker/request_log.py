@@ -44,7 +44,7 @@ class Logged:
     request_id: str
     """The entry's own, or that of the equal request that came before it."""
     refusal: Failure | None = None
-    """Why it cannot be worked on. It is in the log as failed."""
+    """Why it cannot be worked on. It is in the log as failed, unless another kind of request has its place there."""
 
 
 def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Callable[[Session], None]) -> Logged:
@@ -57,11 +57,12 @@ def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Call
         on_log: More to write when the request is new and not refused.
     """
     if entry.seq_id is not None:
-        same = select(RequestRow.request_id).where(
+        same = select(RequestRow.request_id, RequestRow.kind).where(
             RequestRow.model_id == entry.model_id, RequestRow.seq_id == entry.seq_id
         )
         if (earlier := session.exec(same).first()) is not None:
-            return Logged(earlier)
+            request_id, kind = earlier
+            return Logged(request_id) if kind == entry.kind else Logged(entry.request_id, _taken(entry, kind))
     if refusal is None and entry.needs_model:
         refusal = _refused_by_status(session.get(ModelRow, entry.model_id), entry.model_id)
     if refusal is None:
@@ -125,6 +126,14 @@ def lose_models(session: Session, reason: str) -> None:
 
 def lost_message(reason: str) -> str:
     return f"{reason}, and the model's training state in it is lost; {LOST_ADVICE}"
+
+
+def _taken(entry: Entry, kind: str) -> Failure:
+    error = (
+        f"{entry.kind}: seq_id={entry.seq_id} of model {entry.model_id} was a {kind}; number a model's requests 1, 2, "
+        "3, ... (its creation is 0), from one client only"
+    )
+    return Failure(error, "user")
 
 
 def _refused_by_status(model: ModelRow | None, model_id: str) -> Failure | None:

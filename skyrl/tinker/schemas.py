@@ -162,13 +162,21 @@ class ModelInputChunk(RequestModel):
     format: str | None = None
     expected_tokens: int | None = None
 
+    KINDS: ClassVar = {"tokens": "encoded_text", "data": "image", "location": "image_asset_pointer", "dmel": "dmel"}
+
     @property
     def kind(self) -> str:
         """`type`, or the kind that has the fields of this chunk."""
         if self.type is not None:
             return self.type
-        kinds = {"tokens": "encoded_text", "data": "image", "location": "image_asset_pointer", "dmel": "dmel"}
-        return next((kind for field, kind in kinds.items() if getattr(self, field) is not None), "unknown")
+        return next((kind for field, kind in self.KINDS.items() if getattr(self, field) is not None), "unknown")
+
+    @model_validator(mode="after")
+    def _has_one_content(self) -> "ModelInputChunk":
+        given = [field for field in self.KINDS if getattr(self, field) is not None]
+        if len(given) > 1:
+            raise ValueError(f"a chunk with both {given[0]} and {given[1]}; send them as two chunks")
+        return self
 
 
 class ModelInput(RequestModel):

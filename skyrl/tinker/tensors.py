@@ -21,7 +21,7 @@ class Budget:
 
     def take(self, name: str, shape: Sequence[int], dtype: np.dtype) -> None:
         """Raises `RequestError` once the request's arrays are too large together."""
-        self.left -= prod(shape) * dtype.itemsize
+        self.left -= prod(max(1, size) for size in shape) * dtype.itemsize
         if self.left < 0:
             raise RequestError(
                 f"{name}: shape={list(shape)} makes the arrays of the request larger than {self.max_bytes} bytes; "

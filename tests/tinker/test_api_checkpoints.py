@@ -1,8 +1,11 @@
 """Checkpoints over HTTP: names, overwriting, loading in place and as a new model."""
 
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
+
+from skyrl.tinker import ids
 
 
 def save(server, model: str, seq_id: int, name: str = "a", **options) -> str:
@@ -111,7 +114,7 @@ def test_load_from_something_that_is_no_path_says_so(server):
     assert failure["category"] == "user" and "tinker://" in failure["error"]
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "x" * 256, "ä"])
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "x" * 181, "ä"])
 def test_bad_name_is_refused(server, name):
     failure = server.failure(save(server, server.model(), 1, name))
     assert failure["category"] == "user" and "path=" in failure["error"]
@@ -177,3 +180,9 @@ def test_overwrite_does_not_change_what_an_older_sampler_samples(server):
 def test_expiry_is_refused_until_it_is_served(server):
     failure = server.failure(save(server, server.model(), 1, ttl_seconds=3600))
     assert failure["category"] == "user" and "ttl_seconds" in failure["error"]
+
+
+def test_longest_name_is_a_folder_name_whatever_storage_adds(server):
+    longest = ids.folder(Path("/"), "m", "weights", "x" * ids.MAX_NAME + f"@{2**63 - 1}")
+    assert len(Path(longest).name) + len(".") + len(f".{uuid4().hex}.tmp") <= 255
+    assert server.result(save(server, server.model(), 1, "x" * ids.MAX_NAME))["path"].endswith("x")

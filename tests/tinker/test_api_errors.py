@@ -37,7 +37,10 @@ def check(response: httpx.Response) -> None:
 @pytest.mark.parametrize("path", JSON_ENDPOINTS)
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"\xff\xfe", b"null", b"[]", b"3", b'"text"', b'{"a": NaN}', b"[" * 100_000, b'{"seq_id": 1e400}'],
+    [
+        *[b"", b"{", b"\xff\xfe", b"null", b"[]", b"3", b'"text"', b'{"a": NaN}', b"[" * 100_000, b'{"seq_id": 1e400}'],
+        b'{"user_metadata": "\\ud800", "session_id": "\\ud800", "model_id": "\\ud800", "request_id": "\\ud800"}',
+    ],
     ids=lambda body: repr(body[:12]),
 )
 def test_body_that_is_no_json_object_of_the_endpoint_is_a_4xx(server, path, body):
@@ -99,6 +102,19 @@ def test_zstd_body_is_served(server):
     headers = {"Content-Type": PROTOBUF, "Content-Encoding": "zstd"}
     response = server.http.post("/forward_backward", content=body, headers=headers)
     assert server.pass_result(response.json()["request_id"]).metrics
+
+
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/json; charset=utf-8", "nonsense"])
+def test_json_is_read_whatever_its_content_type(server, content_type):
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    response = server.http.post("/create_session", content=b'{"tags": []}', headers=headers)
+    assert response.json()["session_id"]
+
+
+@pytest.mark.parametrize("path", ["create_session", "optim_step"])
+def test_compressed_json_is_refused_by_its_encoding(server, path):
+    response = server.http.post(f"/{path}", content=b"{}", headers={"Content-Encoding": "gzip"})
+    assert response.status_code == 400 and "gzip" in response.json()["detail"]
 
 
 def test_unknown_content_type_is_400(server):

@@ -211,6 +211,13 @@ def test_bad_sample_fails_as_a_future_that_names_the_field(server, options, name
     assert failure["category"] == "user" and named in failure["error"]
 
 
+def test_options_that_are_null_mean_their_defaults(server):
+    sampler = server.sampler(server.session(), 0, base_model=BASE_MODEL)
+    answer = server.submit_sample(sampler, 0, num_samples=None, prompt_logprobs=None, topk_prompt_logprobs=None)
+    assert len(answer["sample_sequence_ids"]) == 1
+    assert server.outcome(answer["request_id"]).status_code == 200
+
+
 def test_unknown_sampler_is_404(server):
     assert server.post("/asample", sample_request("nobody:sample:0", 0)).status_code == 404
     assert server.http.get("/samplers/nobody:sample:0").status_code == 404

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from skyrl.tinker import queue
 from tests.fakes import POISON
 from tests.tinker.harness import BASE_MODEL, PROTOBUF, LiveServer, pass_request
 
@@ -59,6 +60,30 @@ def test_step_returns_its_metrics_as_json(server):
 def test_same_seq_id_again_gives_the_same_request(server):
     model = server.model()
     assert server.submit_pass(model, 1) == server.submit_pass(model, 1)
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_seq_id_of_another_kind_of_request_fails_and_says_what_was_there(server, taken):
+    model = server.model()
+    request = server.submit_pass(model, 1)
+    failure = server.failure(server.submit_step(model, taken))
+    assert failure["category"] == "user"
+    assert f"seq_id={taken}" in failure["error"] and ("create_model", "forward_backward")[taken] in failure["error"]
+    server.pass_result(request)
+    server.result(server.submit_step(model, 2))
+
+
+def test_more_bytes_than_may_wait_are_turned_away_until_there_is_room(own_server, monkeypatch):
+    model = own_server.model()
+    monkeypatch.setattr(queue, "MAX_PENDING_BYTES", 2 * queue.OVERHEAD_BYTES)
+    held = own_server.submit_pass(model, 2)
+    body = {"model_id": model, "seq_id": 3, "adam_params": {"learning_rate": 0.1}}
+    assert own_server.post("/optim_step", body).status_code == 429
+    monkeypatch.undo()
+    own_server.pass_result(own_server.submit_pass(model, 1))
+    own_server.pass_result(held)
+    monkeypatch.setattr(queue, "MAX_PENDING_BYTES", 2 * queue.OVERHEAD_BYTES)
+    own_server.run("/optim_step", body)
 
 
 def test_equal_requests_at_the_same_time_give_one_request(server):

@@ -131,6 +131,11 @@ def test_an_option_that_is_not_served_is_refused_by_name(kind, body, option, val
     assert "secret" not in message.replace("(secret)", "")
 
 
+def test_a_chunk_with_two_contents_is_refused():
+    with pytest.raises(ValidationError, match="both tokens and data"):
+        schemas.ModelInputChunk.model_validate({"type": "encoded_text", "tokens": [1], "data": "aGk="})
+
+
 def test_stability_info_may_be_recorded_because_nothing_reads_it():
     assert schemas.SampleRequest.model_validate(SAMPLE | {"record_stability_info": True}).unserved() is None
 

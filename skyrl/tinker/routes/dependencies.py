@@ -1,12 +1,13 @@
 """What route functions ask for: the server's parts and the caller."""
 
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 from fastapi import Depends, Request
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from skyrl.tinker.auth import Caller, authenticate
-from skyrl.tinker.parsing import Body
+from skyrl.tinker.parsing import Body, MalformedBody, describe, json_object
 from skyrl.tinker.queue import RequestQueue
 from skyrl.tinker.server import TinkerServer
 from skyrl.tinker.service import Service
@@ -41,3 +42,15 @@ ServiceDependency = Annotated[Service, Depends(_service)]
 QueueDependency = Annotated[RequestQueue, Depends(_queue)]
 CallerDependency = Annotated[Caller, Depends(_caller)]
 BodyDependency = Annotated[Body, Depends(_body)]
+
+
+def json_body(schema: type[BaseModel]) -> Any:
+    """The dependency of a route on its JSON body, which is read as those of queued requests are."""
+
+    async def read(body: BodyDependency) -> BaseModel:
+        try:
+            return schema.model_validate(json_object(body))
+        except ValidationError as error:
+            raise MalformedBody(describe(error.errors())) from error
+
+    return Depends(read)

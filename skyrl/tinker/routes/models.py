@@ -1,11 +1,13 @@
 """Facts about models and their checkpoints."""
 
+from typing import Annotated
+
 from fastapi import APIRouter
 
 from skyrl.errors import UnknownName
 from skyrl.tinker import schemas
 from skyrl.tinker.ids import TinkerPath
-from skyrl.tinker.routes.dependencies import CallerDependency, ServiceDependency
+from skyrl.tinker.routes.dependencies import CallerDependency, ServiceDependency, json_body
 from skyrl.types import LoraConfig
 
 router = APIRouter()
@@ -13,7 +15,9 @@ router = APIRouter()
 
 @router.post("/get_info", response_model_exclude_none=True)
 async def get_info(
-    service: ServiceDependency, caller: CallerDependency, request: schemas.GetInfoRequest
+    service: ServiceDependency,
+    caller: CallerDependency,
+    request: Annotated[schemas.GetInfoRequest, json_body(schemas.GetInfoRequest)],
 ) -> schemas.GetInfoResponse:
     """What a model is. Its tokenizer is read from the folder named here, on the client's machine."""
     info = await service.wait_until_ready()
@@ -31,7 +35,9 @@ async def get_info(
 
 @router.post("/weights_info", response_model_exclude_none=True)
 async def weights_info(
-    service: ServiceDependency, caller: CallerDependency, request: schemas.WeightsInfoRequest
+    service: ServiceDependency,
+    caller: CallerDependency,
+    request: Annotated[schemas.WeightsInfoRequest, json_body(schemas.WeightsInfoRequest)],
 ) -> schemas.WeightsInfoResponse:
     """What a checkpoint was trained with."""
     path = TinkerPath.parse("tinker_path", request.tinker_path)

@@ -3,7 +3,7 @@
 One POST per entry of the table of operations, which answers as soon as the request is logged, and `retrieve_future`.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -16,7 +16,7 @@ from skyrl.tinker.ids import SAMPLE
 from skyrl.tinker.old_clients import as_json
 from skyrl.tinker.operations import OPERATIONS, QueuedOperation
 from skyrl.tinker.queue import TryAgain
-from skyrl.tinker.routes.dependencies import BodyDependency, CallerDependency, QueueDependency
+from skyrl.tinker.routes.dependencies import BodyDependency, CallerDependency, QueueDependency, json_body
 from skyrl.tinker.service import off_loop
 
 router = APIRouter()
@@ -44,7 +44,10 @@ async def asample(queue: QueueDependency, caller: CallerDependency, body: BodyDe
 
 @router.post("/retrieve_future", response_model=None)
 async def retrieve_future(
-    request: Request, queue: QueueDependency, caller: CallerDependency, body: schemas.RetrieveFutureRequest
+    request: Request,
+    queue: QueueDependency,
+    caller: CallerDependency,
+    body: Annotated[schemas.RetrieveFutureRequest, json_body(schemas.RetrieveFutureRequest)],
 ) -> Response:
     """The result of a queued request, waited for as long as a poll may take."""
     outcome = await queue.outcome(body.request_id, caller)

@@ -1,5 +1,7 @@
 """Samplers of the base model and of checkpoints. (Those of fresh weights come from `save_weights_for_sampler`.)"""
 
+from typing import Annotated
+
 from fastapi import APIRouter
 from sqlmodel import Session
 
@@ -8,7 +10,7 @@ from skyrl.tinker import ids, schemas
 from skyrl.tinker.auth import Caller
 from skyrl.tinker.directory import find_checkpoint
 from skyrl.tinker.ids import TinkerPath
-from skyrl.tinker.routes.dependencies import CallerDependency, ServiceDependency
+from skyrl.tinker.routes.dependencies import CallerDependency, ServiceDependency, json_body
 from skyrl.tinker.service import Service
 from skyrl.tinker.tables import SamplerRow
 
@@ -17,7 +19,9 @@ router = APIRouter()
 
 @router.post("/create_sampling_session")
 async def create_sampling_session(
-    service: ServiceDependency, caller: CallerDependency, request: schemas.CreateSamplingSessionRequest
+    service: ServiceDependency,
+    caller: CallerDependency,
+    request: Annotated[schemas.CreateSamplingSessionRequest, json_body(schemas.CreateSamplingSessionRequest)],
 ) -> schemas.CreateSamplingSessionResponse:
     """Make a sampler. The same (session, number) is the same sampler."""
     info = await service.wait_until_ready()

@@ -1,6 +1,7 @@
 """Sessions: one per client process. A silent one is kept; a finished one takes no more requests."""
 
 import time
+from typing import Annotated
 
 from fastapi import APIRouter
 from sqlmodel import Session
@@ -8,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from skyrl.tinker import ids, schemas
-from skyrl.tinker.routes.dependencies import CallerDependency, ServiceDependency
+from skyrl.tinker.routes.dependencies import CallerDependency, ServiceDependency, json_body
 from skyrl.tinker.tables import SessionRow
 
 router = APIRouter()
@@ -16,7 +17,9 @@ router = APIRouter()
 
 @router.post("/create_session", response_model_exclude_none=True)
 async def create_session(
-    service: ServiceDependency, caller: CallerDependency, request: schemas.CreateSessionRequest
+    service: ServiceDependency,
+    caller: CallerDependency,
+    request: Annotated[schemas.CreateSessionRequest, json_body(schemas.CreateSessionRequest)],
 ) -> schemas.CreateSessionResponse:
     """Make a session."""
     session_id = ids.new_session_id()
@@ -39,7 +42,9 @@ async def create_session(
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(
-    service: ServiceDependency, caller: CallerDependency, request: schemas.SessionHeartbeatRequest
+    service: ServiceDependency,
+    caller: CallerDependency,
+    request: Annotated[schemas.SessionHeartbeatRequest, json_body(schemas.SessionHeartbeatRequest)],
 ) -> schemas.SessionHeartbeatResponse:
     """A client is alive. 410 tells the client of a finished session to stop."""
     row = await service.directory.session(request.session_id, caller)
@@ -50,7 +55,10 @@ async def session_heartbeat(
 
 @router.post("/sessions/{session_id}/finish", status_code=204, response_class=Response)
 async def finish_session(
-    session_id: str, service: ServiceDependency, caller: CallerDependency, request: schemas.FinishSessionRequest
+    session_id: str,
+    service: ServiceDependency,
+    caller: CallerDependency,
+    request: Annotated[schemas.FinishSessionRequest, json_body(schemas.FinishSessionRequest)],
 ) -> None:
     """End a session. The first reason given stays."""
     await service.directory.session(session_id, caller)
