@@ -4,6 +4,8 @@ A subclass says how to run one operation as a generator that yields after each q
 (`sampler`). The executor keeps each model's operations in order, takes turns between models, and gives sampling one
 burst per step, so a short request never waits for a long one. An operation may return a `Future` for work that goes
 on in the background (a file being written); it completes when the future does, while the model moves on.
+
+One thread submits and steps. Only `wait` may be left by another: background work that ends wakes it.
 """
 
 import logging

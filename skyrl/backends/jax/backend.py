@@ -314,11 +314,12 @@ class JaxBackend(Executor):
         return ModelOutput(operation.model_id)
 
     def _read_state(self, operation: LoadCheckpoint) -> ModelState:
-        lora_config = checkpoints.training_lora_config(operation.path)
-        if operation.model_id in self._states:
-            _check_same_adapter(operation.path, lora_config, self._states[operation.model_id].lora_config)
-        self._check_rank(lora_config.rank)
-        like = zero_adapter(self.model_config, padded_rank(lora_config.rank))
+        def like(lora_config: LoraConfig) -> Adapter:
+            if operation.model_id in self._states:
+                _check_same_adapter(operation.path, lora_config, self._states[operation.model_id].lora_config)
+            self._check_rank(lora_config.rank)
+            return zero_adapter(self.model_config, padded_rank(lora_config.rank))
+
         return checkpoints.load_training(operation.path, like, operation.load_optimizer)
 
     @_work.register

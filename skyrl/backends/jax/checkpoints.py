@@ -5,6 +5,7 @@ immutable arrays, so they may run in a background thread while training goes on.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,12 +43,13 @@ def pack_sampler(adapter: Adapter, lora_config: LoraConfig, model_config: Any) -
     return {PEFT_TENSORS: save(tensors), PEFT_CONFIG: json.dumps(config, indent=1).encode()}
 
 
-def load_training(path: str, like: Adapter, load_optimizer: bool) -> ModelState:
+def load_training(path: str, like: Callable[[LoraConfig], Adapter], load_optimizer: bool) -> ModelState:
     """The model that `pack_training` stored at `path`.
 
     Args:
         path: Checkpoint folder.
-        like: An adapter of the loaded base model and the checkpoint's rank, to compare shapes with.
+        like: An adapter of the loaded base model for a LoRA configuration, to compare shapes with. It may raise
+            `RequestError` for a configuration that is not wanted.
         load_optimizer: False starts with zero moments at step 0.
 
     Raises:
@@ -56,13 +58,14 @@ def load_training(path: str, like: Adapter, load_optimizer: bool) -> ModelState:
     """
     files = read_folder(path)
     header = _header(files, path)
+    lora_config = LoraConfig(**header["lora_config"])
+    expected = like(lora_config)
     parts = _unflatten(load(files[TRAINING_TENSORS]))
-    if jax.tree.map(np.shape, parts["weights"]) != jax.tree.map(np.shape, like.weights):
+    if jax.tree.map(np.shape, parts["weights"]) != jax.tree.map(np.shape, expected.weights):
         raise RequestError(
             f"path={path}: this checkpoint was trained on base model {header['base_model']!r}, whose layers have other "
             "shapes than the one served here; serve that base model to load it"
         )
-    lora_config = LoraConfig(**header["lora_config"])
     scaling = jnp.asarray(lora_config.alpha / lora_config.rank, jnp.float32)
     state = ModelState.fresh(lora_config, Adapter(_on_device(parts["weights"]), scaling))
     if load_optimizer:
@@ -70,11 +73,6 @@ def load_training(path: str, like: Adapter, load_optimizer: bool) -> ModelState:
         state.second_moment = _on_device(parts["second_moment"])
         state.step = header["step"]
     return state
-
-
-def training_lora_config(path: str) -> LoraConfig:
-    """LoRA configuration of a training checkpoint."""
-    return LoraConfig(**_header(read_folder(path), path)["lora_config"])
 
 
 def load_version(path: str, model_config: Any, max_rank: int) -> tuple[Adapter, LoraConfig]:
