@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl.errors import RequestError, UnknownName
@@ -62,6 +63,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(UnknownName, _status(404))
     app.add_exception_handler(Busy, _status(429))
     app.add_exception_handler(EngineStarting, _starting)
+    app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _internal_error)
 
 
@@ -77,6 +79,10 @@ def _http_error(request: Request, error: Any) -> JSONResponse:
     if error.status_code in (404, 405) and detail in ("Not Found", "Method Not Allowed"):
         detail = f"{request.method} {request.url.path} is not served here; check the path and base_url"
     return error_response(error.status_code, str(detail), error.headers)
+
+
+def _gone(_: Request, __: Exception) -> JSONResponse:
+    return error_response(400, "the client left before its body had arrived")  # which nobody reads
 
 
 def _starting(_: Request, error: Exception) -> JSONResponse:

@@ -138,12 +138,18 @@ async def load_weights(admission: Admission, request: schemas.LoadWeightsRequest
     payload = {"path": str(path), "model_id": target.model_id, "type": "load_weights"}
     if target.creates:
         return _creation(admission, operation, lora_config, request.user_metadata or {}, payload)
+    _refuse_other_adapter(path, lora_config, LoraConfig(**admission.model.lora_config))
+    return Accepted(operation, record=lambda _, __: (payload, None))
 
-    def record(session: Session, _: ModelOutput) -> tuple[dict[str, Any], None]:
-        _model_row(session, target.model_id).lora_config = lora_config.model_dump()
-        return payload, None
 
-    return Accepted(operation, record=record, changes=(target.model_id,))
+def _refuse_other_adapter(path: TinkerPath, stored: LoraConfig, loaded: LoraConfig) -> None:
+    """Raise `RequestError` unless both adapters have one shape; their seeds do not matter."""
+    for name in LoraConfig.model_fields:
+        if name != "seed" and getattr(stored, name) != getattr(loaded, name):
+            raise RequestError(
+                f"path={path}: the checkpoint has {name}={getattr(stored, name)}, the model {getattr(loaded, name)}; "
+                "make a new model of the checkpoint instead (create_training_client_from_state)"
+            )
 
 
 @operation("unload_model", json_parser(schemas.UnloadModelRequest, WholeModelAddress))

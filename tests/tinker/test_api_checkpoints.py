@@ -82,13 +82,6 @@ def test_loaded_model_knows_its_rank(server):
     assert infos == [4, 4]
 
 
-def test_load_in_place_takes_over_the_rank(server):
-    _, path = saved(server)
-    model = server.model(lora_config={"rank": 8})
-    server.result(load(server, model, 1, path))
-    assert server.ok("/get_info", {"model_id": model})["lora_rank"] == 4
-
-
 def test_weights_info_tells_the_configuration(server):
     model = server.model(lora_config={"rank": 2, "train_mlp": False})
     path = server.result(save(server, model, 1))["path"]
@@ -186,3 +179,13 @@ def test_longest_name_is_a_folder_name_whatever_storage_adds(server):
     longest = ids.folder(Path("/"), "m", "weights", "x" * ids.MAX_NAME + f"@{2**63 - 1}")
     assert len(Path(longest).name) + len(".") + len(f".{uuid4().hex}.tmp") <= 255
     assert server.result(save(server, server.model(), 1, "x" * ids.MAX_NAME))["path"].endswith("x")
+
+
+def test_load_into_a_model_of_another_rank_names_the_checkpoint_as_its_user_does(server):
+    path = server.result(save(server, server.model(), 1))["path"]
+    model = server.model(lora_config={"rank": 8})
+    body = {"model_id": model, "seq_id": 1, "path": path, "optimizer": True}
+    failure = server.failure(server.ok("/load_weights", body)["request_id"])
+    assert failure["category"] == "user"
+    assert f"path={path}: the checkpoint has rank=4, the model 8" in failure["error"]
+    server.train(model, 2)

@@ -132,6 +132,17 @@ def test_server_opens_more_files_than_the_system_allows_at_first(tmp_path):
     assert int(soft) == min(hard, api.MAX_FILES)
 
 
+@pytest.mark.parametrize("path", ["optim_step", "retrieve_future"])
+def test_client_that_leaves_in_the_middle_of_a_request_is_no_error(tmp_path, path):
+    with running(tmp_path) as server:
+        address = server.http.base_url
+        with socket.create_connection((address.host, address.port)) as client:
+            client.sendall(f"POST /api/v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{".encode())
+        server.train(server.model(), 1)
+        _, output = server.end(signal.SIGINT)
+    assert "Traceback" not in output and "ERROR" not in output
+
+
 def test_engine_ends_with_the_server(tmp_path):
     with running(tmp_path) as server:
         engine = int(subprocess.check_output(["pgrep", "-P", str(server.process.pid)]))
