@@ -10,7 +10,6 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from skyrl.tinker.ids import is_sample
 from skyrl.types import ErrorCategory
 
 MAX_FINISHED_BYTES = 256 * 2**20
@@ -125,9 +124,6 @@ class Futures:
         if future is not None and future.key is not None:
             self._sample_ids.pop(future.key, None)
         self._finished_bytes -= self._finished.pop(request_id, 0)
-
-    def pending_samples(self) -> list[str]:
-        return [i for i, future in self._by_id.items() if future.outcome is None and is_sample(i)]
 
     def close(self) -> None:
         """Let every long poll return at once, now and from now on."""
