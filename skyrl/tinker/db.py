@@ -38,6 +38,8 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 MAX_GROUP = 256
 """Jobs per transaction at most."""
 READERS = 4
+SERVER_LOCK = 0x736B7972
+"""PostgreSQL's number for the lock of the one server of a database."""
 IN_MEMORY = (None, "", ":memory:")
 """What SQLite calls a database without a file."""
 
@@ -62,6 +64,7 @@ class Database:
         self._lock = _lock_file(url)
         try:
             self._engine = _open(url)
+            self._claim = _claim(self._engine, url)
             _migrate(self._engine, url)
         except BaseException:
             self._unlock()
@@ -94,6 +97,7 @@ class Database:
         self._queue.put(None)
         self._writer.join()
         self._readers.shutdown()
+        self._claim.close()
         self._engine.dispose()
         self._unlock()
 
@@ -162,6 +166,21 @@ def _migrate(engine: Engine, url: str) -> None:
             ) from error
 
 
+def _claim(engine: Engine, url: str) -> Connection:
+    """A connection that, on PostgreSQL, holds this database's lock for as long as it is open (a file has `.lock`)."""
+    connection = engine.connect()
+    if engine.dialect.name == "postgresql":
+        connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+        if not connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({SERVER_LOCK})").scalar():
+            connection.close()
+            raise _in_use(url)
+    return connection
+
+
+def _in_use(url: str) -> RequestError:
+    return _refusal(url, "it is in use by another server; stop that one or give this one its own --database-url")
+
+
 def _open(url: str) -> Engine:
     try:
         parsed = make_url(url)
@@ -174,7 +193,7 @@ def _open(url: str) -> Engine:
             raise _refusal(url, "a database in memory is not served; name a file, sqlite:///FILE")
         if sqlite:
             Path(str(parsed.database)).parent.mkdir(parents=True, exist_ok=True)
-        engine = sqlalchemy.create_engine(parsed, pool_size=READERS + 1)
+        engine = sqlalchemy.create_engine(parsed, pool_size=READERS + 2)
     except ModuleNotFoundError as error:
         raise _refusal(
             url, f"this needs the package {error.name}; install it with: pip install 'skyrl[postgres]'"
@@ -222,7 +241,5 @@ def _lock_file(url: str) -> int | None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(handle)
-        raise _refusal(
-            url, "it is in use by another server; stop that one or give this one its own --database-url"
-        ) from error
+        raise _in_use(url) from error
     return handle

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -63,6 +64,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(UnknownName, _status(404))
     app.add_exception_handler(Busy, _status(429))
     app.add_exception_handler(EngineStarting, _starting)
+    app.add_exception_handler(DataError, _unstorable)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _internal_error)
 
@@ -79,6 +81,10 @@ def _http_error(request: Request, error: Any) -> JSONResponse:
     if error.status_code in (404, 405) and detail in ("Not Found", "Method Not Allowed"):
         detail = f"{request.method} {request.url.path} is not served here; check the path and base_url"
     return error_response(error.status_code, str(detail), error.headers)
+
+
+def _unstorable(_: Request, __: Exception) -> JSONResponse:
+    return error_response(400, "a text or number of the request cannot be stored; send no NUL characters, NaN or inf")
 
 
 def _gone(_: Request, __: Exception) -> JSONResponse:
