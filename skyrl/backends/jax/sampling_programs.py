@@ -6,7 +6,7 @@ precision around all its programs, so that sampler and trainer compute alike.
 """
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from skyrl.backends.jax.compilation import Compiler
 from skyrl.tx.lora import read_slot
 from skyrl.tx.models.types import Adapter, KVCache
 from skyrl.tx.sampling import sample_tokens, uniforms
@@ -85,8 +86,7 @@ class SamplingPrograms:
         self.cache_dtype = jax.eval_shape(
             lambda base, token: nnx.merge(graphdef, base)(token, positions=token).last_hidden_state, base, token
         ).dtype
-        self.compiled = 0
-        """Programs compiled so far."""
+        self._compiler = Compiler("sampling")
         self.decode = self._program(self._decode, donate="cache", static="one_version")
         self.draw = self._program(self._draw)
         self.prefill = self._program(self._prefill, donate="cache")
@@ -99,12 +99,13 @@ class SamplingPrograms:
         return KVCache.zeros(self._config, rows, window, self.cache_dtype)
 
     def _program(self, function: Callable, donate: str | None = None, static: str | None = None) -> Callable:
-        @wraps(function)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.compiled += 1  # runs when traced
-            return function(*args, **kwargs)
+        name = function.__name__.strip("_")
+        return self._compiler.jit(name, function, donate_argnames=donate, static_argnames=static)
 
-        return jax.jit(counted, donate_argnames=donate, static_argnames=static)
+    @property
+    def compiled(self) -> int:
+        """Programs compiled so far."""
+        return self._compiler.compiled
 
     def _decode(
         self, base: Any, bank: Adapter, cache: KVCache, batch: DecodeBatch, one_version: bool

@@ -17,6 +17,7 @@ from flax import nnx
 from skyrl.algorithms.losses import LossInputs, mixed_loss
 from skyrl.backends.batching import MAX_SEGMENTS, TileArrays
 from skyrl.backends.jax.adapters import Tree
+from skyrl.backends.jax.compilation import Compiler
 from skyrl.tx.models.types import Adapter
 from skyrl.types import AdamParams
 
@@ -104,21 +105,17 @@ class TrainingPrograms:
                 for scratch, (output, gradients) in zip(scratches, results, strict=True)
             ]
 
-        def counted(function: Any) -> Any:
-            @functools.wraps(function)
-            def traced(*args: Any) -> Any:
-                self.compiled += 1  # runs when traced
-                return function(*args)
-
-            return traced
-
-        self.compiled = 0
-        """Programs compiled so far."""
-        self.forward = jax.jit(counted(functools.partial(_over_stack, forward)))
+        self._compiler = Compiler("training")
+        self.forward = self._compiler.jit("forward", functools.partial(_over_stack, forward))
         """(base, adapters, tiles) -> a PassOutput for each tile; tiles have one shape."""
-        self.forward_backward = jax.jit(counted(accumulate), donate_argnums=2)
+        self.forward_backward = self._compiler.jit("forward_backward", accumulate, donate_argnums=2)
         """(base, adapters, scratch gradients, tiles) -> (PassOutput, new scratch) for each tile."""
-        self.optim_step = jax.jit(counted(adamw))
+        self.optim_step = self._compiler.jit("optim_step", adamw)
+
+    @property
+    def compiled(self) -> int:
+        """Programs compiled so far."""
+        return self._compiler.compiled
 
 
 def adamw(
