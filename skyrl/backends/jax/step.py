@@ -143,7 +143,7 @@ def adamw(
 def _over_stack(function: Any, base: Any, adapters: tuple[Adapter, ...], tiles: tuple[TileArrays, ...]) -> list[Any]:
     """`function` of each adapter with its tile, as one `vmap`; a stack of one keeps plain, unbatched GEMMs."""
     if len(tiles) == 1:
-        return [function(base, adapters[0], tiles[0])]
+        return [function(base, adapters[0], jax.tree.map(jnp.asarray, tiles[0]))]
     stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(adapters, tiles, strict=True))
     results = jax.vmap(function, in_axes=(None, 0, 0))(base, *stack)
     return [jax.tree.map(lambda leaf, i=i: leaf[i], results) for i in range(len(tiles))]
