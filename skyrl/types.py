@@ -15,6 +15,9 @@ LORA_ALPHA = 32.0
 
 StopReason = Literal["stop", "length"]
 ErrorCategory = Literal["user", "server", "unknown"]
+GradientEffect = Literal["kept", "incomplete", "dropped"]
+"""What a failed request leaves of its model's gradient sums: as they were; lacking its share, so that the next
+optimizer step must fail; or cleared."""
 
 
 class WireModel(BaseModel):
@@ -132,6 +135,8 @@ class SaveOutput:
 
     path: str
     size_bytes: int | None = None
+    digest: str | None = None
+    """sha256 (hex) of the folder's manifest. None where the files are not written yet."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,7 @@ class ErrorResponse:
 
     error: str
     status: ErrorCategory = "server"
+    gradients: GradientEffect = "kept"
 
 
 Result = ForwardBackwardOutput | OptimStepOutput | SampleOutput | SaveOutput | ModelOutput | ErrorResponse

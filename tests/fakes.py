@@ -204,7 +204,7 @@ class FakeBackend(Executor):
         return ForwardBackwardOutput(outputs, {"loss:sum": loss})
 
     def _write(self, path: str, model: FakeModel) -> "Future[Result]":
-        return self._writer.submit(lambda: SaveOutput(path, write_folder(path, model.to_files())))
+        return self._writer.submit(lambda: SaveOutput(path, *write_folder(path, model.to_files())))
 
 
 @dataclass

@@ -21,6 +21,7 @@ from skyrl.backends.operations import (
     DeleteModel,
     ForwardBackward,
     LoadCheckpoint,
+    LoadSnapshot,
     ModelOperation,
     Operation,
     OptimStep,
@@ -28,6 +29,7 @@ from skyrl.backends.operations import (
     Rejected,
     Sample,
     SaveCheckpoint,
+    SaveSnapshot,
 )
 from skyrl.backends.prepared import passes_of, samples_of, version_of
 from skyrl.errors import RequestError
@@ -51,6 +53,7 @@ __all__ = [
     "DeleteModel",
     "ForwardBackward",
     "LoadCheckpoint",
+    "LoadSnapshot",
     "ModelOperation",
     "Operation",
     "OptimStep",
@@ -58,6 +61,7 @@ __all__ = [
     "Rejected",
     "Sample",
     "SaveCheckpoint",
+    "SaveSnapshot",
 ]
 
 T = TypeVar("T")

@@ -152,7 +152,7 @@ class Executor(AbstractBackend):
             return []
         failed = isinstance(result, ErrorResponse)
         was_pass = isinstance(operation, ForwardBackward) and not operation.forward_only
-        was_pass |= isinstance(operation, Rejected) and operation.was_pass
+        was_pass |= isinstance(operation, Rejected) and operation.gradients == "incomplete"
         if failed and was_pass and self.has_model(operation.model_id):  # without a model there is no step to fail
             self._failed_pass.setdefault(operation.model_id, result.error)
         if not failed and isinstance(operation, CreateModel | LoadCheckpoint | DeleteModel):

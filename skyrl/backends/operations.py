@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skyrl.types import AdamParams, Datum, LoraConfig, Result, SamplingParams
+from skyrl.types import AdamParams, Datum, GradientEffect, LoraConfig, Result, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,27 @@ class LoadCheckpoint(ModelOperation):
     path: str
     load_optimizer: bool = True
     """False starts the optimizer anew (zero moments, step 0)."""
+    digest: str | None = None
+    """What the folder's manifest must hash to (sha256, hex), where that is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveSnapshot(ModelOperation):
+    """Write all that the model is, gradient sums included, to the folder `path`. Returns `SaveOutput` once it is there.
+
+    Everything the model wrote before (checkpoints, versions) is on disk by then, or the snapshot fails.
+    """
+
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSnapshot(ModelOperation):
+    """Make the model that `SaveSnapshot` wrote. Returns `ModelOutput`."""
+
+    path: str
+    digest: str
+    """What the folder's manifest must hash to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +108,12 @@ class DeleteModel(ModelOperation):
 class Rejected(ModelOperation):
     """A request that was refused before it came here, in its place in the model's order.
 
-    It completes with `error`. Where it `was_pass`, the model's next optimizer step fails too: never a step on a
-    partial batch.
+    It completes with `error`. `gradients="incomplete"` makes the model's next optimizer step fail too: never a step on
+    a partial batch. `"dropped"` clears the gradient sums, as that failed step does.
     """
 
     error: str
-    was_pass: bool = False
+    gradients: GradientEffect = "kept"
 
 
 @dataclass(frozen=True, kw_only=True)

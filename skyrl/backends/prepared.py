@@ -37,7 +37,12 @@ def passes_of(batch: PreparedModelPassBatch, forward_only: bool, info: BackendIn
             )
         except RequestError as error:
             operations.append(
-                Rejected(request_id=request_id, model_id=model_id, error=str(error), was_pass=not forward_only)
+                Rejected(
+                    request_id=request_id,
+                    model_id=model_id,
+                    error=str(error),
+                    gradients="kept" if forward_only else "incomplete",
+                )
             )
             continue
         operations.append(

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from skyrl.backends.operations import Operation
+from skyrl.backends.operations import ModelOperation, Operation
 from skyrl.tinker.config import EngineConfig
 from skyrl.types import BackendInfo, Result
 
@@ -62,7 +62,28 @@ class Shutdown:
     """Finish background writes and exit."""
 
 
-ToEngine = Start | Enqueue | Cancel | DropVersion | Shutdown
+@dataclass(frozen=True)
+class Revive:
+    """Bring back a model that is not in this engine, by doing `operations` at once and in this order.
+
+    The first makes the model (`LoadSnapshot`, or its creation); the others repeat what it has done since. Each
+    completes as any operation does. The next request to be done after them is `next_seq_id`.
+    """
+
+    model_id: str
+    tenant: str
+    next_seq_id: int
+    operations: list[ModelOperation]
+
+
+@dataclass(frozen=True)
+class Park:
+    """Snapshot a model and free it, if nothing is queued, held or running for it. Answered by `Parked`."""
+
+    model_id: str
+
+
+ToEngine = Start | Enqueue | Cancel | DropVersion | Revive | Park | Shutdown
 
 
 # -- from the engine --------------------------------------------------------------------------------------------------
@@ -105,7 +126,45 @@ class Held:
     reason: str | None
 
 
-FromEngine = Progress | Ready | Failed | Done | Held
+@dataclass(frozen=True)
+class Running:
+    """What the engine computes from now on, so that the API knows what a crash interrupted. Empty: nothing."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Snapshotted:
+    """A model's whole state after its request `seq_id` is on disk; earlier requests need not be repeated any more."""
+
+    model_id: str
+    seq_id: int
+    path: str
+    digest: str
+    size_bytes: int
+    failed_pass: str | None
+    """Why the model's next optimizer step has to fail, if it has to: its gradient sums are incomplete."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A version that was published at once (`persist=False`) is on disk now."""
+
+    version: str
+    path: str
+    digest: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Parked:
+    """The answer to `Park`. Where `done`, the model is not in the engine any more and its snapshot has come before."""
+
+    model_id: str
+    done: bool
+
+
+FromEngine = Progress | Ready | Failed | Done | Held | Running | Snapshotted | Stored | Parked
 
 
 class ChannelClosed(ConnectionError):

@@ -74,11 +74,35 @@ class EngineConfig(BaseModel):
     api_keys: Names = ()
     """Keys that clients may use, separated by commas. Without any, every key is accepted."""
 
-    session_timeout_sec: int = -1
-    """Not served yet: sessions that go silent keep their models. Only -1 (never unload) is accepted."""
+    session_timeout_sec: int = Field(300, ge=-1)
+    """Seconds of silence after which a session's models are parked on disk until they are asked for; -1: never."""
 
-    session_cleanup_interval_sec: int = -1
-    """Not served yet, see --session-timeout-sec."""
+    session_cleanup_interval_sec: int = Field(60, ge=-1)
+    """Seconds between two looks for what can be parked or collected; -1: never."""
+
+    snapshot_every_steps: int = Field(10, ge=1)
+    """Optimizer steps of a model between two snapshots of it. What came since is repeated after a crash."""
+
+    snapshot_every_requests: int = Field(64, ge=1)
+    """Requests of a model between two snapshots at most."""
+
+    snapshot_every_mib: int = Field(64, ge=1)
+    """MiB of requests of a model between two snapshots at most."""
+
+    result_retention_sec: int = Field(24 * 3600, ge=600)
+    """Seconds that the result of a training request can be read again."""
+
+    ephemeral_grace_sec: int = Field(3600, ge=0)
+    """Seconds that versions without a name outlive their session, which ends when finished or silent for a day."""
+
+    keep_last_checkpoints: int = Field(0, ge=0)
+    """Checkpoints of a kind that a model keeps, the newest ones, beside public ones; 0: all."""
+
+    max_disk_gib: float = Field(0, ge=0, allow_inf_nan=False)
+    """GiB that checkpoints, versions and snapshots may take; saves past it are refused. 0: no limit."""
+
+    min_free_disk_mib: int = Field(256, ge=0)
+    """MiB that are left free on the disk of checkpoints_base; saves that would take them are refused."""
 
     long_poll_s: float = Field(20.0, gt=0, le=40)
     """Seconds that a retrieve_future request is held open at most (clients give up at 45)."""
@@ -110,13 +134,6 @@ class EngineConfig(BaseModel):
         if "://" in str(value):
             raise ValueError("only local folders are served; name a local or mounted folder")
         return Path(str(value)).expanduser().absolute()
-
-    @field_validator("session_timeout_sec", "session_cleanup_interval_sec")
-    @classmethod
-    def _never(cls, value: int) -> int:
-        if value != -1:
-            raise ValueError("silent sessions are not unloaded by this version; leave it at -1, and use unload_model")
-        return value
 
     @field_validator(
         "external_inference_url",

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl.errors import RequestError, UnknownName
 from skyrl.tinker.parsing import MalformedBody
-from skyrl.tinker.queue import Busy
 from skyrl.tinker.service import EngineStarting
+from skyrl.tinker.submission import Busy
 
 log = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from skyrl.backends.operations import (
     Sample,
 )
 from skyrl.tinker.fair_queue import FairQueue
+from skyrl.types import GradientEffect
 
 TRAINING_WINDOW = 2**16
 """Tokens of model operations that the backend holds at a time."""
@@ -96,7 +97,7 @@ class Scheduler:
                 f"seq_id={item.seq_id} of model {operation.model_id} arrived more than {self.gap_timeout_s:g} s after "
                 "its followers, which have failed for want of it; send all of them again"
             )
-            self._queue(item.tenant, _rejected(operation, error, was_pass=False))
+            self._queue(item.tenant, _rejected(operation, error, "kept"))
 
     def next(self) -> Operation | None:
         """The next operation to submit, outstanding from now on until `done`; None if nothing may go now."""
@@ -164,7 +165,7 @@ class Scheduler:
                 line.given_up.append(range(line.next_seq_id, seq_id))
             line.next_seq_id = seq_id + 1
             error = f"seq_id={seq_id} of model {model_id} was not done: {why}; send it again with what was missing"
-            failed = _rejected(operation, error, was_pass=True)
+            failed = _rejected(operation, error, "incomplete")
             self._notices.append((operation.request_id, None))
             if isinstance(operation, OptimStep):
                 # An optimizer step after a failed pass fails itself and clears the sums, which a mere failure does not.
@@ -189,5 +190,5 @@ def cost_of(operation: Operation) -> int:
     return 1
 
 
-def _rejected(operation: ModelOperation, error: str, was_pass: bool) -> Rejected:
-    return Rejected(request_id=operation.request_id, model_id=operation.model_id, error=error, was_pass=was_pass)
+def _rejected(operation: ModelOperation, error: str, gradients: GradientEffect) -> Rejected:
+    return Rejected(request_id=operation.request_id, model_id=operation.model_id, error=error, gradients=gradients)

@@ -6,16 +6,38 @@ Times are unix seconds. JSON columns hold what clients sent or the pydantic dump
 import time
 from typing import Any, Literal
 
-from sqlalchemy import JSON, BigInteger, Column, Float, LargeBinary, UniqueConstraint
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    Integer,
+    LargeBinary,
+    String,
+    UniqueConstraint,
+    false,
+    text,
+)
 from sqlmodel import Field, SQLModel
 
 ModelStatus = Literal["creating", "live", "failed", "lost", "unloaded"]
 RequestStatus = Literal["pending", "done", "failed"]
 SamplerKind = Literal["base", "checkpoint", "snapshot", "inflight"]
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 
 def _created() -> Any:
     return Field(default_factory=time.time, sa_column=Column(Float, nullable=False))
+
+
+class SettingRow(SQLModel, table=True):
+    """What a server made up once and must keep, such as the secret that signs its URLs."""
+
+    __tablename__ = "settings"  # pyright: ignore[reportAssignmentType]
+
+    name: str = Field(primary_key=True)
+    value: str
 
 
 class SessionRow(SQLModel, table=True):
@@ -31,6 +53,8 @@ class SessionRow(SQLModel, table=True):
     project_id: str | None = None
     display_name: str | None = None
     created_at: float = _created()
+    last_seen_at: float | None = None
+    """When its client was last heard of, as it was when the server last wrote that down. None: at `created_at`."""
     finished_at: float | None = None
     finish_reason: str | None = None
 
@@ -47,7 +71,15 @@ class ModelRow(SQLModel, table=True):
     lora_config: dict[str, Any] = Field(sa_column=Column(JSON, nullable=False))
     user_metadata: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
     status: str = "creating"
-    """A `ModelStatus`. `lost`: its state went with an engine that ended before it was saved."""
+    """A `ModelStatus`. `live` ones are in the engine, or can be revived from their snapshot and the log after it.
+    `lost` ones cannot, because files of theirs are gone or damaged."""
+    snapshot_seq_id: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
+    """The last request that is part of its newest snapshot; None before the first."""
+    snapshot_folder: str | None = None
+    snapshot_digest: str | None = None
+    snapshot_failed_pass: str | None = None
+    """Why the optimizer step after the snapshot has to fail, if it has to."""
+    last_request_at: float | None = None
     inflight_version: str | None = None
     """What its inflight samplers sample; None before the first inflight save."""
     inflight_folder: str | None = None
@@ -70,6 +102,24 @@ class SamplerRow(SQLModel, table=True):
     version: str | None = Field(default=None, index=True)
     """None for the base model and for inflight samplers, which take their model's."""
     folder: str | None = None
+    clients: int = Field(default=1, sa_column=Column(Integer, nullable=False, server_default=text("1")))
+    """Clients that share it: the first, and those that joined."""
+    created_at: float = _created()
+
+
+class VersionRow(SQLModel, table=True):
+    """A version without a name: what `save_weights_for_sampler` without a path has frozen."""
+
+    __tablename__ = "versions"  # pyright: ignore[reportAssignmentType]
+
+    version: str = Field(primary_key=True)
+    model_id: str = Field(index=True)
+    session_id: str = Field(index=True)
+    tenant: str
+    folder: str
+    digest: str | None = None
+    """sha256 of the manifest in `folder`; None until it is written."""
+    size_bytes: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
     created_at: float = _created()
 
 
@@ -80,16 +130,22 @@ class CheckpointRow(SQLModel, table=True):
     __table_args__ = (UniqueConstraint("model_id", "kind", "name", name="checkpoint_path"),)
 
     id: int | None = Field(default=None, primary_key=True)
-    model_id: str
+    model_id: str = Field(index=True)
     kind: str
+    """A `CheckpointKind`."""
     name: str
-    tenant: str
+    tenant: str = Field(index=True)
     version: str
     folder: str
     base_model: str
     lora_config: dict[str, Any] = Field(sa_column=Column(JSON, nullable=False))
     user_metadata: dict[str, str] | None = Field(default=None, sa_column=Column(JSON, nullable=True))
     size_bytes: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
+    digest: str | None = None
+    """sha256 of the manifest in `folder`. None for those of older servers."""
+    public: bool = Field(default=False, sa_column=Column(Boolean, nullable=False, server_default=false()))
+    """Readable by every key."""
+    expires_at: float | None = Field(default=None, index=True)
     created_at: float = _created()
 
 
@@ -105,6 +161,14 @@ class RequestRow(SQLModel, table=True):
     model_id: str
     seq_id: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
     """Place in the model's order. None: in the order of arrival (unload_model)."""
+    decided: dict[str, Any] = Field(
+        default_factory=dict, sa_column=Column(JSON, nullable=False, server_default=text("'{}'"))
+    )
+    """What the server chose when it accepted the request, such as a seed or the folder a path stood for."""
+    gradients: str = Field(default="kept", sa_column=Column(String, nullable=False, server_default="kept"))
+    """A `GradientEffect`: what its failure meant to the model's gradient sums."""
+    crashes: int = Field(default=0, sa_column=Column(Integer, nullable=False, server_default=text("0")))
+    """How many engines ended while they were working on it."""
     body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
     content_type: str
     content_encoding: str = ""

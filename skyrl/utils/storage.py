@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 from uuid import uuid4
 
 from skyrl.errors import RequestError, StorageError
@@ -26,20 +27,30 @@ def local_path(path: str | Path) -> Path:
     return Path(path)
 
 
-def write_folder(path: str | Path, files: Mapping[str, bytes]) -> int:
-    """Put a folder with these files at `path`, replacing what is there. Returns its size in bytes.
+class Written(NamedTuple):
+    """A folder that is on disk."""
+
+    size_bytes: int
+    """Of its files, without the manifest."""
+    digest: str
+    """sha256 (hex) of its manifest, which holds the hashes of all files."""
+
+
+def write_folder(path: str | Path, files: Mapping[str, bytes]) -> Written:
+    """Put a folder with these files at `path`, replacing what is there.
 
     Raises:
         StorageError: The disk refuses a write. What was at `path` is unchanged.
     """
     target = local_path(path)
     temporary = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
-    manifest = {name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in files.items()}
+    entries = {name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in files.items()}
+    manifest = json.dumps(entries, indent=1).encode()
     try:
         temporary.mkdir(parents=True)
         for name, data in files.items():
             _write_file(temporary / name, data)
-        _write_file(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
+        _write_file(temporary / MANIFEST, manifest)
         _flush_folder(temporary)
         _put_in_place(temporary, target)
     except OSError as error:
@@ -47,7 +58,7 @@ def write_folder(path: str | Path, files: Mapping[str, bytes]) -> int:
         raise StorageError(
             f"cannot write {target}: {error.strerror or error}; free space or check permissions"
         ) from error
-    return sum(len(data) for data in files.values())
+    return Written(sum(len(data) for data in files.values()), hashlib.sha256(manifest).hexdigest())
 
 
 def read_folder(path: str | Path) -> dict[str, bytes]:

@@ -286,7 +286,7 @@ def test_forward_leaves_gradients_as_they_are(backend, new_model):
 
 def test_a_failed_pass_fails_the_next_optimizer_step_and_drops_the_gradients(backend, model):
     before = logprobs(backend, model)
-    rejected = Rejected(request_id=fresh(), model_id=model, error="datum 3: too long", was_pass=True)
+    rejected = Rejected(request_id=fresh(), model_id=model, error="datum 3: too long", gradients="incomplete")
     good, bad, step = run(backend, a_pass(model), rejected, a_step(model))
     assert isinstance(good, ForwardBackwardOutput)
     assert bad == ErrorResponse("datum 3: too long", "user")
@@ -299,7 +299,7 @@ def test_a_failed_pass_costs_one_optimizer_step_only(backend, new_model):
     run(
         backend,
         a_pass(failed, OTHER_TOKENS),
-        Rejected(request_id=fresh(), model_id=failed, error="bad", was_pass=True),
+        Rejected(request_id=fresh(), model_id=failed, error="bad", gradients="incomplete"),
         a_step(failed),
     )
     done(backend, a_pass(failed), a_step(failed))

@@ -60,7 +60,7 @@ def test_lists_are_separated_by_commas():
     assert (config.api_keys, config.model_aliases) == (("a", "b"), ("x",))
 
 
-def test_minus_one_is_the_session_timeout_that_is_served():
+def test_minus_one_keeps_silent_sessions_in_memory():
     config = parsed("--session-timeout-sec=-1", "--session-cleanup-interval-sec=-1")
     assert (config.session_timeout_sec, config.session_cleanup_interval_sec) == (-1, -1)
 
@@ -81,7 +81,7 @@ def test_folders_are_absolute(tmp_path, monkeypatch):
         (["--backend-config", "{"], "--backend-config={: not JSON"),
         (["--backend-config", "[1]"], "--backend-config=[1]: Input should be a valid dictionary"),
         (["--checkpoints-base", "s3://b"], "--checkpoints-base=s3://b: only local folders are served"),
-        (["--session-timeout-sec", "300"], "--session-timeout-sec=300: silent sessions are not unloaded"),
+        (["--session-timeout-sec", "-2"], "--session-timeout-sec=-2: Input should be greater than or equal to -1"),
         (["--external-inference-url", "http://x"], "--external-inference-url=http://x: external inference servers are"),
     ],
 )

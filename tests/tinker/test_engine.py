@@ -203,7 +203,7 @@ def test_a_cancelled_sample_gets_no_result(wire, backend):
 
 def test_a_rejected_request_takes_its_place_and_fails_the_next_optimizer_step(wire):
     wire.ask(create(), 0)
-    wire.ask(Rejected(request_id="bad", model_id="m", error="datum 0: too long", was_pass=True), 1)
+    wire.ask(Rejected(request_id="bad", model_id="m", error="datum 0: too long", gradients="incomplete"), 1)
     wire.ask(optim("optim"), 2)
     results = wire.results("bad", "optim")
     assert results["bad"] == ErrorResponse("datum 0: too long", "user")

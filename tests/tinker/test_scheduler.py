@@ -137,7 +137,7 @@ def test_a_held_optimizer_step_comes_right_after_a_failed_pass_so_that_it_fails_
     scheduler = with_model((1, a_pass(1)), (3, optim(3)))
     scheduler.expire(TIMEOUT_S)
     *_, poison, step = submitted(scheduler)
-    assert isinstance(poison, Rejected) and poison.was_pass
+    assert isinstance(poison, Rejected) and poison.gradients == "incomplete"
     assert step == optim(3)
 
 
@@ -157,7 +157,7 @@ def test_a_request_that_arrives_after_its_followers_failed_is_refused():
     submitted(scheduler)
     scheduler.add(Item("tenant", a_pass(1), 1), TIMEOUT_S + 1)
     (late,) = submitted(scheduler)
-    assert isinstance(late, Rejected) and not late.was_pass and "send all of them again" in late.error
+    assert isinstance(late, Rejected) and late.gradients == "kept" and "send all of them again" in late.error
 
 
 def test_deleting_a_model_fails_what_it_holds_at_once():

@@ -12,7 +12,7 @@ NEW = {"a": b"new", "b": b"more"}
 
 
 def test_what_was_written_is_read_back_and_its_size_told(tmp_path):
-    assert write_folder(tmp_path / "x" / "y", NEW) == 7
+    assert write_folder(tmp_path / "x" / "y", NEW).size_bytes == 7
     assert read_folder(tmp_path / "x" / "y") == NEW
 
 

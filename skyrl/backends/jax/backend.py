@@ -301,7 +301,7 @@ class JaxBackend(Executor):
         return self._writer.submit(self._write_state, operation.path, state)
 
     def _write_state(self, path: str, state: ModelState) -> SaveOutput:
-        return SaveOutput(path, write_folder(path, checkpoints.pack_training(state, self.info().base_model)))
+        return SaveOutput(path, *write_folder(path, checkpoints.pack_training(state, self.info().base_model)))
 
     @_work.register
     def _load(self, operation: LoadCheckpoint) -> Work:
@@ -338,7 +338,7 @@ class JaxBackend(Executor):
     def _store(self, operation: Publish, adapter: Adapter, lora_config: LoraConfig) -> SaveOutput:
         """Write a version's files, so that it may leave memory. One that is to persist exists only from then on."""
         files = checkpoints.pack_sampler(adapter, lora_config, self.model_config)
-        saved = SaveOutput(operation.path, write_folder(operation.path, files))
+        saved = SaveOutput(operation.path, *write_folder(operation.path, files))
         if operation.persist:
             self._versions.publish(operation.version, adapter)
         self._versions.mark_stored(operation.version, adapter, operation.path)

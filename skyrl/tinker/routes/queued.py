@@ -24,7 +24,7 @@ router = APIRouter()
 
 def _add_route(operation: QueuedOperation) -> None:
     async def submit(queue: QueueDependency, caller: CallerDependency, body: BodyDependency) -> schemas.FutureResponse:
-        return schemas.FutureResponse(request_id=await queue.submit(operation, body, caller))
+        return schemas.FutureResponse(request_id=await queue.training.submit(operation, body, caller))
 
     router.post(f"/{operation.name}", name=operation.name, response_model_exclude_none=True)(submit)
 
@@ -37,7 +37,7 @@ for _operation in OPERATIONS.values():
 @router.post("/asample", response_model_exclude_none=True)
 async def asample(queue: QueueDependency, caller: CallerDependency, body: BodyDependency) -> schemas.FutureResponse:
     """Queue a sample."""
-    request_id, count = await queue.sample(OPERATIONS[SAMPLE], body, caller)
+    request_id, count = await queue.samples.submit(OPERATIONS[SAMPLE], body, caller)
     sequence_ids = [f"{request_id}:{index}" for index in range(min(count, MAX_NUM_SAMPLES))]  # more are refused
     return schemas.FutureResponse(request_id=request_id, sample_sequence_ids=sequence_ids)
 

@@ -1,0 +1,44 @@
+"""Named places where a test may kill the process, to prove that nothing is lost there.
+
+`SKYRL_CRASH_POINTS` names a folder. A process that comes to `crash_point("x")` while the folder holds a file `x`
+removes the file and kills itself with SIGKILL. Without the variable a crash point does nothing.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+CRASH_POINTS = {
+    "api: request parsed, not logged",
+    "api: request logged, not sent",
+    "api: result received, not stored",
+    "api: result stored, not answered",
+    "api: snapshot reported, not recorded",
+    "api: snapshot recorded, older files still there",
+    "api: revival read, not sent",
+    "api: checkpoint unnamed, files still there",
+    "engine: before a quantum",
+    "engine: quantum done, result not sent",
+    "engine: optimizer step computed, not kept",
+    "engine: model half revived",
+    "engine: version published, not written",
+    "storage: files half written",
+    "storage: files written, not in place",
+    "storage: older folder moved aside",
+    "storage: folder in place",
+}
+"""All there are."""
+
+_folder = os.environ.get("SKYRL_CRASH_POINTS")
+
+
+def crash_point(name: str) -> None:
+    """Kill this process here if a test has asked for it."""
+    if _folder is None:
+        return
+    assert name in CRASH_POINTS, name
+    try:
+        (Path(_folder) / name).unlink()
+    except FileNotFoundError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
