@@ -11,7 +11,6 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,11 +22,13 @@ from skyrl.backends.backend import (
     DeleteModel,
     ForwardBackward,
     LoadCheckpoint,
+    LoadSnapshot,
     ModelOperation,
     OptimStep,
     Publish,
     Sample,
     SaveCheckpoint,
+    SaveSnapshot,
 )
 from skyrl.backends.executor import Executor, Work
 from skyrl.errors import RequestError
@@ -40,10 +41,10 @@ from skyrl.types import (
     LoraConfig,
     ModelOutput,
     OptimStepOutput,
-    Result,
     SampleOutput,
     SaveOutput,
 )
+from skyrl.utils.crash_points import crash_point
 from skyrl.utils.storage import read_folder, write_folder
 
 POISON = 13
@@ -97,14 +98,16 @@ class FakeModel:
             "first_moment": self.first_moment.tolist(),
             "second_moment": self.second_moment.tolist(),
             "step": self.step,
+            "gradient_sums": None if self.gradient_sums is None else self.gradient_sums.tolist(),
         }
         return {"state.json": json.dumps(state).encode()}
 
     @classmethod
-    def from_folder(cls, path: str) -> "FakeModel":
-        state = json.loads(read_folder(path)["state.json"])
+    def from_folder(cls, path: str, digest: str | None = None) -> "FakeModel":
+        state = json.loads(read_folder(path, digest)["state.json"])
         arrays = (np.asarray(state[name]) for name in ("weights", "first_moment", "second_moment"))
-        return cls(LoraConfig(**state["lora_config"]), *arrays, step=state["step"])
+        sums = None if state["gradient_sums"] is None else np.asarray(state["gradient_sums"])
+        return cls(LoraConfig(**state["lora_config"]), *arrays, step=state["step"], gradient_sums=sums)
 
 
 class FakeBackend(Executor):
@@ -122,7 +125,6 @@ class FakeBackend(Executor):
         self.models: dict[str, FakeModel] = {}
         self.versions: dict[str, np.ndarray] = {}
         self.sampler = FakeSampler(self)
-        self._writer = ThreadPoolExecutor(1)
 
     def info(self) -> BackendInfo:
         return BackendInfo(
@@ -138,14 +140,12 @@ class FakeBackend(Executor):
         return model_id in self.models
 
     def drop_version(self, version: str) -> None:
+        self._writer.forget_version(version)
         self.versions.pop(version, None)
 
     def discard_gradients(self, model_id: str) -> None:
         if model_id in self.models:
             self.models[model_id] = dataclasses.replace(self.models[model_id], gradient_sums=None)
-
-    def close(self) -> None:
-        self._writer.shutdown(wait=True)
 
     def run(self, operation: ModelOperation) -> Work:
         model_id = operation.model_id
@@ -157,10 +157,14 @@ class FakeBackend(Executor):
             return ModelOutput(model_id)
         if isinstance(operation, LoadCheckpoint):
             # Through the writer, so that a save which is still being written is read after its end.
-            model = self._writer.submit(FakeModel.from_folder, operation.path).result()
+            model = self._writer.submit(FakeModel.from_folder, operation.path, operation.digest).result()
             if not operation.load_optimizer:
                 model = dataclasses.replace(FakeModel.fresh(model.lora_config), weights=model.weights)
             self.models[model_id] = model
+            return ModelOutput(model_id)
+        if isinstance(operation, LoadSnapshot):
+            read = self._writer.submit(FakeModel.from_folder, operation.path, operation.digest)
+            self.models[model_id] = read.result()
             return ModelOutput(model_id)
         if model_id not in self.models:
             raise RequestError(f"model_id={model_id} is not loaded; create it, or load it from a checkpoint, first")
@@ -169,15 +173,20 @@ class FakeBackend(Executor):
             case ForwardBackward():
                 return (yield from self._forward_backward(operation))
             case OptimStep(adam_params=params):
+                crash_point("engine: optimizer step computed, not kept")
                 self.models[model_id] = model.stepped(params)
                 norm = 0.0 if model.gradient_sums is None else float(np.linalg.norm(model.gradient_sums))
                 return OptimStepOutput({"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": params.learning_rate})
             case SaveCheckpoint(path=path):
-                return self._write(path, model)
+                return self._writer.submit(write, path, dataclasses.replace(model, gradient_sums=None))
+            case SaveSnapshot(path=path):
+                return self._writer.snapshot(model_id, lambda: write(path, model))
             case Publish(version=version, path=path):
                 self.versions[version] = model.weights
-                written = self._write(path, model)
-                return written if operation.persist else SaveOutput(path)
+                if operation.persist:
+                    return self._writer.submit(write, path, model)
+                self._writer.keep_version(version, model_id, lambda: write(path, model))
+                return SaveOutput(path)
             case DeleteModel():
                 del self.models[model_id]
                 return ModelOutput(model_id)
@@ -203,8 +212,9 @@ class FakeBackend(Executor):
         loss = float(sum(output["elementwise_loss"].sum() for output in outputs))
         return ForwardBackwardOutput(outputs, {"loss:sum": loss})
 
-    def _write(self, path: str, model: FakeModel) -> "Future[Result]":
-        return self._writer.submit(lambda: SaveOutput(path, *write_folder(path, model.to_files())))
+
+def write(path: str, model: FakeModel) -> SaveOutput:
+    return SaveOutput(path, *write_folder(path, model.to_files()))
 
 
 @dataclass
@@ -225,6 +235,10 @@ class FakeSampler:
     @property
     def busy(self) -> bool:
         return bool(self._running)
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        return tuple(self._running)
 
     def add(self, request: Sample) -> None:
         sequences: list[list[int]] = [[] for _ in range(request.num_samples)]

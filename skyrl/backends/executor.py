@@ -8,6 +8,7 @@ on in the background (a file being written); it completes when the future does, 
 One thread submits and steps. Only `wait` may be left by another: background work that ends wakes it.
 """
 
+import dataclasses
 import logging
 import threading
 from abc import abstractmethod
@@ -25,14 +26,16 @@ from skyrl.backends.backend import (
     DeleteModel,
     ForwardBackward,
     LoadCheckpoint,
+    LoadSnapshot,
     ModelOperation,
     Operation,
     OptimStep,
     Rejected,
     Sample,
 )
+from skyrl.backends.writer import Writer
 from skyrl.errors import RequestError, StorageError
-from skyrl.types import ErrorResponse, Result
+from skyrl.types import ErrorResponse, GradientEffect, Result, SaveOutput
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,11 @@ class SamplerLoop(Protocol):
 
     @property
     def busy(self) -> bool: ...
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Requests that the next burst may work on."""
+        ...
 
     def add(self, request: Sample) -> None:
         """Queue a request. Raises `RequestError` if it can never run."""
@@ -68,6 +76,7 @@ class Executor(AbstractBackend):
         self._background: dict[Future[Result], str] = {}
         self._failed_pass: dict[str, str] = {}
         self._wake = threading.Condition()
+        self._writer = Writer(lambda version, saved: self.on_stored(version, saved))
 
     @abstractmethod
     def run(self, operation: ModelOperation) -> Work:
@@ -95,6 +104,25 @@ class Executor(AbstractBackend):
     def cancel(self, request_id: str) -> None:
         self.sampler.cancel(request_id)
 
+    def abandon(self) -> None:
+        """Drop all model operations that have not ended; they get no completions and leave their models as they are."""
+        for work in self._running.values():
+            work.close()
+        self._running.clear()
+        self._queues.clear()
+
+    def failed_pass(self, model_id: str) -> str | None:
+        """Why the model's next optimizer step has to fail: what broke a pass since the last one. None: it need not."""
+        return self._failed_pass.get(model_id)
+
+    @property
+    def writing(self) -> bool:
+        """Whether an operation waits for a background write."""
+        return bool(self._background)
+
+    def close(self) -> None:
+        self._writer.close()
+
     @property
     def busy(self) -> bool:
         return bool(self._queues or self._ready or self.sampler.busy or any(f.done() for f in self._background))
@@ -109,6 +137,7 @@ class Executor(AbstractBackend):
         if self._queues:
             completions += self._training_quantum()
         if self.sampler.busy:
+            self.on_quantum(self.sampler.running)
             completions += self.sampler.burst()
         return completions
 
@@ -116,6 +145,7 @@ class Executor(AbstractBackend):
         """One quantum of the model whose turn it is, which then goes to the end of the line."""
         model_id, queue = self._queues.popitem(last=False)
         operation = queue[0]
+        self.on_quantum((operation.request_id,))
         done = None
         try:
             work = self._running.get(model_id) or self._start(operation)
@@ -124,7 +154,7 @@ class Executor(AbstractBackend):
         except StopIteration as stop:
             done = stop.value
         except Exception as error:
-            done = failure(operation, error)
+            done = dataclasses.replace(failure(operation, error), gradients=self._effect(operation, error))
         if done is not None:
             queue.popleft()
             self._running.pop(model_id, None)
@@ -135,29 +165,43 @@ class Executor(AbstractBackend):
     def _start(self, operation: ModelOperation) -> Work:
         model_id = operation.model_id
         if isinstance(operation, Rejected):
+            if operation.gradients == "dropped":
+                self._drop_gradients(model_id)
             raise RequestError(operation.error)
         if isinstance(operation, OptimStep) and model_id in self._failed_pass:
-            cause = self._failed_pass.pop(model_id)
-            self.discard_gradients(model_id)
-            raise RequestError(
+            cause = self._drop_gradients(model_id)
+            raise _IncompleteGradients(
                 "optim_step: a forward_backward since the last optim_step failed, so its gradients are incomplete and "
                 f"were dropped; correct the batch and send all of it again. The failure was: {cause}"
             )
         return self.run(operation)
+
+    def _drop_gradients(self, model_id: str) -> str | None:
+        """Clear the sums and the mark of a failed pass. Returns the mark."""
+        self.discard_gradients(model_id)
+        return self._failed_pass.pop(model_id, None)
 
     def _complete(self, operation: ModelOperation, result: "Result | Future[Result]") -> list[Completion]:
         if isinstance(result, Future):
             self._background[result] = operation.request_id
             result.add_done_callback(self._notify)
             return []
-        failed = isinstance(result, ErrorResponse)
-        was_pass = isinstance(operation, ForwardBackward) and not operation.forward_only
-        was_pass |= isinstance(operation, Rejected) and operation.gradients == "incomplete"
-        if failed and was_pass and self.has_model(operation.model_id):  # without a model there is no step to fail
-            self._failed_pass.setdefault(operation.model_id, result.error)
-        if not failed and isinstance(operation, CreateModel | LoadCheckpoint | DeleteModel):
+        if isinstance(result, ErrorResponse):
+            if result.gradients == "incomplete":
+                self._failed_pass.setdefault(operation.model_id, result.error)
+        elif isinstance(operation, CreateModel | LoadCheckpoint | LoadSnapshot | DeleteModel):
             self._failed_pass.pop(operation.model_id, None)
         return [Completion(operation.request_id, result)]
+
+    def _effect(self, operation: ModelOperation, error: Exception) -> GradientEffect:
+        """What the failure of an operation means to its model's gradient sums."""
+        if not self.has_model(operation.model_id):  # then there is no step to fail
+            return "kept"
+        if isinstance(operation, Rejected):
+            return operation.gradients
+        if isinstance(operation, ForwardBackward) and not operation.forward_only:
+            return "incomplete"
+        return "dropped" if isinstance(error, _IncompleteGradients) else "kept"
 
     def _finished_in_background(self) -> list[Completion]:
         completions = []
@@ -173,8 +217,20 @@ class Executor(AbstractBackend):
             self._wake.notify_all()
         self.on_wake()
 
+    # -- what the engine replaces to be told --------------------------------------------------------------------------
+
     def on_wake(self) -> None:
-        """Called, from any thread, when background work has finished. The engine replaces it to interrupt its wait."""
+        """Called, from any thread, when background work has finished."""
+
+    def on_quantum(self, request_ids: tuple[str, ...]) -> None:
+        """Called before each quantum with the requests that it works on."""
+
+    def on_stored(self, version: str, saved: SaveOutput) -> None:
+        """Called, from any thread, when a version that was published with `persist=False` is on disk."""
+
+
+class _IncompleteGradients(RequestError):
+    """An optimizer step that has to fail because a pass before it did."""
 
 
 def failure(operation: Operation | str, error: BaseException) -> ErrorResponse:

@@ -289,8 +289,9 @@ def test_a_failed_pass_fails_the_next_optimizer_step_and_drops_the_gradients(bac
     rejected = Rejected(request_id=fresh(), model_id=model, error="datum 3: too long", gradients="incomplete")
     good, bad, step = run(backend, a_pass(model), rejected, a_step(model))
     assert isinstance(good, ForwardBackwardOutput)
-    assert bad == ErrorResponse("datum 3: too long", "user")
+    assert bad == ErrorResponse("datum 3: too long", "user", "incomplete")
     assert isinstance(step, ErrorResponse) and "datum 3: too long" in step.error and step.status == "user"
+    assert step.gradients == "dropped"
     assert_same(logprobs(backend, model), before)
 
 

@@ -7,10 +7,9 @@ the model owns is ever donated to a program, so a failure at any point leaves th
 
 import contextlib
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import singledispatchmethod
+from concurrent.futures import wait
+from functools import partial, singledispatchmethod
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,12 @@ from skyrl.backends.backend import (
     DeleteModel,
     ForwardBackward,
     LoadCheckpoint,
+    LoadSnapshot,
     ModelOperation,
     OptimStep,
     Publish,
     SaveCheckpoint,
+    SaveSnapshot,
 )
 from skyrl.backends.batching import Tile, TileShape, make_tiles
 from skyrl.backends.executor import Executor, Work
@@ -52,10 +53,9 @@ from skyrl.types import (
     PreparedSampleBatch,
     SaveOutput,
 )
+from skyrl.utils.crash_points import crash_point
 from skyrl.utils.storage import write_folder
 from skyrl.utils.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
 
 LONGEST_DEFAULT_CONTEXT = 8192
 """Limit of sequence length unless `max_context_length` asks for more."""
@@ -105,7 +105,6 @@ class JaxBackend(Executor):
         self._programs = TrainingPrograms(graphdef, config.loss_chunk_size)
         self._tile_shape = TileShape(config.train_tile_tokens, config.train_micro_batch_size)
         self._states: dict[str, ModelState] = {}
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._versions = VersionPool(
             zero_adapter(self.model_config, padded_rank(config.max_lora_rank)),
             slots=config.max_lora_adapters,
@@ -143,10 +142,8 @@ class JaxBackend(Executor):
         return model_id in self._states
 
     def drop_version(self, version: str) -> None:
+        self._writer.forget_version(version)
         self._versions.drop(version)
-
-    def close(self) -> None:
-        self._writer.shutdown(wait=True)
 
     def info(self) -> BackendInfo:
         local = Path(self.base_model).expanduser().is_dir()
@@ -288,6 +285,7 @@ class JaxBackend(Executor):
         )
         grad_norm = float(norm)  # waits for the step, so that a failure shows before anything is replaced
         yield
+        crash_point("engine: optimizer step computed, not kept")
         state.adapter = state.adapter._replace(weights=weights)
         state.first_moment, state.second_moment = first, second
         state.step += 1
@@ -296,7 +294,7 @@ class JaxBackend(Executor):
 
     @_work.register
     def _save(self, operation: SaveCheckpoint) -> Work:
-        state = dataclasses.replace(self._state(operation.model_id))
+        state = dataclasses.replace(self._state(operation.model_id), gradient_sums=None)
         yield
         return self._writer.submit(self._write_state, operation.path, state)
 
@@ -304,35 +302,55 @@ class JaxBackend(Executor):
         return SaveOutput(path, *write_folder(path, checkpoints.pack_training(state, self.info().base_model)))
 
     @_work.register
+    def _snapshot(self, operation: SaveSnapshot) -> Work:
+        state = dataclasses.replace(self._state(operation.model_id))
+        yield
+        return self._writer.snapshot(operation.model_id, partial(self._write_state, operation.path, state))
+
+    @_work.register
     def _load(self, operation: LoadCheckpoint) -> Work:
-        reading = self._writer.submit(self._read_state, operation)  # after the writes that are under way
+        return (yield from self._read(operation.model_id, partial(self._read_state, operation)))
+
+    @_work.register
+    def _load_snapshot(self, operation: LoadSnapshot) -> Work:
+        return (yield from self._read(operation.model_id, partial(self._read_snapshot, operation)))
+
+    def _read(self, model_id: str, read: Callable[[], ModelState]) -> Work:
+        """Make a model of what `read` returns, in turns with the work of others."""
+        reading = self._writer.submit(read)  # after the writes that are under way
         yield
         while not reading.done():
             wait([reading], READ_TURN_S)
             yield
-        self._states[operation.model_id] = reading.result()
-        return ModelOutput(operation.model_id)
+        self._states[model_id] = reading.result()
+        return ModelOutput(model_id)
+
+    def _read_snapshot(self, operation: LoadSnapshot) -> ModelState:
+        return checkpoints.load_training(operation.path, self._empty_adapter, digest=operation.digest)
 
     def _read_state(self, operation: LoadCheckpoint) -> ModelState:
         def like(lora_config: LoraConfig) -> Adapter:
             if operation.model_id in self._states:
                 _check_same_adapter(operation.path, lora_config, self._states[operation.model_id].lora_config)
-            self._check_rank(lora_config.rank)
-            return zero_adapter(self.model_config, padded_rank(lora_config.rank))
+            return self._empty_adapter(lora_config)
 
-        return checkpoints.load_training(operation.path, like, operation.load_optimizer)
+        path, digest = operation.path, operation.digest
+        return checkpoints.load_training(path, like, load_optimizer=operation.load_optimizer, digest=digest)
+
+    def _empty_adapter(self, lora_config: LoraConfig) -> Adapter:
+        self._check_rank(lora_config.rank)
+        return zero_adapter(self.model_config, padded_rank(lora_config.rank))
 
     @_work.register
     def _publish(self, operation: Publish) -> Work:
         state = self._state(operation.model_id)
         adapter, lora_config = state.adapter, state.lora_config
         yield
+        store = partial(self._store, operation, adapter, lora_config)
         if operation.persist:
-            return self._writer.submit(self._store, operation, adapter, lora_config)
+            return self._writer.submit(store)
         self._versions.publish(operation.version, adapter)
-        self._writer.submit(self._store, operation, adapter, lora_config).add_done_callback(
-            lambda future: _log_failure(operation.version, future)
-        )
+        self._writer.keep_version(operation.version, operation.model_id, store)
         return SaveOutput(operation.path)
 
     def _store(self, operation: Publish, adapter: Adapter, lora_config: LoraConfig) -> SaveOutput:
@@ -350,11 +368,6 @@ class JaxBackend(Executor):
                 f"lora_config.rank={rank} is above this server's max_lora_rank={self.config.max_lora_rank}; "
                 "ask for a smaller rank, or start the server with a larger one"
             )
-
-
-def _log_failure(version: str, written: "Future[SaveOutput]") -> None:
-    if (error := written.exception()) is not None:
-        log.error("version %s stays in memory only: %s", version, error)
 
 
 def _check_same_adapter(path: str, stored: LoraConfig, loaded: LoraConfig) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoint folders: training state as safetensors and JSON, sampler weights in PEFT layout.
+"""Checkpoint and snapshot folders: training state as safetensors and JSON, sampler weights in PEFT layout.
 
 Both kinds are self-describing and committed by a hash manifest (`skyrl.utils.storage`). `pack_*` take references to
 immutable arrays, so they may run in a background thread while training goes on.
@@ -26,8 +26,10 @@ PEFT_TENSORS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def pack_training(state: ModelState, base_model: str) -> dict[str, bytes]:
-    """Files of a training checkpoint: weights, moments, step, LoRA configuration."""
+    """Files of a training checkpoint or snapshot: weights, moments, step, LoRA configuration, gradient sums if any."""
     parts = {"weights": state.adapter.weights, "first_moment": state.first_moment, "second_moment": state.second_moment}
+    if state.gradient_sums is not None:
+        parts["gradient_sums"] = state.gradient_sums
     header = {
         "format": 1,
         "base_model": base_model,
@@ -43,20 +45,23 @@ def pack_sampler(adapter: Adapter, lora_config: LoraConfig, model_config: Any) -
     return {PEFT_TENSORS: save(tensors), PEFT_CONFIG: json.dumps(config, indent=1).encode()}
 
 
-def load_training(path: str, like: Callable[[LoraConfig], Adapter], load_optimizer: bool) -> ModelState:
+def load_training(
+    path: str, like: Callable[[LoraConfig], Adapter], *, load_optimizer: bool = True, digest: str | None = None
+) -> ModelState:
     """The model that `pack_training` stored at `path`.
 
     Args:
-        path: Checkpoint folder.
+        path: Folder of a checkpoint or snapshot.
         like: An adapter of the loaded base model for a LoRA configuration, to compare shapes with. It may raise
             `RequestError` for a configuration that is not wanted.
         load_optimizer: False starts with zero moments at step 0.
+        digest: What its manifest must hash to, where that is known.
 
     Raises:
         StorageError: Missing or damaged files.
         RequestError: The checkpoint belongs to another base model.
     """
-    files = read_folder(path)
+    files = read_folder(path, digest)
     header = _header(files, path)
     lora_config = LoraConfig(**header["lora_config"])
     expected = like(lora_config)
@@ -72,6 +77,8 @@ def load_training(path: str, like: Callable[[LoraConfig], Adapter], load_optimiz
         state.first_moment = _on_device(parts["first_moment"])
         state.second_moment = _on_device(parts["second_moment"])
         state.step = header["step"]
+    if "gradient_sums" in parts:
+        state.gradient_sums = _on_device(parts["gradient_sums"])
     return state
 
 

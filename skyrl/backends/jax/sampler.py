@@ -75,6 +75,20 @@ class Sampler:
         return bool(self._waiting or self._prompt or self._rows.sequences)
 
     @property
+    def running(self) -> tuple[str, ...]:
+        """Requests that the next burst may work on: what runs, and of what waits as much as it may begin to read."""
+        jobs = dict.fromkeys(sequence.job for sequence in self._rows.sequences)
+        if self._prompt:
+            jobs[self._prompt.job] = None
+        left = CHUNKS[-1]
+        for job in self._waiting:
+            if left <= 0:
+                break
+            jobs[job] = None
+            left -= max(1, len(job.request.prompt) - 1)
+        return tuple(job.request.request_id for job in jobs)
+
+    @property
     def programs(self) -> int:
         """Programs compiled so far."""
         return self._programs.compiled
