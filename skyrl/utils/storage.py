@@ -1,22 +1,31 @@
 """Folders that are either wholly there or not there at all.
 
 `write_folder` writes every file under a temporary name, adds a manifest with their hashes, flushes all to disk and
-renames the folder into place; `read_folder` refuses a folder whose manifest or hashes do not match. Local paths only:
-bucket URLs are refused by name.
+renames the folder into place; `read_folder` refuses a folder whose manifest or hashes do not match, and moves it out of
+the way. A folder that is replaced waits beside the new one for a moment; where a kill left it there alone, it counts.
+Local paths only: bucket URLs are refused by name.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from skyrl.errors import RequestError, StorageError
+from skyrl.utils.crash_points import crash_point
 
 MANIFEST = "manifest.json"
+TEMPORARY = ".tmp"
+REPLACED = ".old"
+QUARANTINED = ".quarantined"
+"""What names of folders that are not for reading end in. They begin with a dot."""
+LONGEST_NAME = 200
+"""Characters of a name that are kept when more is put around it, so that both fit into the 255 of a file system."""
 
 
 def local_path(path: str | Path) -> Path:
@@ -36,6 +45,10 @@ class Written(NamedTuple):
     """sha256 (hex) of its manifest, which holds the hashes of all files."""
 
 
+class _Damaged(Exception):
+    """What is in a folder is not what its manifest says."""
+
+
 def write_folder(path: str | Path, files: Mapping[str, bytes]) -> Written:
     """Put a folder with these files at `path`, replacing what is there.
 
@@ -43,15 +56,18 @@ def write_folder(path: str | Path, files: Mapping[str, bytes]) -> Written:
         StorageError: The disk refuses a write. What was at `path` is unchanged.
     """
     target = local_path(path)
-    temporary = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
+    temporary = target.with_name(f".{uuid4().hex}{TEMPORARY}")
     entries = {name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in files.items()}
     manifest = json.dumps(entries, indent=1).encode()
     try:
-        temporary.mkdir(parents=True)
+        _make_folder(target.parent)
+        temporary.mkdir()
         for name, data in files.items():
             _write_file(temporary / name, data)
+            crash_point("storage: files half written")
         _write_file(temporary / MANIFEST, manifest)
         _flush_folder(temporary)
+        crash_point("storage: files written, not in place")
         _put_in_place(temporary, target)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -61,25 +77,143 @@ def write_folder(path: str | Path, files: Mapping[str, bytes]) -> Written:
     return Written(sum(len(data) for data in files.values()), hashlib.sha256(manifest).hexdigest())
 
 
-def read_folder(path: str | Path) -> dict[str, bytes]:
+def read_folder(path: str | Path, digest: str | None = None) -> dict[str, bytes]:
     """All files that the manifest of `path` lists, checked against their hashes.
 
+    Args:
+        path: The folder.
+        digest: What its manifest must hash to (sha256, hex), where that is known.
+
     Raises:
-        StorageError: The folder or one of its files is missing or damaged.
+        StorageError: The folder or one of its files is missing or damaged. A damaged folder is moved aside, to a name
+            that ends in `.quarantined`, so that nothing takes it for whole again.
     """
     folder = local_path(path)
+    while True:
+        with _opened(folder) as (place, handle):
+            try:
+                manifest = _read_file(handle, MANIFEST)
+                if digest is not None and hashlib.sha256(manifest).hexdigest() != digest:
+                    raise StorageError(f"{folder} is not what was saved there: its manifest differs; use another one")
+                return {name: _checked(handle, name, entry["sha256"]) for name, entry in _entries(manifest).items()}
+            except _Damaged as damage:
+                if os.path.exists(place) and os.path.samestat(os.stat(place), os.fstat(handle)):
+                    moved = _quarantine(place)
+                    raise StorageError(
+                        f"{folder} is damaged: {damage}; it is at {moved} now; use another checkpoint"
+                    ) from damage
+                # It was replaced or removed while it was being read.
+
+
+def inspect_folder(path: str | Path) -> Written | None:
+    """What `write_folder` returned for this folder, or None unless it is there with all its files in full length."""
+    with suppress(StorageError, OSError, _Damaged), _opened(local_path(path)) as (_, handle):
+        manifest = _read_file(handle, MANIFEST)
+        sizes = {name: entry["bytes"] for name, entry in _entries(manifest).items()}
+        if all(os.stat(name, dir_fd=handle).st_size == size for name, size in sizes.items()):
+            return Written(sum(sizes.values()), hashlib.sha256(manifest).hexdigest())
+    return None
+
+
+def remove_folder(path: str | Path) -> int:
+    """Remove a folder, at once as far as readers see. Returns the bytes that it took; 0 if there was none."""
+    folder, freed = local_path(path), 0
+    for place in (_aside(folder), folder):
+        doomed = place.with_name(f".{uuid4().hex}{TEMPORARY}")
+        try:
+            os.rename(place, doomed)
+        except FileNotFoundError:
+            continue
+        freed += folder_bytes(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+    return freed
+
+
+def folder_bytes(path: Path) -> int:
+    """Bytes of the files in a folder, as long as they are there."""
+    total = 0
+    for parent, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(parent, name)).st_size
+    return total
+
+
+def tidy(parent: Path) -> None:
+    """Finish what a killed `write_folder` or `remove_folder` left in `parent`. Only while nothing is written there."""
+    for path in [path for path in parent.iterdir() if path.name.startswith(".")]:
+        if path.suffix == REPLACED:
+            target = path.with_name(path.name.removeprefix(".").removesuffix(REPLACED))
+            if not target.exists():
+                os.rename(path, target)
+        if path.suffix in (REPLACED, TEMPORARY):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _aside(target: Path) -> Path:
+    """Where a folder waits while it is being replaced."""
+    return target.with_name(f".{target.name}{REPLACED}")
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[tuple[Path, int]]:
+    """(where it is, a handle): all that is read through the handle is of one folder, whatever is renamed meanwhile."""
+    error: OSError | None = None
+    for place in (folder, _aside(folder), folder):
+        try:
+            handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as missing:
+            error = missing
+            continue
+        try:
+            yield place, handle
+        finally:
+            os.close(handle)
+        return
+    why = error.strerror if error else None
+    raise StorageError(f"{folder} is missing or cannot be opened ({why}); use another checkpoint") from error
+
+
+def _read_file(handle: int, name: str) -> bytes:
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        hashes = {name: entry["sha256"] for name, entry in manifest.items()}
-        files = {name: (folder / name).read_bytes() for name in hashes}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(f"{folder} is missing or incomplete ({error}); save the checkpoint again") from error
-    for name, data in files.items():
-        if hashlib.sha256(data).hexdigest() != hashes[name]:
-            raise StorageError(
-                f"{folder / name} is damaged: its hash differs from the manifest; use another checkpoint"
-            )
-    return files
+        with open(os.open(name, os.O_RDONLY, dir_fd=handle), "rb") as file:
+            return file.read()
+    except (FileNotFoundError, IsADirectoryError):
+        raise _Damaged(f"{name} is missing") from None
+    except OSError as error:  # says nothing of what is on the disk
+        raise StorageError(f"{name} of a checkpoint cannot be read: {error.strerror or error}; try again") from error
+
+
+def _entries(manifest: bytes) -> dict[str, dict[str, Any]]:
+    """What a manifest says of each file."""
+    try:
+        entries = json.loads(manifest)
+        if all(
+            os.path.basename(name) == name and isinstance(entry["sha256"], str) and isinstance(entry["bytes"], int)
+            for name, entry in entries.items()
+        ):
+            return entries
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise _Damaged("its manifest is incomplete")
+
+
+def _checked(handle: int, name: str, sha256: object) -> bytes:
+    data = _read_file(handle, name)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise _Damaged(f"the hash of {name} differs from the manifest")
+    return data
+
+
+def _quarantine(folder: Path) -> Path:
+    """Move a damaged folder out of the way. Its time is that of the move."""
+    moved = folder.with_name(f".{folder.name[:LONGEST_NAME]}.{uuid4().hex[:8]}{QUARANTINED}")
+    try:
+        os.rename(folder, moved)
+        os.utime(moved)
+    except OSError:  # it is refused by its hashes every time
+        return folder
+    return moved
 
 
 def _write_file(path: Path, data: bytes) -> None:
@@ -91,18 +225,29 @@ def _write_file(path: Path, data: bytes) -> None:
 
 def _put_in_place(temporary: Path, target: Path) -> None:
     """Rename, moving an older folder of that name out of the way first (a folder cannot be renamed over a full one)."""
+    old = _aside(target)
     if target.exists():
-        old = target.with_name(f".{target.name}.{uuid4().hex}.old")
-        os.rename(target, old)
-        try:
-            os.rename(temporary, target)
-        except OSError:
-            os.rename(old, target)
-            raise
         shutil.rmtree(old, ignore_errors=True)
-    else:
+        os.rename(target, old)
+        crash_point("storage: older folder moved aside")
+    try:
         os.rename(temporary, target)
+    except OSError:
+        with suppress(FileNotFoundError):
+            os.rename(old, target)
+        raise
     _flush_folder(target.parent)
+    crash_point("storage: folder in place")
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder and those above it, with their names on disk."""
+    if path.is_dir():
+        return
+    _make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    _flush_folder(path.parent)
 
 
 def _flush_folder(path: Path) -> None:
