@@ -1,0 +1,78 @@
+"""A server without sockets, whose event loop runs only while the test waits for it.
+
+Requests go straight into the ASGI application, so a test that makes thousands of them takes seconds. The engine loop
+works in its thread all the time; what it reports is read when the loop runs next, as on a busy machine.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from skyrl.tinker.app import create_app
+from skyrl.tinker.config import EngineConfig
+from tests.tinker.harness import BASE_MODEL, PROTOBUF, ThreadEngine
+
+
+class InProcessServer:
+    """A server whose state is in `folder`; a second one continues where the first stopped."""
+
+    def __init__(self, folder: Path, **options: Any):
+        self.folder = folder
+        self.config = EngineConfig(
+            **{
+                "base_model": BASE_MODEL,
+                "checkpoints_base": folder / "checkpoints",
+                "database_url": f"sqlite:///{folder / 'server.db'}",
+                "long_poll_s": 0.05,
+                **options,
+            }
+        )
+
+    def __enter__(self) -> "InProcessServer":
+        self._runner = asyncio.Runner()
+        self.app = create_app(self.config, ThreadEngine)
+        self._lifespan = self.app.router.lifespan_context(self.app)
+        self._runner.run(self._lifespan.__aenter__())
+        self._http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://server/api/v1")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.run(self._http.aclose())
+        self._runner.run(self._lifespan.__aexit__(None, None, None))
+        self._runner.close()
+
+    @property
+    def engine(self) -> ThreadEngine:
+        return self.app.state.server.service.engine
+
+    def crash(self) -> None:
+        """The engine ends by itself."""
+        self._runner.run(self.engine.crash())
+
+    def recover(self) -> None:
+        """A new engine takes over."""
+        self._runner.run(self.engine.recover())
+
+    def let_it_work(self, seconds: float = 0.0) -> None:
+        """Run the event loop for a moment."""
+        self._runner.run(asyncio.sleep(seconds))
+
+    def request(self, method: str, path: str, key: str = "tml-test", **options: Any) -> httpx.Response:
+        headers = {"X-API-Key": key, **options.pop("headers", {})}
+        return self._runner.run(self._http.request(method, path, headers=headers, **options))
+
+    def post(self, path: str, body: Any, key: str = "tml-test") -> httpx.Response:
+        return self.request("POST", path, key, json=body)
+
+    def poll(self, request_id: str, key: str = "tml-test") -> httpx.Response:
+        body = {"request_id": request_id}
+        return self.request("POST", "/retrieve_future", key, json=body, headers={"Accept": PROTOBUF})
+
+    def outcome(self, request_id: str, key: str = "tml-test") -> httpx.Response:
+        """The final answer to `retrieve_future`."""
+        for _ in range(400):
+            if (response := self.poll(request_id, key)).status_code != 408:
+                return response
+        raise AssertionError(f"{request_id} does not finish: {response.text}")
