@@ -7,13 +7,14 @@ Local paths only: bucket URLs are refused by name.
 """
 
 import hashlib
+import io
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 from uuid import uuid4
 
 from skyrl.errors import RequestError, StorageError
@@ -49,32 +50,71 @@ class _Damaged(Exception):
     """What is in a folder is not what its manifest says."""
 
 
-def write_folder(path: str | Path, files: Mapping[str, bytes]) -> Written:
+def write_folder(path: str | Path, files: Mapping[str, bytes | Callable[[BinaryIO], object]]) -> Written:
     """Put a folder with these files at `path`, replacing what is there.
+
+    Args:
+        path: The folder.
+        files: By name, what they hold, or what writes it piece by piece.
 
     Raises:
         StorageError: The disk refuses a write. What was at `path` is unchanged.
     """
-    target = local_path(path)
-    temporary = target.with_name(f".{uuid4().hex}{TEMPORARY}")
-    entries = {name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in files.items()}
-    manifest = json.dumps(entries, indent=1).encode()
-    try:
-        _make_folder(target.parent)
-        temporary.mkdir()
-        for name, data in files.items():
-            _write_file(temporary / name, data)
+    with _replacing(local_path(path)) as temporary:
+        entries = {}
+        for name, content in files.items():
+            entries[name] = _write_file(temporary / name, content)
             crash_point("storage: files half written")
+        manifest = json.dumps(entries, indent=1).encode()
         _write_file(temporary / MANIFEST, manifest)
-        _flush_folder(temporary)
-        crash_point("storage: files written, not in place")
-        _put_in_place(temporary, target)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise StorageError(
-            f"cannot write {target}: {error.strerror or error}; free space or check permissions"
-        ) from error
-    return Written(sum(len(data) for data in files.values()), hashlib.sha256(manifest).hexdigest())
+    return Written(sum(entry["bytes"] for entry in entries.values()), hashlib.sha256(manifest).hexdigest())
+
+
+def copy_folder(source: str | Path, path: str | Path) -> None:
+    """Put what the folder `source` holds at `path` too. The two share their bytes on disk where it can do that.
+
+    Raises:
+        StorageError: The source is missing or incomplete, or the disk refuses a write.
+    """
+    with _opened(local_path(source)) as (_, handle), _replacing(local_path(path)) as temporary:
+        try:
+            manifest = _read_file(handle, MANIFEST)
+            for name in _entries(manifest):
+                _share_file(handle, name, temporary / name)
+        except _Damaged as damage:
+            raise StorageError(f"{source} is damaged: {damage}; use another checkpoint") from damage
+        _write_file(temporary / MANIFEST, manifest)
+
+
+class StoredFile(NamedTuple):
+    """A file of a folder, open."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+    """What its manifest says. Who reads the file compares."""
+    reader: BinaryIO
+
+
+@contextmanager
+def open_folder(path: str | Path) -> Iterator[list[StoredFile]]:
+    """The files of a folder. They can be read to their ends, whatever becomes of the folder meanwhile.
+
+    Raises:
+        StorageError: The folder or one of its files is missing or has another length.
+    """
+    with ExitStack() as stack:
+        files = []
+        with _opened(local_path(path)) as (_, handle):
+            try:
+                for name, entry in _entries(_read_file(handle, MANIFEST)).items():
+                    reader = stack.enter_context(_open_file(handle, name))
+                    if os.fstat(reader.fileno()).st_size != entry["bytes"]:
+                        raise _Damaged(f"{name} has another length than the manifest says")
+                    files.append(StoredFile(name, entry["bytes"], entry["sha256"], reader))
+            except _Damaged as damage:
+                raise StorageError(f"{path} is damaged: {damage}; use another checkpoint") from damage
+        yield files
 
 
 def read_folder(path: str | Path, digest: str | None = None) -> dict[str, bytes]:
@@ -175,13 +215,25 @@ def _opened(folder: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _read_file(handle: int, name: str) -> bytes:
-    try:
-        with open(os.open(name, os.O_RDONLY, dir_fd=handle), "rb") as file:
+    with _open_file(handle, name) as file:
+        try:
             return file.read()
+        except OSError as error:
+            raise _unreadable(name, error) from error
+
+
+def _open_file(handle: int, name: str) -> BinaryIO:
+    try:
+        return open(os.open(name, os.O_RDONLY, dir_fd=handle), "rb")
     except (FileNotFoundError, IsADirectoryError):
         raise _Damaged(f"{name} is missing") from None
-    except OSError as error:  # says nothing of what is on the disk
-        raise StorageError(f"{name} of a checkpoint cannot be read: {error.strerror or error}; try again") from error
+    except OSError as error:
+        raise _unreadable(name, error) from error
+
+
+def _unreadable(name: str, error: OSError) -> StorageError:
+    """The disk's fault, which says nothing of what is on it."""
+    return StorageError(f"{name} of a checkpoint cannot be read: {error.strerror or error}; try again")
 
 
 def _entries(manifest: bytes) -> dict[str, dict[str, Any]]:
@@ -216,11 +268,68 @@ def _quarantine(folder: Path) -> Path:
     return moved
 
 
-def _write_file(path: Path, data: bytes) -> None:
+class _Hashing(io.RawIOBase):
+    """Writes to a file, and hashes and counts what it writes."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self._hash = hashlib.sha256()
+        self._bytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        self._bytes += len(data)
+        return self._file.write(data)
+
+    def entry(self) -> dict[str, Any]:
+        """What the manifest says of the file."""
+        return {"sha256": self._hash.hexdigest(), "bytes": self._bytes}
+
+
+def _write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> dict[str, Any]:
+    """Write a file to the disk. Returns what the manifest says of it."""
     with open(path, "wb") as file:
-        file.write(data)
+        hashing = _Hashing(file)
+        if callable(content):
+            content(cast(BinaryIO, hashing))
+        else:
+            hashing.write(content)
         file.flush()
         os.fsync(file.fileno())
+    return hashing.entry()
+
+
+def _share_file(folder: int, name: str, path: Path) -> None:
+    """Give a file of an open folder a second name, or, on a disk where it can have one only, copy it."""
+    try:
+        os.link(name, path, src_dir_fd=folder)
+    except FileNotFoundError:
+        raise _Damaged(f"{name} is missing") from None
+    except OSError:
+        with _open_file(folder, name) as source:
+            _write_file(path, lambda target: shutil.copyfileobj(source, target))
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A new folder to write into, which is put in the place of `target` if all went well."""
+    temporary = target.with_name(f".{uuid4().hex}{TEMPORARY}")
+    try:
+        _make_folder(target.parent)
+        temporary.mkdir()
+        yield temporary
+        _flush_folder(temporary)
+        crash_point("storage: files written, not in place")
+        _put_in_place(temporary, target)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {target}: {error.strerror or error}; free space or check permissions"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
