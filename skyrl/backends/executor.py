@@ -104,12 +104,14 @@ class Executor(AbstractBackend):
     def cancel(self, request_id: str) -> None:
         self.sampler.cancel(request_id)
 
-    def abandon(self) -> None:
-        """Drop all model operations that have not ended; they get no completions and leave their models as they are."""
+    def abandon(self) -> list[ModelOperation]:
+        """Drop all model operations that have not ended, and return them. Their models stay as they are."""
+        abandoned = [operation for queue in self._queues.values() for operation in queue]
         for work in self._running.values():
             work.close()
         self._running.clear()
         self._queues.clear()
+        return abandoned
 
     def failed_pass(self, model_id: str) -> str | None:
         """Why the model's next optimizer step has to fail: what broke a pass since the last one. None: it need not."""

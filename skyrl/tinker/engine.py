@@ -19,12 +19,22 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from pydantic import ValidationError
 
 from skyrl.backends.executor import Executor
-from skyrl.backends.operations import Operation
+from skyrl.backends.operations import (
+    Completion,
+    CreateModel,
+    DeleteModel,
+    LoadCheckpoint,
+    LoadSnapshot,
+    ModelOperation,
+    Operation,
+    Sample,
+)
 from skyrl.errors import RequestError, StorageError
 from skyrl.tinker.channel import (
     Cancel,
@@ -35,14 +45,23 @@ from skyrl.tinker.channel import (
     Enqueue,
     Failed,
     Held,
+    Park,
     Progress,
     Ready,
+    Revive,
+    Running,
     Shutdown,
     Start,
+    Stored,
     ToEngine,
 )
 from skyrl.tinker.config import EngineConfig, describe
+from skyrl.tinker.engine_lock import engine_lock
 from skyrl.tinker.scheduler import Item, Scheduler
+from skyrl.tinker.snapshots import SnapshotPolicy
+from skyrl.tinker.upkeep import Upkeep
+from skyrl.types import ErrorResponse, Result, SaveOutput
+from skyrl.utils.crash_points import crash_point
 from skyrl.utils.log import setup_logging
 from skyrl.utils.registry import Registry
 
@@ -54,20 +73,32 @@ BACKENDS.register("jax")("skyrl.backends.jax:JaxBackend")
 
 NICENESS = 5
 """Keeps the API process quick while computation uses every core."""
-ORPHAN_S = 10.0
-"""Seconds that the engine may go on computing after the API process has gone."""
+DRAIN_S = 20.0
+"""Seconds that the last snapshots and writes of an orderly end may take, together."""
 
 
 class TinkerEngine:
     """Serves the operations that arrive on `channel` with `backend`, in the order that a `Scheduler` decides."""
 
-    def __init__(self, backend: Executor, channel: EngineChannel, gap_timeout_s: float):
+    def __init__(self, backend: Executor, channel: EngineChannel, config: EngineConfig):
         self.backend = backend
         self.channel = channel
-        self.scheduler = Scheduler(gap_timeout_s)
+        self.scheduler = Scheduler(config.gap_timeout_s)
+        self.policy = SnapshotPolicy(
+            every_steps=config.snapshot_every_steps,
+            every_requests=config.snapshot_every_requests,
+            every_bytes=config.snapshot_every_mib * 2**20,
+        )
+        self.upkeep = Upkeep(backend, self.scheduler, self.policy, config.checkpoints_base, channel.send)
         self._submitted: dict[str, Operation] = {}
+        self._running: set[str] = set()
+        """What the API believes to be computed now."""
+        self._stored: deque[Stored] = deque()
+        """Filled by the thread that writes."""
         self._stopping = False
         backend.on_wake = channel.wake.set
+        backend.on_quantum = self._about_to_run
+        backend.on_stored = self._version_stored
 
     def run(self) -> None:
         """Work until a `Shutdown` frame, or until the other process has gone; then finish background writes."""
@@ -75,13 +106,20 @@ class TinkerEngine:
             self.channel.send(Ready(self.backend.info()))
             while not self._stopping and not self.channel.closed:
                 if not self.backend.busy:
+                    self._tell_running(set())
                     self.channel.wake.wait(self._patience_s())
                 self.channel.wake.clear()
                 self.turn()
+            if self._stopping:
+                self._snapshot_all()
         except ChannelClosed:
             log.warning("the API process has gone")
         finally:
             self.backend.close()
+        if self._stopping:
+            self.backend.abandon()
+            with contextlib.suppress(ChannelClosed):
+                self._deliver(self.backend.step())  # what those writes have completed
 
     def turn(self) -> None:
         """Take in what has arrived, run one quantum, send what is finished."""
@@ -91,21 +129,55 @@ class TinkerEngine:
         for request_id, reason in self.scheduler.notices():
             self.channel.send(Held(request_id, reason))
         self._submit()
-        if self.backend.busy:
-            for completion in self.backend.step():
-                operation = self._submitted.pop(completion.request_id, None)  # None: cancelled just before its end
-                if operation is not None and self.scheduler.done(operation):
-                    self.channel.send(Done(completion.request_id, completion.result))
-            self._submit()
+        self._deliver(self.backend.step() if self.backend.busy else [])
+        self._submit()
 
     def _submit(self) -> None:
         while (operation := self.scheduler.next()) is not None:
             self._submitted[operation.request_id] = operation
             self.backend.submit(operation)
+            if isinstance(operation, ModelOperation) and self.scheduler.knows(operation.model_id):
+                self.policy.note(operation)
+                self.upkeep.snapshot_due(time.monotonic())
+        self.upkeep.snapshot_due(time.monotonic())
+
+    def _deliver(self, completions: list[Completion]) -> None:
+        while self._stored:
+            self.channel.send(self._stored.popleft())
+        if completions:
+            crash_point("engine: quantum done, result not sent")
+        for completion in completions:
+            if completion.request_id in self.upkeep:
+                self.upkeep.ended(completion)
+                continue
+            operation = self._submitted.pop(completion.request_id, None)
+            if operation is None:  # cancelled just before its end
+                continue
+            asked_for = self.scheduler.done(operation)
+            if isinstance(operation, ModelOperation):
+                self._follow(operation, completion.result)
+            if asked_for:
+                self._running.discard(completion.request_id)
+                self.channel.send(Done(completion.request_id, completion.result))
+
+    def _follow(self, operation: ModelOperation, result: Result) -> None:
+        """Keep up with which models there are."""
+        model_id = operation.model_id
+        makes = isinstance(operation, CreateModel | LoadCheckpoint | LoadSnapshot)
+        if isinstance(operation, DeleteModel):
+            self.upkeep.forget(model_id, "its model was deleted")
+        elif makes and isinstance(result, ErrorResponse) and not self.backend.has_model(model_id):
+            self.upkeep.forget(model_id, "its model could not be made")
+        elif self.scheduler.knows(model_id) and self.scheduler.finished(model_id) is None:
+            crash_point("engine: model half revived")
 
     def _handle(self, frame: ToEngine) -> None:
         if isinstance(frame, Enqueue):
             self.scheduler.add(Item(frame.tenant, frame.operation, frame.seq_id), time.monotonic())
+        elif isinstance(frame, Revive):
+            self.scheduler.revive(frame.tenant, frame.model_id, frame.next_seq_id, frame.operations)
+        elif isinstance(frame, Park):
+            self.upkeep.park(frame.model_id)
         elif isinstance(frame, Cancel):
             self._cancel(frame.request_id)
         elif isinstance(frame, DropVersion):
@@ -120,9 +192,51 @@ class TinkerEngine:
             self.backend.cancel(request_id)
             self.scheduler.done(self._submitted.pop(request_id))
 
+    def _about_to_run(self, request_ids: tuple[str, ...]) -> None:
+        """The backend is going to work on these. Nobody but the engine can be blamed for its own operations."""
+        for request_id in request_ids:
+            if request_id in self.upkeep:
+                self.upkeep.begins(request_id)
+        self._tell_running({request_id for request_id in request_ids if request_id not in self.upkeep})
+        crash_point("engine: before a quantum")
+
+    def _tell_running(self, request_ids: set[str]) -> None:
+        if request_ids != self._running:
+            self._running = request_ids
+            self.channel.send(Running(tuple(sorted(request_ids))))
+
+    def _version_stored(self, version: str, saved: SaveOutput) -> None:
+        assert saved.digest is not None and saved.size_bytes is not None, saved
+        self._stored.append(Stored(version, saved.path, saved.digest, saved.size_bytes))
+        self.channel.wake.set()
+
+    def _snapshot_all(self) -> None:
+        """Leave what has not ended, snapshot every model that has changed, and see all writes through, for a while.
+
+        Requests that are left stay pending; they are done again by the next engine.
+        """
+        for operation in self._submitted.values():
+            if isinstance(operation, Sample):
+                self.backend.cancel(operation.request_id)
+        for operation in self.backend.abandon():
+            if operation.request_id in self.upkeep:
+                self.upkeep.abandoned(operation.request_id)
+        deadline, tried = time.monotonic() + DRAIN_S, set[str]()
+        while (left_s := deadline - time.monotonic()) > 0:
+            for model_id in self.policy.changed():
+                seq_id = self.scheduler.finished(model_id)
+                if seq_id is not None and model_id not in tried and not self.policy.under_way(model_id):
+                    tried.add(model_id)
+                    self.upkeep.snapshot(model_id, seq_id)
+            if not self.backend.busy and not self.backend.writing:
+                return
+            self.backend.wait(left_s)
+            self._deliver(self.backend.step())
+        log.warning("%d models have no snapshot of their last steps; they are repeated", len(self.policy.changed()))
+
     def _patience_s(self) -> float | None:
-        """Seconds until a held request expires; None if none is held."""
-        deadline = self.scheduler.deadline()
+        """Seconds until a held request expires or a snapshot is tried again; None if there is neither."""
+        deadline = min(self.scheduler.deadline(), self.policy.deadline())
         return None if deadline == math.inf else max(0.0, deadline - time.monotonic())
 
 
@@ -169,28 +283,31 @@ def serve(channel: EngineChannel, on_close: Callable[[], None] = lambda: None) -
         log.info("%s", message)
         channel.send(Progress(message))
 
-    try:
-        backend = open_backend(config, progress)
-    except ChannelClosed:
-        return 1
-    except (RequestError, StorageError) as error:
-        message = str(error)
-    except Exception as error:
-        log.exception("cannot load the backend")
-        message = f"cannot load the {config.backend} backend: {type(error).__name__}: {error}"
-    else:
-        TinkerEngine(backend, channel, config.gap_timeout_s).run()
-        return 0
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(engine_lock(config.checkpoints_base, progress))
+            backend = open_backend(config, progress)
+        except ChannelClosed:
+            return 1
+        except (RequestError, StorageError) as error:
+            message = str(error)
+        except Exception as error:
+            log.exception("cannot load the backend")
+            message = f"cannot load the {config.backend} backend: {type(error).__name__}: {error}"
+        else:
+            TinkerEngine(backend, channel, config).run()
+            return 0
     with contextlib.suppress(ChannelClosed):
         channel.send(Failed(message))
     return 1
 
 
-def _leave_soon() -> None:
-    """End the process even if a long computation keeps it from seeing that nobody waits for it."""
-    timer = threading.Timer(ORPHAN_S, os._exit, [1])
-    timer.daemon = True
-    timer.start()
+def _leave() -> None:
+    """End the process at once, whatever it computes or writes: nobody would record it.
+
+    Files are whole or not there all the same, because a folder gets its name when it is complete.
+    """
+    os._exit(1)
 
 
 def _deliver_shutdown(channel: EngineChannel) -> None:
@@ -211,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, stack: _deliver_shutdown(channel))
     os.nice(NICENESS)
-    return serve(channel, on_close=_leave_soon)
+    return serve(channel, on_close=_leave)
 
 
 if __name__ == "__main__":

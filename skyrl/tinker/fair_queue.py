@@ -53,16 +53,17 @@ class FairQueue(Generic[T]):
         """Items that wait."""
         return len(self._waiting)
 
-    def add(self, key: str, tenant: str, lane: Hashable, cost: int, value: T) -> None:
-        """Queue `value`, known by `key`, that takes `cost` tokens of work. A key that is here already is ignored."""
+    def add(self, key: str, tenant: str, lane: Hashable, cost: int, value: T) -> bool:
+        """Queue `value`, known by `key`, that takes `cost` tokens of work. False, and ignored, if the key is here."""
         if key in self._waiting or key in self._outstanding:
-            return
+            return False
         owner = self._tenants.setdefault(tenant, _Tenant(self._level))
         if not owner.lanes:
             # Time without a waiting request earns nothing: it starts level with the waiting tenant served least.
             owner.service = max(owner.service, self._lowest())
         item = self._waiting[key] = _Item(tenant, lane, cost, value)
         owner.lanes.setdefault(lane, OrderedDict())[key] = item
+        return True
 
     def next(self) -> T | None:
         """The next value to start, outstanding from now on until `done`. None: the window is full or nothing waits."""

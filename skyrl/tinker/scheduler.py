@@ -5,10 +5,15 @@ is held until those before it are here. If they do not come for `gap_timeout_s`,
 model's order, and the model goes on with the next request. Requests whose turn has come wait in two fair queues, one of
 model operations and one of samples, because the backend works on both at once.
 
+It also knows how far each model is: which request was the last to be handed out, and which the last to end. A revived
+model has a place in its order again once all that repeats its past has been handed out, or has ended.
+
 Pure: no threads, no clock but the `now` (seconds) that is passed in.
 """
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from skyrl.backends.operations import (
@@ -47,8 +52,10 @@ class _Line:
     next_seq_id: int = 0
     held: dict[int, tuple[str, ModelOperation]] = field(default_factory=dict)
     """(tenant, operation) by seq_id."""
-    given_up: list[range] = field(default_factory=list)
-    """seq_ids that had not arrived when their followers failed."""
+    submitted: int | None = None
+    """The highest seq_id that `next` has returned. None: not even the model's past is complete."""
+    finished: int | None = None
+    """The highest seq_id that has ended."""
 
 
 class Scheduler:
@@ -71,9 +78,13 @@ class Scheduler:
         """Models with held requests, and since when they wait for the one that is missing now."""
         self._notices: list[tuple[str, str | None]] = []
         self._own: set[str] = set()
+        self._seq_ids: dict[str, int] = {}
+        """By request id, of what is queued or outstanding."""
+        self._unfinished: Counter[str] = Counter()
+        """Operations of each model that are queued or outstanding."""
 
     def add(self, item: Item, now: float) -> None:
-        """Take in a request. One whose seq_id has been here already is ignored.
+        """Take in a request.
 
         Requests of a model whose creation has not been here (or that was deleted) are not held: the backend says at
         once that there is no such model.
@@ -89,30 +100,64 @@ class Scheduler:
         if line is None or item.seq_id is None:
             if isinstance(operation, DeleteModel):
                 self._fail_held(operation.model_id, "its model was deleted")
-            self._queue(item.tenant, operation)
+            self._queue(item.tenant, operation, None)
         elif item.seq_id >= line.next_seq_id:
             self._line_up(line, item.seq_id, item.tenant, operation, now)
-        elif any(item.seq_id in seq_ids for seq_ids in line.given_up):
+        else:
             error = (
                 f"seq_id={item.seq_id} of model {operation.model_id} arrived more than {self.gap_timeout_s:g} s after "
                 "its followers, which have failed for want of it; send all of them again"
             )
-            self._queue(item.tenant, _rejected(operation, error, "kept"))
+            self._queue(item.tenant, _rejected(operation, error, "kept"), None)
+
+    def revive(self, tenant: str, model_id: str, next_seq_id: int, operations: Sequence[ModelOperation]) -> None:
+        """Queue what brings a model back, in order. The request after it is `next_seq_id`."""
+        self._lines[model_id] = _Line(next_seq_id)
+        *earlier, last = operations
+        for operation in earlier:
+            self._queue(tenant, operation, None)
+        self._queue(tenant, last, next_seq_id - 1)
 
     def next(self) -> Operation | None:
         """The next operation to submit, outstanding from now on until `done`; None if nothing may go now."""
-        return self._training.next() or self._samples.next()
+        operation = self._training.next() or self._samples.next()
+        if isinstance(operation, ModelOperation) and (line := self._lines.get(operation.model_id)) is not None:
+            line.submitted = _later(line.submitted, self._seq_ids.get(operation.request_id))
+        return operation
 
     def done(self, operation: Operation) -> bool:
         """A submitted operation has ended, or was cancelled. Returns whether it was added (not made here)."""
         queue = self._samples if isinstance(operation, Sample) else self._training
         queue.done(operation.request_id)
-        if isinstance(operation, DeleteModel) and operation.model_id not in self._gaps:
-            self._lines.pop(operation.model_id, None)
+        if isinstance(operation, ModelOperation):
+            self._ended(operation)
         if operation.request_id in self._own:
             self._own.remove(operation.request_id)
             return False
         return True
+
+    def knows(self, model_id: str) -> bool:
+        """Whether the model keeps an order here: it was created or revived, and not forgotten since."""
+        return model_id in self._lines
+
+    def idle(self, model_id: str) -> bool:
+        """Whether nothing of the model is held, queued or outstanding."""
+        return model_id not in self._unfinished and model_id not in self._gaps
+
+    def submitted(self, model_id: str) -> int | None:
+        """The last seq_id such that it and all before it were handed out; None while the model's past was not."""
+        line = self._lines.get(model_id)
+        return line.submitted if line else None
+
+    def finished(self, model_id: str) -> int | None:
+        """The last seq_id that has ended; None while the model's past has not."""
+        line = self._lines.get(model_id)
+        return line.finished if line else None
+
+    def forget(self, model_id: str, why: str) -> None:
+        """The model is not in the backend any more. What is held fails."""
+        self._fail_held(model_id, why)
+        self._lines.pop(model_id, None)
 
     def drop_sample(self, request_id: str) -> bool:
         """Forget a sample that has not been submitted. Returns whether there was one."""
@@ -146,7 +191,7 @@ class Scheduler:
             return
         while line.next_seq_id in line.held:
             owner, ready = line.held.pop(line.next_seq_id)
-            self._queue(owner, ready)
+            self._queue(owner, ready, line.next_seq_id)
             if line.next_seq_id > seq_id:
                 self._notices.append((ready.request_id, None))
             line.next_seq_id += 1
@@ -161,8 +206,6 @@ class Scheduler:
             return
         line = self._lines[model_id]
         for seq_id, (tenant, operation) in sorted(line.held.items()):
-            if seq_id > line.next_seq_id:
-                line.given_up.append(range(line.next_seq_id, seq_id))
             line.next_seq_id = seq_id + 1
             error = f"seq_id={seq_id} of model {model_id} was not done: {why}; send it again with what was missing"
             failed = _rejected(operation, error, "incomplete")
@@ -171,14 +214,28 @@ class Scheduler:
                 # An optimizer step after a failed pass fails itself and clears the sums, which a mere failure does not.
                 first = replace(failed, request_id=f"before {failed.request_id}")
                 self._own.add(first.request_id)
-                self._queue(tenant, first)
-                self._queue(tenant, operation)
+                self._queue(tenant, first, None)
+                self._queue(tenant, operation, seq_id)
             else:
-                self._queue(tenant, failed)
+                self._queue(tenant, failed, seq_id)
         line.held.clear()
 
-    def _queue(self, tenant: str, operation: ModelOperation) -> None:
-        self._training.add(operation.request_id, tenant, operation.model_id, cost_of(operation), operation)
+    def _ended(self, operation: ModelOperation) -> None:
+        model_id, seq_id = operation.model_id, self._seq_ids.pop(operation.request_id, None)
+        self._unfinished[model_id] -= 1
+        if not self._unfinished[model_id]:
+            del self._unfinished[model_id]
+        if (line := self._lines.get(model_id)) is not None:
+            line.finished = _later(line.finished, seq_id)
+        if isinstance(operation, DeleteModel):
+            self.forget(model_id, "its model was deleted")
+
+    def _queue(self, tenant: str, operation: ModelOperation, seq_id: int | None) -> None:
+        request_id, model_id = operation.request_id, operation.model_id
+        if self._training.add(request_id, tenant, model_id, cost_of(operation), operation):
+            self._unfinished[model_id] += 1
+            if seq_id is not None:
+                self._seq_ids[request_id] = seq_id
 
 
 def cost_of(operation: Operation) -> int:
@@ -192,3 +249,7 @@ def cost_of(operation: Operation) -> int:
 
 def _rejected(operation: ModelOperation, error: str, gradients: GradientEffect) -> Rejected:
     return Rejected(request_id=operation.request_id, model_id=operation.model_id, error=error, gradients=gradients)
+
+
+def _later(old: int | None, new: int | None) -> int | None:
+    return old if new is None else new if old is None else max(old, new)

@@ -90,7 +90,7 @@ class ThreadEngine:
         channel = EngineChannel(its)
         channel.listen()
         backend = FakeBackend(BASE_MODEL, FakeConfig(**self.config.backend_config))
-        thread = threading.Thread(target=_work, args=[TinkerEngine(backend, channel, self.config.gap_timeout_s)])
+        thread = threading.Thread(target=_work, args=[TinkerEngine(backend, channel, self.config)])
         thread.start()
         self._channel = api = await ApiChannel.open(ours)
         for frame in self._unsent:

@@ -88,12 +88,22 @@ def backend() -> FakeBackend:
 
 
 @pytest.fixture
-def wire(backend: FakeBackend) -> Iterator[Wire]:
+def config(tmp_path) -> EngineConfig:
+    return EngineConfig(
+        base_model="fake",
+        backend="tests.fakes:FakeBackend",
+        checkpoints_base=tmp_path / "checkpoints",
+        gap_timeout_s=0.2,
+    )
+
+
+@pytest.fixture
+def wire(backend: FakeBackend, config: EngineConfig) -> Iterator[Wire]:
     """A running engine, shut down at the end."""
     ours, its = socket.socketpair()
     channel, wire = EngineChannel(its), Wire(ours)
     channel.listen()
-    engine = threading.Thread(target=TinkerEngine(backend, channel, gap_timeout_s=0.2).run)
+    engine = threading.Thread(target=TinkerEngine(backend, channel, config).run)
     engine.start()
     yield wire
     wire.send(Shutdown())
@@ -176,11 +186,11 @@ def test_an_expired_gap_before_an_optimizer_step_drops_the_gradients_of_both_sid
 
 
 @pytest.mark.parametrize("long", [sample("long", max_tokens=200), a_pass("long")], ids=["sample", "pass"])
-def test_a_short_sample_overtakes_a_long_request_of_its_own_tenant(long):
+def test_a_short_sample_overtakes_a_long_request_of_its_own_tenant(long, config):
     backend = FakeBackend("fake", FakeConfig(quanta_per_pass=100))
     ours, its = socket.socketpair()
     channel, wire = EngineChannel(its), Wire(ours)
-    engine = TinkerEngine(backend, channel, gap_timeout_s=60)
+    engine = TinkerEngine(backend, channel, config)
     for operation, seq_id in [(create(), 0), (long, 1), (sample("short", max_tokens=2), None)]:
         channel.deliver(Enqueue(operation.request_id, "tenant", operation, seq_id))
     engine.turn()
@@ -206,7 +216,7 @@ def test_a_rejected_request_takes_its_place_and_fails_the_next_optimizer_step(wi
     wire.ask(Rejected(request_id="bad", model_id="m", error="datum 0: too long", gradients="incomplete"), 1)
     wire.ask(optim("optim"), 2)
     results = wire.results("bad", "optim")
-    assert results["bad"] == ErrorResponse("datum 0: too long", "user")
+    assert results["bad"] == ErrorResponse("datum 0: too long", "user", "incomplete")
     assert isinstance(results["optim"], ErrorResponse) and "datum 0: too long" in results["optim"].error
 
 
@@ -236,11 +246,11 @@ def test_a_failed_load_reports_the_missing_folder(wire, tmp_path):
     assert "nowhere" in wire.results("load")["load"].error
 
 
-def test_shutdown_finishes_background_writes(backend, tmp_path):
+def test_shutdown_finishes_background_writes(backend, config, tmp_path):
     ours, its = socket.socketpair()
     channel, wire = EngineChannel(its), Wire(ours)
     channel.listen()
-    engine = threading.Thread(target=TinkerEngine(backend, channel, gap_timeout_s=60).run)
+    engine = threading.Thread(target=TinkerEngine(backend, channel, config).run)
     engine.start()
     wire.ask(create(), 0)
     wire.ask(Publish(request_id="p", model_id="m", version="v", path=str(tmp_path / "v"), persist=False), 1)
@@ -252,11 +262,11 @@ def test_shutdown_finishes_background_writes(backend, tmp_path):
     channel.close()
 
 
-def test_the_engine_ends_when_the_other_side_closes(backend):
+def test_the_engine_ends_when_the_other_side_closes(backend, config):
     ours, its = socket.socketpair()
     channel = EngineChannel(its)
     channel.listen()
-    engine = threading.Thread(target=TinkerEngine(backend, channel, gap_timeout_s=60).run)
+    engine = threading.Thread(target=TinkerEngine(backend, channel, config).run)
     engine.start()
     ours.close()
     engine.join(30)
@@ -312,10 +322,10 @@ def test_a_bad_backend_or_option_is_refused_by_name(options, message):
         opened(base_model="x", **options)
 
 
-def test_a_model_that_cannot_be_loaded_is_reported_in_one_line():
+def test_a_model_that_cannot_be_loaded_is_reported_in_one_line(config):
     ours, its = socket.socketpair()
     channel, wire = EngineChannel(its), Wire(ours)
-    wire.send(Start(EngineConfig(base_model="missing", backend="tests.fakes:FakeBackend")))
+    wire.send(Start(config.model_copy(update={"base_model": "missing"})))
     assert serve(channel) == 1
     assert isinstance(wire.read(), Progress)
     assert wire.read() == Failed("base_model=missing: there is no such model; name another")

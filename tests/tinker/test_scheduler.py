@@ -81,12 +81,14 @@ def test_a_model_runs_in_seq_id_order_whatever_order_its_requests_arrive_in(orde
 
 
 @given(arrivals=st.lists(st.integers(0, 5), min_size=1, max_size=30))
-def test_each_seq_id_runs_once_however_often_it_arrives(arrivals):
+def test_each_seq_id_runs_once_and_is_refused_when_it_comes_again(arrivals):
     scheduler, ran = with_model(), []
     for seq_id in [*arrivals, *range(1, 6)]:
         scheduler.add(Item("tenant", save(seq_id) if seq_id else create(), seq_id), 0.0)
         ran += submitted(scheduler)
-    assert ids(ran) == [f"m{seq_id}" for seq_id in range(6)]
+    refused = [operation for operation in ran if isinstance(operation, Rejected)]
+    assert ids([operation for operation in ran if operation not in refused]) == [f"m{seq_id}" for seq_id in range(6)]
+    assert all(operation.gradients == "kept" and "after its followers" in operation.error for operation in refused)
 
 
 def test_a_gap_in_one_model_does_not_hold_another():

@@ -1,0 +1,149 @@
+"""When a model is snapshotted: after so many optimizer steps, requests or bytes, and after each load.
+
+Counts are of what was handed to the backend since the last snapshot that succeeded. A model has at most one snapshot
+under way; one that fails is tried again after a growing pause, with what came meanwhile. Loads do not wait for a count
+because what they read may be deleted.
+
+Pure: no clock but the `now` (seconds) that is passed in.
+"""
+
+import math
+from dataclasses import dataclass, field, fields
+
+from skyrl.backends.operations import (
+    ForwardBackward,
+    LoadCheckpoint,
+    LoadSnapshot,
+    ModelOperation,
+    OptimStep,
+    Publish,
+    Rejected,
+    SaveCheckpoint,
+)
+from skyrl.types import Datum
+
+FIRST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 60.0
+
+
+@dataclass
+class _Counts:
+    """What a snapshot would save from being repeated."""
+
+    changes: int = 0
+    """Requests that may have changed the model."""
+    steps: int = 0
+    requests: int = 0
+    bytes: int = 0
+    loads: int = 0
+
+    def add(self, other: "_Counts") -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+@dataclass
+class _Model:
+    since: _Counts = field(default_factory=_Counts)
+    """Since the last snapshot, or since the one under way began."""
+    under_way: _Counts | None = None
+    """What the snapshot under way covers."""
+    failures: int = 0
+    """Snapshots that failed in a row."""
+    retry_at: float = -math.inf
+
+
+class SnapshotPolicy:
+    """`note` what the models do; `begin` what is `due`, and say how it ended."""
+
+    def __init__(self, *, every_steps: int, every_requests: int, every_bytes: int):
+        self._every = _Counts(steps=every_steps, requests=every_requests, bytes=every_bytes, loads=1)
+        self._models: dict[str, _Model] = {}
+        self._wanted: set[str] = set()
+        """Models that have reached a limit."""
+
+    def note(self, operation: ModelOperation) -> None:
+        """An operation was handed to the backend."""
+        model = self._models.setdefault(operation.model_id, _Model())
+        model.since.add(_counts_of(operation))
+        self._consider(operation.model_id)
+
+    def due(self, now: float) -> list[str]:
+        """Models to snapshot now."""
+        return [model_id for model_id in self._wanted if self._models[model_id].retry_at <= now]
+
+    def deadline(self) -> float:
+        """When a model becomes due by time alone; infinity if none does."""
+        return min((self._models[model_id].retry_at for model_id in self._wanted), default=math.inf)
+
+    def changed(self) -> list[str]:
+        """Models that may have changed since their last snapshot, and since the one under way began."""
+        return [model_id for model_id, model in self._models.items() if model.since.changes]
+
+    def under_way(self, model_id: str) -> bool:
+        """Whether a snapshot of the model has begun and not ended."""
+        return model_id in self._models and self._models[model_id].under_way is not None
+
+    def begin(self, model_id: str) -> None:
+        """A snapshot of the model was handed to the backend."""
+        model = self._models[model_id]
+        assert model.under_way is None, model_id
+        model.under_way, model.since = model.since, _Counts()
+        self._consider(model_id)
+
+    def succeeded(self, model_id: str) -> None:
+        """The snapshot is on disk."""
+        if model_id in self._models:
+            model = self._models[model_id]
+            model.under_way, model.failures, model.retry_at = None, 0, -math.inf
+            self._consider(model_id)
+
+    def failed(self, model_id: str, now: float) -> None:
+        """The snapshot could not be made. What it would have covered counts on."""
+        if model_id in self._models:
+            model = self._models[model_id]
+            assert model.under_way is not None, model_id
+            model.since.add(model.under_way)
+            model.under_way = None
+            model.retry_at = now + min(FIRST_PAUSE_S * 2**model.failures, LONGEST_PAUSE_S)
+            model.failures += 1
+            self._consider(model_id)
+
+    def forget(self, model_id: str) -> None:
+        """The model is gone."""
+        self._models.pop(model_id, None)
+        self._wanted.discard(model_id)
+
+    def _consider(self, model_id: str) -> None:
+        model, every = self._models[model_id], self._every
+        since = model.since
+        limits = (
+            since.steps >= every.steps,
+            since.requests >= every.requests,
+            since.bytes >= every.bytes,
+            since.loads >= every.loads,
+        )
+        if since.changes and any(limits) and model.under_way is None:
+            self._wanted.add(model_id)
+        else:
+            self._wanted.discard(model_id)
+
+
+def _counts_of(operation: ModelOperation) -> _Counts:
+    if isinstance(operation, LoadSnapshot):
+        return _Counts()
+    if isinstance(operation, ForwardBackward) and operation.forward_only:
+        return _Counts()
+    same = isinstance(operation, SaveCheckpoint | Publish)
+    same |= isinstance(operation, Rejected) and operation.gradients == "kept"
+    return _Counts(
+        changes=int(not same),
+        steps=int(isinstance(operation, OptimStep)),
+        requests=1,
+        bytes=sum(map(_bytes_of, operation.data)) if isinstance(operation, ForwardBackward) else 0,
+        loads=int(isinstance(operation, LoadCheckpoint)),
+    )
+
+
+def _bytes_of(datum: Datum) -> int:
+    return datum.tokens.nbytes + sum(array.nbytes for array in datum.loss_fn_inputs.values())
