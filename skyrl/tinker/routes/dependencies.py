@@ -44,13 +44,19 @@ CallerDependency = Annotated[Caller, Depends(_caller)]
 BodyDependency = Annotated[Body, Depends(_body)]
 
 
-def json_body(schema: type[BaseModel]) -> Any:
-    """The dependency of a route on its JSON body, which is read as those of queued requests are."""
+class JsonBody:
+    """A dependency that reads the body as `schema`, with the same rules as those of queued requests."""
 
-    async def read(body: BodyDependency) -> BaseModel:
+    def __init__(self, schema: type[BaseModel]):
+        self.schema = schema
+
+    async def __call__(self, body: BodyDependency) -> BaseModel:
         try:
-            return schema.model_validate(json_object(body))
+            return self.schema.model_validate(json_object(body))
         except ValidationError as error:
             raise MalformedBody(describe(error.errors())) from error
 
-    return Depends(read)
+
+def json_body(schema: type[BaseModel]) -> Any:
+    """The dependency of a route on its JSON body."""
+    return Depends(JsonBody(schema))
