@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from skyrl.tinker import openapi
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.http import BodyLimit, add_error_handlers
 from skyrl.tinker.ids import SAMPLE
@@ -36,9 +37,10 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
 
     app = FastAPI(title="SkyRL Tinker server", lifespan=lifespan)
     app.state.server = server
-    for module in (client, sessions, models, samplers, queued):
-        app.include_router(module.router, prefix=PREFIX)
-    app.include_router(client.public, prefix=PREFIX)
+    routers = [*(module.router for module in (client, sessions, models, samplers, queued)), client.public]
+    for router in routers:
+        app.include_router(router, prefix=PREFIX, responses=openapi.ERRORS)
+    openapi.complete(app, PREFIX, routers)
     add_error_handlers(app)
     limits = {
         f"{PREFIX}/{'asample' if operation.name == SAMPLE else operation.name}": operation.max_body_bytes

@@ -1,0 +1,100 @@
+"""The OpenAPI document (`/openapi.json`): what FastAPI knows of the routes, and the bodies that it does not read.
+
+Bodies are not FastAPI's parameters here, because a request with a place in a model's order must not be turned away at
+the door (`parsing.py`). So their schemas are put into the document afterwards, from the same classes that read them:
+the `JsonBody` dependency of a route, or the entry of the table of operations that a route is made of.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args, get_type_hints
+
+from fastapi import APIRouter, FastAPI
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from skyrl.tinker import schemas
+from skyrl.tinker.futures import JSON, PROTOBUF
+from skyrl.tinker.ids import SAMPLE
+from skyrl.tinker.operations import OPERATIONS
+from skyrl.tinker.routes.dependencies import CallerDependency, JsonBody
+
+PASSES: dict[str, type[BaseModel]] = {
+    "forward_backward": schemas.ForwardBackwardRequest,
+    "forward": schemas.ForwardRequest,
+}
+"""Operations whose bodies `wire` reads: JSON, or protobuf."""
+
+
+class ErrorDetail(BaseModel):
+    """The body of every error."""
+
+    detail: str
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorDetail, "description": description}
+    for status, description in {
+        400: "The request cannot be served as sent.",
+        401: "The key is not one of this server's.",
+        404: "There is no such thing, or it is another tenant's.",
+        413: "The body is too large.",
+        429: "Too much is queued; send it again in a moment.",
+        503: "The engine is not ready yet; send it again in a moment.",
+    }.items()
+}
+"""Answers that every route may give instead of its own."""
+
+_reads_key = get_args(CallerDependency)[1].dependency
+_REFERENCE = "#/components/schemas/{model}"
+
+
+def complete(app: FastAPI, prefix: str, routers: Iterable[APIRouter]) -> None:
+    """Make the document of `app` tell of the bodies and keys that the routes of `routers` read."""
+    made_by_fastapi = app.openapi
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+
+    def openapi() -> dict[str, Any]:
+        document = made_by_fastapi()
+        components = document.setdefault("components", {})
+        components["securitySchemes"] = {"key": {"type": "apiKey", "in": "header", "name": "X-API-Key"}}
+        for route in routes:
+            for method in route.methods or ():
+                entry = document["paths"][prefix + route.path][method.lower()]
+                dependencies = list(_dependencies(route.dependant))
+                if _reads_key in dependencies:
+                    entry["security"] = [{"key": []}]
+                schema = _schema(route, dependencies)
+                if schema is not None:
+                    entry["requestBody"] = _body(schema, components.setdefault("schemas", {}))
+        return document
+
+    app.openapi = openapi
+
+
+def _dependencies(dependant: Dependant) -> Iterator[Any]:
+    for child in dependant.dependencies:
+        yield child.call
+        yield from _dependencies(child)
+
+
+def _schema(route: APIRoute, dependencies: list[Any]) -> type[BaseModel] | None:
+    for call in dependencies:
+        if isinstance(call, JsonBody):
+            return call.schema
+    name = route.path.removeprefix("/")
+    operation = OPERATIONS.get(SAMPLE if name == "asample" else name)
+    if operation is None:
+        return None
+    return PASSES.get(name) or get_type_hints(operation.accept)["request"]
+
+
+def _body(schema: type[BaseModel], definitions: dict[str, Any]) -> dict[str, Any]:
+    """The entry of a body, whose classes are added to the document's."""
+    described = schema.model_json_schema(ref_template=_REFERENCE)
+    definitions.update(described.pop("$defs", {}))
+    definitions[schema.__name__] = described
+    content: dict[str, Any] = {JSON: {"schema": {"$ref": _REFERENCE.format(model=schema.__name__)}}}
+    if schema in PASSES.values():
+        content[PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
+    return {"content": content, "required": any(field.is_required() for field in schema.model_fields.values())}

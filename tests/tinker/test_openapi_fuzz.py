@@ -1,0 +1,84 @@
+"""Requests made up from the OpenAPI document, right and wrong ones: answered as the document says, and in time."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from skyrl.tinker.app import create_app
+from skyrl.tinker.config import EngineConfig
+from tests.tinker.harness import BASE_MODEL, LiveServer
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+PATIENCE_S = 30
+"""Longer than any answer takes; a request that hangs fails."""
+
+
+def document() -> dict[str, Any]:
+    folder = Path(tempfile.gettempdir())
+    return create_app(EngineConfig(base_model=BASE_MODEL, checkpoints_base=folder)).openapi()
+
+
+DOCUMENT = document()
+ENTRIES = {
+    (method.upper(), path): entry for path, methods in DOCUMENT["paths"].items() for method, entry in methods.items()
+}
+CASES = [
+    pytest.param(*route, mode, id=f"{mode.value}-{route[0]}-{route[1]}")
+    for route, entry in ENTRIES.items()
+    for mode in GenerationMode
+    if mode == GenerationMode.POSITIVE or {"requestBody", "parameters"} & entry.keys()
+]
+
+
+def real_names(server: LiveServer) -> dict[str, Any]:
+    """Names that mean something, for the fields that take them."""
+    session = server.session()
+    model = server.model(session)
+    saved = server.run("/save_weights", {"model_id": model, "seq_id": 1, "path": "saved"})
+    sampler = server.sampler(session, 0, base_model=BASE_MODEL)
+    return {
+        "session_id": session,
+        "model_id": model,
+        "sampling_session_id": sampler,
+        "sampler_id": sampler,
+        "request_id": server.submit_step(model, 2),
+        "base_model": BASE_MODEL,
+        "path": saved["path"],
+        "tinker_path": saved["path"],
+        "model_path": saved["path"],
+        "run_id": model,
+        "kind": "weights",
+        "name": "saved",
+    }
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), CASES)
+def test_every_answer_is_one_of_the_document(server, method, path, mode):
+    operation = schemathesis.openapi.from_dict(DOCUMENT)[path][method]
+    names = real_names(server)
+    host = str(server.http.base_url).split("/api")[0]
+
+    @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode), real=st.sets(st.sampled_from(sorted(names))))
+    def answers(case: schemathesis.Case, real: set[str]) -> None:
+        known = {name: names[name] for name in real}
+        if isinstance(case.body, dict):
+            case.body = {**case.body, **{name: value for name, value in known.items() if name in case.body}}
+        parameters = case.path_parameters or {}
+        case.path_parameters = {**parameters, **{name: known[name] for name in parameters if name in known}}
+        response = case.call(base_url=host, headers={"X-API-Key": "tml-test"}, timeout=PATIENCE_S)
+        case.validate_response(response, checks=CHECKS)
+
+    answers()
