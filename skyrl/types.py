@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 LORA_ALPHA = 32.0
 """Numerator of the LoRA scale (scale = alpha / rank) of every model made through the Tinker API."""
 
+TokenTable = tuple[np.ndarray, np.ndarray]
+"""Token ids int32 and their log-probabilities float32, of one shape `[places, k]`."""
 StopReason = Literal["stop", "length"]
 ErrorCategory = Literal["user", "server", "unknown"]
 GradientEffect = Literal["kept", "incomplete", "dropped"]
@@ -115,6 +117,27 @@ class GeneratedSequence:
     tokens: np.ndarray
     logprobs: np.ndarray
     stop_reason: StopReason
+    topk_logprobs: TokenTable | None = None
+    """The k most likely tokens at each place `[n, k]`, most likely first, untempered."""
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A matrix by the cells that somebody named: all, row by row, or those that a CSR layout lists."""
+
+    values: np.ndarray
+    """`[cells]`, in the order of the layout."""
+    shape: tuple[int, int]
+    crow_indices: np.ndarray | None = None
+    """int64 `[rows + 1]`, offsets into `values`. None: dense."""
+    col_indices: np.ndarray | None = None
+    """int64 `[cells]`."""
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Row of each cell, ascending."""
+        counts = self.shape[1] if self.crow_indices is None else np.diff(self.crow_indices)
+        return np.repeat(np.arange(self.shape[0]), counts)
 
 
 @dataclass(frozen=True)
@@ -123,10 +146,14 @@ class SampleOutput:
 
     sequences: list[GeneratedSequence]
     prompt_logprobs: np.ndarray | None = None
-    """float32 `[prompt]`, the first is NaN."""
-    topk_prompt_logprobs: tuple[np.ndarray, np.ndarray] | None = None
-    """(token ids int32 `[prompt, k]`, logprobs float32 `[prompt, k]`), most likely first; row 0 is (0, -99999.0)."""
+    """float32 `[prompt]`; those that are not scored, the first among them, are NaN."""
+    topk_prompt_logprobs: TokenTable | None = None
+    """`[prompt, k]`, most likely first. Rows that are not scored, row 0 among them, are (0, -99999.0)."""
     prompt_cache_hit_tokens: int = 0
+    target_prompt_logprobs: Cells | None = None
+    """float32, in the layout of the request; 0.0 where it named no token."""
+    prompt_alt_tokens: TokenTable | None = None
+    """`[prompt - 1, k]`: row i holds draws from the distribution over prompt token i + 1."""
 
 
 @dataclass(frozen=True)

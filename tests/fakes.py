@@ -43,6 +43,7 @@ from skyrl.types import (
     OptimStepOutput,
     SampleOutput,
     SaveOutput,
+    TokenTable,
 )
 from skyrl.utils.crash_points import crash_point
 from skyrl.utils.storage import read_folder, write_folder
@@ -291,18 +292,30 @@ class FakeSampler:
                 np.asarray(tokens, np.int32),
                 np.full(len(tokens), -1.0, np.float32),
                 "stop" if tokens[-1] in stop_tokens(request) else "length",
+                table(len(tokens), request.topk_sample_logprobs),
             )
             for tokens in running.sequences
         ]
-        prompt_logprobs = topk = None
+        prompt_logprobs, topk = None, table(len(request.prompt), request.topk_prompt_logprobs)
+        unscored = slice(0, len(request.prompt) - (request.prompt_logprobs_last_n or len(request.prompt) - 1))
         if request.prompt_logprobs:
             prompt_logprobs = (feature(request.prompt) @ running.weights).astype(np.float32)
-            prompt_logprobs[0] = np.nan
-        if request.topk_prompt_logprobs:
-            shape = (len(request.prompt), request.topk_prompt_logprobs)
-            topk = (np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape), np.full(shape, -2.0, np.float32))
-            topk[1][0] = -99999.0
-        return SampleOutput(sequences, prompt_logprobs, topk)
+            prompt_logprobs[unscored] = np.nan
+        if topk is not None:
+            topk[0][unscored], topk[1][unscored] = 0, -99999.0
+        targets = request.target_prompt_logprobs
+        if targets is not None:
+            logprobs = np.where(targets.values < 0, 0, -1 - targets.values).astype(np.float32)
+            targets = dataclasses.replace(targets, values=logprobs)
+        drawn = table(len(request.prompt) - 1, request.prompt_alt_tokens_k)
+        return SampleOutput(sequences, prompt_logprobs, topk, target_prompt_logprobs=targets, prompt_alt_tokens=drawn)
+
+
+def table(rows: int, k: int) -> TokenTable | None:
+    """Tokens 0 to k - 1 in every row; None where there are none."""
+    shape = (rows, k)
+    ids = np.broadcast_to(np.arange(k, dtype=np.int32), shape).copy()
+    return (ids, np.full(shape, -2.0, np.float32)) if k else None
 
 
 def stop_tokens(request: Sample) -> set[int]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skyrl.types import AdamParams, Datum, GradientEffect, LoraConfig, Result, SamplingParams
+from skyrl.types import AdamParams, Cells, Datum, GradientEffect, LoraConfig, Result, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +129,16 @@ class Sample(Operation):
     params: SamplingParams
     """`seed` and `max_tokens` are set."""
     num_samples: int = 1
+    topk_sample_logprobs: int = 0
+    """Most likely tokens to report at each generated place; 0: none."""
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None
+    """How many of the prompt's last tokens the two options above are about; None: all."""
+    target_prompt_logprobs: Cells | None = None
+    """int32 token ids `[prompt - 1, K]` to score, row i at prompt position i + 1; -1 scores nothing."""
+    prompt_alt_tokens_k: int = 0
+    """Draws at the request's temperature, without its filters, for every prompt position after the first."""
     tenant: str = ""
     """Owner; nothing cached for one tenant is used for another."""
 

@@ -11,7 +11,7 @@ from skyrl.tinker import json_text
 from skyrl.tinker.ids import is_sample
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.wire import DTYPES, forward_backward_json, sample_json
-from skyrl.types import ForwardBackwardOutput, GeneratedSequence, SampleOutput
+from skyrl.types import Cells, ForwardBackwardOutput, GeneratedSequence, SampleOutput, TokenTable
 
 
 def as_json(request_id: str, result: bytes) -> bytes:
@@ -43,14 +43,34 @@ def _sample(result: bytes) -> SampleOutput:
             np.frombuffer(sequence.tokens, "<i4"),
             np.frombuffer(sequence.logprobs, "<f4"),
             "stop" if sequence.stop_reason == pb.STOP_REASON_STOP else "length",
+            _topk(sequence.topk_sampled_logprobs) if sequence.HasField("topk_sampled_logprobs") else None,
         )
         for sequence in message.sequences
     ]
-    prompt_logprobs = topk = None
-    if message.HasField("prompt_logprobs"):
-        prompt_logprobs = np.frombuffer(message.prompt_logprobs, "<f4")
-    if message.HasField("topk_prompt_logprobs"):
-        table = message.topk_prompt_logprobs
-        shape = (table.length, table.k)
-        topk = np.frombuffer(table.token_ids, "<i4").reshape(shape), np.frombuffer(table.logprobs, "<f4").reshape(shape)
-    return SampleOutput(sequences, prompt_logprobs, topk, message.prompt_cache_hit_tokens)
+    return SampleOutput(
+        sequences,
+        np.frombuffer(message.prompt_logprobs, "<f4") if message.HasField("prompt_logprobs") else None,
+        _topk(message.topk_prompt_logprobs) if message.HasField("topk_prompt_logprobs") else None,
+        message.prompt_cache_hit_tokens,
+        _cells(message.target_prompt_logprobs) if message.HasField("target_prompt_logprobs") else None,
+        _alternatives(message.prompt_alt_tokens) if message.HasField("prompt_alt_tokens") else None,
+    )
+
+
+def _topk(table: pb.TopkLogprobs) -> TokenTable:
+    shape = (table.length, table.k)
+    return np.frombuffer(table.token_ids, "<i4").reshape(shape), np.frombuffer(table.logprobs, "<f4").reshape(shape)
+
+
+def _alternatives(drawn: pb.PromptAltTokens) -> TokenTable:
+    tokens, logprobs = _cells(drawn.tokens), _cells(drawn.logprobs)
+    return tokens.values.reshape(tokens.shape), logprobs.values.reshape(logprobs.shape)
+
+
+def _cells(tensor: pb.Tensor) -> Cells:
+    dtype, shape = DTYPES[tensor.dtype], (tensor.shape[0], tensor.shape[1])
+    if tensor.WhichOneof("encoding") == "dense":
+        return Cells(np.frombuffer(tensor.dense, dtype), shape)
+    csr = tensor.sparse_csr
+    indices = np.frombuffer(csr.crow_indices, "<i8"), np.frombuffer(csr.col_indices, "<i8")
+    return Cells(np.frombuffer(csr.values, dtype), shape, *indices)

@@ -16,6 +16,7 @@ import numpy as np
 from sqlmodel import Session
 
 from skyrl.algorithms.checks import check_pass, check_sample
+from skyrl.algorithms.score_checks import check_scores
 from skyrl.backends.operations import (
     CreateModel,
     DeleteModel,
@@ -364,6 +365,19 @@ async def sample(admission: Admission, request: schemas.SampleRequest) -> Accept
         vocab_size=service.info.vocab_size,
         max_context_length=service.info.max_context_length,
     )
+    targets = request.target_prompt_logprobs
+    cells = None if targets is None else await off_loop(len(targets.data) * 8, partial(wire.target_cells, targets))
+    check_scores(
+        len(prompt),
+        request.num_samples,
+        max_tokens,
+        topk_sample_logprobs=request.topk_sample_logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+        target_prompt_logprobs=cells,
+        prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+        vocab_size=service.info.vocab_size,
+    )
     seed = ids.new_seed() if params.seed is None else params.seed
     operation = Sample(
         request_id=admission.request_id,
@@ -374,6 +388,10 @@ async def sample(admission: Admission, request: schemas.SampleRequest) -> Accept
         num_samples=request.num_samples,
         prompt_logprobs=request.prompt_logprobs,
         topk_prompt_logprobs=request.topk_prompt_logprobs,
+        topk_sample_logprobs=request.topk_sample_logprobs,
+        prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+        target_prompt_logprobs=cells,
+        prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         tenant=admission.target.tenant,
     )
     return Accepted(operation)

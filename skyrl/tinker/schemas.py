@@ -297,7 +297,7 @@ class CreateSamplingSessionRequest(RequestModel):
 
 
 class SampleRequest(RequestModel):
-    """`asample`. Limits of numbers are those of `skyrl.algorithms.checks.check_sample`."""
+    """`asample`. Limits of numbers are those of `check_sample` and `check_scores` of `skyrl.algorithms`."""
 
     sampling_session_id: str
     seq_id: int = Field(ge=0)
@@ -318,10 +318,6 @@ class SampleRequest(RequestModel):
     UNSERVED: ClassVar = {
         "base_model": "the sampler of sampling_session_id knows its model; leave it out",
         "model_path": "the sampler of sampling_session_id knows its checkpoint; leave it out",
-        "topk_sample_logprobs": "leave it at 0 (topk_prompt_logprobs is served)",
-        "target_prompt_logprobs": "leave it out (prompt_logprobs and topk_prompt_logprobs are served)",
-        "prompt_alt_tokens_k": "leave it at 0",
-        "prompt_logprobs_last_n": "leave it out and use the last entries of prompt_logprobs",
     }
 
 

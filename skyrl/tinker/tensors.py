@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from skyrl.errors import RequestError
+from skyrl.types import Cells
 
 
 class Budget:
@@ -50,15 +51,22 @@ def dense(name: str, values: np.ndarray, shape: list[int], budget: Budget) -> np
 def densified(
     name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list[int], budget: Budget
 ) -> np.ndarray:
-    """A CSR matrix as a dense one, 0 where it has no value.
+    """A CSR matrix as a dense one, 0 where it has no value. `rows` are its crow_indices."""
+    _check_matrix(name, shape)
+    budget.take(name, shape, values.dtype)
+    matrix = sparse(name, values, rows, columns, shape)
+    result = np.zeros(prod(shape), values.dtype)
+    result[matrix.rows * shape[1] + columns] = values
+    return result.reshape(shape)
+
+
+def sparse(name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list[int]) -> Cells:
+    """A CSR matrix as it is, with indices that make sense.
 
     `rows` (crow_indices) are offsets into values and columns; row i has those from rows[i] to rows[i + 1].
     """
-    if len(shape) != 2 or min(shape) < 0:
-        raise RequestError(f"{name}: shape={shape} of a sparse tensor; send [tokens, K]")
-    budget.take(name, shape, values.dtype)
-    counts = np.diff(rows)
-    ascending = rows.min(initial=0) >= 0 and counts.min(initial=0) >= 0
+    _check_matrix(name, shape)
+    ascending = rows.min(initial=0) >= 0 and np.diff(rows).min(initial=0) >= 0
     if len(rows) != shape[0] + 1 or rows[0] != 0 or rows[-1] != values.size or not ascending:
         raise RequestError(
             f"{name}: crow_indices do not divide {values.size} values over {shape[0]} rows; "
@@ -68,12 +76,17 @@ def densified(
         raise RequestError(
             f"{name}: col_indices do not place {values.size} values in {shape[1]} columns; send one each"
         )
-    cells = np.repeat(np.arange(shape[0]), counts) * shape[1] + columns
-    if np.unique(cells).size != cells.size:
+    matrix = Cells(values, (shape[0], shape[1]), rows, columns)
+    order = np.lexsort((columns, matrix.rows))
+    same = (np.diff(matrix.rows[order]) == 0) & (np.diff(columns[order]) == 0)
+    if same.any():
         raise RequestError(f"{name}: col_indices name a cell twice; send each cell once")
-    result = np.zeros(prod(shape), values.dtype)
-    result[cells] = values
-    return result.reshape(shape)
+    return matrix
+
+
+def _check_matrix(name: str, shape: list[int]) -> None:
+    if len(shape) != 2 or min(shape) < 0:
+        raise RequestError(f"{name}: shape={shape} of a sparse tensor; send [tokens, K]")
 
 
 def int64s(name: str, values: Iterable[Any]) -> np.ndarray:

@@ -21,8 +21,8 @@ from skyrl.errors import RequestError
 from skyrl.tinker.parsing import Body, MalformedBody, ModelAddress, describe, json_object, read_address
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.schemas import MAX_DATUMS, ForwardBackwardRequest, ForwardRequest, ModelInput, PassInput, TensorData
-from skyrl.tinker.tensors import Budget, dense, densified, float32s, from_bytes, int64s
-from skyrl.types import Datum, ForwardBackwardOutput, SampleOutput
+from skyrl.tinker.tensors import Budget, dense, densified, float32s, from_bytes, int64s, sparse
+from skyrl.types import Cells, Datum, ForwardBackwardOutput, SampleOutput, TokenTable
 
 PROTOBUF = "application/x-protobuf"
 """Media type of the binary requests and results."""
@@ -102,6 +102,24 @@ def prompt_tokens(model_input: ModelInput) -> np.ndarray:
         bad = tokens[np.argmax((tokens < limits.min) | (tokens > limits.max))]
         raise RequestError(f"token id {bad} is in no vocabulary; use the tokenizer of this model")
     return tokens.astype(np.int32)
+
+
+def target_cells(tensor: TensorData) -> Cells:
+    """The token ids of `target_prompt_logprobs`, int32, in their layout. Raises `RequestError`."""
+    name = "target_prompt_logprobs"
+    if tensor.dtype != "int64":
+        raise RequestError(f"{name}: dtype={tensor.dtype}; send int64 token ids")
+    shape = tensor.shape or []
+    if len(shape) != 2:
+        raise RequestError(f"{name}: shape={shape}; send [tokens of the prompt - 1, K]")
+    values = _json_values(name, tensor)
+    limits = np.iinfo(np.int32)
+    values = values.clip(limits.min, limits.max).astype(np.int32)  # what is beyond is in no vocabulary either
+    if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
+        if min(shape) < 0 or shape[0] * shape[1] != values.size:
+            raise RequestError(f"{name}: shape={shape} does not fit {values.size} values; send the shape of the data")
+        return Cells(values, (shape[0], shape[1]))
+    return sparse(name, values, *_json_indices(name, tensor), shape)
 
 
 def _from_protobuf(body: bytes, max_bytes: int) -> PassRequest:
@@ -212,18 +230,24 @@ def _json_data(given: PassInput, budget: Budget) -> list[Datum]:
 
 
 def _json_tensor(name: str, tensor: TensorData, budget: Budget) -> np.ndarray:
-    if tensor.dtype == "int64":
-        if not all(isinstance(value, int) for value in tensor.data):
-            raise RequestError(f"{name}: dtype=int64 with fractions in data; send integers, or float32")
-        values = int64s(name, tensor.data)
-    else:
-        values = float32s(name, tensor.data)
+    values = _json_values(name, tensor)
     shape = tensor.shape or []
     if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
         return dense(name, values, shape, budget)
+    return densified(name, values, *_json_indices(name, tensor), shape, budget)
+
+
+def _json_values(name: str, tensor: TensorData) -> np.ndarray:
+    if tensor.dtype != "int64":
+        return float32s(name, tensor.data)
+    if not all(isinstance(value, int) for value in tensor.data):
+        raise RequestError(f"{name}: dtype=int64 with fractions in data; send integers, or float32")
+    return int64s(name, tensor.data)
+
+
+def _json_indices(name: str, tensor: TensorData) -> tuple[np.ndarray, np.ndarray]:
     rows = int64s(f"{name}: sparse_crow_indices", tensor.sparse_crow_indices or [])
-    columns = int64s(f"{name}: sparse_col_indices", tensor.sparse_col_indices or [])
-    return densified(name, values, rows, columns, shape, budget)
+    return rows, int64s(f"{name}: sparse_col_indices", tensor.sparse_col_indices or [])
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
@@ -262,18 +286,23 @@ def encode_sample(output: SampleOutput) -> bytes:
     """The samples of one prompt as protobuf."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=output.prompt_cache_hit_tokens)
     for sequence in output.sequences:
-        message.sequences.add(
+        sampled = message.sequences.add(
             stop_reason=pb.STOP_REASON_STOP if sequence.stop_reason == "stop" else pb.STOP_REASON_LENGTH,
             tokens=_bytes(sequence.tokens, "<i4"),
             logprobs=_bytes(sequence.logprobs, "<f4"),
         )
+        if sequence.topk_logprobs is not None:
+            _fill_topk(sampled.topk_sampled_logprobs, sequence.topk_logprobs)
     if output.prompt_logprobs is not None:
         message.prompt_logprobs = _bytes(output.prompt_logprobs, "<f4")
     if output.topk_prompt_logprobs is not None:
-        token_ids, logprobs = output.topk_prompt_logprobs
-        message.topk_prompt_logprobs.token_ids = _bytes(token_ids, "<i4")
-        message.topk_prompt_logprobs.logprobs = _bytes(logprobs, "<f4")
-        message.topk_prompt_logprobs.length, message.topk_prompt_logprobs.k = token_ids.shape
+        _fill_topk(message.topk_prompt_logprobs, output.topk_prompt_logprobs)
+    if output.target_prompt_logprobs is not None:
+        _fill_cells(message.target_prompt_logprobs, output.target_prompt_logprobs)
+    if output.prompt_alt_tokens is not None:
+        tokens, logprobs = output.prompt_alt_tokens
+        _fill_cells(message.prompt_alt_tokens.tokens, _all_cells(tokens))
+        _fill_cells(message.prompt_alt_tokens.logprobs, _all_cells(logprobs))
     return message.SerializeToString()
 
 
@@ -286,6 +315,7 @@ def sample_json(output: SampleOutput) -> dict[str, Any]:
                 "stop_reason": sequence.stop_reason,
                 "tokens": sequence.tokens.tolist(),
                 "logprobs": sequence.logprobs.tolist(),
+                **({} if sequence.topk_logprobs is None else {"topk_logprobs": _topk_json(sequence.topk_logprobs)}),
             }
             for sequence in output.sequences
         ],
@@ -294,16 +324,55 @@ def sample_json(output: SampleOutput) -> dict[str, Any]:
     if output.prompt_logprobs is not None:
         result["prompt_logprobs"] = [None if np.isnan(value) else value for value in output.prompt_logprobs.tolist()]
     if output.topk_prompt_logprobs is not None:
-        token_ids, logprobs = (array.tolist() for array in output.topk_prompt_logprobs)
-        result["topk_prompt_logprobs"] = [
-            None if not ids or row[0] == EMPTY_CELL else list(zip(ids, row, strict=True))
-            for ids, row in zip(token_ids, logprobs, strict=True)
-        ]
+        result["topk_prompt_logprobs"] = _topk_json(output.topk_prompt_logprobs)
+    if output.target_prompt_logprobs is not None:
+        result["target_prompt_logprobs"] = _cells_json(output.target_prompt_logprobs)
+    if output.prompt_alt_tokens is not None:
+        tokens, logprobs = (_cells_json(_all_cells(array)) for array in output.prompt_alt_tokens)
+        result["prompt_alt_tokens"] = {"tokens": tokens | {"dtype": "int64"}, "logprobs": logprobs}
     return result
 
 
 EMPTY_CELL = -99999.0
 """Logprob of a cell of a top-k table that holds nothing."""
+
+
+def _fill_topk(message: pb.TopkLogprobs, table: TokenTable) -> None:
+    token_ids, logprobs = table
+    message.token_ids, message.logprobs = _bytes(token_ids, "<i4"), _bytes(logprobs, "<f4")
+    message.length, message.k = token_ids.shape
+
+
+def _topk_json(table: TokenTable) -> list[list[tuple[int, float]] | None]:
+    token_ids, logprobs = (array.tolist() for array in table)
+    return [
+        None if not ids or row[0] == EMPTY_CELL else list(zip(ids, row, strict=True))
+        for ids, row in zip(token_ids, logprobs, strict=True)
+    ]
+
+
+def _all_cells(matrix: np.ndarray) -> Cells:
+    return Cells(matrix.ravel(), (matrix.shape[0], matrix.shape[1]))
+
+
+def _fill_cells(message: pb.Tensor, cells: Cells) -> None:
+    dtype = cells.values.dtype.newbyteorder("<")
+    message.dtype = DTYPE_NUMBERS[dtype]
+    message.shape.extend(cells.shape)
+    if cells.crow_indices is None or cells.col_indices is None:
+        message.dense = _bytes(cells.values, dtype)
+        return
+    message.sparse_csr.values = _bytes(cells.values, dtype)
+    message.sparse_csr.crow_indices = _bytes(cells.crow_indices, "<i8")
+    message.sparse_csr.col_indices = _bytes(cells.col_indices, "<i8")
+
+
+def _cells_json(cells: Cells) -> dict[str, Any]:
+    value = {"data": cells.values.tolist(), "dtype": cells.values.dtype.name, "shape": list(cells.shape)}
+    if cells.crow_indices is None or cells.col_indices is None:
+        return value
+    indices = {"sparse_crow_indices": cells.crow_indices.tolist(), "sparse_col_indices": cells.col_indices.tolist()}
+    return value | indices
 
 
 def _trailing_shapes(datum: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:

@@ -63,6 +63,27 @@ def sample_tokens(
     return tokens, chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
+def draw_tokens(
+    logits: Float[Array, "rows vocab"], uniforms: Float[Array, "rows draws"], temperature: Float[Array, ""]
+) -> tuple[Int[Array, "rows draws"], Float[Array, "rows draws"]]:
+    """Draw tokens independently of each other, and with replacement, from each row's distribution.
+
+    Args:
+        logits: float32, untempered.
+        uniforms: In [0, 1), one per draw.
+        temperature: 0 takes the most likely token every time.
+
+    Returns:
+        tokens int32 and their log-probabilities in nats under the distribution at temperature 1.
+    """
+    greedy = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
+    warm = temperature > _COLDEST
+    weights = jnp.exp((logits - logits.max(-1, keepdims=True)) / jnp.where(warm, temperature, 1.0))
+    drawn, found = jax.vmap(_invert, in_axes=(None, 1), out_axes=1)(weights, uniforms)
+    tokens = jnp.where(warm & found, drawn, greedy)
+    return tokens, jnp.take_along_axis(logits, tokens, axis=-1) - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+
 def _filter(z: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """`z` with -inf for tokens outside top-k, then outside top-p of what is left. Ties go to the lower id."""
     vocab = z.shape[-1]

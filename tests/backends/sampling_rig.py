@@ -89,7 +89,21 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([seed, length]).integers(0, 1500, length).tolist()
 
 
-def request(prompt, version=None, *, path=None, n=1, scores=False, topk=0, name=None, **params) -> Sample:
+def request(
+    prompt,
+    version=None,
+    *,
+    path=None,
+    n=1,
+    scores=False,
+    topk=0,
+    sample_topk=0,
+    targets=None,
+    alternatives=0,
+    last_n=None,
+    name=None,
+    **params,
+) -> Sample:
     """A sample request. It does not stop early unless told to."""
     params = {"max_tokens": 8, "seed": 0, "stop": []} | params
     return Sample(
@@ -101,6 +115,10 @@ def request(prompt, version=None, *, path=None, n=1, scores=False, topk=0, name=
         num_samples=n,
         prompt_logprobs=scores,
         topk_prompt_logprobs=topk,
+        topk_sample_logprobs=sample_topk,
+        target_prompt_logprobs=targets,
+        prompt_alt_tokens_k=alternatives,
+        prompt_logprobs_last_n=last_n,
     )
 
 

@@ -201,7 +201,6 @@ def test_sample_is_json_for_clients_that_do_not_accept_protobuf(server):
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"sampling_params": {"seed": 2**63}}, "seed"),
         ({"sampling_params": {"min_p": 0.1}}, "min_p"),
-        ({"topk_sample_logprobs": 2}, "topk_sample_logprobs"),
         ({"base_model": BASE_MODEL}, "base_model"),
     ],
 )

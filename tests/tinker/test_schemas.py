@@ -117,10 +117,6 @@ def test_sequence_numbers_beyond_float_precision_are_exact():
         (schemas.LoadWeightsRequest, LOAD | {"model_id": "m", "seq_id": 1}, "optimizer_config", {"type": "dimuon"}),
         (schemas.SampleRequest, SAMPLE, "base_model", "x"),
         (schemas.SampleRequest, SAMPLE, "model_path", "tinker://x/weights/y"),
-        (schemas.SampleRequest, SAMPLE, "topk_sample_logprobs", 2),
-        (schemas.SampleRequest, SAMPLE, "target_prompt_logprobs", {"data": [1], "dtype": "int64"}),
-        (schemas.SampleRequest, SAMPLE, "prompt_alt_tokens_k", 1),
-        (schemas.SampleRequest, SAMPLE, "prompt_logprobs_last_n", 1),
     ],
 )
 def test_an_option_that_is_not_served_is_refused_by_name(kind, body, option, value):

@@ -10,13 +10,9 @@ import jax
 import numpy as np
 
 from skyrl.backends.jax.cache_shapes import CacheShapes
-from skyrl.backends.jax.sampling_programs import DecodeBatch, SamplingPrograms
+from skyrl.backends.jax.sampling_programs import HOTTEST, LARGEST_INT32, DecodeBatch, SamplingPrograms, top_width
 from skyrl.backends.jax.sequences import Job, Sequence
 from skyrl.tx.models.types import Adapter, KVCache
-
-LARGEST_INT32 = 2**31 - 1
-HOTTEST = 1e30
-"""Temperatures above are the same uniform distribution, and do not fit into float32."""
 
 
 class DecodeRows:
@@ -80,10 +76,16 @@ class DecodeRows:
         one_version = not self._deterministic and len({sequence.job.slot for sequence in running}) == 1
         batch = self._batch(one_version)
         self._cache, logits = self._programs.decode(base, bank, self._cache, batch, one_version=one_version)
-        tokens, logprobs = jax.device_get(self._programs.draw(logits, batch))
+        k = max(sequence.job.request.topk_sample_logprobs for sequence in running)
+        best = self._programs.best(logits, k=top_width(k, logits.shape[-1])) if k else None
+        (tokens, logprobs), best = jax.device_get((self._programs.draw(logits, batch), best))
         ended = []
         for row, sequence in enumerate(self._rows):
-            if sequence is not None and sequence.push(int(tokens[row]), float(logprobs[row])):
+            if sequence is None:
+                continue
+            k = sequence.job.request.topk_sample_logprobs
+            top = (best[0][row, :k], best[1][row, :k]) if k else None
+            if sequence.push(int(tokens[row]), float(logprobs[row]), top):
                 self._rows[row] = None
                 ended.append(sequence)
         if not self.sequences:

@@ -1,8 +1,9 @@
 """The compiled programs of sampling: reading a prompt by chunks, one decode step of all rows, moving cache rows.
 
-Pure functions of (base, bank, cache, data). Shapes come from `CacheShapes` and `CHUNKS`, everything a request can
-choose is data, so the number of programs is bounded and small; `compiled` counts them. The backend sets the matmul
-precision around all its programs, so that sampler and trainer compute alike.
+Pure functions of (base, bank, cache, data). Shapes come from `CacheShapes`, `CHUNKS` and the widths below, everything a
+request can choose is data, so the number of programs is bounded and small; `compiled` counts them. Scores of a prompt
+take three programs (`project`) and at most seven more: one per width, and one for all draws. The backend sets the
+matmul precision around all its programs, so that sampler and trainer compute alike.
 """
 
 from collections.abc import Callable
@@ -17,13 +18,26 @@ from flax import nnx
 from skyrl.backends.jax.compilation import Compiler
 from skyrl.tx.lora import read_slot
 from skyrl.tx.models.types import Adapter, KVCache
-from skyrl.tx.sampling import sample_tokens, uniforms
+from skyrl.tx.sampling import draw_tokens, sample_tokens, uniforms
 
 CHUNKS = (32, 128, 512)
 """Tokens of a prompt read at once. Windows are multiples of the chunks used in them, so a chunk always has room."""
 
-_SCORED_AT_ONCE = 32
-"""Prompt tokens whose logits over the whole vocabulary exist at the same time."""
+SCORED_AT_ONCE = 32
+"""Prompt tokens whose logits over the whole vocabulary exist at the same time. Divides every chunk."""
+
+TOP_WIDTHS = (8, 64)
+"""Most likely tokens that are found at once: the lattice of every top-k option."""
+
+TARGET_WIDTHS = (1, 8, 64, 512)
+"""Named tokens per row that are scored at once; the tokens that follow are one each, and more take several calls."""
+
+DRAWS_AT_ONCE = 8
+"""Alternatives per prompt token that are drawn by one call."""
+
+LARGEST_INT32 = 2**31 - 1
+HOTTEST = 1e30
+"""Temperatures above are the same uniform distribution, and do not fit into float32."""
 
 
 class DecodeBatch(NamedTuple):
@@ -65,15 +79,9 @@ class DecodeBatch(NamedTuple):
         )
 
 
-class PromptScores(NamedTuple):
-    """Log-probabilities (arrays in nats, float32) of the tokens after each token of a chunk. A pytree."""
-
-    logprobs: Any
-    """`[chunk]`, of the token that did follow."""
-    top_ids: Any
-    """int32 `[chunk, k]`, most likely first."""
-    top_logprobs: Any
-    """`[chunk, k]`."""
+def top_width(k: int, vocab_size: int) -> int:
+    """How many most likely tokens to find where `k` are asked for, which are no more than the widest; 0 for none."""
+    return min(next(width for width in (0, *TOP_WIDTHS) if width >= k), vocab_size)
 
 
 class SamplingPrograms:
@@ -90,7 +98,10 @@ class SamplingPrograms:
         self.decode = self._program(self._decode, donate="cache", static="one_version")
         self.draw = self._program(self._draw)
         self.prefill = self._program(self._prefill, donate="cache")
-        self.prefill_scored = self._program(self._prefill_scored, donate="cache", static="k")
+        self.project = self._program(self._project)
+        self.pick = self._program(self._pick)
+        self.best = self._program(self._best, static="k")
+        self.alternatives = self._program(self._alternatives)
         self.insert = self._program(self._insert, donate="cache")
         self.reshape = self._program(self._reshape, static="window")
 
@@ -131,44 +142,48 @@ class SamplingPrograms:
         numbers = uniforms(batch.seeds, batch.sample_index, batch.steps)
         return sample_tokens(logits, numbers, batch.temperature, batch.top_k, batch.top_p)
 
-    def _read(
-        self, base: Any, bank: Adapter, cache: KVCache, slot: jax.Array, tokens: jax.Array, start: jax.Array
-    ) -> tuple[Any, Adapter, Any]:
-        model, adapter = nnx.merge(self._graphdef, base), read_slot(bank, slot)
-        positions = (start + jnp.arange(tokens.shape[0], dtype=jnp.int32))[None]
-        return model, adapter, model(tokens[None], positions=positions, adapter=adapter, kv_cache=cache)
-
     def _prefill(
         self, base: Any, bank: Adapter, cache: KVCache, slot: jax.Array, tokens: jax.Array, start: jax.Array
-    ) -> KVCache:
-        """Read `tokens` int32 `[chunk]` into the one row of `cache`, from position `start` on."""
-        return self._read(base, bank, cache, slot, tokens, start)[2].kv_cache
+    ) -> tuple[KVCache, jax.Array]:
+        """Read `tokens` int32 `[chunk]` into the one row of `cache`, from position `start` on.
 
-    def _prefill_scored(
-        self,
-        base: Any,
-        bank: Adapter,
-        cache: KVCache,
-        slot: jax.Array,
-        tokens: jax.Array,
-        start: jax.Array,
-        targets: jax.Array,
-        k: int,
-    ) -> tuple[KVCache, PromptScores]:
-        """As `prefill`, and the scores of `targets` int32 `[chunk]`, the token after each, and of the k best."""
-        model, adapter, output = self._read(base, bank, cache, slot, tokens, start)
+        Returns the cache and the tokens' hidden states `[chunk, features]`, for `project`.
+        """
+        model, adapter = nnx.merge(self._graphdef, base), read_slot(bank, slot)
+        positions = (start + jnp.arange(tokens.shape[0], dtype=jnp.int32))[None]
+        output = model(tokens[None], positions=positions, adapter=adapter, kv_cache=cache)
+        return output.kv_cache, output.last_hidden_state[0]
 
-        def score(part: tuple[jax.Array, jax.Array]) -> PromptScores:
-            hidden, target = part
-            logprobs = jax.nn.log_softmax(model.compute_logits(hidden, adapter=adapter), axis=-1)
-            top_logprobs, top_ids = jax.lax.top_k(logprobs, k) if k else (logprobs[:, :0], logprobs[:, :0])
-            followed = jnp.take_along_axis(logprobs, target[:, None], axis=-1)[:, 0]
-            return PromptScores(followed, top_ids.astype(jnp.int32), top_logprobs)
+    def _project(self, base: Any, bank: Adapter, slot: jax.Array, hidden: jax.Array, offset: jax.Array) -> jax.Array:
+        """Logits float32 `[SCORED_AT_ONCE, vocab]` of the states from `offset` on."""
+        model, adapter = nnx.merge(self._graphdef, base), read_slot(bank, slot)
+        block = jax.lax.dynamic_slice_in_dim(hidden, offset, SCORED_AT_ONCE)
+        return model.compute_logits(block, adapter=adapter)
 
-        hidden = output.last_hidden_state[0]
-        parts = hidden.reshape(-1, _SCORED_AT_ONCE, hidden.shape[-1]), targets.reshape(-1, _SCORED_AT_ONCE)
-        scores = jax.lax.map(score, parts)
-        return output.kv_cache, jax.tree.map(lambda x: x.reshape(len(tokens), *x.shape[2:]), scores)
+    def _pick(self, logits: jax.Array, ids: jax.Array) -> jax.Array:
+        """Logprobs `[rows, width]` of the tokens `ids` int32 `[rows, width]`."""
+        return jnp.take_along_axis(logits, ids, axis=-1) - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+    def _best(self, logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+        """The `k` most likely tokens int32 `[rows, k]`, the first of equals first, and their logprobs."""
+        top, ids = jax.lax.top_k(logits, k)
+        return ids.astype(jnp.int32), top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+    def _alternatives(
+        self, logits: jax.Array, seed: jax.Array, position: jax.Array, first: jax.Array, temperature: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Draws int32 `[SCORED_AT_ONCE, DRAWS_AT_ONCE]` and their logprobs.
+
+        They are numbers `first`, ... of the rows from `position` on, and depend on nothing else.
+        """
+        rows = jnp.arange(SCORED_AT_ONCE, dtype=jnp.int32)
+        seeds = jnp.broadcast_to(seed, (SCORED_AT_ONCE, 2))
+
+        def numbers(draw: jax.Array) -> jax.Array:
+            return uniforms(seeds, jnp.broadcast_to(LARGEST_INT32 - draw, rows.shape), position + rows)
+
+        draws = first + jnp.arange(DRAWS_AT_ONCE, dtype=jnp.int32)
+        return draw_tokens(logits, jax.vmap(numbers, out_axes=1)(draws), temperature)
 
     def _insert(self, cache: KVCache, prompt: KVCache, row: jax.Array) -> KVCache:
         """`cache` with one whole row replaced by that of `prompt`, zeros beyond the prompt's window."""

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from skyrl.backends.jax.prompt_scores import PromptScores
 from skyrl.backends.operations import Sample
 from skyrl.tx.sampling import seed_words
-from skyrl.types import GeneratedSequence, SampleOutput, StopReason
+from skyrl.types import GeneratedSequence, SampleOutput, StopReason, TokenTable
 from skyrl.utils.tokenizer import StopStrings, Tokenizer
 
 
@@ -41,8 +42,8 @@ class Job:
     """Bank slot of its version, pinned from admission to the end."""
     finished: dict[int, GeneratedSequence] = field(default_factory=dict)
     """By sample index."""
-    prompt_logprobs: np.ndarray | None = None
-    topk_prompt_logprobs: tuple[np.ndarray, np.ndarray] | None = None
+    scores: PromptScores | None = None
+    """Of its prompt, from the time it is read."""
 
     @classmethod
     def of(cls, request: Sample, eos_ids: frozenset[int]) -> "Job":
@@ -64,7 +65,15 @@ class Job:
     def output(self) -> SampleOutput:
         """The result of a job that is done."""
         sequences = [self.finished[index] for index in range(self.request.num_samples)]
-        return SampleOutput(sequences, self.prompt_logprobs, self.topk_prompt_logprobs)
+        scores = self.scores
+        assert scores is not None
+        return SampleOutput(
+            sequences,
+            scores.prompt_logprobs,
+            scores.topk_prompt_logprobs,
+            target_prompt_logprobs=scores.target_prompt_logprobs,
+            prompt_alt_tokens=scores.prompt_alt_tokens,
+        )
 
 
 class Sequence:
@@ -75,6 +84,8 @@ class Sequence:
         self.index = index
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.top: list[TokenTable] = []
+        """The most likely tokens at each place, `[k]`, where they are asked for."""
         self._strings = StopStrings(tokenizer, job.stops.strings) if job.stops.strings else None
 
     @property
@@ -87,15 +98,22 @@ class Sequence:
         """Position of `next_input`."""
         return len(self.job.request.prompt) - 1 + len(self.tokens)
 
-    def push(self, token: int, logprob: float) -> bool:
-        """Append a token. True if it was the last, which then is in the job's `finished`."""
+    def push(self, token: int, logprob: float, top: TokenTable | None = None) -> bool:
+        """Append a token and, where that is asked for, the most likely ones in its place.
+
+        True if it was the last; the sequence then is in the job's `finished`.
+        """
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        if top is not None:
+            self.top.append(top)
         matched = self._strings is not None and self._strings.push(token)
         reason: StopReason = "stop" if matched or token in self.job.stops.ids else "length"
         if reason == "length" and len(self.tokens) < self.job.max_tokens:
             return False
-        self.job.finished[self.index] = GeneratedSequence(
-            np.asarray(self.tokens, np.int32), np.asarray(self.logprobs, np.float32), reason
-        )
+        ids, logprobs = np.asarray(self.tokens, np.int32), np.asarray(self.logprobs, np.float32)
+        top = None
+        if self.top:
+            top = np.stack([ids for ids, _ in self.top]), np.stack([logprobs for _, logprobs in self.top])
+        self.job.finished[self.index] = GeneratedSequence(ids, logprobs, reason, top)
         return True
