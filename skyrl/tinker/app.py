@@ -10,7 +10,17 @@ from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.http import BodyLimit, add_error_handlers
 from skyrl.tinker.ids import SAMPLE
 from skyrl.tinker.operations import OPERATIONS, SMALL_BODY
-from skyrl.tinker.routes import client, models, queued, samplers, sessions
+from skyrl.tinker.routes import (
+    auth,
+    checkpoints,
+    client,
+    downloads,
+    models,
+    queued,
+    samplers,
+    sessions,
+    training_runs,
+)
 from skyrl.tinker.server import TinkerServer
 from skyrl.tinker.service import EngineFactory
 from skyrl.tinker.supervisor import EngineSupervisor
@@ -37,7 +47,8 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
 
     app = FastAPI(title="SkyRL Tinker server", lifespan=lifespan)
     app.state.server = server
-    routers = [*(module.router for module in (client, sessions, models, samplers, queued)), client.public]
+    modules = (client, auth, sessions, models, samplers, queued, training_runs, checkpoints, downloads)
+    routers = [*(module.router for module in modules), client.public, downloads.public]
     for router in routers:
         app.include_router(router, prefix=PREFIX, responses=openapi.ERRORS)
     openapi.complete(app, PREFIX, routers)

@@ -1,9 +1,28 @@
-"""Who is asking. With configured keys, a tenant is a key; without, any key will do and a tenant is a session."""
+"""Who is asking. With configured keys, a tenant is a key; without, any key will do and a tenant is a session.
+
+A client may exchange its key for a token, which it then sends in the key's place for an hour. Tokens of keys that are
+configured no longer are refused.
+"""
 
 import hashlib
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from skyrl.tinker.signing import BadToken, Signer
+
+TOKEN_LIFETIME_S = 3600
+TOKEN_PREFIX = "eyJ"
+"""What every JSON web token starts with."""
+ORGANIZATION = "local"
+
+
+class BadKey(Exception):
+    """Not a key of this server. `is_token`: it is a token, which the client should make anew with its key."""
+
+    def __init__(self, message: str, is_token: bool = False):
+        super().__init__(message)
+        self.is_token = is_token
 
 
 @dataclass(frozen=True)
@@ -19,12 +38,61 @@ class Caller:
     def may_touch(self, owner: str) -> bool:
         return self.tenant is None or self.tenant == owner
 
+    @property
+    def name(self) -> str:
+        """What the caller is called in answers; the owner of everything that it may touch."""
+        return self.tenant or "local"
 
-def authenticate(api_key: str | None, api_keys: Sequence[str]) -> Caller | None:
-    """The caller behind an `X-API-Key` header; None if the key is not one of the configured ones."""
-    if not api_keys:
-        return Caller()
-    given = (api_key or "").encode()
-    if not any(hmac.compare_digest(given, known.encode()) for known in api_keys):
-        return None
-    return Caller("key-" + hashlib.sha256(given).hexdigest()[:16])
+    @property
+    def urn(self) -> str:
+        return f"skyrl:user:{self.name}"
+
+    @property
+    def key_id(self) -> int:
+        """A number for the key, always the same for the same key."""
+        return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big")
+
+    @property
+    def email(self) -> str:
+        """Nobody's, but clients want to show one."""
+        return f"{self.name}@localhost"
+
+
+class Keys:
+    """The keys of this server, and the tokens that stand for them.
+
+    Args:
+        api_keys: Those that are configured. Without any, everything is a key.
+        signer: Makes the tokens.
+    """
+
+    def __init__(self, api_keys: Sequence[str], signer: Signer):
+        self._api_keys = [key.encode() for key in api_keys]
+        self._tenants = {_tenant(key) for key in self._api_keys}
+        self.signer = signer
+
+    def caller(self, api_key: str | None) -> Caller:
+        """Who sends this key or token. Raises `BadKey`."""
+        if not self._api_keys:
+            return Caller()
+        given = (api_key or "").encode()
+        if any(hmac.compare_digest(given, known) for known in self._api_keys):
+            return Caller(_tenant(given))
+        if api_key is None or not api_key.startswith(TOKEN_PREFIX):
+            raise BadKey("X-API-Key is not one of this server's keys; set api_key or TINKER_API_KEY to one")
+        try:
+            tenant = self.signer.read("api", api_key).get("tenant")
+        except BadToken as error:
+            raise BadKey(f"the token in X-API-Key {error}; get another from auth/token", is_token=True) from error
+        if tenant not in self._tenants:
+            raise BadKey("the token in X-API-Key is of a key that this server no longer has", is_token=True)
+        return Caller(tenant)
+
+    def token_for(self, caller: Caller) -> str:
+        """A token that stands for the caller, with the claims that clients read."""
+        claims = {"iss": "skyrl", "sub": caller.urn, "org_id": ORGANIZATION, "email": caller.email}
+        return self.signer.sign("api", {**claims, "tenant": caller.tenant}, TOKEN_LIFETIME_S)
+
+
+def _tenant(key: bytes) -> str:
+    return "key-" + hashlib.sha256(key).hexdigest()[:16]

@@ -2,8 +2,12 @@
 
 A folder carries the seq_id of its save beside the name, so saving under a used name never touches the files that may be
 read meanwhile: the row moves to the new folder, and the old one goes when nothing refers to it.
+
+A name and what it names live until the checkpoint is deleted or expires: who has a sampler of an overwritten checkpoint
+goes on sampling it, but a deleted one ends, and its samplers fail by name.
 """
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +16,9 @@ from sqlmodel import Session, select
 from skyrl.errors import RequestError
 from skyrl.tinker import ids
 from skyrl.tinker.admission import Obsolete
-from skyrl.tinker.auth import Caller
+from skyrl.tinker.auth import BadKey, Caller
 from skyrl.tinker.db import Database
-from skyrl.tinker.directory import find_checkpoint
+from skyrl.tinker.directory import find_checkpoint, find_checkpoint_or_expired, has_expired, unknown_checkpoint
 from skyrl.tinker.ids import CheckpointKind, TinkerPath
 from skyrl.tinker.service import Service
 from skyrl.tinker.tables import CheckpointRow, ModelRow, SamplerRow
@@ -31,6 +35,7 @@ class SavedAs:
     seq_id: int
     overwrite: bool
     user_metadata: dict[str, str] | None
+    ttl_seconds: int | None = None
 
     def __post_init__(self) -> None:
         ids.check_name("path", self.name)
@@ -58,10 +63,10 @@ def store_checkpoint(session: Session, saved: SavedAs, result: SaveOutput) -> Ob
 
     Raises `RequestError` if the name was taken while it was being saved.
     """
-    older = find_checkpoint(session, saved.path)
+    older = find_checkpoint_or_expired(session, saved.path)
     obsolete = None
     if older is not None:
-        if not saved.overwrite:
+        if not saved.overwrite and not has_expired(older):
             _refuse(saved, older)
         if session.exec(select(SamplerRow.sampler_id).where(SamplerRow.version == older.version)).first() is None:
             obsolete = Obsolete(older.version, older.folder)
@@ -80,21 +85,75 @@ def store_checkpoint(session: Session, saved: SavedAs, result: SaveOutput) -> Ob
         lora_config=model.lora_config,
         user_metadata=saved.user_metadata,
         size_bytes=result.size_bytes,
+        digest=result.digest,
+        expires_at=expiry(saved.ttl_seconds),
     )
     session.add(row)
     return obsolete
 
 
-async def training_checkpoint(service: Service, path: TinkerPath, caller: Caller) -> CheckpointRow:
-    """The checkpoint at a path, if training can go on from it. Raises `RequestError` if not."""
-    if path.kind == "sampler_weights":
+def expiry(ttl_seconds: int | None) -> float | None:
+    """When something that lives this long from now on expires."""
+    return None if ttl_seconds is None else time.time() + ttl_seconds
+
+
+def own_checkpoint(session: Session, path: TinkerPath, caller: Caller) -> CheckpointRow:
+    """The checkpoint at a path, to be changed. Raises `UnknownName` for those of others, public ones too."""
+    row = find_checkpoint(session, path)
+    if row is None or not caller.may_touch(row.tenant):
+        raise unknown_checkpoint("path", path)
+    return row
+
+
+@dataclass(frozen=True)
+class Unnamed:
+    """A checkpoint that is there no more."""
+
+    files: Obsolete
+    samplers: list[str]
+    """Ids of those that sampled it."""
+
+
+def unname(session: Session, row: CheckpointRow) -> Unnamed:
+    """Take a checkpoint's name away and end its samplers. Its files are the caller's to remove, after the commit."""
+    samplers = session.exec(select(SamplerRow).where(SamplerRow.version == row.version)).all()
+    for sampler in samplers:
+        sampler.version = sampler.folder = None
+    session.delete(row)
+    return Unnamed(Obsolete(row.version, row.folder), [sampler.sampler_id for sampler in samplers])
+
+
+async def readable_checkpoint(
+    service: Service, field: str, path: TinkerPath, caller: Caller, access_token: str | None = None
+) -> CheckpointRow:
+    """The checkpoint at a path, if the caller may read it, or whoever `access_token` (a key or token) belongs to.
+
+    Raises `RequestError` if not.
+    """
+    if access_token is None:
+        return await service.directory.checkpoint(field, path, caller)
+    try:
+        other = service.keys.caller(access_token)
+    except BadKey as error:
         raise RequestError(
-            f"path={path} holds sampler weights, which have no optimizer state; load a checkpoint that save_weights "
+            "weights_access_token is not a key of this server; send the key of the account that owns the checkpoint, "
+            "or leave it out"
+        ) from error
+    return await service.directory.checkpoint(field, path, caller, other)
+
+
+async def training_checkpoint(
+    service: Service, path: TinkerPath, caller: Caller, access_token: str | None = None
+) -> CheckpointRow:
+    """The checkpoint at a path, if training can go on from it. Raises `RequestError` if not."""
+    if path.kind not in ("weights", None):
+        raise RequestError(
+            f"path={path} holds {path.kind}, which have no optimizer state; load a checkpoint that save_weights "
             "(save_state) made: tinker://MODEL/weights/NAME"
         )
     if path.kind is None:
         path = TinkerPath(path.model, "weights", path.name)
-    row = await service.directory.checkpoint("path", path, caller)
+    row = await readable_checkpoint(service, "path", path, caller, access_token)
     if row.base_model != service.info.base_model:
         raise RequestError(
             f"path={path} was trained on base model {row.base_model!r}, which is not the one served here "

@@ -1,9 +1,10 @@
 """Sessions, models, samplers and checkpoints by id.
 
 Rows that were asked for lately are kept in memory; they are read, never written. Who changes one in the database calls
-`forget` after the commit. Ids of other tenants are unknown ids.
+`forget` after the commit. Ids of other tenants are unknown ids, but public checkpoints are known to everybody.
 """
 
+import time
 from collections import OrderedDict
 from typing import Any, TypeVar
 
@@ -38,11 +39,14 @@ class Directory:
         hint = "make one with create_sampling_session or save_weights_for_sampler"
         return await self._find(SamplerRow, "sampling_session_id", sampler_id, caller, hint)
 
-    async def checkpoint(self, field: str, path: TinkerPath, caller: Caller) -> CheckpointRow:
-        """The checkpoint at a path. A path without a kind names a sampler checkpoint."""
+    async def checkpoint(self, field: str, path: TinkerPath, *callers: Caller) -> CheckpointRow:
+        """The checkpoint at a path, if one of the callers may read it.
+
+        A path without a kind names a sampler checkpoint.
+        """
         row = await self._database.read(lambda session: find_checkpoint(session, path))
-        if row is None or not caller.may_touch(row.tenant):
-            raise UnknownName(f"{field}={path}: there is no such checkpoint; use the `path` that a save returned")
+        if row is None or not (row.public or any(caller.may_touch(row.tenant) for caller in callers)):
+            raise unknown_checkpoint(field, path)
         return row
 
     def forget(self, *ids: str) -> None:
@@ -71,8 +75,23 @@ class Directory:
 
 
 def find_checkpoint(session: Session, path: TinkerPath) -> CheckpointRow | None:
+    """The checkpoint at a path, unless it has expired."""
+    row = find_checkpoint_or_expired(session, path)
+    return None if row is None or has_expired(row) else row
+
+
+def find_checkpoint_or_expired(session: Session, path: TinkerPath) -> CheckpointRow | None:
+    """The checkpoint at a path. One that has expired is unknown to clients, but its files may still be there."""
     kind = path.kind or "sampler_weights"
     query = select(CheckpointRow).where(
         CheckpointRow.model_id == path.model, CheckpointRow.kind == kind, CheckpointRow.name == path.name
     )
     return session.exec(query).first()
+
+
+def has_expired(row: CheckpointRow) -> bool:
+    return row.expires_at is not None and row.expires_at <= time.time()
+
+
+def unknown_checkpoint(field: str, path: TinkerPath) -> UnknownName:
+    return UnknownName(f"{field}={path}: there is no such checkpoint; use the `path` that a save returned")

@@ -4,11 +4,13 @@ Every error is `{"detail": "one line"}` with a Content-Length (the SDK takes a 4
 retries it). 402 and 409 are never sent: the SDK would wait for minutes and try again.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
@@ -16,40 +18,63 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl.errors import RequestError, UnknownName
-from skyrl.tinker.parsing import MalformedBody
+from skyrl.tinker.parsing import MalformedBody, describe
 from skyrl.tinker.service import EngineStarting
 from skyrl.tinker.submission import Busy
 
 log = logging.getLogger(__name__)
 
+PATIENCE_S = 60.0
+"""Seconds without a byte after which a body that is not complete is given up; clients give up as soon."""
+
 
 class BodyLimit:
-    """ASGI middleware that stops reading a body at its path's limit and answers 413.
+    """ASGI middleware that bounds bodies: at their path's limit it answers 413, at one that stops coming 408.
 
     Args:
         app: The application.
         limit_of: Largest body in bytes for a path.
+        patience_s: Longest time between two pieces of a body.
     """
 
-    def __init__(self, app: ASGIApp, limit_of: Callable[[str], int]):
+    def __init__(self, app: ASGIApp, limit_of: Callable[[str], int], patience_s: float = PATIENCE_S):
         self._app = app
         self._limit_of = limit_of
+        self._patience_s = patience_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limit, received = self._limit_of(scope["path"]), 0
+        limit, size, complete = self._limit_of(scope["path"]), 0, False
+        announced = _announced_length(scope)
 
         async def limited() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > limit:
-                raise HTTPException(413, f"the body is larger than {limit} bytes; send less in one request")
+            nonlocal size, complete
+            if announced > limit:
+                raise _too_large(limit)
+            try:
+                async with asyncio.timeout(None if complete else self._patience_s):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"nothing came for {self._patience_s:g} s; send the whole body") from None
+            complete |= not message.get("more_body", False)
+            size += len(message.get("body", b""))
+            if size > limit:
+                raise _too_large(limit)
             return message
 
         await self._app(scope, limited, send)
+
+
+def _announced_length(scope: Scope) -> int:
+    """The request's Content-Length; 0 where it has none."""
+    length = dict(scope["headers"]).get(b"content-length", b"0")
+    return int(length) if length.isdigit() else 0
+
+
+def _too_large(limit: int) -> HTTPException:
+    return HTTPException(413, f"the body is larger than {limit} bytes; send less in one request")
 
 
 def error_response(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
@@ -59,6 +84,7 @@ def error_response(status: int, detail: str, headers: dict[str, str] | None = No
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every exception that a route may raise."""
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _bad_parameter)
     app.add_exception_handler(MalformedBody, _status(400))
     app.add_exception_handler(RequestError, _status(400))
     app.add_exception_handler(UnknownName, _status(404))
@@ -81,6 +107,11 @@ def _http_error(request: Request, error: Any) -> JSONResponse:
     if error.status_code in (404, 405) and detail in ("Not Found", "Method Not Allowed"):
         detail = f"{request.method} {request.url.path} is not served here; check the path and base_url"
     return error_response(error.status_code, str(detail), error.headers)
+
+
+def _bad_parameter(_: Request, error: Any) -> JSONResponse:
+    """A parameter of the URL. Its place ("query", "path") is left out."""
+    return error_response(400, describe([{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]))
 
 
 def _unstorable(_: Request, __: Exception) -> JSONResponse:

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from skyrl.errors import RequestError
 
-CheckpointKind = Literal["weights", "sampler_weights"]
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 SCHEME = "tinker://"
 SAMPLE = "sample"
@@ -62,7 +62,7 @@ def check_name(field: str, name: str) -> None:
         )
 
 
-def folder(base: Path, model: str, kind: CheckpointKind | Literal["ephemeral"], name: str) -> str:
+def folder(base: Path, model: str, kind: CheckpointKind | Literal["ephemeral", "snapshots"], name: str) -> str:
     """Where a model's checkpoint is stored. `name` ends in the seq_id of its save, so no two saves share a folder."""
     return str(base / model.replace(":", "-") / kind / name)
 
@@ -84,7 +84,7 @@ class TinkerPath:
         parts = path.removeprefix(SCHEME).split("/")
         if path.startswith(SCHEME) and all(parts):
             match parts:
-                case [model, "weights" | "sampler_weights" as kind, name]:
+                case [model, "weights" | "sampler_weights" | "external_weights" as kind, name]:
                     return cls(model, kind, name)
                 case [model, name]:
                     return cls(model, None, name)

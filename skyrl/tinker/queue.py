@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from skyrl.tinker import request_log
+from skyrl.tinker.admission import Obsolete
 from skyrl.tinker.auth import Caller
 from skyrl.tinker.futures import Lost, Outcome
 from skyrl.tinker.ids import is_sample
@@ -42,6 +43,10 @@ class RequestQueue:
         """The engine has ended by itself."""
         self.samples.lose_all()
         self.training.lose_all(reason)
+
+    async def discard(self, files: Obsolete) -> None:
+        """Remove files that nobody names any more, unless something may still read them."""
+        await self.training.discard(files)
 
     async def settle(self) -> None:
         """Wait until every result that has arrived is dealt with."""

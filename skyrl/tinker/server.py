@@ -8,11 +8,13 @@ from pathlib import Path
 
 from skyrl.errors import RequestError
 from skyrl.tinker import request_log
+from skyrl.tinker.auth import Keys
 from skyrl.tinker.channel import Done, FromEngine, Held, Ready
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database
 from skyrl.tinker.queue import RequestQueue
 from skyrl.tinker.service import EngineFactory, Service
+from skyrl.tinker.signing import Signer, server_secret
 
 RESULT_RETENTION_S = 24 * 3600
 """How long the result of a training request can be read again."""
@@ -41,6 +43,7 @@ class TinkerServer:
         database = await asyncio.to_thread(Database, self.config.database_url)
         await database.write(partial(request_log.lose_models, reason="the server was restarted"))
         self.service = Service(self.config, database)
+        self.service.keys = Keys(self.config.api_keys, Signer(await database.write(server_secret)))
         self.queue = RequestQueue(self.service)
         self.service.engine = self._make_engine(
             self.config, on_frame=self._on_frame, on_crash=self.queue.lose_all, on_failure=self._on_failure

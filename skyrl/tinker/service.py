@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from skyrl.errors import RequestError
+from skyrl.tinker.auth import Keys
 from skyrl.tinker.channel import FromEngine, ToEngine
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database
@@ -59,9 +60,10 @@ class EngineFactory(Protocol):
 
 
 class Service:
-    """State of a running server. `engine` is set by whoever starts it."""
+    """State of a running server. `engine` and `keys` are set by whoever starts it."""
 
     engine: Engine
+    keys: Keys
 
     def __init__(self, config: EngineConfig, database: Database):
         self.config = config

@@ -21,10 +21,9 @@ from sqlalchemy import (
 )
 from sqlmodel import Field, SQLModel
 
-ModelStatus = Literal["creating", "live", "failed", "lost", "unloaded"]
+ModelStatus = Literal["creating", "live", "failed", "lost", "unloaded", "copy"]
 RequestStatus = Literal["pending", "done", "failed"]
 SamplerKind = Literal["base", "checkpoint", "snapshot", "inflight"]
-CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 
 def _created() -> Any:
@@ -72,7 +71,7 @@ class ModelRow(SQLModel, table=True):
     user_metadata: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
     status: str = "creating"
     """A `ModelStatus`. `live` ones are in the engine, or can be revived from their snapshot and the log after it.
-    `lost` ones cannot, because files of theirs are gone or damaged."""
+    `lost` ones cannot, because files of theirs are gone or damaged. `copy` ones hold a copy of a checkpoint only."""
     snapshot_seq_id: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
     """The last request that is part of its newest snapshot; None before the first."""
     snapshot_folder: str | None = None
@@ -132,7 +131,7 @@ class CheckpointRow(SQLModel, table=True):
     id: int | None = Field(default=None, primary_key=True)
     model_id: str = Field(index=True)
     kind: str
-    """A `CheckpointKind`."""
+    """A `CheckpointKind` (`skyrl.tinker.ids`)."""
     name: str
     tenant: str = Field(index=True)
     version: str

@@ -155,6 +155,12 @@ class TrainingQueue:
         """Wait until every result that has arrived is stored."""
         await self._tasks.settle()
 
+    async def discard(self, files: Obsolete) -> None:
+        """Remove files that nobody names any more, unless something may still read them."""
+        if not self._is_in_use(files.folder):
+            self._service.engine.send(DropVersion(files.version))
+            await asyncio.to_thread(shutil.rmtree, files.folder, ignore_errors=True)
+
     # -- finishing ----------------------------------------------------------------------------------------------------
 
     async def _finish(self, request_id: str, entry: _InEngine, result: Result) -> None:
@@ -170,9 +176,8 @@ class TrainingQueue:
         self._futures.set(request_id, outcome)
         if isinstance(outcome, Failure) and isinstance(operation, SaveCheckpoint | Publish):
             await asyncio.to_thread(shutil.rmtree, operation.path, ignore_errors=True)
-        if obsolete is not None and not self._is_in_use(obsolete.folder):
-            self._service.engine.send(DropVersion(obsolete.version))
-            await asyncio.to_thread(shutil.rmtree, obsolete.folder, ignore_errors=True)
+        if obsolete is not None:
+            await self.discard(obsolete)
 
     async def _outcome_of(
         self, request_id: str, entry: _InEngine, result: Result

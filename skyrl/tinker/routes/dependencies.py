@@ -2,11 +2,12 @@
 
 from typing import Annotated, Any, cast
 
-from fastapi import Depends, Request
+from fastapi import Depends, Query, Request
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from skyrl.tinker.auth import Caller, authenticate
+from skyrl.tinker.auth import BadKey, Caller
+from skyrl.tinker.ids import CheckpointKind, TinkerPath
 from skyrl.tinker.parsing import Body, MalformedBody, describe, json_object
 from skyrl.tinker.queue import RequestQueue
 from skyrl.tinker.server import TinkerServer
@@ -26,10 +27,12 @@ def _queue(request: Request) -> RequestQueue:
 
 
 def _caller(request: Request) -> Caller:
-    caller = authenticate(request.headers.get("x-api-key"), _server(request).config.api_keys)
-    if caller is None:
-        raise HTTPException(401, "X-API-Key is not one of this server's keys; set api_key or TINKER_API_KEY to one")
-    return caller
+    try:
+        return _service(request).keys.caller(request.headers.get("x-api-key"))
+    except BadKey as error:
+        # Clients that read this of a token make another and try again.
+        challenge = {"WWW-Authenticate": 'Bearer error="invalid_token"'} if error.is_token else None
+        raise HTTPException(401, str(error), challenge) from error
 
 
 async def _body(request: Request) -> Body:
@@ -38,10 +41,20 @@ async def _body(request: Request) -> Body:
     return Body(await request.body(), content_type, headers.get("content-encoding", "").strip().lower())
 
 
+def _path(run_id: str, kind: CheckpointKind, name: str) -> TinkerPath:
+    return TinkerPath(run_id, kind, name)
+
+
 ServiceDependency = Annotated[Service, Depends(_service)]
 QueueDependency = Annotated[RequestQueue, Depends(_queue)]
 CallerDependency = Annotated[Caller, Depends(_caller)]
 BodyDependency = Annotated[Body, Depends(_body)]
+
+PathDependency = Annotated[TinkerPath, Depends(_path)]
+"""The checkpoint that a URL names by `run_id`, `kind` and `name`."""
+Limit = Annotated[int, Query(ge=0, le=10_000)]
+Offset = Annotated[int, Query(ge=0, lt=2**31)]
+"""Of a page of a list."""
 
 
 class JsonBody:

@@ -1,0 +1,89 @@
+"""Named checkpoints: listed, shared, given a time to live, deleted. Only their owner changes them.
+
+What is asked for already is no error: the client tries again where an answer is lost.
+"""
+
+from functools import partial
+from typing import Annotated
+
+from fastapi import APIRouter
+from sqlmodel import Session
+from starlette.responses import Response
+
+from skyrl.tinker import catalog
+from skyrl.tinker import rest_schemas as rest
+from skyrl.tinker.auth import Caller
+from skyrl.tinker.checkpoints import Unnamed, expiry, own_checkpoint, unname
+from skyrl.tinker.ids import TinkerPath
+from skyrl.tinker.routes.dependencies import (
+    CallerDependency,
+    Limit,
+    Offset,
+    PathDependency,
+    QueueDependency,
+    ServiceDependency,
+    json_body,
+)
+from skyrl.tinker.service import Service
+from skyrl.utils.crash_points import crash_point
+
+router = APIRouter()
+
+CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+
+
+@router.get("/checkpoints", response_model_exclude_none=True)
+async def list_checkpoints(
+    service: ServiceDependency, caller: CallerDependency, limit: Limit = 100, offset: Offset = 0
+) -> rest.CheckpointsListResponse:
+    """The caller's checkpoints of all runs, newest first."""
+    return await service.database.read(partial(catalog.checkpoints, caller=caller, limit=limit, offset=offset))
+
+
+@router.delete(CHECKPOINT, status_code=204, response_class=Response)
+async def delete_checkpoint(
+    path: PathDependency, service: ServiceDependency, queue: QueueDependency, caller: CallerDependency
+) -> None:
+    """Remove a checkpoint for good. Its name goes first; its files as soon as nothing reads them any more."""
+
+    def forget(session: Session) -> Unnamed:
+        return unname(session, own_checkpoint(session, path, caller))
+
+    unnamed = await service.database.write(forget)
+    crash_point("api: checkpoint unnamed, files still there")
+    service.directory.forget(*unnamed.samplers)
+    await queue.discard(unnamed.files)
+
+
+@router.post(f"{CHECKPOINT}/publish", status_code=204, response_class=Response)
+async def publish_checkpoint(path: PathDependency, service: ServiceDependency, caller: CallerDependency) -> None:
+    """Let every key read a checkpoint."""
+    await _share(path, service, caller, True)
+
+
+@router.delete(f"{CHECKPOINT}/publish", status_code=204, response_class=Response)
+async def unpublish_checkpoint(path: PathDependency, service: ServiceDependency, caller: CallerDependency) -> None:
+    """Keep a checkpoint to its owner again."""
+    await _share(path, service, caller, False)
+
+
+@router.put(f"{CHECKPOINT}/ttl", status_code=204, response_class=Response)
+async def set_ttl(
+    path: PathDependency,
+    service: ServiceDependency,
+    caller: CallerDependency,
+    request: Annotated[rest.SetTtlRequest, json_body(rest.SetTtlRequest)],
+) -> None:
+    """Let a checkpoint expire some time from now, or never (null)."""
+
+    def change(session: Session) -> None:
+        own_checkpoint(session, path, caller).expires_at = expiry(request.ttl_seconds)
+
+    await service.database.write(change)
+
+
+async def _share(path: TinkerPath, service: Service, caller: Caller, public: bool) -> None:
+    def change(session: Session) -> None:
+        own_checkpoint(session, path, caller).public = public
+
+    await service.database.write(change)

@@ -1,0 +1,43 @@
+"""Training runs and the checkpoints of one."""
+
+from functools import partial
+
+from fastapi import APIRouter
+
+from skyrl.tinker import catalog
+from skyrl.tinker import rest_schemas as rest
+from skyrl.tinker.routes.dependencies import CallerDependency, Limit, Offset, ServiceDependency
+
+router = APIRouter()
+
+
+@router.get("/training_runs", response_model_exclude_none=True)
+async def list_training_runs(
+    service: ServiceDependency,
+    caller: CallerDependency,
+    limit: Limit = 20,
+    offset: Offset = 0,
+    access_scope: catalog.Scope = "owned",
+    project_id: str | None = None,
+) -> rest.TrainingRunsResponse:
+    """Runs, newest first."""
+    page = partial(
+        catalog.training_runs, caller=caller, scope=access_scope, project_id=project_id, limit=limit, offset=offset
+    )
+    return await service.database.read(page)
+
+
+@router.get("/training_runs/{run_id}", response_model_exclude_none=True)
+async def get_training_run(
+    run_id: str, service: ServiceDependency, caller: CallerDependency, access_scope: catalog.Scope = "owned"
+) -> rest.TrainingRun:
+    """What a run is, and its newest checkpoints."""
+    return await service.database.read(partial(catalog.training_run, caller=caller, scope=access_scope, run_id=run_id))
+
+
+@router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True)
+async def list_checkpoints_of_run(
+    run_id: str, service: ServiceDependency, caller: CallerDependency
+) -> rest.CheckpointsListResponse:
+    """Checkpoints of a run, newest first; of another's run, its public ones."""
+    return await service.database.read(partial(catalog.checkpoints_of_run, caller=caller, run_id=run_id))
