@@ -12,13 +12,15 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow mutations check bench proto clean
+.PHONY: help setup demo test test-slow matrix cookbook mutations check bench proto clean
 
 help:
 	@echo "setup      install into $(VENV)"
 	@echo "demo       train two adapters through the Tinker SDK against a local server"
 	@echo "test       the test suite (under 10 minutes on two cores)"
 	@echo "test-slow  the tests marked slow"
+	@echo "matrix     every SDK from 0.7.0 to 0.38.0 against one server; makes their environments in .sdk"
+	@echo "cookbook   recipes of tinker-cookbook against a server, offline"
 	@echo "mutations  re-introduce known defects one by one; each must turn a test red"
 	@echo "check      format, lint, types, layers"
 	@echo "bench      all benchmarks, JSON lines on standard output"
@@ -41,6 +43,12 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+matrix: $(STAMP)
+	$(BIN)/python -m tests.compat.run --torch "$(TORCH)"
+
+cookbook: $(STAMP)
+	$(BIN)/python -m tests.cookbook.run --torch "$(TORCH)"
 
 mutations: $(STAMP)
 	$(BIN)/python tests/mutations/run.py
