@@ -7,7 +7,7 @@ not served yet are fields too: `unserved` names one that is set, the rest of the
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, StrictFloat, StrictInt, field_validator, model_validator
+from pydantic import BaseModel, Field, JsonValue, StrictFloat, StrictInt, field_validator, model_validator
 
 from skyrl.types import AdamParams, ErrorCategory, LoraConfig, SamplingParams, WireModel
 
@@ -68,7 +68,7 @@ class CreateSessionRequest(RequestModel):
     """`create_session`."""
 
     tags: list[str] = Field(default_factory=list)
-    user_metadata: dict[str, Any] = Field(default_factory=dict)
+    user_metadata: dict[str, JsonValue] = Field(default_factory=dict)
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
@@ -100,7 +100,7 @@ class CreateModelRequest(RequestModel):
     model_seq_id: int = Field(ge=0)
     base_model: str
     lora_config: LoraConfig = LoraConfig.model_validate({})
-    user_metadata: dict[str, Any] = Field(default_factory=dict)
+    user_metadata: dict[str, JsonValue] = Field(default_factory=dict)
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
     UNSERVED: ClassVar = {"optimizer_config": ADAMW_ONLY}
@@ -267,7 +267,7 @@ class LoadWeightsRequest(RequestModel):
     """False starts the optimizer anew."""
     base_model: str | None = None
     """Must be the checkpoint's where it is given."""
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: dict[str, JsonValue] | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
     weights_access_token: str | None = None
 
