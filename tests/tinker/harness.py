@@ -137,7 +137,7 @@ class LiveServer:
             headers={"X-API-Key": "tml-test"},
             timeout=60,
         )
-        self._uvicorn = uvicorn.Server(uvicorn.Config(self.app, log_config=None, timeout_graceful_shutdown=1))
+        self._uvicorn = uvicorn.Server(uvicorn.Config(self.app, http="h11", log_config=None, timeout_graceful_shutdown=1))
         self._thread = threading.Thread(target=self._uvicorn.run, kwargs={"sockets": [self._listener]})
         self._thread.start()
         while not self._uvicorn.started:
