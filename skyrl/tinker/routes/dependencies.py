@@ -1,4 +1,7 @@
-"""What route functions ask for: the server's parts and the caller."""
+"""What route functions ask for: the server's parts and the caller.
+
+All dependencies are coroutines: others would each be a journey to a thread and back.
+"""
 
 from typing import Annotated, Any, cast
 
@@ -18,17 +21,17 @@ def _server(request: Request) -> TinkerServer:
     return cast(TinkerServer, request.app.state.server)
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:
     return _server(request).service
 
 
-def _queue(request: Request) -> RequestQueue:
+async def _queue(request: Request) -> RequestQueue:
     return _server(request).queue
 
 
-def _caller(request: Request) -> Caller:
+async def _caller(request: Request) -> Caller:
     try:
-        return _service(request).keys.caller(request.headers.get("x-api-key"))
+        return _server(request).service.keys.caller(request.headers.get("x-api-key"))
     except BadKey as error:
         # Clients that read this of a token make another and try again.
         challenge = {"WWW-Authenticate": 'Bearer error="invalid_token"'} if error.is_token else None
@@ -41,7 +44,7 @@ async def _body(request: Request) -> Body:
     return Body(await request.body(), content_type, headers.get("content-encoding", "").strip().lower())
 
 
-def _path(run_id: str, kind: CheckpointKind, name: str) -> TinkerPath:
+async def _path(run_id: str, kind: CheckpointKind, name: str) -> TinkerPath:
     return TinkerPath(run_id, kind, name)
 
 
