@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import numpy as np
@@ -97,7 +97,7 @@ numbers = st.integers(0, 10**6)
 class Protocol(RuleBasedStateMachine):
     """Rules that need no crash."""
 
-    OPTIONS: dict[str, Any] = {}
+    OPTIONS: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
         super().__init__()
