@@ -1,6 +1,6 @@
 """What an operation is accepted with, and what accepting it yields."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,6 +76,8 @@ class Accepted:
     """When its failure is stored."""
     changes: tuple[str, ...] = ()
     """Ids of rows that the functions above change."""
+    complete: Callable[[Any], Awaitable[Any]] | None = None
+    """What is left to do to the files of its result before that is stored. After a crash it may be done once more."""
 
 
 async def locate(service: Service, caller: Caller, address: Address) -> Target:

@@ -7,6 +7,7 @@ is logged (`on_log`) and when its result is stored (`record`, which returns the 
 Routes, parsing, the log and the engine read this table: to add an operation, add a function here.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +29,7 @@ from skyrl.backends.operations import (
     SaveCheckpoint,
 )
 from skyrl.errors import RequestError
-from skyrl.tinker import ids, schemas, wire
+from skyrl.tinker import external, ids, schemas, wire
 from skyrl.tinker.admission import Accepted, Admission, Obsolete
 from skyrl.tinker.checkpoints import SavedAs, refuse_taken_name, store_checkpoint, training_checkpoint
 from skyrl.tinker.ids import TinkerPath
@@ -126,7 +127,7 @@ async def load_weights(admission: Admission, request: schemas.LoadWeightsRequest
     _refuse_unserved(request)
     service, target = admission.service, admission.target
     path = TinkerPath.parse("path", request.path)
-    checkpoint = await training_checkpoint(service, path, admission.caller)
+    checkpoint = await training_checkpoint(service, path, admission.caller, request.weights_access_token)
     if request.base_model is not None:
         service.check_base_model(request.base_model)
     lora_config = LoraConfig(**checkpoint.lora_config)
@@ -267,8 +268,15 @@ async def optim_step(admission: Admission, request: schemas.OptimStepRequest) ->
 @operation("save_weights", json_parser(schemas.SaveWeightsRequest, ModelAddress))
 async def save_weights(admission: Admission, request: schemas.SaveWeightsRequest) -> Accepted:
     """Write a named training checkpoint."""
-    _refuse_unserved(request)
-    saved = SavedAs(admission.model, "weights", request.path, request.seq_id, request.overwrite, request.user_metadata)
+    saved = SavedAs(
+        admission.model,
+        "weights",
+        request.path,
+        request.seq_id,
+        request.overwrite,
+        request.user_metadata,
+        request.ttl_seconds,
+    )
     await refuse_taken_name(admission.service.database, saved)
     folder = saved.folder(admission.service.checkpoints)
     operation = SaveCheckpoint(request_id=admission.request_id, model_id=request.model_id, path=folder)
@@ -283,12 +291,19 @@ async def save_weights(admission: Admission, request: schemas.SaveWeightsRequest
 @operation("save_weights_for_sampler", json_parser(schemas.SaveWeightsForSamplerRequest, ModelAddress))
 async def save_weights_for_sampler(admission: Admission, request: schemas.SaveWeightsForSamplerRequest) -> Accepted:
     """Freeze the current weights as a version: under a name, or as a new sampler."""
-    _refuse_unserved(request)
     if request.path is None:
         return _publish_sampler(admission, request)
     if request.kind == "inflight":
         raise RequestError("kind=inflight names a sampler's weights, not a checkpoint's; leave out kind, or path")
-    saved = SavedAs(admission.model, "sampler_weights", request.path, request.seq_id, False, request.user_metadata)
+    saved = SavedAs(
+        admission.model,
+        "sampler_weights",
+        request.path,
+        request.seq_id,
+        overwrite=False,
+        user_metadata=request.user_metadata,
+        ttl_seconds=request.ttl_seconds,
+    )
     await refuse_taken_name(admission.service.database, saved)
     folder = saved.folder(admission.service.checkpoints)
     operation = Publish(request_id=admission.request_id, model_id=request.model_id, version=saved.version, path=folder)
@@ -300,10 +315,40 @@ async def save_weights_for_sampler(admission: Admission, request: schemas.SaveWe
     return Accepted(operation, record=record)
 
 
+@operation("save_weights_external", json_parser(schemas.SaveWeightsExternalRequest, ModelAddress))
+async def save_weights_external(admission: Admission, request: schemas.SaveWeightsExternalRequest) -> Accepted:
+    """Write the current weights for use elsewhere, encrypted if there are recipients."""
+    saved = SavedAs(
+        admission.model,
+        "external_weights",
+        request.path,
+        request.seq_id,
+        overwrite=False,
+        user_metadata=None,
+        ttl_seconds=request.ttl_seconds,
+    )
+    recipients = request.age_encryption_recipients
+    keys = None if recipients is None else external.read_recipients(recipients)
+    await refuse_taken_name(admission.service.database, saved)
+    folder = saved.folder(admission.service.checkpoints)
+    operation = Publish(request_id=admission.request_id, model_id=request.model_id, version=saved.version, path=folder)
+
+    async def encrypt(_: SaveOutput) -> SaveOutput:
+        return SaveOutput(folder, *await asyncio.to_thread(external.encrypt_folder, folder, keys or ()))
+
+    def record(session: Session, result: SaveOutput) -> tuple[dict[str, Any], Obsolete | None]:
+        obsolete = store_checkpoint(session, saved, result)
+        payload = {"path": str(saved.path), "size_bytes": result.size_bytes, "type": "save_weights_external"}
+        return payload, obsolete
+
+    return Accepted(operation, complete=encrypt if keys else None, record=record)
+
+
 def _publish_sampler(admission: Admission, request: schemas.SaveWeightsForSamplerRequest) -> Accepted:
     """A new sampler of the current weights. All inflight samplers of a model move on to its newest inflight version."""
-    if request.user_metadata:
-        raise RequestError("user_metadata belongs to named checkpoints; leave it out, or give the checkpoint a path")
+    for field in ("user_metadata", "ttl_seconds"):
+        if getattr(request, field):
+            raise RequestError(f"{field} belongs to named checkpoints; leave it out, or give the checkpoint a path")
     model, inflight = admission.model, request.kind == "inflight"
     assert request.sampling_session_seq_id is not None
     sampler_id = ids.sampler_id(model.session_id, request.sampling_session_seq_id)
@@ -346,6 +391,11 @@ async def sample(admission: Admission, request: schemas.SampleRequest) -> Accept
     _refuse_unserved(request)
     service, sampler = admission.service, admission.sampler
     version, folder = sampler.version, sampler.folder
+    if sampler.kind == "checkpoint" and version is None:
+        raise RequestError(
+            f"sampling_session_id={sampler.sampler_id}: its checkpoint {sampler.model_path} was deleted or has "
+            "expired; make a sampler of another one"
+        )
     if sampler.kind == "inflight":
         assert sampler.model_id is not None
         model = await service.directory.model(sampler.model_id, admission.caller)

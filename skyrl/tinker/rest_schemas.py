@@ -4,17 +4,13 @@ The SDK checks responses strictly: a field of another type, a missing one, or a 
 """
 
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import AwareDatetime, BaseModel, Field, model_validator
 
 from skyrl.tinker import json_text
-from skyrl.tinker.schemas import FinishReason, RequestModel
+from skyrl.tinker.schemas import FinishReason, RequestModel, TtlSeconds
 from skyrl.types import WireModel
-
-MIN_TTL_S, MAX_TTL_S = 3600, 315_360_000
-"""An hour and ten years."""
-TtlSeconds = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
 
 CHECKPOINT_TYPES: dict[str, Literal["training", "sampler", "external"]] = {
     "weights": "training",

@@ -47,8 +47,7 @@ class RequestModel(WireModel):
         for name, way_out in self.UNSERVED.items():
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
-                shown = "(secret)" if name.endswith("token") else _shortened(value)
-                return f"{name}={shown} is not served yet; {way_out}"
+                return f"{name}={_shortened(value)} is not served yet; {way_out}"
         return None
 
 
@@ -60,8 +59,10 @@ class OptimizerConfig(WireModel):
 
 
 ADAMW_ONLY = 'use {"type": "adamw"}, or leave it out'
-NO_EXPIRY = "checkpoints do not expire; leave it out, and delete the checkpoint when it is no longer needed"
-NO_SHARING = "only the checkpoints of your own API key can be read; leave it out"
+
+MIN_TTL_S, MAX_TTL_S = 3600, 315_360_000
+"""An hour and ten years."""
+TtlSeconds = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
 
 
 class CreateSessionRequest(RequestModel):
@@ -229,11 +230,9 @@ class SaveWeightsRequest(OrderedRequest):
     """`save_weights`. `path` is the checkpoint's name."""
 
     path: str
-    ttl_seconds: int | None = None
+    ttl_seconds: TtlSeconds | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
-
-    UNSERVED: ClassVar = {"ttl_seconds": NO_EXPIRY}
 
 
 class SaveWeightsForSamplerRequest(OrderedRequest):
@@ -242,16 +241,23 @@ class SaveWeightsForSamplerRequest(OrderedRequest):
     path: str | None = None
     sampling_session_seq_id: int | None = Field(None, ge=0)
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = None
+    ttl_seconds: TtlSeconds | None = None
     user_metadata: dict[str, str] | None = None
-
-    UNSERVED: ClassVar = {"ttl_seconds": NO_EXPIRY}
 
     @model_validator(mode="after")
     def _has_one_destination(self) -> "SaveWeightsForSamplerRequest":
         if (self.path is None) == (self.sampling_session_seq_id is None):
             raise ValueError("give either path (a checkpoint's name) or sampling_session_seq_id (a new sampler)")
         return self
+
+
+class SaveWeightsExternalRequest(OrderedRequest):
+    """`save_weights_external`. `path` is the checkpoint's name."""
+
+    path: str
+    ttl_seconds: TtlSeconds | None = None
+    age_encryption_recipients: list[str] | None = None
+    """Public keys. Every file is encrypted for each of them."""
 
 
 class LoadWeightsRequest(RequestModel):
@@ -270,8 +276,9 @@ class LoadWeightsRequest(RequestModel):
     user_metadata: dict[str, JsonValue] | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
     weights_access_token: str | None = None
+    """The key (or token) of whoever owns the checkpoint."""
 
-    UNSERVED: ClassVar = {"optimizer_config": ADAMW_ONLY, "weights_access_token": NO_SHARING}
+    UNSERVED: ClassVar = {"optimizer_config": ADAMW_ONLY}
 
     @model_validator(mode="after")
     def _has_one_address(self) -> "LoadWeightsRequest":

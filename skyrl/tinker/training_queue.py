@@ -187,6 +187,8 @@ class TrainingQueue:
             failure = Failure(result.error, result.status)
             await write(partial(_store_failure, request_id, failure, entry.accepted))
             return failure, None
+        if entry.accepted.complete is not None:
+            result = await entry.accepted.complete(result)
         if entry.operation.encode is None:
             return await write(partial(_store_result, request_id, entry.accepted, result))
         encode = partial(entry.operation.encode, result)

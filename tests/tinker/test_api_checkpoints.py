@@ -170,11 +170,6 @@ def test_overwrite_does_not_change_what_an_older_sampler_samples(server):
     assert server.sample(sampler, 1) == before
 
 
-def test_expiry_is_refused_until_it_is_served(server):
-    failure = server.failure(save(server, server.model(), 1, ttl_seconds=3600))
-    assert failure["category"] == "user" and "ttl_seconds" in failure["error"]
-
-
 def test_longest_name_is_a_folder_name_whatever_storage_adds(server):
     longest = ids.folder(Path("/"), "m", "weights", "x" * ids.MAX_NAME + f"@{2**63 - 1}")
     assert len(Path(longest).name) + len(".") + len(f".{uuid4().hex}.tmp") <= 255

@@ -65,9 +65,9 @@ def test_unknown_field_is_named(server):
 
 
 def test_unknown_endpoint_is_404_and_named(server):
-    response = server.post("/save_weights_external", {})
+    response = server.post("/create_custom_loss", {})
     assert response.status_code == 404
-    assert response.json()["detail"].startswith("POST /api/v1/save_weights_external is not served here")
+    assert response.json()["detail"].startswith("POST /api/v1/create_custom_loss is not served here")
 
 
 def test_wrong_method_says_so(server):
