@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,6 +65,8 @@ class FakeConfig(BaseModel):
     max_context_length: int = 1024
     quanta_per_pass: int = 2
     """Steps that a forward_backward takes."""
+    burst_s: float = 0.0
+    """Seconds that a burst of sampling takes."""
     die_before_ready: bool = False
     """The process dies while it loads, without a word."""
 
@@ -249,6 +252,7 @@ class FakeSampler:
         self._running.pop(request_id, None)
 
     def burst(self) -> list[Completion]:
+        time.sleep(self._backend.config.burst_s)
         completions = []
         for request_id, running in list(self._running.items()):
             try:

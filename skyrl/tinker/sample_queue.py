@@ -7,6 +7,7 @@ from skyrl.backends.operations import Sample
 from skyrl.errors import RequestError
 from skyrl.tinker.admission import Accepted
 from skyrl.tinker.auth import Caller
+from skyrl.tinker.channel import Cancel
 from skyrl.tinker.futures import PROTOBUF, Answer, Failure, Lost
 from skyrl.tinker.operations import QueuedOperation
 from skyrl.tinker.parsing import Body, SamplerAddress
@@ -60,6 +61,15 @@ class SampleQueue:
         """The engine has finished a sample."""
         if (entry := self._pending.pop(request_id, None)) is not None:
             self._tasks.start(self._finish(request_id, entry[0], result))
+
+    def cancel(self, request_id: str, caller: Caller) -> None:
+        """Drop a sample that waits or runs: nobody wants it any more. Any other request is left alone."""
+        future = self._futures.get(request_id)
+        if future is None or not caller.may_touch(future.tenant) or request_id not in self._pending:
+            return
+        del self._pending[request_id]
+        self._service.engine.send(Cancel(request_id))
+        self._futures.set(request_id, Failure("the sample was cancelled by its client", "user"))
 
     def lose_all(self) -> None:
         """The engine has ended by itself; what was pending is to be submitted again."""

@@ -335,6 +335,12 @@ class RetrieveFutureRequest(RequestModel):
     allow_metadata_only: bool = False
 
 
+class CancelFutureRequest(RequestModel):
+    """`cancel_future`. Only samples can be cancelled."""
+
+    request_id: str
+
+
 class WeightsInfoRequest(RequestModel):
     """`weights_info`."""
 
@@ -366,10 +372,10 @@ class ClientConfigResponse(BaseModel):
 
 
 class DynamicConfigResponse(BaseModel):
-    """`client/dynamic_config`."""
+    """`client/dynamic_config`. The client sends at most `sample_cancel_max_batch_size` cancellations at a time."""
 
     refresh_interval_sec: int = 300
-    sample_cancel_enabled: bool = False
+    sample_cancel_enabled: bool = True
     sample_cancel_max_batch_size: int = 64
 
 

@@ -65,5 +65,15 @@ async def retrieve_future(
             return _json(again, 408)
 
 
+@router.post("/cancel_future", status_code=204, response_class=Response)
+async def cancel_future(
+    queue: QueueDependency,
+    caller: CallerDependency,
+    body: Annotated[schemas.CancelFutureRequest, json_body(schemas.CancelFutureRequest)],
+) -> None:
+    """Drop a sample that nobody waits for. Nothing happens to other requests: finished, unknown or training."""
+    queue.samples.cancel(body.request_id, caller)
+
+
 def _json(model: Any, status: int = 200) -> JSONResponse:
     return JSONResponse(model.model_dump(exclude_none=True), status)
