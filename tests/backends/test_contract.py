@@ -4,8 +4,10 @@ A new backend passes by being added to `open_backend`. Numbers are compared betw
 to rounding, never with constants of one backend.
 """
 
+import hashlib
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,13 +18,16 @@ from skyrl.backends.backend import (
     DeleteModel,
     ForwardBackward,
     LoadCheckpoint,
+    LoadSnapshot,
     Operation,
     OptimStep,
     Publish,
     Rejected,
     Sample,
     SaveCheckpoint,
+    SaveSnapshot,
 )
+from skyrl.backends.executor import Executor
 from skyrl.errors import RequestError
 from skyrl.types import (
     AdamParams,
@@ -48,21 +53,36 @@ OTHER_TOKENS = np.asarray([2, 7, 1, 8, 2, 8], np.int32)
 COUNTER = itertools.count()
 
 
-def open_fake(tmp_path_factory) -> AbstractBackend:
+def open_fake(folder: Path) -> Executor:
     return FakeBackend("fake", FakeConfig())
 
 
-def open_jax(tmp_path_factory) -> AbstractBackend:
+def open_jax(folder: Path) -> Executor:
     from skyrl.backends.jax import JaxBackend, JaxBackendConfig
     from tests.live import make_tiny_model
 
-    folder = make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-    return JaxBackend(str(folder), JaxBackendConfig(max_lora_rank=8, max_lora_adapters=4, max_context_length=64))
+    return JaxBackend(
+        str(make_tiny_model(folder)), JaxBackendConfig(max_lora_rank=8, max_lora_adapters=4, max_context_length=64)
+    )
 
 
 @pytest.fixture(scope="module", params=[open_fake, open_jax], ids=["fake", "jax"])
-def backend(request, tmp_path_factory):
-    backend: AbstractBackend = request.param(tmp_path_factory)
+def opener(request, tmp_path_factory) -> Callable[[], Executor]:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    return lambda: request.param(folder)
+
+
+@pytest.fixture(scope="module")
+def backend(opener):
+    backend: Executor = opener()
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def successor(opener):
+    """What takes over when `backend` is gone."""
+    backend: Executor = opener()
     yield backend
     backend.close()
 
@@ -114,6 +134,19 @@ def a_save(model_id: str, path) -> SaveCheckpoint:
     return SaveCheckpoint(request_id=fresh("save"), model_id=model_id, path=str(path))
 
 
+def a_snapshot(model_id: str, path) -> SaveSnapshot:
+    return SaveSnapshot(request_id=fresh("snapshot"), model_id=model_id, path=str(path))
+
+
+def a_revival(model_id: str, snapshot: SaveOutput) -> LoadSnapshot:
+    assert snapshot.digest is not None
+    return LoadSnapshot(request_id=fresh("revival"), model_id=model_id, path=snapshot.path, digest=snapshot.digest)
+
+
+def a_failed_pass(model_id: str, error: str = "datum 3: too long") -> Rejected:
+    return Rejected(request_id=fresh(), model_id=model_id, error=error, gradients="incomplete")
+
+
 def a_load(model_id: str, path, load_optimizer: bool = True) -> LoadCheckpoint:
     return LoadCheckpoint(request_id=fresh("load"), model_id=model_id, path=str(path), load_optimizer=load_optimizer)
 
@@ -152,6 +185,17 @@ def failure(backend: AbstractBackend, operation: Operation) -> str:
     (result,) = run(backend, operation)
     assert isinstance(result, ErrorResponse) and result.status == "user", result
     return result.error
+
+
+def snapshot(backend: AbstractBackend, model_id: str, path) -> SaveOutput:
+    (saved,) = done(backend, a_snapshot(model_id, path))
+    assert isinstance(saved, SaveOutput)
+    return saved
+
+
+def state(backend: AbstractBackend, model_id: str, folder: Path) -> str | None:
+    """A hash of all that the model is, equal only where every bit is."""
+    return snapshot(backend, model_id, folder / fresh("state")).digest
 
 
 def logprobs(backend: AbstractBackend, model_id: str) -> np.ndarray:
@@ -382,6 +426,152 @@ def test_training_goes_on_while_a_checkpoint_of_the_state_before_is_written(back
     assert_same(logprobs(backend, loaded), saved)
 
 
+# -- snapshots ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pending", [False, True], ids=["without gradients", "with pending gradients"])
+def test_a_model_revived_from_its_snapshot_elsewhere_goes_on_bit_for_bit(backend, successor, model, tmp_path, pending):
+    done(backend, a_pass(model), a_step(model))
+    if pending:
+        done(backend, a_pass(model, OTHER_TOKENS))
+    saved = snapshot(backend, model, tmp_path / "snapshot")
+    next_steps = [a_pass(model), a_step(model), a_pass(model, OTHER_TOKENS, TOKENS)]
+    done(backend, *next_steps)
+    done(successor, a_revival(model, saved), *next_steps)
+    assert state(successor, model, tmp_path) == state(backend, model, tmp_path)
+    np.testing.assert_array_equal(logprobs(successor, model), logprobs(backend, model))
+
+
+def test_repeating_what_came_after_a_snapshot_gives_the_same_bits(backend, successor, model, tmp_path):
+    rounds = [[a_pass(model, *tokens), a_step(model)] for tokens in 2 * [(TOKENS,), (OTHER_TOKENS, TOKENS)] + [()]]
+    for operations in rounds[:2]:
+        done(backend, *operations)
+    saved = snapshot(backend, model, tmp_path / "snapshot")
+    for operations in rounds[2:]:
+        done(backend, *operations)
+    done(successor, a_revival(model, saved), *(operation for operations in rounds[2:] for operation in operations))
+    assert state(successor, model, tmp_path) == state(backend, model, tmp_path)
+
+
+def test_repeating_a_model_from_its_creation_gives_the_same_bits(backend, successor, model, tmp_path):
+    operations = [a_pass(model), a_step(model), a_pass(model, OTHER_TOKENS)]
+    done(backend, *operations)
+    done(successor, CreateModel(request_id=fresh(), model_id=model, lora_config=LoraConfig(rank=4, seed=7)))
+    done(successor, *operations)
+    assert state(successor, model, tmp_path) == state(backend, model, tmp_path)
+
+
+def test_a_snapshot_leaves_its_model_as_it_is(backend, new_model, tmp_path):
+    plain, saved = new_model(), new_model()
+    done(backend, a_pass(plain), a_pass(plain), a_step(plain))
+    done(backend, a_pass(saved), a_snapshot(saved, tmp_path / "snapshot"), a_pass(saved), a_step(saved))
+    assert state(backend, saved, tmp_path) == state(backend, plain, tmp_path)
+
+
+def test_a_snapshot_after_a_failed_pass_and_the_news_of_it_fail_the_next_step_elsewhere(
+    backend, successor, model, tmp_path
+):
+    run(backend, a_pass(model), a_failed_pass(model))
+    cause = backend.failed_pass(model)
+    assert cause == "datum 3: too long"
+    saved = snapshot(backend, model, tmp_path / "snapshot")
+    for engine in (backend, successor):
+        if engine is successor:
+            run(engine, a_revival(model, saved), a_failed_pass(model, cause))
+        failed, *_ = run(engine, a_step(model), a_pass(model, OTHER_TOKENS), a_step(model))
+        assert isinstance(failed, ErrorResponse) and cause in failed.error
+        assert engine.failed_pass(model) is None
+    assert state(successor, model, tmp_path) == state(backend, model, tmp_path)
+
+
+def test_a_revival_replaces_what_there_is_of_the_model(backend, model, tmp_path):
+    saved = snapshot(backend, model, tmp_path / "snapshot")
+    run(backend, a_pass(model), a_step(model), a_failed_pass(model))
+    done(backend, a_revival(model, saved))
+    assert backend.failed_pass(model) is None
+    assert state(backend, model, tmp_path) == saved.digest
+
+
+def test_a_snapshot_of_a_model_that_does_not_exist_is_refused(backend, tmp_path):
+    assert "model_id=nobody is not loaded" in failure(backend, a_snapshot("nobody", tmp_path / "snapshot"))
+
+
+@pytest.mark.parametrize("write", [a_save, a_snapshot, lambda model, path: a_publish(model, fresh("version"), path)])
+def test_what_is_saved_is_told_with_the_hash_of_its_manifest(backend, model, tmp_path, write):
+    (saved,) = done(backend, write(model, tmp_path / "saved"))
+    assert isinstance(saved, SaveOutput)
+    assert saved.digest == hashlib.sha256((tmp_path / "saved" / "manifest.json").read_bytes()).hexdigest()
+    assert saved.size_bytes is not None and saved.size_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [
+        (a_save, lambda model, path, digest: LoadCheckpoint(request_id="r", model_id=model, path=path, digest=digest)),
+        (
+            a_snapshot,
+            lambda model, path, digest: LoadSnapshot(request_id="r", model_id=model, path=path, digest=digest),
+        ),
+    ],
+    ids=["checkpoint", "snapshot"],
+)
+def test_a_folder_that_is_not_the_one_that_was_written_is_not_loaded(backend, model, tmp_path, write, read):
+    (right,) = done(backend, write(model, tmp_path / "right"))
+    done(backend, a_pass(model), a_step(model))
+    (other,) = done(backend, write(model, tmp_path / "other"))
+    assert isinstance(right, SaveOutput) and isinstance(other, SaveOutput)
+    before = state(backend, model, tmp_path)
+    (result,) = run(backend, read(model, str(tmp_path / "right"), other.digest))
+    assert isinstance(result, ErrorResponse) and result.status == "server" and "right" in result.error
+    assert state(backend, model, tmp_path) == before
+    assert not isinstance(run(backend, read(model, str(tmp_path / "other"), other.digest))[0], ErrorResponse)
+
+
+# -- what a failure means to the gradients -----------------------------------------------------------------------------
+
+
+def test_every_failure_says_what_it_leaves_of_the_gradients(backend, model, tmp_path):
+    outcomes = [
+        (a_failed_pass(model), "incomplete"),
+        (a_step(model), "dropped"),
+        (Rejected(request_id=fresh(), model_id=model, error="bad name"), "kept"),
+        (a_pass("nobody"), "kept"),
+        (a_failed_pass("nobody"), "kept"),
+        (a_step("nobody"), "kept"),
+        (a_load(model, tmp_path / "nowhere"), "kept"),
+        (Rejected(request_id=fresh(), model_id=model, error="of its failed pass", gradients="dropped"), "dropped"),
+    ]
+    results = run(backend, *(operation for operation, _ in outcomes))
+    effects = [result.gradients for result in results if isinstance(result, ErrorResponse)]
+    assert effects == [effect for _, effect in outcomes]
+
+
+def test_a_repeated_failure_of_a_step_clears_the_sums_and_the_failed_pass(backend, new_model, tmp_path):
+    plain, repeated = new_model(), new_model()
+    done(backend, a_pass(plain, OTHER_TOKENS), a_step(plain))
+    run(
+        backend,
+        a_pass(repeated),
+        a_failed_pass(repeated),
+        Rejected(request_id=fresh(), model_id=repeated, error="of its failed pass", gradients="dropped"),
+    )
+    assert backend.failed_pass(repeated) is None
+    done(backend, a_pass(repeated, OTHER_TOKENS), a_step(repeated))
+    assert state(backend, repeated, tmp_path) == state(backend, plain, tmp_path)
+
+
+def test_abandoned_operations_leave_their_model_as_it_was(backend, model, tmp_path):
+    done(backend, a_pass(model))
+    before = state(backend, model, tmp_path)
+    operations = [a_pass(model, OTHER_TOKENS), a_step(model)]
+    for operation in operations:
+        backend.submit(operation)
+    backend.step()
+    assert backend.abandon() == operations
+    assert not backend.busy
+    assert state(backend, model, tmp_path) == before
+
+
 # -- versions and samples ----------------------------------------------------------------------------------------------
 
 
@@ -417,6 +607,47 @@ def test_a_persisted_version_is_on_disk_when_it_is_acknowledged_and_samples_the_
     before = sampled(backend, version)
     backend.drop_version(version)
     assert sampled(backend, version, path) == before
+
+
+def test_a_version_that_was_published_at_once_is_told_when_it_is_on_disk(backend, model, tmp_path):
+    stored = {}
+    backend.on_stored = stored.__setitem__
+    version = fresh("version")
+    (published,) = done(backend, a_publish(model, version, tmp_path / "version", persist=False))
+    assert published == SaveOutput(str(tmp_path / "version"))
+    snapshot(backend, model, tmp_path / "snapshot")
+    manifest = (tmp_path / "version" / "manifest.json").read_bytes()
+    assert stored[version].path == str(tmp_path / "version")
+    assert stored[version].digest == hashlib.sha256(manifest).hexdigest()
+
+
+def test_a_version_that_could_not_be_written_is_written_before_the_next_snapshot_or_it_fails(backend, model, tmp_path):
+    blocked, version = tmp_path / "blocked", fresh("version")
+    blocked.write_text("a file where a folder should be")
+    done(backend, a_publish(model, version, blocked / "version", persist=False))
+    before = sampled(backend, version)
+    (failed,) = run(backend, a_snapshot(model, tmp_path / "snapshot"))
+    assert isinstance(failed, ErrorResponse) and failed.status == "server" and version in failed.error
+    blocked.unlink()
+    snapshot(backend, model, tmp_path / "snapshot")
+    backend.drop_version(version)
+    assert sampled(backend, version, blocked / "version") == before
+
+
+def test_a_version_that_could_not_be_written_and_was_deleted_holds_up_no_snapshot(backend, model, tmp_path):
+    blocked, version = tmp_path / "blocked", fresh("version")
+    blocked.write_text("a file where a folder should be")
+    done(backend, a_publish(model, version, blocked / "version", persist=False))
+    backend.drop_version(version)
+    snapshot(backend, model, tmp_path / "snapshot")
+
+
+def test_a_version_that_cannot_be_written_is_no_matter_to_other_models(backend, new_model, tmp_path):
+    blocked, version, model = tmp_path / "blocked", fresh("version"), new_model()
+    blocked.write_text("a file where a folder should be")
+    done(backend, a_publish(model, version, blocked / "version", persist=False))
+    snapshot(backend, new_model(), tmp_path / "snapshot")
+    backend.drop_version(version)
 
 
 def test_an_unknown_version_is_refused_by_name(backend):

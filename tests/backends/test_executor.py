@@ -1,5 +1,6 @@
 """The quantum loop, on the fake backend: turns, failures, background work."""
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 
@@ -121,6 +122,32 @@ def test_close_finishes_background_writes(tmp_path):
     finish(backend, publish)
     backend.close()
     assert (tmp_path / "v" / "manifest.json").exists()
+
+
+def test_a_pass_that_breaks_leaves_incomplete_gradients_and_one_forward_only_does_not(backend):
+    look = dataclasses.replace(a_pass("look", token=POISON), forward_only=True)
+    results = finish(backend, look, a_pass("train", token=POISON))
+    effects = {name: result.gradients for name, result in results.items() if isinstance(result, ErrorResponse)}
+    assert effects == {"look": "kept", "train": "incomplete"}
+
+
+def test_each_quantum_is_told_before_it_with_what_it_works_on(backend):
+    told = []
+    backend.on_quantum = told.append
+    finish(backend, a_pass("pass"), a_sample("one", max_tokens=1), a_sample("two", max_tokens=2))
+    assert told == [("pass",), ("one", "two"), ("pass",), ("two",), ("pass",), ("pass",)]
+
+
+def test_close_writes_versions_that_could_not_be_written_before(tmp_path):
+    backend = FakeBackend("fake", FakeConfig())
+    backend.create_model("a", LoraConfig(seed=0))
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where a folder should be")
+    path = str(blocked / "v")
+    finish(backend, Publish(request_id="p", model_id="a", version="v", path=path, persist=False))
+    backend._writer.submit(blocked.unlink)
+    backend.close()
+    assert (blocked / "v" / "manifest.json").exists()
 
 
 def test_passes_of_models_that_never_were_leave_nothing_behind(backend):

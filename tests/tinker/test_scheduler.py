@@ -1,6 +1,7 @@
 """The scheduler, with plain operations and a clock that is a number."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from skyrl.backends.operations import (
     CreateModel,
     DeleteModel,
     ForwardBackward,
+    LoadSnapshot,
     ModelOperation,
     Operation,
     OptimStep,
@@ -175,6 +177,104 @@ def test_a_deleted_model_id_can_be_created_again():
     submitted(scheduler)
     scheduler.add(Item("tenant", create(), 0), 0.0)
     assert ids(submitted(scheduler)) == ["m0"]
+
+
+def test_a_deleted_model_leaves_nothing_behind_even_if_requests_were_held_meanwhile():
+    scheduler = with_model()
+    scheduler.add(Item("tenant", DeleteModel(request_id="delete", model_id="m"), None), 0.0)
+    scheduler.add(Item("tenant", save(5), 5), 0.0)
+    assert ids(submitted(scheduler)) == ["m0", "delete", "m5"]
+    assert not scheduler.knows("m") and scheduler.idle("m") and scheduler.deadline() == math.inf
+    assert not (scheduler._lines or scheduler._gaps or scheduler._seq_ids or scheduler._unfinished)
+
+
+# -- how far a model is ------------------------------------------------------------------------------------------------
+
+
+def revived(next_seq_id: int, *operations: ModelOperation) -> Scheduler:
+    scheduler = Scheduler(TIMEOUT_S)
+    scheduler.revive("tenant", "m", next_seq_id, operations)
+    return scheduler
+
+
+REVIVAL = LoadSnapshot(request_id="revival", model_id="m", path="p", digest="d")
+
+
+def test_a_revived_model_repeats_its_past_in_order_and_goes_on_with_its_next_request():
+    scheduler = revived(8, REVIVAL, a_pass(5), optim(7))
+    scheduler.add(Item("tenant", save(9), 9), 0.0)
+    scheduler.add(Item("tenant", save(8), 8), 0.0)
+    assert ids(submitted(scheduler)) == ["revival", "m5", "m7", "m8", "m9"]
+
+
+@given(seq_id=st.integers(0, 7))
+def test_a_request_from_before_a_revival_that_comes_now_is_refused(seq_id):
+    scheduler = revived(8, REVIVAL)
+    scheduler.add(Item("tenant", save(seq_id), seq_id), 0.0)
+    _, late = submitted(scheduler)
+    assert isinstance(late, Rejected) and late.gradients == "kept" and "send all of them again" in late.error
+
+
+def test_a_revived_model_has_its_place_once_all_of_its_past_was_handed_out_and_has_ended():
+    scheduler = revived(8, REVIVAL, a_pass(5))
+    scheduler.add(Item("tenant", save(8), 8), 0.0)
+    places = []
+    for _ in range(3):
+        operation = scheduler.next()
+        assert operation is not None
+        submitted_now = scheduler.submitted("m")
+        scheduler.done(operation)
+        places.append((submitted_now, scheduler.finished("m")))
+    assert places == [(None, None), (7, 7), (8, 8)]
+
+
+@given(order=st.permutations(range(1, 9)), ends=st.lists(st.booleans(), min_size=8, max_size=8))
+def test_the_place_of_a_model_is_that_of_what_was_handed_out_and_of_what_has_ended(order, ends):
+    scheduler, outstanding, out, ended = with_model(), [], -1, -1
+    for seq_id, end in zip(order, ends, strict=True):
+        scheduler.add(Item("tenant", save(seq_id), seq_id), 0.0)
+        while (operation := scheduler.next()) is not None:
+            outstanding.append(operation)
+            out = int(operation.request_id[1:])
+        if end and outstanding:
+            operation = outstanding.pop(0)
+            ended = int(operation.request_id[1:])
+            scheduler.done(operation)
+        assert (scheduler.submitted("m"), scheduler.finished("m")) == (out, ended if ended >= 0 else None)
+        assert scheduler.idle("m") == (not outstanding and not scheduler._lines["m"].held)
+
+
+def test_a_late_request_does_not_move_a_models_place():
+    scheduler = with_model((1, save(1)), (2, save(2)))
+    submitted(scheduler)
+    scheduler.add(Item("tenant", replace(save(1), request_id="late"), 1), 0.0)
+    assert ids(submitted(scheduler)) == ["late"]
+    assert (scheduler.submitted("m"), scheduler.finished("m")) == (2, 2)
+
+
+def test_a_model_is_idle_when_nothing_of_it_is_queued_outstanding_or_held():
+    scheduler = with_model()
+    idle = [scheduler.idle("m")]
+    operation = scheduler.next()
+    assert operation is not None
+    idle.append(scheduler.idle("m"))
+    scheduler.done(operation)
+    idle.append(scheduler.idle("m"))
+    scheduler.add(Item("tenant", save(2), 2), 0.0)
+    idle.append(scheduler.idle("m"))
+    assert idle == [False, False, True, False]
+
+
+def test_a_model_that_is_forgotten_fails_what_it_holds_and_leaves_nothing_behind():
+    scheduler = with_model((2, save(2)))
+    submitted(scheduler)
+    scheduler.forget("m", "its model could not be made")
+    (failed,) = submitted(scheduler)
+    assert isinstance(failed, Rejected) and "its model could not be made" in failed.error
+    assert not (scheduler._lines or scheduler._gaps or scheduler._seq_ids or scheduler._unfinished)
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_flood_of_samples_does_not_hold_a_model_operation_back():
