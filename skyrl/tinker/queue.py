@@ -1,5 +1,6 @@
 """The queue of all requests: training requests and samples go in, their outcomes come out of one place."""
 
+import random
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,9 @@ from skyrl.tinker.sample_queue import SampleQueue
 from skyrl.tinker.service import Service
 from skyrl.tinker.training_queue import TrainingQueue
 from skyrl.types import Result
+
+SHORTEST_POLL = 0.5
+"""Part of `long_poll_s` that a poll takes at least. Thousands that began together end, and come again, apart."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class RequestQueue:
         """
         future = self._service.futures.get(request_id)
         if future is not None and caller.may_touch(future.tenant):
-            outcome = await future.wait(self._service.config.long_poll_s)
+            outcome = await future.wait(self._service.config.long_poll_s * random.uniform(SHORTEST_POLL, 1))
             return outcome or self._try_again(future.reason)
         if is_sample(request_id):
             return Lost()
