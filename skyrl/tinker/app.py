@@ -14,6 +14,7 @@ from skyrl.tinker.routes import (
     auth,
     checkpoints,
     client,
+    copies,
     downloads,
     models,
     queued,
@@ -47,7 +48,7 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
 
     app = FastAPI(title="SkyRL Tinker server", lifespan=lifespan)
     app.state.server = server
-    modules = (client, auth, sessions, models, samplers, queued, training_runs, checkpoints, downloads)
+    modules = (client, auth, sessions, models, samplers, queued, training_runs, checkpoints, downloads, copies)
     routers = [*(module.router for module in modules), client.public, downloads.public]
     for router in routers:
         app.include_router(router, prefix=PREFIX, responses=openapi.ERRORS)

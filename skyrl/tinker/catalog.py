@@ -23,7 +23,7 @@ Scope = Literal["owned", "accessible"]
 
 def checkpoints(session: Session, caller: Caller, limit: int, offset: int) -> rest.CheckpointsListResponse:
     """A page of the caller's checkpoints."""
-    mine = and_(_owned(CheckpointRow.tenant, caller), _unexpired())
+    mine = and_(_owned(CheckpointRow.tenant, caller), unexpired())
     total = session.exec(select(func.count()).select_from(CheckpointRow).where(mine)).one()
     page = select(CheckpointRow).where(mine).order_by(*_newest_first()).limit(limit).offset(offset)
     cursor = rest.Cursor(offset=offset, limit=limit, total_count=total)
@@ -143,18 +143,19 @@ def _owned(tenant: Any, caller: Caller) -> ColumnElement[bool]:
     return true() if caller.tenant is None else col(tenant) == caller.tenant
 
 
-def _unexpired() -> ColumnElement[bool]:
+def unexpired() -> ColumnElement[bool]:
+    """Of checkpoints that still have their names."""
     return or_(col(CheckpointRow.expires_at).is_(None), col(CheckpointRow.expires_at) > time.time())
 
 
 def _readable(caller: Caller) -> ColumnElement[bool]:
-    return and_(_unexpired(), or_(_owned(CheckpointRow.tenant, caller), col(CheckpointRow.public)))
+    return and_(unexpired(), or_(_owned(CheckpointRow.tenant, caller), col(CheckpointRow.public)))
 
 
 def _visible_run(caller: Caller, scope: Scope) -> ColumnElement[bool]:
     if scope == "owned":
         return _owned(ModelRow.tenant, caller)
-    shared = select(CheckpointRow.model_id).where(_unexpired(), col(CheckpointRow.public))
+    shared = select(CheckpointRow.model_id).where(unexpired(), col(CheckpointRow.public))
     return or_(_owned(ModelRow.tenant, caller), col(ModelRow.model_id).in_(shared))
 
 

@@ -141,6 +141,8 @@ def _refused_by_status(model: ModelRow | None, model_id: str) -> Failure | None:
         return None
     if model is not None and model.status == "unloaded":
         return Failure(f"model_id={model_id} was unloaded; create a model, or load one of its checkpoints", "user")
+    if model is not None and model.status == "copy":
+        return Failure(f"model_id={model_id} holds a copy of a checkpoint; load that as a new model to train", "user")
     if model is not None and model.status == "failed":
         return Failure(f"model_id={model_id} could not be created; the error of its creation says why", "user")
     return Failure(f"model_id={model_id} was in an engine that has ended; {LOST_ADVICE}", "server")

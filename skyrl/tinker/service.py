@@ -71,6 +71,8 @@ class Service:
         self.directory = Directory(database)
         self.futures = Futures()
         self.became_ready = asyncio.Event()
+        self.copying = asyncio.Lock()
+        """Held while a copy of a checkpoint is made."""
 
     @property
     def info(self) -> BackendInfo:

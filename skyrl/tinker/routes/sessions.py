@@ -1,6 +1,7 @@
 """Sessions: one per client process. A silent one is kept; a finished one takes no more requests."""
 
 import time
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter
@@ -8,8 +9,9 @@ from sqlmodel import Session
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from skyrl.tinker import ids, schemas
-from skyrl.tinker.routes.dependencies import CallerDependency, ServiceDependency, json_body
+from skyrl.tinker import catalog, ids, schemas, session_search
+from skyrl.tinker import rest_schemas as rest
+from skyrl.tinker.routes.dependencies import CallerDependency, Limit, Offset, ServiceDependency, json_body
 from skyrl.tinker.tables import SessionRow
 
 router = APIRouter()
@@ -70,4 +72,55 @@ async def finish_session(
             row.finish_reason = request.reason.type if request.reason else None
 
     await service.database.write(finish)
+    service.directory.forget(session_id)
+
+
+@router.get("/sessions")
+async def list_sessions(
+    service: ServiceDependency,
+    caller: CallerDependency,
+    limit: Limit = 20,
+    offset: Offset = 0,
+    access_scope: catalog.Scope = "owned",
+) -> rest.ListSessionsResponse:
+    """The caller's sessions, newest first. Nobody else's is accessible, whatever the scope."""
+    page = partial(catalog.session_ids, caller=caller, limit=limit, offset=offset)
+    return rest.ListSessionsResponse(sessions=await service.database.read(page))
+
+
+@router.post("/sessions/search", response_model_exclude_none=True)
+async def search_sessions(
+    service: ServiceDependency,
+    caller: CallerDependency,
+    request: Annotated[rest.SessionSearchRequest, json_body(rest.SessionSearchRequest)],
+) -> rest.SessionSearchResponse:
+    """Sessions that match, newest first."""
+    return await service.database.read(partial(session_search.search, caller=caller, request=request))
+
+
+@router.get("/sessions/{session_id}", response_model_exclude_none=True)
+async def get_session(
+    session_id: str, service: ServiceDependency, caller: CallerDependency, access_scope: catalog.Scope = "owned"
+) -> rest.GetSessionResponse:
+    """The runs and samplers of a session."""
+    row = await service.directory.session(session_id, caller)
+    return await service.database.read(partial(catalog.session_contents, row=row))
+
+
+@router.put("/sessions/{session_id}/project", status_code=204, response_class=Response)
+async def set_project(
+    session_id: str,
+    service: ServiceDependency,
+    caller: CallerDependency,
+    request: Annotated[rest.SetProjectRequest, json_body(rest.SetProjectRequest)],
+) -> None:
+    """Move a session, with its runs, to a project."""
+    await service.directory.session(session_id, caller)
+
+    def move(session: Session) -> None:
+        row = session.get(SessionRow, session_id)
+        if row is not None:
+            row.project_id = request.project_id
+
+    await service.database.write(move)
     service.directory.forget(session_id)
