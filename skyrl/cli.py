@@ -3,18 +3,14 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 
 def serve(argv: Sequence[str]) -> int:
     """serve the Tinker API (skyrl serve --help lists the options)"""
-    from skyrl.tinker.config import parse_config
+    from skyrl.tinker import keeper
 
-    config = parse_config(argv, prog="skyrl serve")
-    from skyrl.tinker import api
-
-    return api.run(config)
+    return keeper.run(argv, prog="skyrl serve")
 
 
 def make_model(argv: Sequence[str]) -> int:
@@ -66,6 +62,8 @@ def demo(argv: Sequence[str]) -> int:
 def show_version(argv: Sequence[str]) -> int:
     """print the version"""
     argparse.ArgumentParser(prog="skyrl version").parse_args(argv)
+    from importlib.metadata import version
+
     print(version("skyrl"))
     return 0
 

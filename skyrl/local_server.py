@@ -1,10 +1,12 @@
 """A Tinker server of one's own: started as a child process on a free port, stopped with its caller.
 
 For the demo, the tests and the benchmarks, which all talk to a real server as any client does. State lives in the
-folder that is given, so that a second server on the same folder continues where the first one stopped.
+folder that is given, so that a second server on the same folder continues where the first one stopped. The server also
+stops when this process is killed.
 """
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -14,6 +16,15 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
+
+
+class Pids(NamedTuple):
+    """Process ids of a server. None: there is no such process right now."""
+
+    keeper: int | None
+    api: int | None
+    engine: int | None
 
 
 class LocalServer:
@@ -32,13 +43,15 @@ class LocalServer:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
+        """The keeper."""
+        self._alive: int | None = None
 
     @property
     def log_path(self) -> Path:
         return self.folder / "server.log"
 
-    def command(self) -> list[str]:
-        """The command line of the server."""
+    def arguments(self) -> list[str]:
+        """The command-line options of the server."""
         options = {
             "host": "127.0.0.1",
             "port": str(self.port),
@@ -48,14 +61,17 @@ class LocalServer:
         }
         if self.base_model is not None:
             options["base-model"] = self.base_model
-        return [sys.executable, "-m", "skyrl.tinker.api", *(f"--{name}={value}" for name, value in options.items())]
+        return [f"--{name}={value}" for name, value in options.items()]
 
     def start(self, timeout_s: float = 180) -> None:
         """Start and wait until the engine is ready. Raises RuntimeError with the end of the log if it does not come."""
         assert self.process is None, "already started"
         self.folder.mkdir(parents=True, exist_ok=True)
+        its, self._alive = os.pipe()
+        command = [sys.executable, "-m", "skyrl.tinker.keeper", str(its), *self.arguments()]
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, pass_fds=[its])
+        os.close(its)
         try:
             self.wait_until_ready(timeout_s)
         except BaseException:
@@ -85,6 +101,18 @@ class LocalServer:
         """The last lines that the server printed."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
+    def pids(self) -> Pids:
+        """Its processes, as they are now (Linux only)."""
+        return pids_of(None if self.process is None or self.process.poll() is not None else self.process.pid)
+
+    def kill_api(self) -> int:
+        """End the API process without warning. Returns its process id."""
+        return _kill(self.pids().api)
+
+    def kill_engine(self) -> int:
+        """End the engine process without warning. Returns its process id."""
+        return _kill(self.pids().engine)
+
     def stop(self) -> None:
         """Stop as Ctrl-C does; kill only if that takes over 30 seconds."""
         if self.process is None:
@@ -95,8 +123,15 @@ class LocalServer:
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            process.send_signal(signal.SIGINT)  # the second one does not wait for what is being finished
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._alive is not None:
+            os.close(self._alive)
+            self._alive = None
 
     def restart(self) -> None:
         """Stop and start again on the same state and address."""
@@ -116,3 +151,29 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def pids_of(keeper: int | None) -> Pids:
+    """The processes of the server with this keeper."""
+    api = _child(keeper, "skyrl.tinker.api_process")
+    return Pids(keeper, api, _child(api, "skyrl.tinker.engine"))
+
+
+def _child(parent: int | None, module: str) -> int | None:
+    """The child process that runs a module."""
+    if parent is None:
+        return None
+    for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
+        try:
+            for child in tasks.read_text().split():
+                if module in Path(f"/proc/{child}/cmdline").read_text().split("\0"):
+                    return int(child)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return None
+
+
+def _kill(pid: int | None) -> int:
+    assert pid is not None, "there is no such process now"
+    os.kill(pid, signal.SIGKILL)
+    return pid

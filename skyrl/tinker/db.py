@@ -5,12 +5,12 @@ requests costs one fsync, and a job that reads before it writes needs no lock. R
 """
 
 import asyncio
-import fcntl
 import logging
-import os
 import queue
 import re
+import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import sqlalchemy
 from alembic import command
 from alembic.config import Config as AlembicConfig
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import make_url
@@ -28,6 +30,7 @@ from sqlalchemy.exc import ArgumentError, DatabaseError
 from sqlmodel import Session
 
 from skyrl.errors import RequestError
+from skyrl.tinker.lease import IN_USE, Lease
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +40,21 @@ Job = Callable[[Session], T]
 MIGRATIONS = Path(__file__).parent / "migrations"
 MAX_GROUP = 256
 """Jobs per transaction at most."""
+MAX_QUEUED = 10_000
+"""Jobs that may wait for the writer. Past them `write` waits before it queues its own."""
 READERS = 4
 SERVER_LOCK = 0x736B7972
 """PostgreSQL's number for the lock of the one server of a database."""
+CLAIM_S = 10.0
+"""Seconds that PostgreSQL gets to notice that the server before this one is dead."""
 IN_MEMORY = (None, "", ":memory:")
 """What SQLite calls a database without a file."""
+INCREMENTAL = 2
+"""SQLite's number for files that give space back a few pages at a time."""
+
+
+class DatabaseFull(Exception):
+    """The database's disk is full (or fails). Nothing of the job has been stored; it may be tried again."""
 
 
 @dataclass
@@ -55,20 +68,24 @@ class Database:
 
     Args:
         url: SQLAlchemy URL, `sqlite:///FILE` or `postgresql://...` (needs the `postgres` extra).
+        migrate: Bring an older database to the newest revision, rather than refuse it.
 
     Raises:
         RequestError: The URL cannot be served; the message says what to change.
     """
 
-    def __init__(self, url: str):
-        self._lock = _lock_file(url)
+    def __init__(self, url: str, migrate: bool = True):
+        self.url = without_password(url)
+        self._lease = _lease(url)
         try:
             self._engine = _open(url)
             self._claim = _claim(self._engine, url)
-            _migrate(self._engine, url)
+            _migrate(self._engine, url) if migrate else _refuse_old(self._engine, url)
         except BaseException:
-            self._unlock()
+            if self._lease is not None:
+                self._lease.release()
             raise
+        self._room = asyncio.Semaphore(MAX_QUEUED)
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._readers = ThreadPoolExecutor(READERS, "database-reader")
         self._writer = threading.Thread(target=self._write_loop, name="database-writer", daemon=True)
@@ -78,10 +95,14 @@ class Database:
         """Run `job` in the writer's next transaction; return once that is committed.
 
         A job may run twice (alone, after a failure in its group), so it does nothing but database work.
+
+        Raises:
+            DatabaseFull: There is no room on the database's disk.
         """
-        future: Future[Any] = Future()
-        self._queue.put(_Queued(job, future))
-        return await asyncio.wrap_future(future)
+        async with self._room:
+            future: Future[Any] = Future()
+            self._queue.put(_Queued(job, future))
+            return await asyncio.wrap_future(future)
 
     async def read(self, job: Job[T]) -> T:
         """Run `job` in a reader thread."""
@@ -92,6 +113,28 @@ class Database:
         with Session(self._engine, expire_on_commit=False) as session:
             return job(session)
 
+    def dry_run(self, job: Job[T]) -> T:
+        """Run `job` in this thread and take back what it has written."""
+        with Session(self._engine, expire_on_commit=False) as session:
+            result = job(session)
+            session.rollback()
+        return result
+
+    def compact(self) -> int:
+        """Give unused space of an SQLite file back to the disk, all of it. Returns the bytes.
+
+        For when nothing else is done with the database: it takes as long as a copy of the file, and as much disk.
+        """
+        if self._engine.dialect.name != "sqlite":
+            return 0
+        with self._engine.connect() as connection:
+            before = _sqlite_bytes(connection)
+            for statement in (f"auto_vacuum={INCREMENTAL}", None, "wal_checkpoint(TRUNCATE)"):
+                driver = connection.connection.driver_connection
+                assert isinstance(driver, sqlite3.Connection)
+                driver.execute("VACUUM" if statement is None else f"PRAGMA {statement}").fetchall()
+            return before - _sqlite_bytes(connection)
+
     def close(self) -> None:
         """Finish queued writes and close all connections."""
         self._queue.put(None)
@@ -99,11 +142,8 @@ class Database:
         self._readers.shutdown()
         self._claim.close()
         self._engine.dispose()
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
+        if self._lease is not None:
+            self._lease.release()
 
     def _write_loop(self) -> None:
         while (first := self._queue.get()) is not None:
@@ -129,7 +169,7 @@ class Database:
                 session.commit()
         except Exception as error:
             if len(group) == 1:
-                group[0].future.set_exception(error)
+                group[0].future.set_exception(_named(error, self.url))
             else:
                 for queued in group:
                     self._commit([queued])
@@ -166,19 +206,42 @@ def _migrate(engine: Engine, url: str) -> None:
             ) from error
 
 
+def _refuse_old(engine: Engine, url: str) -> None:
+    with engine.connect() as connection:
+        revision = MigrationContext.configure(connection).get_current_revision()
+        newest = ScriptDirectory.from_config(migration_config(connection)).get_current_head()
+    if revision != newest:
+        raise _refusal(url, "it was not written by this version of the server; start the server once to upgrade it")
+
+
 def _claim(engine: Engine, url: str) -> Connection:
     """A connection that, on PostgreSQL, holds this database's lock for as long as it is open (a file has `.lock`)."""
     connection = engine.connect()
     if engine.dialect.name == "postgresql":
         connection = connection.execution_options(isolation_level="AUTOCOMMIT")
-        if not connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({SERVER_LOCK})").scalar():
-            connection.close()
-            raise _in_use(url)
+        deadline = time.monotonic() + CLAIM_S
+        while not connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({SERVER_LOCK})").scalar():
+            if time.monotonic() > deadline:
+                connection.close()
+                raise _refusal(url, f"{IN_USE} --database-url")
+            time.sleep(0.1)
     return connection
 
 
-def _in_use(url: str) -> RequestError:
-    return _refusal(url, "it is in use by another server; stop that one or give this one its own --database-url")
+def _named(error: Exception, url: str) -> Exception:
+    """`DatabaseFull` for what a disk does to a database, else the error itself."""
+    cause = error.orig if isinstance(error, DatabaseError) else None
+    sqlite_code = getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+    if sqlite_code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR) or getattr(cause, "sqlstate", None) == "53100":
+        full = DatabaseFull(f"database_url={url}: {cause}; free space on its disk")
+        full.__cause__ = error
+        return full
+    return error
+
+
+def _sqlite_bytes(connection: Connection) -> int:
+    pages, size = (connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in ("page_count", "page_size"))
+    return int(pages or 0) * int(size or 0)
 
 
 def _open(url: str) -> Engine:
@@ -215,7 +278,8 @@ def _open(url: str) -> Engine:
 def _sqlite_connect(connection: Any, _: Any) -> None:
     """WAL with NORMAL: a commit survives the end of any process at once, and power loss once the WAL is synced."""
     connection.isolation_level = None  # the driver would open transactions by rules of its own; `_sqlite_begin` does
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000"):
+    settings = ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000", "journal_size_limit=67108864")
+    for pragma in (f"auto_vacuum={INCREMENTAL}", *settings):  # the first has to come before a file's first table
         connection.execute(f"PRAGMA {pragma}")
 
 
@@ -223,7 +287,7 @@ def _sqlite_begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN")
 
 
-def _lock_file(url: str) -> int | None:
+def _lease(url: str) -> Lease | None:
     """Hold `FILE.lock`, so that a second server on the same SQLite file is refused instead of losing our models."""
     try:
         parsed = make_url(url)
@@ -231,15 +295,7 @@ def _lock_file(url: str) -> int | None:
         return None
     if parsed.get_backend_name() != "sqlite" or parsed.database in IN_MEMORY:
         return None
-    path = Path(f"{parsed.database}.lock")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        return Lease(Path(f"{parsed.database}.lock"), f"database_url={without_password(url)}", "--database-url")
     except OSError as error:
         raise _refusal(url, f"{error}; use a folder that can be written") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise _in_use(url) from error
-    return handle

@@ -1,17 +1,15 @@
 """Ties the parts of the API process together: database, queue, engine; starts and stops them in order."""
 
 import asyncio
-import tempfile
 import time
 from functools import partial
-from pathlib import Path
 
-from skyrl.errors import RequestError
 from skyrl.tinker import request_log
 from skyrl.tinker.auth import Keys
 from skyrl.tinker.channel import Done, FromEngine, Held, Ready
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database
+from skyrl.tinker.disk import hold_folder
 from skyrl.tinker.queue import RequestQueue
 from skyrl.tinker.service import EngineFactory, Service
 from skyrl.tinker.signing import Signer, server_secret
@@ -33,14 +31,19 @@ class TinkerServer:
         """Why there will never be an engine, once that is known."""
         self.failed = asyncio.Event()
         self._make_engine = make_engine
+        self._started = False
 
     async def start(self) -> None:
         """Open the database, settle what an earlier server left, start the engine. Does not wait for the model.
 
         Raises `RequestError` if the database cannot be opened, or the folder of checkpoints cannot be written.
         """
-        await asyncio.to_thread(_prepare_folder, self.config.checkpoints_base)
-        database = await asyncio.to_thread(Database, self.config.database_url)
+        self._lease = await asyncio.to_thread(hold_folder, self.config.checkpoints_base)
+        try:
+            database = await asyncio.to_thread(Database, self.config.database_url)
+        except BaseException:
+            self._lease.release()
+            raise
         await database.write(partial(request_log.lose_models, reason="the server was restarted"))
         self.service = Service(self.config, database)
         self.service.keys = Keys(self.config.api_keys, Signer(await database.write(server_secret)))
@@ -49,7 +52,15 @@ class TinkerServer:
             self.config, on_frame=self._on_frame, on_crash=self.queue.lose_all, on_failure=self._on_failure
         )
         self.service.engine.start()
+        self._started = True
         self._cleanup = asyncio.create_task(self._drop_old_results())
+
+    def let_go(self, at_once: bool) -> None:
+        """Let every poll return, as the server is to stop; `at_once`: without what the engine would still finish."""
+        if self._started:
+            self.service.futures.close()
+            if at_once:
+                self.service.engine.kill()
 
     async def stop(self) -> None:
         """Let polls go, let the engine finish its writes, store what it still reports, close the database."""
@@ -58,6 +69,7 @@ class TinkerServer:
         await self.service.engine.stop()
         await self.queue.settle()
         await asyncio.to_thread(self.service.database.close)
+        self._lease.release()
 
     async def _drop_old_results(self) -> None:
         while True:
@@ -79,14 +91,3 @@ class TinkerServer:
     def _on_failure(self, message: str) -> None:
         self.failure = message
         self.failed.set()
-
-
-def _prepare_folder(path: Path) -> None:
-    """Make the folder and write to it, so that the first save is not the one to find out that this fails."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
-    except OSError as error:
-        raise RequestError(
-            f"checkpoints_base={path}: {error.strerror or error}; use a folder that can be written"
-        ) from error

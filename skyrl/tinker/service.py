@@ -11,6 +11,7 @@ from skyrl.tinker.channel import FromEngine, ToEngine
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database
 from skyrl.tinker.directory import Directory
+from skyrl.tinker.disk import Disk
 from skyrl.tinker.futures import Futures
 from skyrl.types import BackendInfo
 
@@ -43,6 +44,8 @@ class Engine(Protocol):
 
     def send(self, frame: ToEngine) -> None: ...
 
+    def kill(self) -> None: ...
+
     async def stop(self) -> None: ...
 
 
@@ -69,6 +72,7 @@ class Service:
         self.config = config
         self.database = database
         self.directory = Directory(database)
+        self.disk = Disk(config, database)
         self.futures = Futures()
         self.became_ready = asyncio.Event()
         self.copying = asyncio.Lock()

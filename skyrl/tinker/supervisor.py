@@ -83,6 +83,12 @@ class EngineSupervisor:
         else:
             self._channel.send(frame)
 
+    def kill(self) -> None:
+        """End the engine at once, whatever it does; `stop` then has nothing to wait for."""
+        self.state = "stopped"
+        if self._process is not None:
+            _signal(self._process, signal.SIGKILL)
+
     async def stop(self, grace_s: float = 15.0) -> None:
         """End the engine: politely for `grace_s` seconds (it finishes background writes), then by force."""
         loading = self.state in ("starting", "restarting")

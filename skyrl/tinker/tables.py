@@ -76,6 +76,7 @@ class ModelRow(SQLModel, table=True):
     """The last request that is part of its newest snapshot; None before the first."""
     snapshot_folder: str | None = None
     snapshot_digest: str | None = None
+    snapshot_bytes: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
     snapshot_failed_pass: str | None = None
     """Why the optimizer step after the snapshot has to fail, if it has to."""
     last_request_at: float | None = None

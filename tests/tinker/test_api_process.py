@@ -1,75 +1,20 @@
-"""The API process as a user starts it: what it imports, prints, and how it ends."""
+"""The server as a user starts it: what it imports, prints, and how it ends."""
 
-import os
 import re
 import resource
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
-from skyrl.tinker import api
-from tests.fakes import KILL
-from tests.tinker.harness import BASE_MODEL, LiveServer
-
-ROOT = Path(__file__).parents[2]
-
-
-def command(folder: Path, **options: object) -> list[str]:
-    given = {
-        "backend": "tests.fakes:FakeBackend",
-        "base-model": BASE_MODEL,
-        "port": 0,
-        "checkpoints-base": folder / "checkpoints",
-        "database-url": f"sqlite:///{folder / 'server.db'}",
-        **{name.replace("_", "-"): value for name, value in options.items()},
-    }
-    return [sys.executable, "-m", "skyrl.tinker.api", *(f"--{name}={value}" for name, value in given.items())]
-
-
-class ServerProcess(LiveServer):
-    """`python -m skyrl.tinker.api` with the fake backend; `output` is what it printed up to its summary."""
-
-    def __init__(self, process: subprocess.Popen[str]):
-        assert process.stdout is not None
-        self.process, self.output = process, ""
-        while "TINKER_BASE_URL=" not in self.output:
-            line = process.stdout.readline()
-            assert line, f"the server has ended: {self.output}"
-            self.output += line
-        self.url = self.output.rpartition("TINKER_BASE_URL=")[2].split()[0]
-        self.http = httpx.Client(base_url=f"{self.url}/api/v1", timeout=60)
-
-    def end(self, number: int) -> tuple[int, str]:
-        """(exit code, all that was printed) after a signal."""
-        self.process.send_signal(number)
-        rest, _ = self.process.communicate(timeout=60)
-        return self.process.returncode, self.output + rest
-
-
-@contextmanager
-def running(folder: Path, **options: object) -> Iterator[ServerProcess]:
-    process = subprocess.Popen(
-        command(folder, **options), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    with process:
-        try:
-            server = ServerProcess(process)
-            with server.http:
-                yield server
-        finally:
-            process.kill()
-
-
-def run(folder: Path, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(folder, **options), cwd=ROOT, capture_output=True, text=True, timeout=60)
+from skyrl.tinker import serving
+from tests.tinker.harness import BASE_MODEL
+from tests.tinker.processes import ServerProcess, running
+from tests.tinker.processes import run_to_its_end as run
 
 
 def test_api_imports_neither_jax_nor_torch():
@@ -110,26 +55,16 @@ def poll_once(server: ServerProcess, request_id: str) -> int | None:
         return None
 
 
-def test_second_ctrl_c_does_not_interrupt_the_end(tmp_path):
-    with running(tmp_path) as server:
-        server.process.send_signal(signal.SIGINT)
-        for _ in range(5):
-            time.sleep(0.1)
-            server.process.send_signal(signal.SIGINT)
-        code, output = server.end(signal.SIGINT)
-    assert code == 0 and "Traceback" not in output
-
-
 def test_server_opens_more_files_than_the_system_allows_at_first(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))  # which the server inherits
     try:
         with running(tmp_path) as server:
-            status = Path(f"/proc/{server.process.pid}/limits").read_text()
+            status = Path(f"/proc/{server.pids().api}/limits").read_text()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     [soft] = re.findall(r"Max open files +(\d+)", status)
-    assert int(soft) == min(hard, api.MAX_FILES)
+    assert int(soft) == min(hard, serving.MAX_FILES)
 
 
 @pytest.mark.parametrize("path", ["optim_step", "retrieve_future"])
@@ -141,30 +76,6 @@ def test_client_that_leaves_in_the_middle_of_a_request_is_no_error(tmp_path, pat
         server.train(server.model(), 1)
         _, output = server.end(signal.SIGINT)
     assert "Traceback" not in output and "ERROR" not in output
-
-
-def test_engine_ends_with_the_server(tmp_path):
-    with running(tmp_path) as server:
-        engine = int(subprocess.check_output(["pgrep", "-P", str(server.process.pid)]))
-        server.end(signal.SIGINT)
-    with pytest.raises(ProcessLookupError):
-        os.kill(engine, 0)
-
-
-def test_killed_engine_is_replaced_and_new_models_train(tmp_path):
-    with running(tmp_path) as server:
-        failure = server.failure(server.submit_pass(server.model(), 1, [1, KILL]))
-        assert failure["category"] == "server" and "checkpoint" in failure["error"]
-        server.train(server.model(), 1)
-
-
-def test_result_survives_kill_minus_nine_of_the_server(tmp_path):
-    with running(tmp_path) as server:
-        request = server.submit_pass(server.model(), 1)
-        before = server.outcome(request).content
-        server.end(signal.SIGKILL)
-    with running(tmp_path) as server:
-        assert server.outcome(request).content == before
 
 
 def test_port_in_use_is_one_clear_line(tmp_path):

@@ -42,6 +42,7 @@ def upgrade() -> None:
         batch_op.add_column(sa.Column("snapshot_seq_id", sa.BigInteger(), nullable=True))
         batch_op.add_column(sa.Column("snapshot_folder", sa.String(), nullable=True))
         batch_op.add_column(sa.Column("snapshot_digest", sa.String(), nullable=True))
+        batch_op.add_column(sa.Column("snapshot_bytes", sa.BigInteger(), nullable=True))
         batch_op.add_column(sa.Column("snapshot_failed_pass", sa.String(), nullable=True))
         batch_op.add_column(sa.Column("last_request_at", sa.Float(), nullable=True))
 
@@ -72,6 +73,7 @@ def downgrade() -> None:
     with op.batch_alter_table("models", schema=None) as batch_op:
         batch_op.drop_column("last_request_at")
         batch_op.drop_column("snapshot_failed_pass")
+        batch_op.drop_column("snapshot_bytes")
         batch_op.drop_column("snapshot_digest")
         batch_op.drop_column("snapshot_folder")
         batch_op.drop_column("snapshot_seq_id")

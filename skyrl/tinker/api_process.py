@@ -1,0 +1,93 @@
+"""The API process, as its keeper starts it: reads the options, then serves.
+
+Nothing that takes time is imported before the options are known to be good.
+"""
+
+import argparse
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from skyrl.tinker.config import parse_config
+from skyrl.tinker.keeper import ENDS, HELLO, NOW, READY
+
+
+class KeeperLink:
+    """The API process's end of the connection to its keeper. A keeper that has gone is no error; it is told as STOP.
+
+    Args:
+        handle: The inherited socket.
+        listener: The listening socket, if the keeper has one.
+        again: Whether an earlier API process of this keeper was ready, so that its user knows where the server is.
+    """
+
+    def __init__(self, handle: int, listener: int | None, again: bool):
+        os.set_inheritable(handle, False)
+        self._socket = socket.socket(fileno=handle)
+        self._socket.setblocking(False)
+        self.listener = None if listener is None else socket.socket(fileno=listener)
+        if self.listener is not None:
+            self.listener.set_inheritable(False)
+        self.again = again
+
+    def greet(self, made: socket.socket | None) -> None:
+        """Orders are taken from now on. `made` is a new listening socket for the keeper to keep."""
+        with suppress(OSError):
+            socket.send_fds(self._socket, [HELLO], [] if made is None else [made.fileno()])
+
+    def say_ready(self) -> None:
+        """The engine is ready."""
+        self._say(READY)
+
+    def say_ends(self) -> None:
+        """This process exits next, as it should."""
+        self._say(ENDS)
+
+    def watch(self, on_order: Callable[[bool], None]) -> None:
+        """Call `on_order` on the running loop when this process is to stop; with True: at once."""
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            try:
+                orders = self._socket.recv(64)
+            except OSError:
+                orders = b""
+            if not orders:
+                loop.remove_reader(self._socket)
+            on_order(NOW in orders)
+
+        loop.add_reader(self._socket, read)
+
+    def _say(self, message: bytes) -> None:
+        with suppress(OSError):
+            self._socket.send(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point: `--link N [--listener N] [--again] --prog P -- OPTIONS`. Returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    end = arguments.index("--")
+    parser = argparse.ArgumentParser(description="The API process. Started by its keeper (skyrl serve).")
+    parser.add_argument("--link", type=int, required=True)
+    parser.add_argument("--listener", type=int)
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--prog", required=True)
+    own = parser.parse_args(arguments[:end])
+    link = KeeperLink(own.link, own.listener, own.again)
+    try:
+        config = parse_config(arguments[end + 1 :], prog=own.prog)
+    except SystemExit:  # help, or a bad option
+        link.say_ends()
+        raise
+    from skyrl.tinker import serving
+
+    status = serving.run(config, link)
+    link.say_ends()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""The folder of checkpoints: held by one server, tidied when it starts, and kept within its limits.
+
+What it holds is known from the rows of checkpoints, versions and snapshots, so that asking costs a query and not a walk
+through the folder. What the disk has left is asked of the disk.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+from sqlalchemy import func
+from sqlmodel import Session, col, select
+
+from skyrl.errors import RequestError
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.db import Database
+from skyrl.tinker.lease import Lease
+from skyrl.tinker.tables import CheckpointRow, ModelRow, VersionRow
+from skyrl.utils.storage import tidy
+
+LOCK = ".server.lock"
+MIB, GIB = 2**20, 2**30
+WAY_OUT = "delete checkpoints (tinker checkpoint delete), finish sessions, or start the server with"
+
+
+def hold_folder(base: Path) -> Lease:
+    """Take the folder for this process, and finish what a killed server left in it.
+
+    Raises:
+        RequestError: It cannot be written, or another server uses it.
+    """
+    option = f"checkpoints_base={base}"
+    try:
+        lease = Lease(base / LOCK, option, "--checkpoints-base")
+        try:
+            tempfile.TemporaryFile(dir=base).close()  # the first save is not to be the one to find out that this fails
+            for kind in folders_of_kinds(base):
+                tidy(kind)
+        except BaseException:
+            lease.release()
+            raise
+    except OSError as error:
+        raise RequestError(f"{option}: {error.strerror or error}; use a folder that can be written") from error
+    return lease
+
+
+def folders_of_kinds(base: Path) -> Iterator[Path]:
+    """The folders MODEL/KIND, which hold all that is saved."""
+    for model in base.iterdir():
+        if model.is_dir() and not model.name.startswith("."):
+            yield from (kind for kind in model.iterdir() if kind.is_dir())
+
+
+class Disk:
+    """Refuses what would not fit.
+
+    Args:
+        config: `checkpoints_base` and its limits.
+        database: Knows what has been saved.
+    """
+
+    def __init__(self, config: EngineConfig, database: Database):
+        self._config = config
+        self._database = database
+        self.collect: Callable[[], Awaitable[None]] | None = None
+        """Removes what nobody needs any more, as soon as there is something that does so."""
+
+    async def make_room(self, model_id: str, sampler: bool) -> None:
+        """See to it that a save of a model fits; what can go goes first.
+
+        Args:
+            model_id: The model that is to be saved.
+            sampler: Whether only its weights are saved, not its optimizer.
+
+        Raises:
+            RequestError: It does not fit. The message says what is taken, what may be, and a way out.
+        """
+        if await self._refusal(model_id, sampler) is None:
+            return
+        if self.collect is not None:
+            await self.collect()
+        if (refusal := await self._refusal(model_id, sampler)) is not None:
+            raise RequestError(refusal)
+
+    async def _refusal(self, model_id: str, sampler: bool) -> str | None:
+        config = self._config
+        size = await self._database.read(lambda session: _expected_bytes(session, model_id, sampler))
+        free = shutil.disk_usage(config.checkpoints_base).free
+        if free - size < config.min_free_disk_mib * MIB:
+            return (
+                f"the disk of checkpoints has {free / MIB:.0f} MiB left, of which min_free_disk_mib="
+                f"{config.min_free_disk_mib} are to stay free, and this needs {size / MIB:.1f}; {WAY_OUT} a lower "
+                "--min-free-disk-mib or on a larger disk"
+            )
+        if config.max_disk_gib == 0:
+            return None
+        used = await self._database.read(used_bytes)
+        if used + size > config.max_disk_gib * GIB:
+            return (
+                f"checkpoints take {used / GIB:.3f} GiB of max_disk_gib={config.max_disk_gib:g}, and this needs "
+                f"{size / GIB:.3f}; {WAY_OUT} a larger --max-disk-gib"
+            )
+        return None
+
+
+def used_bytes(session: Session) -> int:
+    """What checkpoints, versions and snapshots take, as far as it is known."""
+    columns = (col(CheckpointRow.size_bytes), col(VersionRow.size_bytes), col(ModelRow.snapshot_bytes))
+    return sum(session.exec(select(func.sum(column))).one() or 0 for column in columns)
+
+
+def _expected_bytes(session: Session, model_id: str, sampler: bool) -> int:
+    """What saving a model will take: as much as the last time. 0 where there was none."""
+    kind = "sampler_weights" if sampler else "weights"
+    named = select(CheckpointRow.size_bytes).where(CheckpointRow.model_id == model_id, CheckpointRow.kind == kind)
+    sizes = [session.exec(named.order_by(col(CheckpointRow.id).desc()).limit(1)).first()]
+    if sampler:
+        written = select(VersionRow.size_bytes).where(
+            VersionRow.model_id == model_id, col(VersionRow.size_bytes).is_not(None)
+        )
+        sizes.append(session.exec(written.limit(1)).first())
+    return max(size or 0 for size in sizes)

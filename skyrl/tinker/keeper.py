@@ -1,0 +1,182 @@
+"""The parent of a server: starts the API process, keeps its listening socket, and starts it again when it dies.
+
+`skyrl serve` and `python -m skyrl.tinker.api` run this. It holds no state but the socket, which stays open while there
+is no API process, so that clients wait instead of being refused; and it imports nothing that could take memory or fail.
+
+Keeper and API process talk over a socketpair, one byte a message. The API process makes the socket, sends it once and
+inherits it later on. When it ends it says so first: without that word it has died and is started again. The keeper's
+orders go the same way rather than as signals, as a signal may come from elsewhere too; its end of stream is an order to
+stop, so that an API process never outlives its keeper.
+"""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+HELLO, READY, ENDS = b"h", b"r", b"e"
+"""What the API process says: that it takes orders (with the listening socket, if it has made it), that its engine is
+ready, that it is about to exit as it should."""
+STOP, NOW = b"s", b"n"
+"""What the keeper says: stop when all is safely stored; stop at once."""
+
+STARTS = 5
+"""Deaths before the first `READY` until the keeper gives up."""
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 10.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Keeper:
+    """Runs one server to its end.
+
+    Args:
+        prog: The command as its user knows it, for messages.
+        options: Command line of the server, which the API process reads.
+        owner: End of a pipe: the server stops when its other end is closed.
+    """
+
+    def __init__(self, prog: str, options: Sequence[str], owner: int | None = None):
+        self._prog = prog
+        self._options = list(options)
+        self._owner = owner
+        self._wake, self._waker = socket.socketpair()
+        self._listener: socket.socket | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._link: socket.socket | None = None
+        self._greeted = False
+        self._ended = False
+        self._was_ready = False
+        self._stops = 0
+        self._deaths = 0
+
+    def run(self) -> int:
+        """Serve until the API process ends as it should, or is told to. Returns its exit status."""
+        self._waker.setblocking(False)
+        self._wake.setblocking(False)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        for number in (*STOP_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, _noticed)
+        while True:
+            status = self._run_api()
+            if self._ended or self._stops:
+                return status if status >= 0 else 0 if status == -signal.SIGTERM else 128 - status
+            self._deaths += 1
+            if not self._was_ready and self._deaths == STARTS:
+                _say(f"error: the server process {_reason(status)}, {STARTS} times before it was ready; see above")
+                return 1
+            _say(f"the server process {_reason(status)}; starting it again")
+            self._wait(min(FIRST_PAUSE_S * 2 ** (self._deaths - 1), LONGEST_PAUSE_S))
+            if self._stops:
+                return 0
+
+    def _run_api(self) -> int:
+        """Run one API process to its end. Returns its exit status."""
+        ours, its = socket.socketpair()
+        with ours, its:
+            inherited = [its.fileno()]
+            command = [
+                sys.executable,
+                "-m",
+                "skyrl.tinker.api_process",
+                f"--prog={self._prog}",
+                f"--link={its.fileno()}",
+            ]
+            if self._listener is not None:
+                inherited.append(self._listener.fileno())
+                command.append(f"--listener={self._listener.fileno()}")
+            if self._was_ready:
+                command.append("--again")
+            # In a session of its own, so that a Ctrl-C at the terminal reaches the keeper only.
+            self._child = subprocess.Popen(
+                [*command, "--", *self._options], pass_fds=inherited, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+            its.close()
+            ours.setblocking(False)
+            self._link, self._greeted, self._ended = ours, False, False
+            while (status := self._child.poll()) is None:
+                self._wait(None)
+            self._listen_to_api()
+            self._link = None
+        return status
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Wait until something happens, for `timeout_s` seconds, or (None) until the API process may have ended."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            sources = [source for source in (self._wake, self._link, self._owner) if source is not None]
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            readable, _, _ = select.select(sources, [], [], left)
+            if self._link in readable:
+                self._listen_to_api()
+            if self._owner in readable:
+                self._owner = None
+                self._stop()
+            if self._wake in readable:
+                for number in self._wake.recv(4096):
+                    if number in STOP_SIGNALS:
+                        self._stop()
+                if deadline is None:
+                    return
+            if not readable or (self._stops and deadline is not None):
+                return
+
+    def _stop(self) -> None:
+        """Pass the wish to stop on; a second one is more urgent."""
+        self._stops += 1
+        if self._listener is not None:  # nobody is to wait for a server that will not come
+            self._listener.close()
+            self._listener = None
+        if self._child is None or self._child.poll() is not None:
+            return
+        if not self._greeted:
+            self._child.terminate()
+        elif self._link is not None:
+            with suppress(OSError):
+                self._link.send(STOP if self._stops == 1 else NOW)
+
+    def _listen_to_api(self) -> None:
+        """Take in what the API process has said."""
+        with suppress(BlockingIOError):
+            while self._link is not None:
+                try:
+                    messages, handles, _, _ = socket.recv_fds(self._link, 64, 1)
+                except ConnectionError:
+                    messages, handles = b"", []
+                for handle in handles:
+                    self._listener = socket.socket(fileno=handle)
+                for message in (messages[i : i + 1] for i in range(len(messages))):
+                    self._greeted |= message == HELLO
+                    self._ended |= message == ENDS
+                    if message == READY:
+                        self._was_ready, self._deaths = True, 0
+                if not messages:
+                    self._link = None
+
+
+def run(options: Sequence[str], prog: str, owner: int | None = None) -> int:
+    """Serve with these command-line options until told to stop. Returns the process's exit status."""
+    return Keeper(prog, options, owner).run()
+
+
+def _noticed(number: int, frame: object) -> None:
+    """The loop is told of the signal by the wakeup socket."""
+
+
+def _say(message: str) -> None:
+    with suppress(OSError):
+        print(f"skyrl: {message}", file=sys.stderr, flush=True)
+
+
+def _reason(status: int) -> str:
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"failed with exit status {status}"
+
+
+if __name__ == "__main__":  # for a program that owns the server: an inherited pipe's handle, then the options
+    os.set_inheritable(int(sys.argv[1]), False)
+    sys.exit(run(sys.argv[2:], "python -m skyrl.tinker.api", owner=int(sys.argv[1])))

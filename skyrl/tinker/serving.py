@@ -1,0 +1,162 @@
+"""The life of an API process: it listens, starts the server's parts, announces them, and stops them in order.
+
+It supervises the engine process and is the only one that opens the database. It imports neither jax nor torch, so it is
+up in a moment and answers while the engine loads and computes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+
+from skyrl.errors import RequestError
+from skyrl.tinker.api_process import KeeperLink
+from skyrl.tinker.app import create_app
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.db import without_password
+from skyrl.tinker.server import TinkerServer
+from skyrl.utils.log import setup_logging
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 4096
+"""Connections that may wait to be accepted: a client opens hundreds at once."""
+KEEP_ALIVE_S = 75
+"""Seconds that an idle connection stays open; longer than clients keep theirs, so that they close first."""
+MAX_FILES = 65536
+"""Open files, so connections, that the process asks the system for."""
+DRAIN_S = 5
+"""Seconds that open requests get to finish once the server is to stop."""
+
+
+def run(config: EngineConfig, link: KeeperLink) -> int:
+    """Serve until told to stop. Returns the process's exit status; start-up failures are told in one line."""
+    setup_logging(config.log_level)
+    _allow_many_connections()
+    try:
+        return asyncio.run(_serve(config, link))
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
+
+
+async def _serve(config: EngineConfig, link: KeeperLink) -> int:
+    try:
+        listener = link.listener or _listen(config.host, config.port)
+    except OSError as error:
+        return _fail(f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --host or --port")
+    app = create_app(config)
+    server: TinkerServer = app.state.server
+    options = uvicorn.Config(
+        app,
+        http="h11",  # which bounds headers, as httptools, if that happens to be installed, does not
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=DRAIN_S,
+    )
+    http = _HttpServer(options, server)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, http.end)
+    link.watch(http.end)
+    link.greet(listener if link.listener is None else None)
+    with listener:
+        try:
+            await server.start()
+        except RequestError as error:
+            return _fail(str(error))
+        announcement = asyncio.create_task(_announce(server, _url(listener), http, link))
+        try:
+            await http.serve(sockets=[listener])
+        finally:
+            announcement.cancel()
+            await server.stop()
+    return _fail(server.failure) if server.failure is not None else 0
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn that ends when it is told to, and lets long polls go at once."""
+
+    def __init__(self, config: uvicorn.Config, server: TinkerServer):
+        super().__init__(config)
+        self._server = server
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def end(self, at_once: bool = False) -> None:
+        """Stop; `at_once` waits neither for open requests nor for the engine, whose work is in the log."""
+        if not self.should_exit:
+            log.info("stopping")
+        self.should_exit = True
+        self.force_exit |= at_once
+        self._server.let_go(at_once)
+
+
+async def _announce(server: TinkerServer, url: str, http: _HttpServer, link: KeeperLink) -> None:
+    """Say where the server is once it is ready; end it if it never will be."""
+    log.info("listening on %s; loading the base model", url)
+    ready = asyncio.create_task(server.service.became_ready.wait())
+    failed = asyncio.create_task(server.failed.wait())
+    await asyncio.wait([ready, failed], return_when=asyncio.FIRST_COMPLETED)
+    if not failed.done():
+        link.say_ready()
+        if link.again:
+            log.info("serving again at %s", url)
+        else:
+            print(_summary(server, url), flush=True)
+        await failed
+    ready.cancel()
+    http.end()
+
+
+def _summary(server: TinkerServer, url: str) -> str:
+    service, config = server.service, server.config
+    names = service.served_names()
+    aliases = f" (also as {', '.join(names[1:])})" if names[1:] else ""
+    rows = {
+        "base model": f"{names[0]}{aliases}",
+        "context": f"{service.info.max_context_length} tokens, LoRA rank up to {service.info.max_lora_rank}",
+        "checkpoints": str(config.checkpoints_base),
+        "database": without_password(config.database_url),
+        "keys": f"{len(config.api_keys)} configured" if config.api_keys else "any (--api-keys limits them)",
+    }
+    lines = [f"SkyRL Tinker server at {url}", *(f"  {name:<12}{value}" for name, value in rows.items())]
+    key = "one of its keys" if config.api_keys else "tml-local"
+    lines.append(f"  connect     TINKER_BASE_URL={url} TINKER_API_KEY={key} python your_script.py")
+    return "\n".join(lines)
+
+
+def _allow_many_connections() -> None:
+    """Every waiting sample of a client holds a connection, and many systems allow a process 1024 files at first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < MAX_FILES:
+        with contextlib.suppress(ValueError, OSError):  # systems that allow less than they say
+            limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    # asyncio sets this only on sockets made for TCP by name; without it every answer waits 40 ms for an ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _fail(message: str) -> int:
+    print(f"skyrl: error: {message}", file=sys.stderr, flush=True)
+    return 1

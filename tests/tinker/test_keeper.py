@@ -1,0 +1,227 @@
+"""The keeper and its processes, real ones: who dies when, who is started again, and what clients see of it."""
+
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl.tinker import keeper
+from tests.tinker.processes import ROOT, TIMEOUT_S, command, run_to_its_end, running
+
+AGAIN = "serving again at"
+
+
+def wait_for_end(pid: int) -> None:
+    """Return once a process, which need not be our child, has ended."""
+    handle = os.pidfd_open(pid)
+    ended, _, _ = select.select([handle], [], [], TIMEOUT_S)
+    os.close(handle)
+    assert ended, f"process {pid} does not end"
+
+
+def deadly_imports(folder: Path, code: str) -> dict[str, str]:
+    """An environment in which `code` runs when an API process starts."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        f"import os, pathlib, sys\nif 'skyrl.tinker.api_process' in sys.orig_argv:\n    {code}\n"
+    )
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_keeper_imports_nothing_heavy():
+    heavy = {"asyncio", "fastapi", "jax", "numpy", "pydantic", "sqlalchemy", "uvicorn"}
+    code = f"import sys, skyrl.cli, skyrl.tinker.keeper; print({heavy!r} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_killed_api_process_is_started_again_at_the_same_address(tmp_path):
+    with running(tmp_path) as server:
+        before = server.pids()
+        server.kill("api")
+        server.wait_for(AGAIN)
+        after = server.pids()
+        server.train(server.model(), 1)
+    assert after.keeper == before.keeper
+    assert after.api != before.api and after.engine != before.engine
+    assert f"{AGAIN} {server.url}" in server.output
+
+
+def test_client_that_comes_while_there_is_no_api_process_waits_and_is_answered(tmp_path):
+    with running(tmp_path) as server:
+        wait_for_end(server.kill("api"))
+        assert server.session()
+
+
+def test_summary_is_printed_once(tmp_path):
+    with running(tmp_path) as server:
+        server.kill("api")
+        server.wait_for(AGAIN)
+        _, output = server.end(signal.SIGINT)
+    assert output.count("TINKER_BASE_URL=") == 1
+    assert output.count("the server process was killed by SIGKILL; starting it again") == 1
+
+
+def test_api_process_that_is_killed_again_and_again_is_started_again(tmp_path):
+    with running(tmp_path) as server:
+        for count in (1, 2, 3):
+            server.kill("api")
+            server.wait_for(AGAIN, count)
+        server.train(server.model(), 1)
+
+
+def test_engine_of_a_killed_api_process_ends(tmp_path):
+    with running(tmp_path) as server:
+        engine = server.pids().engine
+        assert engine is not None
+        server.kill("api")
+        wait_for_end(engine)
+
+
+def test_killed_engine_is_replaced_and_models_train(tmp_path):
+    with running(tmp_path) as server:
+        before = server.pids()
+        wait_for_end(server.kill("engine"))
+        server.train(server.model(), 1)
+        after = server.pids()
+    assert after.api == before.api and after.engine != before.engine
+
+
+def test_result_survives_kill_minus_nine_of_the_api_process(tmp_path):
+    with running(tmp_path) as server:
+        request = server.submit_pass(server.model(), 1)
+        before = server.outcome(request).content
+        wait_for_end(server.kill("api"))
+        assert server.outcome(request).content == before
+
+
+def test_killed_keeper_takes_all_processes_with_it_and_frees_their_locks(tmp_path):
+    with running(tmp_path) as server:
+        server.kill("keeper")
+        _, output = server.ended()  # when the last process has closed its output
+    assert "stopping" in output and "Traceback" not in output
+    with (tmp_path / "server.db.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_locks_are_free_as_soon_as_the_api_process_is_dead(tmp_path):
+    with running(tmp_path) as server:
+        engine = server.pids().engine
+        assert engine is not None
+        os.kill(engine, signal.SIGSTOP)  # it lives on for now
+        keeper_pid = server.process.pid
+        os.kill(keeper_pid, signal.SIGSTOP)
+        wait_for_end(server.kill("api"))
+        with (tmp_path / "server.db.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for pid in (engine, keeper_pid):
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_ctrl_c_at_the_terminal_reaches_the_keeper_only(tmp_path):
+    with running(tmp_path) as server:
+        keeper_pid, api, engine = server.pids()
+        assert api is not None and engine is not None
+        assert len({os.getpgid(pid) for pid in (keeper_pid or 0, api, engine)}) == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_to_all_processes_at_once_are_one_clean_stop(tmp_path, number):
+    with running(tmp_path) as server:
+        for pid in server.pids():
+            assert pid is not None
+            os.kill(pid, number)
+        code, output = server.ended()
+    assert code == 0 and "Traceback" not in output
+
+
+def test_further_ctrl_cs_end_it_cleanly_too(tmp_path):
+    with running(tmp_path) as server:
+        for _ in range(5):
+            server.process.send_signal(signal.SIGINT)
+        code, output = server.ended()
+    assert code == 0 and "Traceback" not in output
+
+
+def test_stop_while_it_starts_is_clean(tmp_path):
+    environment = {**os.environ, **deadly_imports(tmp_path / "imports", "print('starting', flush=True)")}
+    process = subprocess.Popen(
+        command(tmp_path), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    with process:
+        assert process.stdout is not None and process.stdout.readline() == "starting\n"
+        process.send_signal(signal.SIGINT)
+        output = process.stdout.read()
+    assert process.returncode == 0 and "Traceback" not in output
+
+
+def test_api_process_that_fails_is_started_again(tmp_path):
+    (tmp_path / "fails").touch()
+    code = f"fails = pathlib.Path({str(tmp_path / 'fails')!r}); fails.exists() and (fails.unlink(), os._exit(7))"
+    with running(tmp_path, env=deadly_imports(tmp_path / "imports", code)) as server:
+        assert "the server process failed with exit status 7; starting it again" in server.output
+
+
+def test_server_that_never_becomes_ready_is_given_up(tmp_path):
+    environment = {**os.environ, **deadly_imports(tmp_path / "imports", "os.kill(os.getpid(), 9)")}
+    result = subprocess.run(command(tmp_path), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert result.stderr.count("starting it again") == keeper.STARTS - 1
+    assert "before it was ready" in result.stderr.splitlines()[-1]
+
+
+def test_bad_option_is_told_once(tmp_path):
+    result = run_to_its_end(tmp_path, port="none")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "--port=none" in result.stderr
+
+
+@pytest.mark.parametrize("shared", ["database-url", "checkpoints-base"])
+def test_second_server_on_the_same_state_is_refused_by_the_option(tmp_path, shared):
+    with running(tmp_path / "a") as server:
+        options = command(tmp_path / "a")
+        same = {shared: next(option.partition("=")[2] for option in options if option.startswith(f"--{shared}="))}
+        result = run_to_its_end(tmp_path / "b", **same)
+        server.train(server.model(), 1)
+    assert result.returncode == 1
+    message = result.stderr.splitlines()[-1]
+    assert message.startswith("skyrl: error: ") and f"--{shared}" in message and "in use by another server" in message
+    assert "Traceback" not in result.stderr and "starting it again" not in result.stderr
+
+
+# -- LocalServer ------------------------------------------------------------------------------------------------------
+
+OWNER = """
+import pathlib, sys
+from skyrl.local_server import LocalServer
+server = LocalServer(pathlib.Path(sys.argv[1]), "fake/model", {"backend": "tests.fakes:FakeBackend"})
+server.start()
+print(*server.pids(), flush=True)
+for line in sys.stdin:
+    print(getattr(server, line.strip())(), flush=True)
+"""
+
+
+def test_local_server_does_not_outlive_its_owner(tmp_path):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], cwd=ROOT, stdin=-1, stdout=-1, text=True)
+    with owner:
+        assert owner.stdout is not None
+        pids = [int(pid) for pid in owner.stdout.readline().split()]
+        assert len(pids) == 3
+        owner.kill()
+        for pid in pids:
+            wait_for_end(pid)
+
+
+@pytest.mark.parametrize(("method", "index"), [("kill_api", 1), ("kill_engine", 2)])
+def test_local_server_kills_the_process_it_is_asked_to(tmp_path, method, index):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], cwd=ROOT, stdin=-1, stdout=-1, text=True)
+    with owner:
+        assert owner.stdin is not None and owner.stdout is not None
+        pids = [int(pid) for pid in owner.stdout.readline().split()]
+        print(method, file=owner.stdin, flush=True)
+        assert int(owner.stdout.readline()) == pids[index]
+        owner.kill()
