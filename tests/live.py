@@ -3,10 +3,9 @@
 The model is a random Qwen3 of hidden size 32, so a pass costs milliseconds; what a test teaches it, it can learn.
 """
 
-import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -114,26 +113,15 @@ def adapter_folder(server: LocalServer, tinker_path: str) -> Path:
 
 
 def engine_pid(server: LocalServer) -> int:
-    """The process id of the server's engine child."""
-    assert server.process is not None
-    pid = server.process.pid
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    pids = [int(child) for file in children for child in file.read_text().split()]
-    (engine,) = [p for p in pids if "skyrl.tinker.engine" in Path(f"/proc/{p}/cmdline").read_text()]
-    return engine
-
-
-def kill_engine(server: LocalServer) -> None:
-    """As a crash does: no chance to clean up."""
-    os.kill(engine_pid(server), 9)
+    """The process id of the server's engine."""
+    pid = server.pids().engine
+    assert pid is not None, server.log_tail()
+    return pid
 
 
 def wait_for_new_engine(server: LocalServer, old: int, timeout_s: float = 120) -> None:
     """Return once another process than `old` is the engine, and ready."""
     deadline = time.monotonic() + timeout_s
-    while True:
-        with suppress(ValueError):
-            if engine_pid(server) != old and server.healthy():
-                return
+    while server.pids().engine in (None, old) or not server.healthy():
         assert time.monotonic() < deadline, server.log_tail()
         time.sleep(0.1)

@@ -3,7 +3,7 @@
 import pytest
 import tinker
 
-from live import engine_pid, kill_engine, new_trainer, sample, sequence, service, step, supervised, wait_for_new_engine
+from live import engine_pid, new_trainer, sample, sequence, service, step, supervised, wait_for_new_engine
 from skyrl.local_server import LocalServer
 
 TOKENS = sequence(12)
@@ -42,9 +42,8 @@ def test_a_killed_engine_is_replaced_and_new_work_is_fine(own_server):
         trainer = new_trainer(client, own_server)
         step(trainer, DATA)
         path = trainer.save_weights_for_sampler("s").result().path
-        before, pid = greedy(client, path), engine_pid(own_server)
-        kill_engine(own_server)
-        wait_for_new_engine(own_server, pid)
+        before = greedy(client, path)
+        wait_for_new_engine(own_server, own_server.kill_engine())
         assert greedy(client, path) == before
         step(new_trainer(client, own_server), DATA)
 
@@ -53,7 +52,7 @@ def test_work_lost_with_the_engine_fails_with_category_server(own_server):
     with service(own_server) as client:
         trainer = new_trainer(client, own_server)
         step(trainer, DATA)
-        kill_engine(own_server)
+        own_server.kill_engine()
         with pytest.raises(tinker.RequestFailedError) as failure:
             trainer.forward_backward(DATA, "cross_entropy").result()
         assert failure.value.category == tinker.types.RequestErrorCategory.Server
