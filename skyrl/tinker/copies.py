@@ -124,16 +124,8 @@ def _copy_of(source: CheckpointRow, place: Place, ttl_seconds: int | None, servi
 def _record(session: Session, place: Place, source: CheckpointRow, copy: CheckpointRow) -> None:
     """Give a copy that is on disk its run and its name. Raises `RequestError` if its place was taken meanwhile."""
     _earlier(session, place)
-    now = time.time()
     if place.new_session_in is not None:
-        row = SessionRow(
-            session_id=place.session_id,
-            tenant=place.tenant,
-            project_id=place.new_session_in,
-            finished_at=now,
-            finish_reason="success",
-        )
-        session.add(row)
+        session.add(SessionRow(session_id=place.session_id, tenant=place.tenant, project_id=place.new_session_in))
     run = ModelRow(
         model_id=place.model_id,
         session_id=place.session_id,
@@ -153,7 +145,7 @@ def _record(session: Session, place: Place, source: CheckpointRow, copy: Checkpo
         status="done",
         result=json_text.dumps({"tinker_path": str(_path(copy))}),
         result_type=JSON,
-        finished_at=now,
+        finished_at=time.time(),
     )
     session.add_all([run, request, CheckpointRow(**copy.model_dump())])
 
