@@ -19,6 +19,8 @@ T = TypeVar("T")
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
 
+MANY_FAULTS = 1000
+
 Int64 = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -95,7 +97,7 @@ def read_address(kind: type[Address], value: dict[str, Any]) -> Address:
     try:
         return kind.model_validate({key: child for key, child in value.items() if child is not None})
     except ValidationError as error:
-        raise MalformedBody(describe(error.errors())) from error
+        raise MalformedBody(describe_faults(error)) from error
 
 
 def json_parser(
@@ -115,9 +117,17 @@ def json_parser(
         try:
             return Parsed(where, schema.model_validate(value))
         except ValidationError as error:
-            return Parsed(where, None, describe(error.errors()))
+            return Parsed(where, None, describe_faults(error))
 
     return parse
+
+
+def describe_faults(error: ValidationError) -> str:
+    """What does not fit a schema, in one line. Of very many faults only their number: to list them takes seconds."""
+    count = error.error_count()
+    if count > MANY_FAULTS:
+        return f"{count} values or names do not fit this request; its schema is in /openapi.json"
+    return describe(error.errors())
 
 
 def describe(errors: Sequence[Any]) -> str:

@@ -27,7 +27,9 @@ async def admit(service: Service, operation: QueuedOperation, body: Body, caller
         EngineStarting: The base model is not known yet.
     """
     await service.wait_until_ready()
-    parsed = await off_loop(len(body.data), partial(operation.parse, body, service.config.max_body_bytes))
+    max_bytes = service.config.max_body_bytes
+    size = max_bytes if body.content_encoding else len(body.data)  # of a few bytes there may be many
+    parsed = await off_loop(size, partial(operation.parse, body, max_bytes))
     target = await locate(service, caller, parsed.address)
     return Admission(service, caller, target, new_request_id(operation.name)), parsed
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 import zstandard
-from google.protobuf.message import DecodeError, Message
-from google.protobuf.unknown_fields import UnknownFieldSet
+from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 
 from skyrl.errors import RequestError
-from skyrl.tinker.parsing import Body, MalformedBody, ModelAddress, describe, json_object, read_address
+from skyrl.tinker.parsing import Body, MalformedBody, ModelAddress, describe_faults, json_object, read_address
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
-from skyrl.tinker.schemas import MAX_DATUMS, ForwardBackwardRequest, ForwardRequest, ModelInput, PassInput, TensorData
+from skyrl.tinker.schemas import ForwardBackwardRequest, ForwardRequest, ModelInput, PassInput, TensorData
 from skyrl.tinker.tensors import Budget, dense, densified, float32s, from_bytes, int64s, sparse
+from skyrl.tinker.wire_scan import address_of, check_parts
 from skyrl.types import Cells, Datum, ForwardBackwardOutput, SampleOutput, TokenTable
 
 PROTOBUF = "application/x-protobuf"
@@ -34,6 +34,8 @@ DTYPES = {
 }
 DTYPE_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
+MAX_JSON_BYTES = 64 * 2**20
+"""JSON takes up to thirty times its size to parse, which protobuf does not."""
 ZSTD_PIECE = 1024
 """Bytes decompressed at once. Even a bomb expands to no more than 32 MiB from these, so it is noticed in time."""
 
@@ -123,9 +125,9 @@ def target_cells(tensor: TensorData) -> Cells:
 
 
 def _from_protobuf(body: bytes, max_bytes: int) -> PassRequest:
-    message = pb.ForwardBackwardRequest()
     try:
-        message.ParseFromString(body)
+        fault = _fault(body)
+        message = pb.ForwardBackwardRequest.FromString(address_of(body) if fault else body)
     except DecodeError as error:
         raise MalformedBody(f"the body is no ForwardBackwardRequest ({error}); send the SDK's protobuf") from error
     if not message.model_id or message.seq_id < 1:
@@ -133,10 +135,9 @@ def _from_protobuf(body: bytes, max_bytes: int) -> PassRequest:
             f"model_id={message.model_id!r}, seq_id={message.seq_id}: both are required, seq_id from 1 on"
         )
     envelope = PassRequest(message.model_id, message.seq_id, message.forward_only)
+    if fault is not None:
+        return _with_error(envelope, fault)
     try:
-        _refuse_unknown(message, "request")
-        if len(message.data) > MAX_DATUMS:
-            raise RequestError(f"data has {len(message.data)} datums; send at most {MAX_DATUMS} per request")
         budget = Budget(max_bytes)
         data = [_protobuf_datum(i, datum, budget) for i, datum in enumerate(message.data)]
         config = _protobuf_config(message)
@@ -146,6 +147,8 @@ def _from_protobuf(body: bytes, max_bytes: int) -> PassRequest:
 
 
 def _from_json(body: bytes, max_bytes: int) -> PassRequest:
+    if len(body) > MAX_JSON_BYTES:
+        raise MalformedBody(f"{_too_large(MAX_JSON_BYTES)}, or protobuf")
     value = json_object(Body(body))
     address = read_address(ModelAddress, value)
     assert isinstance(address, ModelAddress)
@@ -162,7 +165,7 @@ def _from_json(body: bytes, max_bytes: int) -> PassRequest:
             given = ForwardBackwardRequest.model_validate(value).forward_backward_input
         data = _json_data(given, Budget(max_bytes))
     except ValidationError as error:
-        return _with_error(envelope, describe(error.errors()))
+        return _with_error(envelope, describe_faults(error))
     except RequestError as error:
         return _with_error(envelope, str(error))
     return PassRequest(address.model_id, address.seq_id, forward_only, data, given.loss_fn, dict(given.loss_fn_config))
@@ -172,9 +175,17 @@ def _with_error(envelope: PassRequest, error: str) -> PassRequest:
     return PassRequest(envelope.model_id, envelope.seq_id, envelope.forward_only, error=error)
 
 
+def _fault(body: bytes) -> str | None:
+    """What keeps a protobuf body from being parsed whole."""
+    try:
+        check_parts(body)
+    except RequestError as error:
+        return str(error)
+    return None
+
+
 def _protobuf_datum(i: int, message: pb.Datum, budget: Budget) -> Datum:
     try:
-        _refuse_unknown(message, "datum")
         tokens = [_protobuf_chunk(chunk) for chunk in message.model_input]
         inputs = {name: _protobuf_tensor(name, tensor, budget) for name, tensor in message.loss_fn_inputs.items()}
     except RequestError as error:
@@ -392,15 +403,6 @@ def _bytes(array: np.ndarray, dtype: str | np.dtype) -> bytes:
 
 
 # -- details ----------------------------------------------------------------------------------------------------------
-
-
-def _refuse_unknown(message: Message, what: str) -> None:
-    unknown = UnknownFieldSet(message)
-    if len(unknown):
-        raise RequestError(
-            f"field number {unknown[0].field_number} of the {what} is not known to this server; "
-            "use the client version that this server's documentation names"
-        )
 
 
 def _only_text(kind: str) -> str:

@@ -255,7 +255,7 @@ def test_arrays_that_are_too_large_together_are_refused():
 def test_a_crowd_of_datums_is_refused():
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1)
     message.data.extend([pb.Datum()] * (MAX_DATUMS + 1))
-    assert decode(message.SerializeToString()).error == "data has 16385 datums; send at most 16384 per request"
+    assert decode(message.SerializeToString()).error == "data has more than 16384 datums; send fewer per request"
 
 
 def test_a_field_of_a_newer_protocol_is_refused_by_number():

@@ -11,10 +11,10 @@ from starlette.exceptions import HTTPException
 
 from skyrl.tinker.auth import BadKey, Caller
 from skyrl.tinker.ids import CheckpointKind, TinkerPath
-from skyrl.tinker.parsing import Body, MalformedBody, describe, json_object
+from skyrl.tinker.parsing import Body, MalformedBody, describe_faults, json_object
 from skyrl.tinker.queue import RequestQueue
 from skyrl.tinker.server import TinkerServer
-from skyrl.tinker.service import Service
+from skyrl.tinker.service import Service, off_loop
 
 
 def _server(request: Request) -> TinkerServer:
@@ -68,9 +68,9 @@ class JsonBody:
 
     async def __call__(self, body: BodyDependency) -> BaseModel:
         try:
-            return self.schema.model_validate(json_object(body))
+            return await off_loop(len(body.data), lambda: self.schema.model_validate(json_object(body)))
         except ValidationError as error:
-            raise MalformedBody(describe(error.errors())) from error
+            raise MalformedBody(describe_faults(error)) from error
 
 
 def json_body(schema: type[BaseModel]) -> Any:

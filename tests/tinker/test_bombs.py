@@ -1,0 +1,99 @@
+"""Bodies of a few kilobytes that stand for gigabytes: refused in bounded memory, as a process of its own tells."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+MAX_BYTES = 16 * 2**20
+
+MEASURE = """
+import json, sys
+import zstandard
+from skyrl.tinker import wire
+from skyrl.tinker.parsing import MalformedBody
+from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
+
+MAX_BYTES = int(sys.argv[1])
+HALF = MAX_BYTES // 2
+address = pb.ForwardBackwardRequest(model_id="m", seq_id=1).SerializeToString()
+start = b'{"model_id":"m","seq_id":1,'
+
+
+def length_delimited(tag, content):
+    length, size = b"", len(content)
+    while size > 127:
+        length, size = length + bytes([size & 127 | 128]), size >> 7
+    return tag + length + bytes([size]) + content
+
+
+def status(name):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
+
+
+bombs = {
+    "zeros": (bytes(2**30), wire.PROTOBUF),
+    "datums": (address + b"\\x1a\\x00" * (HALF - 50), wire.PROTOBUF),
+    "chunks": (address + length_delimited(b"\\x1a", b"\\x0a\\x00" * (HALF - 50)), wire.PROTOBUF),
+    "spans": (address + length_delimited(b"\\x1a", b"\\x1a\\x00" * (HALF - 50)), wire.PROTOBUF),
+    "options": (address + b"\\x3a\\x02\\x12\\x00" * (HALF // 2 - 50), wire.PROTOBUF),
+    "unknown fields": (address + b"\\x7a\\x00" * (HALF - 50), wire.PROTOBUF),
+    "unknown fields of a datum": (address + length_delimited(b"\\x1a", b"\\x7a\\x00" * (HALF - 50)), wire.PROTOBUF),
+    "models": (b"\\x0a\\x00" * (HALF - 50) + address, wire.PROTOBUF),
+    "json objects": (start + b'"forward_input":{"data":[' + b"{}," * (HALF // 2) + b"{}]}}", "application/json"),
+    "json names": (
+        start + b",".join(b'"%06x":1' % number for number in range(HALF // 6)) + b"}",
+        "application/json",
+    ),
+}
+found = {}
+for name, (body, media_type) in bombs.items():
+    sent = zstandard.compress(body)
+    del body
+    bombs[name] = None
+    open("/proc/self/clear_refs", "w").write("5")  # the highest so far becomes what it is now
+    before = status("VmRSS")
+    try:
+        answer = wire.decode_forward_backward(sent, media_type, "zstd", MAX_BYTES).error
+    except MalformedBody as error:
+        answer = str(error)
+    found[name] = {"bytes": len(sent), "grown": status("VmHWM") - before, "answer": answer}
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def bombs() -> dict[str, dict]:
+    """By name: bytes sent, bytes that the process grew by, and the answer."""
+    command = [sys.executable, "-c", MEASURE, str(MAX_BYTES)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, timeout=240).stdout)
+
+
+NAMES = {
+    "zeros": f"more than {MAX_BYTES} bytes",
+    "datums": "more than 16384 datums",
+    "chunks": "more than 524288 parts",
+    "spans": "more than 524288 parts",
+    "options": "more than 524288 parts",
+    "unknown fields": "field number 15 of the request",
+    "unknown fields of a datum": "field number 15 of the datum",
+    "models": "both are required",
+    "json objects": "is required",
+    "json names": "values or names do not fit",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bomb_is_refused_by_what_is_wrong_with_it(bombs, name):
+    assert NAMES[name] in bombs[name]["answer"]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("json")])
+def test_a_protobuf_bomb_takes_no_more_than_four_times_the_largest_body(bombs, name):
+    assert bombs[name]["grown"] < 4 * MAX_BYTES, bombs[name]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("json")])
+def test_json_takes_no_more_than_forty_times_the_largest_body(bombs, name):
+    assert bombs[name]["grown"] < 40 * MAX_BYTES, bombs[name]
