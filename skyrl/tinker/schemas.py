@@ -359,7 +359,7 @@ class HealthResponse(BaseModel):
 class ClientConfigResponse(BaseModel):
     """`client/config`: how the client should talk to this server. Flags not named here keep the client's defaults."""
 
-    pjwt_auth_enabled: bool = False
+    pjwt_auth_enabled: bool = True
     parallel_fwdbwd_chunks: bool = True
     proto_write_fwdbwd: bool = True
     proto_compress_fwdbwd: bool = False

@@ -50,6 +50,7 @@ def test_session_can_be_made_while_the_engine_loads(tmp_path):
 def test_client_config_promises_only_what_is_served(server):
     flags = server.ok("/client/config", {"sdk_version": "0.38.0"})
     assert {name for name, value in flags.items() if value is True} == {
+        "pjwt_auth_enabled",
         "parallel_fwdbwd_chunks",
         "proto_write_fwdbwd",
         "fwd_via_fwdbwd",
