@@ -6,6 +6,7 @@ up in a moment and answers while the engine loads and computes.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import signal
@@ -31,6 +32,8 @@ KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open; longer than clients keep theirs, so that they close first."""
 MAX_FILES = 65536
 """Open files, so connections, that the process asks the system for."""
+COLLECTIONS = (10_000, 20, 50)
+"""Thresholds of the garbage collector: waiting requests are many objects, and none of them is garbage."""
 DRAIN_S = 5
 """Seconds that open requests get to finish once the server is to stop."""
 
@@ -72,6 +75,10 @@ async def _serve(config: EngineConfig, link: KeeperLink) -> int:
             await server.start()
         except RequestError as error:
             return _fail(str(error))
+        # What is loaded by now stays; looking through it all again would stop every answer for 0.2 s.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*COLLECTIONS)
         announcement = asyncio.create_task(_announce(server, _url(listener), http, link))
         try:
             await http.serve(sockets=[listener])
