@@ -37,7 +37,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, description in {
         400: "The request cannot be served as sent.",
         401: "The key is not one of this server's.",
+        403: "Nobody may do this here, or the link was changed.",
         404: "There is no such thing, or it is another tenant's.",
+        408: "The body did not arrive.",
+        410: "It is finished or gone for good.",
         413: "The body is too large.",
         429: "Too much is queued; send it again in a moment.",
         503: "The engine is not ready yet; send it again in a moment.",

@@ -38,7 +38,7 @@ CASES = [
     pytest.param(*route, mode, id=f"{mode.value}-{route[0]}-{route[1]}")
     for route, entry in ENTRIES.items()
     for mode in GenerationMode
-    if mode == GenerationMode.POSITIVE or {"requestBody", "parameters"} & entry.keys()
+    if mode == GenerationMode.POSITIVE or "requestBody" in entry or "query" in str(entry.get("parameters"))
 ]
 
 
@@ -78,7 +78,8 @@ def test_every_answer_is_one_of_the_document(server, method, path, mode):
             case.body = {**case.body, **{name: value for name, value in known.items() if name in case.body}}
         parameters = case.path_parameters or {}
         case.path_parameters = {**parameters, **{name: known[name] for name in parameters if name in known}}
-        response = case.call(base_url=host, headers={"X-API-Key": "tml-test"}, timeout=PATIENCE_S)
+        options = {"timeout": PATIENCE_S, "allow_redirects": False}
+        response = case.call(base_url=host, headers={"X-API-Key": "tml-test"}, **options)
         case.validate_response(response, checks=CHECKS)
 
     answers()

@@ -52,7 +52,7 @@ async def external_weights_urls(
     return rest.ExternalWeightsUrlsResponse(urls=urls, expires=rest.moment(expires))
 
 
-@router.get(f"{CHECKPOINT}/archive", response_model=None)
+@router.get(f"{CHECKPOINT}/archive", response_model=None, responses={302: {"description": "The link."}})
 async def archive(
     path: PathDependency, request: Request, service: ServiceDependency, caller: CallerDependency
 ) -> Response:
@@ -66,7 +66,7 @@ async def archive(
     return RedirectResponse(url, 302, {"Expires": formatdate(expires, usegmt=True)})
 
 
-@public.get(DOWNLOADS, response_model=None)
+@public.get(DOWNLOADS, response_model=None, responses={200: {"content": {"application/octet-stream": {}}}})
 async def download(token: str, name: str, service: ServiceDependency) -> Response:
     """What a link is for."""
     try:

@@ -42,7 +42,11 @@ async def asample(queue: QueueDependency, caller: CallerDependency, body: BodyDe
     return schemas.FutureResponse(request_id=request_id, sample_sequence_ids=sequence_ids)
 
 
-@router.post("/retrieve_future", response_model=None)
+@router.post(
+    "/retrieve_future",
+    response_model=None,
+    responses={200: {"content": {PROTOBUF: {}}}, 408: {"model": schemas.TryAgainResponse}},
+)
 async def retrieve_future(
     request: Request,
     queue: QueueDependency,
