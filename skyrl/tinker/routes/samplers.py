@@ -75,6 +75,11 @@ async def get_sampler(sampler_id: str, service: ServiceDependency, caller: Calle
 
 async def _check_checkpoint(service: Service, path: TinkerPath, caller: Caller) -> None:
     checkpoint = await service.directory.checkpoint("model_path", path, caller)
+    if path.kind == "external_weights":
+        raise RequestError(
+            f"model_path={path} is for use elsewhere; sample from what save_weights_for_sampler made: "
+            "tinker://MODEL/sampler_weights/NAME"
+        )
     if checkpoint.base_model != service.info.base_model:
         raise RequestError(
             f"model_path={path} was trained on base model {checkpoint.base_model!r}, which is not the one served here "
