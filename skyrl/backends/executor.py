@@ -101,6 +101,17 @@ class Executor(AbstractBackend):
                 self._queues.setdefault(operation.model_id, deque()).append(operation)
             self._wake.notify_all()
 
+    def submit_first(self, operation: ModelOperation) -> None:
+        """Queue an operation before all others of its model, none of which may have begun (`is_working_on`)."""
+        assert not self.is_working_on(operation.model_id), operation
+        with self._wake:
+            self._queues.setdefault(operation.model_id, deque()).appendleft(operation)
+            self._wake.notify_all()
+
+    def is_working_on(self, model_id: str) -> bool:
+        """Whether an operation of the model has begun and not ended, background writes aside."""
+        return model_id in self._running
+
     def cancel(self, request_id: str) -> None:
         self.sampler.cancel(request_id)
 

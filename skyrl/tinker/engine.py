@@ -130,16 +130,13 @@ class TinkerEngine:
             self.channel.send(Held(request_id, reason))
         self._submit()
         self._deliver(self.backend.step() if self.backend.busy else [])
+        self.upkeep.snapshot_due(time.monotonic())
         self._submit()
 
     def _submit(self) -> None:
         while (operation := self.scheduler.next()) is not None:
             self._submitted[operation.request_id] = operation
             self.backend.submit(operation)
-            if isinstance(operation, ModelOperation) and self.scheduler.knows(operation.model_id):
-                self.policy.note(operation)
-                self.upkeep.snapshot_due(time.monotonic())
-        self.upkeep.snapshot_due(time.monotonic())
 
     def _deliver(self, completions: list[Completion]) -> None:
         while self._stored:
@@ -157,7 +154,6 @@ class TinkerEngine:
             if isinstance(operation, ModelOperation):
                 self._follow(operation, completion.result)
             if asked_for:
-                self._running.discard(completion.request_id)
                 self.channel.send(Done(completion.request_id, completion.result))
 
     def _follow(self, operation: ModelOperation, result: Result) -> None:
@@ -168,8 +164,10 @@ class TinkerEngine:
             self.upkeep.forget(model_id, "its model was deleted")
         elif makes and isinstance(result, ErrorResponse) and not self.backend.has_model(model_id):
             self.upkeep.forget(model_id, "its model could not be made")
-        elif self.scheduler.knows(model_id) and self.scheduler.finished(model_id) is None:
-            crash_point("engine: model half revived")
+        elif self.scheduler.knows(model_id):
+            self.policy.note(operation)
+            if self.scheduler.finished(model_id) is None:
+                crash_point("engine: model half revived")
 
     def _handle(self, frame: ToEngine) -> None:
         if isinstance(frame, Enqueue):
@@ -224,10 +222,9 @@ class TinkerEngine:
         deadline, tried = time.monotonic() + DRAIN_S, set[str]()
         while (left_s := deadline - time.monotonic()) > 0:
             for model_id in self.policy.changed():
-                seq_id = self.scheduler.finished(model_id)
-                if seq_id is not None and model_id not in tried and not self.policy.under_way(model_id):
+                if model_id not in tried and not self.policy.under_way(model_id):
                     tried.add(model_id)
-                    self.upkeep.snapshot(model_id, seq_id)
+                    self.upkeep.snapshot(model_id)
             if not self.backend.busy and not self.backend.writing:
                 return
             self.backend.wait(left_s)

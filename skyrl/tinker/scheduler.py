@@ -5,8 +5,8 @@ is held until those before it are here. If they do not come for `gap_timeout_s`,
 model's order, and the model goes on with the next request. Requests whose turn has come wait in two fair queues, one of
 model operations and one of samples, because the backend works on both at once.
 
-It also knows how far each model is: which request was the last to be handed out, and which the last to end. A revived
-model has a place in its order again once all that repeats its past has been handed out, or has ended.
+It also knows how far each model is: which request was the last to end. A revived model has a place in its order again
+once all that repeats its past has ended.
 
 Pure: no threads, no clock but the `now` (seconds) that is passed in.
 """
@@ -52,10 +52,8 @@ class _Line:
     next_seq_id: int = 0
     held: dict[int, tuple[str, ModelOperation]] = field(default_factory=dict)
     """(tenant, operation) by seq_id."""
-    submitted: int | None = None
-    """The highest seq_id that `next` has returned. None: not even the model's past is complete."""
     finished: int | None = None
-    """The highest seq_id that has ended."""
+    """The highest seq_id that has ended. None: not even the model's past is complete."""
 
 
 class Scheduler:
@@ -120,10 +118,7 @@ class Scheduler:
 
     def next(self) -> Operation | None:
         """The next operation to submit, outstanding from now on until `done`; None if nothing may go now."""
-        operation = self._training.next() or self._samples.next()
-        if isinstance(operation, ModelOperation) and (line := self._lines.get(operation.model_id)) is not None:
-            line.submitted = _later(line.submitted, self._seq_ids.get(operation.request_id))
-        return operation
+        return self._training.next() or self._samples.next()
 
     def done(self, operation: Operation) -> bool:
         """A submitted operation has ended, or was cancelled. Returns whether it was added (not made here)."""
@@ -143,11 +138,6 @@ class Scheduler:
     def idle(self, model_id: str) -> bool:
         """Whether nothing of the model is held, queued or outstanding."""
         return model_id not in self._unfinished and model_id not in self._gaps
-
-    def submitted(self, model_id: str) -> int | None:
-        """The last seq_id such that it and all before it were handed out; None while the model's past was not."""
-        line = self._lines.get(model_id)
-        return line.submitted if line else None
 
     def finished(self, model_id: str) -> int | None:
         """The last seq_id that has ended; None while the model's past has not."""
@@ -225,8 +215,9 @@ class Scheduler:
         self._unfinished[model_id] -= 1
         if not self._unfinished[model_id]:
             del self._unfinished[model_id]
-        if (line := self._lines.get(model_id)) is not None:
-            line.finished = _later(line.finished, seq_id)
+        line = self._lines.get(model_id)
+        if line is not None and seq_id is not None:
+            line.finished = seq_id if line.finished is None else max(line.finished, seq_id)
         if isinstance(operation, DeleteModel):
             self.forget(model_id, "its model was deleted")
 
@@ -249,7 +240,3 @@ def cost_of(operation: Operation) -> int:
 
 def _rejected(operation: ModelOperation, error: str, gradients: GradientEffect) -> Rejected:
     return Rejected(request_id=operation.request_id, model_id=operation.model_id, error=error, gradients=gradients)
-
-
-def _later(old: int | None, new: int | None) -> int | None:
-    return old if new is None else new if old is None else max(old, new)

@@ -1,6 +1,6 @@
 """When a model is snapshotted: after so many optimizer steps, requests or bytes, and after each load.
 
-Counts are of what was handed to the backend since the last snapshot that succeeded. A model has at most one snapshot
+Counts are of what has ended since the last snapshot that succeeded. A model has at most one snapshot
 under way; one that fails is tried again after a growing pause, with what came meanwhile. Loads do not wait for a count
 because what they read may be deleted.
 
@@ -63,7 +63,7 @@ class SnapshotPolicy:
         """Models that have reached a limit."""
 
     def note(self, operation: ModelOperation) -> None:
-        """An operation was handed to the backend."""
+        """An operation has ended."""
         model = self._models.setdefault(operation.model_id, _Model())
         model.since.add(_counts_of(operation))
         self._consider(operation.model_id)

@@ -1,7 +1,7 @@
 """What the engine does to its models without a request: it snapshots them, and parks those that are not used.
 
-Each is an operation of its own, handed to the backend past the scheduler's queues, so it takes effect right after all
-that was handed out before. Nobody waits for its completion but `ended`.
+Each is an operation of its own, handed to the backend past the scheduler's queues. A snapshot goes before all that has
+not begun, so it shows its model as of the last request that has ended. Nobody but `ended` waits for its completion.
 """
 
 import logging
@@ -76,16 +76,18 @@ class Upkeep:
     def snapshot_due(self, now: float) -> None:
         """Begin the snapshots whose time has come."""
         for model_id in self._policy.due(now):
-            seq_id = self._scheduler.submitted(model_id)
-            if seq_id is not None:  # else its past is still being repeated
-                self.snapshot(model_id, seq_id)
+            self.snapshot(model_id)
 
-    def snapshot(self, model_id: str, seq_id: int, then: Then = lambda done: None) -> None:
-        """Begin a snapshot of a model whose last request that has been handed out is `seq_id`."""
+    def snapshot(self, model_id: str, then: Then = lambda done: None) -> None:
+        """Begin a snapshot of a model, unless it is in the middle of a request or of repeating its past."""
+        seq_id = self._scheduler.finished(model_id)
+        if seq_id is None or self._backend.is_working_on(model_id):
+            return
         path = ids.folder(self._base, model_id, "snapshots", f"{seq_id}-{uuid4().hex[:8]}")
         operation = SaveSnapshot(request_id=f"snapshot-{uuid4()}", model_id=model_id, path=path)
         self._policy.begin(model_id)
-        self._submit(operation, partial(self._snapshot_ended, operation, seq_id, then))
+        self._own[operation.request_id] = operation, partial(self._snapshot_ended, operation, seq_id, then)
+        self._backend.submit_first(operation)
 
     def park(self, model_id: str) -> None:
         """Snapshot a model that has nothing to do, unless it is as its last snapshot, then delete it."""
@@ -94,9 +96,7 @@ class Upkeep:
         elif not self._stands_still(model_id):
             self._parked(model_id, False)
         elif model_id in self._policy.changed():
-            seq_id = self._scheduler.submitted(model_id)
-            assert seq_id is not None, model_id
-            self.snapshot(model_id, seq_id, partial(self._delete, model_id))
+            self.snapshot(model_id, partial(self._delete, model_id))
         else:
             self._delete(model_id, True)
 
@@ -108,7 +108,11 @@ class Upkeep:
             self._parked(model_id, False)
             return
         operation = DeleteModel(request_id=f"park-{uuid4()}", model_id=model_id)
-        self._submit(operation, lambda result: self._parked(model_id, not isinstance(result, ErrorResponse)))
+        self._own[operation.request_id] = operation, partial(self._deleted, model_id)
+        self._backend.submit(operation)
+
+    def _deleted(self, model_id: str, result: Result) -> None:
+        self._parked(model_id, not isinstance(result, ErrorResponse))
 
     def _parked(self, model_id: str, done: bool) -> None:
         if done:
@@ -119,10 +123,6 @@ class Upkeep:
         """The model is not in the backend any more."""
         self._policy.forget(model_id)
         self._scheduler.forget(model_id, why)
-
-    def _submit(self, operation: ModelOperation, then: Callable[[Result], None]) -> None:
-        self._own[operation.request_id] = operation, then
-        self._backend.submit(operation)
 
     def _snapshot_ended(self, operation: SaveSnapshot, seq_id: int, then: Then, result: Result) -> None:
         model_id = operation.model_id

@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -51,6 +52,8 @@ from skyrl.types import (
 )
 from tests.fakes import POISON, FakeBackend, FakeConfig
 
+Frame = TypeVar("Frame", bound=FromEngine)
+
 
 class Wire:
     """The API's end of the channel, blocking."""
@@ -68,6 +71,12 @@ class Wire:
 
     def read(self) -> FromEngine:
         return self._channel.receive()  # pyright: ignore[reportReturnType]
+
+    def until(self, kind: type[Frame]) -> Frame:
+        """The next frame of a kind; others are skipped."""
+        while not isinstance(frame := self.read(), kind):
+            pass
+        return frame
 
     def results(self, *request_ids: str) -> dict[str, object]:
         """Results of these requests, in the order in which they came; other frames are skipped."""

@@ -215,32 +215,30 @@ def test_a_request_from_before_a_revival_that_comes_now_is_refused(seq_id):
     assert isinstance(late, Rejected) and late.gradients == "kept" and "send all of them again" in late.error
 
 
-def test_a_revived_model_has_its_place_once_all_of_its_past_was_handed_out_and_has_ended():
+def test_a_revived_model_has_its_place_once_all_of_its_past_has_ended():
     scheduler = revived(8, REVIVAL, a_pass(5))
     scheduler.add(Item("tenant", save(8), 8), 0.0)
     places = []
     for _ in range(3):
         operation = scheduler.next()
         assert operation is not None
-        submitted_now = scheduler.submitted("m")
         scheduler.done(operation)
-        places.append((submitted_now, scheduler.finished("m")))
-    assert places == [(None, None), (7, 7), (8, 8)]
+        places.append(scheduler.finished("m"))
+    assert places == [None, 7, 8]
 
 
 @given(order=st.permutations(range(1, 9)), ends=st.lists(st.booleans(), min_size=8, max_size=8))
-def test_the_place_of_a_model_is_that_of_what_was_handed_out_and_of_what_has_ended(order, ends):
-    scheduler, outstanding, out, ended = with_model(), [], -1, -1
+def test_the_place_of_a_model_is_that_of_what_has_ended_and_it_is_idle_when_all_has(order, ends):
+    scheduler, outstanding, ended = with_model(), [], -1
     for seq_id, end in zip(order, ends, strict=True):
         scheduler.add(Item("tenant", save(seq_id), seq_id), 0.0)
         while (operation := scheduler.next()) is not None:
             outstanding.append(operation)
-            out = int(operation.request_id[1:])
         if end and outstanding:
             operation = outstanding.pop(0)
             ended = int(operation.request_id[1:])
             scheduler.done(operation)
-        assert (scheduler.submitted("m"), scheduler.finished("m")) == (out, ended if ended >= 0 else None)
+        assert scheduler.finished("m") == (ended if ended >= 0 else None)
         assert scheduler.idle("m") == (not outstanding and not scheduler._lines["m"].held)
 
 
@@ -249,7 +247,7 @@ def test_a_late_request_does_not_move_a_models_place():
     submitted(scheduler)
     scheduler.add(Item("tenant", replace(save(1), request_id="late"), 1), 0.0)
     assert ids(submitted(scheduler)) == ["late"]
-    assert (scheduler.submitted("m"), scheduler.finished("m")) == (2, 2)
+    assert scheduler.finished("m") == 2
 
 
 def test_a_model_is_idle_when_nothing_of_it_is_queued_outstanding_or_held():
