@@ -13,6 +13,29 @@ def serve(argv: Sequence[str]) -> int:
     return keeper.run(argv, prog="skyrl serve")
 
 
+def gc(argv: Sequence[str]) -> int:
+    """remove what is past its time from a stopped server's state (skyrl gc --help)"""
+    from skyrl.tinker.config import options_parser, read_config
+
+    parser = options_parser(
+        prog="skyrl gc",
+        description="Remove what is past its time: old results, expired checkpoints and versions, files without a "
+        "name. For a server that is stopped; a running one does this by itself. Takes the options of skyrl serve.",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would go, and leave it")
+    config, given = read_config(parser, argv)
+
+    from skyrl.errors import RequestError
+    from skyrl.tinker.collector import collect
+
+    try:
+        collect(config, given["dry_run"], print)
+    except RequestError as error:
+        print(f"skyrl gc: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def make_model(argv: Sequence[str]) -> int:
     """make a model with random weights, for tests and benchmarks"""
     parser = argparse.ArgumentParser(
@@ -70,6 +93,7 @@ def show_version(argv: Sequence[str]) -> int:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": serve,
+    "gc": gc,
     "make-model": make_model,
     "demo": demo,
     "version": show_version,

@@ -156,25 +156,38 @@ def parse_config(
 
     Prints one line and exits with status 2 on an unknown option or a bad value.
     """
+    return read_config(options_parser(prog, "Serve the Tinker API."), argv, environ)[0]
+
+
+def options_parser(prog: str | None, description: str) -> argparse.ArgumentParser:
+    """A parser of a server's options, for `read_config`; a command may add options of its own."""
     parser = _OneLineErrors(
         prog=prog,
-        description="Serve the Tinker API.",
+        description=description,
         epilog="Every option can also be set as an environment variable: SKYRL_BASE_MODEL for --base-model. "
         "The command line wins over SKYRL_*, which wins over TX_*.",
         allow_abbrev=False,
     )
     for name, field in EngineConfig.model_fields.items():
         parser.add_argument(_flag(name), default=argparse.SUPPRESS, metavar=_metavar(name, field), help=_help(field))
+    return parser
+
+
+def read_config(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
+) -> tuple[EngineConfig, dict[str, Any]]:
+    """(the server's options, those that the command has added)."""
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     for name in EngineConfig.model_fields:
         for variable in (prefix + name.upper() for prefix in ENVIRONMENT_PREFIXES):
             if environ.get(variable) and name not in values:
                 values[name], origins[name] = environ[variable], variable
-    for name, value in vars(parser.parse_args(argv)).items():
-        values[name], origins[name] = value, _flag(name)
+    given = vars(parser.parse_args(argv))
+    for name in EngineConfig.model_fields.keys() & given.keys():
+        values[name], origins[name] = given.pop(name), _flag(name)
     try:
-        return EngineConfig.model_validate(values)
+        return EngineConfig.model_validate(values), given
     except ValidationError as error:
         parser.error(describe(error, origins))
 

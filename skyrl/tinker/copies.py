@@ -59,6 +59,7 @@ async def copy_checkpoint(
         earlier = await service.database.read(lambda session: _earlier(session, place))
         if earlier is not None:
             return earlier
+        await service.disk.make_room(source.model_id, sampler=source.kind != "weights")
         copy = _copy_of(source, place, request.ttl_seconds, service)
         try:
             await asyncio.to_thread(copy_folder, source.folder, copy.folder)

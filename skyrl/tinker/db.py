@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,10 +27,11 @@ from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError
+from sqlalchemy.pool import PoolProxiedConnection
 from sqlmodel import Session
 
 from skyrl.errors import RequestError
-from skyrl.tinker.lease import IN_USE, Lease
+from skyrl.tinker.lease import IN_USE, InUse, Lease
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ CLAIM_S = 10.0
 """Seconds that PostgreSQL gets to notice that the server before this one is dead."""
 IN_MEMORY = (None, "", ":memory:")
 """What SQLite calls a database without a file."""
+VACUUM_PAGES = 500
+"""Pages of an SQLite file that are given back in one transaction."""
 INCREMENTAL = 2
 """SQLite's number for files that give space back a few pages at a time."""
 
@@ -113,6 +116,11 @@ class Database:
         with Session(self._engine, expire_on_commit=False) as session:
             return job(session)
 
+    async def give_back(self) -> None:
+        """Give unused space of an SQLite file back to the disk, a little at a time, so that others get their turn."""
+        while self._engine.dialect.name == "sqlite" and await self.write(_vacuum_some):
+            pass
+
     def dry_run(self, job: Job[T]) -> T:
         """Run `job` in this thread and take back what it has written."""
         with Session(self._engine, expire_on_commit=False) as session:
@@ -127,12 +135,10 @@ class Database:
         """
         if self._engine.dialect.name != "sqlite":
             return 0
-        with self._engine.connect() as connection:
+        with closing(self._engine.raw_connection()) as connection:
             before = _sqlite_bytes(connection)
-            for statement in (f"auto_vacuum={INCREMENTAL}", None, "wal_checkpoint(TRUNCATE)"):
-                driver = connection.connection.driver_connection
-                assert isinstance(driver, sqlite3.Connection)
-                driver.execute("VACUUM" if statement is None else f"PRAGMA {statement}").fetchall()
+            for statement in (f"PRAGMA auto_vacuum={INCREMENTAL}", "VACUUM", "PRAGMA wal_checkpoint(TRUNCATE)"):
+                _run_to_end(connection, statement)
             return before - _sqlite_bytes(connection)
 
     def close(self) -> None:
@@ -223,7 +229,7 @@ def _claim(engine: Engine, url: str) -> Connection:
         while not connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({SERVER_LOCK})").scalar():
             if time.monotonic() > deadline:
                 connection.close()
-                raise _refusal(url, f"{IN_USE} --database-url")
+                raise InUse(f"database_url={without_password(url)}: {IN_USE} --database-url")
             time.sleep(0.1)
     return connection
 
@@ -239,9 +245,27 @@ def _named(error: Exception, url: str) -> Exception:
     return error
 
 
-def _sqlite_bytes(connection: Connection) -> int:
-    pages, size = (connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in ("page_count", "page_size"))
-    return int(pages or 0) * int(size or 0)
+def _vacuum_some(session: Session) -> bool:
+    """Give some pages of the file back. Returns whether there are more."""
+    connection = session.connection().connection
+    _run_to_end(connection, f"PRAGMA incremental_vacuum({VACUUM_PAGES})")
+    return _pragma(connection, "auto_vacuum") == INCREMENTAL and _pragma(connection, "freelist_count") > 0
+
+
+def _sqlite_bytes(connection: PoolProxiedConnection) -> int:
+    return _pragma(connection, "page_count") * _pragma(connection, "page_size")
+
+
+def _pragma(connection: PoolProxiedConnection, name: str) -> int:
+    [(value,)] = _run_to_end(connection, f"PRAGMA {name}")
+    return int(value)
+
+
+def _run_to_end(connection: PoolProxiedConnection, statement: str) -> list[Any]:
+    """Run a statement of SQLite's own as often as it has something left to do, in the transaction that there is."""
+    driver = connection.driver_connection
+    assert isinstance(driver, sqlite3.Connection)
+    return driver.execute(statement).fetchall()
 
 
 def _open(url: str) -> Engine:

@@ -24,8 +24,12 @@ MIB, GIB = 2**20, 2**30
 WAY_OUT = "delete checkpoints (tinker checkpoint delete), finish sessions, or start the server with"
 
 
-def hold_folder(base: Path) -> Lease:
-    """Take the folder for this process, and finish what a killed server left in it.
+def hold_folder(base: Path, finish_writes: bool = True) -> Lease:
+    """Take the folder for this process.
+
+    Args:
+        base: The folder. It is made if it is missing.
+        finish_writes: Finish, or take back, what a killed server was writing.
 
     Raises:
         RequestError: It cannot be written, or another server uses it.
@@ -35,7 +39,7 @@ def hold_folder(base: Path) -> Lease:
         lease = Lease(base / LOCK, option, "--checkpoints-base")
         try:
             tempfile.TemporaryFile(dir=base).close()  # the first save is not to be the one to find out that this fails
-            for kind in folders_of_kinds(base):
+            for kind in folders_of_kinds(base) if finish_writes else ():
                 tidy(kind)
         except BaseException:
             lease.release()
@@ -63,7 +67,7 @@ class Disk:
     def __init__(self, config: EngineConfig, database: Database):
         self._config = config
         self._database = database
-        self.collect: Callable[[], Awaitable[None]] | None = None
+        self.collect: Callable[[], Awaitable[object]] | None = None
         """Removes what nobody needs any more, as soon as there is something that does so."""
 
     async def make_room(self, model_id: str, sampler: bool) -> None:

@@ -9,6 +9,10 @@ from skyrl.errors import RequestError
 IN_USE = "it is in use by another server; stop that one or give this one its own"
 
 
+class InUse(RequestError):
+    """Another process holds what we need alone."""
+
+
 class Lease:
     """A lock on a file, from `take` to `release`. Child processes do not inherit it.
 
@@ -18,7 +22,7 @@ class Lease:
         flag: That option's flag.
 
     Raises:
-        RequestError: Another process holds it.
+        InUse: Another process holds it.
         OSError: The file cannot be made.
     """
 
@@ -29,7 +33,13 @@ class Lease:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._handle)
-            raise RequestError(f"{option}: {IN_USE} {flag}") from None
+            raise InUse(f"{option}: {IN_USE} {flag}") from None
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def release(self) -> None:
         """Let the next one have it."""

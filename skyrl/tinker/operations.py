@@ -140,14 +140,26 @@ async def load_weights(admission: Admission, request: schemas.LoadWeightsRequest
     payload = {"path": str(path), "model_id": target.model_id, "type": "load_weights"}
     if target.creates:
         return _creation(admission, operation, lora_config, request.user_metadata or {}, payload)
-    _refuse_other_adapter(path, lora_config, LoraConfig(**admission.model.lora_config))
-    return Accepted(operation, record=lambda _, __: (payload, None))
+    loaded = LoraConfig(**admission.model.lora_config)
+    # SDK 0.7 resumes by creating a model, of which it knows the rank but not the modules, and loading into that.
+    modules = MODULES if target.seq_id == 1 else set()
+    _refuse_other_adapter(path, lora_config, loaded, besides=modules)
+    adopted = loaded.model_copy(update={name: getattr(lora_config, name) for name in modules})
+
+    def record(session: Session, _: ModelOutput) -> tuple[dict[str, Any], None]:
+        _model_row(session, target.model_id).lora_config = adopted.model_dump()
+        return payload, None
+
+    return Accepted(operation, record=record, changes=(target.model_id,))
 
 
-def _refuse_other_adapter(path: TinkerPath, stored: LoraConfig, loaded: LoraConfig) -> None:
-    """Raise `RequestError` unless both adapters have one shape; their seeds do not matter."""
+MODULES = {"train_attn", "train_mlp", "train_unembed"}
+
+
+def _refuse_other_adapter(path: TinkerPath, stored: LoraConfig, loaded: LoraConfig, besides: set[str]) -> None:
+    """Raise `RequestError` unless both adapters have one shape, `besides` these fields; their seeds do not matter."""
     for name in LoraConfig.model_fields:
-        if name != "seed" and getattr(stored, name) != getattr(loaded, name):
+        if name not in {"seed", *besides} and getattr(stored, name) != getattr(loaded, name):
             raise RequestError(
                 f"path={path}: the checkpoint has {name}={getattr(stored, name)}, the model {getattr(loaded, name)}; "
                 "make a new model of the checkpoint instead (create_training_client_from_state)"
@@ -278,6 +290,7 @@ async def save_weights(admission: Admission, request: schemas.SaveWeightsRequest
         request.ttl_seconds,
     )
     await refuse_taken_name(admission.service.database, saved)
+    await admission.service.disk.make_room(request.model_id, sampler=False)
     folder = saved.folder(admission.service.checkpoints)
     operation = SaveCheckpoint(request_id=admission.request_id, model_id=request.model_id, path=folder)
 
@@ -292,6 +305,7 @@ async def save_weights(admission: Admission, request: schemas.SaveWeightsRequest
 async def save_weights_for_sampler(admission: Admission, request: schemas.SaveWeightsForSamplerRequest) -> Accepted:
     """Freeze the current weights as a version: under a name, or as a new sampler."""
     if request.path is None:
+        await admission.service.disk.make_room(request.model_id, sampler=True)
         return _publish_sampler(admission, request)
     if request.kind == "inflight":
         raise RequestError("kind=inflight names a sampler's weights, not a checkpoint's; leave out kind, or path")
@@ -305,6 +319,7 @@ async def save_weights_for_sampler(admission: Admission, request: schemas.SaveWe
         ttl_seconds=request.ttl_seconds,
     )
     await refuse_taken_name(admission.service.database, saved)
+    await admission.service.disk.make_room(request.model_id, sampler=True)
     folder = saved.folder(admission.service.checkpoints)
     operation = Publish(request_id=admission.request_id, model_id=request.model_id, version=saved.version, path=folder)
 
@@ -330,6 +345,7 @@ async def save_weights_external(admission: Admission, request: schemas.SaveWeigh
     recipients = request.age_encryption_recipients
     keys = None if recipients is None else external.read_recipients(recipients)
     await refuse_taken_name(admission.service.database, saved)
+    await admission.service.disk.make_room(request.model_id, sampler=True)
     folder = saved.folder(admission.service.checkpoints)
     operation = Publish(request_id=admission.request_id, model_id=request.model_id, version=saved.version, path=folder)
 
@@ -391,15 +407,12 @@ async def sample(admission: Admission, request: schemas.SampleRequest) -> Accept
     _refuse_unserved(request)
     service, sampler = admission.service, admission.sampler
     version, folder = sampler.version, sampler.folder
-    if sampler.kind == "checkpoint" and version is None:
-        raise RequestError(
-            f"sampling_session_id={sampler.sampler_id}: its checkpoint {sampler.model_path} was deleted or has "
-            "expired; make a sampler of another one"
-        )
     if sampler.kind == "inflight":
         assert sampler.model_id is not None
         model = await service.directory.model(sampler.model_id, admission.caller)
         version, folder = model.inflight_version, model.inflight_folder
+    if sampler.kind != "base" and version is None:
+        raise RequestError(_gone(sampler, service.config.ephemeral_grace_sec))
     if sampler.base_model != service.info.base_model:
         raise RequestError(
             f"sampling_session_id={sampler.sampler_id} samples from base model {sampler.base_model!r}, which is not "
@@ -445,6 +458,17 @@ async def sample(admission: Admission, request: schemas.SampleRequest) -> Accept
         tenant=admission.target.tenant,
     )
     return Accepted(operation)
+
+
+def _gone(sampler: SamplerRow, grace_s: int) -> str:
+    """Why a sampler has no weights any more."""
+    field = f"sampling_session_id={sampler.sampler_id}"
+    if sampler.kind == "checkpoint":
+        return f"{field}: its checkpoint {sampler.model_path} was deleted or has expired; make a sampler of another one"
+    return (
+        f"{field}: its weights are gone; weights without a name are kept for {grace_s} seconds after their session was "
+        "finished, or has been silent for a day. Give save_weights_for_sampler a name (path) to keep them"
+    )
 
 
 def _refuse_unserved(request: schemas.RequestModel) -> None:

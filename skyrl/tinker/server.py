@@ -2,21 +2,19 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from skyrl.tinker import request_log
 from skyrl.tinker.auth import Keys
 from skyrl.tinker.channel import Done, FromEngine, Held, Ready
+from skyrl.tinker.collector import Collector
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database
 from skyrl.tinker.disk import hold_folder
 from skyrl.tinker.queue import RequestQueue
 from skyrl.tinker.service import EngineFactory, Service
 from skyrl.tinker.signing import Signer, server_secret
-
-RESULT_RETENTION_S = 24 * 3600
-"""How long the result of a training request can be read again."""
-CLEANUP_INTERVAL_S = 3600
 
 
 class TinkerServer:
@@ -53,7 +51,9 @@ class TinkerServer:
         )
         self.service.engine.start()
         self._started = True
-        self._cleanup = asyncio.create_task(self._drop_old_results())
+        collector = Collector(self.config, database, self.queue.discard, self._forget, heard_since=time.time())
+        self.service.disk.collect = collector.collect
+        self._cleanup = asyncio.create_task(collector.run())
 
     def let_go(self, at_once: bool) -> None:
         """Let every poll return, as the server is to stop; `at_once`: without what the engine would still finish."""
@@ -71,11 +71,8 @@ class TinkerServer:
         await asyncio.to_thread(self.service.database.close)
         self._lease.release()
 
-    async def _drop_old_results(self) -> None:
-        while True:
-            job = partial(request_log.drop_old_results, finished_before=time.time() - RESULT_RETENTION_S)
-            await self.service.database.write(job)
-            await asyncio.sleep(CLEANUP_INTERVAL_S)
+    def _forget(self, changed: Sequence[str]) -> None:
+        self.service.directory.forget(*changed)
 
     def _on_frame(self, frame: FromEngine) -> None:
         match frame:

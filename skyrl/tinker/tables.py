@@ -12,6 +12,7 @@ from sqlalchemy import (
     Boolean,
     Column,
     Float,
+    Index,
     Integer,
     LargeBinary,
     String,
@@ -28,6 +29,10 @@ SamplerKind = Literal["base", "checkpoint", "snapshot", "inflight"]
 
 def _created() -> Any:
     return Field(default_factory=time.time, sa_column=Column(Float, nullable=False))
+
+
+def _partial_index(name: str, column: str, where: str) -> Index:
+    return Index(name, column, sqlite_where=text(where), postgresql_where=text(where))
 
 
 class SettingRow(SQLModel, table=True):
@@ -104,6 +109,10 @@ class SamplerRow(SQLModel, table=True):
     folder: str | None = None
     clients: int = Field(default=1, sa_column=Column(Integer, nullable=False, server_default=text("1")))
     """Clients that share it: the first, and those that joined."""
+    counted: dict[str, int] = Field(
+        default_factory=dict, sa_column=Column(JSON, nullable=False, server_default=text("'{}'"))
+    )
+    """By number of a client, a bound on the seq_ids that it has used, once they are many (see `sample_counts`)."""
     created_at: float = _created()
 
 
@@ -153,7 +162,12 @@ class RequestRow(SQLModel, table=True):
     """The write-ahead log: a training request as it was sent, then its result."""
 
     __tablename__ = "requests"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = (UniqueConstraint("model_id", "seq_id", name="request_order"),)
+    __table_args__ = (
+        UniqueConstraint("model_id", "seq_id", name="request_order"),
+        # What retention looks for, without a walk through bodies and results.
+        _partial_index("requests_with_result", "finished_at", "result IS NOT NULL"),
+        _partial_index("requests_with_body", "model_id", "length(body) > 0"),
+    )
 
     request_id: str = Field(primary_key=True)
     kind: str

@@ -6,6 +6,11 @@ from alembic import op
 revision = "0002"
 down_revision = "0001"
 
+PARTIAL_INDEXES = {
+    "requests_with_result": ("finished_at", "result IS NOT NULL"),
+    "requests_with_body": ("model_id", "length(body) > 0"),
+}
+
 
 def upgrade() -> None:
     op.create_table(
@@ -50,9 +55,12 @@ def upgrade() -> None:
         batch_op.add_column(sa.Column("decided", sa.JSON(), server_default=sa.text("'{}'"), nullable=False))
         batch_op.add_column(sa.Column("gradients", sa.String(), server_default="kept", nullable=False))
         batch_op.add_column(sa.Column("crashes", sa.Integer(), server_default=sa.text("0"), nullable=False))
+    for name, (column, where) in PARTIAL_INDEXES.items():
+        op.create_index(name, "requests", [column], sqlite_where=sa.text(where), postgresql_where=sa.text(where))
 
     with op.batch_alter_table("samplers", schema=None) as batch_op:
         batch_op.add_column(sa.Column("clients", sa.Integer(), server_default=sa.text("1"), nullable=False))
+        batch_op.add_column(sa.Column("counted", sa.JSON(), server_default=sa.text("'{}'"), nullable=False))
 
     with op.batch_alter_table("sessions", schema=None) as batch_op:
         batch_op.add_column(sa.Column("last_seen_at", sa.Float(), nullable=True))
@@ -63,8 +71,11 @@ def downgrade() -> None:
         batch_op.drop_column("last_seen_at")
 
     with op.batch_alter_table("samplers", schema=None) as batch_op:
+        batch_op.drop_column("counted")
         batch_op.drop_column("clients")
 
+    for name in PARTIAL_INDEXES:
+        op.drop_index(name, "requests")
     with op.batch_alter_table("requests", schema=None) as batch_op:
         batch_op.drop_column("crashes")
         batch_op.drop_column("gradients")

@@ -1,0 +1,296 @@
+"""What may go: rows and files that are past their time. Each function removes rows and says which files go with them.
+
+The functions are jobs of the database's writer. Rows go first and files after the commit, so that a kill in between
+leaves files without a name, which `orphans` finds, and never a name without files. A dry run is the same jobs, rolled
+back. What a revival of a model would read again stays, whatever its age.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import ColumnElement, and_, delete, func, literal_column, or_, update
+from sqlmodel import Session, col, select
+
+from skyrl.tinker.admission import Obsolete
+from skyrl.tinker.checkpoints import unname
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.disk import folders_of_kinds
+from skyrl.tinker.tables import CheckpointRow, ModelRow, RequestRow, SamplerRow, SessionRow, VersionRow
+from skyrl.utils.storage import QUARANTINED, TEMPORARY, folder_bytes
+
+DAY_S = 24 * 3600
+ENDED_AFTER_S = DAY_S
+"""Seconds of silence after which a session counts as ended."""
+ROWS_AFTER_S = 30 * DAY_S
+"""Seconds that an ended session without checkpoints is still known."""
+ORPHAN_AGE_S = 3600
+QUARANTINE_S = 7 * DAY_S
+KINDS = ("weights", "sampler_weights", "external_weights", "ephemeral", "snapshots")
+"""Folders of a model. Others are not ours."""
+BATCH = 200
+"""Requests or sessions per transaction, so that others get their turn."""
+IN_USE = ("creating", "live")
+"""Statuses of models that can be asked for again."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How long things live."""
+
+    config: EngineConfig
+    heard_since: float = 0.0
+    """When the server came up: nobody can have been heard of before, so silence counts from here at the earliest."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Something that has gone, in words, and the files that go with it."""
+
+    what: str
+    size_bytes: int = 0
+    files: Obsolete | None = None
+    changed: tuple[str, ...] = ()
+    """Ids of rows that changed or went."""
+
+
+def results(session: Session, rules: Rules, now: float) -> list[Removal]:
+    """Results that nobody has asked for in a long time. What remains still tells an equal request apart."""
+    old = and_(
+        col(RequestRow.finished_at) < now - rules.config.result_retention_sec, literal_column("result IS NOT NULL")
+    )
+    return _emptied(session, old, "result", None, "results of old requests")
+
+
+def bodies(session: Session, rules: Rules, now: float) -> list[Removal]:
+    """Bodies of finished requests that no revival repeats: failed, part of a snapshot, or of a model that is gone."""
+    covered = select(ModelRow.model_id).where(
+        ModelRow.model_id == RequestRow.model_id,
+        col(ModelRow.status).in_(IN_USE),
+        or_(col(ModelRow.snapshot_seq_id).is_(None), col(ModelRow.snapshot_seq_id) < col(RequestRow.seq_id)),
+    )
+    unneeded = and_(
+        literal_column("length(body) > 0"),
+        col(RequestRow.status) != "pending",
+        or_(col(RequestRow.status) == "failed", ~covered.exists()),
+    )
+    return _emptied(session, unneeded, "body", b"", "bodies of finished requests")
+
+
+def _emptied(session: Session, which: ColumnElement[bool], column: str, empty: Any, what: str) -> list[Removal]:
+    length = func.length(getattr(RequestRow, column))
+    found = session.exec(select(RequestRow.request_id, length).where(which).limit(BATCH)).all()
+    if not found:
+        return []
+    ids = [request_id for request_id, _ in found]
+    session.execute(update(RequestRow).where(col(RequestRow.request_id).in_(ids)).values({column: empty}))
+    return [Removal(f"{len(ids)} {what}", sum(size for _, size in found))]
+
+
+def expired_checkpoints(session: Session, rules: Rules, now: float) -> list[Removal]:
+    """Checkpoints whose time to live is over."""
+    query = select(CheckpointRow).where(col(CheckpointRow.expires_at) <= now)
+    return _unnamed(session, session.exec(query).all(), "expired checkpoint")
+
+
+def surplus_checkpoints(session: Session, rules: Rules, now: float) -> list[Removal]:
+    """All but the newest `keep_last_checkpoints` of a model and kind. Public ones stay and do not count."""
+    keep = rules.config.keep_last_checkpoints
+    if keep == 0:
+        return []
+    private = col(CheckpointRow.public).is_(False)
+    groups = select(CheckpointRow.model_id, CheckpointRow.kind).where(private)
+    groups = groups.group_by(CheckpointRow.model_id, CheckpointRow.kind).having(func.count() > keep)
+    surplus: list[CheckpointRow] = []
+    for model_id, kind in session.exec(groups).all():
+        mine = select(CheckpointRow).where(private, CheckpointRow.model_id == model_id, CheckpointRow.kind == kind)
+        newest_first = mine.order_by(col(CheckpointRow.created_at).desc(), col(CheckpointRow.id).desc())
+        surplus += session.exec(newest_first.offset(keep)).all()
+    return _unnamed(session, surplus, f"checkpoint beyond the newest {keep}")
+
+
+def _unnamed(session: Session, rows: Any, what: str) -> list[Removal]:
+    needed = read_again(session) if rows else set()
+    removals = []
+    for row in rows:
+        if row.folder not in needed:
+            path = f"tinker://{row.model_id}/{row.kind}/{row.name}"
+            gone = unname(session, row)
+            removals.append(Removal(f"{what} {path}", row.size_bytes or 0, gone.files, tuple(gone.samplers)))
+    return removals
+
+
+def ended_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
+    """Versions without a name whose sessions are over, and inflight ones that a newer one has replaced."""
+    over = _ended(rules, now - rules.config.ephemeral_grace_sec)
+    sampled_on = select(SamplerRow.sampler_id).where(SamplerRow.version == VersionRow.version)
+    elsewhere = sampled_on.where(col(SamplerRow.session_id).not_in(over))
+    current = select(ModelRow.model_id).where(ModelRow.inflight_version == VersionRow.version)
+    ended = and_(col(VersionRow.session_id).in_(over), ~elsewhere.exists())
+    replaced = and_(~sampled_on.exists(), ~current.exists())
+    removals = []
+    for row in session.exec(select(VersionRow).where(or_(ended, replaced))).all():
+        if not _is_pending(session, row):
+            removals.append(_forgotten(session, row.version, row.folder, row.size_bytes or 0))
+            session.delete(row)
+    older = select(SamplerRow).where(  # of servers that kept no versions
+        SamplerRow.kind == "snapshot", col(SamplerRow.version).is_not(None), col(SamplerRow.session_id).in_(over)
+    )
+    session.flush()
+    for version, folder in {(row.version, row.folder) for row in session.exec(older).all()}:
+        if version is not None and folder is not None and session.get(VersionRow, version) is None:
+            removals.append(_forgotten(session, version, folder, 0))
+    return removals
+
+
+def _forgotten(session: Session, version: str, folder: str, size_bytes: int) -> Removal:
+    """Take a version away from all that sample it."""
+    samplers = session.exec(select(SamplerRow).where(SamplerRow.version == version)).all()
+    models = session.exec(select(ModelRow).where(ModelRow.inflight_version == version)).all()
+    for sampler in samplers:
+        sampler.version = sampler.folder = None
+    for model in models:
+        model.inflight_version = model.inflight_folder = None
+    changed = (*(sampler.sampler_id for sampler in samplers), *(model.model_id for model in models))
+    return Removal(f"version {version}", size_bytes, Obsolete(version, folder), changed)
+
+
+def _is_pending(session: Session, row: VersionRow) -> bool:
+    """Whether the request that publishes a version has not ended."""
+    seq_id = int(row.version.rpartition("@")[2])
+    query = select(RequestRow.status).where(RequestRow.model_id == row.model_id, RequestRow.seq_id == seq_id)
+    return session.exec(query).first() == "pending"
+
+
+def snapshots(session: Session, rules: Rules, now: float) -> list[Removal]:
+    """Snapshots of models that will not be asked for again."""
+    waiting = select(RequestRow.request_id).where(
+        RequestRow.model_id == ModelRow.model_id, RequestRow.status == "pending"
+    )
+    done = select(ModelRow).where(
+        col(ModelRow.status).not_in(IN_USE), col(ModelRow.snapshot_folder).is_not(None), ~waiting.exists()
+    )
+    removals = []
+    for row in session.exec(done).all():
+        removals.append(_snapshot_removal(row))
+        row.snapshot_folder = row.snapshot_digest = row.snapshot_bytes = None
+    return removals
+
+
+def _snapshot_removal(row: ModelRow) -> Removal:
+    assert row.snapshot_folder is not None
+    files = Obsolete(f"{row.model_id}@snapshot", row.snapshot_folder)
+    return Removal(f"snapshot of model {row.model_id}", row.snapshot_bytes or 0, files, (row.model_id,))
+
+
+def old_sessions(session: Session, rules: Rules, now: float) -> list[Removal]:
+    """All that is known of sessions that ended long ago, unless a checkpoint of theirs is left."""
+    model_of = select(ModelRow.model_id).where(ModelRow.session_id == SessionRow.session_id)
+    saved = select(CheckpointRow.id).where(col(CheckpointRow.model_id).in_(model_of))
+    versions = select(VersionRow.version).where(VersionRow.session_id == SessionRow.session_id)
+    over = col(SessionRow.session_id).in_(_ended(rules, now - ROWS_AFTER_S))
+    removals = []
+    for row in session.exec(select(SessionRow).where(over, ~saved.exists(), ~versions.exists()).limit(BATCH)).all():
+        models = session.exec(select(ModelRow).where(ModelRow.session_id == row.session_id)).all()
+        ids = [model.model_id for model in models]
+        session.execute(delete(RequestRow).where(col(RequestRow.model_id).in_(ids)))
+        samplers = session.exec(select(SamplerRow).where(SamplerRow.session_id == row.session_id)).all()
+        for gone in (*samplers, *models, row):
+            session.delete(gone)
+        changed = (row.session_id, *ids, *(sampler.sampler_id for sampler in samplers))
+        removals.append(Removal(f"session {row.session_id} with {len(models)} models", changed=changed))
+        removals += [_snapshot_removal(model) for model in models if model.snapshot_folder is not None]
+    return removals
+
+
+OFTEN = (results, bodies, expired_checkpoints, surplus_checkpoints, ended_versions)
+SELDOM = (snapshots, old_sessions)
+"""Jobs of every round, and those that look at more than there is to do."""
+
+
+def _ended(rules: Rules, before: float) -> Any:
+    """Ids of sessions that ended before that time: finished, or silent for so long that they count as ended."""
+    silent_since = before - ENDED_AFTER_S
+    heard = func.coalesce(SessionRow.last_seen_at, SessionRow.created_at)
+    finished = col(SessionRow.finished_at) < before
+    conditions = [finished]
+    if rules.heard_since < silent_since:
+        conditions.append(and_(col(SessionRow.finished_at).is_(None), heard < silent_since))
+    return select(SessionRow.session_id).where(or_(*conditions))
+
+
+def read_again(session: Session) -> set[str]:
+    """Folders that requests name which a revival would do again, or do for the first time."""
+    after_snapshot = or_(
+        col(ModelRow.snapshot_seq_id).is_(None), col(RequestRow.seq_id) > col(ModelRow.snapshot_seq_id)
+    )
+    query = (
+        select(RequestRow.decided)
+        .join(ModelRow, col(ModelRow.model_id) == col(RequestRow.model_id))
+        .where(col(ModelRow.status).in_(IN_USE), after_snapshot, RequestRow.kind == "load_weights")
+    )
+    return {value for decided in session.exec(query).all() for value in decided.values() if isinstance(value, str)}
+
+
+def named_folders(session: Session) -> set[str]:
+    """Every folder that something still needs."""
+    columns = (
+        CheckpointRow.folder,
+        VersionRow.folder,
+        SamplerRow.folder,
+        ModelRow.snapshot_folder,
+        ModelRow.inflight_folder,
+    )
+    return {folder for column in columns for folder in session.exec(select(column)).all() if folder} | read_again(
+        session
+    )
+
+
+def busy_models(session: Session) -> set[str]:
+    """Models with requests that have not ended, whose folders may get a name yet."""
+    return set(session.exec(select(RequestRow.model_id).where(RequestRow.status == "pending").distinct()).all())
+
+
+def old_folders(base: Path, now: float) -> Iterator[Path]:
+    """Folders in our layout that are old enough to go if nothing names them: an hour, damaged ones a week."""
+    for kind in folders_of_kinds(base):
+        for path in kind.iterdir() if kind.name in KINDS else ():
+            age = QUARANTINE_S if path.suffix == QUARANTINED else ORPHAN_AGE_S
+            hidden = path.name.startswith(".") and path.suffix not in (QUARANTINED, TEMPORARY)
+            if not hidden and path.is_dir() and now - _changed_at(path) >= age:
+                yield path
+
+
+def orphans(base: Path, folders: Iterable[Path], named: set[str], busy: set[str]) -> list[Removal]:
+    """Folders that nothing names: what crashes left, replaced snapshots, damaged folders.
+
+    Args:
+        base: Folder of checkpoints.
+        folders: `old_folders`.
+        named: `named_folders`.
+        busy: `busy_models`.
+    """
+    skipped = {model_id.replace(":", "-") for model_id in busy}
+    removals = []
+    for path in folders:
+        if str(path) not in named and path.parent.parent.name not in skipped:
+            what = "damaged folder" if path.suffix == QUARANTINED else "folder without a name"
+            name = str(path.relative_to(base))
+            removals.append(Removal(f"{what} {name}", files=Obsolete(name, str(path))))
+    return removals
+
+
+def measured(removal: Removal) -> Removal:
+    """With the bytes that its files take on disk."""
+    if removal.files is None:
+        return removal
+    return replace(removal, size_bytes=folder_bytes(Path(removal.files.folder)))
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return time.time()
