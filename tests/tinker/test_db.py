@@ -80,6 +80,17 @@ def test_committed_write_is_seen_by_another_process_at_once(database, tmp_path):
     other.close()
 
 
+def test_new_connections_do_not_disturb_a_write_that_is_under_way(database):
+    def read_then_write(session: Session) -> None:
+        session_ids(session)
+        database.read_now(session_ids)
+        add_session("a", session)
+        session.flush()
+
+    asyncio.run(database.write(read_then_write))
+    assert database.read_now(session_ids) == ["a"]
+
+
 def test_rows_survive_reopening(tmp_path):
     url = f"sqlite:///{tmp_path / 'a.db'}"
     first = Database(url)
