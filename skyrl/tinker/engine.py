@@ -233,8 +233,9 @@ class TinkerEngine:
 
     def _patience_s(self) -> float | None:
         """Seconds until a held request expires or a snapshot is tried again; None if there is neither."""
-        deadline = min(self.scheduler.deadline(), self.policy.deadline())
-        return None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        now = time.monotonic()
+        deadline = min(self.scheduler.deadline(), self.policy.deadline(now))
+        return None if deadline == math.inf else max(0.0, deadline - now)
 
 
 def open_backend(config: EngineConfig, progress: Callable[[str], None]) -> Executor:

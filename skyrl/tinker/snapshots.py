@@ -72,9 +72,10 @@ class SnapshotPolicy:
         """Models to snapshot now."""
         return [model_id for model_id in self._wanted if self._models[model_id].retry_at <= now]
 
-    def deadline(self) -> float:
-        """When a model becomes due by time alone; infinity if none does."""
-        return min((self._models[model_id].retry_at for model_id in self._wanted), default=math.inf)
+    def deadline(self, now: float) -> float:
+        """When the next model becomes due by time alone; infinity if none does."""
+        times = (self._models[model_id].retry_at for model_id in self._wanted)
+        return min((time for time in times if time > now), default=math.inf)
 
     def changed(self) -> list[str]:
         """Models that may have changed since their last snapshot, and since the one under way began."""

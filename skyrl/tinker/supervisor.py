@@ -89,8 +89,8 @@ class EngineSupervisor:
         if self._process is not None:
             _signal(self._process, signal.SIGKILL)
 
-    async def stop(self, grace_s: float = 15.0) -> None:
-        """End the engine: politely for `grace_s` seconds (it finishes background writes), then by force."""
+    async def stop(self, grace_s: float = 30.0) -> None:
+        """End the engine: politely for `grace_s` seconds (it makes last snapshots), then by force."""
         loading = self.state in ("starting", "restarting")
         self.state = "stopped"
         if self._process and self._channel:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -61,16 +62,22 @@ class Log:
 
 @asynccontextmanager
 async def supervised(base_model: str = "fake", **backend_config):
-    config = EngineConfig(base_model=base_model, backend="tests.fakes:FakeBackend", backend_config=backend_config)
     log = Log()
-    supervisor = EngineSupervisor(
-        config, on_frame=log.note(log.frames), on_crash=log.note(log.crashes), on_failure=log.note(log.failures)
-    )
-    supervisor.start()
-    try:
-        yield supervisor, log
-    finally:
-        await supervisor.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        config = EngineConfig(
+            base_model=base_model,
+            backend="tests.fakes:FakeBackend",
+            backend_config=backend_config,
+            checkpoints_base=folder,  # pyright: ignore[reportArgumentType]
+        )
+        supervisor = EngineSupervisor(
+            config, on_frame=log.note(log.frames), on_crash=log.note(log.crashes), on_failure=log.note(log.failures)
+        )
+        supervisor.start()
+        try:
+            yield supervisor, log
+        finally:
+            await supervisor.stop()
 
 
 def sample(request_id: str, token: int = 1, max_tokens: int = 2) -> Enqueue:
@@ -210,6 +217,7 @@ def test_the_engine_runs_at_a_lower_priority_than_its_parent():
 
 PARENT = """
 import asyncio
+import sys
 from skyrl.tinker.channel import Ready
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.supervisor import EngineSupervisor
@@ -218,7 +226,7 @@ async def main():
     def on_frame(frame):
         if isinstance(frame, Ready):
             print(supervisor.pid, flush=True)
-    config = EngineConfig(base_model="fake", backend="tests.fakes:FakeBackend")
+    config = EngineConfig(base_model="fake", backend="tests.fakes:FakeBackend", checkpoints_base=sys.argv[1])
     supervisor = EngineSupervisor(config, on_frame=on_frame, on_crash=print, on_failure=print)
     supervisor.start()
     await asyncio.sleep(1000)
@@ -227,8 +235,8 @@ asyncio.run(main())
 """
 
 
-def test_the_engine_ends_when_its_parent_is_killed():
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+def test_the_engine_ends_when_its_parent_is_killed(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", PARENT, tmp_path], stdout=subprocess.PIPE, text=True) as parent:
         engine = int(parent.stdout.readline())
         assert exists(engine)
         parent.kill()
