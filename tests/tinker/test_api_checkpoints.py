@@ -184,3 +184,18 @@ def test_load_into_a_model_of_another_rank_names_the_checkpoint_as_its_user_does
     assert failure["category"] == "user"
     assert f"path={path}: the checkpoint has rank=4, the model 8" in failure["error"]
     server.train(model, 2)
+
+
+def test_first_load_into_a_new_model_brings_the_modules_of_the_checkpoint(server):
+    few = {"rank": 4, "train_mlp": False}
+    path = server.result(save(server, server.model(lora_config=few), 1))["path"]
+    model = server.model()
+    server.result(load(server, model, 1, path))
+    saved_again = server.result(save(server, model, 2))["path"]
+    assert server.ok("/weights_info", {"tinker_path": saved_again})["train_mlp"] is False
+
+
+def test_later_load_of_other_modules_is_refused(server):
+    path = server.result(save(server, server.model(lora_config={"rank": 4, "train_mlp": False}), 1))["path"]
+    model = server.model()
+    assert "train_mlp=False" in server.failure(load(server, model, server.train(model, 1), path))["error"]

@@ -331,7 +331,7 @@ class JaxBackend(Executor):
     def _read_state(self, operation: LoadCheckpoint) -> ModelState:
         def like(lora_config: LoraConfig) -> Adapter:
             if operation.model_id in self._states:
-                _check_same_adapter(operation.path, lora_config, self._states[operation.model_id].lora_config)
+                _check_same_adapter(operation.path, lora_config, self._states[operation.model_id])
             return self._empty_adapter(lora_config)
 
         path, digest = operation.path, operation.digest
@@ -370,9 +370,11 @@ class JaxBackend(Executor):
             )
 
 
-def _check_same_adapter(path: str, stored: LoraConfig, loaded: LoraConfig) -> None:
-    """Loading in place keeps the model's shape and trained modules."""
-    for name in ("rank", "alpha", "train_attn", "train_mlp", "train_unembed"):
+def _check_same_adapter(path: str, stored: LoraConfig, model: ModelState) -> None:
+    """Loading in place keeps the model's rank, and once it has taken a step its trained modules."""
+    loaded = model.lora_config
+    modules = ("train_attn", "train_mlp", "train_unembed") if model.step else ()
+    for name in ("rank", "alpha", *modules):
         if getattr(stored, name) != getattr(loaded, name):
             raise RequestError(
                 f"path={path}: the checkpoint has {name}={getattr(stored, name)} but the model was created with "
