@@ -1,0 +1,200 @@
+"""The stock `tinker` command line against a server."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyrage
+import pytest
+
+from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
+from tests.tinker.test_api_checkpoints import load_as_new, publish, save
+from tests.tinker.test_rest_checkpoints import listed, saved
+from tests.tinker.test_rest_downloads import exported, folder
+
+TINKER = Path(sys.executable).with_name("tinker")
+
+
+class Cli:
+    """Runs commands as a user of a server does."""
+
+    def __init__(self, server: LiveServer, home: Path):
+        self.server = server
+        self.home = home
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        url = str(self.server.http.base_url).removesuffix("/api/v1/")
+        env = {key: value for key, value in os.environ.items() if not key.startswith("TINKER_")}
+        env |= {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-test", "HOME": str(self.home), **environment}
+        # The command needs no torch, whose import takes longer than everything else.
+        (self.home / "torch.py").write_text('raise ModuleNotFoundError("no torch", name="torch")')
+        env["PYTHONPATH"] = str(self.home)
+        return subprocess.run(
+            [str(TINKER), *arguments], env=env, cwd=self.home, capture_output=True, text=True, timeout=120
+        )
+
+    def ok(self, *arguments: str) -> str:
+        """The output of a command that succeeds."""
+        result = self.run(*arguments)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    def json(self, *arguments: str):
+        return json.loads(self.ok("-f", "json", *arguments))
+
+
+@pytest.fixture
+def tinker(server, tmp_path) -> Cli:
+    return Cli(server, tmp_path)
+
+
+def test_version_needs_no_server(tinker):
+    assert "0.38" in tinker.ok("version")
+
+
+def test_model_list(tinker):
+    models = tinker.json("model", "list")["models"]
+    assert [model["model_name"] for model in models] == [BASE_MODEL, "alias"]
+
+
+def test_model_list_without_a_match_says_so(tinker):
+    result = tinker.run("model", "list", "llama")
+    assert result.returncode != 0 and "tml:organization:local" in result.stdout + result.stderr
+
+
+def test_run_list(own_server, tmp_path):
+    models = [own_server.model() for _ in range(3)]
+    tinker = Cli(own_server, tmp_path)
+    runs = tinker.json("run", "list", "--limit", "2")["runs"]
+    assert [run["training_run_id"] for run in runs] == models[:0:-1]
+    assert models[0] in tinker.ok("run", "list", "--limit", "0", "--columns", "id")
+
+
+def test_run_info(tinker):
+    model = tinker.server.model(user_metadata={"note": "first"})
+    tinker.server.result(save(tinker.server, model, 1, "final"))
+    shown = tinker.ok("run", "info", model)
+    assert BASE_MODEL in shown and "weights/final" in shown and "first" in shown
+
+
+def test_run_info_of_an_unknown_run(tinker):
+    result = tinker.run("run", "info", "none")
+    assert result.returncode != 0 and "not found" in result.stderr.lower()
+
+
+def test_checkpoint_list(tinker):
+    model = tinker.server.model()
+    paths = [tinker.server.result(save(tinker.server, model, 1, "a"))["path"]]
+    paths.append(tinker.server.result(publish(tinker.server, model, 2, path="b"))["path"])
+    of_run = tinker.json("checkpoint", "list", "--run-id", model)["checkpoints"]
+    everywhere = tinker.json("checkpoint", "list", "--limit", "2")["checkpoints"]
+    assert [entry["tinker_path"] for entry in of_run] == paths[::-1]
+    assert [entry["tinker_path"] for entry in everywhere] == paths[::-1]
+
+
+def test_checkpoint_info(tinker):
+    path = saved(tinker.server, "a", ttl_seconds=3600)
+    shown = tinker.json("checkpoint", "info", path)
+    assert (shown["tinker_path"], shown["lora_rank"], shown["public"]) == (path, 4, False)
+    assert shown["expires_at"] is not None
+
+
+def test_checkpoint_publish_and_unpublish(tinker):
+    path = saved(tinker.server)
+    tinker.ok("checkpoint", "publish", path)
+    assert listed(tinker.server, path)["public"] is True
+    tinker.ok("checkpoint", "unpublish", path)
+    assert listed(tinker.server, path)["public"] is False
+
+
+def test_checkpoint_set_ttl(tinker):
+    path = saved(tinker.server)
+    tinker.ok("checkpoint", "set-ttl", path, "--ttl", "7200")
+    assert "expires_at" in listed(tinker.server, path)
+    tinker.ok("checkpoint", "set-ttl", path, "--remove")
+    assert "expires_at" not in listed(tinker.server, path)
+
+
+def test_checkpoint_set_ttl_out_of_range_is_refused_at_once(tinker):
+    result = tinker.run("checkpoint", "set-ttl", saved(tinker.server), "--ttl", "5")
+    assert result.returncode != 0 and "3600" in result.stderr
+
+
+def test_checkpoint_delete_by_path(tinker):
+    paths = [saved(tinker.server, name) for name in "ab"]
+    assert "Deleted 2" in tinker.ok("checkpoint", "delete", "-y", *paths)
+    assert [listed(tinker.server, path) for path in paths] == [None, None]
+
+
+def test_checkpoint_delete_by_run_and_type(tinker):
+    model = tinker.server.model()
+    training = tinker.server.result(save(tinker.server, model, 1))["path"]
+    sampler = tinker.server.result(publish(tinker.server, model, 2, path="a"))["path"]
+    tinker.ok("checkpoint", "delete", "-y", "--run-id", model, "--type", "weights", "--after", "2020-01-01")
+    assert listed(tinker.server, training) is None and listed(tinker.server, sampler)
+
+
+def test_checkpoint_download_of_exported_weights(tinker):
+    path = exported(tinker.server)
+    tinker.ok("checkpoint", "download", path, "-o", "out")
+    (target,) = (tinker.home / "out").iterdir()
+    stored = (folder(tinker.server, path) / "state.json").read_bytes()
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == {"state.json": stored}
+
+
+def test_checkpoint_download_of_encrypted_weights(tinker):
+    identity = pyrage.x25519.Identity.generate()
+    model = tinker.server.model()
+    plain = tinker.server.run("/save_weights_external", {"model_id": model, "seq_id": 1, "path": "plain"})["path"]
+    body = {"model_id": model, "seq_id": 2, "path": "x", "age_encryption_recipients": [str(identity.to_public())]}
+    path = tinker.server.run("/save_weights_external", body)["path"]
+    tinker.ok("checkpoint", "download", path, "-o", "out")
+    (target,) = (tinker.home / "out").iterdir()
+    decrypted = pyrage.decrypt((target / "state.json.age").read_bytes(), [identity])
+    assert decrypted == (folder(tinker.server, plain) / "state.json").read_bytes()
+
+
+def test_checkpoint_download_of_a_training_checkpoint_leaves_no_export_behind(own_server, tmp_path):
+    path = saved(own_server)
+    Cli(own_server, tmp_path).ok("checkpoint", "download", path, "-o", "out")
+    (target,) = (tmp_path / "out").iterdir()
+    weights = json.loads((target / "state.json").read_bytes())["weights"]
+    assert weights == json.loads((folder(own_server, path) / "state.json").read_bytes())["weights"]
+    assert [entry["tinker_path"] for entry in own_server.http.get("/checkpoints").json()["checkpoints"]] == [path]
+    assert own_server.result(load_as_new(own_server, path))
+
+
+def test_auth_status(tinker):
+    assert "Tinker accessible: yes" in tinker.ok("auth", "status")
+
+
+def test_auth_whoami(tinker):
+    assert tinker.json("auth", "whoami") == {
+        "user_urn": "skyrl:user:local",
+        "org_urn": "tml:organization:local",
+        "email": "local@localhost",
+    }
+
+
+def test_wrong_key_is_told_as_such(tmp_path):
+    with LiveServer(tmp_path, api_keys=["tml-a"]) as server:
+        wait_until_ready(server)
+        tinker = Cli(server, tmp_path)
+        result = tinker.run("run", "list")
+        assert result.returncode != 0 and "X-API-Key is not one of this server's keys" in result.stderr
+        assert tinker.run("run", "list", TINKER_API_KEY="tml-a").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("session", "export-trace", "s"),
+        ("billing", "checkpoint-storage"),
+        ("billing", "usage", "2024-01-01T00:00:00Z", "2024-01-02T00:00:00Z"),
+    ],
+)
+def test_what_is_not_served_says_so_at_once(tinker, command):
+    result = tinker.run(*command)
+    assert result.returncode != 0 and "not served by this server" in result.stderr
