@@ -130,19 +130,28 @@ def ended_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
     current = select(ModelRow.model_id).where(ModelRow.inflight_version == VersionRow.version)
     ended = and_(col(VersionRow.session_id).in_(over), ~elsewhere.exists())
     replaced = and_(~sampled_on.exists(), ~current.exists())
+    # What is still being written would be written again; it goes once it is there, or will not be.
+    settled = or_(col(VersionRow.digest).is_not(None), col(VersionRow.created_at) < now - DAY_S)
     removals = []
-    for row in session.exec(select(VersionRow).where(or_(ended, replaced))).all():
+    for row in session.exec(select(VersionRow).where(settled, or_(ended, replaced))).all():
         if not _is_pending(session, row):
             removals.append(_forgotten(session, row.version, row.folder, row.size_bytes or 0))
             session.delete(row)
-    older = select(SamplerRow).where(  # of servers that kept no versions
-        SamplerRow.kind == "snapshot", col(SamplerRow.version).is_not(None), col(SamplerRow.session_id).in_(over)
-    )
     session.flush()
-    for version, folder in {(row.version, row.folder) for row in session.exec(older).all()}:
-        if version is not None and folder is not None and session.get(VersionRow, version) is None:
-            removals.append(_forgotten(session, version, folder, 0))
-    return removals
+    return removals + _older_versions(session, over)
+
+
+def _older_versions(session: Session, over: Any) -> list[Removal]:
+    """Versions of ended sessions that samplers and models name, but no row: of servers that kept none."""
+    known = select(VersionRow.version)
+    samplers = select(SamplerRow.version, SamplerRow.folder).where(
+        SamplerRow.kind == "snapshot", col(SamplerRow.session_id).in_(over), col(SamplerRow.version).not_in(known)
+    )
+    models = select(ModelRow.inflight_version, ModelRow.inflight_folder).where(
+        col(ModelRow.session_id).in_(over), col(ModelRow.inflight_version).not_in(known)
+    )
+    found = {*session.exec(samplers).all(), *session.exec(models).all()}
+    return [_forgotten(session, version, folder, 0) for version, folder in found if version and folder]
 
 
 def _forgotten(session: Session, version: str, folder: str, size_bytes: int) -> Removal:
@@ -187,8 +196,11 @@ def _snapshot_removal(row: ModelRow) -> Removal:
 
 def old_sessions(session: Session, rules: Rules, now: float) -> list[Removal]:
     """All that is known of sessions that ended long ago, unless a checkpoint of theirs is left."""
-    model_of = select(ModelRow.model_id).where(ModelRow.session_id == SessionRow.session_id)
-    saved = select(CheckpointRow.id).where(col(CheckpointRow.model_id).in_(model_of))
+    saved = (
+        select(CheckpointRow.id)
+        .join(ModelRow, col(ModelRow.model_id) == col(CheckpointRow.model_id))
+        .where(ModelRow.session_id == SessionRow.session_id)
+    )
     versions = select(VersionRow.version).where(VersionRow.session_id == SessionRow.session_id)
     over = col(SessionRow.session_id).in_(_ended(rules, now - ROWS_AFTER_S))
     removals = []

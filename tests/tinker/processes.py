@@ -35,6 +35,8 @@ def command(folder: Path, *program: str, **options: object) -> list[str]:
 class ServerProcess(LiveServer):
     """A server; `output` is what it has printed so far, `process` its keeper."""
 
+    url = ""
+
     def __init__(self, process: subprocess.Popen[str]):
         self.process, self.output = process, ""
         self._news = threading.Condition()

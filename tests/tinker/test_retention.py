@@ -1,0 +1,354 @@
+"""What goes when its time is over and what stays: rows, files, what clients are told; in a server and by skyrl gc."""
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyrl.utils.storage import write_folder
+from tests.tinker.harness import LiveServer, wait_until_ready
+from tests.tinker.processes import ROOT, command, running
+
+LONG_AGO = 1000.0
+DAY_S = 24 * 3600
+
+
+class Server(LiveServer):
+    """A server whose rounds a test runs, and whose rows it makes older."""
+
+    def collect(self) -> list[str]:
+        """Run a round. Returns what went, in words."""
+        return [removal.what for removal in self.on_loop(self.app.state.server.service.disk.collect())]
+
+    def sql(self, statement: str, *values: object) -> list[tuple]:
+        with sqlite3.connect(self.folder / "server.db", timeout=30) as database:
+            rows = database.execute(statement, values).fetchall()
+        database.close()
+        return rows
+
+    def everything_later(self) -> None:
+        """An hour passes before the next round looks at everything."""
+        self.app.state.server.service.disk.collect.__self__._seldom_at = 0.0
+
+    def save(self, model: str, seq_id: int, name: str, **options: object) -> str:
+        body = {"model_id": model, "seq_id": seq_id, "path": name, **options}
+        return self.run("/save_weights", body)["path"]
+
+    def publish(self, model: str, seq_id: int, number: int = 1, **options: object) -> str:
+        body = {"model_id": model, "seq_id": seq_id, "sampling_session_seq_id": number, **options}
+        return self.run("/save_weights_for_sampler", body)["sampling_session_id"]
+
+    def written(self) -> None:
+        """Wait until all versions without a name are on disk."""
+        while self.sql("SELECT version FROM versions WHERE digest IS NULL"):
+            pass
+
+    def finish(self, session: str) -> None:
+        assert self.post(f"/sessions/{session}/finish", {}).status_code == 204
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[Server]:
+    with Server(tmp_path, session_cleanup_interval_sec=-1, ephemeral_grace_sec=0) as server:
+        wait_until_ready(server)
+        yield server
+
+
+def folders(server: Server, kind: str) -> list[str]:
+    """Names of what is saved of any model."""
+    return sorted(path.name for path in (server.folder / "checkpoints").glob(f"*/{kind}/*"))
+
+
+def session_of(model: str) -> str:
+    return model.partition(":")[0]
+
+
+def failure_of_sample(server: Server, sampler: str, seq_id: int) -> str:
+    return server.failure(server.submit_sample(sampler, seq_id)["request_id"])["error"]
+
+
+# -- results and bodies -----------------------------------------------------------------------------------------------
+
+
+def test_old_results_go_and_a_repeated_request_is_still_told_apart(own_server):
+    model = own_server.model()
+    request = own_server.submit_pass(model, 1)
+    own_server.outcome(request)
+    own_server.sql("UPDATE requests SET finished_at = ?", LONG_AGO)
+    own_server.collect()
+    assert own_server.sql("SELECT count(*) FROM requests WHERE result IS NOT NULL") == [(0,)]
+    assert own_server.submit_pass(model, 1) == request
+
+
+def test_young_results_stay(own_server):
+    own_server.train(own_server.model(), 1)
+    own_server.collect()
+    assert own_server.sql("SELECT count(*) FROM requests WHERE result IS NOT NULL") == [(3,)]
+
+
+def put_bodies(server: Server, model: str) -> None:
+    server.sql("UPDATE requests SET body = x'01' WHERE model_id = ?", model)
+
+
+@pytest.mark.parametrize(
+    ("status", "snapshot", "kept"),
+    [("live", None, [0, 1, 2]), ("live", 1, [2]), ("lost", None, []), ("unloaded", 1, [])],
+)
+def test_bodies_stay_as_long_as_a_revival_may_need_them(own_server, status, snapshot, kept):
+    model = own_server.model()
+    own_server.train(model, 1)
+    put_bodies(own_server, model)
+    own_server.sql("UPDATE models SET status = ?, snapshot_seq_id = ?", status, snapshot)
+    own_server.collect()
+    assert own_server.sql("SELECT seq_id FROM requests WHERE length(body) > 0 ORDER BY 1") == [(n,) for n in kept]
+
+
+def test_bodies_of_failed_requests_go_and_of_pending_ones_stay(own_server):
+    model = own_server.model()
+    own_server.train(model, 1)
+    put_bodies(own_server, model)
+    own_server.sql("UPDATE requests SET status = 'failed' WHERE seq_id = 1")
+    own_server.sql("UPDATE requests SET status = 'pending' WHERE seq_id = 2")
+    own_server.sql("UPDATE models SET snapshot_seq_id = 2")
+    own_server.collect()
+    assert own_server.sql("SELECT seq_id FROM requests WHERE length(body) > 0") == [(2,)]
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_expired_checkpoint_goes_with_its_files(own_server):
+    model = own_server.model()
+    path = own_server.save(model, 1, "a")
+    own_server.save(model, 2, "b")
+    own_server.sql("UPDATE checkpoints SET expires_at = ? WHERE name = 'a'", LONG_AGO)
+    assert f"expired checkpoint {path}" in own_server.collect()
+    assert folders(own_server, "weights") == ["b@2"]
+    assert own_server.sql("SELECT name FROM checkpoints") == [("b",)]
+
+
+def test_checkpoint_that_a_revival_would_load_again_outlives_its_time(own_server):
+    model = own_server.model()
+    own_server.save(model, 1, "a")
+    [(folder,)] = own_server.sql("SELECT folder FROM checkpoints")
+    own_server.sql("UPDATE checkpoints SET expires_at = ?", LONG_AGO)
+    own_server.sql(
+        "INSERT INTO requests (request_id, kind, tenant, model_id, seq_id, decided, body, content_type, "
+        "content_encoding, status, created_at) VALUES ('r', 'load_weights', 't', ?, 9, ?, x'', '', '', 'done', 1)",
+        model,
+        json.dumps({"folder": folder}),
+    )
+    own_server.collect()
+    assert folders(own_server, "weights") == ["a@1"]
+    own_server.sql("UPDATE models SET snapshot_seq_id = 9")
+    own_server.collect()
+    assert folders(own_server, "weights") == []
+
+
+def test_sampler_of_an_expired_checkpoint_says_so(own_server):
+    model = own_server.model()
+    body = {"model_id": model, "seq_id": 1, "path": "a"}
+    path = own_server.run("/save_weights_for_sampler", body)["path"]
+    sampler = own_server.sampler(session_of(model), 1, model_path=path)
+    own_server.sample(sampler, 1)
+    own_server.sql("UPDATE checkpoints SET expires_at = ?", LONG_AGO)
+    own_server.collect()
+    assert f"{path} was deleted or has expired" in failure_of_sample(own_server, sampler, 2)
+
+
+def test_only_the_newest_checkpoints_of_each_kind_are_kept_and_public_ones(tmp_path):
+    with Server(tmp_path, session_cleanup_interval_sec=-1, keep_last_checkpoints=2) as server:
+        wait_until_ready(server)
+        model, other = server.model(), server.model()
+        for seq_id, name in enumerate("abcd", 1):
+            server.save(model, seq_id, name)
+        server.sql("UPDATE checkpoints SET public = 1 WHERE name = 'a'")
+        server.run("/save_weights_for_sampler", {"model_id": model, "seq_id": 5, "path": "s"})
+        server.save(other, 1, "o")
+        server.collect()
+        assert folders(server, "weights") == ["a@1", "c@3", "d@4", "o@1"]
+        assert folders(server, "sampler_weights") == ["s@5"]
+
+
+# -- versions without a name ------------------------------------------------------------------------------------------
+
+
+def test_version_of_a_running_session_stays(own_server):
+    sampler = own_server.publish(own_server.model(), 1)
+    own_server.collect()
+    assert own_server.sample(sampler, 1)
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "inflight"])
+def test_version_goes_when_its_session_has_ended_and_its_sampler_says_so(own_server, kind):
+    model = own_server.model()
+    sampler = own_server.publish(model, 1, kind=kind)
+    own_server.sample(sampler, 1)
+    own_server.written()
+    own_server.sql("UPDATE sessions SET finished_at = ?", time.time() - 10)
+    own_server.collect()
+    assert folders(own_server, "ephemeral") == [] and own_server.sql("SELECT * FROM versions") == []
+    own_server.sql("UPDATE sessions SET finished_at = NULL")  # else the session's end is what a sample is told
+    own_server.app.state.server.service.directory.forget_all()
+    assert "kept for 0 seconds after their session" in failure_of_sample(own_server, sampler, 2)
+
+
+def test_version_stays_for_the_grace_period(tmp_path):
+    with Server(tmp_path, session_cleanup_interval_sec=-1, ephemeral_grace_sec=3600) as server:
+        wait_until_ready(server)
+        model = server.model()
+        server.publish(model, 1)
+        server.written()
+        server.finish(session_of(model))
+        server.collect()
+        assert folders(server, "ephemeral") == ["1"]
+
+
+def test_version_of_a_session_that_was_silent_for_a_day_goes_unless_the_server_was_down(own_server):
+    model = own_server.model()
+    own_server.publish(model, 1)
+    own_server.written()
+    own_server.sql("UPDATE sessions SET created_at = ?, last_seen_at = ?", LONG_AGO, LONG_AGO)
+    own_server.collect()
+    assert folders(own_server, "ephemeral") == ["1"]
+    own_server.app.state.server.service.disk.collect.__self__._rules = type(
+        own_server.app.state.server.service.disk.collect.__self__._rules
+    )(own_server.config, heard_since=time.time() - 2 * DAY_S)
+    own_server.collect()
+    assert folders(own_server, "ephemeral") == []
+
+
+# -- sessions, snapshots, files without a name ------------------------------------------------------------------------
+
+
+def test_rows_of_a_session_that_ended_long_ago_go_unless_it_has_a_checkpoint(own_server):
+    gone, kept = own_server.model(), own_server.model()
+    own_server.train(gone, 1)
+    own_server.save(kept, 1, "a")
+    own_server.sql("UPDATE sessions SET finished_at = ?", LONG_AGO)
+    own_server.everything_later()
+    own_server.collect()
+    assert own_server.sql("SELECT session_id FROM sessions") == [(session_of(kept),)]
+    assert own_server.sql("SELECT DISTINCT model_id FROM requests") == [(kept,)]
+    assert own_server.http.get(f"/training_runs/{gone}").status_code == 404
+
+
+def folder_of(server: Server, model: str, kind: str, name: str, age_s: float) -> Path:
+    path = server.folder / "checkpoints" / model.replace(":", "-") / kind / name
+    write_folder(path, {"a": b"1"})
+    os.utime(path, (time.time() - age_s,) * 2)
+    return path
+
+
+def test_folders_without_a_name_go_after_an_hour(own_server):
+    model = own_server.model()
+    own_server.save(model, 1, "a")
+    old = folder_of(own_server, model, "weights", "b@2", 4000)
+    young = folder_of(own_server, model, "weights", "c@3", 3000)
+    foreign = folder_of(own_server, model, "mine", "d", 4000)
+    named = own_server.folder / "checkpoints" / model.replace(":", "-") / "weights" / "a@1"
+    os.utime(named, (LONG_AGO, LONG_AGO))
+    own_server.everything_later()
+    own_server.collect()
+    assert [path.exists() for path in (old, young, foreign, named)] == [False, True, True, True]
+
+
+def test_folder_of_a_model_with_a_request_that_has_not_ended_stays(own_server):
+    model = own_server.model()
+    own_server.submit_pass(model, 5)  # waits for those before it
+    path = folder_of(own_server, model, "weights", "b@2", 4000)
+    own_server.everything_later()
+    own_server.collect()
+    assert path.exists()
+
+
+@pytest.mark.parametrize(("days", "stays"), [(6, True), (8, False)])
+def test_damaged_folder_stays_for_a_week(own_server, days, stays):
+    path = folder_of(own_server, own_server.model(), "weights", ".b@2.0a1b2c3d.quarantined", days * DAY_S)
+    own_server.everything_later()
+    own_server.collect()
+    assert path.exists() == stays
+
+
+def test_snapshot_of_an_unloaded_model_goes(own_server):
+    model = own_server.model()
+    path = folder_of(own_server, model, "snapshots", "7", 0)
+    own_server.sql("UPDATE models SET status = 'unloaded', snapshot_folder = ?", str(path))
+    own_server.everything_later()
+    own_server.collect()
+    assert not path.exists() and own_server.sql("SELECT snapshot_folder FROM models") == [(None,)]
+
+
+def test_space_in_the_database_is_given_back(own_server):
+    own_server.sql("CREATE TABLE filler AS SELECT zeroblob(20000000) AS data")
+    own_server.sql("DROP TABLE filler")
+    own_server.everything_later()
+    own_server.collect()
+    own_server.sql("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert (own_server.folder / "server.db").stat().st_size < 2_000_000
+
+
+# -- skyrl gc ---------------------------------------------------------------------------------------------------------
+
+
+def gc(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    options = [option for option in command(folder)[3:] if "backend" not in option]
+    run = [sys.executable, "-m", "skyrl.cli", "gc", *options, *arguments]
+    return subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def tree(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if "server.db" not in path.name)
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Path:
+    """State of a server with an expired checkpoint, and a file without a name."""
+    with Server(tmp_path) as server:
+        wait_until_ready(server)
+        model = server.model()
+        server.save(model, 1, "a")
+        server.save(model, 2, "b")
+        server.sql("UPDATE checkpoints SET expires_at = ? WHERE name = 'a'", LONG_AGO)
+        folder_of(server, model, "weights", "c@3", 4000)
+        folder_of(server, model, "weights", ".0a.tmp", 4000)
+    return tmp_path
+
+
+def test_gc_removes_and_says_what_it_removed(stopped):
+    result = gc(stopped)
+    assert result.returncode == 0, result.stderr
+    assert "expired checkpoint tinker://" in result.stdout and "weights/c@3" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("removed ")
+    assert [path.name for path in (stopped / "checkpoints").glob("*/weights/*")] == ["b@2"]
+
+
+def test_dry_run_of_gc_says_the_same_and_changes_nothing(stopped):
+    with sqlite3.connect(stopped / "server.db") as database:
+        before = tree(stopped), list(database.iterdump())
+    database.close()
+    dry = gc(stopped, "--dry-run")
+    with sqlite3.connect(stopped / "server.db") as database:
+        assert (tree(stopped), list(database.iterdump())) == before
+    database.close()
+    assert dry.stdout.splitlines()[-1].startswith("would remove ")
+    removed = [line for line in gc(stopped).stdout.splitlines() if "database" not in line and ".tmp" not in line]
+    assert [line for line in dry.stdout.splitlines() if ".tmp" not in line][:-1] == removed[:-1]
+
+
+def test_gc_beside_a_running_server_is_refused_and_says_that_it_collects_itself(tmp_path):
+    with running(tmp_path):
+        result = gc(tmp_path)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert "in use by another server" in result.stderr and "collects by itself" in result.stderr
+
+
+def test_gc_without_any_state_says_so(tmp_path):
+    result = gc(tmp_path)
+    assert result.returncode == 1 and "no such folder" in result.stderr
