@@ -10,6 +10,7 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from skyrl.tinker.completions import Completions, client_of
 from skyrl.types import ErrorCategory
 
 MAX_FINISHED_BYTES = 256 * 2**20
@@ -80,6 +81,8 @@ class Futures:
     """All futures that are pending or were answered lately."""
 
     def __init__(self, max_finished_bytes: int = MAX_FINISHED_BYTES):
+        self.completions = Completions()
+        """Ends of samples, for clients that wait for all of theirs at once."""
         self._max_bytes = max_finished_bytes
         self._by_id: dict[str, PendingFuture] = {}
         self._sample_ids: dict[tuple[str, int], str] = {}
@@ -109,6 +112,9 @@ class Futures:
         if future is None or future.outcome is not None:
             return
         future.set(outcome)
+        if future.key is not None:
+            size = len(outcome.body) if isinstance(outcome, Answer) else None
+            self.completions.add(client_of(future.key), request_id, size)
         if isinstance(outcome, Lost):
             self.drop(request_id)
             return
@@ -123,10 +129,12 @@ class Futures:
         future = self._by_id.pop(request_id, None)
         if future is not None and future.key is not None:
             self._sample_ids.pop(future.key, None)
+            self.completions.outlive(client_of(future.key), request_id)
         self._finished_bytes -= self._finished.pop(request_id, 0)
 
     def close(self) -> None:
         """Let every long poll return at once, now and from now on."""
         self._closing = True
+        self.completions.close()
         for future in self._by_id.values():
             future.interrupt()

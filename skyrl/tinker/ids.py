@@ -31,6 +31,11 @@ def new_request_id(kind: str) -> str:
     return f"{kind}-{uuid4()}"
 
 
+def sample_id(sampler: str, seq_id: int) -> str:
+    """The request id of a sample: the same for the same place, so that it can be told after a restart."""
+    return f"{SAMPLE}-{sampler}-{seq_id}"
+
+
 def is_sample(request_id: str) -> bool:
     """Whether the id is of a sample, whose future lives in memory only."""
     return request_id.startswith(f"{SAMPLE}-")

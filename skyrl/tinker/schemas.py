@@ -335,6 +335,30 @@ class RetrieveFutureRequest(RequestModel):
     allow_metadata_only: bool = False
 
 
+class SamplingSessionTarget(RequestModel):
+    """A client of a sampler: the first (0), or a copy of it with a number of its own."""
+
+    sampling_session_id: str
+    cloned_sampler_id: int = Field(0, ge=0, lt=2**34)
+
+
+class RetrieveFuturesRequest(RequestModel):
+    """`retrieve_futures`: which of a client's samples have ended since `prev_cursor`."""
+
+    target: SamplingSessionTarget
+    prev_cursor: int = Field(0, ge=0, lt=2**63)
+    timeout: float | None = Field(None, ge=0)
+    """Seconds to wait for one; None: as long as a poll may take."""
+    retrieved_request_ids: list[str] = Field(default_factory=list)
+    """Samples whose results need not be kept any more."""
+
+
+class JoinSamplingSessionRequest(RequestModel):
+    """`join_sampling_session`: one more client of a sampler."""
+
+    sampling_session_id: str
+
+
 class CancelFutureRequest(RequestModel):
     """`cancel_future`. Only samples can be cancelled."""
 
@@ -367,7 +391,7 @@ class ClientConfigResponse(BaseModel):
     create_model_via_load_weights: bool = True
     sample_max_concurrent_requests: int = 512
     sample_use_retrieve_futures: bool = False
-    sample_join_sampling_session: bool = False
+    sample_join_sampling_session: bool = True
     custom_loss_server_side: bool = False
 
 
@@ -439,6 +463,34 @@ class FailedResponse(BaseModel):
 
     error: str
     category: ErrorCategory
+
+
+class SampleEnd(BaseModel):
+    """The end of a sample. Where it failed there is no size, and `retrieve_future` says why."""
+
+    request_id: str
+    state: Literal["finished", "failed"]
+    response_payload_uncompressed_size: int | None = None
+
+    @classmethod
+    def of(cls, request_id: str, size: int | None) -> "SampleEnd":
+        """`size` is that of its result; None where there is none."""
+        state: Literal["finished", "failed"] = "failed" if size is None else "finished"
+        return cls(request_id=request_id, state=state, response_payload_uncompressed_size=size)
+
+
+class RetrieveFuturesResponse(BaseModel):
+    """`retrieve_futures`. `cursor` is to be sent with the next."""
+
+    completions: list[SampleEnd]
+    cursor: int
+
+
+class JoinSamplingSessionResponse(BaseModel):
+    """`join_sampling_session`: the new client's number, in whose billion it counts its seq_ids."""
+
+    client_counter: int
+    type: str = "join_sampling_session"
 
 
 class ModelData(BaseModel):

@@ -125,13 +125,14 @@ class LiveServer:
                 "checkpoints_base": folder / "checkpoints",
                 "database_url": f"sqlite:///{folder / 'server.db'}",
                 "long_poll_s": 0.1,
+                "port": 0,
                 **options,
             }
         )
 
     def __enter__(self) -> "LiveServer":
         self.app = create_app(self.config, ThreadEngine)
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", self.config.port))
         self.http = httpx.Client(
             base_url=f"http://127.0.0.1:{self._listener.getsockname()[1]}/api/v1",
             headers={"X-API-Key": "tml-test"},
@@ -149,6 +150,11 @@ class LiveServer:
         self._uvicorn.should_exit = True
         self._thread.join()
         self._listener.close()
+
+    @property
+    def url(self) -> str:
+        """What clients of the SDK are given."""
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     @property
     def engine(self) -> ThreadEngine:

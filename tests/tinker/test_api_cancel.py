@@ -107,7 +107,7 @@ def test_a_cancellation_without_an_id_is_400(server):
 
 @pytest.fixture
 def client(server):
-    client = tinker.ServiceClient(base_url=server.http.base_url.copy_with(path="").__str__(), api_key="tml-test")
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
     yield client.create_sampling_client(base_model=BASE_MODEL).result()
     client.close("success").result()
 

@@ -69,6 +69,16 @@ async def retrieve_future(
             return _json(again, 408)
 
 
+@router.post("/retrieve_futures", response_model_exclude_none=True)
+async def retrieve_futures(
+    queue: QueueDependency,
+    caller: CallerDependency,
+    body: Annotated[schemas.RetrieveFuturesRequest, json_body(schemas.RetrieveFuturesRequest)],
+) -> schemas.RetrieveFuturesResponse:
+    """Which samples of one client have ended, waited for as long as a poll may take."""
+    return await queue.samples.ended(body, caller)
+
+
 @router.post("/cancel_future", status_code=204, response_class=Response)
 async def cancel_future(
     queue: QueueDependency,

@@ -73,6 +73,23 @@ async def get_sampler(sampler_id: str, service: ServiceDependency, caller: Calle
     return schemas.SamplerResponse(sampler_id=row.sampler_id, base_model=row.base_model, model_path=row.model_path)
 
 
+@router.post("/join_sampling_session")
+async def join_sampling_session(
+    service: ServiceDependency,
+    caller: CallerDependency,
+    request: Annotated[schemas.JoinSamplingSessionRequest, json_body(schemas.JoinSamplingSessionRequest)],
+) -> schemas.JoinSamplingSessionResponse:
+    """Make one more client of a sampler, with a number that no other has."""
+    sampler = await service.directory.sampler(request.sampling_session_id, caller)
+
+    def join(session: Session) -> int:
+        row = session.get_one(SamplerRow, sampler.sampler_id)
+        row.clients += 1
+        return row.clients - 1
+
+    return schemas.JoinSamplingSessionResponse(client_counter=await service.database.write(join))
+
+
 async def _check_checkpoint(service: Service, path: TinkerPath, caller: Caller) -> None:
     checkpoint = await service.directory.checkpoint("model_path", path, caller)
     if path.kind == "external_weights":

@@ -1,0 +1,94 @@
+"""The SDK's client that waits for all of its samples at once, and clients that are copied to other processes."""
+
+import multiprocessing
+import pickle
+
+import pytest
+import tinker
+
+from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
+
+PROMPT = tinker.ModelInput.from_ints([1, 2, 3])
+PARAMS = tinker.SamplingParams(max_tokens=4, temperature=0.0, stop=[])
+
+
+def connect(server: LiveServer, together: bool) -> tinker.ServiceClient:
+    """A client that waits for its samples `together`, which servers may ask of clients and this one does not."""
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
+    config = client.holder.get_client_config().model_copy(update={"sample_use_retrieve_futures": together})
+    client.holder._client_config = config
+    return client
+
+
+def sampled(sampler: tinker.SamplingClient, count: int = 1) -> list[list[int]]:
+    futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(count)]
+    return [future.result().sequences[0].tokens for future in futures]
+
+
+def test_samples_waited_for_together_are_those_waited_for_one_by_one(server):
+    results = []
+    for together in (True, False):
+        client = connect(server, together)
+        sampler = client.create_sampling_client(base_model=BASE_MODEL).result()
+        results.append(sampled(sampler, 50))
+        assert (sampler._futures_poller is not None) == together
+        client.close("success").result()
+    assert results[0] == results[1]
+
+
+def test_results_that_were_waited_for_together_are_freed(own_server):
+    client = connect(own_server, True)
+    sampler = client.create_sampling_client(base_model=BASE_MODEL).result()
+    sampled(sampler, 5)
+    client.close("success").result()  # sends what has not been acknowledged yet
+    futures = own_server.app.state.server.service.futures
+    assert (futures._by_id, futures.completions._inboxes) == ({}, {})
+
+
+def test_a_failure_is_raised_to_whoever_waits_for_it(server):
+    client = connect(server, True)
+    sampler = client.create_sampling_client(base_model=BASE_MODEL).result()
+    bad = sampler.sample(PROMPT, 1, PARAMS, prompt_alt_tokens_k=1000)
+    assert len(sampled(sampler, 2)) == 2
+    with pytest.raises(tinker.RequestFailedError, match="prompt_alt_tokens_k=1000"):
+        bad.result()
+    client.close("success").result()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_restarted_server_gets_the_samples_that_it_lost_again(tmp_path, together):
+    with LiveServer(tmp_path) as server:
+        wait_until_ready(server)
+        client, port = connect(server, together), int(server.url.rsplit(":", 1)[1])
+        sampler = client.create_sampling_client(base_model=BASE_MODEL).result()
+        (expected,) = sampled(sampler)
+        server.crash()
+        pending = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(10)]
+        while len(server.app.state.server.queue.samples._pending) < 10:
+            pass
+    with LiveServer(tmp_path, port=port):
+        assert [future.result(60).sequences[0].tokens for future in pending] == [expected] * 10
+        client.close("success").result()
+
+
+def _in_another_process(pickled: bytes, connection) -> None:
+    sampler = pickle.loads(pickled)
+    connection.send((sampled(sampler, 3), sampler._cloned_sampler_id))
+
+
+def test_clients_copied_to_other_processes_sample_under_numbers_of_their_own(server):
+    client = connect(server, False)
+    sampler = client.create_sampling_client(base_model=BASE_MODEL).result()
+    expected = sampled(sampler, 3)
+    spawn = multiprocessing.get_context("spawn")
+    ends = [spawn.Pipe() for _ in range(2)]
+    processes = [spawn.Process(target=_in_another_process, args=(pickle.dumps(sampler), theirs)) for _, theirs in ends]
+    for process in processes:
+        process.start()
+    answers = [ours.recv() for ours, _ in ends]
+    for process in processes:
+        process.join()
+    assert [tokens for tokens, _ in answers] == [expected] * 2
+    assert sorted(number for _, number in answers) == [1, 2]
+    assert sampled(sampler, 3) == expected
+    client.close("success").result()
