@@ -29,6 +29,7 @@ STEP = "skyrl/backends/jax/step.py"
 ADAPTERS = "skyrl/backends/jax/adapters.py"
 CHECKS = "skyrl/algorithms/checks.py"
 JAX_TESTS = "tests/backends/test_jax_backend.py::"
+RECOVERY = "tests/tinker/test_engine_recovery.py::"
 
 DEFECTS = [
     Defect(
@@ -248,5 +249,57 @@ DEFECTS = [
             ),
         ],
         [JAX_TESTS + "test_running_out_of_memory_fails_one_request_and_nothing_else"],
+    ),
+    Defect(
+        "P5.1",
+        "a snapshot claims a request that came after it",
+        [
+            Edit(
+                "skyrl/tinker/upkeep.py",
+                "        seq_id = self._scheduler.finished(model_id)\n",
+                "        seq_id = self._scheduler.finished(model_id)\n"
+                "        seq_id = seq_id if seq_id is None else seq_id + 1\n",
+            )
+        ],
+        [RECOVERY + "test_a_model_whose_engine_is_lost_again_and_again_ends_as_one_whose_engine_never_was"],
+    ),
+    Defect(
+        "P5.2",
+        "a snapshot lacks the gradients that no optimizer step has taken yet",
+        [
+            Edit(
+                BACKEND,
+                "        state = dataclasses.replace(self._state(operation.model_id))\n",
+                "        state = dataclasses.replace(self._state(operation.model_id), gradient_sums=None)\n",
+            )
+        ],
+        [
+            "tests/backends/test_contract.py::"
+            "test_a_model_revived_from_its_snapshot_elsewhere_goes_on_bit_for_bit[jax-with pending gradients]"
+        ],
+    ),
+    Defect(
+        "P5.3",
+        "a failed optimizer step that is repeated leaves the gradients that it had cleared",
+        [
+            Edit(
+                "skyrl/backends/executor.py",
+                '            if operation.gradients == "dropped":\n',
+                "            if False:\n",
+            )
+        ],
+        [RECOVERY + "test_a_model_whose_engine_is_lost_again_and_again_ends_as_one_whose_engine_never_was"],
+    ),
+    Defect(
+        "P5.4",
+        "a request is done although those that follow it have failed for want of it",
+        [
+            Edit(
+                "skyrl/tinker/scheduler.py",
+                '            self._queue(item.tenant, _rejected(operation, error, "kept"), None)\n',
+                "            self._queue(item.tenant, operation, None)\n",
+            )
+        ],
+        ["tests/tinker/test_scheduler.py::test_a_request_that_arrives_after_its_followers_failed_is_refused"],
     ),
 ]

@@ -1,10 +1,11 @@
 """Servers with the fake backend, for the tests of the API."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.tinker.engine_bench import Bench
 from tests.tinker.harness import LiveServer, wait_until_ready
 
 
@@ -22,3 +23,17 @@ def own_server(tmp_path: Path) -> Iterator[LiveServer]:
     with LiveServer(tmp_path) as server:
         wait_until_ready(server)
         yield server
+
+
+@pytest.fixture
+def bench(tmp_path) -> Iterator[Callable[..., Bench]]:
+    """Makes engines, which share one folder of checkpoints."""
+    made: list[Bench] = []
+
+    def make(**options) -> Bench:
+        made.append(Bench(tmp_path, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
