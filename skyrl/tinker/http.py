@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl.errors import RequestError, UnknownName
+from skyrl.tinker.db import DatabaseFull
 from skyrl.tinker.parsing import MalformedBody, describe
 from skyrl.tinker.service import EngineStarting
 from skyrl.tinker.submission import Busy
@@ -90,6 +91,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(UnknownName, _status(404))
     app.add_exception_handler(Busy, _status(429))
     app.add_exception_handler(EngineStarting, _starting)
+    app.add_exception_handler(DatabaseFull, _full)
     app.add_exception_handler(DataError, _unstorable)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _internal_error)
@@ -124,6 +126,12 @@ def _gone(_: Request, __: Exception) -> JSONResponse:
 
 def _starting(_: Request, error: Exception) -> JSONResponse:
     return error_response(503, f"the engine is not ready yet: {error}", {"Retry-After": "2"})
+
+
+def _full(request: Request, error: Exception) -> JSONResponse:
+    log.error("%s %s was turned away: %s", request.method, request.url.path, error)
+    detail = "the disk of the server's database is full, so nothing can be promised; free space there. Send this again"
+    return error_response(503, detail, {"Retry-After": "5"})
 
 
 def _internal_error(request: Request, _: Exception) -> JSONResponse:
