@@ -4,13 +4,17 @@ import json
 
 import numpy as np
 import zstandard
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import sparse
 
+from skyrl.errors import RequestError
 from skyrl.tinker import wire
 from skyrl.tinker.parsing import MalformedBody
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
+from skyrl.tinker.wire_scan import address_of, check_parts
 
 MAX_BYTES = 100_000
 quick = settings(max_examples=300, deadline=None)
@@ -77,6 +81,25 @@ def test_arbitrary_bytes_as_protobuf(body):
 @given(st.integers(0, len(VALID) - 1), st.binary(max_size=6), st.integers(0, 6))
 def test_a_valid_body_with_bytes_replaced(at, replacement, removed):
     outcome(VALID[:at] + replacement + VALID[at + removed :], wire.PROTOBUF)
+
+
+@quick
+@given(st.integers(0, len(VALID) - 1), st.binary(max_size=6), st.integers(0, 6))
+def test_the_look_before_parsing_finds_what_the_parser_does_not_know(at, replacement, removed):
+    body = VALID[:at] + replacement + VALID[at + removed :]
+    try:
+        message = pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError:
+        return
+    unknown = len(UnknownFieldSet(message)) + sum(len(UnknownFieldSet(datum)) for datum in message.data)
+    try:
+        check_parts(body)
+    except (RequestError, DecodeError):
+        assert unknown
+    else:
+        assert not unknown
+        address = pb.ForwardBackwardRequest.FromString(address_of(body))
+        assert (address.model_id, address.seq_id) == (message.model_id, message.seq_id)
 
 
 @quick
