@@ -1,7 +1,7 @@
 """What an operation is accepted with, and what accepting it yields."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sqlmodel import Session
@@ -36,6 +36,10 @@ class Admission:
     caller: Caller
     target: Target
     request_id: str
+    decided: dict[str, Any] = field(default_factory=dict)
+    """What the server chooses for the request, as JSON: it is logged, and found here when the request is done again."""
+    again: bool = False
+    """Whether the request was accepted before. Then what it met at the time counts, not what there is now."""
 
     @property
     def model(self) -> ModelRow:
@@ -49,9 +53,9 @@ class Admission:
 
 
 class Obsolete(NamedTuple):
-    """Files of a checkpoint that has lost its name."""
+    """Files that nobody names any more, and the version that they hold, if it is one."""
 
-    version: str
+    version: str | None
     folder: str
 
 
@@ -72,8 +76,6 @@ class Accepted:
     """When the request is logged."""
     record: Callable[[Session, Any], tuple[dict[str, Any], Obsolete | None]] = _empty
     """When its result is stored: (the answer's JSON, files nobody names any more). Raises `RequestError` to fail it."""
-    on_failure: Callable[[Session], None] = _nothing
-    """When its failure is stored."""
     changes: tuple[str, ...] = ()
     """Ids of rows that the functions above change."""
     complete: Callable[[Any], Awaitable[Any]] | None = None
@@ -89,11 +91,13 @@ async def locate(service: Service, caller: Caller, address: Address) -> Target:
             seq_id = address.seq_id if isinstance(address, ModelAddress) else None
             model = await service.directory.model(model_id, caller)
             session = await service.directory.session(model.session_id, everybody)
-            return Target(session, model.tenant, model_id, seq_id, model=model)
+            target = Target(session, model.tenant, model_id, seq_id, model=model)
         case NewModelAddress(session_id=session_id, model_seq_id=number):
             session = await service.directory.session(session_id, caller)
-            return Target(session, session.tenant, ids.model_id(session_id, number), 0, creates=True)
+            target = Target(session, session.tenant, ids.model_id(session_id, number), 0, creates=True)
         case SamplerAddress(sampling_session_id=sampler_id):
             sampler = await service.directory.sampler(sampler_id, caller)
             session = await service.directory.session(sampler.session_id, everybody)
-            return Target(session, sampler.tenant, sampler=sampler)
+            target = Target(session, sampler.tenant, sampler=sampler)
+    service.activity.seen(session.session_id)
+    return target

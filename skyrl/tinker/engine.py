@@ -139,8 +139,6 @@ class TinkerEngine:
             self.backend.submit(operation)
 
     def _deliver(self, completions: list[Completion]) -> None:
-        while self._stored:
-            self.channel.send(self._stored.popleft())
         if completions:
             crash_point("engine: quantum done, result not sent")
         for completion in completions:
@@ -155,6 +153,8 @@ class TinkerEngine:
                 self._follow(operation, completion.result)
             if asked_for:
                 self.channel.send(Done(completion.request_id, completion.result))
+        while self._stored:  # after the request that published it
+            self.channel.send(self._stored.popleft())
 
     def _follow(self, operation: ModelOperation, result: Result) -> None:
         """Keep up with which models there are."""

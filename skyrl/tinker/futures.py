@@ -132,6 +132,11 @@ class Futures:
             self.completions.outlive(client_of(future.key), request_id)
         self._finished_bytes -= self._finished.pop(request_id, 0)
 
+    def clear_reasons(self) -> None:
+        """What was known of why something takes long is so no more."""
+        for future in self._by_id.values():
+            future.reason = None
+
     def close(self) -> None:
         """Let every long poll return at once, now and from now on."""
         self._closing = True

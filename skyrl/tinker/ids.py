@@ -53,6 +53,14 @@ def version_id(model: str, seq_id: int) -> str:
     return f"{model}@{seq_id}"
 
 
+def model_of_version(version: str) -> str:
+    return version.rpartition("@")[0]
+
+
+def session_of_model(model: str) -> str:
+    return model.rpartition(":train:")[0]
+
+
 def new_seed() -> int:
     """A seed for a request that came without one: any non-negative int64."""
     return secrets.randbits(63)

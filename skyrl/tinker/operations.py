@@ -2,7 +2,8 @@
 
 An `accept` function turns a request into work for the engine (`skyrl.backends.operations`), or raises `RequestError`,
 which fails the request in its place in the model's order. It also says what the request means to the database: when it
-is logged (`on_log`) and when its result is stored (`record`, which returns the JSON that the client reads).
+is logged (`on_log`) and when its result is stored (`record`, which returns the JSON that the client reads). What it
+chooses goes into `Admission.decided`, because after a crash the request is accepted again and must mean the same.
 
 Routes, parsing, the log and the engine read this table: to add an operation, add a function here.
 """
@@ -44,7 +45,7 @@ from skyrl.tinker.parsing import (
     json_parser,
 )
 from skyrl.tinker.service import off_loop
-from skyrl.tinker.tables import ModelRow, SamplerRow
+from skyrl.tinker.tables import ModelRow, SamplerRow, VersionRow
 from skyrl.types import Datum, LoraConfig, ModelOutput, OptimStepOutput, SaveOutput
 
 Parse = Callable[[Body, int], Parsed]
@@ -53,6 +54,16 @@ Encode = Callable[[Any], bytes]
 
 SMALL_BODY = 2**20
 LARGE_PROMPTS = 64 * 2**20
+
+# What `Admission.decided` holds, among others:
+FORWARD_ONLY = "forward_only"
+"""Whether a pass leaves its model as it was."""
+FOLDER = "folder"
+"""Of the checkpoint that a path stood for, or of a version without a name."""
+SAVED_TO = "saved_to"
+"""Folder of a named checkpoint: once it is complete, its save is done."""
+VERSION = "version"
+"""A version without a name, which goes on being written after its request is done."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +79,24 @@ class QueuedOperation:
     """Its result as protobuf. None: `record` returns it as JSON."""
     max_body_bytes: int | None
     """None: as the configuration says."""
+    changes_model: bool
+    """Whether a model has to do it again to become what it was after it."""
 
 
 OPERATIONS: dict[str, QueuedOperation] = {}
 
 
 def operation(
-    name: str, parse: Parse, encode: Encode | None = None, max_body_bytes: int | None = SMALL_BODY
+    name: str,
+    parse: Parse,
+    encode: Encode | None = None,
+    max_body_bytes: int | None = SMALL_BODY,
+    changes_model: bool = False,
 ) -> Callable[[Accept], Accept]:
     """Put the decorated `accept` function into the table."""
 
     def register(accept: Accept) -> Accept:
-        OPERATIONS[name] = QueuedOperation(name, parse, accept, encode, max_body_bytes)
+        OPERATIONS[name] = QueuedOperation(name, parse, accept, encode, max_body_bytes, changes_model)
         return accept
 
     return register
@@ -100,12 +117,13 @@ def _parse_pass(body: Body, max_bytes: int) -> Parsed:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-@operation("create_model", json_parser(schemas.CreateModelRequest, NewModelAddress))
+@operation("create_model", json_parser(schemas.CreateModelRequest, NewModelAddress), changes_model=True)
 async def create_model(admission: Admission, request: schemas.CreateModelRequest) -> Accepted:
     """Make a model with fresh weights."""
     _refuse_unserved(request)
     info = admission.service.info
-    admission.service.check_base_model(request.base_model)
+    if not admission.again:
+        admission.service.check_base_model(request.base_model)
     config = request.lora_config
     if config.rank > info.max_lora_rank:
         raise RequestError(
@@ -113,7 +131,7 @@ async def create_model(admission: Admission, request: schemas.CreateModelRequest
             "or start the server with a larger max_lora_rank"
         )
     if config.seed is None:
-        config = config.model_copy(update={"seed": ids.new_seed()})
+        config = config.model_copy(update={"seed": admission.decided.setdefault("seed", ids.new_seed())})
     model_id = admission.target.model_id
     operation = CreateModel(request_id=admission.request_id, model_id=model_id, lora_config=config)
     return _creation(
@@ -121,21 +139,25 @@ async def create_model(admission: Admission, request: schemas.CreateModelRequest
     )
 
 
-@operation("load_weights", json_parser(schemas.LoadWeightsRequest, _load_address))
+@operation("load_weights", json_parser(schemas.LoadWeightsRequest, _load_address), changes_model=True)
 async def load_weights(admission: Admission, request: schemas.LoadWeightsRequest) -> Accepted:
     """Put a training checkpoint into a model, or make a model of it."""
     _refuse_unserved(request)
     service, target = admission.service, admission.target
     path = TinkerPath.parse("path", request.path)
-    checkpoint = await training_checkpoint(service, path, admission.caller, request.weights_access_token)
-    if request.base_model is not None:
+    checkpoint = admission.decided
+    if FOLDER not in checkpoint:
+        row = await training_checkpoint(service, path, admission.caller, request.weights_access_token)
+        checkpoint |= {FOLDER: row.folder, "digest": row.digest, "lora_config": row.lora_config}
+    if request.base_model is not None and not admission.again:
         service.check_base_model(request.base_model)
-    lora_config = LoraConfig(**checkpoint.lora_config)
+    lora_config = LoraConfig(**checkpoint["lora_config"])
     operation = LoadCheckpoint(
         request_id=admission.request_id,
         model_id=target.model_id,
-        path=checkpoint.folder,
+        path=checkpoint[FOLDER],
         load_optimizer=request.optimizer,
+        digest=checkpoint["digest"],
     )
     payload = {"path": str(path), "model_id": target.model_id, "type": "load_weights"}
     if target.creates:
@@ -166,7 +188,7 @@ def _refuse_other_adapter(path: TinkerPath, stored: LoraConfig, loaded: LoraConf
             )
 
 
-@operation("unload_model", json_parser(schemas.UnloadModelRequest, WholeModelAddress))
+@operation("unload_model", json_parser(schemas.UnloadModelRequest, WholeModelAddress), changes_model=True)
 async def unload_model(admission: Admission, request: schemas.UnloadModelRequest) -> Accepted:
     """Free a model's training state, after all that has arrived for it."""
     model_id = request.model_id
@@ -204,19 +226,12 @@ def _creation(
         session.add(row)
 
     def record(session: Session, _: ModelOutput) -> tuple[dict[str, Any], None]:
-        _end_creation(session, target.model_id, "live")
+        row = _model_row(session, target.model_id)
+        if row.status == "creating":
+            row.status = "live"
         return payload, None
 
-    def on_failure(session: Session) -> None:
-        _end_creation(session, target.model_id, "failed")
-
-    return Accepted(operation, announce, record, on_failure, changes=(target.model_id,))
-
-
-def _end_creation(session: Session, model_id: str, status: str) -> None:
-    row = _model_row(session, model_id)
-    if row.status == "creating":  # the engine may have ended since, and the model with it
-        row.status = status
+    return Accepted(operation, announce, record, changes=(target.model_id,))
 
 
 def _model_row(session: Session, model_id: str) -> ModelRow:
@@ -228,7 +243,7 @@ def _model_row(session: Session, model_id: str) -> ModelRow:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-@operation("forward_backward", _parse_pass, wire.encode_forward_backward, max_body_bytes=None)
+@operation("forward_backward", _parse_pass, wire.encode_forward_backward, max_body_bytes=None, changes_model=True)
 async def forward_backward(admission: Admission, request: wire.PassRequest) -> Accepted:
     """Add the gradients of a loss, or (`forward_only`) just compute it."""
     info = admission.service.info
@@ -249,6 +264,7 @@ async def forward_backward(admission: Admission, request: wire.PassRequest) -> A
         loss_fn_config={key: float(value) for key, value in request.loss_fn_config.items()},
         forward_only=request.forward_only,
     )
+    admission.decided[FORWARD_ONLY] = request.forward_only
     return Accepted(operation)
 
 
@@ -262,7 +278,7 @@ def _arrays(datum: Datum) -> list[np.ndarray]:
     return [datum.tokens, *datum.loss_fn_inputs.values()]
 
 
-@operation("optim_step", json_parser(schemas.OptimStepRequest, ModelAddress))
+@operation("optim_step", json_parser(schemas.OptimStepRequest, ModelAddress), changes_model=True)
 async def optim_step(admission: Admission, request: schemas.OptimStepRequest) -> Accepted:
     """Apply the accumulated gradients and clear them."""
     _refuse_unserved(request)
@@ -289,9 +305,7 @@ async def save_weights(admission: Admission, request: schemas.SaveWeightsRequest
         request.user_metadata,
         request.ttl_seconds,
     )
-    await refuse_taken_name(admission.service.database, saved)
-    await admission.service.disk.make_room(request.model_id, sampler=False)
-    folder = saved.folder(admission.service.checkpoints)
+    folder = await _folder_of_save(admission, saved)
     operation = SaveCheckpoint(request_id=admission.request_id, model_id=request.model_id, path=folder)
 
     def record(session: Session, result: SaveOutput) -> tuple[dict[str, Any], Obsolete | None]:
@@ -305,7 +319,8 @@ async def save_weights(admission: Admission, request: schemas.SaveWeightsRequest
 async def save_weights_for_sampler(admission: Admission, request: schemas.SaveWeightsForSamplerRequest) -> Accepted:
     """Freeze the current weights as a version: under a name, or as a new sampler."""
     if request.path is None:
-        await admission.service.disk.make_room(request.model_id, sampler=True)
+        if not admission.again:
+            await admission.service.disk.make_room(request.model_id, sampler=True)
         return _publish_sampler(admission, request)
     if request.kind == "inflight":
         raise RequestError("kind=inflight names a sampler's weights, not a checkpoint's; leave out kind, or path")
@@ -318,9 +333,7 @@ async def save_weights_for_sampler(admission: Admission, request: schemas.SaveWe
         user_metadata=request.user_metadata,
         ttl_seconds=request.ttl_seconds,
     )
-    await refuse_taken_name(admission.service.database, saved)
-    await admission.service.disk.make_room(request.model_id, sampler=True)
-    folder = saved.folder(admission.service.checkpoints)
+    folder = await _folder_of_save(admission, saved)
     operation = Publish(request_id=admission.request_id, model_id=request.model_id, version=saved.version, path=folder)
 
     def record(session: Session, result: SaveOutput) -> tuple[dict[str, Any], Obsolete | None]:
@@ -328,6 +341,14 @@ async def save_weights_for_sampler(admission: Admission, request: schemas.SaveWe
         return {"path": str(saved.path), "type": "save_weights_for_sampler"}, obsolete
 
     return Accepted(operation, record=record)
+
+
+async def _folder_of_save(admission: Admission, saved: SavedAs) -> str:
+    """Where a named checkpoint goes. Raises `RequestError` if there is one of its name already, or no room for it."""
+    if not admission.again:
+        await refuse_taken_name(admission.service.database, saved)
+        await admission.service.disk.make_room(saved.model.model_id, sampler=saved.kind != "weights")
+    return admission.decided.setdefault(SAVED_TO, saved.folder(admission.service.checkpoints))
 
 
 @operation("save_weights_external", json_parser(schemas.SaveWeightsExternalRequest, ModelAddress))
@@ -344,9 +365,7 @@ async def save_weights_external(admission: Admission, request: schemas.SaveWeigh
     )
     recipients = request.age_encryption_recipients
     keys = None if recipients is None else external.read_recipients(recipients)
-    await refuse_taken_name(admission.service.database, saved)
-    await admission.service.disk.make_room(request.model_id, sampler=True)
-    folder = saved.folder(admission.service.checkpoints)
+    folder = await _folder_of_save(admission, saved)
     operation = Publish(request_id=admission.request_id, model_id=request.model_id, version=saved.version, path=folder)
 
     async def encrypt(_: SaveOutput) -> SaveOutput:
@@ -369,7 +388,9 @@ def _publish_sampler(admission: Admission, request: schemas.SaveWeightsForSample
     assert request.sampling_session_seq_id is not None
     sampler_id = ids.sampler_id(model.session_id, request.sampling_session_seq_id)
     version = ids.version_id(model.model_id, request.seq_id)
-    folder = ids.folder(admission.service.checkpoints, model.model_id, "ephemeral", str(request.seq_id))
+    new_folder = ids.folder(admission.service.checkpoints, model.model_id, "ephemeral", str(request.seq_id))
+    folder = admission.decided.setdefault(FOLDER, new_folder)
+    admission.decided[VERSION] = version
     operation = Publish(
         request_id=admission.request_id, model_id=model.model_id, version=version, path=folder, persist=False
     )
@@ -387,6 +408,14 @@ def _publish_sampler(admission: Admission, request: schemas.SaveWeightsForSample
             base_model=model.base_model,
             model_id=model.model_id,
         )
+        unwritten = VersionRow(
+            version=version,
+            model_id=model.model_id,
+            session_id=model.session_id,
+            tenant=model.tenant,
+            folder=folder,
+        )
+        session.add(unwritten)
         if inflight:
             row = _model_row(session, model.model_id)
             row.inflight_version, row.inflight_folder = version, folder

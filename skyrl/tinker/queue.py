@@ -12,6 +12,7 @@ from skyrl.tinker.ids import is_sample
 from skyrl.tinker.sample_queue import SampleQueue
 from skyrl.tinker.service import Service
 from skyrl.tinker.training_queue import TrainingQueue
+from skyrl.tinker.versions import UnwrittenVersions
 from skyrl.types import Result
 
 SHORTEST_POLL = 0.5
@@ -31,8 +32,33 @@ class RequestQueue:
 
     def __init__(self, service: Service):
         self._service = service
-        self.samples = SampleQueue(service)
-        self.training = TrainingQueue(service, self.samples.reads)
+        self._versions = UnwrittenVersions()
+        self._running: tuple[str, ...] = ()
+        self.samples = SampleQueue(service, self._versions)
+        self.training = TrainingQueue(service, self.samples.reads, self._versions)
+
+    async def restore(self) -> None:
+        """Take over what an earlier server left. Before the engine is started."""
+        await self.training.restore()
+
+    # -- what the engine says -----------------------------------------------------------------------------------------
+
+    def engine_ready(self) -> None:
+        """A new engine runs. What is pending is sent to it."""
+        self.training.residents.engine_ready()
+        self.samples.engine_ready()
+
+    def engine_ended(self, reason: str) -> None:
+        """The engine has ended by itself. What it owed goes to the next one."""
+        running, self._running = self._running, ()
+        self._service.futures.clear_reasons()
+        self._versions.engine_ended()
+        self.samples.engine_ended(running)
+        self.training.engine_ended(running)
+
+    def running(self, request_ids: tuple[str, ...]) -> None:
+        """What the engine works on from now on."""
+        self._running = request_ids
 
     def done(self, request_id: str, result: Result) -> None:
         """The engine has finished a request."""
@@ -43,14 +69,20 @@ class RequestQueue:
         if (future := self._service.futures.get(request_id)) is not None:
             future.reason = reason
 
-    def lose_all(self, reason: str) -> None:
-        """The engine has ended by itself."""
-        self.samples.lose_all()
-        self.training.lose_all(reason)
+    def park(self, session_id: str | None = None) -> None:
+        """Put models on disk whose session has ended or is silent; or those of one session, which ends now."""
+        activity, timeout_s = self._service.activity, self._service.config.session_timeout_sec
+        if session_id is not None:
+            activity.finished(session_id)
+        self.training.residents.park(lambda session: activity.is_idle(session, timeout_s))
 
     async def discard(self, files: Obsolete) -> None:
         """Remove files that nobody names any more, unless something may still read them."""
-        await self.training.discard(files)
+        await self.training.outcomes.discard(files)
+
+    def stop(self) -> None:
+        """Send nothing to the engine any more."""
+        self.training.residents.stop()
 
     async def settle(self) -> None:
         """Wait until every result that has arrived is dealt with."""

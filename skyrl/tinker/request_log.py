@@ -1,24 +1,28 @@
 """The write-ahead log in the database: what was asked of each model, and what came of it.
 
 The functions here are jobs of the database's one writer, which runs them one after the other; so what they read is
-still true when they write, and two equal requests cannot both be new.
+still true when they write, and two equal requests cannot both be new. What a revival reads of the log is in
+`model_log.py`.
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from sqlalchemy import update
-from sqlmodel import Session, col, select
+from sqlalchemy import func, select, update
+from sqlmodel import Session, col
 
 from skyrl.errors import UnknownName
 from skyrl.tinker.futures import Answer, Failure, Lost, Outcome
 from skyrl.tinker.tables import ModelRow, RequestRow
+from skyrl.types import GradientEffect
 
 LOST_ADVICE = (
     "make a new training client from its last checkpoint (create_training_client_from_state_with_optimizer), or a "
     "fresh one; saved checkpoints and samplers still work"
 )
+_IS_PENDING = col(RequestRow.status) == "pending"
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,9 @@ class Entry:
     content_encoding: str
     needs_model: bool
     """Whether the model must be there; its creation does not need it."""
+    is_pass: bool = False
+    """Whether it was to add gradients, so that a refusal leaves them incomplete."""
+    decided: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,14 +64,14 @@ def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Call
         on_log: More to write when the request is new and not refused.
     """
     if entry.seq_id is not None:
-        same = select(RequestRow.request_id, RequestRow.kind).where(
-            RequestRow.model_id == entry.model_id, RequestRow.seq_id == entry.seq_id
+        same = select(col(RequestRow.request_id), col(RequestRow.kind)).where(
+            col(RequestRow.model_id) == entry.model_id, col(RequestRow.seq_id) == entry.seq_id
         )
-        if (earlier := session.exec(same).first()) is not None:
+        if (earlier := session.execute(same).first()) is not None:
             request_id, kind = earlier
             return Logged(request_id) if kind == entry.kind else Logged(entry.request_id, _taken(entry, kind))
     if refusal is None and entry.needs_model:
-        refusal = _refused_by_status(session.get(ModelRow, entry.model_id), entry.model_id)
+        refusal = refused_by_status(session.get(ModelRow, entry.model_id), entry.model_id)
     if refusal is None:
         on_log(session)
     row = RequestRow(
@@ -76,33 +83,58 @@ def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Call
         body=b"" if refusal else entry.body,
         content_type=entry.content_type,
         content_encoding=entry.content_encoding,
+        decided=entry.decided,
     )
     if refusal:
         row.status, row.error, row.category, row.finished_at = "failed", refusal.error, refusal.category, time.time()
+        row.gradients = "incomplete" if entry.is_pass else "kept"
     session.add(row)
+    now = {"last_request_at": row.created_at}
+    session.execute(update(ModelRow).where(col(ModelRow.model_id) == entry.model_id).values(**now))
     return Logged(entry.request_id, refusal)
 
 
-def finish(session: Session, request_id: str, outcome: Answer | Failure) -> None:
-    """Store a request's outcome. Its body, which has served its purpose, is dropped."""
-    values: dict[str, object] = {"body": b"", "finished_at": time.time()}
+def finish(
+    session: Session,
+    request_id: str,
+    outcome: Answer | Failure,
+    *,
+    gradients: GradientEffect = "kept",
+    keep_body: bool = False,
+) -> None:
+    """Store a request's outcome.
+
+    Args:
+        session: Transaction to write in.
+        request_id: Of the request.
+        outcome: How it ended.
+        gradients: What its failure left of the gradient sums.
+        keep_body: Whether reviving the model without a newer snapshot takes doing it again.
+    """
+    values: dict[str, object] = {"finished_at": time.time()}
+    if not keep_body:
+        values["body"] = b""
     if isinstance(outcome, Answer):
         values |= {"status": "done", "result": outcome.body, "result_type": outcome.media_type}
     else:
-        values |= {"status": "failed", "error": outcome.error, "category": outcome.category}
+        values |= {"status": "failed", "error": outcome.error, "category": outcome.category, "gradients": gradients}
     session.execute(update(RequestRow).where(col(RequestRow.request_id) == request_id).values(**values))
 
 
 def outcome_of(session: Session, request_id: str) -> tuple[str, Outcome]:
     """(tenant, outcome) of a logged request that is no longer pending. Raises `UnknownName` if it is not in the log."""
-    row = session.get(RequestRow, request_id)
+    columns = map(
+        col, (RequestRow.tenant, RequestRow.result, RequestRow.result_type, RequestRow.error, RequestRow.category)
+    )
+    row = session.execute(select(*columns).where(col(RequestRow.request_id) == request_id)).first()
     if row is None:
         raise unknown_request(request_id)
-    if row.result is not None and row.result_type is not None:
-        return row.tenant, Answer(row.result, row.result_type)
-    if row.error is not None:
-        return row.tenant, Failure(row.error, "user" if row.category == "user" else "server")
-    return row.tenant, Lost()
+    tenant, result, result_type, error, category = row
+    if result is not None and result_type is not None:
+        return tenant, Answer(result, result_type)
+    if error is not None:
+        return tenant, Failure(error, "user" if category == "user" else "server")
+    return tenant, Lost()
 
 
 def drop_old_results(session: Session, finished_before: float) -> None:
@@ -115,17 +147,47 @@ def unknown_request(request_id: str) -> UnknownName:
     return UnknownName(f"request_id={request_id[:300]!r} is not known; use the one that the submission returned")
 
 
-def lose_models(session: Session, reason: str) -> None:
-    """The engine is gone: whatever was pending has failed, and models that were in it are lost."""
-    failed = {"status": "failed", "body": b"", "error": lost_message(reason), "category": "server"}
-    pending = col(RequestRow.status) == "pending"
-    session.execute(update(RequestRow).where(pending).values(**failed, finished_at=time.time()))
-    in_engine = col(ModelRow.status).in_(["creating", "live"])
-    session.execute(update(ModelRow).where(in_engine).values(status="lost"))
+# -- crashes ----------------------------------------------------------------------------------------------------------
 
 
-def lost_message(reason: str) -> str:
-    return f"{reason}, and the model's training state in it is lost; {LOST_ADVICE}"
+@dataclass(frozen=True)
+class PendingRequest:
+    """A request that an earlier server took in and nobody has answered."""
+
+    request_id: str
+    kind: str
+    tenant: str
+    model_id: str
+    seq_id: int | None
+    crashes: int
+    decided: dict[str, Any]
+    body_bytes: int
+
+
+def pending(session: Session) -> list[PendingRequest]:
+    """All requests without an outcome, in the order in which they came."""
+    names = ("request_id", "kind", "tenant", "model_id", "seq_id", "crashes", "decided")
+    columns = [getattr(RequestRow, name) for name in names]
+    query = select(*columns, func.length(RequestRow.body)).where(_IS_PENDING)
+    rows = session.execute(query.order_by(col(RequestRow.created_at)))
+    return [PendingRequest(*row) for row in rows]
+
+
+def count_crash(session: Session, request_id: str) -> int:
+    """An engine has ended while it worked on this request. Returns how often that has happened."""
+    row = col(RequestRow.request_id) == request_id
+    session.execute(update(RequestRow).where(row).values(crashes=RequestRow.crashes + 1))
+    return session.execute(select(col(RequestRow.crashes)).where(row)).scalar_one()
+
+
+def lose_model(session: Session, model_id: str) -> None:
+    """A model cannot be revived: what it is made of is gone or damaged."""
+    model = session.get(ModelRow, model_id)
+    if model is not None and model.status in ("creating", "live"):
+        model.status = "lost"
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def _taken(entry: Entry, kind: str) -> Failure:
@@ -136,7 +198,8 @@ def _taken(entry: Entry, kind: str) -> Failure:
     return Failure(error, "user")
 
 
-def _refused_by_status(model: ModelRow | None, model_id: str) -> Failure | None:
+def refused_by_status(model: ModelRow | None, model_id: str) -> Failure | None:
+    """Why a model takes no requests, if it takes none."""
     if model is not None and model.status in ("creating", "live"):
         return None
     if model is not None and model.status == "unloaded":
@@ -145,4 +208,4 @@ def _refused_by_status(model: ModelRow | None, model_id: str) -> Failure | None:
         return Failure(f"model_id={model_id} holds a copy of a checkpoint; load that as a new model to train", "user")
     if model is not None and model.status == "failed":
         return Failure(f"model_id={model_id} could not be created; the error of its creation says why", "user")
-    return Failure(f"model_id={model_id} was in an engine that has ended; {LOST_ADVICE}", "server")
+    return Failure(f"model_id={model_id} is lost: what it was kept in is missing or damaged; {LOST_ADVICE}", "server")

@@ -1,7 +1,12 @@
-"""The way of a sample: not logged, its future lives in memory. Where that is lost, the client sends it again."""
+"""The way of a sample: not logged, its future lives in memory. Where that is lost, the client sends it again.
+
+Samples that an engine has not finished are sent to the next one. Those that it was working on when it ended are
+suspects: the second time that this happens to one it is sent alone, so that the third can be blamed on it.
+"""
 
 import logging
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import partial
 
 from skyrl.backends.operations import Sample
@@ -9,15 +14,16 @@ from skyrl.errors import RequestError
 from skyrl.tinker import ids, schemas
 from skyrl.tinker.admission import Accepted
 from skyrl.tinker.auth import Caller
-from skyrl.tinker.channel import Cancel
+from skyrl.tinker.channel import Cancel, Enqueue
 from skyrl.tinker.completions import client_of
 from skyrl.tinker.futures import PROTOBUF, Answer, Failure, Lost
 from skyrl.tinker.operations import QueuedOperation
 from skyrl.tinker.parsing import Body, SamplerAddress
 from skyrl.tinker.sample_counts import SampleCounts
 from skyrl.tinker.service import Service, off_loop
-from skyrl.tinker.submission import Busy, accept, admit, frame_of, refused_as_finished
+from skyrl.tinker.submission import MAX_CRASHES, Busy, accept, admit, poisonous, refused_at_once
 from skyrl.tinker.tasks import Tasks
+from skyrl.tinker.versions import UnwrittenVersions
 from skyrl.types import ErrorResponse, Result, SampleOutput
 
 log = logging.getLogger(__name__)
@@ -26,13 +32,35 @@ MAX_PENDING_SAMPLES = 20_000
 """Samples that may wait at a time. Past them a submission is turned away for a second (429)."""
 
 
-class SampleQueue:
-    """Takes samples in and answers them. All methods are called on the event loop."""
+@dataclass(eq=False)
+class _Waiting:
+    """A sample whose end the engine owes us."""
 
-    def __init__(self, service: Service):
+    operation: QueuedOperation
+    tenant: str
+    sample: Sample
+    crashes: int = 0
+    """Engines that have ended while they worked on it."""
+
+
+class SampleQueue:
+    """Takes samples in and answers them. All methods are called on the event loop.
+
+    Args:
+        service: The server's parts.
+        versions: The versions that samples have to wait for.
+    """
+
+    def __init__(self, service: Service, versions: UnwrittenVersions):
         self._service = service
         self._futures = service.futures
-        self._pending: dict[str, tuple[QueuedOperation, Accepted]] = {}
+        self._versions = versions
+        versions.on_arrival = self._send_what_may_go
+        self._pending: dict[str, _Waiting] = {}
+        self._unsent: dict[str, _Waiting] = {}
+        """Those of `_pending` that the engine that runs does not have."""
+        self._alone: str | None = None
+        """The suspect that the engine has to itself."""
         self._counts = SampleCounts(service.database)
         self._tasks = Tasks()
 
@@ -49,7 +77,7 @@ class SampleQueue:
             accepted = await accept(operation, admission, parsed)
         except RequestError as error:
             refusal = Failure(str(error), "user")
-        refusal = refused_as_finished(admission) or refusal
+        refusal = refused_at_once(admission) or refusal
         await self._counts.reach(key)
         # No await from here on: of two equal requests the second finds the first.
         if (earlier := self._futures.sample_with(key)) is not None:
@@ -60,14 +88,16 @@ class SampleQueue:
         if refusal is not None or accepted is None:
             self._futures.set(request_id, refusal or Lost())
         else:
-            self._pending[request_id] = operation, accepted
-            self._service.engine.send(frame_of(admission, accepted))
+            assert isinstance(accepted.operation, Sample)
+            waiting = _Waiting(operation, target.tenant, accepted.operation)
+            self._pending[request_id] = self._unsent[request_id] = waiting
+            self._send_what_may_go()
         return request_id, count
 
     def done(self, request_id: str, result: Result) -> None:
         """The engine has finished a sample."""
-        if (entry := self._pending.pop(request_id, None)) is not None:
-            self._tasks.start(self._finish(request_id, entry[0], result))
+        if (entry := self._take(request_id)) is not None:
+            self._tasks.start(self._finish(request_id, entry.operation, result))
 
     async def ended(self, request: schemas.RetrieveFuturesRequest, caller: Caller) -> schemas.RetrieveFuturesResponse:
         """The ends of a client's samples. Raises `UnknownName` for an unknown sampler."""
@@ -95,24 +125,56 @@ class SampleQueue:
         future = self._futures.get(request_id)
         if future is None or not caller.may_touch(future.tenant) or request_id not in self._pending:
             return
-        del self._pending[request_id]
         self._service.engine.send(Cancel(request_id))
+        self._take(request_id)
         self._futures.set(request_id, Failure("the sample was cancelled by its client", "user"))
 
-    def lose_all(self) -> None:
-        """The engine has ended by itself; what was pending is to be submitted again."""
-        pending, self._pending = self._pending, {}
-        for request_id in pending:
-            self._futures.set(request_id, Lost())
+    def engine_ready(self) -> None:
+        """A new engine runs."""
+        self._send_what_may_go()
+
+    def engine_ended(self, running: Collection[str]) -> None:
+        """The engine has ended by itself while it worked on `running`."""
+        self._alone = None
+        for request_id in running:
+            if (waiting := self._pending.get(request_id)) is not None:
+                waiting.crashes += 1
+                if (error := poisonous(request_id, waiting.crashes)) is not None:
+                    del self._pending[request_id]
+                    self._futures.set(request_id, Failure(error, "server"))
+        self._unsent = dict(self._pending)
 
     def reads(self, folder: str) -> bool:
         """Whether a pending sample may still read this folder."""
-        operations = (accepted.operation for _, accepted in self._pending.values())
-        return any(isinstance(operation, Sample) and operation.path == folder for operation in operations)
+        return any(waiting.sample.path == folder for waiting in self._pending.values())
 
     async def settle(self) -> None:
         """Wait until every result that has arrived is answered."""
         await self._tasks.settle()
+
+    def _take(self, request_id: str) -> _Waiting | None:
+        """Remove a sample, and send what may have waited for its end."""
+        self._unsent.pop(request_id, None)
+        waiting = self._pending.pop(request_id, None)
+        if self._alone == request_id:
+            self._alone = None
+        if self._unsent:
+            self._send_what_may_go()
+        return waiting
+
+    def _send_what_may_go(self) -> None:
+        """Send what has not been sent: everything whose version is there, or one suspect."""
+        if self._service.engine.state != "ready" or self._alone is not None:
+            return
+        ready = {key: each for key, each in self._unsent.items() if not self._versions.is_missing(each.sample.version)}
+        suspects = [key for key, waiting in ready.items() if waiting.crashes == MAX_CRASHES - 1]
+        if suspects:
+            if len(self._unsent) < len(self._pending):
+                return  # it would not be alone
+            self._alone = suspects[0]
+        for request_id in suspects[:1] or list(ready):
+            waiting = self._unsent.pop(request_id)
+            self._service.engine.send(Enqueue(request_id, waiting.tenant, waiting.sample))
 
     async def _finish(self, request_id: str, operation: QueuedOperation, result: Result) -> None:
         if isinstance(result, ErrorResponse):

@@ -1,20 +1,25 @@
 """Ties the parts of the API process together: database, queue, engine; starts and stops them in order."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from functools import partial
 
-from skyrl.tinker import request_log
+from sqlalchemy.exc import OperationalError
+
+from skyrl.tinker import activity
 from skyrl.tinker.auth import Keys
-from skyrl.tinker.channel import Done, FromEngine, Held, Ready
+from skyrl.tinker.channel import Done, FromEngine, Held, Parked, Ready, Running, Snapshotted, Stored
 from skyrl.tinker.collector import Collector
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.db import Database
+from skyrl.tinker.db import Database, DatabaseFull
 from skyrl.tinker.disk import hold_folder
 from skyrl.tinker.queue import RequestQueue
 from skyrl.tinker.service import EngineFactory, Service
 from skyrl.tinker.signing import Signer, server_secret
+
+log = logging.getLogger(__name__)
 
 
 class TinkerServer:
@@ -32,7 +37,7 @@ class TinkerServer:
         self._started = False
 
     async def start(self) -> None:
-        """Open the database, settle what an earlier server left, start the engine. Does not wait for the model.
+        """Open the database, take over what an earlier server left, start the engine. Does not wait for the model.
 
         Raises `RequestError` if the database cannot be opened, or the folder of checkpoints cannot be written.
         """
@@ -42,18 +47,19 @@ class TinkerServer:
         except BaseException:
             self._lease.release()
             raise
-        await database.write(partial(request_log.lose_models, reason="the server was restarted"))
         self.service = Service(self.config, database)
         self.service.keys = Keys(self.config.api_keys, Signer(await database.write(server_secret)))
         self.queue = RequestQueue(self.service)
         self.service.engine = self._make_engine(
-            self.config, on_frame=self._on_frame, on_crash=self.queue.lose_all, on_failure=self._on_failure
+            self.config, on_frame=self._on_frame, on_crash=self.queue.engine_ended, on_failure=self._on_failure
         )
+        await self.queue.restore()
         self.service.engine.start()
         self._started = True
         collector = Collector(self.config, database, self.queue.discard, self._forget, heard_since=time.time())
         self.service.disk.collect = collector.collect
         self._cleanup = asyncio.create_task(collector.run())
+        self._parking = asyncio.create_task(self._park_idle_models())
 
     def let_go(self, at_once: bool) -> None:
         """Let every poll return, as the server is to stop; `at_once`: without what the engine would still finish."""
@@ -63,16 +69,31 @@ class TinkerServer:
                 self.service.engine.kill()
 
     async def stop(self) -> None:
-        """Let polls go, let the engine finish its writes, store what it still reports, close the database."""
+        """Let polls go, let the engine put down what it has, store what it still reports, close the database."""
         self.service.futures.close()
         self._cleanup.cancel()
+        self._parking.cancel()
+        self.queue.stop()
         await self.service.engine.stop()
         await self.queue.settle()
+        await self._store_activity()
         await asyncio.to_thread(self.service.database.close)
         self._lease.release()
 
     def _forget(self, changed: Sequence[str]) -> None:
         self.service.directory.forget(*changed)
+
+    async def _park_idle_models(self) -> None:
+        while self.config.session_cleanup_interval_sec >= 0:
+            await asyncio.sleep(self.config.session_cleanup_interval_sec)
+            self.queue.park()
+            await self._store_activity()
+
+    async def _store_activity(self) -> None:
+        try:
+            await self.service.database.write(partial(activity.store, last_seen=self.service.activity.news()))
+        except (DatabaseFull, OperationalError) as error:
+            log.warning("the time that sessions were last heard of cannot be stored: %s", error)
 
     def _on_frame(self, frame: FromEngine) -> None:
         match frame:
@@ -80,7 +101,16 @@ class TinkerServer:
                 self.queue.done(request_id, result)
             case Held(request_id=request_id, reason=reason):
                 self.queue.held(request_id, reason)
+            case Running(request_ids=request_ids):
+                self.queue.running(request_ids)
+            case Snapshotted():
+                self.queue.training.outcomes.snapshotted(frame)
+            case Stored():
+                self.queue.training.stored(frame)
+            case Parked(model_id=model_id, done=done):
+                self.queue.training.residents.parked(model_id, done)
             case Ready():
+                self.queue.engine_ready()
                 self.service.became_ready.set()
             case _:
                 pass  # the supervisor keeps what the engine says of its start

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from skyrl.errors import RequestError
+from skyrl.tinker.activity import Activity
 from skyrl.tinker.auth import Keys
 from skyrl.tinker.channel import FromEngine, ToEngine
 from skyrl.tinker.config import EngineConfig
@@ -42,7 +43,9 @@ class Engine(Protocol):
 
     def start(self) -> None: ...
 
-    def send(self, frame: ToEngine) -> None: ...
+    def send(self, frame: ToEngine) -> None:
+        """Send a frame to the engine that runs. Dropped where none is ready: `on_frame` is told when one is."""
+        ...
 
     def kill(self) -> None: ...
 
@@ -74,6 +77,7 @@ class Service:
         self.directory = Directory(database)
         self.disk = Disk(config, database)
         self.futures = Futures()
+        self.activity = Activity()
         self.became_ready = asyncio.Event()
         self.copying = asyncio.Lock()
         """Held while a copy of a checkpoint is made."""

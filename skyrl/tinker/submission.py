@@ -6,12 +6,18 @@ from skyrl.backends.operations import Rejected
 from skyrl.errors import RequestError
 from skyrl.tinker.admission import Accepted, Admission, locate
 from skyrl.tinker.auth import Caller
-from skyrl.tinker.channel import Enqueue
 from skyrl.tinker.futures import Failure
 from skyrl.tinker.ids import new_request_id
 from skyrl.tinker.operations import QueuedOperation
 from skyrl.tinker.parsing import Body, Parsed
 from skyrl.tinker.service import Service, off_loop
+from skyrl.tinker.tables import ModelRow
+
+REFUSED = "refused"
+"""In `Admission.decided`: why a request was refused when it came, and what that means to the gradient sums."""
+
+MAX_CRASHES = 3
+"""Engines that may end while they work on the same request; then it fails alone."""
 
 
 class Busy(Exception):
@@ -42,25 +48,44 @@ async def accept(operation: QueuedOperation, admission: Admission, parsed: Parse
 
 
 def rejected(admission: Admission, error: str, is_pass: bool) -> Accepted:
-    """A refusal that takes its request's place in the model's order."""
+    """A refusal that takes its request's place in the model's order, and is one again whenever the request is."""
+    refusal = {"error": error, "gradients": "incomplete" if is_pass else "kept"}
     operation = Rejected(
         request_id=admission.request_id,
         model_id=admission.target.model_id,
-        error=error,
-        gradients="incomplete" if is_pass else "kept",
+        **admission.decided.setdefault(REFUSED, refusal),
     )
     return Accepted(operation)
 
 
-def refused_as_finished(admission: Admission) -> Failure | None:
-    """Why nothing is taken for a session that its client has finished."""
-    session = admission.target.session
-    if session.finished_at is None:
+def refused_at_once(admission: Admission) -> Failure | None:
+    """Why nothing is taken for a model or sampler, whatever it is: its session is finished, its base model not served.
+
+    The engine does not hear of such a request.
+    """
+    session, model = admission.target.session, admission.target.model
+    if session.finished_at is not None:
+        return Failure(f"session {session.session_id} is finished; start a new ServiceClient", "user")
+    if model is not None and (error := not_served(admission.service, model)) is not None:
+        return Failure(error, "server")
+    return None
+
+
+def not_served(service: Service, model: ModelRow) -> str | None:
+    """Why this server cannot go on with a model, if it cannot."""
+    if model.base_model == service.info.base_model:
         return None
-    return Failure(f"session {session.session_id} is finished; start a new ServiceClient", "user")
+    return (
+        f"model_id={model.model_id} was trained on base model {model.base_model!r}, which is not the one served now "
+        f"({service.info.base_model!r}); start the server with --base-model {model.base_model}"
+    )
 
 
-def frame_of(admission: Admission, accepted: Accepted) -> Enqueue:
-    """What the engine is told of an accepted request."""
-    target = admission.target
-    return Enqueue(admission.request_id, target.tenant, accepted.operation, target.seq_id)
+def poisonous(request_id: str, crashes: int) -> str | None:
+    """Why a request is not tried again, if enough engines have ended while they worked on it."""
+    if crashes < MAX_CRASHES:
+        return None
+    return (
+        f"request {request_id} was being worked on each time when the engine ended {crashes} times, so it is not tried "
+        "again; send less in one request, or look at the server's log for the cause"
+    )

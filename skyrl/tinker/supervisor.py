@@ -3,7 +3,8 @@
 The engine is a child that inherits one end of a socketpair and nothing else. Its end of stream is the one sign of
 life: when it comes, the child is reaped, `on_crash` is told why, and a new child is started after a growing pause. The
 other way round the child leaves when its own end closes, so it never outlives this process, however that ended.
-Frames sent after `on_crash` belong to the next engine.
+Frames are for the engine that runs: nothing is kept for the next one, because who sends knows
+what that has to be told when its `Ready` comes.
 """
 
 import asyncio
@@ -62,7 +63,6 @@ class EngineSupervisor:
         self._on_failure = on_failure
         self._channel: ApiChannel | None = None
         self._process: Process | None = None
-        self._unsent: list[ToEngine] = []
         self._failure: str | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -77,10 +77,8 @@ class EngineSupervisor:
         self._task.add_done_callback(self._supervision_ended)
 
     def send(self, frame: ToEngine) -> None:
-        """Send a frame to the engine, or to the next one if none is running. Never blocks."""
-        if self._channel is None:
-            self._unsent.append(frame)
-        else:
+        """Send a frame to the engine; dropped unless one is ready. Never blocks."""
+        if self._channel is not None and self.state == "ready":
             self._channel.send(frame)
 
     def kill(self) -> None:
@@ -121,7 +119,6 @@ class EngineSupervisor:
             self.state = "restarting"
             self.progress = f"restarting the engine: {reason}"
             log.error("%s; restarting it", reason)
-            self._unsent = []
             self._on_crash(reason)
             await asyncio.sleep(min(FIRST_PAUSE_S * 2**failed_starts, LONGEST_PAUSE_S))
             self.restarts += 1
@@ -153,9 +150,6 @@ class EngineSupervisor:
         self._failure = None
         became_ready = False
         channel.send(Start(self.config))
-        for frame in self._unsent:
-            channel.send(frame)
-        self._unsent = []
         async for frame in channel.frames():
             became_ready |= isinstance(frame, Ready)
             self._note(frame)

@@ -2,17 +2,19 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Tasks:
     """Coroutines that run by themselves. An exception of one is logged."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Run `work` in the background."""
@@ -20,6 +22,13 @@ class Tasks:
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
+
+    async def unbroken(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which goes on to its end even if the caller is cancelled."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
 
     async def settle(self) -> None:
         """Wait until all that is running now has ended."""
@@ -29,3 +38,36 @@ class Tasks:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("internal error in background work", exc_info=error)
+
+
+class Lines:
+    """Background work in lines: that of one line is done one after the other, in the order in which it was added."""
+
+    def __init__(self) -> None:
+        self._tasks = Tasks()
+        self._last: dict[str, asyncio.Task[None]] = {}
+
+    def add(self, line: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do `work` after all that was added to this line before."""
+        task = self._last[line] = self._tasks.start(self._in_turn(self._last.get(line), work))
+        task.add_done_callback(lambda _: self._left(line, task))
+
+    async def settled(self, line: str) -> None:
+        """Wait until there is nothing in this line."""
+        while (last := self._last.get(line)) is not None:
+            await asyncio.wait([last])
+
+    async def settle(self) -> None:
+        """Wait until there is nothing in any line."""
+        while self._last:
+            await asyncio.wait(list(self._last.values()))
+
+    @staticmethod
+    async def _in_turn(earlier: "asyncio.Task[None] | None", work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if earlier is not None:
+            await asyncio.wait([earlier])
+        await work()
+
+    def _left(self, line: str, task: "asyncio.Task[None]") -> None:
+        if self._last.get(line) is task:
+            del self._last[line]

@@ -1,46 +1,36 @@
 """The way of a training request: committed to the log before it is acknowledged, and its outcome before it is answered.
 
-What is special about an operation stands in `operations.py`; this is what they have in common.
+What is special about an operation stands in `operations.py`; this is what they have in common. A request that is in
+the log stays pending until it has an outcome, whichever processes end meanwhile: `Residents` sends it to the engine
+that runs, `Outcomes` stores what comes of it.
 """
 
-import asyncio
-import logging
-import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from functools import partial
 
-from sqlmodel import Session
-
-from skyrl.backends.operations import LoadCheckpoint, Publish, SaveCheckpoint
+from skyrl.backends.operations import DeleteModel, Publish
 from skyrl.errors import RequestError
-from skyrl.tinker import json_text, request_log
-from skyrl.tinker.admission import Accepted, Admission, Obsolete
+from skyrl.tinker import model_log, request_log
+from skyrl.tinker.admission import Accepted, Admission
 from skyrl.tinker.auth import Caller
-from skyrl.tinker.channel import DropVersion
-from skyrl.tinker.futures import PROTOBUF, Answer, Failure
-from skyrl.tinker.operations import QueuedOperation
+from skyrl.tinker.channel import Stored
+from skyrl.tinker.futures import Failure
+from skyrl.tinker.operations import OPERATIONS, QueuedOperation
+from skyrl.tinker.outcomes import Outcomes
 from skyrl.tinker.parsing import Body
-from skyrl.tinker.service import Service, off_loop
-from skyrl.tinker.submission import Busy, accept, admit, frame_of, refused_as_finished, rejected
+from skyrl.tinker.pending import Owed, Pending
+from skyrl.tinker.residents import Residents, is_pass
+from skyrl.tinker.service import Service
+from skyrl.tinker.submission import Busy, accept, admit, poisonous, refused_at_once, rejected
 from skyrl.tinker.tasks import Tasks
-from skyrl.types import ErrorResponse, ForwardBackwardOutput, Result
-
-log = logging.getLogger(__name__)
+from skyrl.tinker.versions import UnwrittenVersions
+from skyrl.types import ErrorResponse, Result, SaveOutput
+from skyrl.utils.crash_points import crash_point
 
 MAX_PENDING_BYTES = 2 * 2**30
 """What training requests that wait may take, together. Past them a submission is turned away for a second (429)."""
 OVERHEAD_BYTES = 4096
 """What a training request counts for beside its body."""
-
-
-@dataclass(frozen=True)
-class _InEngine:
-    """A request whose end the engine owes us."""
-
-    operation: QueuedOperation
-    accepted: Accepted
-    bytes: int
 
 
 class TrainingQueue:
@@ -49,14 +39,16 @@ class TrainingQueue:
     Args:
         service: The server's parts.
         reads: Whether something else may still read a checkpoint's folder.
+        versions: The versions that samples have to wait for.
     """
 
-    def __init__(self, service: Service, reads: Callable[[str], bool]):
+    def __init__(self, service: Service, reads: Callable[[str], bool], versions: UnwrittenVersions):
         self._service = service
         self._futures = service.futures
-        self._reads = reads
-        self._pending: dict[str, _InEngine] = {}
-        self._pending_bytes = 0
+        self._versions = versions
+        self._pending = Pending()
+        self.outcomes = Outcomes(service, self._pending, reads)
+        self.residents = Residents(service, self._pending, self.outcomes, versions)
         self._tasks = Tasks()
 
     # -- in -----------------------------------------------------------------------------------------------------------
@@ -66,7 +58,7 @@ class TrainingQueue:
 
         Raises as `admit`, and `Busy`: too many bytes wait already.
         """
-        size, waiting = OVERHEAD_BYTES + len(body.data), self._pending_bytes
+        size, waiting = OVERHEAD_BYTES + len(body.data), self._pending.bytes
         if waiting and waiting + size > MAX_PENDING_BYTES:
             raise Busy(f"training requests of {waiting} bytes are queued already; send this one again in a second")
         admission, parsed = await admit(self._service, operation, body, caller)
@@ -77,7 +69,22 @@ class TrainingQueue:
             accepted = rejected(admission, str(error), parsed.is_pass)
             if admission.target.creates:  # its model will never be, so there is no order to keep
                 refusal = Failure(str(error), "user")
-        return await self._log_and_send(operation, admission, accepted, refused_as_finished(admission) or refusal, body)
+        entry = request_log.Entry(
+            request_id=admission.request_id,
+            kind=operation.name,
+            tenant=admission.target.tenant,
+            model_id=admission.target.model_id,
+            seq_id=admission.target.seq_id,
+            body=body.data,
+            content_type=body.content_type,
+            content_encoding=body.content_encoding,
+            needs_model=not admission.target.creates,
+            is_pass=parsed.is_pass,
+            decided=admission.decided,
+        )
+        crash_point("api: request parsed, not logged")
+        refusal = refused_at_once(admission) or refusal
+        return await self._tasks.unbroken(self._log_and_send(operation, admission, accepted, refusal, entry))
 
     async def _log_and_send(
         self,
@@ -85,144 +92,102 @@ class TrainingQueue:
         admission: Admission,
         accepted: Accepted,
         refusal: Failure | None,
-        body: Body,
+        entry: request_log.Entry,
     ) -> str:
-        request_id, target = admission.request_id, admission.target
-        entry = request_log.Entry(
-            request_id=request_id,
-            kind=operation.name,
-            tenant=target.tenant,
-            model_id=target.model_id,
-            seq_id=target.seq_id,
-            body=body.data,
-            content_type=body.content_type,
-            content_encoding=body.content_encoding,
-            needs_model=not target.creates,
-        )
-        # Known from here on, so that an engine that ends meanwhile fails it and a poll never finds it missing.
-        future = self._futures.add(request_id, target.tenant)
-        self._owe(request_id, _InEngine(operation, accepted, OVERHEAD_BYTES + len(body.data)))
+        # Known from here on, so that a poll never finds it missing.
+        owed = _owed(entry.request_id, operation, entry, len(entry.body))
+        owed.accepted = accepted
+        self._futures.add(owed.request_id, owed.tenant)
+        self._pending.add(owed)
         try:
             job = partial(request_log.append, entry=entry, refusal=refusal, on_log=accepted.on_log)
             logged = await self._service.database.write(job)
         except BaseException:
-            self._forget(request_id)
+            self._forget(owed)
             raise
-        if logged.request_id != request_id:
-            self._forget(request_id)
+        if logged.request_id != owed.request_id:
+            self._forget(owed)
         elif logged.refusal is not None:
-            self._settled(request_id)
-            self._futures.set(request_id, logged.refusal)
-        elif future.outcome is None:
-            self._service.directory.forget(target.model_id)
-            self._service.engine.send(frame_of(admission, accepted))
+            self._pending.pop(owed.request_id)
+            self._futures.set(owed.request_id, logged.refusal)
+        else:
+            crash_point("api: request logged, not sent")
+            self._service.directory.forget(owed.model_id)
+            owed.logged = True
+            self.residents.deliver(owed)
         return logged.request_id
 
-    def _owe(self, request_id: str, entry: _InEngine) -> None:
-        self._pending[request_id] = entry
-        self._pending_bytes += entry.bytes
-
-    def _settled(self, request_id: str) -> _InEngine | None:
-        entry = self._pending.pop(request_id, None)
-        if entry is not None:
-            self._pending_bytes -= entry.bytes
-        return entry
-
-    def _forget(self, request_id: str) -> None:
-        self._settled(request_id)
-        self._futures.drop(request_id)
+    def _forget(self, owed: Owed) -> None:
+        self._pending.pop(owed.request_id)
+        self._futures.drop(owed.request_id)
 
     # -- what the engine says -----------------------------------------------------------------------------------------
 
     def done(self, request_id: str, result: Result) -> None:
         """The engine has finished a request."""
-        entry = self._settled(request_id)
-        if entry is not None:
-            self._tasks.start(self._finish(request_id, entry, result))
+        owed = self._pending.pop(request_id)
+        if owed is None:
+            self.residents.repeated(request_id, result)
+            return
+        failed = isinstance(result, ErrorResponse)
+        operation = owed.accepted.operation if owed.accepted else None
+        if isinstance(operation, Publish) and not operation.persist and not failed:
+            self._versions.published(operation.version)
+        if isinstance(operation, DeleteModel) or (owed.creates and failed):
+            self.residents.gone(owed.model_id)
+        self.outcomes.finish(owed, result)
 
-    def lose_all(self, reason: str) -> None:
-        """The engine has ended by itself: what was pending fails."""
-        pending, self._pending, self._pending_bytes = self._pending, {}, 0
-        for request_id in pending:
-            self._futures.set(request_id, Failure(request_log.lost_message(reason), "server"))
-        self._tasks.start(self._lose_models(reason))
+    def stored(self, frame: Stored) -> None:
+        """A version without a name is on disk."""
+        self._versions.stored(frame.version)
+        self.outcomes.stored(frame.version, SaveOutput(frame.path, frame.size_bytes, frame.digest))
 
-    async def _lose_models(self, reason: str) -> None:
-        await self._service.database.write(partial(request_log.lose_models, reason=reason))
-        self._service.directory.forget_all()
+    def engine_ended(self, running: Collection[str]) -> None:
+        """The engine has ended by itself while it worked on `running`."""
+        self.residents.engine_ended(running)
+        for owed in map(self._pending.get, running):
+            if owed is not None:
+                self.outcomes.interrupted(owed, self._fail_poisonous)
+
+    def _fail_poisonous(self, request_id: str, crashes: int) -> None:
+        """A request that engines have ended of is not tried again. Its model goes on."""
+        error = poisonous(request_id, crashes)
+        if error is not None and (owed := self._pending.pop(request_id)) is not None:
+            gradients = "incomplete" if is_pass(owed) else "kept"
+            self.outcomes.finish(owed, ErrorResponse(error, gradients=gradients))
+
+    # -- the beginning and the end ------------------------------------------------------------------------------------
+
+    async def restore(self) -> None:
+        """Take over what an earlier server left. Before the engine is started."""
+        database = self._service.database
+        self._versions.restore(await database.read(model_log.unwritten_versions))
+        for request in await database.read(request_log.pending):
+            owed = _owed(request.request_id, OPERATIONS[request.kind], request, request.body_bytes)
+            owed.logged = True
+            self._futures.add(owed.request_id, owed.tenant)
+            self._pending.add(owed)
+            self._fail_poisonous(owed.request_id, request.crashes)
 
     async def settle(self) -> None:
-        """Wait until every result that has arrived is stored."""
+        """Wait until everything that has come is stored."""
         await self._tasks.settle()
-
-    async def discard(self, files: Obsolete) -> None:
-        """Remove files that nobody names any more, unless something may still read them."""
-        if not self._is_in_use(files.folder):
-            self._service.engine.send(DropVersion(files.version))
-            await asyncio.to_thread(shutil.rmtree, files.folder, ignore_errors=True)
-
-    # -- finishing ----------------------------------------------------------------------------------------------------
-
-    async def _finish(self, request_id: str, entry: _InEngine, result: Result) -> None:
-        """Store the outcome, answer it, and remove files that it leaves without a name."""
-        operation = entry.accepted.operation
-        obsolete: Obsolete | None = None
-        try:
-            outcome, obsolete = await self._outcome_of(request_id, entry, result)
-        except Exception as error:  # whatever it is, somebody waits for an answer
-            log.error("internal error while finishing request %s", request_id, exc_info=error)
-            outcome = Failure(f"internal error (request {request_id}); the server's log has the details", "server")
-        self._service.directory.forget(*entry.accepted.changes)
-        self._futures.set(request_id, outcome)
-        if isinstance(outcome, Failure) and isinstance(operation, SaveCheckpoint | Publish):
-            await asyncio.to_thread(shutil.rmtree, operation.path, ignore_errors=True)
-        if obsolete is not None:
-            await self.discard(obsolete)
-
-    async def _outcome_of(
-        self, request_id: str, entry: _InEngine, result: Result
-    ) -> tuple[Answer | Failure, Obsolete | None]:
-        write = self._service.database.write
-        if isinstance(result, ErrorResponse):
-            failure = Failure(result.error, result.status)
-            await write(partial(_store_failure, request_id, failure, entry.accepted))
-            return failure, None
-        if entry.accepted.complete is not None:
-            result = await entry.accepted.complete(result)
-        if entry.operation.encode is None:
-            return await write(partial(_store_result, request_id, entry.accepted, result))
-        encode = partial(entry.operation.encode, result)
-        answer = Answer(await off_loop(_size(result), encode), PROTOBUF)
-        await write(partial(request_log.finish, request_id=request_id, outcome=answer))
-        return answer, None
-
-    def _is_in_use(self, folder: str) -> bool:
-        operations = (entry.accepted.operation for entry in self._pending.values())
-        loads = any(isinstance(operation, LoadCheckpoint) and operation.path == folder for operation in operations)
-        return loads or self._reads(folder)
+        await self.outcomes.settle()
+        await self.residents.settle()
 
 
-def _size(result: Result) -> int:
-    """Bytes of a result's arrays."""
-    if isinstance(result, ForwardBackwardOutput):
-        return sum(array.nbytes for outputs in result.loss_fn_outputs for array in outputs.values())
-    return 0
-
-
-def _store_result(
-    request_id: str, accepted: Accepted, result: Result, session: Session
-) -> tuple[Answer | Failure, Obsolete | None]:
-    outcome: Answer | Failure
-    obsolete = None
-    try:
-        payload, obsolete = accepted.record(session, result)
-        outcome = Answer(json_text.dumps(payload))
-    except RequestError as error:
-        outcome = Failure(str(error), "user")
-    request_log.finish(session, request_id, outcome)
-    return outcome, obsolete
-
-
-def _store_failure(request_id: str, failure: Failure, accepted: Accepted, session: Session) -> None:
-    accepted.on_failure(session)
-    request_log.finish(session, request_id, failure)
+def _owed(
+    request_id: str,
+    operation: QueuedOperation,
+    source: request_log.Entry | request_log.PendingRequest,
+    body_bytes: int,
+) -> Owed:
+    return Owed(
+        request_id=request_id,
+        tenant=source.tenant,
+        model_id=source.model_id,
+        seq_id=source.seq_id,
+        operation=operation,
+        bytes=OVERHEAD_BYTES + body_bytes,
+        decided=source.decided,
+    )

@@ -44,7 +44,6 @@ class ThreadEngine:
         self._on_crash = on_crash
         self._on_failure = on_failure
         self._channel: ApiChannel | None = None
-        self._unsent: list[ToEngine] = []
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -53,11 +52,12 @@ class ThreadEngine:
             self._task = asyncio.create_task(self._run())
 
     def send(self, frame: ToEngine) -> None:
-        self.sent.append(frame)
-        if self._channel is None:
-            self._unsent.append(frame)
-        else:
+        if self._channel is not None and self.state == "ready":
+            self.sent.append(frame)
             self._channel.send(frame)
+
+    def kill(self) -> None:
+        """The server is told to stop at once; there is no process to kill."""
 
     async def stop(self) -> None:
         if self._channel is not None:
@@ -93,9 +93,6 @@ class ThreadEngine:
         thread = threading.Thread(target=_work, args=[TinkerEngine(backend, channel, self.config)])
         thread.start()
         self._channel = api = await ApiChannel.open(ours)
-        for frame in self._unsent:
-            self._channel.send(frame)
-        self._unsent = []
         async for frame in api.frames():
             if isinstance(frame, Ready):
                 self.info, self.state, self.progress = frame.info, "ready", "ready"
@@ -138,7 +135,9 @@ class LiveServer:
             headers={"X-API-Key": "tml-test"},
             timeout=60,
         )
-        self._uvicorn = uvicorn.Server(uvicorn.Config(self.app, http="h11", log_config=None, timeout_graceful_shutdown=1))
+        self._uvicorn = uvicorn.Server(
+            uvicorn.Config(self.app, http="h11", log_config=None, timeout_graceful_shutdown=1)
+        )
         self._thread = threading.Thread(target=self._uvicorn.run, kwargs={"sockets": [self._listener]})
         self._thread.start()
         while not self._uvicorn.started:

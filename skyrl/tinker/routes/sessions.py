@@ -11,7 +11,14 @@ from starlette.responses import Response
 
 from skyrl.tinker import catalog, ids, schemas, session_search
 from skyrl.tinker import rest_schemas as rest
-from skyrl.tinker.routes.dependencies import CallerDependency, Limit, Offset, ServiceDependency, json_body
+from skyrl.tinker.routes.dependencies import (
+    CallerDependency,
+    Limit,
+    Offset,
+    QueueDependency,
+    ServiceDependency,
+    json_body,
+)
 from skyrl.tinker.tables import SessionRow
 
 router = APIRouter()
@@ -52,6 +59,7 @@ async def session_heartbeat(
     row = await service.directory.session(request.session_id, caller)
     if row.finished_at is not None:
         raise HTTPException(410, f"session {request.session_id} is finished")
+    service.activity.seen(row.session_id)
     return schemas.SessionHeartbeatResponse()
 
 
@@ -59,10 +67,11 @@ async def session_heartbeat(
 async def finish_session(
     session_id: str,
     service: ServiceDependency,
+    queue: QueueDependency,
     caller: CallerDependency,
     request: Annotated[schemas.FinishSessionRequest, json_body(schemas.FinishSessionRequest)],
 ) -> None:
-    """End a session. The first reason given stays."""
+    """End a session. The first reason given stays. Its models leave the engine; their checkpoints can be loaded."""
     await service.directory.session(session_id, caller)
 
     def finish(session: Session) -> None:
@@ -73,6 +82,7 @@ async def finish_session(
 
     await service.database.write(finish)
     service.directory.forget(session_id)
+    queue.park(session_id)
 
 
 @router.get("/sessions")

@@ -1,0 +1,218 @@
+"""The end of a training request: its outcome is committed, then answered, then files that it leaves over are removed.
+
+Outcomes of one model are stored in the order in which they came, and so are its snapshots: where the log has the
+outcome of a request, it has those of all that were done before it. (Saves end when their files are written; what is
+done meanwhile may end before them.) A database that cannot take an outcome, because its disk is full, is asked again
+until it can.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlmodel import Session
+
+from skyrl.backends.operations import LoadCheckpoint, Publish, SaveCheckpoint
+from skyrl.errors import RequestError, StorageError
+from skyrl.tinker import json_text, model_log, request_log
+from skyrl.tinker.admission import Obsolete
+from skyrl.tinker.channel import DropVersion, Snapshotted
+from skyrl.tinker.db import DatabaseFull, Job
+from skyrl.tinker.futures import PROTOBUF, Answer, Failure
+from skyrl.tinker.ids import model_of_version
+from skyrl.tinker.operations import FORWARD_ONLY, VERSION
+from skyrl.tinker.pending import Owed, Pending
+from skyrl.tinker.service import Service, off_loop
+from skyrl.tinker.tables import ModelRow
+from skyrl.tinker.tasks import Lines
+from skyrl.types import ErrorResponse, ForwardBackwardOutput, Result, SaveOutput
+from skyrl.utils.crash_points import crash_point
+from skyrl.utils.storage import remove_folder
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+
+
+class Outcomes:
+    """Stores what the engine says about training. All methods are called on the event loop.
+
+    Args:
+        service: The server's parts.
+        pending: The requests that are owed an outcome.
+        reads: Whether a sample may still read a folder.
+    """
+
+    def __init__(self, service: Service, pending: Pending, reads: Callable[[str], bool]):
+        self._service = service
+        self._pending = pending
+        self._reads = reads
+        self._lines = Lines()
+        self._closing = asyncio.Event()
+
+    # -- what is stored -----------------------------------------------------------------------------------------------
+
+    def finish(self, owed: Owed, result: Result) -> None:
+        """A request has ended. It is not pending any more."""
+        self._lines.add(owed.model_id, partial(self._finish, owed, result))
+
+    def snapshotted(self, frame: Snapshotted) -> None:
+        """A model need not repeat what it has done until now."""
+        self._lines.add(frame.model_id, partial(self._record_snapshot, frame))
+
+    def stored(self, version: str, saved: SaveOutput) -> None:
+        """A version without a name is on disk."""
+        self._lines.add(model_of_version(version), partial(self._record_version, version, saved))
+
+    def interrupted(self, owed: Owed, then: Callable[[str, int], None]) -> None:
+        """The engine has ended while it worked on a request; `then` is told how often that has happened to it."""
+        self._lines.add(owed.model_id, partial(self._count_crash, owed.request_id, then))
+
+    def lose_model(self, model_id: str) -> None:
+        """A model cannot be revived any more."""
+        self._lines.add(model_id, partial(self._lose_model, model_id))
+
+    async def discard(self, files: Obsolete) -> None:
+        """Remove files that nobody names any more. What may still be read stays, for retention to collect."""
+        crash_point("api: checkpoint unnamed, files still there")
+        needed = await self._service.database.read(model_log.folders_to_load)
+        if files.folder not in needed and not self._is_in_use(files.folder):
+            if files.version is not None:
+                self._service.engine.send(DropVersion(files.version))
+            await asyncio.to_thread(remove_folder, files.folder)
+
+    async def settled(self, model_id: str) -> None:
+        """Wait until all that has come for a model is stored."""
+        await self._lines.settled(model_id)
+
+    async def settle(self) -> None:
+        """Wait until all that has come is stored, or cannot be."""
+        self._closing.set()
+        await self._lines.settle()
+
+    # -- how ----------------------------------------------------------------------------------------------------------
+
+    async def _finish(self, owed: Owed, result: Result) -> None:
+        crash_point("api: result received, not stored")
+        try:
+            outcome, obsolete = await self._store(owed, result)
+        except (DatabaseFull, OperationalError, InterfaceError):
+            return  # the server is stopping; in the log the request is still to be done
+        except Exception as error:  # whatever it is, somebody waits for an answer
+            log.error("internal error while finishing request %s", owed.request_id, exc_info=error)
+            message = f"internal error (request {owed.request_id}); the server's log has the details"
+            outcome, obsolete = await self._store(owed, ErrorResponse(message))
+        crash_point("api: result stored, not answered")
+        operation = owed.accepted.operation if owed.accepted else None
+        self._service.directory.forget(owed.model_id, *(owed.accepted.changes if owed.accepted else ()))
+        self._service.futures.set(owed.request_id, outcome)
+        if isinstance(outcome, Failure) and isinstance(operation, SaveCheckpoint | Publish):
+            await asyncio.to_thread(remove_folder, operation.path)
+        if obsolete is not None:
+            await self.discard(obsolete)
+
+    async def _store(self, owed: Owed, result: Result) -> tuple[Answer | Failure, Obsolete | None]:
+        if owed.accepted is not None and owed.accepted.complete is not None and not isinstance(result, ErrorResponse):
+            try:
+                result = await owed.accepted.complete(result)
+            except StorageError as error:
+                result = ErrorResponse(str(error))
+        if isinstance(result, ErrorResponse):
+            return await self._write(partial(_store_failure, owed, result))
+        if owed.operation.encode is None:
+            return await self._write(partial(_store_result, owed, result))
+        answer = Answer(await off_loop(_size(result), partial(owed.operation.encode, result)), PROTOBUF)
+        return await self._write(partial(_store_answer, owed, answer))
+
+    async def _record_snapshot(self, frame: Snapshotted) -> None:
+        crash_point("api: snapshot reported, not recorded")
+        superfluous = await self._write(partial(model_log.record_snapshot, snapshot=frame))
+        crash_point("api: snapshot recorded, older files still there")
+        if superfluous is not None:
+            await asyncio.to_thread(remove_folder, superfluous)
+
+    async def _record_version(self, version: str, saved: SaveOutput) -> None:
+        superfluous = await self._write(partial(model_log.record_version, version=version, saved=saved))
+        if superfluous is not None:
+            await asyncio.to_thread(remove_folder, superfluous)
+
+    async def _count_crash(self, request_id: str, then: Callable[[str, int], None]) -> None:
+        then(request_id, await self._write(partial(request_log.count_crash, request_id=request_id)))
+
+    async def _lose_model(self, model_id: str) -> None:
+        await self._write(partial(request_log.lose_model, model_id=model_id))
+        self._service.directory.forget(model_id)
+
+    async def _write(self, job: Job[T]) -> T:
+        """What `job` returns, once the database has taken it. Raises its refusal if the server is to stop first."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._service.database.write(job)
+            except (DatabaseFull, OperationalError, InterfaceError) as error:
+                if self._closing.is_set():
+                    raise
+                log.error("an outcome cannot be stored (%s); trying again until it can", error)
+            try:
+                await asyncio.wait_for(self._closing.wait(), pause_s)
+            except TimeoutError:
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _is_in_use(self, folder: str) -> bool:
+        operations = (owed.accepted.operation for owed in self._pending if owed.accepted is not None)
+        loads = any(isinstance(operation, LoadCheckpoint) and operation.path == folder for operation in operations)
+        return loads or self._reads(folder)
+
+
+def _size(result: Result) -> int:
+    """Bytes of a result's arrays."""
+    if isinstance(result, ForwardBackwardOutput):
+        return sum(array.nbytes for outputs in result.loss_fn_outputs for array in outputs.values())
+    return 0
+
+
+# -- jobs of the database ---------------------------------------------------------------------------------------------
+
+
+def _store_result(owed: Owed, result: Result, session: Session) -> tuple[Answer | Failure, Obsolete | None]:
+    assert owed.accepted is not None, owed.request_id
+    outcome: Answer | Failure
+    obsolete = None
+    try:
+        payload, obsolete = owed.accepted.record(session, result)
+        outcome = Answer(json_text.dumps(payload))
+    except RequestError as error:
+        outcome = Failure(str(error), "user")
+    return outcome, _end(session, owed, outcome) or obsolete
+
+
+def _store_answer(owed: Owed, answer: Answer, session: Session) -> tuple[Answer, Obsolete | None]:
+    return answer, _end(session, owed, answer)
+
+
+def _store_failure(owed: Owed, error: ErrorResponse, session: Session) -> tuple[Failure, Obsolete | None]:
+    failure = Failure(error.error, error.status)
+    if owed.creates and (model := session.get(ModelRow, owed.model_id)) is not None and model.status == "creating":
+        model.status = "failed"
+    request_log.finish(session, owed.request_id, failure, gradients=error.gradients)
+    return failure, _release(session, owed)
+
+
+def _end(session: Session, owed: Owed, outcome: Answer | Failure) -> Obsolete | None:
+    repeats = owed.operation.changes_model and not owed.decided.get(FORWARD_ONLY)
+    keep_body = isinstance(outcome, Answer) and (repeats or VERSION in owed.decided)
+    request_log.finish(session, owed.request_id, outcome, keep_body=keep_body)
+    return _release(session, owed)
+
+
+def _release(session: Session, owed: Owed) -> Obsolete | None:
+    """The snapshot of a model that was unloaded, once nothing is left to be done for it."""
+    model = session.get(ModelRow, owed.model_id)
+    folder = model_log.release(session, owed.model_id) if model is not None and model.status == "unloaded" else None
+    return Obsolete(None, folder) if folder is not None else None

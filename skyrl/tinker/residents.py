@@ -1,0 +1,273 @@
+"""Which models are in the engine; brings the others back when something is to be done for them.
+
+A model is away, being revived, in the engine, or being parked. Requests are sent to a model that is there; those that
+come meanwhile wait in `Pending` and are sent, in order and each once, when the revival has been sent or the parking
+has ended. When an engine ends every model is away, and what was under way for the old engine is given up: `_life`
+counts engines.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from skyrl.backends.operations import (
+    DeleteModel,
+    ForwardBackward,
+    LoadCheckpoint,
+    LoadSnapshot,
+    ModelOperation,
+    Publish,
+    Rejected,
+)
+from skyrl.tinker.channel import Enqueue, Park, Revive
+from skyrl.tinker.ids import session_of_model
+from skyrl.tinker.operations import FORWARD_ONLY
+from skyrl.tinker.outcomes import Outcomes
+from skyrl.tinker.pending import Owed, Pending
+from skyrl.tinker.request_log import LOST_ADVICE
+from skyrl.tinker.revival import Revival, Unrevivable, prepare
+from skyrl.tinker.service import Service
+from skyrl.tinker.tasks import Tasks
+from skyrl.tinker.versions import UnwrittenVersions
+from skyrl.types import ErrorResponse, ModelOutput, Result
+from skyrl.utils.crash_points import crash_point
+from skyrl.utils.storage import inspect_folder
+
+log = logging.getLogger(__name__)
+
+MAX_REVIVALS = 5
+"""Engines that may end, one after the other, while they bring back the same model; then it is left alone."""
+AT_A_TIME = 4
+"""Models whose logs are read at the same time."""
+
+State = Literal["reviving", "here", "parking"]
+
+
+class Residents:
+    """Sends training requests to the engine. All methods are called on the event loop.
+
+    Args:
+        service: The server's parts.
+        pending: The requests that are owed an outcome.
+        outcomes: Where outcomes go that need no engine.
+        versions: The versions that samples have to wait for.
+    """
+
+    def __init__(self, service: Service, pending: Pending, outcomes: Outcomes, versions: UnwrittenVersions):
+        self._service = service
+        self._pending = pending
+        self._outcomes = outcomes
+        self._versions = versions
+        self._states: dict[str, State] = {}
+        self._repeating: dict[str, ModelOperation] = {}
+        """What the engine does again though nobody waits for it, by request."""
+        self._interrupted: dict[str, int] = {}
+        """How many engines in a row have ended while they brought back a model."""
+        self._life = 0
+        self._places = asyncio.Semaphore(AT_A_TIME)
+        self._tasks = Tasks()
+
+    def deliver(self, owed: Owed) -> None:
+        """Send a request that is in the log now to the engine, as soon as its model is there."""
+        if self._service.engine.state != "ready" or owed.sent:
+            return
+        state = self._states.get(owed.model_id)
+        if state is None and owed.creates:
+            state = self._states[owed.model_id] = "here"
+        if state == "here":
+            self._send(owed)
+        elif state is None:
+            self._revive(owed.model_id)
+
+    # -- the engine's life --------------------------------------------------------------------------------------------
+
+    def engine_ready(self) -> None:
+        """A new engine runs. Bring back all models that it has something to do for."""
+        for model_id in {*self._pending.models(), *self._versions.models()}:
+            self._revive(model_id)
+
+    def engine_ended(self, running: Iterable[str]) -> None:
+        """The engine has ended by itself while it worked on `running`."""
+        for request_id in running:
+            if (operation := self._repeating.get(request_id)) is not None:
+                self._interrupted[operation.model_id] = self._interrupted.get(operation.model_id, 0) + 1
+        self._life += 1
+        self._states.clear()
+        self._repeating.clear()
+        for owed in self._pending:
+            owed.sent = False
+
+    def repeated(self, request_id: str, result: Result) -> None:
+        """The engine has done something that nobody waits for."""
+        operation = self._repeating.pop(request_id, None)
+        if operation is None:
+            return
+        if isinstance(operation, Publish):
+            self._versions.published(operation.version)
+        if isinstance(result, ErrorResponse) and not isinstance(operation, Rejected):
+            why = f"its request {request_id} could not be repeated: {result.error}"
+            self._give_up(operation.model_id, Unrevivable(why, lost=_has_lost_files(operation)))
+            cleaning = DeleteModel(request_id=f"after {request_id}", model_id=operation.model_id)
+            self._service.engine.send(Enqueue(cleaning.request_id, session_of_model(operation.model_id), cleaning))
+        elif not any(left.model_id == operation.model_id for left in self._repeating.values()):
+            self._interrupted.pop(operation.model_id, None)
+
+    def gone(self, model_id: str) -> None:
+        """A model was unloaded, or could not be made."""
+        self._states.pop(model_id, None)
+
+    def stop(self) -> None:
+        """Begin nothing any more."""
+        self._life += 1
+
+    async def settle(self) -> None:
+        """Wait until nothing is under way, after `stop`."""
+        await self._tasks.settle()
+
+    # -- parking ------------------------------------------------------------------------------------------------------
+
+    def park(self, is_idle: Callable[[str], bool]) -> None:
+        """Ask the engine to put models on disk whose session `is_idle`, if nothing is to be done for them."""
+        for model_id, state in list(self._states.items()):
+            if state == "here" and is_idle(session_of_model(model_id)) and not self._pending.of_model(model_id):
+                self._states[model_id] = "parking"
+                self._service.engine.send(Park(model_id))
+
+    def parked(self, model_id: str, done: bool) -> None:
+        """The engine has put a model on disk, or could not."""
+        if self._states.get(model_id) != "parking":
+            return
+        if not done:
+            self._states[model_id] = "here"
+            self._send_all(model_id)
+        else:
+            del self._states[model_id]
+            if self._pending.of_model(model_id):
+                self._revive(model_id)
+
+    # -- revival ------------------------------------------------------------------------------------------------------
+
+    def _revive(self, model_id: str) -> None:
+        if model_id not in self._states:
+            self._states[model_id] = "reviving"
+            self._tasks.start(self._bring_back(model_id, self._life))
+
+    async def _bring_back(self, model_id: str, life: int) -> None:
+        try:
+            async with self._places:
+                await self._outcomes.settled(model_id)
+                if life != self._life:
+                    return
+                if self._interrupted.get(model_id, 0) >= MAX_REVIVALS:
+                    why = (
+                        f"{MAX_REVIVALS} engines have ended while they brought it back; restart the server to try again"
+                    )
+                    raise Unrevivable(why)
+                known = {owed.request_id: owed.accepted for owed in self._pending.of_model(model_id) if owed.accepted}
+                revival = await prepare(self._service, model_id, known)
+            crash_point("api: revival read, not sent")
+        except Exception as error:  # somebody waits for the model, whatever it is
+            if life != self._life:
+                return
+            if not isinstance(error, Unrevivable):
+                log.error("model %s cannot be revived", model_id, exc_info=error)
+                error = Unrevivable("internal error; the server's log has the details")
+            self._give_up(model_id, error)
+            return
+        if life == self._life:
+            self._carry_out(model_id, revival)
+
+    def _carry_out(self, model_id: str, revival: Revival) -> None:
+        for owed in self._pending.of_model(model_id):
+            if owed.accepted is None:
+                owed.accepted, owed.decided = revival.accepted[owed.request_id]
+        for version, saved in revival.written.items():
+            self._versions.stored(version)
+            self._outcomes.stored(version, saved)
+        self._versions.keep_of(model_id, revival.published_again)
+        for request_id, saved in revival.plan.from_files.items():
+            self._end(request_id, saved)
+        for request_id in revival.plan.missed:
+            error = (
+                f"request {request_id} was not finished when the server ended, and cannot be done again; send it again"
+            )
+            self._end(request_id, ErrorResponse(error))
+        waiting = self._pending.of_model(model_id)
+        if not waiting and not revival.published_again:
+            del self._states[model_id]
+        elif not revival.published_again and all(isinstance(_operation(owed), DeleteModel) for owed in waiting):
+            del self._states[model_id]  # nothing of it is in the engine, so there is nothing to free
+            for owed in waiting:
+                self._end(owed.request_id, ModelOutput(model_id))
+        else:
+            self._send_revival(model_id, revival)
+
+    def _send_revival(self, model_id: str, revival: Revival) -> None:
+        if revival.operations:
+            for operation in revival.operations:
+                owed = self._pending.get(operation.request_id)
+                if owed is None:
+                    self._repeating[operation.request_id] = operation
+                else:
+                    owed.sent = True
+            tenant = next((owed.tenant for owed in self._pending.of_model(model_id)), session_of_model(model_id))
+            self._service.engine.send(Revive(model_id, tenant, revival.plan.next_seq_id, revival.operations))
+        self._states[model_id] = "here"
+        self._send_all(model_id)
+
+    def _give_up(self, model_id: str, error: Unrevivable) -> None:
+        """Fail what waits for a model that cannot be brought back."""
+        log.error("model %s cannot be brought back: %s", model_id, error)
+        self._states.pop(model_id, None)
+        for request_id in [key for key, operation in self._repeating.items() if operation.model_id == model_id]:
+            del self._repeating[request_id]
+        self._versions.keep_of(model_id, set())
+        if error.lost:
+            self._outcomes.lose_model(model_id)
+        advice = f"; {LOST_ADVICE}" if error.lost else ""
+        for owed in self._pending.of_model(model_id):
+            self._end(
+                owed.request_id,
+                ErrorResponse(
+                    f"model_id={model_id} cannot be brought back: {error}{advice}",
+                    error.category,
+                    gradients="incomplete" if is_pass(owed) else "kept",
+                ),
+            )
+
+    def _end(self, request_id: str, result: Result) -> None:
+        if (owed := self._pending.pop(request_id)) is not None:
+            self._outcomes.finish(owed, result)
+
+    def _send_all(self, model_id: str) -> None:
+        for owed in self._pending.of_model(model_id):
+            if owed.logged and not owed.sent:
+                self._send(owed)
+
+    def _send(self, owed: Owed) -> None:
+        owed.sent = True
+        self._service.engine.send(Enqueue(owed.request_id, owed.tenant, _operation(owed), owed.seq_id))
+
+
+def is_pass(owed: Owed) -> bool:
+    """Whether a request was to add gradients. One that has not been read may have been."""
+    if owed.accepted is None:
+        return owed.operation.name == "forward_backward" and not owed.decided.get(FORWARD_ONLY)
+    operation = owed.accepted.operation
+    if isinstance(operation, Rejected):
+        return operation.gradients == "incomplete"
+    return isinstance(operation, ForwardBackward) and not operation.forward_only
+
+
+def _has_lost_files(operation: ModelOperation) -> bool:
+    """Whether the files that an operation reads are not there, or not the ones it was to read."""
+    if not isinstance(operation, LoadSnapshot | LoadCheckpoint):
+        return False
+    found = inspect_folder(operation.path)
+    return found is None or operation.digest not in (None, found.digest)
+
+
+def _operation(owed: Owed) -> ModelOperation:
+    assert owed.accepted is not None and isinstance(owed.accepted.operation, ModelOperation), owed.request_id
+    return owed.accepted.operation
