@@ -329,10 +329,11 @@ class SampleRequest(RequestModel):
 
 
 class RetrieveFutureRequest(RequestModel):
-    """`retrieve_future`. Results are always sent whole, which clients that allow metadata accept too."""
+    """`retrieve_future`."""
 
     request_id: str
     allow_metadata_only: bool = False
+    """Whether a large result may be announced first."""
 
 
 class SamplingSessionTarget(RequestModel):
@@ -463,6 +464,13 @@ class FailedResponse(BaseModel):
 
     error: str
     category: ErrorCategory
+
+
+class MetadataResponse(BaseModel):
+    """`retrieve_future` of a large result: how many bytes it has. The client asks for it again."""
+
+    response_payload_size: int
+    status: Literal["complete_metadata"] = "complete_metadata"
 
 
 class SampleEnd(BaseModel):

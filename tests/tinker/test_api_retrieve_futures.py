@@ -85,6 +85,20 @@ def test_pending_samples_are_not_freed(own_server):
     assert own_server.outcome(request_id).status_code == 200
 
 
+def test_large_results_are_announced_only_where_that_is_allowed(tmp_path):
+    with LiveServer(tmp_path, backend_config={"max_context_length": 20_000}) as server:
+        wait_until_ready(server)
+        sampler = server.sampler(server.session(), 0, base_model=BASE_MODEL)
+        prompt = {"chunks": [{"tokens": [1] * 19_000}]}
+        large = finished(server, sampler, 0, prompt=prompt, topk_prompt_logprobs=64)
+        small = finished(server, sampler, 1)
+        size = len(server.outcome(large).content)
+        announced = server.ok("/retrieve_future", {"request_id": large, "allow_metadata_only": True})
+        assert announced == {"status": "complete_metadata", "response_payload_size": size}
+        answer = server.post("/retrieve_future", {"request_id": small, "allow_metadata_only": True})
+        assert "sequences" in answer.json()
+
+
 def test_unknown_samplers_are_404(server):
     body = {"target": {"sampling_session_id": "nobody"}}
     assert server.post("/retrieve_futures", body).status_code == 404

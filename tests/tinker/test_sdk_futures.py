@@ -71,24 +71,37 @@ def test_a_restarted_server_gets_the_samples_that_it_lost_again(tmp_path, togeth
         client.close("success").result()
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_large_results_are_announced_before_they_are_sent(tmp_path, together):
+    with LiveServer(tmp_path, backend_config={"max_context_length": 20_000}) as server:
+        wait_until_ready(server)
+        client = connect(server, together)
+        sampler = client.create_sampling_client(base_model=BASE_MODEL).result()
+        prompt = tinker.ModelInput.from_ints([1] * 19_000)
+        large = [sampler.sample(prompt, 1, PARAMS, topk_prompt_logprobs=64) for _ in range(8)]
+        assert {future.result().topk_prompt_logprobs_np.logprobs.shape for future in large} == {(19_000, 64)}
+        client.close("success").result()
+
+
 def _in_another_process(pickled: bytes, connection) -> None:
-    sampler = pickle.loads(pickled)
-    connection.send((sampled(sampler, 3), sampler._cloned_sampler_id))
+    """Two copies of a client sample at the same time."""
+    copies = [pickle.loads(pickled) for _ in range(2)]
+    futures = [copy.sample(PROMPT, 1, PARAMS) for copy in copies for _ in range(3)]
+    tokens = [future.result().sequences[0].tokens for future in futures]
+    connection.send((tokens, [copy._cloned_sampler_id for copy in copies]))
 
 
 def test_clients_copied_to_other_processes_sample_under_numbers_of_their_own(server):
     client = connect(server, False)
     sampler = client.create_sampling_client(base_model=BASE_MODEL).result()
-    expected = sampled(sampler, 3)
+    (expected,) = sampled(sampler)
     spawn = multiprocessing.get_context("spawn")
-    ends = [spawn.Pipe() for _ in range(2)]
-    processes = [spawn.Process(target=_in_another_process, args=(pickle.dumps(sampler), theirs)) for _, theirs in ends]
-    for process in processes:
-        process.start()
-    answers = [ours.recv() for ours, _ in ends]
-    for process in processes:
-        process.join()
-    assert [tokens for tokens, _ in answers] == [expected] * 2
-    assert sorted(number for _, number in answers) == [1, 2]
-    assert sampled(sampler, 3) == expected
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_in_another_process, args=(pickle.dumps(sampler), theirs))
+    process.start()
+    tokens, numbers = ours.recv()
+    process.join()
+    assert tokens == [expected] * 6
+    assert sorted(numbers) == [1, 2]
+    assert sampled(sampler, 3) == [expected] * 3
     client.close("success").result()

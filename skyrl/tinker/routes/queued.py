@@ -21,6 +21,9 @@ from skyrl.tinker.service import off_loop
 
 router = APIRouter()
 
+MAX_INLINE_BYTES = 4 * 2**20
+"""Results above are only announced to clients that allow it; they ask again when they have room."""
+
 
 def _add_route(operation: QueuedOperation) -> None:
     async def submit(queue: QueueDependency, caller: CallerDependency, body: BodyDependency) -> schemas.FutureResponse:
@@ -56,6 +59,8 @@ async def retrieve_future(
     """The result of a queued request, waited for as long as a poll may take."""
     outcome = await queue.outcome(body.request_id, caller)
     match outcome:
+        case Answer(body=data) if body.allow_metadata_only and len(data) > MAX_INLINE_BYTES:
+            return _json(schemas.MetadataResponse(response_payload_size=len(data)))
         case Answer(body=data, media_type=media_type):
             if media_type == PROTOBUF and PROTOBUF not in request.headers.get("accept", ""):
                 data, media_type = await off_loop(len(data), lambda: as_json(body.request_id, data)), JSON
