@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,15 +79,16 @@ class Database:
 
     def __init__(self, url: str, migrate: bool = True):
         self.url = without_password(url)
-        self._lease = _lease(url)
-        try:
-            self._engine = _open(url)
-            self._claim = _claim(self._engine, url)
-            _migrate(self._engine, url) if migrate else _refuse_old(self._engine, url)
-        except BaseException:
+        with ExitStack() as undo:
+            self._lease = _lease(url)
             if self._lease is not None:
-                self._lease.release()
-            raise
+                undo.callback(self._lease.release)
+            self._engine = _open(url)
+            undo.callback(self._engine.dispose)
+            self._claim = _claim(self._engine, url)
+            undo.callback(self._claim.close)
+            _migrate(self._engine, url) if migrate else _refuse_old(self._engine, url)
+            undo.pop_all()
         self._room = asyncio.Semaphore(MAX_QUEUED)
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._readers = ThreadPoolExecutor(READERS, "database-reader")

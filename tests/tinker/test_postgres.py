@@ -1,0 +1,173 @@
+"""The same server on PostgreSQL: a cluster of its own, on loopback, where PostgreSQL is installed."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import sqlalchemy
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy.exc import IntegrityError
+from sqlmodel import Session, SQLModel, select, text
+
+from skyrl.errors import RequestError
+from skyrl.local_server import free_port
+from skyrl.tinker import db
+from skyrl.tinker.db import Database, migration_config
+from skyrl.tinker.tables import SessionRow
+from tests.tinker.harness import LiveServer, wait_until_ready
+from tests.tinker.processes import running
+
+pytest.importorskip("psycopg", reason="needs the postgres extra")
+USER = "postgres"
+
+
+def run(*command: object, folder: Path) -> None:
+    """Run a program of PostgreSQL's, which refuse to be run by root."""
+    user = USER if os.geteuid() == 0 else None
+    result = subprocess.run([str(part) for part in command], user=user, cwd=folder, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[int]:
+    """The port of a cluster."""
+    if shutil.which("initdb") is None or shutil.which("pg_ctl") is None:
+        pytest.skip("PostgreSQL (initdb, pg_ctl) is not installed")
+    folder = Path(tempfile.mkdtemp(prefix="skyrl-postgres-"))  # pytest's own are closed to other users
+    if os.geteuid() == 0:
+        shutil.chown(folder, USER)
+    data, port = folder / "data", free_port()
+    try:
+        run("initdb", "--pgdata", data, "--username", USER, "--auth", "trust", "--no-sync", folder=folder)
+        options = f"-c listen_addresses=127.0.0.1 -c port={port} -c unix_socket_directories={folder} -c fsync=off"
+        run("pg_ctl", "start", "--wait", "-D", data, "-o", options, "-l", folder / "log", folder=folder)
+        yield port
+        run("pg_ctl", "stop", "--wait", "-D", data, "-m", "immediate", folder=folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def url(cluster: int, request: pytest.FixtureRequest) -> str:
+    """A database of its own for each test."""
+    name = f"t{abs(hash(request.node.name))}"
+    server = f"postgresql+psycopg://{USER}@127.0.0.1:{cluster}"
+    admin = sqlalchemy.create_engine(f"{server}/postgres", isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.exec_driver_sql(f"CREATE DATABASE {name}")
+    admin.dispose()
+    return f"postgresql://{USER}@127.0.0.1:{cluster}/{name}"
+
+
+def add_session(session_id: str, session: Session) -> None:
+    session.add(SessionRow(session_id=session_id, tenant="t"))
+
+
+def test_tables_equal_the_newest_revision(url):
+    Database(url).close()
+    engine = sqlalchemy.create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})  # it cannot compare JSON defaults
+        assert compare_metadata(context, SQLModel.metadata) == []
+    engine.dispose()
+
+
+def test_revisions_lead_up_and_down_again(url):
+    engine = sqlalchemy.create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    for revision in ("0001", "head"):
+        with engine.begin() as connection:
+            command.upgrade(migration_config(connection), revision)
+    with engine.begin() as connection:
+        command.downgrade(migration_config(connection), "base")
+    assert sqlalchemy.inspect(engine).get_table_names() == ["alembic_version"]
+    engine.dispose()
+
+
+def test_failure_stays_alone_in_its_group(url):
+    database = Database(url)
+
+    async def main() -> list[object]:
+        jobs = [database.write(partial(add_session, name)) for name in ("a", "b", "a", "c")]
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    assert [isinstance(result, IntegrityError) for result in asyncio.run(main())] == [False, False, True, False]
+    assert database.read_now(lambda session: sorted(session.exec(select(SessionRow.session_id)).all())) == [
+        "a",
+        "b",
+        "c",
+    ]
+    database.close()
+
+
+def test_second_server_on_the_same_database_is_refused(url, monkeypatch):
+    monkeypatch.setattr(db, "CLAIM_S", 0.1)
+    database = Database(url)
+    with pytest.raises(RequestError, match=r"in use by another server.*--database-url"):
+        Database(url)
+    database.close()
+    Database(url).close()
+
+
+def test_dry_run_leaves_the_database_as_it_was(url):
+    database = Database(url)
+    database.dry_run(partial(add_session, "a"))
+    assert database.read_now(lambda session: session.exec(select(SessionRow)).all()) == []
+    database.close()
+
+
+def test_models_train_save_and_are_loaded_after_a_restart(url, tmp_path):
+    with LiveServer(tmp_path, database_url=url) as server:
+        wait_until_ready(server)
+        model = server.model()
+        after = server.train(model, 1)
+        path = server.run("/save_weights", {"model_id": model, "seq_id": after, "path": "a"})["path"]
+        expected = server.logprobs(model, after + 1)
+        server.run("/save_weights_for_sampler", {"model_id": model, "seq_id": after + 2, "sampling_session_seq_id": 1})
+    with LiveServer(tmp_path, database_url=url) as server:
+        wait_until_ready(server)
+        body = {"session_id": server.session(), "model_seq_id": 0, "path": path, "optimizer": True}
+        assert server.logprobs(server.run("/load_weights", body)["model_id"], 1) == expected
+
+
+def test_everything_that_can_be_collected_is(url, tmp_path):
+    with LiveServer(tmp_path, database_url=url, session_cleanup_interval_sec=-1, keep_last_checkpoints=1) as server:
+        wait_until_ready(server)
+        model = server.model()
+        for seq_id, name in enumerate("abc", 1):
+            server.run("/save_weights", {"model_id": model, "seq_id": seq_id, "path": name})
+        server.run("/save_weights_for_sampler", {"model_id": model, "seq_id": 4, "sampling_session_seq_id": 1})
+        gone = server.model()
+        old = time.time() - 40 * 24 * 3600
+
+        def make_older(session: Session) -> None:
+            for statement in (
+                "UPDATE requests SET finished_at = :old",
+                "UPDATE sessions SET finished_at = :old",
+                "UPDATE versions SET created_at = :old",
+                "UPDATE requests SET body = 'x'",
+                "UPDATE models SET snapshot_seq_id = 4",
+            ):
+                session.connection().execute(text(statement), {"old": old} if ":old" in statement else {})
+
+        service = server.app.state.server.service
+        server.on_loop(service.database.write(make_older))
+        removed = [removal.what for removal in server.on_loop(service.disk.collect())]
+        assert sum(what.startswith("checkpoint beyond the newest 1") for what in removed) == 2
+        assert f"session {gone.partition(':')[0]} with 1 models" in removed
+        assert any("results" in what for what in removed) and any("bodies" in what for what in removed)
+
+
+def test_killed_server_is_replaced_and_has_the_database_to_itself(url, tmp_path):
+    with running(tmp_path, database_url=url) as server:
+        server.kill("api")
+        server.wait_for("serving again at")
+        server.train(server.model(), 1)
