@@ -171,9 +171,9 @@ DEFECTS = [
         "prompt log-probabilities lack the first token's entry",
         [
             Edit(
-                "skyrl/backends/jax/prompts.py",
-                "np.concatenate([np.full(1, np.nan, np.float32), *parts])",
-                "np.concatenate(parts)",
+                "skyrl/backends/jax/sequences.py",
+                "            scores.prompt_logprobs,\n",
+                "            None if scores.prompt_logprobs is None else scores.prompt_logprobs[1:],\n",
             )
         ],
         ["tests/backends/test_sampler.py::test_prompt_logprobs_equal_hugging_faces_and_begin_with_nan"],
