@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import zstandard
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 from pydantic import ValidationError
 
 from skyrl.errors import RequestError
@@ -138,6 +139,7 @@ def _from_protobuf(body: bytes, max_bytes: int) -> PassRequest:
     if fault is not None:
         return _with_error(envelope, fault)
     try:
+        _refuse_unknown(message, "request")
         budget = Budget(max_bytes)
         data = [_protobuf_datum(i, datum, budget) for i, datum in enumerate(message.data)]
         config = _protobuf_config(message)
@@ -186,6 +188,7 @@ def _fault(body: bytes) -> str | None:
 
 def _protobuf_datum(i: int, message: pb.Datum, budget: Budget) -> Datum:
     try:
+        _refuse_unknown(message, "datum")
         tokens = [_protobuf_chunk(chunk) for chunk in message.model_input]
         inputs = {name: _protobuf_tensor(name, tensor, budget) for name, tensor in message.loss_fn_inputs.items()}
     except RequestError as error:
@@ -403,6 +406,15 @@ def _bytes(array: np.ndarray, dtype: str | np.dtype) -> bytes:
 
 
 # -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _refuse_unknown(message: Message, what: str) -> None:
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        raise RequestError(
+            f"field number {unknown[0].field_number} of the {what} is not known to this server; "
+            "use the client version that this server's documentation names"
+        )
 
 
 def _only_text(kind: str) -> str:

@@ -1,4 +1,4 @@
-"""A look at a protobuf body before it is parsed: of how many parts it is made, and whether all of them are known.
+"""A look at a protobuf body before it is parsed: of how many parts it is made.
 
 A part takes two bytes to send and a hundred to parse, and compressed almost nothing to send. So a body of a few KB can
 stand for gigabytes of messages; here they are counted, two levels deep, where everything repeated is.
@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from skyrl.errors import RequestError
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
@@ -19,16 +18,7 @@ MAX_PARTS = 2**19
 """Datums, chunks, tensors and options in a request."""
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
-_VARINTS = (FieldDescriptor.TYPE_INT32, FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_BOOL)
 
-
-def _encodings(message: type[Message]) -> dict[int, int]:
-    """How each known field is encoded."""
-    return {field.number: VARINT if field.type in _VARINTS else LENGTH for field in message.DESCRIPTOR.fields}
-
-
-REQUEST = _encodings(pb.ForwardBackwardRequest)
-DATUM = _encodings(pb.Datum)
 DATA = pb.ForwardBackwardRequest.DATA_FIELD_NUMBER
 ADDRESS = (
     pb.ForwardBackwardRequest.MODEL_ID_FIELD_NUMBER,
@@ -54,17 +44,15 @@ def address_of(body: bytes) -> bytes:
 
 
 def check_parts(body: bytes) -> None:
-    """Raises `RequestError` for too many parts or one that is not known, `DecodeError` where nothing can be read."""
+    """Raises `RequestError` for too many parts, `DecodeError` where nothing can be read."""
     datums = parts = 0
     for field in fields(body, 0, len(body)):
-        _check_known(field, REQUEST, "request")
         parts += 1
         if field.number == DATA:
             datums += 1
             if datums > MAX_DATUMS:
                 raise RequestError(f"data has more than {MAX_DATUMS} datums; send fewer per request")
-            for part in fields(body, field.content, field.end):
-                _check_known(part, DATUM, "datum")
+            for _ in fields(body, field.content, field.end):
                 parts += 1
                 _check_count(parts)
         _check_count(parts)
@@ -104,14 +92,6 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
             return value, at
         shift += 7
     raise DecodeError("a number without an end")
-
-
-def _check_known(field: Field, known: dict[int, int], what: str) -> None:
-    if known.get(field.number) != field.encoding:
-        raise RequestError(
-            f"field number {field.number} of the {what} is not known to this server; "
-            "use the client version that this server's documentation names"
-        )
 
 
 def _check_count(parts: int) -> None:
