@@ -125,6 +125,14 @@ def test_run_shows_its_newest_checkpoint_of_each_kind(server):
     assert run["user_metadata"] == {"renderer_name": "qwen3", "n": "3"}
 
 
+def test_last_request_of_a_run_moves_on(server):
+    model = server.model()
+    before = datetime.now(UTC)
+    server.train(model, 1)
+    run = get(server, f"/training_runs/{model}")
+    assert before <= datetime.fromisoformat(run["last_request_time"]) <= datetime.now(UTC)
+
+
 def test_run_that_could_not_be_created_is_not_listed(own_server):
     body = {"session_id": own_server.session(), "model_seq_id": 0, "base_model": "other"}
     own_server.failure(own_server.ok("/create_model", body)["request_id"])

@@ -25,7 +25,6 @@ from skyrl.tinker.routes.dependencies import (
     json_body,
 )
 from skyrl.tinker.service import Service
-from skyrl.utils.crash_points import crash_point
 
 router = APIRouter()
 
@@ -50,7 +49,6 @@ async def delete_checkpoint(
         return unname(session, own_checkpoint(session, path, caller))
 
     unnamed = await service.database.write(forget)
-    crash_point("api: checkpoint unnamed, files still there")
     service.directory.forget(*unnamed.samplers)
     await queue.discard(unnamed.files)
 
