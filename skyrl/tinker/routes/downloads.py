@@ -60,7 +60,8 @@ async def archive(
     row = await service.directory.checkpoint("path", path, caller)
     expires = int(time.time()) + LINK_LIFETIME_S
     url = _link(request, service, path, row, f"{path.name}.tar", member=None)
-    if "json" in request.headers.get("accept", ""):
+    accepted = ", ".join(request.headers.getlist("accept"))  # clients before 0.22 send two, "json" and then "gzip"
+    if "json" in accepted and "gzip" not in accepted:
         answer = rest.ArchiveUrlResponse(url=url, expires=rest.moment(expires))
         return JSONResponse(answer.model_dump(mode="json"))
     return RedirectResponse(url, 302, {"Expires": formatdate(expires, usegmt=True)})
