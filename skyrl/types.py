@@ -155,6 +155,14 @@ class SampleOutput:
     prompt_alt_tokens: TokenTable | None = None
     """`[prompt - 1, k]`: row i holds draws from the distribution over prompt token i + 1."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tokens and tables."""
+        tables = [self.topk_prompt_logprobs, self.prompt_alt_tokens, *(one.topk_logprobs for one in self.sequences)]
+        arrays = [one.tokens for one in self.sequences] + [array for table in tables if table for array in table]
+        targets = 0 if self.target_prompt_logprobs is None else self.target_prompt_logprobs.values.nbytes
+        return targets + sum(array.nbytes for array in arrays)
+
 
 @dataclass(frozen=True)
 class SaveOutput:

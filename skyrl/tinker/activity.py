@@ -33,9 +33,14 @@ class Activity:
         return 0 <= timeout_s <= silent_s
 
     def news(self) -> dict[str, float]:
-        """When the sessions that were heard of since the last call were last heard of."""
-        news, self._news = self._news, {}
-        return news
+        """When sessions were last heard of, where that is not stored yet."""
+        return dict(self._news)
+
+    def stored(self, news: Mapping[str, float]) -> None:
+        """This much of the news is in the database."""
+        for session_id, seen in news.items():
+            if self._news.get(session_id) == seen:
+                del self._news[session_id]
 
 
 def store(session: Session, last_seen: Mapping[str, float]) -> None:

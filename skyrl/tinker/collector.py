@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 Discard = Callable[[Obsolete], Awaitable[None]]
 Forget = Callable[[tuple[str, ...]], None]
+Refresh = Callable[[], Awaitable[None]]
 
 SELDOM_S = 3600
 """Seconds between two looks through everything."""
@@ -37,16 +38,24 @@ class Collector:
         database: Of the server.
         discard: Removes files, unless something reads them still; then they are found without a name later on.
         forget: Told which rows have changed.
+        refresh: Writes down which clients were heard of, before it is decided who was silent.
         heard_since: When clients could first be heard, so that silence counts from then on.
     """
 
     def __init__(
-        self, config: EngineConfig, database: Database, discard: Discard, forget: Forget, heard_since: float = 0.0
+        self,
+        config: EngineConfig,
+        database: Database,
+        discard: Discard,
+        forget: Forget,
+        refresh: Refresh,
+        heard_since: float = 0.0,
     ):
         self._config = config
         self._database = database
         self._discard = discard
         self._forget = forget
+        self._refresh = refresh
         self._rules = Rules(config, heard_since)
         self._seldom_at = 0.0
         self._turn = asyncio.Lock()
@@ -65,6 +74,7 @@ class Collector:
     async def collect(self) -> list[Removal]:
         """One round: what is past its time; at first and every hour also what takes a look at everything."""
         async with self._turn:
+            await self._refresh()
             seldom = time.monotonic() >= self._seldom_at
             removals: list[Removal] = []
             for job in (*OFTEN, *SELDOM) if seldom else OFTEN:
@@ -123,7 +133,10 @@ async def _remove_all(config: EngineConfig, database: Database) -> list[Removal]
     async def discard(files: Obsolete) -> None:
         await asyncio.to_thread(remove_folder, files.folder)
 
-    return await Collector(config, database, discard, lambda changed: None).collect()
+    async def nobody_was_heard() -> None:
+        return None
+
+    return await Collector(config, database, discard, lambda changed: None, nobody_was_heard).collect()
 
 
 def _would_remove(config: EngineConfig, database: Database) -> list[Removal]:

@@ -15,7 +15,7 @@ from skyrl.types import ErrorCategory
 
 MAX_FINISHED_BYTES = 256 * 2**20
 """Answers kept in memory, together."""
-OVERHEAD_BYTES = 1024
+OVERHEAD_BYTES = 1536
 """What an answer counts for beside its body."""
 
 JSON = "application/json"

@@ -18,6 +18,7 @@ from skyrl.tinker.admission import Obsolete
 from skyrl.tinker.checkpoints import unname
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.disk import folders_of_kinds
+from skyrl.tinker.model_log import folders_to_load
 from skyrl.tinker.tables import CheckpointRow, ModelRow, RequestRow, SamplerRow, SessionRow, VersionRow
 from skyrl.utils.storage import QUARANTINED, TEMPORARY, folder_bytes
 
@@ -32,8 +33,8 @@ KINDS = ("weights", "sampler_weights", "external_weights", "ephemeral", "snapsho
 """Folders of a model. Others are not ours."""
 BATCH = 200
 """Requests or sessions per transaction, so that others get their turn."""
-IN_USE = ("creating", "live")
-"""Statuses of models that can be asked for again."""
+GONE = ("failed", "lost", "copy")
+"""Statuses of models that are never brought back. An unloaded one may have to be, to write what it has published."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def bodies(session: Session, rules: Rules, now: float) -> list[Removal]:
     """Bodies of finished requests that no revival repeats: failed, part of a snapshot, or of a model that is gone."""
     covered = select(ModelRow.model_id).where(
         ModelRow.model_id == RequestRow.model_id,
-        col(ModelRow.status).in_(IN_USE),
+        col(ModelRow.status).not_in(GONE),
         or_(col(ModelRow.snapshot_seq_id).is_(None), col(ModelRow.snapshot_seq_id) < col(RequestRow.seq_id)),
     )
     unneeded = and_(
@@ -112,7 +113,7 @@ def surplus_checkpoints(session: Session, rules: Rules, now: float) -> list[Remo
 
 
 def _unnamed(session: Session, rows: Any, what: str) -> list[Removal]:
-    needed = read_again(session) if rows else set()
+    needed = folders_to_load(session) if rows else set()
     removals = []
     for row in rows:
         if row.folder not in needed:
@@ -178,9 +179,14 @@ def snapshots(session: Session, rules: Rules, now: float) -> list[Removal]:
     waiting = select(RequestRow.request_id).where(
         RequestRow.model_id == ModelRow.model_id, RequestRow.status == "pending"
     )
-    done = select(ModelRow).where(
-        col(ModelRow.status).not_in(IN_USE), col(ModelRow.snapshot_folder).is_not(None), ~waiting.exists()
+    unwritten = select(VersionRow.version).where(
+        VersionRow.model_id == ModelRow.model_id, col(VersionRow.digest).is_(None)
     )
+    over = or_(
+        col(ModelRow.status).in_(GONE),
+        and_(col(ModelRow.status) == "unloaded", ~unwritten.exists()),
+    )
+    done = select(ModelRow).where(over, col(ModelRow.snapshot_folder).is_not(None), ~waiting.exists())
     removals = []
     for row in session.exec(done).all():
         removals.append(_snapshot_removal(row))
@@ -233,19 +239,6 @@ def _ended(rules: Rules, before: float) -> Any:
     return select(SessionRow.session_id).where(or_(*conditions))
 
 
-def read_again(session: Session) -> set[str]:
-    """Folders that requests name which a revival would do again, or do for the first time."""
-    after_snapshot = or_(
-        col(ModelRow.snapshot_seq_id).is_(None), col(RequestRow.seq_id) > col(ModelRow.snapshot_seq_id)
-    )
-    query = (
-        select(RequestRow.decided)
-        .join(ModelRow, col(ModelRow.model_id) == col(RequestRow.model_id))
-        .where(col(ModelRow.status).in_(IN_USE), after_snapshot, RequestRow.kind == "load_weights")
-    )
-    return {value for decided in session.exec(query).all() for value in decided.values() if isinstance(value, str)}
-
-
 def named_folders(session: Session) -> set[str]:
     """Every folder that something still needs."""
     columns = (
@@ -255,9 +248,8 @@ def named_folders(session: Session) -> set[str]:
         ModelRow.snapshot_folder,
         ModelRow.inflight_folder,
     )
-    return {folder for column in columns for folder in session.exec(select(column)).all() if folder} | read_again(
-        session
-    )
+    named = {folder for column in columns for folder in session.exec(select(column)).all() if folder}
+    return named | folders_to_load(session)
 
 
 def busy_models(session: Session) -> set[str]:

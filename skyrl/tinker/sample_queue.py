@@ -182,8 +182,7 @@ class SampleQueue:
             return
         assert operation.encode is not None and isinstance(result, SampleOutput)
         try:
-            size = sum(sequence.tokens.nbytes for sequence in result.sequences)
-            answer = Answer(await off_loop(size, partial(operation.encode, result)), PROTOBUF)
+            answer = Answer(await off_loop(result.nbytes, partial(operation.encode, result)), PROTOBUF)
         except Exception as error:  # whatever it is, somebody waits for an answer
             log.error("internal error while finishing sample %s", request_id, exc_info=error)
             failure = Failure(f"internal error (request {request_id}); the server's log has the details", "server")

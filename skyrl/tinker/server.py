@@ -56,7 +56,9 @@ class TinkerServer:
         await self.queue.restore()
         self.service.engine.start()
         self._started = True
-        collector = Collector(self.config, database, self.queue.discard, self._forget, heard_since=time.time())
+        collector = Collector(
+            self.config, database, self.queue.discard, self._forget, self._write_activity, heard_since=time.time()
+        )
         self.service.disk.collect = collector.collect
         self._cleanup = asyncio.create_task(collector.run())
         self._parking = asyncio.create_task(self._park_idle_models())
@@ -89,9 +91,14 @@ class TinkerServer:
             self.queue.park()
             await self._store_activity()
 
+    async def _write_activity(self) -> None:
+        news = self.service.activity.news()
+        await self.service.database.write(partial(activity.store, last_seen=news))
+        self.service.activity.stored(news)
+
     async def _store_activity(self) -> None:
         try:
-            await self.service.database.write(partial(activity.store, last_seen=self.service.activity.news()))
+            await self._write_activity()
         except (DatabaseFull, OperationalError) as error:
             log.warning("the time that sessions were last heard of cannot be stored: %s", error)
 

@@ -8,6 +8,7 @@ any SDK fails, if two SDKs got different numbers, or if the server logged an err
 import argparse
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -47,6 +48,8 @@ SCRIPT = Path(__file__).parent / "conformance.py"
 AT_ONCE = 2
 TIMEOUT_S = 300
 TOLERANCE = 1e-4
+LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:")
+"""How a message starts in the server's log; what does not belongs to the one before."""
 
 
 def run_sdk(version: str, torch: str, server: LocalServer) -> dict[str, Any]:
@@ -105,9 +108,19 @@ def check_values(results: dict[str, dict[str, Any]], first_loss: float) -> None:
 
 
 def errors_of(server: LocalServer) -> list[str]:
-    """What the server logged as an error, which no request may cause."""
-    lines = server.log_path.read_text(errors="replace").splitlines()
-    return [line for line in lines if " ERROR " in line or line.startswith("Traceback")]
+    """What the server logged as errors, which no request may cause, each with its traceback."""
+    found, inside = [], False
+    for line in server.log_path.read_text(errors="replace").splitlines():
+        if LOGGED.match(line):
+            inside = " ERROR " in line or " CRITICAL " in line
+            if inside:
+                found.append(line)
+        elif line.startswith("Traceback") and not inside:
+            inside = True
+            found.append(line)
+        elif inside:
+            found[-1] += f"\n{line}"
+    return found
 
 
 def main() -> int:

@@ -5,6 +5,9 @@ works in its thread all the time; what it reports is read when the loop runs nex
 """
 
 import asyncio
+import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,30 @@ class InProcessServer:
         """A new engine takes over."""
         self._runner.run(self.engine.recover())
 
+    def restart(self) -> None:
+        """Stop in order, and start again."""
+        self.__exit__()
+        self.__enter__()
+
+    def kill(self) -> None:
+        """Start again from what was on disk at this moment, as after a SIGKILL.
+
+        The event loop stands still meanwhile, so no file goes that the database, which is copied first, still names.
+        """
+        at_its_end = self.folder.with_name(f"{self.folder.name}-at-its-end")
+        at_its_end.mkdir()
+        with (
+            closing(sqlite3.connect(self.folder / "server.db")) as now,
+            closing(sqlite3.connect(at_its_end / "server.db")) as copy,
+        ):
+            now.backup(copy)
+        while not _copied(self.folder / "checkpoints", at_its_end / "checkpoints"):
+            pass
+        self.__exit__()
+        shutil.rmtree(self.folder)
+        at_its_end.rename(self.folder)
+        self.__enter__()
+
     def let_it_work(self, seconds: float = 0.0) -> None:
         """Run the event loop for a moment."""
         self._runner.run(asyncio.sleep(seconds))
@@ -76,3 +103,13 @@ class InProcessServer:
             if (response := self.poll(request_id, key)).status_code != 408:
                 return response
         raise AssertionError(f"{request_id} does not finish: {response.text}")
+
+
+def _copied(source: Path, target: Path) -> bool:
+    """Whether a folder could be copied before something in it was renamed."""
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        shutil.copytree(source, target)
+    except (shutil.Error, OSError):
+        return False
+    return True

@@ -40,6 +40,8 @@ class Sent:
     """Its outcome, where that does not depend on its place in a model's order."""
     seen: bytes | None = None
     """What the server has answered."""
+    crashes: int = 0
+    """Ends of engines that it has seen."""
 
     @property
     def expected(self) -> ref.Outcome | None:
@@ -72,6 +74,9 @@ class SentSample:
     body: dict[str, Any]
     tokens: list[list[int]]
     seen: bytes | None = None
+    may_be_lost: bool = False
+    """Samples live in memory: after a restart their client sends them again."""
+    crashes: int = 0
 
 
 tokens = st.lists(st.integers(20, 60), min_size=1, max_size=3)
@@ -112,6 +117,9 @@ class Protocol(RuleBasedStateMachine):
 
     def start(self) -> InProcessServer:
         return InProcessServer(self.folder, api_keys=KEYS, **self.OPTIONS).__enter__()
+
+    def may_wait(self) -> None:
+        """Called before something is waited for."""
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -186,6 +194,8 @@ class Protocol(RuleBasedStateMachine):
             response = self.server.poll(sent.request_id, sent.key)
             assert response.status_code == 408, (sent, response.text)
             return
+        if wait:
+            self.may_wait()
         response = (self.server.outcome if wait else self.server.poll)(sent.request_id, sent.key)
         if response.status_code == 408 and not wait and sent.seen is None:
             return
@@ -196,8 +206,15 @@ class Protocol(RuleBasedStateMachine):
             check(response, expected, sent)
 
     def read_sample(self, sample: SentSample, wait: bool) -> None:
+        if wait:
+            self.may_wait()
         response = (self.server.outcome if wait else self.server.poll)(sample.request_id, sample.key)
         if response.status_code == 408 and not wait and sample.seen is None:
+            return
+        if response.status_code == 410 and sample.may_be_lost:
+            sample.request_id = self.post("/asample", sample.body, sample.key)["request_id"]
+            sample.may_be_lost, sample.seen = False, None
+            self.read_sample(sample, wait)
             return
         assert response.headers["content-type"] == PROTOBUF, (sample, response.status_code, response.text)
         assert sample.seen in (None, response.content), sample
@@ -415,6 +432,53 @@ class Protocol(RuleBasedStateMachine):
             self.read_all()
 
 
+class CrashingProtocol(Protocol):
+    """The same, while engines crash and servers stop, are killed and start again."""
+
+    OPTIONS: ClassVar[dict[str, Any]] = {"snapshot_every_steps": 2, "snapshot_every_requests": 6}
+    down = False
+
+    def may_wait(self) -> None:
+        if self.down:
+            self.recover()
+
+    @precondition(lambda self: not self.down)
+    @rule(at_once=st.booleans())
+    def crash(self, at_once: bool) -> None:
+        """The engine ends. What has seen two ends is awaited first: at the third it is taken for the cause."""
+        for request in [*self.sent, *self.samples]:
+            if request.seen is None and request.crashes == 2:
+                self.read(request, wait=True) if isinstance(request, Sent) else self.read_sample(request, wait=True)
+        for request in [*self.sent, *self.samples]:
+            request.crashes += request.seen is None
+        self.server.crash()
+        self.down = True
+        if at_once:
+            self.recover()
+
+    @precondition(lambda self: self.down)
+    @rule()
+    def recover(self) -> None:
+        self.server.recover()
+        self.down = False
+
+    @rule()
+    def restart(self) -> None:
+        self.may_wait()
+        self.server.restart()
+        self.forget_samples()
+
+    @rule()
+    def kill(self) -> None:
+        self.may_wait()
+        self.server.kill()
+        self.forget_samples()
+
+    def forget_samples(self) -> None:
+        for sample in self.samples:
+            sample.may_be_lost = True
+
+
 def check(response: httpx.Response, expected: ref.Outcome, sent: Sent) -> None:
     """Compare an answer with the reference."""
     match expected:
@@ -447,7 +511,12 @@ def test_any_history_of_requests_has_the_outcomes_of_the_reference():
     run_state_machine_as_test(Protocol, settings=options(examples=25, steps=30))
 
 
+def test_crashes_and_restarts_change_no_outcome():
+    run_state_machine_as_test(CrashingProtocol, settings=options(examples=25, steps=30))
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_many_long_histories_have_the_outcomes_of_the_reference():
-    run_state_machine_as_test(Protocol, settings=settings(options(300, 60), derandomize=False, print_blob=True))
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("machine", [Protocol, CrashingProtocol])
+def test_many_long_histories_have_the_outcomes_of_the_reference(machine):
+    run_state_machine_as_test(machine, settings=settings(options(300, 60), derandomize=False, print_blob=True))

@@ -98,7 +98,7 @@ def put_bodies(server: Server, model: str) -> None:
 
 @pytest.mark.parametrize(
     ("status", "snapshot", "kept"),
-    [("live", None, [0, 1, 2]), ("live", 1, [2]), ("lost", None, []), ("unloaded", 1, [])],
+    [("live", None, [0, 1, 2]), ("live", 1, [2]), ("lost", None, []), ("unloaded", 1, [2])],
 )
 def test_bodies_stay_as_long_as_a_revival_may_need_them(own_server, status, snapshot, kept):
     model = own_server.model()
@@ -140,7 +140,7 @@ def test_checkpoint_that_a_revival_would_load_again_outlives_its_time(own_server
     own_server.sql("UPDATE checkpoints SET expires_at = ?", LONG_AGO)
     own_server.sql(
         "INSERT INTO requests (request_id, kind, tenant, model_id, seq_id, decided, body, content_type, "
-        "content_encoding, status, created_at) VALUES ('r', 'load_weights', 't', ?, 9, ?, x'', '', '', 'done', 1)",
+        "content_encoding, status, created_at) VALUES ('r', 'load_weights', 't', ?, 9, ?, x'01', '', '', 'done', 1)",
         model,
         json.dumps({"folder": folder}),
     )
@@ -222,6 +222,16 @@ def test_version_of_a_session_that_was_silent_for_a_day_goes_unless_the_server_w
     )(own_server.config, heard_since=time.time() - 2 * DAY_S)
     own_server.collect()
     assert folders(own_server, "ephemeral") == []
+
+
+def test_inflight_version_goes_when_a_newer_one_has_replaced_it(own_server):
+    model = own_server.model()
+    sampler = own_server.publish(model, 1, kind="inflight")
+    own_server.publish(model, 2, number=2, kind="inflight")
+    own_server.written()
+    own_server.collect()
+    assert folders(own_server, "ephemeral") == ["2"]
+    assert own_server.sample(sampler, 1)
 
 
 # -- sessions, snapshots, files without a name ------------------------------------------------------------------------

@@ -1,0 +1,108 @@
+"""Kills processes of a server that works, and watches it come back."""
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from skyrl.local_server import LocalServer, Pids
+from tests.faults.diary import Diary
+
+PATIENCE_S = 120.0
+"""For anything to happen, on a machine that is busy with other things."""
+PROCESSES = ("engine", "api", "both", "twice")
+"""What may be killed at any moment; "twice": something once more while the server comes back from the first time."""
+TWICE_WITHIN_S = 4.0
+
+
+@dataclass
+class Kill:
+    """What was done, and how long it was felt."""
+
+    what: str
+    ready_s: float
+    """From the kill until the server was ready again."""
+    felt_s: float
+    """From the kill until a client was answered by the new processes."""
+
+
+@dataclass
+class Killer:
+    """Kills one thing after another, each when all clients have been answered since the one before.
+
+    Args:
+        server: What to kill.
+        diary: What its clients write.
+        points: The folder that the server looks into at its crash points (`SKYRL_CRASH_POINTS`).
+        chance: Where it draws its pauses from.
+    """
+
+    server: LocalServer
+    diary: Diary
+    points: Path
+    chance: random.Random
+    kills: list[Kill] = field(default_factory=list)
+
+    def kill(self, what: str) -> None:
+        """Kill `what`, one of `PROCESSES` or a crash point's name, and wait until every client gets on."""
+        self._wait_for_news(self.diary.counts(), of_all=True)
+        time.sleep(self.chance.uniform(0, 0.3))  # at any moment of what follows
+        before, start = self.server.pids(), time.monotonic()
+        if what == "twice":
+            self._kill(before, self.chance.choice(["engine", "api"]))
+            time.sleep(self.chance.uniform(0, TWICE_WITHIN_S))
+            before = self.server.pids()
+            self._kill(before, "both")
+        elif what in PROCESSES:
+            self._kill(before, what)
+        else:
+            start = self._wait_for_crash(what)
+        self._wait_for_recovery(before, what)
+        ready_s = time.monotonic() - start
+        self._wait_for_news(self.diary.counts(), of_all=False)
+        self.kills.append(Kill(what, ready_s, time.monotonic() - start))
+
+    def report(self) -> str:
+        """A line for each kind of kill, and one for all."""
+        times = sorted(kill.ready_s for kill in self.kills)
+        felt = sorted(kill.felt_s for kill in self.kills)
+        counts = ", ".join(f"{name} {count}" for name, count in Counter(kill.what for kill in self.kills).items())
+        middle = len(times) // 2
+        return (
+            f"{len(times)} kills ({counts})\nready again after {times[0]:.1f} to {times[-1]:.1f} s (median "
+            f"{times[middle]:.1f}), felt for {felt[0]:.1f} to {felt[-1]:.1f} s (median {felt[middle]:.1f})"
+        )
+
+    def _kill(self, pids: Pids, what: str) -> None:
+        for name, pid in (("api", pids.api), ("engine", pids.engine)):
+            if what in (name, "both") and pid is not None:
+                with contextlib.suppress(ProcessLookupError):  # an engine ends when its API does
+                    os.kill(pid, signal.SIGKILL)
+
+    def _wait_for_crash(self, point: str) -> float:
+        """Ask for a crash and wait until it has happened. Returns when that was."""
+        armed = self.points / point
+        armed.touch()
+        deadline = time.monotonic() + PATIENCE_S
+        while armed.exists():
+            self.diary.check()
+            assert time.monotonic() < deadline, f"the crash point {point!r} is never reached\n{self._log()}"
+            time.sleep(0.01)
+        return time.monotonic()
+
+    def _wait_for_recovery(self, before: Pids, what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while self.server.pids().engine in (None, before.engine) or not self.server.healthy():
+            self.diary.check()
+            assert time.monotonic() < deadline, f"the server is not ready again after {what!r}\n{self._log()}"
+            time.sleep(0.02)
+
+    def _wait_for_news(self, before: dict[str, int], of_all: bool) -> None:
+        self.diary.wait_for_news(before, of_all, PATIENCE_S, self._log)
+
+    def _log(self) -> str:
+        return self.server.log_tail(60)
