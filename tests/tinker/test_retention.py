@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from skyrl.tinker.collector import Collector
+from skyrl.tinker.retention import Rules
 from skyrl.utils.storage import write_folder
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.processes import ROOT, command, running
@@ -32,9 +34,17 @@ class Server(LiveServer):
         database.close()
         return rows
 
+    @property
+    def collector(self) -> Collector:
+        return self.app.state.server.service.disk.collect.__self__
+
     def everything_later(self) -> None:
         """An hour passes before the next round looks at everything."""
-        self.app.state.server.service.disk.collect.__self__._seldom_at = 0.0
+        self.collector._seldom_at = 0.0
+
+    def listens_since(self, when: float) -> None:
+        """The server has been up, and able to hear its clients, since then."""
+        self.collector._rules = Rules(self.config, heard_since=when)
 
     def save(self, model: str, seq_id: int, name: str, **options: object) -> str:
         body = {"model_id": model, "seq_id": seq_id, "path": name, **options}
@@ -214,14 +224,23 @@ def test_version_of_a_session_that_was_silent_for_a_day_goes_unless_the_server_w
     model = own_server.model()
     own_server.publish(model, 1)
     own_server.written()
+    own_server.collect()  # what was heard of until now is stored
     own_server.sql("UPDATE sessions SET created_at = ?, last_seen_at = ?", LONG_AGO, LONG_AGO)
     own_server.collect()
     assert folders(own_server, "ephemeral") == ["1"]
-    own_server.app.state.server.service.disk.collect.__self__._rules = type(
-        own_server.app.state.server.service.disk.collect.__self__._rules
-    )(own_server.config, heard_since=time.time() - 2 * DAY_S)
+    own_server.listens_since(time.time() - 2 * DAY_S)
     own_server.collect()
     assert folders(own_server, "ephemeral") == []
+
+
+def test_session_that_was_heard_of_a_moment_ago_is_not_taken_for_silent(own_server):
+    model = own_server.model()
+    own_server.publish(model, 1)
+    own_server.written()
+    own_server.sql("UPDATE sessions SET created_at = ?, last_seen_at = ?", LONG_AGO, LONG_AGO)
+    own_server.listens_since(time.time() - 2 * DAY_S)
+    own_server.collect()
+    assert folders(own_server, "ephemeral") == ["1"]
 
 
 def test_inflight_version_goes_when_a_newer_one_has_replaced_it(own_server):
