@@ -340,7 +340,7 @@ class Checks:
         needs(sampler.sample, "topk_sample_logprobs")
         params = tinker.SamplingParams(max_tokens=4, temperature=0.0, stop=[])
         (one,) = settle(sampler.sample(text(PROMPT), 1, params, topk_sample_logprobs=3)).sequences
-        rows = one.topk_sampled_logprobs
+        rows = one.topk_logprobs
         assert [row[0][0] for row in rows] == list(one.tokens), rows
         close([row[0][1] for row in rows], one.logprobs)
 
@@ -361,12 +361,20 @@ class Checks:
 
     @check
     def alternatives(self) -> None:
-        """Alternative tokens drawn for each place of a prompt, with log-probabilities."""
+        """Alternative tokens drawn for each place of a prompt, the same with a seed, with their log-probabilities."""
         sampler = self.sampler_of(self.version)
         needs(sampler.sample, "prompt_alt_tokens_k")
         params = tinker.SamplingParams(max_tokens=1, seed=5)
-        result = settle(sampler.sample(text(TAUGHT), 1, params, prompt_alt_tokens_k=2))
-        assert result.prompt_alt_tokens is not None, result
+        drawn, again = (
+            settle(sampler.sample(text(TAUGHT), 1, params, prompt_alt_tokens_k=2)).prompt_alt_tokens for _ in range(2)
+        )
+        tokens = drawn.tokens.to_numpy()
+        assert tokens.shape == (len(TAUGHT) - 1, 2), tokens
+        assert (tokens == again.tokens.to_numpy()).all()
+        chosen = tinker.TensorData.from_numpy(tokens.astype(np.int64))
+        found = settle(sampler.sample(text(TAUGHT), 1, params, target_prompt_logprobs=chosen)).target_prompt_logprobs
+        close(drawn.logprobs.to_numpy(), found.to_numpy())
+        self.values["alternatives"] = tokens.tolist()
 
     @check
     def last_logprobs(self) -> None:
@@ -486,7 +494,7 @@ class Checks:
 
     @check
     def command_line(self) -> None:
-        """The `tinker` command lists runs and checkpoints."""
+        """The `tinker` command lists the checkpoints of a run."""
         environment = {**os.environ, "TINKER_API_KEY": API_KEY, "TINKER_BASE_URL": self.url}
         command = [str(Path(sys.executable).parent / "tinker"), "--format", "json", "checkpoint", "list"]
         model = settle(self.trainer.get_info()).model_id

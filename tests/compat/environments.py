@@ -42,6 +42,12 @@ def environment(name: str, requirements: Sequence[str], without_dependencies: Se
     return python
 
 
+def variables(**more: str) -> dict[str, str]:
+    """The variables of a program in one of the environments. It keeps its bytecode: torch loads twice as fast then."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**inherited, **more}
+
+
 def _uv(*arguments: str) -> None:
     done = subprocess.run([uv.find_uv_bin(), *arguments], capture_output=True, text=True)
     if done.returncode:

@@ -2,7 +2,8 @@
 
 Run: `python -m tests.compat.run [--sdk VERSION ...]` in the project's folder; `make matrix` does. Writes
 `build/matrix.json`, from which `table.py` makes the table of docs/compatibility.md. Exits with status 1 if a check of
-any SDK fails, if two SDKs got different numbers, or if the server logged an error.
+any SDK fails, if two SDKs got different numbers, if an SDK lacks what it is known to have, or if the server logged an
+error.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import numpy as np
 from skyrl.local_server import LocalServer
 from tests import oracle
 from tests.compat.conformance import TAUGHT
-from tests.compat.environments import FOLDER, environment
+from tests.compat.environments import FOLDER, environment, variables
 from tests.compat.table import as_markdown
 from tests.live import make_tiny_model
 
@@ -44,6 +45,21 @@ VERSIONS = (
     "0.36.0",
     "0.38.0",
 )
+SINCE = {
+    "topk_sample": "0.30.4",
+    "target_logprobs": "0.30.4",
+    "alternatives": "0.34.0",
+    "last_logprobs": "0.34.0",
+    "inflight": "0.38.0",
+    "clones": "0.16.1",
+    "ttl": "0.16.1",
+    "external": "0.30.4",
+    "whoami": "0.24.1",
+    "finish": "0.27.2",
+}
+"""The first of these SDKs that has what a check is about. Those that are not named are for all."""
+UNTIL = {"archive": "0.34.0"}
+"""The last of these SDKs that has it."""
 SCRIPT = Path(__file__).parent / "conformance.py"
 AT_ONCE = 2
 TIMEOUT_S = 300
@@ -61,7 +77,9 @@ def run_sdk(version: str, torch: str, server: LocalServer) -> dict[str, Any]:
     command = [str(python), str(SCRIPT), "--url", server.url, "--base-model", str(server.base_model), "--out", str(out)]
     with (server.folder / f"{version}.log").open("w") as log:
         try:
-            code = subprocess.run(command, stdout=log, stderr=log, timeout=TIMEOUT_S, cwd=server.folder).returncode
+            code = subprocess.run(
+                command, stdout=log, stderr=log, timeout=TIMEOUT_S, cwd=server.folder, env=variables()
+            ).returncode
             problem = "" if code == 0 else f"exited with status {code}"
         except subprocess.TimeoutExpired:
             problem = f"not done after {TIMEOUT_S} s"
@@ -89,6 +107,15 @@ def check_splits(server: LocalServer, result: dict[str, Any]) -> None:
         outcome = result["checks"]["chunks"]
         if len(order) < 2 and outcome["status"] == "ok":
             outcome |= {"status": "failed", "detail": "the SDK sent everything in one request"}
+
+
+def check_absences(version: str, result: dict[str, Any]) -> None:
+    """Turns a check red that says its SDK has no such thing where it is known to have it."""
+    place = VERSIONS.index(version)
+    for name, outcome in result["checks"].items():
+        first, last = SINCE.get(name, VERSIONS[0]), UNTIL.get(name, VERSIONS[-1])
+        if outcome["status"] == "absent" and VERSIONS.index(first) <= place <= VERSIONS.index(last):
+            outcome |= {"status": "failed", "detail": f"{outcome['detail']}, which {version} has"}
 
 
 def check_values(results: dict[str, dict[str, Any]], first_loss: float) -> None:
@@ -125,7 +152,7 @@ def errors_of(server: LocalServer) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sdk", nargs="*", default=VERSIONS)
+    parser.add_argument("--sdk", nargs="*", choices=VERSIONS, default=VERSIONS)
     parser.add_argument("--torch", default="torch==2.13.0", help="what pip calls the torch to install")
     parser.add_argument("--out", type=Path, default=Path("build/matrix.json"))
     arguments = parser.parse_args()
@@ -140,8 +167,9 @@ def main() -> int:
         with LocalServer(Path(name) / "server", str(model)) as server, ThreadPoolExecutor(AT_ONCE) as pool:
             runs = pool.map(lambda version: run_sdk(version, arguments.torch, server), arguments.sdk)
             results = dict(zip(arguments.sdk, runs, strict=True))
-            for result in results.values():
+            for version, result in results.items():
                 check_splits(server, result)
+                check_absences(version, result)
             errors = errors_of(server)
             logs = {version: (server.folder / f"{version}.log").read_text() for version in results}
     check_values(results, first_loss)

@@ -1,25 +1,25 @@
-"""The table of docs/compatibility.md, made from a run of the matrix.
+"""The tables of docs/compatibility.md, made from runs of the matrix and of the cookbook's recipes.
 
-Run: `python -m tests.compat.table build/matrix.json` prints it; with `--write` it replaces the one in the page.
+Run: `python -m tests.compat.table` prints those of build/matrix.json and build/cookbook.json; with `--write` they
+replace the ones in the page.
 """
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from tests.compat.conformance import Checks
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
-START, END = "<!-- made by tests/compat/table.py: start -->", "<!-- end -->"
+RUNS = (Path("build/matrix.json"), Path("build/cookbook.json"))
 MARKS = {"ok": "ok", "failed": "**failed**", "absent": "-"}
 OWN = {"run": "The script runs to its end.", "values": "All numbers are those that the newest SDK gets."}
 """What the runner checks, beside the script."""
 
 
 def as_markdown(summary: dict[str, Any]) -> str:
-    """A row for each check, a column for each SDK."""
+    """The matrix: a row for each check, a column for each SDK."""
     sdks = summary["sdks"]
     names = list(dict.fromkeys(name for result in sdks.values() for name in result["checks"]))
     lines = [
@@ -41,20 +41,47 @@ def legend(summary: dict[str, Any]) -> str:
     return "\n".join(f"- `{name}`: {text}" for name, text in texts.items())
 
 
+def recipes_as_markdown(summary: dict[str, Any]) -> str:
+    """A row for each recipe of the cookbook."""
+    lines = [
+        f"Run of {summary['date']}, Python {summary['python']}, {summary['cores']} CPU cores, two recipes at a time.",
+        "",
+        "| recipe | metric | first steps | last steps | must change by | steps | seconds | |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, found in summary["recipes"].items():
+        ends = [f"{found[end]:.3f}" if end in found else "" for end in ("first", "last")]
+        cells = [name, f"`{found['metric']}`", *ends, f"{found['by']:+}", str(found.get("steps", ""))]
+        lines.append(f"| {' | '.join(cells)} | {found['seconds']:.0f} | {MARKS[found['status']]} |")
+    return "\n".join(lines)
+
+
+def block(page: str, run: str) -> tuple[str, str, str]:
+    """A page in three parts: the one between the marks of a run is in the middle."""
+    before, start, rest = page.partition(f"<!-- made of build/{run}: start -->\n")
+    inside, end, after = rest.partition("<!-- end -->")
+    assert start and end, f"{PAGE} has no block for {run}"
+    return before + start, inside, end + after
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("summary", type=Path)
-    parser.add_argument("--write", action="store_true", help=f"replace the table in {PAGE.name}")
+    parser.add_argument("run", type=Path, nargs="*", default=RUNS)
+    parser.add_argument("--write", action="store_true", help=f"replace the tables in {PAGE.name}")
     arguments = parser.parse_args()
-    summary = json.loads(arguments.summary.read_text())
-    text = f"{as_markdown(summary)}\n\n{legend(summary)}"
-    if not arguments.write:
-        print(text)
-        return
     page = PAGE.read_text(encoding="utf-8")
-    block = re.compile(f"{re.escape(START)}.*?{re.escape(END)}", re.DOTALL)
-    assert len(block.findall(page)) == 1, f"{PAGE} needs one block between {START!r} and {END!r}"
-    PAGE.write_text(block.sub(lambda _: f"{START}\n{text}\n{END}", page), encoding="utf-8")
+    for path in arguments.run:
+        summary = json.loads(path.read_text())
+        if "sdks" in summary:
+            text = f"{as_markdown(summary)}\n\n{legend(summary)}\n"
+        else:
+            text = f"{recipes_as_markdown(summary)}\n"
+        before, _, after = block(page, path.name)
+        page = before + text + after
+        if not arguments.write:
+            print(text)
+    if arguments.write:
+        PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
