@@ -51,11 +51,11 @@ class Logged:
     request_id: str
     """The entry's own, or that of the equal request that came before it."""
     refusal: Failure | None = None
-    """Why it cannot be worked on. It is in the log as failed, unless another kind of request has its place there."""
+    """Why it cannot be worked on. It is in the log as failed."""
 
 
 def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Callable[[Session], None]) -> Logged:
-    """Log a request, unless its model has one with its seq_id already.
+    """Log a request, unless its model has one of its kind with its seq_id already.
 
     Args:
         session: Transaction to write in.
@@ -63,13 +63,17 @@ def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Call
         refusal: Why it is refused already, if it is.
         on_log: More to write when the request is new and not refused.
     """
-    if entry.seq_id is not None:
+    seq_id, breaks_pass = entry.seq_id, entry.is_pass
+    if seq_id is not None:
         same = select(col(RequestRow.request_id), col(RequestRow.kind)).where(
-            col(RequestRow.model_id) == entry.model_id, col(RequestRow.seq_id) == entry.seq_id
+            col(RequestRow.model_id) == entry.model_id, col(RequestRow.seq_id) == seq_id
         )
         if (earlier := session.execute(same).first()) is not None:
             request_id, kind = earlier
-            return Logged(request_id) if kind == entry.kind else Logged(entry.request_id, _taken(entry, kind))
+            if kind == entry.kind:
+                return Logged(request_id)
+            refusal = _taken(entry, kind)
+            seq_id, breaks_pass = None, False  # it has no place in the model's order
     if refusal is None and entry.needs_model:
         refusal = refused_by_status(session.get(ModelRow, entry.model_id), entry.model_id)
     if refusal is None:
@@ -79,7 +83,7 @@ def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Call
         kind=entry.kind,
         tenant=entry.tenant,
         model_id=entry.model_id,
-        seq_id=entry.seq_id,
+        seq_id=seq_id,
         body=b"" if refusal else entry.body,
         content_type=entry.content_type,
         content_encoding=entry.content_encoding,
@@ -87,7 +91,7 @@ def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Call
     )
     if refusal:
         row.status, row.error, row.category, row.finished_at = "failed", refusal.error, refusal.category, time.time()
-        row.gradients = "incomplete" if entry.is_pass else "kept"
+        row.gradients = "incomplete" if breaks_pass else "kept"
     session.add(row)
     now = {"last_request_at": row.created_at}
     session.execute(update(ModelRow).where(col(ModelRow.model_id) == entry.model_id).values(**now))

@@ -174,7 +174,7 @@ class RequestRow(SQLModel, table=True):
     tenant: str
     model_id: str
     seq_id: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
-    """Place in the model's order. None: in the order of arrival (unload_model)."""
+    """Place in the model's order. None: in the order of arrival (unload_model), or refused as another has its place."""
     decided: dict[str, Any] = Field(
         default_factory=dict, sa_column=Column(JSON, nullable=False, server_default=text("'{}'"))
     )

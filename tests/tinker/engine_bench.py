@@ -63,9 +63,9 @@ class Bench:
         """Deliver frames and turn until there is nothing to do and nothing left to write."""
         said = self.turn(*frames)
         while self.backend.busy or self.backend.writing:
-            self._wait_for_writes()
+            self.write()
             said += self.turn()
-        self._wait_for_writes()
+        self.write()
         return said + self.turn()
 
     def ask(self, *operations: ModelOperation, first: int = 0) -> list[FromEngine]:
@@ -95,8 +95,8 @@ class Bench:
         """What an engine that runs by itself says next."""
         return self._api.receive()  # pyright: ignore[reportReturnType]
 
-    def _wait_for_writes(self) -> None:
-        """Until what was handed over to be written is on disk, or cannot be."""
+    def write(self) -> None:
+        """Wait until what was handed over to be written is on disk, or cannot be."""
         self.backend._writer.submit(int).result()
 
     def _hear(self) -> list[FromEngine]:

@@ -51,7 +51,9 @@ class InProcessServer:
         return self.app.state.server.service.engine
 
     def crash(self) -> None:
-        """The engine ends by itself."""
+        """The engine ends by itself, as soon as it has been there."""
+        while self.engine.state != "ready":
+            self.let_it_work(0.001)
         self._runner.run(self.engine.crash())
 
     def recover(self) -> None:

@@ -49,8 +49,8 @@ def stepped(state: State, rate: float) -> State:
     steps = state.steps + 1
     first = BETA1 * state.first + (1 - BETA1) * gradient
     second = BETA2 * state.second + (1 - BETA2) * gradient**2
-    update = (first / (1 - BETA1**steps)) / (np.sqrt(second / (1 - BETA2**steps)) + EPS)
-    return State(state.seed, state.weights - rate * update, first, second, steps)
+    update = rate * (first / (1 - BETA1**steps)) / (np.sqrt(second / (1 - BETA2**steps)) + EPS)
+    return State(state.seed, state.weights - update, first, second, steps)
 
 
 def continuation(weights: np.ndarray, prompt: list[int], seed: int | None, index: int, length: int) -> list[int]:

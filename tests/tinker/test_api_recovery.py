@@ -55,6 +55,15 @@ def test_health_is_503_while_the_engine_restarts(own_server):
     assert own_server.http.get("/healthz").status_code == 503
 
 
+def test_a_refused_seq_id_keeps_its_outcome_and_breaks_nothing(own_server):
+    model = own_server.model()
+    seq_id = own_server.train(model, 1)
+    refused = own_server.submit_pass(model, seq_id - 1)  # that was the step
+    before = own_server.failure(refused)
+    assert restarted(own_server).failure(refused) == before
+    own_server.train(model, seq_id)
+
+
 def test_results_from_before_the_crash_stay(own_server):
     request = own_server.submit_pass(own_server.model(), 1)
     before = own_server.outcome(request).content

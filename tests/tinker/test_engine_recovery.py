@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skyrl.backends.operations import (
@@ -181,17 +181,20 @@ def requests(kinds: list[str], folder: Path) -> list[ModelOperation]:
     return operations
 
 
-KINDS = ["pass", "step", "bad pass", "refused pass", "save", "load", "publish"]
+KINDS = ["pass", "step", "pass", "step", "bad pass", "refused pass", "save", "load", "publish"]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
+@example(kinds=["pass", "step", "pass", "step", "pass"], lives=[(40, True)])
+@example(kinds=["pass", "bad pass", "step", "publish"], lives=[(40, False)])
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=14),
-    turns=st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    lives=st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=3),
 )
 def test_a_model_whose_engine_is_lost_again_and_again_ends_as_one_whose_engine_never_was(
-    kinds, turns, tmp_path_factory
+    kinds, lives, tmp_path_factory
 ):
+    """A life is so many turns, and whether the disk keeps up with them."""
     folder = tmp_path_factory.mktemp("undisturbed")
     undisturbed = Bench(folder)
     undisturbed.ask(*requests(kinds, folder))
@@ -201,12 +204,14 @@ def test_a_model_whose_engine_is_lost_again_and_again_ends_as_one_whose_engine_n
     operations = requests(kinds, folder)
     answers: dict[str, object] = {}
     snapshot: Snapshotted | None = None
-    for stop_after in [*turns, None]:
+    for turns, written in [*lives, (None, True)]:
         engine = Bench(folder, snapshot_every_steps=2, snapshot_every_requests=5)
         said = _recover(engine, operations, answers, snapshot)
-        if stop_after is None:
+        if turns is None:
             said += engine.rest()
-        for _ in range(stop_after or 0):
+        for _ in range(turns or 0):
+            if written:
+                engine.write()
             said += engine.turn()
         for frame in said:
             if isinstance(frame, Done):
@@ -246,9 +251,10 @@ def _recover(
         for seq_id, operation in enumerate(operations)
         if seq_id >= following
     ]
-    again = [operation for operation in operations[: covered + 1] if operation.request_id not in answers]
-    for operation in again:  # saves whose files are there: the API finds them
-        answers[operation.request_id] = "found on disk"
+    for operation in operations[: covered + 1]:
+        if operation.request_id not in answers:
+            assert isinstance(operation, SaveCheckpoint), "a snapshot goes no further than what has ended"
+            answers[operation.request_id] = "found on disk"  # by the API
     if snapshot is None:
         frame = Revive("m", "tenant", following, repeated)
     else:
