@@ -7,9 +7,11 @@ rounds on a server that nobody disturbs, and everything that they saw and everyt
 import json
 import os
 import random
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from skyrl.local_server import LocalServer
@@ -25,6 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 FINISH_S = 180.0
 """For the clients to end once nothing disturbs them any more."""
 ROUNDING = 1e-5
+LEAST_ROUNDS = 4
+"""Of each client in a disturbed run: the checkpoints client has then done one of everything."""
 
 
 @dataclass
@@ -63,6 +67,8 @@ def disturbed(folder: Path, model: Path, points: Path, deterministic: bool, kill
             run.end()
         run.join(FINISH_S)
     print(f"seed {seed}: {killer.report()}")
+    done = Counter(kill.what for kill in killer.kills)
+    assert done >= Counter(kills), "each of the kills has happened"
     return Outcome(run.diary, folder)
 
 
@@ -77,6 +83,9 @@ def undisturbed(folder: Path, model: Path, deterministic: bool, rounds: dict[str
 
 def check_same(one: Outcome, other: Outcome, tolerance: float) -> None:
     """Both runs saw the same and left the same behind; every request has one outcome."""
+    for client, entries in one.diary.entries.items():
+        assert one.diary.rounds[client] >= LEAST_ROUNDS, client
+        assert entries[-1][0] == "final state", client
     for look in (
         lambda outcome: outcome.diary.entries,
         lambda outcome: left_behind.requests(outcome.folder),
@@ -84,6 +93,8 @@ def check_same(one: Outcome, other: Outcome, tolerance: float) -> None:
     ):
         found = differences(look(one), look(other), tolerance)
         assert not found, f"{len(found)} differences, the first:\n" + "\n".join(found[:10])
+    for name, content in left_behind.checkpoints(one.folder).items():
+        assert any(isinstance(tensor, np.ndarray) and tensor.any() for tensor in content.values()), name
     for model, rows in left_behind.requests(one.folder).items():
         places = [seq_id for seq_id, *_ in rows if seq_id is not None]
         assert places == list(range(len(places))), f"{model}: {places}"
