@@ -18,7 +18,7 @@ help:
 	@echo "setup      install into $(VENV)"
 	@echo "demo       train two adapters through the Tinker SDK against a local server"
 	@echo "test       the test suite (under 10 minutes on two cores)"
-	@echo "test-slow  the tests marked slow"
+	@echo "test-slow  the tests marked slow: 200 kills of a working server, long random histories; about an hour"
 	@echo "matrix     every SDK from 0.7.0 to 0.38.0 against one server; makes their environments in .sdk"
 	@echo "cookbook   recipes of tinker-cookbook against a server, offline"
 	@echo "mutations  re-introduce known defects one by one; each must turn a test red"
