@@ -9,7 +9,9 @@ counts engines.
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Literal
+from uuid import uuid4
 
 from skyrl.backends.operations import (
     DeleteModel,
@@ -44,6 +46,14 @@ AT_A_TIME = 4
 State = Literal["reviving", "here", "parking"]
 
 
+@dataclass(frozen=True)
+class _Again:
+    """Something that a revival repeats."""
+
+    operation: ModelOperation
+    tenant: str
+
+
 class Residents:
     """Sends training requests to the engine. All methods are called on the event loop.
 
@@ -60,7 +70,7 @@ class Residents:
         self._outcomes = outcomes
         self._versions = versions
         self._states: dict[str, State] = {}
-        self._repeating: dict[str, ModelOperation] = {}
+        self._repeating: dict[str, _Again] = {}
         """What the engine does again though nobody waits for it, by request."""
         self._interrupted: dict[str, int] = {}
         """How many engines in a row have ended while they brought back a model."""
@@ -90,8 +100,9 @@ class Residents:
     def engine_ended(self, running: Iterable[str]) -> None:
         """The engine has ended by itself while it worked on `running`."""
         for request_id in running:
-            if (operation := self._repeating.get(request_id)) is not None:
-                self._interrupted[operation.model_id] = self._interrupted.get(operation.model_id, 0) + 1
+            if (again := self._repeating.get(request_id)) is not None:
+                model_id = again.operation.model_id
+                self._interrupted[model_id] = self._interrupted.get(model_id, 0) + 1
         self._life += 1
         self._states.clear()
         self._repeating.clear()
@@ -100,17 +111,17 @@ class Residents:
 
     def repeated(self, request_id: str, result: Result) -> None:
         """The engine has done something that nobody waits for."""
-        operation = self._repeating.pop(request_id, None)
-        if operation is None:
+        again = self._repeating.pop(request_id, None)
+        if again is None:
             return
+        operation = again.operation
         if isinstance(operation, Publish):
             self._versions.published(operation.version)
         if isinstance(result, ErrorResponse) and not isinstance(operation, Rejected):
             why = f"its request {request_id} could not be repeated: {result.error}"
             self._give_up(operation.model_id, Unrevivable(why, lost=_has_lost_files(operation)))
-            cleaning = DeleteModel(request_id=f"after {request_id}", model_id=operation.model_id)
-            self._service.engine.send(Enqueue(cleaning.request_id, session_of_model(operation.model_id), cleaning))
-        elif not any(left.model_id == operation.model_id for left in self._repeating.values()):
+            self._free(operation.model_id, again.tenant)
+        elif not any(left.operation.model_id == operation.model_id for left in self._repeating.values()):
             self._interrupted.pop(operation.model_id, None)
 
     def gone(self, model_id: str) -> None:
@@ -208,19 +219,26 @@ class Residents:
             for operation in revival.operations:
                 owed = self._pending.get(operation.request_id)
                 if owed is None:
-                    self._repeating[operation.request_id] = operation
+                    self._repeating[operation.request_id] = _Again(operation, revival.tenant)
                 else:
                     owed.sent = True
-            tenant = next((owed.tenant for owed in self._pending.of_model(model_id)), session_of_model(model_id))
-            self._service.engine.send(Revive(model_id, tenant, revival.plan.next_seq_id, revival.operations))
+            self._service.engine.send(Revive(model_id, revival.tenant, revival.plan.next_seq_id, revival.operations))
         self._states[model_id] = "here"
         self._send_all(model_id)
+        if revival.plan.unloaded:
+            self._free(model_id, revival.tenant)
+
+    def _free(self, model_id: str, tenant: str) -> None:
+        """Delete what the engine has of a model, after all that was sent for it."""
+        self._states.pop(model_id, None)
+        freeing = DeleteModel(request_id=f"unload-{uuid4()}", model_id=model_id)
+        self._service.engine.send(Enqueue(freeing.request_id, tenant, freeing))
 
     def _give_up(self, model_id: str, error: Unrevivable) -> None:
         """Fail what waits for a model that cannot be brought back."""
         log.error("model %s cannot be brought back: %s", model_id, error)
         self._states.pop(model_id, None)
-        for request_id in [key for key, operation in self._repeating.items() if operation.model_id == model_id]:
+        for request_id in [key for key, again in self._repeating.items() if again.operation.model_id == model_id]:
             del self._repeating[request_id]
         self._versions.keep_of(model_id, set())
         if error.lost:

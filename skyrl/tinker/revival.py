@@ -6,6 +6,7 @@ what has to be done again:
     outcome   request                                      in the revival
     done      changed the model                            done again; its first outcome stays
     done      published a version that is not on disk      done again
+    done      unloaded the model                           done again after all that is pending
     done      any other (forward only, saves)              left out
     failed    left the gradient sums as they were          left out
     failed    left them incomplete, or cleared them        stands as the same failure
@@ -62,6 +63,8 @@ class Plan:
     """Saves (request ids) whose outcome is on disk already."""
     missed: list[str] = field(default_factory=list)
     """Requests that can be neither finished nor done again, because the snapshot is of a later state."""
+    unloaded: bool = False
+    """Whether the model was unloaded: nothing of it stays in the engine once what is pending has ended."""
 
 
 def plan(history: History, files: Files) -> Plan:
@@ -78,6 +81,8 @@ def plan(history: History, files: Files) -> Plan:
     for request in requests:
         if request.status == "pending":
             _decide_pending(request, requests, since, files, decision)
+        elif request.status == "done" and request.seq_id is None:
+            decision.unloaded = True
         elif request.status == "done" and _is_repeated(request, history.unwritten, files):
             if not request.has_body:
                 raise Unrevivable(f"request {request.request_id} of the log has to be repeated, but is gone", lost=True)
@@ -161,6 +166,8 @@ class Revival:
     """A model that can be brought back."""
 
     plan: Plan
+    tenant: str
+    """Owner of the model. What the engine is to do for it waits in the owner's lane, as its requests do."""
     operations: list[ModelOperation]
     """What the engine does, in this order. Empty: the model has still to be made."""
     accepted: dict[str, tuple[Accepted, dict[str, Any]]]
@@ -203,6 +210,7 @@ async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]
     assert all(isinstance(operation, ModelOperation) for operation in operations), operations
     return Revival(
         plan=decision,
+        tenant=history.model.tenant,
         operations=[operation for operation in operations if isinstance(operation, ModelOperation)],
         accepted={
             request.request_id: (again[request.request_id], request.decided)

@@ -302,4 +302,40 @@ DEFECTS = [
         ],
         ["tests/tinker/test_scheduler.py::test_a_request_that_arrives_after_its_followers_failed_is_refused"],
     ),
+    Defect(
+        "P5.5",
+        "a model that was unloaded is unloaded again before the saves that it still owes",
+        [
+            Edit(
+                "skyrl/tinker/revival.py",
+                '        elif request.status == "done" and request.seq_id is None:\n',
+                "        elif False:\n",
+            )
+        ],
+        ["tests/tinker/test_revival.py::test_an_unloading_that_overtook_a_save_does_not_come_before_it"],
+    ),
+    Defect(
+        "P5.6",
+        "requests overtake the revival of their model",
+        [
+            Edit(
+                "skyrl/tinker/revival.py",
+                "        tenant=history.model.tenant,\n",
+                "        tenant=history.model.session_id,\n",
+            )
+        ],
+        ["tests/tinker/test_api_recovery.py::test_a_revival_waits_in_the_same_lane_as_the_requests_that_follow_it"],
+    ),
+    Defect(
+        "P5.7",
+        "a refusal that was answered is not known any more after a restart",
+        [
+            Edit(
+                "skyrl/tinker/request_log.py",
+                "            refusal = _taken(entry, kind)\n",
+                "            return Logged(entry.request_id, _taken(entry, kind))\n",
+            )
+        ],
+        ["tests/tinker/test_api_recovery.py::test_a_refused_seq_id_keeps_its_outcome_and_breaks_nothing"],
+    ),
 ]

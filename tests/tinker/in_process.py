@@ -7,6 +7,7 @@ works in its thread all the time; what it reports is read when the loop runs nex
 import asyncio
 import shutil
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,13 @@ class InProcessServer:
         self.__exit__()
         self.__enter__()
 
-    def kill(self) -> None:
+    def kill(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Start again from what was on disk at this moment, as after a SIGKILL.
 
         The event loop stands still meanwhile, so no file goes that the database, which is copied first, still names.
+
+        Args:
+            meanwhile: Called before the start.
         """
         at_its_end = self.folder.with_name(f"{self.folder.name}-at-its-end")
         at_its_end.mkdir()
@@ -82,6 +86,7 @@ class InProcessServer:
         self.__exit__()
         shutil.rmtree(self.folder)
         at_its_end.rename(self.folder)
+        meanwhile()
         self.__enter__()
 
     def let_it_work(self, seconds: float = 0.0) -> None:

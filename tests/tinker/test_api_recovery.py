@@ -1,9 +1,15 @@
 """What survives the end of the engine, and of the server."""
 
+import shutil
+import sqlite3
+from contextlib import closing
+
 import httpx
 import pytest
 
+from skyrl.tinker.channel import Enqueue, Revive
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
+from tests.tinker.in_process import InProcessServer
 from tests.tinker.test_api_checkpoints import load, publish, save
 from tests.tinker.test_api_sampling import snapshot, trained
 
@@ -118,6 +124,31 @@ def test_a_model_goes_on_after_a_restart(own_server):
     seq_id = own_server.train(model, 1)
     before = own_server.logprobs(model, seq_id)
     assert restarted(own_server).logprobs(model, seq_id + 1) == before
+
+
+def test_a_revival_waits_in_the_same_lane_as_the_requests_that_follow_it(tmp_path):
+    """Else they could overtake it."""
+
+    def lose_the_version() -> None:
+        with closing(sqlite3.connect(tmp_path / "server" / "server.db")) as database, database:
+            (folder,) = database.execute("SELECT folder FROM versions").fetchone()
+            database.execute("UPDATE versions SET digest = NULL, size_bytes = NULL")
+        shutil.rmtree(folder, ignore_errors=True)
+
+    with InProcessServer(tmp_path / "server", api_keys=["tml-test"]) as server:
+        session = server.post("/create_session", {}).json()["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL}
+        server.outcome(server.post("/create_model", body).json()["request_id"])
+        step = {"model_id": f"{session}:train:0", "adam_params": {"learning_rate": 0.1}}
+        publish = {"model_id": f"{session}:train:0", "seq_id": 1, "sampling_session_seq_id": 0}
+        server.outcome(server.post("/save_weights_for_sampler", publish).json()["request_id"])
+        server.kill(meanwhile=lose_the_version)
+        while not any(isinstance(frame, Revive) for frame in server.engine.sent):
+            server.let_it_work(0.001)
+        server.outcome(server.post("/optim_step", {**step, "seq_id": 2}).json()["request_id"])
+        kinds = [(type(frame), frame.tenant) for frame in server.engine.sent if isinstance(frame, Revive | Enqueue)]
+    (revive, owner), (enqueue, sender) = kinds
+    assert (revive, enqueue) == (Revive, Enqueue) and owner == sender
 
 
 def test_sample_is_410_after_a_restart(own_server):

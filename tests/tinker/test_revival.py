@@ -167,7 +167,18 @@ def test_a_request_before_one_that_was_refused_at_the_door_is_done_in_its_place(
 def test_an_unloaded_model_publishes_what_is_missing_and_is_unloaded_again():
     unload = row(None, "unload_model")
     decision = planned(CREATION, UNNAMED, unload, of=model(status="unloaded"), unwritten={"m@1": "folder"})
-    assert decision.steps == [CREATION, UNNAMED, unload]
+    assert decision.steps == [CREATION, UNNAMED] and decision.unloaded
+
+
+def test_an_unloading_that_overtook_a_save_does_not_come_before_it():
+    save = row(2, "save_weights", "pending", decided={SAVED_TO: "folder"})
+    decision = planned(CREATION, row(1), save, row(None, "unload_model"), of=model(status="unloaded"))
+    assert steps(decision) == [CREATION.request_id, row(1).request_id]
+    assert decision.next_seq_id == 2 and decision.unloaded
+
+
+def test_a_model_whose_unloading_is_pending_is_unloaded_by_that():
+    assert not planned(CREATION, row(None, "unload_model", "pending"), of=model(status="unloaded")).unloaded
 
 
 def test_a_log_without_a_body_that_is_needed_loses_the_model():
