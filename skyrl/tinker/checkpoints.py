@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlmodel import Session, select
+from sqlmodel import Session, col, select
 
 from skyrl.errors import RequestError
 from skyrl.tinker import ids
@@ -21,8 +21,13 @@ from skyrl.tinker.db import Database
 from skyrl.tinker.directory import find_checkpoint, find_checkpoint_or_expired, has_expired, unknown_checkpoint
 from skyrl.tinker.ids import CheckpointKind, TinkerPath
 from skyrl.tinker.service import Service
-from skyrl.tinker.tables import CheckpointRow, ModelRow, SamplerRow
+from skyrl.tinker.tables import CheckpointRow, ModelRow, RequestRow, SamplerRow
 from skyrl.types import SaveOutput
+
+SAVED_TO = "saved_to"
+"""In `RequestRow.decided`: folder of a named checkpoint. Once it is complete, its save is done."""
+SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external", "copy_weights")
+"""Kinds of requests that make named checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,21 @@ def own_checkpoint(session: Session, path: TinkerPath, caller: Caller) -> Checkp
     if row is None or not caller.may_touch(row.tenant):
         raise unknown_checkpoint("path", path)
     return row
+
+
+def was_saved(session: Session, path: TinkerPath, caller: Caller) -> bool:
+    """Whether the log has a save of the caller that made a checkpoint at a path, which may have gone since."""
+    query = select(RequestRow.tenant, RequestRow.decided).where(
+        RequestRow.model_id == path.model, RequestRow.status == "done", col(RequestRow.kind).in_(SAVES)
+    )
+    return any(
+        caller.may_touch(tenant) and _is_for(Path(decided.get(SAVED_TO, "")), path)
+        for tenant, decided in session.exec(query).all()
+    )
+
+
+def _is_for(folder: Path, path: TinkerPath) -> bool:
+    return folder.parent.name == (path.kind or "sampler_weights") and folder.name.rpartition("@")[0] == path.name
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from skyrl.errors import RequestError, StorageError
 from skyrl.tinker import ids, json_text
 from skyrl.tinker import rest_schemas as rest
 from skyrl.tinker.auth import Caller
-from skyrl.tinker.checkpoints import expiry, readable_checkpoint
+from skyrl.tinker.checkpoints import SAVED_TO, expiry, readable_checkpoint
 from skyrl.tinker.futures import JSON
 from skyrl.tinker.ids import TinkerPath
 from skyrl.tinker.service import Service
@@ -141,6 +141,7 @@ def _record(session: Session, place: Place, source: CheckpointRow, copy: Checkpo
         tenant=place.tenant,
         model_id=place.model_id,
         seq_id=0,
+        decided={SAVED_TO: copy.folder},
         body=b"",
         content_type=JSON,
         status="done",

@@ -32,7 +32,7 @@ from skyrl.backends.operations import (
 from skyrl.errors import RequestError
 from skyrl.tinker import external, ids, schemas, wire
 from skyrl.tinker.admission import Accepted, Admission, Obsolete
-from skyrl.tinker.checkpoints import SavedAs, refuse_taken_name, store_checkpoint, training_checkpoint
+from skyrl.tinker.checkpoints import SAVED_TO, SavedAs, refuse_taken_name, store_checkpoint, training_checkpoint
 from skyrl.tinker.ids import TinkerPath
 from skyrl.tinker.parsing import (
     Address,
@@ -60,8 +60,6 @@ FORWARD_ONLY = "forward_only"
 """Whether a pass leaves its model as it was."""
 FOLDER = "folder"
 """Of the checkpoint that a path stood for, or of a version without a name."""
-SAVED_TO = "saved_to"
-"""Folder of a named checkpoint: once it is complete, its save is done."""
 VERSION = "version"
 """A version without a name, which goes on being written after its request is done."""
 

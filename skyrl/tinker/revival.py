@@ -27,8 +27,9 @@ from skyrl.errors import RequestError
 from skyrl.tinker import model_log, request_log
 from skyrl.tinker.admission import Accepted, Admission, Target
 from skyrl.tinker.auth import Caller
+from skyrl.tinker.checkpoints import SAVED_TO
 from skyrl.tinker.model_log import History, LoggedRequest
-from skyrl.tinker.operations import FORWARD_ONLY, OPERATIONS, SAVED_TO, VERSION
+from skyrl.tinker.operations import FORWARD_ONLY, OPERATIONS, VERSION
 from skyrl.tinker.parsing import Body
 from skyrl.tinker.service import Service, off_loop
 from skyrl.tinker.submission import REFUSED, accept, not_served, rejected

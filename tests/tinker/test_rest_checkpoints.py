@@ -171,10 +171,23 @@ def test_name_of_a_deleted_checkpoint_can_be_used_again(server):
     assert server.result(save(server, model, 2))["path"] == path
 
 
-def test_deleting_twice_is_404(server):
-    path = saved(server)
-    server.http.delete(url(path))
-    assert server.http.delete(url(path)).status_code == 404
+def test_deleting_twice_is_no_error_because_the_answer_to_the_first_may_have_been_lost(server):
+    for path in (saved(server), published(server)):
+        assert server.http.delete(url(path)).status_code == 204
+        assert server.http.delete(url(path)).status_code == 204
+
+
+def test_deleting_what_never_was_is_404(server):
+    run = saved(server).split("/")[2]
+    assert server.http.delete(f"/training_runs/{run}/checkpoints/weights/misspelled").status_code == 404
+    assert server.http.delete(f"/training_runs/{run}/checkpoints/sampler_weights/a").status_code == 404
+
+
+def test_checkpoint_that_another_key_has_deleted_is_unknown(as_a):
+    path = saved(as_a)
+    as_a.http.delete(url(path))
+    switch_to(as_a, "tml-b")
+    assert as_a.http.delete(url(path)).status_code == 404
 
 
 def test_sampler_of_a_deleted_checkpoint_fails_by_name(server):

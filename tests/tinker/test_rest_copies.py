@@ -41,6 +41,11 @@ def test_copy_outlives_its_source(server):
     assert server.result(load_as_new(server, copy_path))["model_id"]
 
 
+def test_deleting_a_copy_twice_is_no_error(server):
+    path = copied(server, saved(server))
+    assert [server.http.delete(url(path)).status_code for _ in range(2)] == [204, 204]
+
+
 def test_deleting_a_copy_leaves_the_source(server):
     path = saved(server)
     server.http.delete(url(copied(server, path)))

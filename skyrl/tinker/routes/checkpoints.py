@@ -10,10 +10,11 @@ from fastapi import APIRouter
 from sqlmodel import Session
 from starlette.responses import Response
 
+from skyrl.errors import UnknownName
 from skyrl.tinker import catalog
 from skyrl.tinker import rest_schemas as rest
 from skyrl.tinker.auth import Caller
-from skyrl.tinker.checkpoints import Unnamed, expiry, own_checkpoint, unname
+from skyrl.tinker.checkpoints import Unnamed, expiry, own_checkpoint, unname, was_saved
 from skyrl.tinker.ids import TinkerPath
 from skyrl.tinker.routes.dependencies import (
     CallerDependency,
@@ -45,12 +46,18 @@ async def delete_checkpoint(
 ) -> None:
     """Remove a checkpoint for good. Its name goes first; its files as soon as nothing reads them any more."""
 
-    def forget(session: Session) -> Unnamed:
-        return unname(session, own_checkpoint(session, path, caller))
+    def forget(session: Session) -> Unnamed | None:
+        try:
+            return unname(session, own_checkpoint(session, path, caller))
+        except UnknownName:
+            if was_saved(session, path, caller):
+                return None
+            raise
 
     unnamed = await service.database.write(forget)
-    service.directory.forget(*unnamed.samplers)
-    await queue.discard(unnamed.files)
+    if unnamed is not None:
+        service.directory.forget(*unnamed.samplers)
+        await queue.discard(unnamed.files)
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204, response_class=Response)
