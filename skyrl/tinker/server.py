@@ -66,13 +66,13 @@ class TinkerServer:
     def let_go(self, at_once: bool) -> None:
         """Let every poll return, as the server is to stop; `at_once`: without what the engine would still finish."""
         if self._started:
-            self.service.futures.close()
+            self.service.let_go()
             if at_once:
                 self.service.engine.kill()
 
     async def stop(self) -> None:
         """Let polls go, let the engine put down what it has, store what it still reports, close the database."""
-        self.service.futures.close()
+        self.service.let_go()
         self._cleanup.cancel()
         self._parking.cancel()
         self.queue.stop()
@@ -118,7 +118,7 @@ class TinkerServer:
                 self.queue.training.residents.parked(model_id, done)
             case Ready():
                 self.queue.engine_ready()
-                self.service.became_ready.set()
+                self.service.engine_ready()
             case _:
                 pass  # the supervisor keeps what the engine says of its start
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -79,6 +80,8 @@ class Service:
         self.futures = Futures()
         self.activity = Activity()
         self.became_ready = asyncio.Event()
+        self._waited = asyncio.Event()
+        """Set where there is no point in waiting for the base model: it is known, or will not be."""
         self.copying = asyncio.Lock()
         """Held while a copy of a checkpoint is made."""
 
@@ -92,11 +95,19 @@ class Service:
     async def wait_until_ready(self) -> BackendInfo:
         """The base model's facts, as soon as they are known. Raises `EngineStarting` if that takes too long."""
         if self.engine.info is None:
-            try:
-                await asyncio.wait_for(self.became_ready.wait(), self.config.long_poll_s)
-            except TimeoutError:
-                raise EngineStarting(self.engine.progress) from None
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._waited.wait(), self.config.long_poll_s)
         return self.info
+
+    def engine_ready(self) -> None:
+        """The base model is known."""
+        self.became_ready.set()
+        self._waited.set()
+
+    def let_go(self) -> None:
+        """Let all that waits be answered at once, now and from now on, as the server is to stop."""
+        self.futures.close()
+        self._waited.set()
 
     @property
     def checkpoints(self) -> Path:

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.tinker.harness import BASE_MODEL, LiveServer, sample_request, wait_until_ready
+from tests.tinker.in_process import InProcessServer
 from tests.tinker.test_api_checkpoints import publish, save
 
 
@@ -40,6 +41,13 @@ def test_request_that_needs_the_model_is_503_while_the_engine_loads(tmp_path):
         response = server.http.get("/get_server_capabilities")
         assert response.status_code == 503
         assert "starting the engine" in response.json()["detail"]
+
+
+@pytest.mark.timeout(30)
+def test_request_that_waits_for_the_model_is_503_as_soon_as_the_server_is_to_stop(tmp_path):
+    with InProcessServer(tmp_path, backend="held back", long_poll_s=40) as server:
+        server.app.state.server.let_go(at_once=False)
+        assert server.request("GET", "/get_server_capabilities").status_code == 503
 
 
 def test_session_can_be_made_while_the_engine_loads(tmp_path):
