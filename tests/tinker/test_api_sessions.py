@@ -63,11 +63,12 @@ def test_client_config_promises_only_what_is_served(server):
         "proto_write_fwdbwd",
         "fwd_via_fwdbwd",
         "create_model_via_load_weights",
+        "sample_join_sampling_session",
     }
 
 
-def test_dynamic_config_has_no_cancellation(server):
-    assert server.ok("/client/dynamic_config", {"sdk_version": "0.38.0"})["sample_cancel_enabled"] is False
+def test_dynamic_config_lets_clients_cancel_samples(server):
+    assert server.ok("/client/dynamic_config", {"sdk_version": "0.38.0"})["sample_cancel_enabled"] is True
 
 
 def test_capabilities_list_the_model_and_its_aliases(server):

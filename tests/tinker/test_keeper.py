@@ -18,7 +18,10 @@ AGAIN = "serving again at"
 
 def wait_for_end(pid: int) -> None:
     """Return once a process, which need not be our child, has ended."""
-    handle = os.pidfd_open(pid)
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
     ended, _, _ = select.select([handle], [], [], TIMEOUT_S)
     os.close(handle)
     assert ended, f"process {pid} does not end"
