@@ -521,5 +521,5 @@ def test_crashes_and_restarts_change_no_outcome():
 @pytest.mark.parametrize("machine", [Protocol, CrashingProtocol])
 def test_many_long_histories_have_the_outcomes_of_the_reference(machine):
     phases = [Phase.generate, Phase.shrink]
-    many = settings(options(200, 60), derandomize=False, phases=phases, print_blob=True)
+    many = settings(options(100, 60), derandomize=False, phases=phases, print_blob=True)
     run_state_machine_as_test(machine, settings=many)
