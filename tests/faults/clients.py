@@ -5,7 +5,7 @@ None of them knows of faults: whatever happens to the server, an exception that 
 
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,11 @@ FIXED = sequence(12, seed=999)
 CHUNK = 3
 """Sequences that the SDK puts into one request, so that a pass becomes several."""
 ADAM = tinker.AdamParams(learning_rate=3e-3)
+LEAST_ROUNDS = 4
+"""After them each client has done one of everything."""
 OUT_OF_VOCABULARY = 10**6
+SAMPLER_TOLERANCE = 1e-4
+"""Between the log-probabilities of sampling and of training, which are natural logarithms of about 1/4096."""
 
 
 @dataclass
@@ -33,9 +37,22 @@ class Client:
     server: LocalServer
     note: Callable[[str, Any], None]
     rounds: Iterator[int]
+    exact: bool
+    """Whether rounding is the same in every run, so that equal draws give equal tokens."""
 
     def trainer(self, seed: int, rank: int = 4) -> tinker.TrainingClient:
         return new_trainer(self.service, self.server, rank=rank, seed=seed)
+
+    def note_samples(
+        self, trainer: tinker.TrainingClient, prompt: list[int], sequences: Sequence[tinker.SampledSequence]
+    ) -> None:
+        """Note samples of the weights that a model has now. How probable they are, training says too."""
+        data = [supervised(prompt + list(one.tokens)) for one in sequences]
+        outputs = trainer.forward(data, "cross_entropy").result().loss_fn_outputs
+        for one, output in zip(sequences, outputs, strict=True):
+            expected = output["logprobs"].to_numpy()[len(prompt) - 1 :]
+            np.testing.assert_allclose(one.logprobs or (), expected, rtol=0, atol=SAMPLER_TOLERANCE)
+            self.note("sample", of_sequence(one) if self.exact else [len(one.tokens), one.stop_reason])
 
     def finish(self, trainer: tinker.TrainingClient) -> None:
         """Note what was learned."""
@@ -69,7 +86,10 @@ def supervised_steps(client: Client) -> None:
 
 
 def reinforcement(client: Client) -> None:
-    """Each round samples from the weights of that moment, and learns from what came."""
+    """Each round samples from the weights of that moment, and learns from what came.
+
+    Where rounding may move a draw to the next token it learns from the same sequences all the same.
+    """
     trainer = client.trainer(seed=2, rank=8)
     for n in client.rounds:
         sampler = trainer.save_weights_and_get_sampling_client().result()
@@ -85,8 +105,11 @@ def reinforcement(client: Client) -> None:
         data = []
         for prompt, future in zip(prompts, pending, strict=True):
             sequences = future.result().sequences
-            client.note("sample", [of_sequence(one) for one in sequences])
-            data += [rollout(prompt, one) for one in sequences]
+            client.note_samples(trainer, prompt, sequences)
+            if client.exact:
+                data += [rollout(prompt, list(one.tokens), list(one.logprobs or ())) for one in sequences]
+            else:
+                data += [rollout(prompt, sequence(10, seed=1000 * n + 10 + k), [-8.3] * 10) for k in range(2)]
         forward_backward = trainer.forward_backward(data, "importance_sampling")
         optim_step = trainer.optim_step(ADAM)
         client.note("pass", of_pass(forward_backward.result()))
@@ -115,16 +138,23 @@ def checkpoints(client: Client) -> None:
             case 2:
                 path = trainer.save_weights_for_sampler(f"named-{n}").result().path
                 named = client.service.create_sampling_client(model_path=path).result()
-                client.note("named", [path, *(of_sequence(one) for one in sampled(named, n))])
+                client.note("named", path)
+                note_samples(client, trainer, named, n)
             case 3:
                 trainer.save_weights_and_get_sampling_client(kind="inflight").result()
-                client.note("inflight", [of_sequence(one) for one in sampled(inflight, n)])
+                note_samples(client, trainer, inflight, n)
         if n % 3 == 0:
             client.note(
                 "refused", refused(trainer.forward_backward([supervised([1, OUT_OF_VOCABULARY])], "cross_entropy"))
             )
             client.note("refused", refused(trainer.optim_step(ADAM)))
     client.finish(trainer)
+
+
+def note_samples(client: Client, trainer: tinker.TrainingClient, sampler: tinker.SamplingClient, seed: int) -> None:
+    for prompt, options in ((FIXED[:4], {"temperature": 0.0}), (FIXED[:7], {"seed": seed})):
+        response = sample(sampler, prompt, max_tokens=6, stop=[], **options)
+        client.note_samples(trainer, prompt, response.sequences)
 
 
 CLIENTS: dict[str, Callable[[Client], None]] = {
@@ -139,12 +169,14 @@ class Run:
 
     Args:
         server: A server that is up.
+        exact: Whether rounding is the same in every run.
         rounds: How many each client is to run; None: until `end`.
     """
 
-    def __init__(self, server: LocalServer, rounds: dict[str, int] | None = None):
+    def __init__(self, server: LocalServer, exact: bool, rounds: dict[str, int] | None = None):
         self.diary = Diary(list(CLIENTS))
         self._server = server
+        self._exact = exact
         self._limits = rounds
         self._ending = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=[name], name=name, daemon=True) for name in CLIENTS]
@@ -154,7 +186,7 @@ class Run:
             thread.start()
 
     def end(self) -> None:
-        """Let each client finish the round that it is in."""
+        """Let each client finish the round that it is in, and `LEAST_ROUNDS` in all."""
         self._ending.set()
 
     def join(self, timeout_s: float) -> None:
@@ -168,14 +200,16 @@ class Run:
         try:
             service = tinker.ServiceClient(base_url=self._server.url, api_key=API_KEY, user_metadata={"client": name})
             note = partial(self.diary.note, name)
-            CLIENTS[name](Client(service, self._server, note, self._rounds(name)))
+            CLIENTS[name](Client(service, self._server, note, self._rounds(name), self._exact))
             service.close("success").result()
         except BaseException:
             self.diary.fail(name, traceback.format_exc())
 
     def _rounds(self, name: str) -> Iterator[int]:
         limit = None if self._limits is None else self._limits[name]
-        while self.diary.rounds[name] != limit and not self._ending.is_set():
+        while self.diary.rounds[name] != limit and not (
+            self._ending.is_set() and self.diary.rounds[name] >= LEAST_ROUNDS
+        ):
             self.diary.rounds[name] += 1
             yield self.diary.rounds[name] - 1
 
@@ -185,21 +219,14 @@ def batch(n: int, size: int, part: int = 0) -> list[tinker.Datum]:
     return [supervised(sequence(6 + (n + k) % 9, seed=10_000 * part + 100 * n + k)) for k in range(size)]
 
 
-def rollout(prompt: list[int], generated: tinker.SampledSequence) -> tinker.Datum:
-    """A sampled sequence with its log-probabilities; even tokens are good, odd ones bad."""
-    tokens = list(generated.tokens)
+def rollout(prompt: list[int], tokens: list[int], sampled_logprobs: list[float]) -> tinker.Datum:
+    """A sequence with its log-probabilities when it was sampled; even tokens are good, odd ones bad."""
     before = len(prompt) - 1
-    assert generated.logprobs is not None
     return datum(
         prompt + tokens,
-        logprobs=[0.0] * before + list(generated.logprobs),
+        logprobs=[0.0] * before + sampled_logprobs,
         advantages=[0.0] * before + [1.0 if token % 2 == 0 else -1.0 for token in tokens],
     )
-
-
-def sampled(sampler: tinker.SamplingClient, seed: int) -> list[tinker.SampledSequence]:
-    greedy = sample(sampler, FIXED[:4], max_tokens=6, temperature=0.0, stop=[]).sequences
-    return [*greedy, *sample(sampler, FIXED[:7], max_tokens=6, seed=seed, stop=[]).sequences]
 
 
 def of_pass(output: tinker.ForwardBackwardOutput) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import pytest
 from skyrl.local_server import LocalServer
 from skyrl.utils.crash_points import CRASH_POINTS
 from tests.faults import left_behind
-from tests.faults.clients import Run
+from tests.faults.clients import LEAST_ROUNDS, Run
 from tests.faults.diary import Diary, differences
 from tests.faults.killer import PROCESSES, Killer
 
@@ -27,8 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 FINISH_S = 180.0
 """For the clients to end once nothing disturbs them any more."""
 ROUNDING = 1e-5
-LEAST_ROUNDS = 4
-"""Of each client in a disturbed run: the checkpoints client has then done one of everything."""
 
 
 @dataclass
@@ -57,7 +55,7 @@ def options(deterministic: bool) -> dict[str, str]:
 def disturbed(folder: Path, model: Path, points: Path, deterministic: bool, kills: list[str], seed: int) -> Outcome:
     """The clients on a server whose processes are killed, one after the other."""
     with LocalServer(folder, str(model), options(deterministic)) as server:
-        run = Run(server)
+        run = Run(server, exact=deterministic)
         killer = Killer(server, run.diary, points, random.Random(seed))
         run.start()
         try:
@@ -75,7 +73,7 @@ def disturbed(folder: Path, model: Path, points: Path, deterministic: bool, kill
 def undisturbed(folder: Path, model: Path, deterministic: bool, rounds: dict[str, int]) -> Outcome:
     """The clients on a server of their own, for so many rounds each."""
     with LocalServer(folder, str(model), options(deterministic)) as server:
-        run = Run(server, rounds)
+        run = Run(server, deterministic, rounds)
         run.start()
         run.join(FINISH_S + sum(rounds.values()))
     return Outcome(run.diary, folder)
