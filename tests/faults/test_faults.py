@@ -27,6 +27,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 FINISH_S = 180.0
 """For the clients to end once nothing disturbs them any more."""
 ROUNDING = 1e-5
+WITHOUT_TORCH = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "torch" else find(name, package)
+"""
 
 
 @dataclass
@@ -44,6 +49,11 @@ def crash_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("SKYRL_CRASH_POINTS", str(folder))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # a new engine compiles nothing again
+    # Nor does transformers find torch, which the base install does not have: its import takes as long as all the rest.
+    imports = tmp_path / "imports"
+    imports.mkdir()
+    (imports / "sitecustomize.py").write_text(WITHOUT_TORCH)
+    monkeypatch.setenv("PYTHONPATH", str(imports))
     return folder
 
 
