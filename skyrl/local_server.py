@@ -5,6 +5,7 @@ folder that is given, so that a second server on the same folder continues where
 stops when this process is killed.
 """
 
+import http.client
 import json
 import os
 import signal
@@ -12,8 +13,8 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -94,7 +95,7 @@ class LocalServer:
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=5) as response:
                 return json.load(response).get("status") == "ok"
-        except (urllib.error.URLError, ConnectionError, TimeoutError, ValueError):
+        except (OSError, http.client.HTTPException, ValueError):  # nobody there, or gone in the middle of its answer
             return False
 
     def log_tail(self, lines: int = 30) -> str:
@@ -163,13 +164,12 @@ def _child(parent: int | None, module: str) -> int | None:
     """The child process that runs a module."""
     if parent is None:
         return None
-    for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
-        try:
-            for child in tasks.read_text().split():
-                if module in Path(f"/proc/{child}/cmdline").read_text().split("\0"):
-                    return int(child)
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+    with suppress(FileNotFoundError, ProcessLookupError):  # the parent may end at any moment
+        for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                for child in tasks.read_text().split():
+                    if module in Path(f"/proc/{child}/cmdline").read_text().split("\0"):
+                        return int(child)
     return None
 
 

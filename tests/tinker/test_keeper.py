@@ -4,12 +4,15 @@ import fcntl
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from skyrl.local_server import LocalServer
 from skyrl.tinker import keeper
 from tests.tinker.processes import ROOT, TIMEOUT_S, command, run_to_its_end, running
 
@@ -228,3 +231,15 @@ def test_local_server_kills_the_process_it_is_asked_to(tmp_path, method, index):
         print(method, file=owner.stdin, flush=True)
         assert int(owner.stdout.readline()) == pids[index]
         owner.kill()
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTT", b"HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{"])
+def test_local_server_whose_process_ends_in_its_answer_is_not_healthy(tmp_path, answer):
+    server = LocalServer(tmp_path)
+    with socket.create_server(("127.0.0.1", server.port)) as listener, ThreadPoolExecutor(1) as pool:
+        healthy = pool.submit(server.healthy)
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(answer)
+        assert healthy.result(TIMEOUT_S) is False
