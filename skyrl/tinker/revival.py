@@ -30,7 +30,7 @@ from skyrl.tinker.auth import Caller
 from skyrl.tinker.checkpoints import SAVED_TO
 from skyrl.tinker.model_log import History, LoggedRequest
 from skyrl.tinker.operations import FORWARD_ONLY, OPERATIONS, VERSION
-from skyrl.tinker.parsing import Body
+from skyrl.tinker.parsing import Body, MalformedBody
 from skyrl.tinker.service import Service, off_loop
 from skyrl.tinker.submission import REFUSED, accept, not_served, rejected
 from skyrl.tinker.tables import ModelRow
@@ -76,7 +76,9 @@ def plan(history: History, files: Files) -> Plan:
     requests = history.requests
     ended = [request.seq_id for request in requests if request.status != "pending" and request.seq_id is not None]
     creation = next((request for request in requests if request.seq_id == 0), None)
-    if since is None and (creation is None or creation.status == "pending"):
+    if since is None and creation is None:
+        raise Unrevivable("it was made before this server kept what brings models back", lost=True)
+    if since is None and creation is not None and creation.status == "pending":
         return Plan()
     decision = Plan(_snapshot(model), max([since or 0, *ended]) + 1)
     for request in requests:
@@ -245,7 +247,7 @@ async def _accept_again(service: Service, history: History, request: LoggedReque
     try:
         parsed = await off_loop(len(body.data), partial(operation.parse, body, ANY_SIZE))
         return await accept(operation, admission, parsed)
-    except RequestError as error:
+    except (RequestError, MalformedBody) as error:
         if request.status == "done":
             raise Unrevivable(f"request {request.request_id} is refused now: {error}") from error
         return rejected(admission, str(error), is_pass=OPERATIONS[request.kind].encode is not None)

@@ -391,7 +391,7 @@ class ClientConfigResponse(BaseModel):
     fwd_via_fwdbwd: bool = True
     create_model_via_load_weights: bool = True
     sample_max_concurrent_requests: int = 512
-    sample_use_retrieve_futures: bool = False
+    sample_use_retrieve_futures: bool = True
     sample_join_sampling_session: bool = True
     custom_loss_server_side: bool = False
 

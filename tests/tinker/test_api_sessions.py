@@ -64,6 +64,7 @@ def test_client_config_promises_only_what_is_served(server):
         "fwd_via_fwdbwd",
         "create_model_via_load_weights",
         "sample_join_sampling_session",
+        "sample_use_retrieve_futures",
     }
 
 

@@ -98,14 +98,6 @@ def test_an_image_in_a_prompt_is_refused(service_client, live_server):
         sampler.sample(tinker.ModelInput(chunks=[chunk]), 1, params).result()
 
 
-@pytest.mark.parametrize("options", [{"topk_sample_logprobs": 2}, {"prompt_alt_tokens_k": 2}])
-def test_sampling_options_that_are_not_served_are_refused_by_name(service_client, live_server, options):
-    sampler = service_client.create_sampling_client(base_model=live_server.base_model).result()
-    params = tinker.SamplingParams(max_tokens=1)
-    with pytest.raises((tinker.RequestFailedError, tinker.BadRequestError), match=next(iter(options))):
-        sampler.sample(tinker.ModelInput.from_ints([5, 6]), 1, params, **options).result()
-
-
 def test_a_tenant_with_nan_weights_changes_nothing_for_another(service_client, live_server):
     data = [supervised(TOKENS)]
 

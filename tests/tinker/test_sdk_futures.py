@@ -13,7 +13,7 @@ PARAMS = tinker.SamplingParams(max_tokens=4, temperature=0.0, stop=[])
 
 
 def connect(server: LiveServer, together: bool) -> tinker.ServiceClient:
-    """A client that waits for its samples `together`, which servers may ask of clients and this one does not."""
+    """A client that waits for its samples `together`, which this server asks of clients and others do not."""
     client = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
     config = client.holder.get_client_config().model_copy(update={"sample_use_retrieve_futures": together})
     client.holder._client_config = config
