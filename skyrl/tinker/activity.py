@@ -1,7 +1,7 @@
 """When each session was last heard of. In memory; written to the database now and then, for those who collect."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from sqlmodel import Session
 
@@ -24,6 +24,12 @@ class Activity:
     def finished(self, session_id: str) -> None:
         """A client has ended this session."""
         self._finished.add(session_id)
+
+    def forget(self, session_ids: Iterable[str]) -> None:
+        """Sessions that are not known any more, among other ids."""
+        for session_id in session_ids:
+            self._last_seen.pop(session_id, None)
+            self._finished.discard(session_id)
 
     def is_idle(self, session_id: str, timeout_s: float) -> bool:
         """Whether a session has ended, or has been silent for `timeout_s` seconds (-1: never)."""

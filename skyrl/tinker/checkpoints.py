@@ -70,6 +70,8 @@ def store_checkpoint(session: Session, saved: SavedAs, result: SaveOutput) -> Ob
     """
     older = find_checkpoint_or_expired(session, saved.path)
     obsolete = None
+    if older is not None and older.version == saved.version:
+        return None  # this save's own, stored by a transaction whose end the database could not tell us
     if older is not None:
         if not saved.overwrite and not has_expired(older):
             _refuse(saved, older)

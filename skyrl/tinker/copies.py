@@ -17,6 +17,7 @@ from skyrl.tinker import ids, json_text
 from skyrl.tinker import rest_schemas as rest
 from skyrl.tinker.auth import Caller
 from skyrl.tinker.checkpoints import SAVED_TO, expiry, readable_checkpoint
+from skyrl.tinker.db import DatabaseFull
 from skyrl.tinker.futures import JSON
 from skyrl.tinker.ids import TinkerPath
 from skyrl.tinker.service import Service
@@ -68,7 +69,9 @@ async def copy_checkpoint(
             raise RequestError(f"source_path={path}: its files are missing or damaged, or the disk is full") from error
         try:
             await service.database.write(lambda session: _record(session, place, source, copy))
-        except BaseException:
+        except (
+            DatabaseFull
+        ):  # after other failures it may be stored all the same; a folder without a name goes by itself
             await asyncio.to_thread(remove_folder, copy.folder)
             raise
         return _path(copy)

@@ -301,11 +301,11 @@ def _open(url: str) -> Engine:
 
 
 def _sqlite_connect(connection: Any, _: Any) -> None:
-    """WAL with NORMAL: a commit survives the end of any process at once, and power loss once the WAL is synced."""
+    """WAL with FULL: what is committed survives the end of any process and of the machine."""
     connection.isolation_level = None  # the driver would open transactions by rules of its own; `_sqlite_begin` does
     if connection.execute("PRAGMA page_count").fetchone() == (0,):  # later it would be in vain, and a write
         connection.execute(f"PRAGMA auto_vacuum={INCREMENTAL}")
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000", "journal_size_limit=67108864"):
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=10000", "journal_size_limit=67108864"):
         connection.execute(f"PRAGMA {pragma}")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from sqlalchemy.exc import DataError
+from sqlalchemy.exc import DataError, InterfaceError, OperationalError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -92,6 +92,8 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Busy, _status(429))
     app.add_exception_handler(EngineStarting, _starting)
     app.add_exception_handler(DatabaseFull, _full)
+    app.add_exception_handler(OperationalError, _unreachable)
+    app.add_exception_handler(InterfaceError, _unreachable)
     app.add_exception_handler(DataError, _unstorable)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _internal_error)
@@ -132,6 +134,11 @@ def _full(request: Request, error: Exception) -> JSONResponse:
     log.error("%s %s was turned away: %s", request.method, request.url.path, error)
     detail = "the disk of the server's database is full, so nothing can be promised; free space there. Send this again"
     return error_response(503, detail, {"Retry-After": "5"})
+
+
+def _unreachable(request: Request, error: Exception) -> JSONResponse:
+    log.error("%s %s was turned away: %s", request.method, request.url.path, error)
+    return error_response(503, "the server's database cannot be reached now. Send this again", {"Retry-After": "2"})
 
 
 def _internal_error(request: Request, _: Exception) -> JSONResponse:

@@ -20,7 +20,7 @@ from skyrl.types import GradientEffect
 
 LOST_ADVICE = (
     "make a new training client from its last checkpoint (create_training_client_from_state_with_optimizer), or a "
-    "fresh one; saved checkpoints and samplers still work"
+    "fresh one, or restart the server once its files are back; saved checkpoints and samplers still work"
 )
 _IS_PENDING = col(RequestRow.status) == "pending"
 
@@ -189,6 +189,11 @@ def lose_model(session: Session, model_id: str) -> None:
     model = session.get(ModelRow, model_id)
     if model is not None and model.status in ("creating", "live"):
         model.status = "lost"
+
+
+def try_lost_models_again(session: Session) -> None:
+    """A server starts, maybe because the files that were missing are back."""
+    session.execute(update(ModelRow).where(col(ModelRow.status) == "lost").values(status="live"))
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

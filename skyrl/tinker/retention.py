@@ -18,7 +18,7 @@ from skyrl.tinker.admission import Obsolete
 from skyrl.tinker.checkpoints import unname
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.disk import folders_of_kinds
-from skyrl.tinker.model_log import folders_to_load
+from skyrl.tinker.model_log import folders_to_load, release
 from skyrl.tinker.tables import CheckpointRow, ModelRow, RequestRow, SamplerRow, SessionRow, VersionRow
 from skyrl.utils.storage import QUARANTINED, TEMPORARY, folder_bytes
 
@@ -33,8 +33,9 @@ KINDS = ("weights", "sampler_weights", "external_weights", "ephemeral", "snapsho
 """Folders of a model. Others are not ours."""
 BATCH = 200
 """Requests or sessions per transaction, so that others get their turn."""
-GONE = ("failed", "lost", "copy")
-"""Statuses of models that are never brought back. An unloaded one may have to be, to write what it has published."""
+GONE = ("failed", "copy")
+"""Statuses of models that are never brought back. An unloaded one may have to be, to write what it has published; one
+that is lost may be found again (`request_log.try_lost_models_again`)."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ def _unnamed(session: Session, rows: Any, what: str) -> list[Removal]:
 def ended_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
     """Versions without a name whose sessions are over, and inflight ones that a newer one has replaced."""
     over = _ended(rules, now - rules.config.ephemeral_grace_sec)
+    removals = _overwritten_checkpoints(session, over)
     sampled_on = select(SamplerRow.sampler_id).where(SamplerRow.version == VersionRow.version)
     elsewhere = sampled_on.where(col(SamplerRow.session_id).not_in(over))
     current = select(ModelRow.model_id).where(ModelRow.inflight_version == VersionRow.version)
@@ -133,13 +135,25 @@ def ended_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
     replaced = and_(~sampled_on.exists(), ~current.exists())
     # What is still being written would be written again; it goes once it is there, or will not be.
     settled = or_(col(VersionRow.digest).is_not(None), col(VersionRow.created_at) < now - DAY_S)
-    removals = []
     for row in session.exec(select(VersionRow).where(settled, or_(ended, replaced))).all():
         if not _is_pending(session, row):
             removals.append(_forgotten(session, row.version, row.folder, row.size_bytes or 0))
             session.delete(row)
     session.flush()
     return removals + _older_versions(session, over)
+
+
+def _overwritten_checkpoints(session: Session, over: Any) -> list[Removal]:
+    """Files whose name went to a later save, and which only samplers of ended sessions have used since."""
+    named = select(CheckpointRow.version)
+    running = select(SamplerRow.version).where(
+        col(SamplerRow.session_id).not_in(over), col(SamplerRow.version).is_not(None)
+    )
+    unnamed = select(SamplerRow.version, SamplerRow.folder).where(
+        SamplerRow.kind == "checkpoint", col(SamplerRow.version).not_in(named), col(SamplerRow.version).not_in(running)
+    )
+    found = set(session.exec(unnamed).all())
+    return [_forgotten(session, version, folder, 0) for version, folder in found if version and folder]
 
 
 def _older_versions(session: Session, over: Any) -> list[Removal]:
@@ -175,22 +189,26 @@ def _is_pending(session: Session, row: VersionRow) -> bool:
 
 
 def snapshots(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """Snapshots of models that will not be asked for again."""
+    """Snapshots of models that will not be asked for again. Those of finished sessions are unloaded by this."""
     waiting = select(RequestRow.request_id).where(
         RequestRow.model_id == ModelRow.model_id, RequestRow.status == "pending"
     )
     unwritten = select(VersionRow.version).where(
         VersionRow.model_id == ModelRow.model_id, col(VersionRow.digest).is_(None)
     )
+    finished = select(SessionRow.session_id).where(col(SessionRow.finished_at) < now - rules.config.ephemeral_grace_sec)
     over = or_(
         col(ModelRow.status).in_(GONE),
         and_(col(ModelRow.status) == "unloaded", ~unwritten.exists()),
+        and_(col(ModelRow.session_id).in_(finished), ~unwritten.exists()),
     )
     done = select(ModelRow).where(over, col(ModelRow.snapshot_folder).is_not(None), ~waiting.exists())
     removals = []
     for row in session.exec(done).all():
         removals.append(_snapshot_removal(row))
-        row.snapshot_folder = row.snapshot_digest = row.snapshot_bytes = None
+        release(session, row.model_id)
+        if row.status not in GONE:
+            row.status = "unloaded"
     return removals
 
 

@@ -16,6 +16,7 @@ from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database, DatabaseFull
 from skyrl.tinker.disk import hold_folder
 from skyrl.tinker.queue import RequestQueue
+from skyrl.tinker.request_log import try_lost_models_again
 from skyrl.tinker.service import EngineFactory, Service
 from skyrl.tinker.signing import Signer, server_secret
 
@@ -53,6 +54,7 @@ class TinkerServer:
         self.service.engine = self._make_engine(
             self.config, on_frame=self._on_frame, on_crash=self.queue.engine_ended, on_failure=self._on_failure
         )
+        await database.write(try_lost_models_again)
         await self.queue.restore()
         self.service.engine.start()
         self._started = True
@@ -84,6 +86,7 @@ class TinkerServer:
 
     def _forget(self, changed: Sequence[str]) -> None:
         self.service.directory.forget(*changed)
+        self.service.activity.forget(changed)
 
     async def _park_idle_models(self) -> None:
         while self.config.session_cleanup_interval_sec >= 0:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 State = Literal["starting", "ready", "restarting", "failed", "stopped"]
 
 STARTS = 3
-"""Consecutive starts that may end before `Ready` until the supervisor gives up."""
+"""Starts in a row that may end before the first `Ready` until the supervisor gives up. Later it never does."""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 TERMINATE_S = 5.0
@@ -111,8 +111,7 @@ class EngineSupervisor:
                 return
             if became_ready:
                 failed_starts = 0
-            first_start = self.info is None
-            if (first_start and self._failure) or failed_starts == STARTS:
+            if self.info is None and (self._failure or failed_starts == STARTS):
                 self.state = "failed"
                 self._on_failure(self._failure or f"the engine does not start: {reason}; its log above says why")
                 return

@@ -108,7 +108,14 @@ def put_bodies(server: Server, model: str) -> None:
 
 @pytest.mark.parametrize(
     ("status", "snapshot", "kept"),
-    [("live", None, [0, 1, 2]), ("live", 1, [2]), ("lost", None, []), ("unloaded", 1, [2])],
+    [
+        ("live", None, [0, 1, 2]),
+        ("live", 1, [2]),
+        ("lost", None, [0, 1, 2]),
+        ("lost", 1, [2]),
+        ("failed", None, []),
+        ("unloaded", 1, [2]),
+    ],
 )
 def test_bodies_stay_as_long_as_a_revival_may_need_them(own_server, status, snapshot, kept):
     model = own_server.model()
@@ -312,6 +319,39 @@ def test_snapshot_of_an_unloaded_model_goes(own_server):
     own_server.everything_later()
     own_server.collect()
     assert not path.exists() and own_server.sql("SELECT snapshot_folder FROM models") == [(None,)]
+
+
+def test_snapshot_of_a_finished_session_goes_and_its_checkpoint_stays(tmp_path):
+    with Server(tmp_path, session_cleanup_interval_sec=-1, ephemeral_grace_sec=0, snapshot_every_steps=1) as server:
+        wait_until_ready(server)
+        model = server.model()
+        server.save(model, server.train(model, 1), "a")
+        while not (folders := server.sql("SELECT snapshot_folder FROM models WHERE snapshot_folder IS NOT NULL")):
+            pass
+        server.finish(session_of(model))
+        server.sql("UPDATE sessions SET finished_at = ?", LONG_AGO)
+        server.everything_later()
+        server.collect()
+        assert not Path(folders[0][0]).exists()
+        assert server.sql("SELECT snapshot_folder, snapshot_bytes FROM models") == [(None, None)]
+        assert server.sql("SELECT request_id FROM requests WHERE length(body) > 0") == []
+        assert server.http.get(f"/training_runs/{model}/checkpoints").json()["checkpoints"]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_overwritten_checkpoint_goes_when_no_running_session_samples_it(own_server, finished):
+    model = own_server.model()
+    samples = own_server.session()
+    path = own_server.run("/save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "a"})["path"]
+    sampler = own_server.sampler(samples, 0, model_path=path)
+    own_server.sample(sampler, 1)
+    own_server.sql("UPDATE checkpoints SET version = 'other', folder = 'other'")  # as a later save of that name does
+    if finished:
+        own_server.finish(samples)
+        own_server.sql("UPDATE sessions SET finished_at = ? WHERE session_id = ?", LONG_AGO, samples)
+    own_server.collect()
+    place = own_server.folder / "checkpoints" / model.replace(":", "-") / "sampler_weights"
+    assert [path.name for path in place.iterdir()] == ([] if finished else ["a@1"])
 
 
 def test_space_in_the_database_is_given_back(own_server):

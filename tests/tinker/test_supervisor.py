@@ -16,7 +16,7 @@ import pytest
 from skyrl.backends.operations import CreateModel, Publish, Sample
 from skyrl.tinker.channel import Done, Enqueue, FromEngine, Ready
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.supervisor import EngineSupervisor
+from skyrl.tinker.supervisor import STARTS, EngineSupervisor
 from skyrl.types import LoraConfig, SampleOutput, SamplingParams
 from tests.fakes import KILL
 
@@ -116,6 +116,22 @@ def test_a_killed_engine_is_reported_and_replaced():
             assert supervisor.pid != first and supervisor.restarts == 1
             supervisor.send(sample("after"))
             assert isinstance(await log.result("after"), SampleOutput)
+
+    asyncio.run(scenario())
+
+
+def test_once_ready_it_never_gives_up_however_often_engines_are_killed_while_they_load():
+    async def scenario():
+        async with supervised() as (supervisor, log):
+            await log.ready()
+            os.kill(supervisor.pid, signal.SIGKILL)
+            for crashes in range(1, STARTS + 1):  # before they can be ready
+                await log.until(lambda count=crashes: len(log.crashes) == count)
+                while supervisor.pid is None:
+                    await asyncio.sleep(0.01)
+                os.kill(supervisor.pid, signal.SIGKILL)
+            await log.ready(times=2)
+            assert log.failures == [] and supervisor.state == "ready"
 
     asyncio.run(scenario())
 
@@ -227,7 +243,7 @@ import asyncio
 import sys
 from skyrl.tinker.channel import Ready
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.supervisor import EngineSupervisor
+from skyrl.tinker.supervisor import STARTS, EngineSupervisor
 
 async def main():
     def on_frame(frame):
