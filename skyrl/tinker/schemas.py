@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, JsonValue, StrictFloat, StrictInt, field_validator, model_validator
 
+from skyrl.tinker.parsing import Int64
 from skyrl.types import AdamParams, ErrorCategory, LoraConfig, SamplingParams, WireModel
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ class CreateModelRequest(RequestModel):
     """`create_model`: the model's request number 0."""
 
     session_id: str
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: Int64
     base_model: str
     lora_config: LoraConfig = LoraConfig.model_validate({})
     user_metadata: dict[str, JsonValue] = Field(default_factory=dict)
@@ -140,7 +141,7 @@ class UnloadModelRequest(ModelRequest):
 class OrderedRequest(ModelRequest):
     """A request with a place in its model's order."""
 
-    seq_id: int = Field(ge=0)
+    seq_id: Int64
 
 
 class TensorData(RequestModel):
@@ -239,7 +240,7 @@ class SaveWeightsForSamplerRequest(OrderedRequest):
     """`save_weights_for_sampler`: a named checkpoint (`path`) or a new sampler (`sampling_session_seq_id`)."""
 
     path: str | None = None
-    sampling_session_seq_id: int | None = Field(None, ge=0)
+    sampling_session_seq_id: Int64 | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: TtlSeconds | None = None
     user_metadata: dict[str, str] | None = None
@@ -264,9 +265,9 @@ class LoadWeightsRequest(RequestModel):
     """`load_weights`: into a model (`model_id`, `seq_id`), or as a new one (`session_id`, `model_seq_id`)."""
 
     model_id: str | None = None
-    seq_id: int | None = Field(None, ge=0)
+    seq_id: Int64 | None = None
     session_id: str | None = None
-    model_seq_id: int | None = Field(None, ge=0)
+    model_seq_id: Int64 | None = None
     path: str
     """A `tinker://` URI."""
     optimizer: bool = True
@@ -292,7 +293,7 @@ class CreateSamplingSessionRequest(RequestModel):
     """`create_sampling_session`: a sampler of the base model, or of the checkpoint `model_path`."""
 
     session_id: str
-    sampling_session_seq_id: int = Field(ge=0)
+    sampling_session_seq_id: Int64
     base_model: str | None = None
     model_path: str | None = None
 
@@ -307,7 +308,7 @@ class SampleRequest(RequestModel):
     """`asample`. Limits of numbers are those of `check_sample` and `check_scores` of `skyrl.algorithms`."""
 
     sampling_session_id: str
-    seq_id: int = Field(ge=0)
+    seq_id: Int64
     prompt: ModelInput
     sampling_params: SamplingParams = SamplingParams.model_validate({})
     num_samples: int = 1
@@ -347,7 +348,7 @@ class RetrieveFuturesRequest(RequestModel):
     """`retrieve_futures`: which of a client's samples have ended since `prev_cursor`."""
 
     target: SamplingSessionTarget
-    prev_cursor: int = Field(0, ge=0, lt=2**63)
+    prev_cursor: Int64 = 0
     timeout: float | None = Field(None, ge=0)
     """Seconds to wait for one; None: as long as a poll may take."""
     retrieved_request_ids: list[str] = Field(default_factory=list)
