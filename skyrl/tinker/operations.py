@@ -54,6 +54,8 @@ Encode = Callable[[Any], bytes]
 
 SMALL_BODY = 2**20
 LARGE_PROMPTS = 64 * 2**20
+ARRAY_BYTES = 400
+"""What an array of a pass takes beside its numbers, with its share of the objects around it."""
 
 # What `Admission.decided` holds, among others:
 FORWARD_ONLY = "forward_only"
@@ -109,7 +111,9 @@ def _parse_pass(body: Body, max_bytes: int) -> Parsed:
     address = ModelAddress(model_id=request.model_id, seq_id=request.seq_id)
     if request.error is not None:
         return Parsed(address, None, request.error, is_pass=not request.forward_only)
-    return Parsed(address, request, is_pass=not request.forward_only)
+    arrays = [array for datum in request.data for array in _arrays(datum)]
+    held_bytes = sum(array.nbytes + ARRAY_BYTES for array in arrays)
+    return Parsed(address, request, is_pass=not request.forward_only, held_bytes=held_bytes)
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -394,7 +398,10 @@ def _publish_sampler(admission: Admission, request: schemas.SaveWeightsForSample
     )
 
     def record(session: Session, _: SaveOutput) -> tuple[dict[str, Any], None]:
+        answer = {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
         if session.get(SamplerRow, sampler_id) is not None:
+            if session.get(VersionRow, version) is not None:
+                return answer, None  # by a transaction whose end the database could not tell us
             raise RequestError(
                 f"sampling_session_seq_id={request.sampling_session_seq_id} is in use in this session; use the next one"
             )
@@ -420,7 +427,7 @@ def _publish_sampler(admission: Admission, request: schemas.SaveWeightsForSample
         else:
             sampler.version, sampler.folder = version, folder
         session.add(sampler)
-        return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}, None
+        return answer, None
 
     return Accepted(operation, record=record, changes=(model.model_id,))
 

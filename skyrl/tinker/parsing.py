@@ -20,6 +20,8 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
 
 MANY_FAULTS = 1000
+JSON_FACTOR = 32
+"""Bytes that the values of a JSON text take in memory per byte of it, at most."""
 
 Int64 = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -77,6 +79,8 @@ class Parsed(Generic[T]):
     error: str = ""
     is_pass: bool = False
     """Whether it was to add gradients, so that the next optimizer step must not go ahead without it."""
+    held_bytes: int = 0
+    """What the request takes in memory, roughly. A small body may stand for a large one."""
 
 
 def json_object(body: Body) -> dict[str, Any]:
@@ -115,7 +119,7 @@ def json_parser(
         kind = address if isinstance(address, type) else address(value)
         where = read_address(kind, value)
         try:
-            return Parsed(where, schema.model_validate(value))
+            return Parsed(where, schema.model_validate(value), held_bytes=JSON_FACTOR * len(body.data))
         except ValidationError as error:
             return Parsed(where, None, describe_faults(error))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from skyrl.tinker.admission import Accepted
 from skyrl.tinker.operations import QueuedOperation
+from skyrl.tinker.quota import Quota
 
 
 @dataclass(eq=False)
@@ -19,6 +20,7 @@ class Owed:
     """Place in the model's order; None: after all that came before it."""
     operation: QueuedOperation
     bytes: int
+    """What it takes in memory, roughly."""
     accepted: Accepted | None = None
     """None: an earlier server took it in, and the log has to be read for what it is."""
     decided: dict[str, Any] = field(default_factory=dict)
@@ -39,8 +41,8 @@ class Pending:
     def __init__(self) -> None:
         self._by_id: dict[str, Owed] = {}
         self._by_model: dict[str, dict[str, Owed]] = {}
-        self.bytes = 0
-        """What they take, together."""
+        self.quota = Quota("training requests of {} bytes")
+        """What they take."""
 
     def __iter__(self) -> Iterator[Owed]:
         return iter(list(self._by_id.values()))
@@ -48,7 +50,7 @@ class Pending:
     def add(self, owed: Owed) -> None:
         self._by_id[owed.request_id] = owed
         self._by_model.setdefault(owed.model_id, {})[owed.request_id] = owed
-        self.bytes += owed.bytes
+        self.quota.add(owed.tenant, owed.bytes)
 
     def get(self, request_id: str) -> Owed | None:
         return self._by_id.get(request_id)
@@ -57,7 +59,7 @@ class Pending:
         """Remove and return one; None if it is not there (any more)."""
         owed = self._by_id.pop(request_id, None)
         if owed is not None:
-            self.bytes -= owed.bytes
+            self.quota.remove(owed.tenant, owed.bytes)
             of_model = self._by_model[owed.model_id]
             del of_model[request_id]
             if not of_model:

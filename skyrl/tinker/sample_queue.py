@@ -19,9 +19,10 @@ from skyrl.tinker.completions import client_of
 from skyrl.tinker.futures import PROTOBUF, Answer, Failure, Lost
 from skyrl.tinker.operations import QueuedOperation
 from skyrl.tinker.parsing import Body, SamplerAddress
+from skyrl.tinker.quota import Quota
 from skyrl.tinker.sample_counts import SampleCounts
 from skyrl.tinker.service import Service, off_loop
-from skyrl.tinker.submission import MAX_CRASHES, Busy, accept, admit, poisonous, refused_at_once
+from skyrl.tinker.submission import MAX_CRASHES, accept, admit, poisonous, refused_at_once
 from skyrl.tinker.tasks import Tasks
 from skyrl.tinker.versions import UnwrittenVersions
 from skyrl.types import ErrorResponse, Result, SampleOutput
@@ -29,7 +30,13 @@ from skyrl.types import ErrorResponse, Result, SampleOutput
 log = logging.getLogger(__name__)
 
 MAX_PENDING_SAMPLES = 20_000
-"""Samples that may wait at a time. Past them a submission is turned away for a second (429)."""
+"""Samples that may wait at a time; of one tenant half as many. More are turned away for a second (429)."""
+MAX_PENDING_BYTES = 2 * 2**30
+"""What they may take in memory, together; those of one tenant half of it."""
+OVERHEAD_BYTES = 4096
+"""What a sample counts for beside its body, or its prompt and targets."""
+STOP_BYTES = 64
+"""What a stop token or string takes, beside what the body has of it."""
 
 
 @dataclass(eq=False)
@@ -39,6 +46,8 @@ class _Waiting:
     operation: QueuedOperation
     tenant: str
     sample: Sample
+    bytes: int
+    """What it takes in memory, roughly."""
     crashes: int = 0
     """Engines that have ended while they worked on it."""
 
@@ -59,6 +68,8 @@ class SampleQueue:
         self._pending: dict[str, _Waiting] = {}
         self._unsent: dict[str, _Waiting] = {}
         """Those of `_pending` that the engine that runs does not have."""
+        self._number, self._bytes = Quota("{} samples"), Quota("samples of {} bytes")
+        """What is in `_pending`."""
         self._alone: str | None = None
         """The suspect that the engine has to itself."""
         self._counts = SampleCounts(service.database)
@@ -82,15 +93,19 @@ class SampleQueue:
         # No await from here on: of two equal requests the second finds the first.
         if (earlier := self._futures.sample_with(key)) is not None:
             return earlier, count
-        if len(self._pending) >= MAX_PENDING_SAMPLES:
-            raise Busy(f"{len(self._pending)} samples are queued already; send this one again in a second")
+        waiting = None
+        if refusal is None and accepted is not None:
+            assert isinstance(accepted.operation, Sample)
+            waiting = _Waiting(operation, target.tenant, accepted.operation, _size(body, accepted.operation))
+            self._number.check(waiting.tenant, 1, MAX_PENDING_SAMPLES)
+            self._bytes.check(waiting.tenant, waiting.bytes, MAX_PENDING_BYTES)
         self._futures.add(request_id, target.tenant, key)
-        if refusal is not None or accepted is None:
+        if waiting is None:
             self._futures.set(request_id, refusal or Lost())
         else:
-            assert isinstance(accepted.operation, Sample)
-            waiting = _Waiting(operation, target.tenant, accepted.operation)
             self._pending[request_id] = self._unsent[request_id] = waiting
+            self._number.add(waiting.tenant, 1)
+            self._bytes.add(waiting.tenant, waiting.bytes)
             self._send_what_may_go()
         return request_id, count
 
@@ -140,7 +155,7 @@ class SampleQueue:
             if (waiting := self._pending.get(request_id)) is not None:
                 waiting.crashes += 1
                 if (error := poisonous(request_id, waiting.crashes)) is not None:
-                    del self._pending[request_id]
+                    self._remove(request_id)
                     self._futures.set(request_id, Failure(error, "server"))
         self._unsent = dict(self._pending)
 
@@ -154,12 +169,19 @@ class SampleQueue:
 
     def _take(self, request_id: str) -> _Waiting | None:
         """Remove a sample, and send what may have waited for its end."""
-        self._unsent.pop(request_id, None)
-        waiting = self._pending.pop(request_id, None)
+        waiting = self._remove(request_id)
         if self._alone == request_id:
             self._alone = None
         if self._unsent:
             self._send_what_may_go()
+        return waiting
+
+    def _remove(self, request_id: str) -> _Waiting | None:
+        self._unsent.pop(request_id, None)
+        waiting = self._pending.pop(request_id, None)
+        if waiting is not None:
+            self._number.remove(waiting.tenant, 1)
+            self._bytes.remove(waiting.tenant, waiting.bytes)
         return waiting
 
     def _send_what_may_go(self) -> None:
@@ -189,3 +211,12 @@ class SampleQueue:
             self._futures.set(request_id, failure)
             return
         self._futures.set(request_id, answer)
+
+
+def _size(body: Body, sample: Sample) -> int:
+    """What a sample takes in memory: at least what it was sent with."""
+    targets, stop = sample.target_prompt_logprobs, sample.params.stop
+    indices = () if targets is None else (targets.values, targets.crow_indices, targets.col_indices)
+    arrays = [array for array in (sample.prompt, *indices) if array is not None]
+    stops = len(stop) if isinstance(stop, list) else 0
+    return OVERHEAD_BYTES + max(len(body.data), sum(array.nbytes for array in arrays) + STOP_BYTES * stops)

@@ -5,8 +5,8 @@ the log stays pending until it has an outcome, whichever processes end meanwhile
 that runs, `Outcomes` stores what comes of it.
 """
 
+import asyncio
 from collections.abc import Callable, Collection
-from functools import partial
 
 from skyrl.backends.operations import DeleteModel, Publish
 from skyrl.errors import RequestError
@@ -15,9 +15,10 @@ from skyrl.tinker.admission import Accepted, Admission
 from skyrl.tinker.auth import Caller
 from skyrl.tinker.channel import Stored
 from skyrl.tinker.futures import Failure
+from skyrl.tinker.log_writer import LogWriter
 from skyrl.tinker.operations import OPERATIONS, QueuedOperation
 from skyrl.tinker.outcomes import Outcomes
-from skyrl.tinker.parsing import Body
+from skyrl.tinker.parsing import Body, Parsed
 from skyrl.tinker.pending import Owed, Pending
 from skyrl.tinker.residents import Residents, is_pass
 from skyrl.tinker.service import Service
@@ -28,9 +29,14 @@ from skyrl.types import ErrorResponse, Result, SaveOutput
 from skyrl.utils.crash_points import crash_point
 
 MAX_PENDING_BYTES = 2 * 2**30
-"""What training requests that wait may take, together. Past them a submission is turned away for a second (429)."""
+"""What training requests that wait may take in memory, together; those of one tenant half of it. Past that a submission
+is turned away for a second (429)."""
 OVERHEAD_BYTES = 4096
-"""What a training request counts for beside its body."""
+"""What a training request counts for beside what it was sent with."""
+PATIENCE_S = 30.0
+"""Seconds after which a submission that the database has not answered is turned away. It is logged all the same."""
+HELD_BYTES = "held_bytes"
+"""In `Admission.decided`: what a request counts for."""
 
 
 class TrainingQueue:
@@ -47,6 +53,7 @@ class TrainingQueue:
         self._futures = service.futures
         self._versions = versions
         self._pending = Pending()
+        self._log = LogWriter(service)
         self.outcomes = Outcomes(service, self._pending, reads)
         self.residents = Residents(service, self._pending, self.outcomes, versions)
         self._tasks = Tasks()
@@ -56,19 +63,15 @@ class TrainingQueue:
     async def submit(self, operation: QueuedOperation, body: Body, caller: Caller) -> str:
         """Take in a request. Returns its request id, that of an earlier equal request if there is one.
 
-        Raises as `admit`, and `Busy`: too many bytes wait already.
+        Raises as `admit`, and `Busy`: too many bytes wait already, or the database does not answer.
         """
-        size, waiting = OVERHEAD_BYTES + len(body.data), self._pending.bytes
-        if waiting and waiting + size > MAX_PENDING_BYTES:
-            raise Busy(f"training requests of {waiting} bytes are queued already; send this one again in a second")
+        quota = self._pending.quota
+        quota.check(caller.tenant, OVERHEAD_BYTES + len(body.data), MAX_PENDING_BYTES)  # before it is decoded
         admission, parsed = await admit(self._service, operation, body, caller)
-        refusal: Failure | None = None
-        try:
-            accepted = await accept(operation, admission, parsed)
-        except RequestError as error:
-            accepted = rejected(admission, str(error), parsed.is_pass)
-            if admission.target.creates:  # its model will never be, so there is no order to keep
-                refusal = Failure(str(error), "user")
+        size = OVERHEAD_BYTES + max(len(body.data), parsed.held_bytes)
+        admission.decided[HELD_BYTES] = size
+        with quota.reserved(admission.target.tenant, size, MAX_PENDING_BYTES):
+            accepted, refusal = await self._accept(operation, admission, parsed)
         entry = request_log.Entry(
             request_id=admission.request_id,
             kind=operation.name,
@@ -83,25 +86,35 @@ class TrainingQueue:
             decided=admission.decided,
         )
         crash_point("api: request parsed, not logged")
-        refusal = refused_at_once(admission) or refusal
-        return await self._tasks.unbroken(self._log_and_send(operation, admission, accepted, refusal, entry))
-
-    async def _log_and_send(
-        self,
-        operation: QueuedOperation,
-        admission: Admission,
-        accepted: Accepted,
-        refusal: Failure | None,
-        entry: request_log.Entry,
-    ) -> str:
-        # Known from here on, so that a poll never finds it missing.
-        owed = _owed(entry.request_id, operation, entry, len(entry.body))
+        # Known from here on, so that a poll never finds it missing. There was no await since the room for it was kept.
+        owed = _owed(entry.request_id, operation, entry, size)
         owed.accepted = accepted
         self._futures.add(owed.request_id, owed.tenant)
         self._pending.add(owed)
         try:
-            job = partial(request_log.append, entry=entry, refusal=refusal, on_log=accepted.on_log)
-            logged = await self._service.database.write(job)
+            async with asyncio.timeout(PATIENCE_S):
+                return await self._tasks.unbroken(self._log_and_send(owed, accepted, refusal, entry))
+        except TimeoutError:
+            raise Busy(f"the database has not answered for {PATIENCE_S:g} s; send this one again in a second") from None
+
+    async def _accept(
+        self, operation: QueuedOperation, admission: Admission, parsed: Parsed
+    ) -> tuple[Accepted, Failure | None]:
+        """(work for the engine, why there is none)."""
+        refusal: Failure | None = None
+        try:
+            accepted = await accept(operation, admission, parsed)
+        except RequestError as error:
+            accepted = rejected(admission, str(error), parsed.is_pass)
+            if admission.target.creates:  # its model will never be, so there is no order to keep
+                refusal = Failure(str(error), "user")
+        return accepted, refused_at_once(admission) or refusal
+
+    async def _log_and_send(
+        self, owed: Owed, accepted: Accepted, refusal: Failure | None, entry: request_log.Entry
+    ) -> str:
+        try:
+            logged = await self._log.append(entry, refusal, accepted.on_log)
         except BaseException:
             self._forget(owed)
             raise
@@ -110,7 +123,7 @@ class TrainingQueue:
         elif logged.refusal is not None:
             self._pending.pop(owed.request_id)
             self._futures.set(owed.request_id, logged.refusal)
-        else:
+        elif self._pending.get(owed.request_id) is owed:  # else a revival has found it in the log and ended it
             crash_point("api: request logged, not sent")
             self._service.directory.forget(owed.model_id)
             owed.logged = True
@@ -163,7 +176,8 @@ class TrainingQueue:
         database = self._service.database
         self._versions.restore(await database.read(model_log.unwritten_versions))
         for request in await database.read(request_log.pending):
-            owed = _owed(request.request_id, OPERATIONS[request.kind], request, request.body_bytes)
+            size = request.decided.get(HELD_BYTES, OVERHEAD_BYTES + request.body_bytes)
+            owed = _owed(request.request_id, OPERATIONS[request.kind], request, size)
             owed.logged = True
             self._futures.add(owed.request_id, owed.tenant)
             self._pending.add(owed)
@@ -171,6 +185,7 @@ class TrainingQueue:
 
     async def settle(self) -> None:
         """Wait until everything that has come is stored."""
+        self._log.stop()
         await self._tasks.settle()
         await self.outcomes.settle()
         await self.residents.settle()
@@ -180,7 +195,7 @@ def _owed(
     request_id: str,
     operation: QueuedOperation,
     source: request_log.Entry | request_log.PendingRequest,
-    body_bytes: int,
+    size: int,
 ) -> Owed:
     return Owed(
         request_id=request_id,
@@ -188,6 +203,6 @@ def _owed(
         model_id=source.model_id,
         seq_id=source.seq_id,
         operation=operation,
-        bytes=OVERHEAD_BYTES + body_bytes,
+        bytes=size,
         decided=source.decided,
     )

@@ -1,0 +1,68 @@
+"""Puts training requests into the log, and finds out whether they are in it where the database does not say.
+
+A database may store a transaction and its answer be lost, as when a PostgreSQL server is replaced. Then the request is
+in the log and has to be done, or all that comes after it would wait. So a write without an answer is asked for again,
+until there is one: a request that is found in the log was put there by an earlier try.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from sqlalchemy.exc import IntegrityError, InterfaceError, OperationalError
+from sqlmodel import Session
+
+from skyrl.errors import UnknownName
+from skyrl.tinker import request_log
+from skyrl.tinker.futures import Failure
+from skyrl.tinker.outcomes import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from skyrl.tinker.request_log import Entry, Logged
+from skyrl.tinker.service import Service
+
+log = logging.getLogger(__name__)
+
+
+class LogWriter:
+    """Appends to the log. All methods are called on the event loop."""
+
+    def __init__(self, service: Service):
+        self._service = service
+        self._closing = asyncio.Event()
+
+    async def append(self, entry: Entry, refusal: Failure | None, on_log: Callable[[Session], None]) -> Logged:
+        """As `request_log.append`, once the database has answered. Raises its refusal if the server is to stop first.
+
+        Any other error means that the request is not in the log.
+        """
+        job = partial(_append, entry=entry, refusal=refusal, on_log=on_log)
+        pause_s, in_doubt = FIRST_PAUSE_S, False
+        while True:
+            try:
+                return await self._service.database.write(job)
+            except (OperationalError, InterfaceError) as error:
+                if self._closing.is_set():
+                    raise
+                in_doubt = True
+                log.error("request %s may not be logged (%s); trying again until it is", entry.request_id, error)
+            except IntegrityError:
+                if not in_doubt:
+                    raise
+                in_doubt = False  # the try before has taken effect while this one was made
+            try:
+                await asyncio.wait_for(self._closing.wait(), pause_s)
+            except TimeoutError:
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def stop(self) -> None:
+        """Try nothing again any more."""
+        self._closing.set()
+
+
+def _append(session: Session, entry: Entry, refusal: Failure | None, on_log: Callable[[Session], None]) -> Logged:
+    """Log a request, unless an earlier try has. (The writer, too, tries again by itself what it has grouped.)"""
+    try:
+        _, outcome = request_log.outcome_of(session, entry.request_id)
+    except UnknownName:
+        return request_log.append(session, entry, refusal, on_log)
+    return Logged(entry.request_id, outcome if isinstance(outcome, Failure) else None)
