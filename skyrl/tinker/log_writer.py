@@ -8,7 +8,8 @@ until there is one: a request that is found in the log was put there by an earli
 import asyncio
 import logging
 from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass
 
 from sqlalchemy.exc import IntegrityError, InterfaceError, OperationalError
 from sqlmodel import Session
@@ -35,20 +36,21 @@ class LogWriter:
 
         Any other error means that the request is not in the log.
         """
-        job = partial(_append, entry=entry, refusal=refusal, on_log=on_log)
-        pause_s, in_doubt = FIRST_PAUSE_S, False
+        job = _Append(entry, refusal, on_log)
+        pause_s, conflicts = FIRST_PAUSE_S, 0
         while True:
             try:
                 return await self._service.database.write(job)
             except (OperationalError, InterfaceError) as error:
                 if self._closing.is_set():
                     raise
-                in_doubt = True
                 log.error("request %s may not be logged (%s); trying again until it is", entry.request_id, error)
             except IntegrityError:
-                if not in_doubt:
+                conflicts += (
+                    1  # with an earlier try of it, which has taken effect after all: then the next one finds it
+                )
+                if conflicts == 2:
                     raise
-                in_doubt = False  # the try before has taken effect while this one was made
             try:
                 await asyncio.wait_for(self._closing.wait(), pause_s)
             except TimeoutError:
@@ -59,10 +61,20 @@ class LogWriter:
         self._closing.set()
 
 
-def _append(session: Session, entry: Entry, refusal: Failure | None, on_log: Callable[[Session], None]) -> Logged:
-    """Log a request, unless an earlier try has. (The writer, too, tries again by itself what it has grouped.)"""
-    try:
-        _, outcome = request_log.outcome_of(session, entry.request_id)
-    except UnknownName:
-        return request_log.append(session, entry, refusal, on_log)
-    return Logged(entry.request_id, outcome if isinstance(outcome, Failure) else None)
+@dataclass
+class _Append:
+    """A job of the database: to log a request, unless an earlier try of it has."""
+
+    entry: Entry
+    refusal: Failure | None
+    on_log: Callable[[Session], None]
+    tried: bool = False
+    """By us, or by the writer, which does alone again what it could not do in a group."""
+
+    def __call__(self, session: Session) -> Logged:
+        if self.tried:
+            with suppress(UnknownName):
+                _, outcome = request_log.outcome_of(session, self.entry.request_id)
+                return Logged(self.entry.request_id, outcome if isinstance(outcome, Failure) else None)
+        self.tried = True
+        return request_log.append(session, self.entry, self.refusal, self.on_log)

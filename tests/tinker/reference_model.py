@@ -1,9 +1,10 @@
 """What a server with the fake backend should do, in plain Python: an independent account of the protocol.
 
 A model is `fold(actions in order of seq_id)`. An action waits until all before it have arrived; its outcome is settled
-the moment its turn comes, whatever the real server is doing meanwhile. The arithmetic of `tests/fakes.py` is written
-here a second time, in the same order of operations, so that weights agree to the last bit and samples, which hash the
-weights, can be predicted.
+the moment its turn comes, whatever the real server is doing meanwhile. A sample has no place in an order: it ends by
+itself or is cancelled, whichever comes first, and is forgotten with the server. The arithmetic of `tests/fakes.py` is
+written here a second time, in the same order of operations, so that weights agree to the last bit and samples, which
+hash the weights, can be predicted.
 """
 
 import hashlib
@@ -143,7 +144,15 @@ class JsonDone:
     entries: dict[str, object]
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """The tokens of each sequence."""
+
+    tokens: list[list[int]]
+
+
 Outcome = Failed | PassDone | JsonDone
+CANCELLED = Failed("user", "the sample was cancelled by its client")
 
 
 @dataclass(frozen=True)
@@ -271,3 +280,40 @@ def restored(checkpoint: Checkpoint, optimizer: bool) -> State:
     """A checkpoint holds no gradient sums."""
     state = checkpoint.state
     return replace(state, sums=None) if optimizer else fresh(state.seed, state.weights)
+
+
+@dataclass
+class ReferenceSample:
+    """A sample as the server that took it in knows it."""
+
+    tokens: list[list[int]] | None
+    """What it gives; None: it does not end by itself."""
+    begun: bool
+    """Whether an engine has been there for it. Then it may have ended, which only its answer tells."""
+    known: bool = True
+    cancelled: bool = False
+    outcome: Sampled | Failed | None = None
+    """How it has ended, where that is certain. It stays so."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it may take an engine to end it."""
+        return self.known and self.outcome is None and not self.cancelled
+
+    def cancel(self) -> None:
+        """Its client wants it no more. What has ended, or is not known, stays as it is."""
+        if self.runs:
+            self.cancelled = True
+            if not self.begun or self.tokens is None:
+                self.outcome = CANCELLED
+
+    def lose(self) -> None:
+        """The server ends, and with it all that was known of the sample."""
+        self.known, self.outcome = False, None
+
+    def answered(self, outcome: Sampled | Failed) -> None:
+        """Check an answer of the server, which settles what is to come."""
+        possible = [CANCELLED] if self.cancelled else []
+        possible += [Sampled(self.tokens)] if self.tokens is not None else []
+        assert self.known and outcome in ([self.outcome] if self.outcome else possible), (self, outcome)
+        self.outcome = outcome

@@ -4,9 +4,10 @@ import asyncio
 import threading
 from collections.abc import Iterator
 
+import httpx
 import pytest
 from sqlalchemy import event
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlmodel import Session, col, select
 
 from skyrl.tinker import training_queue
@@ -18,10 +19,13 @@ from tests.tinker.harness import PROTOBUF, LiveServer, pass_request
 
 
 class Connection:
-    """To the database. It ends at the next so many commits of requests: before or after they take effect."""
+    """To the database. It ends at the next so many commits of requests: before or after they take effect.
+
+    After those before, so many meet a row of their own, which the database had still been storing.
+    """
 
     def __init__(self) -> None:
-        self.breaks_before = self.breaks_after = 0
+        self.breaks_before = self.breaks_after = self.conflicts = 0
         self.broken = asyncio.Event()
 
     def flushed(self, session: Session, _: object) -> None:
@@ -32,6 +36,9 @@ class Connection:
         if session.info.get("logs") and self.breaks_before:
             self.breaks_before -= 1
             self._end()
+        if session.info.get("logs") and self.conflicts:
+            self.conflicts -= 1
+            raise IntegrityError("INSERT", {}, Exception("duplicate key value violates unique constraint"))
 
     def after_commit(self, session: Session) -> None:
         if session.info.get("logs") and self.breaks_after:
@@ -73,6 +80,24 @@ def test_a_request_whose_commit_has_no_answer_is_logged_and_done_once(own_server
     own_server.result(own_server.submit_step(model, 2))
     assert logged(own_server) == ["create_model", "forward_backward", "optim_step"]
     assert connection.broken.is_set()
+
+
+def test_a_request_that_was_still_being_stored_when_it_was_tried_again_is_done_once(own_server, connection):
+    model = own_server.model()
+    connection.breaks_before = connection.conflicts = 1
+    own_server.pass_result(own_server.submit_pass(model, 1))
+    assert logged(own_server) == ["create_model", "forward_backward"]
+
+
+def test_a_conflict_that_no_try_of_ours_explains_is_an_error_and_nothing_waits_for_it(own_server, connection):
+    model = own_server.model()
+    connection.conflicts = 4  # two tries of ours, and two of the writer, which does a group's jobs again alone
+    body = pass_request(model, 1, [[1, 2, 3]]).SerializeToString()
+    response = own_server.http.post("/forward_backward", content=body, headers={"Content-Type": PROTOBUF})
+    assert response.status_code == 500
+    connection.conflicts = 0
+    own_server.http = httpx.Client(base_url=own_server.http.base_url, headers=own_server.http.headers)
+    own_server.pass_result(own_server.submit_pass(model, 1))
 
 
 def test_gradients_of_a_request_whose_commit_has_no_answer_are_added_once(own_server, connection):

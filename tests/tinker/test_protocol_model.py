@@ -1,8 +1,8 @@
 """Any history of requests against a small model of the protocol (`reference_model.py`).
 
-Two tenants send requests to several models, in order, early or twice, poll, sample, load and unload. Whatever the
-history, each acknowledged request must have the outcome that the reference gives it, once and for all, and the weights
-must be the reference's: so one model's requests, failures included, mean nothing to another.
+Two tenants send requests to several models, in order, early or twice, poll, sample, cancel, load and unload. Whatever
+the history, each acknowledged request must have the outcome that the reference gives it, once and for all, and the
+weights must be the reference's: so one model's requests, failures included, mean nothing to another.
 """
 
 import json
@@ -26,6 +26,10 @@ from tests.tinker.in_process import InProcessServer
 
 KEYS = ("tml-one", "tml-two")
 PROMPT = [1, 2, 3]
+FAR = 10**8
+"""Tokens that no sample comes to."""
+MOST_ENDLESS = 3
+"""Samples without an end that run at a time."""
 
 
 @dataclass
@@ -67,16 +71,23 @@ class Sampler:
 
 @dataclass
 class SentSample:
-    """An acknowledged sample, and what it must give."""
+    """An acknowledged sample, and what may come of it."""
 
     request_id: str
-    key: str
+    sampler: Sampler
     body: dict[str, Any]
-    tokens: list[list[int]]
+    state: ref.ReferenceSample
     seen: bytes | None = None
-    may_be_lost: bool = False
-    """Samples live in memory: after a restart their client sends them again."""
     crashes: int = 0
+
+    @property
+    def key(self) -> str:
+        return self.sampler.key
+
+    @property
+    def endless(self) -> bool:
+        """Whether it runs until it is cancelled."""
+        return self.state.runs and self.state.tokens is None
 
 
 tokens = st.lists(st.integers(20, 60), min_size=1, max_size=3)
@@ -102,7 +113,9 @@ numbers = st.integers(0, 10**6)
 class Protocol(RuleBasedStateMachine):
     """Rules that need no crash."""
 
-    OPTIONS: ClassVar[dict[str, Any]] = {}
+    OPTIONS: ClassVar[dict[str, Any]] = {"backend_config": {"max_context_length": 10 * FAR, "burst_s": 0.001}}
+    down = False
+    """Whether there is no engine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,24 +219,40 @@ class Protocol(RuleBasedStateMachine):
             check(response, expected, sent)
 
     def read_sample(self, sample: SentSample, wait: bool) -> None:
-        if wait:
+        """Poll a sample and compare with the reference. One that was lost with its server is sent again."""
+        if not sample.state.known:
+            assert self.server.poll(sample.request_id, sample.key).status_code == 410, sample
+            self.send_sample_again(sample)
+        if wait and sample.state.runs:
+            self.cancel_endless()
             self.may_wait()
+        wait = (wait or sample.state.cancelled) and not sample.endless  # the end of a cancelled one takes no engine
         response = (self.server.outcome if wait else self.server.poll)(sample.request_id, sample.key)
-        if response.status_code == 408 and not wait and sample.seen is None:
+        if response.status_code == 408 and not wait and sample.state.outcome is None:
             return
-        if response.status_code == 410 and sample.may_be_lost:
-            sample.request_id = self.post("/asample", sample.body, sample.key)["request_id"]
-            sample.may_be_lost, sample.seen = False, None
-            self.read_sample(sample, wait)
-            return
-        assert response.headers["content-type"] == PROTOBUF, (sample, response.status_code, response.text)
-        assert sample.seen in (None, response.content), sample
+        assert response.status_code == 200 and sample.seen in (None, response.content), (sample, response.content)
         sample.seen = response.content
-        sequences = pb.SampleResponse.FromString(response.content).sequences
-        assert [np.frombuffer(sequence.tokens, "<i4").tolist() for sequence in sequences] == sample.tokens, sample
+        sample.state.answered(end_of(response))
+
+    def cancel_endless(self) -> None:
+        """Make way for samples that end: what has no end takes all the room."""
+        for sample in self.samples:
+            if sample.endless:
+                self.cancel(sample)
+
+    def cancel(self, sample: SentSample) -> None:
+        """As the client that sent it. Once that is acknowledged there is an outcome, with an engine or without."""
+        self.cancel_as(sample.key, sample.request_id)
+        sample.state.cancel()
+        if sample.state.known:
+            self.read_sample(sample, wait=False)
+
+    def cancel_as(self, key: str, request_id: str) -> None:
+        assert self.server.post("/cancel_future", {"request_id": request_id}, key).status_code == 204
 
     def read_all(self) -> None:
         """Wait for everything that can end."""
+        self.cancel_endless()
         for sent in self.sent:
             self.read(sent, wait=True)
         for sample in self.samples:
@@ -241,6 +270,7 @@ class Protocol(RuleBasedStateMachine):
     def two_tenants_with_models(self) -> None:
         for key in KEYS:
             self.sessions[key] = self.post("/create_session", {}, key)["session_id"]
+            self.create_sampler(key, None)
         for number, key in enumerate([KEYS[0], KEYS[0], KEYS[1]]):
             self.create(key, seed=number)
 
@@ -348,36 +378,79 @@ class Protocol(RuleBasedStateMachine):
             self.add_sampler(f"{model.session}:sample:{number}", model.owner, model.samplers[number])
         for number in model.inflight_numbers:
             self.add_sampler(f"{model.session}:sample:{number}", model.owner, None, model)
-        checkpoint = self.some_checkpoint(model.owner, source, "sampler_weights")
+        self.create_sampler(model.owner, self.some_checkpoint(model.owner, source, "sampler_weights"))
+
+    def create_sampler(self, key: str, checkpoint: ref.Checkpoint | None) -> None:
         origin = {"base_model": BASE_MODEL} if checkpoint is None else {"model_path": checkpoint.path}
         self.sampler_numbers += 1
-        body = {"session_id": model.session, "sampling_session_seq_id": self.sampler_numbers, **origin}
-        sampler_id = self.post("/create_sampling_session", body, model.owner)["sampling_session_id"]
-        self.add_sampler(sampler_id, model.owner, checkpoint and checkpoint.state)
+        body = {"session_id": self.sessions[key], "sampling_session_seq_id": self.sampler_numbers, **origin}
+        sampler_id = self.post("/create_sampling_session", body, key)["sampling_session_id"]
+        self.add_sampler(sampler_id, key, checkpoint and checkpoint.state)
 
-    @precondition(lambda self: self.samplers)
     @rule(which=numbers, seed=st.integers(0, 3), temperature=st.sampled_from([0.0, 1.0]), length=st.integers(1, 5))
     def sample_something(self, which: int, seed: int, temperature: float, length: int) -> None:
         self.sample(which, seed, temperature, length)
 
     def sample(self, which: int, seed: int, temperature: float, length: int) -> None:
-        """What comes back is decided now, whatever the model's weights become meanwhile."""
         sampler = self.samplers[which % len(self.samplers)]
-        if sampler.follows:
-            self.await_saves(sampler.follows)
         params = {"max_tokens": length, "temperature": temperature, "seed": seed, "stop": []}
         body = sample_request(sampler.sampler_id, sampler.next_seq_id, sampling_params=params, num_samples=2)
         sampler.next_seq_id += 1
+        request_id, state = self.send_sample(sampler, body)
+        self.samples.append(SentSample(request_id, sampler, body, state))
+        self.send_sample_again(self.samples[-1])
+
+    def send_sample(self, sampler: Sampler, body: dict[str, Any]) -> tuple[str, ref.ReferenceSample]:
+        """What comes back is decided now, whatever the model's weights become meanwhile."""
+        if sampler.follows:
+            self.await_saves(sampler.follows)
         request_id = self.post("/asample", body, sampler.key)["request_id"]
-        dice = seed if temperature else None
-        expected = [ref.continuation(sampler.weights, PROMPT, dice, index, length) for index in range(2)]
-        self.samples.append(SentSample(request_id, sampler.key, body, expected))
-        assert self.post("/asample", body, sampler.key)["request_id"] == request_id
+        params = body["sampling_params"]
+        dice, length = params["seed"] if params["temperature"] else None, params["max_tokens"]
+        expected = None
+        if length != FAR:
+            expected = [ref.continuation(sampler.weights, PROMPT, dice, index, length) for index in range(2)]
+        return request_id, ref.ReferenceSample(expected, begun=not self.down)
+
+    def send_sample_again(self, sample: SentSample) -> None:
+        """While the server knows it, it is the same sample, cancelled or not; then it is a new one of the same name."""
+        if sample.state.known:
+            request_id = self.post("/asample", sample.body, sample.key)["request_id"]
+        else:
+            request_id, sample.state = self.send_sample(sample.sampler, sample.body)
+            sample.seen, sample.crashes = None, 0
+        assert request_id == sample.request_id
 
     @precondition(lambda self: self.samples)
     @rule(which=numbers)
     def poll_a_sample(self, which: int) -> None:
         self.read_sample(self.samples[which % len(self.samples)], wait=False)
+
+    @precondition(lambda self: sum(sample.endless for sample in self.samples) < MOST_ENDLESS)
+    @rule(which=numbers)
+    def sample_without_end(self, which: int) -> None:
+        self.sample(which, seed=0, temperature=0.0, length=FAR)
+
+    @precondition(lambda self: self.samples)
+    @rule(which=numbers, times=st.integers(1, 2), again=st.booleans())
+    def cancel_a_sample(self, which: int, times: int, again: bool) -> None:
+        """Of the last ones, which may be waiting or running, finished, cancelled before, or lost with their server."""
+        sample = self.samples[-1 - which % min(4, len(self.samples))]
+        for _ in range(times):
+            self.cancel(sample)
+        if again:
+            self.send_sample_again(sample)
+
+    @rule(which=numbers)
+    def cancel_what_cannot_be_cancelled(self, which: int) -> None:
+        """Training requests, what there is not, and samples of another tenant."""
+        sent = self.some_request(which)
+        for request_id in (sent.request_id, "sample-nobody:sample:0-0", "nonsense"):
+            self.cancel_as(sent.key, request_id)
+        for sample in self.samples:
+            if sample.state.runs:
+                self.cancel_as(next(key for key in KEYS if key != sample.key), sample.request_id)
+                self.read_sample(sample, wait=False)
 
     # -- choices ------------------------------------------------------------------------------------------------------
 
@@ -411,8 +484,8 @@ class Protocol(RuleBasedStateMachine):
         try:
             if self.sessions:
                 self.settle()
-            self.server.__exit__()
         finally:
+            self.server.__exit__()
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def settle(self) -> None:
@@ -430,13 +503,37 @@ class Protocol(RuleBasedStateMachine):
             self.sample(which, seed=which, temperature=1.0, length=2)
         for _ in range(2):
             self.read_all()
+        for sampler in self.samplers:
+            self.check_ends(sampler)
+        self.await_idle_engine()
+
+    def await_idle_engine(self) -> None:
+        """Nothing that was cancelled is still worked on."""
+        for _ in range(400):
+            if not self.server.app.state.server.queue._running:
+                return
+            self.server.let_it_work(0.01)
+        raise AssertionError(self.server.app.state.server.queue._running)
+
+    def check_ends(self, sampler: Sampler) -> None:
+        """Clients that wait for all of their samples at once are told of the same ends."""
+        body = {"target": {"sampling_session_id": sampler.sampler_id}, "timeout": 0}
+        ends = self.post("/retrieve_futures", body, sampler.key)["completions"]
+        told = {end["request_id"]: end["state"] for end in ends}
+        for sample in self.samples:
+            if sample.sampler is sampler and sample.state.known:
+                state = "failed" if sample.state.outcome == ref.CANCELLED else "finished"
+                assert told[sample.request_id] == state, (sample, told)
 
 
 class CrashingProtocol(Protocol):
     """The same, while engines crash and servers stop, are killed and start again."""
 
-    OPTIONS: ClassVar[dict[str, Any]] = {"snapshot_every_steps": 2, "snapshot_every_requests": 6}
-    down = False
+    OPTIONS: ClassVar[dict[str, Any]] = {
+        **Protocol.OPTIONS,
+        "snapshot_every_steps": 2,
+        "snapshot_every_requests": 6,
+    }
 
     def may_wait(self) -> None:
         if self.down:
@@ -446,11 +543,16 @@ class CrashingProtocol(Protocol):
     @rule(at_once=st.booleans())
     def crash(self, at_once: bool) -> None:
         """The engine ends. What has seen two ends is awaited first: at the third it is taken for the cause."""
-        for request in [*self.sent, *self.samples]:
-            if request.seen is None and request.crashes == 2:
-                self.read(request, wait=True) if isinstance(request, Sent) else self.read_sample(request, wait=True)
-        for request in [*self.sent, *self.samples]:
-            request.crashes += request.seen is None
+        for sent in self.sent:
+            if sent.seen is None and sent.crashes == 2:
+                self.read(sent, wait=True)
+        for sample in self.samples:
+            if sample.state.runs and sample.crashes == 2:
+                self.cancel(sample) if sample.endless else self.read_sample(sample, wait=True)
+        for sent in self.sent:
+            sent.crashes += sent.seen is None
+        for sample in self.samples:
+            sample.crashes += sample.state.runs
         self.server.crash()
         self.down = True
         if at_once:
@@ -461,6 +563,18 @@ class CrashingProtocol(Protocol):
     def recover(self) -> None:
         self.server.recover()
         self.down = False
+        for sample in self.samples:
+            sample.state.begun = True
+
+    @precondition(lambda self: self.down)
+    @rule(which=numbers)
+    def cancel_what_no_engine_has(self, which: int) -> None:
+        """The next one does not get it either."""
+        self.sample_without_end(which)
+        self.cancel(self.samples[-1])
+        self.may_wait()
+        self.cancel_endless()
+        self.await_idle_engine()
 
     @rule()
     def restart(self) -> None:
@@ -476,7 +590,16 @@ class CrashingProtocol(Protocol):
 
     def forget_samples(self) -> None:
         for sample in self.samples:
-            sample.may_be_lost = True
+            sample.state.lose()
+
+
+def end_of(response: httpx.Response) -> ref.Sampled | ref.Failed:
+    """What a sample has come to."""
+    if response.headers["content-type"] != PROTOBUF:
+        failure = response.json()
+        return ref.Failed(failure["category"], failure["error"])
+    sequences = pb.SampleResponse.FromString(response.content).sequences
+    return ref.Sampled([np.frombuffer(sequence.tokens, "<i4").tolist() for sequence in sequences])
 
 
 def check(response: httpx.Response, expected: ref.Outcome, sent: Sent) -> None:
