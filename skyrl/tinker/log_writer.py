@@ -46,9 +46,8 @@ class LogWriter:
                     raise
                 log.error("request %s may not be logged (%s); trying again until it is", entry.request_id, error)
             except IntegrityError:
-                conflicts += (
-                    1  # with an earlier try of it, which has taken effect after all: then the next one finds it
-                )
+                # With an earlier try of it, which has taken effect after all? Then the next one finds it.
+                conflicts += 1
                 if conflicts == 2:
                     raise
             try:
