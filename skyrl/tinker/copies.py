@@ -69,9 +69,7 @@ async def copy_checkpoint(
             raise RequestError(f"source_path={path}: its files are missing or damaged, or the disk is full") from error
         try:
             await service.database.write(lambda session: _record(session, place, source, copy))
-        except (
-            DatabaseFull
-        ):  # after other failures it may be stored all the same; a folder without a name goes by itself
+        except DatabaseFull:  # after any other error it may be stored; a folder without a name goes by itself
             await asyncio.to_thread(remove_folder, copy.folder)
             raise
         return _path(copy)

@@ -25,6 +25,7 @@ from skyrl.tinker.futures import PROTOBUF, Answer, Failure
 from skyrl.tinker.ids import model_of_version
 from skyrl.tinker.operations import FORWARD_ONLY, VERSION
 from skyrl.tinker.pending import Owed, Pending
+from skyrl.tinker.persistent import PersistentWriter
 from skyrl.tinker.service import Service, off_loop
 from skyrl.tinker.tables import ModelRow
 from skyrl.tinker.tasks import Lines
@@ -35,9 +36,6 @@ from skyrl.utils.storage import remove_folder
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 5.0
 
 
 class Outcomes:
@@ -54,7 +52,7 @@ class Outcomes:
         self._pending = pending
         self._reads = reads
         self._lines = Lines()
-        self._closing = asyncio.Event()
+        self._writer = PersistentWriter(service.database, DatabaseFull)
 
     # -- what is stored -----------------------------------------------------------------------------------------------
 
@@ -93,7 +91,7 @@ class Outcomes:
 
     async def settle(self) -> None:
         """Wait until all that has come is stored, or cannot be."""
-        self._closing.set()
+        self._writer.stop()
         await self._lines.settle()
 
     # -- how ----------------------------------------------------------------------------------------------------------
@@ -151,18 +149,7 @@ class Outcomes:
 
     async def _write(self, job: Job[T]) -> T:
         """What `job` returns, once the database has taken it. Raises its refusal if the server is to stop first."""
-        pause_s = FIRST_PAUSE_S
-        while True:
-            try:
-                return await self._service.database.write(job)
-            except (DatabaseFull, OperationalError, InterfaceError) as error:
-                if self._closing.is_set():
-                    raise
-                log.error("an outcome cannot be stored (%s); trying again until it can", error)
-            try:
-                await asyncio.wait_for(self._closing.wait(), pause_s)
-            except TimeoutError:
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        return await self._writer.write(job, "an outcome")
 
     def _is_in_use(self, folder: str) -> bool:
         operations = (owed.accepted.operation for owed in self._pending if owed.accepted is not None)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import AwareDatetime, BaseModel, Field, model_validator
 
 from skyrl.tinker import json_text
+from skyrl.tinker.parsing import Int64
 from skyrl.tinker.schemas import FinishReason, RequestModel, TtlSeconds
 from skyrl.types import WireModel
 
@@ -103,7 +104,7 @@ class CopyWeightsRequest(RequestModel):
     source_path: str
     destination_project_id: str | None = None
     session_id: str | None = None
-    model_seq_id: int | None = Field(None, ge=0, lt=2**63)
+    model_seq_id: Int64 | None = None
     ttl_seconds: TtlSeconds | None = None
     weights_access_token: str | None = None
 

@@ -127,7 +127,6 @@ def _unnamed(session: Session, rows: Any, what: str) -> list[Removal]:
 def ended_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
     """Versions without a name whose sessions are over, and inflight ones that a newer one has replaced."""
     over = _ended(rules, now - rules.config.ephemeral_grace_sec)
-    removals = _overwritten_checkpoints(session, over)
     sampled_on = select(SamplerRow.sampler_id).where(SamplerRow.version == VersionRow.version)
     elsewhere = sampled_on.where(col(SamplerRow.session_id).not_in(over))
     current = select(ModelRow.model_id).where(ModelRow.inflight_version == VersionRow.version)
@@ -135,6 +134,7 @@ def ended_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
     replaced = and_(~sampled_on.exists(), ~current.exists())
     # What is still being written would be written again; it goes once it is there, or will not be.
     settled = or_(col(VersionRow.digest).is_not(None), col(VersionRow.created_at) < now - DAY_S)
+    removals = []
     for row in session.exec(select(VersionRow).where(settled, or_(ended, replaced))).all():
         if not _is_pending(session, row):
             removals.append(_forgotten(session, row.version, row.folder, row.size_bytes or 0))
@@ -143,8 +143,9 @@ def ended_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
     return removals + _older_versions(session, over)
 
 
-def _overwritten_checkpoints(session: Session, over: Any) -> list[Removal]:
+def overwritten_checkpoints(session: Session, rules: Rules, now: float) -> list[Removal]:
     """Files whose name went to a later save, and which only samplers of ended sessions have used since."""
+    over = _ended(rules, now - rules.config.ephemeral_grace_sec)
     named = select(CheckpointRow.version)
     running = select(SamplerRow.version).where(
         col(SamplerRow.session_id).not_in(over), col(SamplerRow.version).is_not(None)
@@ -153,7 +154,12 @@ def _overwritten_checkpoints(session: Session, over: Any) -> list[Removal]:
         SamplerRow.kind == "checkpoint", col(SamplerRow.version).not_in(named), col(SamplerRow.version).not_in(running)
     )
     found = set(session.exec(unnamed).all())
-    return [_forgotten(session, version, folder, 0) for version, folder in found if version and folder]
+    needed = folders_to_load(session) if found else set()
+    return [
+        _forgotten(session, version, folder, 0)
+        for version, folder in found
+        if version and folder and folder not in needed
+    ]
 
 
 def _older_versions(session: Session, over: Any) -> list[Removal]:
@@ -241,7 +247,7 @@ def old_sessions(session: Session, rules: Rules, now: float) -> list[Removal]:
     return removals
 
 
-OFTEN = (results, bodies, expired_checkpoints, surplus_checkpoints, ended_versions)
+OFTEN = (results, bodies, expired_checkpoints, surplus_checkpoints, overwritten_checkpoints, ended_versions)
 SELDOM = (snapshots, old_sessions)
 """Jobs of every round, and those that look at more than there is to do."""
 

@@ -76,10 +76,11 @@ def plan(history: History, files: Files) -> Plan:
     requests = history.requests
     ended = [request.seq_id for request in requests if request.status != "pending" and request.seq_id is not None]
     creation = next((request for request in requests if request.seq_id == 0), None)
-    if since is None and creation is None:
-        raise Unrevivable("it was made before this server kept what brings models back", lost=True)
-    if since is None and creation is not None and creation.status == "pending":
-        return Plan()
+    if since is None:
+        if creation is None:
+            raise Unrevivable("it was made before this server kept what brings models back", lost=True)
+        if creation.status == "pending":
+            return Plan()
     decision = Plan(_snapshot(model), max([since or 0, *ended]) + 1)
     for request in requests:
         if request.status == "pending":

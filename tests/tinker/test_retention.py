@@ -150,17 +150,22 @@ def test_expired_checkpoint_goes_with_its_files(own_server):
     assert own_server.sql("SELECT name FROM checkpoints") == [("b",)]
 
 
-def test_checkpoint_that_a_revival_would_load_again_outlives_its_time(own_server):
-    model = own_server.model()
-    own_server.save(model, 1, "a")
-    [(folder,)] = own_server.sql("SELECT folder FROM checkpoints")
-    own_server.sql("UPDATE checkpoints SET expires_at = ?", LONG_AGO)
-    own_server.sql(
+def put_load(server: Server, model: str, folder: str) -> None:
+    """A request that a revival would repeat."""
+    server.sql(
         "INSERT INTO requests (request_id, kind, tenant, model_id, seq_id, decided, body, content_type, "
         "content_encoding, status, created_at) VALUES ('r', 'load_weights', 't', ?, 9, ?, x'01', '', '', 'done', 1)",
         model,
         json.dumps({"folder": folder}),
     )
+
+
+def test_checkpoint_that_a_revival_would_load_again_outlives_its_time(own_server):
+    model = own_server.model()
+    own_server.save(model, 1, "a")
+    [(folder,)] = own_server.sql("SELECT folder FROM checkpoints")
+    own_server.sql("UPDATE checkpoints SET expires_at = ?", LONG_AGO)
+    put_load(own_server, model, folder)
     own_server.collect()
     assert folders(own_server, "weights") == ["a@1"]
     own_server.sql("UPDATE models SET snapshot_seq_id = 9")
@@ -338,20 +343,25 @@ def test_snapshot_of_a_finished_session_goes_and_its_checkpoint_stays(tmp_path):
         assert server.http.get(f"/training_runs/{model}/checkpoints").json()["checkpoints"]
 
 
-@pytest.mark.parametrize("finished", [True, False])
-def test_overwritten_checkpoint_goes_when_no_running_session_samples_it(own_server, finished):
+@pytest.mark.parametrize(("finished", "loaded", "stays"), [(1, 0, False), (0, 0, True), (1, 1, True)])
+def test_overwritten_checkpoint_goes_when_no_running_session_samples_it_and_no_revival_would_load_it(
+    own_server, finished, loaded, stays
+):
     model = own_server.model()
     samples = own_server.session()
     path = own_server.run("/save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "a"})["path"]
     sampler = own_server.sampler(samples, 0, model_path=path)
     own_server.sample(sampler, 1)
+    [(folder,)] = own_server.sql("SELECT folder FROM checkpoints")
     own_server.sql("UPDATE checkpoints SET version = 'other', folder = 'other'")  # as a later save of that name does
+    if loaded:
+        put_load(own_server, model, folder)
     if finished:
         own_server.finish(samples)
-        own_server.sql("UPDATE sessions SET finished_at = ? WHERE session_id = ?", LONG_AGO, samples)
+        own_server.sql("UPDATE sessions SET finished_at = ? WHERE session_id = ?", time.time() - DAY_S, samples)
     own_server.collect()
-    place = own_server.folder / "checkpoints" / model.replace(":", "-") / "sampler_weights"
-    assert [path.name for path in place.iterdir()] == ([] if finished else ["a@1"])
+    assert Path(folder).exists() == stays
+    assert own_server.sql("SELECT folder FROM samplers") == [(folder if stays else None,)]
 
 
 def test_space_in_the_database_is_given_back(own_server):
