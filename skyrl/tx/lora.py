@@ -85,33 +85,61 @@ def pair_at(adapter: Adapter, path: Sequence[str]) -> dict[str, jax.Array]:
     return node
 
 
-def bank_of(adapters: Sequence[Adapter]) -> Adapter:
-    """A bank whose slot i is adapter i. All have the same padded rank."""
-    return _per_axis(lambda axis, *leaves: jnp.stack(leaves, axis), *adapters)
+def empty_bank(adapter: Adapter, slots: int, unrolled: bool) -> Adapter:
+    """A bank of so many slots for adapters of this one's shape. Empty slots change nothing."""
 
+    def widened(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        at = leaf.ndim - (1 if _name(path) == "lora_A" else 2)
+        return jnp.zeros((*leaf.shape[:at], slots, *leaf.shape[at:]), leaf.dtype)
 
-def read_slot(bank: Adapter, slot: int | jax.Array) -> Adapter:
-    """The single adapter in one slot of a bank."""
-    return _per_axis(lambda axis, leaf: jax.lax.dynamic_index_in_dim(leaf, slot, axis, keepdims=False), bank)
+    weights = jax.tree_util.tree_map_with_path(widened, adapter.weights)
+    if unrolled:
+        weights |= {"layers": _by_layer(weights["layers"])}
+    return Adapter(weights, jnp.zeros(slots, jnp.float32))
 
 
 def write_slot(bank: Adapter, slot: int | jax.Array, adapter: Adapter) -> Adapter:
-    """The bank with one slot replaced. Donate `bank` under jit to do it in place."""
+    """The bank with one slot replaced, ranks padded to the bank's. Donate `bank` under jit to do it in place.
 
-    def write(axis: int, leaf: jax.Array, value: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(leaf, value, slot, axis)
+    An adapter that is not finite gets a scaling of NaN and weights of 0: rows that use it are NaN, and the products
+    of others, which meet all slots, stay as they are.
+    """
+    leaves = jax.tree.leaves(adapter)
+    finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
+    weights = adapter.weights
+    if isinstance(bank.weights["layers"], list):
+        weights = weights | {"layers": _by_layer(weights["layers"])}
 
-    return _per_axis(write, bank, adapter)
+    def write(path: tuple[Any, ...], leaf: jax.Array, value: jax.Array) -> jax.Array:
+        is_a = _name(path) == "lora_A"
+        at = leaf.ndim - (2 if is_a else 3)
+        room = leaf.shape[-1] if is_a else leaf.shape[-2]
+        pad = [(0, 0)] * value.ndim
+        pad[-1 if is_a else -2] = (0, room - value.shape[-1 if is_a else -2])
+        value = jnp.pad(jnp.where(finite, value, 0.0), pad)
+        return jax.lax.dynamic_update_index_in_dim(leaf, value, slot, at)
+
+    return Adapter(
+        jax.tree_util.tree_map_with_path(write, bank.weights, weights),
+        bank.scaling.at[slot].set(jnp.where(finite, adapter.scaling, jnp.nan)),
+    )
 
 
-def _per_axis(function: Any, *adapters: Adapter) -> Adapter:
-    """Map over leaves, with the slot axis that a bank has there as the first argument."""
+def bank_of(adapters: Sequence[Adapter], unrolled: bool) -> Adapter:
+    """A bank whose slot i is adapter i. None has a larger padded rank than the first."""
+    bank = empty_bank(adapters[0], len(adapters), unrolled)
+    for slot, adapter in enumerate(adapters):
+        bank = write_slot(bank, slot, adapter)
+    return bank
 
-    def apply(path: tuple[Any, ...], *leaves: jax.Array) -> jax.Array:
-        inside_layers = getattr(path[1], "key", None) == "layers" if len(path) > 1 else False
-        return function(int(inside_layers), *leaves)
 
-    return jax.tree_util.tree_map_with_path(apply, *adapters)
+def _by_layer(stacked: dict[str, Any]) -> list[dict[str, Any]]:
+    leaves, tree = jax.tree.flatten(stacked)
+    return [jax.tree.unflatten(tree, [leaf[layer] for leaf in leaves]) for layer in range(len(leaves[0]))]
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return path[-1].key
 
 
 def zero_pair(target: LoraTarget, rank: int) -> dict[str, np.ndarray]:

@@ -35,6 +35,7 @@ def load_model(
     loss_chunk_size: int = 0,
     gradient_checkpointing: bool = False,
     mhc_expansion_rate: int = 1,
+    unroll_layers: bool | None = None,
 ) -> ModelForCausalLM:
     """The model in a folder with config.json and safetensors (one file, or several with an index).
 
@@ -57,6 +58,7 @@ def load_model(
         loss_chunk_size=loss_chunk_size,
         gradient_checkpointing=gradient_checkpointing,
         mhc_expansion_rate=mhc_expansion_rate,
+        unroll_layers=unroll_layers,
     )
     kind = MODELS[architecture]
     base_dtype = _base_dtype(dtype, config.dtype)  # pyright: ignore[reportArgumentType] (ModelConfig makes it a string)
@@ -106,15 +108,17 @@ def _tied_copies(tied: bool) -> set[str]:
 
 
 def _load(tensors: "_Tensors", kind: type[ModelForCausalLM], path: tuple[Any, ...], variable: Any) -> jax.Array:
-    """One parameter, stacked over layers where its name says so."""
-    template, transposed = kind.weight_names[path], path[-1] == "kernel"
-    stacked = np.empty(variable.shape, variable.dtype)
-    if "{layer}" in template:
-        for layer in range(len(stacked)):
-            stacked[layer] = tensors.take(template.format(layer=layer), stacked.shape[1:], transposed)
+    """One parameter: of one layer, or stacked over layers where its shape says so."""
+    layer = next((part for part in path if isinstance(part, int)), None)
+    template = kind.weight_names[tuple(part for part in path if not isinstance(part, int))]
+    transposed = path[-1] == "kernel"
+    array = np.empty(variable.shape, variable.dtype)
+    if "{layer}" not in template or layer is not None:
+        array[...] = tensors.take(template.format(layer=layer), array.shape, transposed)
     else:
-        stacked[...] = tensors.take(template, stacked.shape, transposed)
-    return jnp.asarray(stacked)
+        for layer in range(len(array)):
+            array[layer] = tensors.take(template.format(layer=layer), array.shape[1:], transposed)
+    return jnp.asarray(array)
 
 
 class _Tensors:

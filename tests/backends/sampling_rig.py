@@ -52,6 +52,7 @@ class Rig:
             self.graphdef,
             self.base,
             versions or self.versions,
+            zero_adapter(self.config, RANK),
             self.tokenizer,
             self.config,
             max_context_length=max_context_length,
@@ -101,6 +102,7 @@ def request(
     targets=None,
     alternatives=0,
     last_n=None,
+    tenant="",
     name=None,
     **params,
 ) -> Sample:
@@ -119,6 +121,7 @@ def request(
         target_prompt_logprobs=targets,
         prompt_alt_tokens_k=alternatives,
         prompt_logprobs_last_n=last_n,
+        tenant=tenant,
     )
 
 

@@ -7,8 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_rig import Rig, finish, output, prompt_of, request, run, same, sequence
 
-from skyrl.backends.jax.cache_shapes import CacheShapes
-from skyrl.backends.jax.prompts import chunk_size
 from skyrl.errors import RequestError
 from skyrl.types import ErrorResponse, SampleOutput
 
@@ -25,6 +23,7 @@ def nothing_is_left_behind(rig):
     yield
     assert not rig.sampler.busy
     assert rig.versions.pinned == 0
+    assert rig.sampler.pages_free == rig.sampler.pages_total
 
 
 def mixed_requests(count: int) -> list:
@@ -69,38 +68,115 @@ def test_deterministic_samples_are_bitwise_the_same_alone_and_beside_others(rig)
             assert same(a, b, atol=0)
 
 
-def test_a_growing_cache_keeps_running_rows_right(rig):
+def test_pages_are_read_right_wherever_a_sequence_grows_to(rig):
     long = request(prompt_of(200), "v0", max_tokens=100, seed=1)
     short = request(prompt_of(20), "v1", max_tokens=100, seed=2, n=3)
-    shapes = set()
-    rig.sampler.add(long)
-    rig.sampler.add(short)
-    results = {}
-    while rig.sampler.busy:
-        results |= {done.request_id: done.result for done in rig.sampler.burst()}
-        shapes.add(rig.sampler.cache_shape)
-    assert {256, 512} <= {window for _, window in shapes}
-    for asked, version in ((long, 0), (short, 1)):
-        for sampled in results[asked.request_id].sequences:
+    for asked, version, result in zip((long, short), (0, 1), run(rig.sampler, long, short), strict=True):
+        for sampled in result.sequences:
             full = rig.full_logprobs([*asked.prompt.tolist(), *sampled.tokens.tolist()], rig.adapter(version))
             at = len(asked.prompt) - 1 + np.arange(len(sampled.tokens))
             np.testing.assert_allclose(sampled.logprobs, full[at, sampled.tokens], atol=1e-4)
 
 
-def test_a_single_sample_has_a_cache_of_one_row(rig):
-    rig.sampler.add(request(prompt_of(5), max_tokens=30))
-    rig.sampler.burst()
-    assert rig.sampler.cache_shape == (1, 256)
-    finish(rig.sampler)
-    assert rig.sampler.cache_shape == (0, 0)
-
-
 def test_more_requests_than_rows_finish_in_order(rig):
     sampler = rig.make_sampler(max_rows=4, max_context_length=256)
-    requests = [request(prompt_of(10, seed), seed=seed, max_tokens=6, n=1 + seed % 2) for seed in range(7)]
+    requests = [request(prompt_of(10, seed), seed=seed, max_tokens=6) for seed in range(7)]
     for asked in requests:
         sampler.add(asked)
     assert list(finish(sampler)) == [asked.request_id for asked in requests]
+
+
+def test_a_request_of_many_samples_does_not_hold_up_those_behind_it(rig):
+    sampler = rig.make_sampler(max_rows=4, max_context_length=256)
+    many, few = request(prompt_of(10), n=30, max_tokens=6), request(prompt_of(11), max_tokens=6)
+    sampler.add(many)
+    sampler.add(few)
+    assert list(finish(sampler)) == [few.request_id, many.request_id]
+
+
+def test_a_long_prompt_does_not_hold_up_those_behind_it(rig):
+    long, short = request(prompt_of(900), max_tokens=1), request(prompt_of(11), max_tokens=1)
+    rig.sampler.add(long)
+    rig.sampler.add(short)
+    assert list(finish(rig.sampler)) == [short.request_id, long.request_id]
+
+
+def hits(result) -> int:
+    return result.prompt_cache_hit_tokens
+
+
+def test_a_prompt_that_was_read_is_not_read_again(rig):
+    sampler = rig.make_sampler()
+    first, again = (output(sampler, prompt_of(200), "v0", seed=1) for _ in range(2))
+    assert (hits(first), hits(again)) == (0, 199)
+    assert same(first.sequences[0], again.sequences[0])
+
+
+def test_a_prompt_goes_on_from_what_another_has_in_common_with_it(rig):
+    sampler = rig.make_sampler()
+    common = prompt_of(100)
+    output(sampler, common + prompt_of(30, 1), "v0")
+    branch = output(sampler, [*common, 7, *prompt_of(40, 2)], "v0", seed=5)
+    assert hits(branch) == 100
+    alone = output(rig.make_sampler(), [*common, 7, *prompt_of(40, 2)], "v0", seed=5)
+    assert same(branch.sequences[0], alone.sequences[0])
+
+
+def test_an_answer_is_part_of_the_next_prompt(rig):
+    sampler = rig.make_sampler()
+    prompt = prompt_of(70)
+    answer = output(sampler, prompt, "v0", max_tokens=50).sequences[0].tokens.tolist()
+    after = output(sampler, [*prompt, *answer, 3, 4, 5], "v0", seed=2)
+    assert hits(after) == 70 + 49
+    alone = output(rig.make_sampler(), [*prompt, *answer, 3, 4, 5], "v0", seed=2)
+    assert same(after.sequences[0], alone.sequences[0])
+
+
+def test_requests_with_one_prompt_that_come_together_read_it_once(rig):
+    sampler = rig.make_sampler()
+    requests = [request(prompt_of(400), "v0", seed=seed) for seed in range(5)]
+    results = run(sampler, *requests)
+    assert sorted(map(hits, results)) == [0, 399, 399, 399, 399]
+    alone = output(rig.make_sampler(), prompt_of(400), "v0", seed=4)
+    assert same(results[4].sequences[0], alone.sequences[0])
+
+
+@pytest.mark.parametrize("other", [{"tenant": "b"}, {"version": "v1"}, {"version": None}])
+def test_nothing_is_shared_between_tenants_or_versions(rig, other):
+    sampler = rig.make_sampler()
+    own = {"version": "v0", "tenant": "a"}
+    run(sampler, request(prompt_of(200), **own))
+    (result,) = run(sampler, request(prompt_of(200), **(own | other)))
+    assert hits(result) == 0
+
+
+def test_a_name_that_is_published_again_shares_nothing_with_what_it_was(rig):
+    pool = rig.pool()
+    sampler = rig.make_sampler(pool)
+    pool.publish("name", rig.adapter(0))
+    output(sampler, prompt_of(100), "name")
+    pool.publish("name", rig.adapter(1))
+    fresh = output(sampler, prompt_of(100), "name")
+    assert hits(fresh) == 0
+    assert same(fresh.sequences[0], sequence(rig.sampler, prompt_of(100), "v1"))
+
+
+def test_tokens_that_are_scored_are_computed(rig):
+    sampler = rig.make_sampler()
+    output(sampler, prompt_of(200), "v0")
+    scored = output(sampler, prompt_of(200), "v0", scores=True)
+    some = output(sampler, prompt_of(200), "v0", scores=True, last_n=50)
+    assert (hits(scored), hits(some)) == (0, 149)
+    np.testing.assert_allclose(some.prompt_logprobs[-50:], scored.prompt_logprobs[-50:], atol=1e-5)
+
+
+def test_prefixes_make_room_for_what_is_needed(rig):
+    sampler = rig.make_sampler(cache_bytes=TOKEN_BYTES * 64 * 9)
+    for seed in range(6):
+        result = output(sampler, prompt_of(300, seed), "v0", seed=seed)
+        alone = output(rig.make_sampler(), prompt_of(300, seed), "v0", seed=seed)
+        assert same(result.sequences[0], alone.sequences[0])
+        assert sampler.pages_free == sampler.pages_total
 
 
 def test_more_samples_than_rows_are_those_of_a_larger_batch(rig):
@@ -117,8 +193,7 @@ def test_a_short_request_finishes_before_a_long_one_that_came_first(rig):
 
 
 def test_long_requests_take_turns_when_memory_is_short(rig):
-    two_long_rows = TOKEN_BYTES * 512 * 2
-    sampler = rig.make_sampler(cache_bytes=two_long_rows, max_context_length=512)
+    sampler = rig.make_sampler(cache_bytes=TOKEN_BYTES * 64 * 18, max_context_length=512)  # 8 pages each
     requests = [request(prompt_of(300, seed), seed=seed, max_tokens=100) for seed in range(3)]
     for asked in requests:
         sampler.add(asked)
@@ -129,8 +204,8 @@ def test_long_requests_take_turns_when_memory_is_short(rig):
 
 
 def test_a_request_that_can_never_fit_is_refused_with_a_way_out(rig):
-    sampler = rig.make_sampler(cache_bytes=TOKEN_BYTES * 256 * 2)
-    with pytest.raises(RequestError, match=r"max_tokens=200 after a prompt of 100 .* at most 256; ask for fewer"):
+    sampler = rig.make_sampler(cache_bytes=TOKEN_BYTES * 64 * 6)
+    with pytest.raises(RequestError, match=r"max_tokens=200 after a prompt of 100 .* at most 257; ask for fewer"):
         sampler.add(request(prompt_of(100), max_tokens=200))
 
 
@@ -143,7 +218,7 @@ def test_a_cancelled_request_frees_everything_and_completes_nothing(rig, bursts,
     rig.sampler.cancel("cancelled")
     assert not rig.sampler.busy
     assert rig.versions.pinned == 0
-    assert rig.sampler.cache_shape == (0, 0)
+    assert rig.sampler.pages_free == rig.sampler.pages_total
 
 
 def test_cancelling_one_request_leaves_others_as_they_were(rig):
@@ -164,7 +239,7 @@ def test_a_lost_cache_fails_running_requests_and_the_next_ones_are_fine(rig):
     (expected,) = run(rig.sampler, waiting)
     rig.sampler.add(request(prompt_of(5), "v1", name="running", max_tokens=50))
     rig.sampler.burst()
-    rig.sampler._rows._cache.keys.delete()  # what a failed program leaves of a cache that was donated to it
+    rig.sampler._cache.pool[0][0].delete()  # what a failed program leaves of a cache that was donated to it
     rig.sampler.add(waiting)
     results = finish(rig.sampler)
     assert isinstance(results["running"], ErrorResponse)
@@ -173,12 +248,12 @@ def test_a_lost_cache_fails_running_requests_and_the_next_ones_are_fine(rig):
     assert same(again.sequences[0], expected.sequences[0])
 
 
-def test_a_lost_bank_is_rebuilt_from_the_published_versions(rig):
+def test_a_lost_bank_is_made_again_of_the_published_versions(rig):
     asked = request(prompt_of(20), "v0")
     (expected,) = run(rig.sampler, asked)
     rig.sampler.add(request(prompt_of(5), "v1", name="running", max_tokens=50))
     rig.sampler.burst()
-    jax.tree.leaves(rig.versions.bank)[0].delete()
+    jax.tree.leaves(rig.sampler._banks._banks[0].adapters)[0].delete()
     (failed,) = finish(rig.sampler).values()
     assert isinstance(failed, ErrorResponse)
     (again,) = run(rig.sampler, asked)
@@ -227,37 +302,11 @@ def test_after_any_workload_every_request_was_answered_once_and_nothing_is_held(
     assert results.keys() == set(names) - cancelled
     assert all(isinstance(result, SampleOutput | ErrorResponse) for result in results.values())
     assert rig.versions.pinned == 0
-    assert rig.sampler.cache_shape == (0, 0)
+    assert rig.sampler.pages_free == rig.sampler.pages_total
 
 
 def test_a_sequence_does_not_change_when_its_row_moves(rig):
-    """The first of the rows ends, so the others are copied to a smaller cache."""
+    """The first of the rows end, so the others are decoded in fewer."""
     requests = [request(prompt_of(6), seed=seed, max_tokens=4 if seed < 5 else 60) for seed in range(8)]
     together = run(rig.sampler, *requests)
     assert same(together[7].sequences[0], sequence(rig.sampler, prompt_of(6), seed=7, max_tokens=60))
-
-
-@given(max_tokens=st.integers(1, 50_000), tokens=st.integers(1, 50_000), rows=st.integers(1, 40))
-def test_windows_hold_what_they_are_asked_for_and_every_prompts_chunks(max_tokens, tokens, rows):
-    shapes = CacheShapes.of(max_tokens=max_tokens, max_rows=0, token_bytes=1, budget_bytes=10**9)
-    tokens = min(tokens, max_tokens)
-    window = shapes.window(tokens)
-    assert tokens <= window < max(2 * tokens, 257) + 512
-    assert shapes.row_count(rows) >= min(rows, 32)
-    read = 0
-    while read < tokens - 1:
-        size = chunk_size(tokens - 1 - read)
-        assert read + size <= window
-        read += size
-
-
-def test_long_windows_leave_room_for_fewer_rows():
-    shapes = CacheShapes.of(max_tokens=4096, max_rows=0, token_bytes=1, budget_bytes=9 * 1024)
-    assert [shapes.fits(rows, 256) for rows in (16, 32)] == [True, True]
-    assert [shapes.fits(rows, 1024) for rows in (8, 9)] == [True, False]
-    assert shapes.longest == 4096
-
-
-def test_deterministic_sampling_has_one_shape():
-    shapes = CacheShapes.of(max_tokens=4096, max_rows=0, token_bytes=1, budget_bytes=9 * 4096, deterministic=True)
-    assert (shapes.rows, shapes.windows) == ((8,), (4096,))

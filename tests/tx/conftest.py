@@ -27,13 +27,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-@pytest.fixture(scope="session")
-def load(folder) -> Callable[..., ModelForCausalLM]:
+@pytest.fixture(scope="session", params=[True, False], ids=["unrolled", "scanned"])
+def load(request, folder) -> Callable[..., ModelForCausalLM]:
     """Our models by kind and options."""
 
     @cache
     def make(kind: str = "untied", **options) -> ModelForCausalLM:
-        return load_model(folder(kind), **options)
+        return load_model(folder(kind), **{"unroll_layers": request.param} | options)
 
     return make
 

@@ -1,11 +1,10 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from tiny_models import RANK_4, SIZES, gradients, hidden, trained_adapter
 
-from skyrl.tx.lora import bank_of, init_adapter, lora_targets, padded_rank, pair_at, read_slot, write_slot, zero_adapter
+from skyrl.tx.lora import init_adapter, lora_targets, padded_rank, pair_at
 from skyrl.tx.weights import adapter_to_peft
 from skyrl.types import LoraConfig
 
@@ -51,15 +50,6 @@ def test_padding_and_the_choice_of_modules_do_not_change_initial_values(load):
     np.testing.assert_array_equal(a, padded[:, :8])
     assert not np.any(padded[:, 4:])
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(unembed.weights["layers"]))
-
-
-def test_slots_of_a_bank_are_read_and_written(load):
-    first, second = (trained_adapter(load().config, seed=seed) for seed in (1, 2))
-    bank = bank_of([zero_adapter(load().config, 8)] * 3)
-    bank = jax.jit(write_slot)(bank, jnp.asarray(2), first)
-    bank = write_slot(bank, 1, second)
-    for slot, adapter in enumerate([zero_adapter(load().config, 8), second, first]):
-        jax.tree.map(np.testing.assert_array_equal, read_slot(bank, slot), adapter)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")

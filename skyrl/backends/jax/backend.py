@@ -105,8 +105,9 @@ class JaxBackend(Executor):
         self._programs = TrainingPrograms(graphdef, config.loss_chunk_size)
         self._tile_shape = TileShape(config.train_tile_tokens, config.train_micro_batch_size)
         self._states: dict[str, ModelState] = {}
+        zero = zero_adapter(self.model_config, padded_rank(config.max_lora_rank))
         self._versions = VersionPool(
-            zero_adapter(self.model_config, padded_rank(config.max_lora_rank)),
+            zero,
             slots=config.max_lora_adapters,
             load=lambda path: checkpoints.load_version(path, self.model_config, config.max_lora_rank)[0],
         )
@@ -114,6 +115,7 @@ class JaxBackend(Executor):
             graphdef,
             self._base,
             self._versions,
+            zero,
             self.tokenizer,
             self.model_config,
             max_context_length=self._max_context_length,
@@ -166,7 +168,7 @@ class JaxBackend(Executor):
         self._versions.mark_stored(version, adapter, checkpoint_path)
 
     def load_sampler_weights(self, prepared_batch: PreparedSampleBatch) -> list[int]:
-        """Put the versions that a batch names into slots of the bank. Returns each row's slot; 0 is the base model.
+        """Put the versions that a batch names into slots. Returns each row's slot; 0 is the base model.
 
         Slots are a cache: running samples keep theirs, others may be given to another version later.
         """

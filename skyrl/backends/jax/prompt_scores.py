@@ -53,7 +53,17 @@ class PromptScores:
     def target_prompt_logprobs(self) -> Cells | None:
         return self._targets.logprobs if self._targets else None
 
-    def read(self, base: Any, bank: Adapter, slot: int, hidden: jax.Array, start: int, count: int) -> None:
+    @property
+    def first_row(self) -> int:
+        """The first row that is asked for: states of tokens before it are not needed."""
+        first = len(self._request.prompt)
+        if self.prompt_logprobs is not None or self.topk_prompt_logprobs is not None:
+            first = self._first
+        if self._targets is not None:
+            first = min(first, self._targets.first_row)
+        return 0 if self.prompt_alt_tokens is not None else first
+
+    def read(self, base: Any, adapter: Adapter | None, hidden: jax.Array, start: int, count: int) -> None:
         """Score `count` rows from row `start` on. `hidden` `[chunk, features]` begins with their states."""
         for offset in range(0, count, SCORED_AT_ONCE):
             block = slice(start + offset, start + min(count, offset + SCORED_AT_ONCE))
@@ -63,7 +73,7 @@ class PromptScores:
             targets = self._targets is not None and self._targets.has(block)
             if not (suffix or targets or self.prompt_alt_tokens is not None):
                 continue
-            logits = self._programs.project(base, bank, np.int32(slot), hidden, np.int32(offset))
+            logits = self._programs.project(base, adapter, hidden, np.int32(offset))
             if suffix:
                 self._score_suffix(logits, block)
             if self._targets is not None and targets:
@@ -101,6 +111,10 @@ class _Targets:
         self._rows = targets.rows[self._wanted]
         logprobs = np.zeros(targets.values.shape, np.float32)
         self.logprobs = Cells(logprobs, targets.shape, targets.crow_indices, targets.col_indices)
+
+    @property
+    def first_row(self) -> int:
+        return int(self._rows[0]) if len(self._rows) else np.iinfo(np.int32).max
 
     def has(self, block: slice) -> bool:
         first, last = self._span(block)

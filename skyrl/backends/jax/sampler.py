@@ -1,27 +1,38 @@
 """Continuous sampling: requests join and leave a running decode batch whenever they are ready.
 
-A request waits in order, pins its version in the bank, is read by chunks into a row of its own (`Prompt`), and is then
-copied into one decode row per sample (`DecodeRows`). Each burst reads about one chunk of a prompt and then decodes, so
-neither long prompts nor long continuations hold others up. Everything here runs on the caller's thread.
+A request waits in order, pins its version, is read by chunks into pages (`Prompt`), and then starts one sequence per
+sample, which shares the prompt's full pages. Each burst reads about one chunk of the prompts, which take turns, and
+then decodes a few steps, so neither long prompts nor long continuations nor many samples hold others up. Everything
+here runs on the caller's thread.
 """
 
+import itertools
 from collections import deque
+from collections.abc import Hashable, Iterable
 from typing import Any
 
+import jax
+import numpy as np
+
 from skyrl.backends.executor import failure
-from skyrl.backends.jax.cache_shapes import CacheShapes
-from skyrl.backends.jax.decode_rows import DecodeRows
-from skyrl.backends.jax.prompts import Prompt
-from skyrl.backends.jax.sampling_programs import CHUNKS, SamplingPrograms
+from skyrl.backends.jax.banks import Banks
+from skyrl.backends.jax.decoding import decode, push, row_counts, steps_to_go
+from skyrl.backends.jax.pages import Pages
+from skyrl.backends.jax.prompts import Cache, Prompt, pages_of, pages_per_sample
+from skyrl.backends.jax.sampling_programs import BURST, CHUNKS, COPIES, SamplingPrograms
 from skyrl.backends.jax.sequences import Job, Sequence
 from skyrl.backends.jax.versions import VersionPool
 from skyrl.backends.operations import Completion, Sample
 from skyrl.errors import RequestError
+from skyrl.tx.models.types import PAGE_SIZE, Adapter
 from skyrl.types import Result
 from skyrl.utils.tokenizer import Tokenizer
 
-STEPS_PER_BURST = 8
-"""Decode steps before training gets its next turn, while no prompt can be read and no request ends."""
+MOST_ROWS = 32
+"""Sequences decoded at once unless told otherwise."""
+
+STEPS_WHILE_READING = 2
+"""Decode steps of a burst while there are prompts to be read."""
 
 
 class Sampler:
@@ -31,12 +42,13 @@ class Sampler:
         graphdef: Static half of the split NNX model.
         base: Its arrays, an argument of every program.
         versions: The published versions, shared with whoever publishes.
+        zero: An adapter that changes nothing, of the largest rank.
         tokenizer: For EOS and stop strings.
         model_config: Configuration of the model.
         max_context_length: Most tokens of prompt and continuation together.
-        cache_bytes: Memory for keys and values.
-        max_rows: Samples decoded at once; 0 is as many as `cache_bytes` holds, 32 at most.
-        deterministic: One shape of cache and one decode program, so results do not depend on what else runs.
+        cache_bytes: Memory for keys and values at most.
+        max_rows: Sequences decoded at once; 0 is 32.
+        deterministic: One decode program per adapter and nothing shared, so results do not depend on what else runs.
     """
 
     def __init__(
@@ -44,6 +56,7 @@ class Sampler:
         graphdef: Any,
         base: Any,
         versions: VersionPool,
+        zero: Adapter,
         tokenizer: Tokenizer,
         model_config: Any,
         *,
@@ -56,31 +69,36 @@ class Sampler:
         self._versions = versions
         self._tokenizer = tokenizer
         self._vocab_size = model_config.vocab_size
-        self._programs = SamplingPrograms(graphdef, model_config, base)
-        row = self._programs.empty_cache(1, 1)
-        self._shapes = CacheShapes.of(
-            max_tokens=max_context_length,
-            max_rows=max_rows,
-            token_bytes=row.keys.nbytes + row.values.nbytes,
-            budget_bytes=cache_bytes,
-            deterministic=deterministic,
-        )
-        self._rows = DecodeRows(self._programs, self._shapes, deterministic)
+        self._deterministic = deterministic
+        self._counts = row_counts(max_rows or MOST_ROWS, deterministic)
+        programs = SamplingPrograms(graphdef, model_config, base)
+        blocks = -(-max_context_length // PAGE_SIZE)
+        useful = 2 * self._counts[-1] * blocks + 1  # as much again as all rows take, for prefixes
+        count = max(2, min(useful, cache_bytes // (programs.token_bytes * PAGE_SIZE)))
+        self._page_count = count
+        pages = Pages(count, PAGE_SIZE)
+        self._cache = Cache(programs.empty_pool(count), pages, programs, blocks)
+        self._programs = programs
+        self._banks = Banks(programs, versions, zero, apart=deterministic)
         self._waiting: deque[Job] = deque()
-        self._prompt: Prompt | None = None
+        self._reading: deque[Prompt] = deque()
+        """Prompts that are not read yet, in the order of their turns."""
+        self._read: deque[Prompt] = deque()
+        """Prompts with samples that have not started, in the order of their turns."""
+        self._running: list[Sequence] = []
+        self._numbers = itertools.count()
 
     @property
     def busy(self) -> bool:
         """Whether any request is not finished."""
-        return bool(self._waiting or self._prompt or self._rows.sequences)
+        return bool(self._waiting or self._reading or self._read or self._running)
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Requests that the next burst may work on: what runs, and of what waits as much as it may begin to read."""
-        jobs = dict.fromkeys(sequence.job for sequence in self._rows.sequences)
-        if self._prompt:
-            jobs[self._prompt.job] = None
-        left = CHUNKS[-1]
+        """Requests that the next burst may work on: those that have begun, and as many as it may begin to read."""
+        begun = [sequence.job for sequence in self._running]
+        begun += [prompt.job for prompt in (*self._reading, *self._read)]
+        jobs, left = dict.fromkeys(begun), CHUNKS[-1]
         for job in self._waiting:
             if left <= 0:
                 break
@@ -94,107 +112,217 @@ class Sampler:
         return self._programs.compiled
 
     @property
-    def cache_shape(self) -> tuple[int, int]:
-        """(rows, window) of the cache of running sequences; zeros while there are none."""
-        return self._rows.shape
+    def pages_free(self) -> int:
+        """Pages that nobody uses or has reserved, beside the scratch page."""
+        return self._cache.pages.available
+
+    @property
+    def pages_total(self) -> int:
+        """Pages beside the scratch page."""
+        return self._page_count - 1
 
     def add(self, request: Sample) -> None:
         """Queue a checked request (see `check_sample`). Raises `RequestError` if its sequences can never fit."""
         job = Job.of(request, self._tokenizer.eos_ids)
-        if job.tokens > self._shapes.longest:
+        if _pages_to_begin(job) > self.pages_total:
             raise RequestError(
                 f"max_tokens={job.max_tokens} after a prompt of {len(request.prompt)} tokens makes {job.tokens}, but "
-                f"the server's cache holds sequences of at most {self._shapes.longest}; ask for fewer, or "
-                "start the server with a larger kv_cache_gib"
+                f"the server's cache holds sequences of at most {(self.pages_total - 1) * PAGE_SIZE + 1}; ask for "
+                "fewer, or start the server with a larger kv_cache_gib"
             )
         self._waiting.append(job)
 
     def cancel(self, request_id: str) -> None:
         """Drop a request wherever it is. Unknown ids are ignored."""
-        started = [self._prompt.job] if self._prompt else []
-        started += [sequence.job for sequence in self._rows.sequences]
-        for job in {*self._waiting, *started}:
+        for job in self._jobs():
             if job.request.request_id == request_id:
                 self._forget(job)
 
     def burst(self) -> list[Completion]:
-        """Admit and read prompts, about one chunk, then decode a few steps; finished requests and failed ones."""
-        completions, more_to_read = self._read_prompts()
-        for _ in range(1 if more_to_read else STEPS_PER_BURST):
-            if completions or not self._rows.sequences:
-                break
+        """Read about one chunk of prompts, then decode a few steps; finished requests and failed ones."""
+        completions = self._read_prompts()
+        completions += self._start_samples()
+        if self._running and not completions:
             completions += self._decode()
         return completions
 
-    def _read_prompts(self) -> tuple[list[Completion], bool]:
-        """Bring waiting requests to their rows, in order, until one chunk's worth is computed or one cannot go on.
+    # -- prompts ------------------------------------------------------------------------------------------------------
 
-        Returns failures, and whether there is more that could go on at once.
-        """
+    def _admit(self) -> None:
+        """Let waiting requests begin, in order, while there are pages and slots. Raises what is wrong with one."""
+        while self._waiting and len(self._reading) + len(self._read) < self._counts[-1]:
+            job = self._waiting[0]
+            slot = self._versions.acquire(job.request.version, job.request.path)
+            if slot is None:
+                return
+            if not self._cache.pages.reserve(_pages_to_begin(job)):
+                self._versions.release(slot)
+                return
+            self._waiting.popleft()
+            job.slot = slot
+            owner, number = self._owner(job), next(self._numbers)
+            self._reading.append(Prompt(job, owner, number, self._cache, self._vocab_size))
+
+    def _read_prompts(self) -> list[Completion]:
+        """Read the prompts that there are by turns, one chunk's worth of tokens."""
         completions: list[Completion] = []
         left = CHUNKS[-1]
-        while left > 0 and (self._prompt or self._waiting):
-            job = self._prompt.job if self._prompt else self._waiting[0]
+        while left > 0:
             try:
-                if self._prompt is None:
-                    job.slot = self._versions.acquire(job.request.version, job.request.path)
-                    if job.slot is None:
-                        break
-                    self._waiting.popleft()
-                    self._prompt = Prompt(job, self._programs, self._shapes, self._vocab_size)
-                if not self._prompt.is_read:
-                    left -= self._prompt.read_chunk(self._base, self._versions.bank)
-                elif not self._start_samples(self._prompt):
-                    break
+                self._admit()
             except Exception as error:
-                completions += self._fail([job], error)
-        return completions, left <= 0 and bool(self._prompt or self._waiting)
+                completions += self._fail([self._waiting[0]], error)
+                continue
+            prompt = self._next_to_read()
+            if prompt is None:
+                break
+            try:
+                prompt.find_read()
+                if not prompt.is_read:
+                    assert prompt.job.slot is not None
+                    left -= prompt.read_chunk(self._base, self._versions.adapter(prompt.job.slot))
+            except Exception as error:
+                completions += self._fail([prompt.job], error)
+                continue
+            self._reading.remove(prompt)
+            (self._read if prompt.is_read else self._reading).append(prompt)
+        return completions
 
-    def _start_samples(self, prompt: Prompt) -> bool:
-        """Give the prompt's samples rows, as many as there are. Whether all have one now, which ends the prompt."""
-        job, first = prompt.job, prompt.samples_started
-        count = self._rows.room(job, job.request.num_samples - first)
-        if count:
-            sequences = [Sequence(job, index, self._tokenizer) for index in range(first, first + count)]
-            self._rows.start(sequences, prompt.cache)
-            prompt.samples_started += count
-        if prompt.samples_started < job.request.num_samples:
-            return False
-        self._prompt = None
-        return True
+    def _next_to_read(self) -> Prompt | None:
+        """The first prompt in turn that does not wait for one that arrived earlier."""
+        for prompt in self._reading:
+            earlier = (other for other in self._reading if other.number < prompt.number)
+            if not any(prompt.waits_for(other) for other in earlier):
+                return prompt
+        return None
+
+    def _start_samples(self) -> list[Completion]:
+        """Start samples of the prompts that are read, one of each by turns, while there are rows and pages."""
+        pages = self._cache.pages
+        copies: list[tuple[int, int]] = []
+        started: list[Job] = []
+        ended: list[Prompt] = []
+        while self._read and len(self._running) < self._counts[-1]:
+            prompt = self._read[0]
+            job, count = prompt.job, pages_per_sample(prompt.job, PAGE_SIZE)
+            if prompt.samples_started and not pages.reserve(count):
+                break  # for its first sample they were reserved with its own
+            full, rest = divmod(len(prompt.tokens), PAGE_SIZE)
+            own = [pages.take() for _ in range(count)]
+            if rest:
+                copies.append((prompt.path[full].page, own[0]))
+            for node in prompt.path[:full]:
+                pages.pin(node)
+            self._running.append(Sequence(job, prompt.samples_started, self._tokenizer, prompt.path[:full], own))
+            started.append(job)
+            prompt.samples_started += 1
+            self._read.rotate(-1)
+            if prompt.samples_started == job.request.num_samples:
+                self._read.remove(prompt)
+                ended.append(prompt)
+        try:
+            self._cache.copy(copies, COPIES)
+        except Exception as error:
+            return self._fail(started, error)
+        finally:
+            for prompt in ended:
+                prompt.release()
+        return []
+
+    # -- running sequences --------------------------------------------------------------------------------------------
 
     def _decode(self) -> list[Completion]:
-        """One token for every running sequence."""
-        keep_rows = bool(self._waiting or self._prompt)
+        """Some tokens for every running sequence."""
+        most = STEPS_WHILE_READING if self._reading or self._read else BURST
+        completions: list[Completion] = []
+        calls = []
+        by_slot: dict[int, list[Sequence]] = {}
+        for sequence in self._running:
+            assert sequence.job.slot is not None
+            by_slot.setdefault(sequence.job.slot, []).append(sequence)
         try:
-            ended = self._rows.step(self._base, self._versions.bank, keep_rows)
+            for group in self._banks.groups(list(by_slot)):
+                sequences = [sequence for slot in group.places for sequence in by_slot[slot]]
+                steps = steps_to_go(sequences, most)
+                drawn = decode(self._base, group, self._cache, sequences, self._counts, steps)
+                calls.append((sequences, drawn, steps))
+            ended = [sequence for call in calls for sequence in push(*call)]
         except Exception as error:
-            return self._fail([sequence.job for sequence in self._rows.sequences], error)
-        done = {sequence.job: None for sequence in ended if sequence.job.done}
-        return [self._complete(job, job.output()) for job in done]
+            self._banks.clear()
+            return self._fail([sequence.job for sequence in self._running], error)
+        for sequence in ended:
+            self._running.remove(sequence)
+            self._keep(sequence)
+        for job in dict.fromkeys(sequence.job for sequence in ended if sequence.job.done):
+            completions.append(self._complete(job, job.output()))
+        return completions
 
-    def _fail(self, jobs: list[Job], error: Exception) -> list[Completion]:
-        """Fail these jobs, and all that run if their cache or the bank was lost in a program that did not finish."""
-        lost = self._rows.lost or self._versions.bank_lost
-        everyone = jobs + [sequence.job for sequence in self._rows.sequences] if lost else jobs
-        if self._prompt and self._versions.bank_lost:
-            everyone = [*everyone, self._prompt.job]
-        completions = [self._complete(job, failure(job.request, error)) for job in dict.fromkeys(everyone)]
-        if self._versions.bank_lost:
-            self._versions.rebuild_bank()
+    def _keep(self, sequence: Sequence) -> None:
+        """Hand the pages of a sequence that has ended over to the tree of prefixes: the next prompt may hold them."""
+        pages, request = self._cache.pages, sequence.job.request
+        stored = np.concatenate([request.prompt, np.asarray(sequence.tokens, np.int32)])[: sequence.position]
+        node = sequence.shared[-1] if sequence.shared else pages.root(self._owner(sequence.job))
+        path = list(sequence.shared)
+        for number, page in enumerate(sequence.pages, len(sequence.shared)):
+            tokens = stored[number * PAGE_SIZE : (number + 1) * PAGE_SIZE].astype(np.int32)
+            if len(tokens) and not self._deterministic:
+                node = pages.insert(node, tokens, page)
+                path.append(node)
+            else:
+                pages.give_back(page)
+        for node in reversed(path):
+            pages.unpin(node)
+
+    def _owner(self, job: Job) -> Hashable:
+        """Who shares prefixes: a tenant's requests of one version; nobody where results must not depend on others."""
+        assert job.slot is not None
+        return job.request.tenant, self._versions.content(job.slot), id(job) if self._deterministic else 0
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def _fail(self, jobs: Iterable[Job], error: Exception) -> list[Completion]:
+        """Fail these jobs, and all that have begun if the cache was lost in a program that did not finish."""
+        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache.pool))
+        failed = [job for job in self._jobs() if job.slot is not None] if lost else []
+        completions = [self._complete(job, failure(job.request, error)) for job in dict.fromkeys([*jobs, *failed])]
+        if lost:
+            self._cache.pages.clear()
+            self._cache.pool = self._programs.empty_pool(self._cache.pages.count)
         return completions
 
     def _complete(self, job: Job, result: Result) -> Completion:
         self._forget(job)
         return Completion(job.request.request_id, result)
 
+    def _jobs(self) -> list[Job]:
+        """All that are not finished."""
+        prompts = [prompt.job for prompt in (*self._reading, *self._read)]
+        return list(dict.fromkeys([*self._waiting, *prompts, *(sequence.job for sequence in self._running)]))
+
     def _forget(self, job: Job) -> None:
         """Free everything a job holds."""
+        pages = self._cache.pages
         if job in self._waiting:
             self._waiting.remove(job)
-        if self._prompt and self._prompt.job is job:
-            self._prompt = None
-        self._rows.remove(job)
+        for prompts in (self._reading, self._read):
+            for prompt in [prompt for prompt in prompts if prompt.job is job]:
+                prompts.remove(prompt)
+                if not prompt.samples_started:
+                    pages.unreserve(pages_per_sample(job, PAGE_SIZE))
+                prompt.release()
+        for sequence in [sequence for sequence in self._running if sequence.job is job]:
+            self._running.remove(sequence)
+            for page in sequence.pages:
+                pages.give_back(page)
+            for node in reversed(sequence.shared):
+                pages.unpin(node)
         if job.slot is not None:
             self._versions.release(job.slot)
             job.slot = None
+        if not self._running:
+            self._banks.clear()
+
+
+def _pages_to_begin(job: Job) -> int:
+    """Pages that a prompt and its first sample take."""
+    return pages_of(job, PAGE_SIZE) + pages_per_sample(job, PAGE_SIZE)

@@ -1,9 +1,8 @@
-"""The compiled programs of sampling: reading a prompt by chunks, one decode step of all rows, moving cache rows.
+"""The compiled programs of sampling: reading a prompt by chunks, decoding rows for some steps, copying pages.
 
-Pure functions of (base, bank, cache, data). Shapes come from `CacheShapes`, `CHUNKS` and the widths below, everything a
-request can choose is data, so the number of programs is bounded and small; `compiled` counts them. Scores of a prompt
-take three programs (`project`) and at most seven more: one per width, and one for all draws. The backend sets the
-matmul precision around all its programs, so that sampler and trainer compute alike.
+Pure functions of (base, adapters, pool of pages, data). Shapes come from the short lists below and in `decoding`,
+everything a request can choose is data, so the number of programs is bounded and small; `compiled` counts them. The
+backend sets the matmul precision around all its programs, so that sampler and trainer compute alike.
 """
 
 from collections.abc import Callable
@@ -16,12 +15,22 @@ import numpy as np
 from flax import nnx
 
 from skyrl.backends.jax.compilation import Compiler
-from skyrl.tx.lora import read_slot
-from skyrl.tx.models.types import Adapter, KVCache
+from skyrl.backends.jax.pages import SCRATCH
+from skyrl.tx.lora import empty_bank, write_slot
+from skyrl.tx.models.types import PAGE_SIZE, Adapter, KVCache
 from skyrl.tx.sampling import draw_tokens, sample_tokens, uniforms
 
-CHUNKS = (32, 128, 512)
-"""Tokens of a prompt read at once. Windows are multiples of the chunks used in them, so a chunk always has room."""
+CHUNKS = (32, 64, 256)
+"""Tokens of a prompt read at once."""
+
+BURST = 8
+"""Tokens that a decode call generates at most."""
+
+COPIES = (1, 32)
+"""Pages that are copied at once."""
+
+STOP_IDS = 8
+"""Stop tokens that end a row inside a decode call; the host looks for all."""
 
 SCORED_AT_ONCE = 32
 """Prompt tokens whose logits over the whole vocabulary exist at the same time. Divides every chunk."""
@@ -40,43 +49,72 @@ HOTTEST = 1e30
 """Temperatures above are the same uniform distribution, and do not fit into float32."""
 
 
-class DecodeBatch(NamedTuple):
-    """Arrays with one entry per cache row. A pytree."""
+Pool = tuple[tuple[Any, ...], tuple[Any, ...]]
+"""Keys and values of all pages, as in `KVCache`."""
+
+
+class Rows(NamedTuple):
+    """What the rows of one decode call are about, one entry each. A pytree."""
 
     tokens: Any
-    """int32: the token to read in this step."""
+    """int32: the token to read first."""
     positions: Any
     """int32: its position."""
+    table: Any
+    """int32 `[rows, blocks]`: pages, see `KVCache`."""
     slots: Any
-    """int32: bank slot of the row's version."""
+    """int32: slot of the bank, -1: the base model."""
     seeds: Any
     """uint32 `[rows, 2]`, see `seed_words`."""
     sample_index: Any
     """int32."""
     steps: Any
     """int32: tokens generated before."""
+    limits: Any
+    """int32: tokens to generate at most; 0 in idle rows."""
+    stops: Any
+    """int32 `[rows, STOP_IDS]`: tokens that end the row; -1: none."""
     temperature: Any
     """float32."""
     top_k: Any
     """int32, 0: off."""
     top_p: Any
     """float32."""
+    top: Any
+    """bool: whether the most likely tokens are asked for."""
 
     @classmethod
-    def idle(cls, rows: int) -> "DecodeBatch":
-        """Rows that decode nothing of interest, greedily, with the base model."""
+    def idle(cls, rows: int, blocks: int) -> "Rows":
+        """Rows that do nothing."""
         zeros = partial(np.zeros, rows)
         return cls(
             tokens=zeros(np.int32),
             positions=zeros(np.int32),
-            slots=zeros(np.int32),
+            table=np.full((rows, blocks), SCRATCH, np.int32),
+            slots=np.full(rows, -1, np.int32),
             seeds=np.zeros((rows, 2), np.uint32),
             sample_index=zeros(np.int32),
             steps=zeros(np.int32),
+            limits=zeros(np.int32),
+            stops=np.full((rows, STOP_IDS), -1, np.int32),
             temperature=zeros(np.float32),
             top_k=zeros(np.int32),
             top_p=np.ones(rows, np.float32),
+            top=zeros(bool),
         )
+
+
+class Drawn(NamedTuple):
+    """What one decode call has generated, `[BURST, rows]`; steps that it did not make are zeros."""
+
+    tokens: Any
+    """int32."""
+    logprobs: Any
+    """float32."""
+    top_ids: Any
+    """int32 `[BURST, rows, TOP_WIDTHS[-1]]`."""
+    top_logprobs: Any
+    """float32, as `top_ids`."""
 
 
 def top_width(k: int, vocab_size: int) -> int:
@@ -85,7 +123,7 @@ def top_width(k: int, vocab_size: int) -> int:
 
 
 class SamplingPrograms:
-    """The programs for one model. Methods that take a cache and return one consume the one they are given."""
+    """The programs for one model. Those that take a pool and return one consume the one they are given."""
 
     def __init__(self, graphdef: Any, model_config: Any, base: Any):
         self._graphdef = graphdef
@@ -95,19 +133,28 @@ class SamplingPrograms:
             lambda base, token: nnx.merge(graphdef, base)(token, positions=token).last_hidden_state, base, token
         ).dtype
         self._compiler = Compiler("sampling")
-        self.decode = self._program(self._decode, donate="cache", static="one_version")
-        self.draw = self._program(self._draw)
-        self.prefill = self._program(self._prefill, donate="cache")
+        self.decode = self._program(self._decode, donate="pool")
+        self.prefill = self._program(self._prefill, donate="pool")
         self.project = self._program(self._project)
         self.pick = self._program(self._pick)
         self.best = self._program(self._best, static="k")
         self.alternatives = self._program(self._alternatives)
-        self.insert = self._program(self._insert, donate="cache")
-        self.reshape = self._program(self._reshape, static="window")
+        self.copy_pages = self._program(self._copy_pages, donate="pool")
+        self.write_slot = self._program(self._write_slot, donate="bank")
 
-    def empty_cache(self, rows: int, window: int) -> KVCache:
-        """A cache of zeros."""
-        return KVCache.zeros(self._config, rows, window, self.cache_dtype)
+    def empty_pool(self, pages: int) -> Pool:
+        """So many pages of zeros."""
+        return KVCache.pool(self._config, pages, self.cache_dtype)
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token in all layers."""
+        pool = jax.eval_shape(lambda: self.empty_pool(1))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool)) // PAGE_SIZE
+
+    def empty_bank(self, adapter: Adapter, slots: int) -> Adapter:
+        """See `skyrl.tx.lora.empty_bank`."""
+        return empty_bank(adapter, slots, self._config.unroll_layers)
 
     def _program(self, function: Callable, donate: str | None = None, static: str | None = None) -> Callable:
         name = function.__name__.strip("_")
@@ -118,45 +165,68 @@ class SamplingPrograms:
         """Programs compiled so far."""
         return self._compiler.compiled
 
-    def _decode(
-        self, base: Any, bank: Adapter, cache: KVCache, batch: DecodeBatch, one_version: bool
-    ) -> tuple[KVCache, jax.Array]:
-        """Read one token in every row: (cache, logits float32 `[rows, vocab]`).
+    def _decode(self, base: Any, bank: Adapter | None, pool: Pool, rows: Rows, steps: jax.Array) -> tuple[Pool, Drawn]:
+        """Generate up to `steps` tokens in every row, until all have reached their limits or a stop token.
 
-        `one_version` says that all rows use the slot of row 0, which then takes plain matrix products.
+        A row that has ended repeats its last step, which changes nothing, until the others have too.
         """
         model = nnx.merge(self._graphdef, base)
-        adapter, index = (read_slot(bank, batch.slots[0]), None) if one_version else (bank, batch.slots)
-        output = model(
-            batch.tokens[:, None],
-            positions=batch.positions[:, None],
-            adapter=adapter,
-            adapter_index=index,
-            kv_cache=cache,
-        )
-        logits = model.compute_logits(output.last_hidden_state[:, 0], adapter=adapter, adapter_index=index)
-        return output.kv_cache, logits
+        count, width = len(rows.tokens), min(TOP_WIDTHS[-1], self._config.vocab_size)
+        slots = None if bank is None else rows.slots
 
-    def _draw(self, logits: jax.Array, batch: DecodeBatch) -> tuple[jax.Array, jax.Array]:
-        """Next tokens int32 `[rows]` and their logprobs. A program of its own: it is the same for every window."""
-        numbers = uniforms(batch.seeds, batch.sample_index, batch.steps)
-        return sample_tokens(logits, numbers, batch.temperature, batch.top_k, batch.top_p)
+        def step(carry: Any) -> Any:
+            done, pool, tokens, positions, active, drawn = carry
+            output = model(
+                tokens[:, None],
+                positions=positions[:, None],
+                adapter=bank,
+                adapter_index=slots,
+                kv_cache=KVCache(*pool, rows.table),
+            )
+            logits = model.compute_logits(output.last_hidden_state[:, 0], adapter=bank, adapter_index=slots)
+            numbers = uniforms(rows.seeds, rows.sample_index, rows.steps + done)
+            following, logprobs = sample_tokens(logits, numbers, rows.temperature, rows.top_k, rows.top_p)
+            none = jnp.zeros((count, width), jnp.int32), jnp.zeros((count, width), jnp.float32)
+            best = jax.lax.cond(rows.top.any(), lambda: self._best(logits, k=width), lambda: none)
+            new = Drawn(following, logprobs, *best)
+            drawn = jax.tree.map(lambda sofar, one: sofar.at[done].set(one), drawn, new)
+            ended = (following[:, None] == rows.stops).any(axis=1) | (done + 1 >= rows.limits)
+            active &= ~ended
+            tokens = jnp.where(active, following, tokens)
+            positions = positions + active.astype(jnp.int32)
+            pool = output.kv_cache.keys, output.kv_cache.values
+            return done + 1, pool, tokens, positions, active, drawn
+
+        def goes_on(carry: Any) -> jax.Array:
+            return (carry[0] < steps) & carry[4].any()
+
+        shape, wide = (BURST, count), (BURST, count, width)
+        drawn = Drawn(
+            jnp.zeros(shape, jnp.int32),
+            jnp.zeros(shape, jnp.float32),
+            jnp.zeros(wide, jnp.int32),
+            jnp.zeros(wide, jnp.float32),
+        )
+        start = jnp.int32(0), pool, rows.tokens, rows.positions, rows.limits > 0, drawn
+        _, pool, _, _, _, drawn = jax.lax.while_loop(goes_on, step, start)
+        return pool, drawn
 
     def _prefill(
-        self, base: Any, bank: Adapter, cache: KVCache, slot: jax.Array, tokens: jax.Array, start: jax.Array
-    ) -> tuple[KVCache, jax.Array]:
-        """Read `tokens` int32 `[chunk]` into the one row of `cache`, from position `start` on.
+        self, base: Any, adapter: Adapter | None, pool: Pool, table: jax.Array, tokens: jax.Array, start: jax.Array
+    ) -> tuple[Pool, jax.Array]:
+        """Read `tokens` int32 `[chunk]` into the pages `table` `[blocks]` of one row, from position `start` on.
 
-        Returns the cache and the tokens' hidden states `[chunk, features]`, for `project`.
+        Returns the pool and the tokens' hidden states `[chunk, features]`, for `project`.
         """
-        model, adapter = nnx.merge(self._graphdef, base), read_slot(bank, slot)
+        model = nnx.merge(self._graphdef, base)
         positions = (start + jnp.arange(tokens.shape[0], dtype=jnp.int32))[None]
-        output = model(tokens[None], positions=positions, adapter=adapter, kv_cache=cache)
-        return output.kv_cache, output.last_hidden_state[0]
+        output = model(tokens[None], positions=positions, adapter=adapter, kv_cache=KVCache(*pool, table[None]))
+        assert output.kv_cache is not None
+        return (output.kv_cache.keys, output.kv_cache.values), output.last_hidden_state[0]
 
-    def _project(self, base: Any, bank: Adapter, slot: jax.Array, hidden: jax.Array, offset: jax.Array) -> jax.Array:
+    def _project(self, base: Any, adapter: Adapter | None, hidden: jax.Array, offset: jax.Array) -> jax.Array:
         """Logits float32 `[SCORED_AT_ONCE, vocab]` of the states from `offset` on."""
-        model, adapter = nnx.merge(self._graphdef, base), read_slot(bank, slot)
+        model = nnx.merge(self._graphdef, base)
         block = jax.lax.dynamic_slice_in_dim(hidden, offset, SCORED_AT_ONCE)
         return model.compute_logits(block, adapter=adapter)
 
@@ -185,20 +255,16 @@ class SamplingPrograms:
         draws = first + jnp.arange(DRAWS_AT_ONCE, dtype=jnp.int32)
         return draw_tokens(logits, jax.vmap(numbers, out_axes=1)(draws), temperature)
 
-    def _insert(self, cache: KVCache, prompt: KVCache, row: jax.Array) -> KVCache:
-        """`cache` with one whole row replaced by that of `prompt`, zeros beyond the prompt's window."""
+    def _copy_pages(self, pool: Pool, sources: jax.Array, targets: jax.Array) -> Pool:
+        """`pool` with pages `sources` int32 `[n]` copied to `targets`, in all layers."""
 
-        def put(cache: jax.Array, prompt: jax.Array) -> jax.Array:
-            prompt = jnp.pad(prompt, [(0, 0), (0, 0), (0, cache.shape[2] - prompt.shape[2]), (0, 0), (0, 0)])
-            return jax.lax.dynamic_update_slice_in_dim(cache, prompt, row, axis=1)
+        def copy(leaf: jax.Array) -> jax.Array:
+            layers = 1 if self._config.unroll_layers else self._config.num_hidden_layers
+            first = jnp.arange(layers, dtype=jnp.int32)[:, None] * (leaf.shape[0] // layers)
+            source, target = ((first + pages[None]).reshape(-1) for pages in (sources, targets))
+            return leaf.at[target].set(leaf[source])
 
-        return jax.tree.map(put, cache, prompt)
+        return jax.tree.map(copy, pool)
 
-    def _reshape(self, cache: KVCache, rows: jax.Array, window: int) -> KVCache:
-        """A new cache of `rows` (indices int32 into those of `cache`) and another window."""
-
-        def take(leaf: jax.Array) -> jax.Array:
-            leaf = leaf[:, rows, :window]
-            return jnp.pad(leaf, [(0, 0), (0, 0), (0, window - leaf.shape[2]), (0, 0), (0, 0)])
-
-        return jax.tree.map(take, cache)
+    def _write_slot(self, bank: Adapter, slot: jax.Array, adapter: Adapter) -> Adapter:
+        return write_slot(bank, slot, adapter)

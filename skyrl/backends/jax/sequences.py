@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from skyrl.backends.jax.pages import Node
 from skyrl.backends.jax.prompt_scores import PromptScores
 from skyrl.backends.operations import Sample
 from skyrl.tx.sampling import seed_words
@@ -39,7 +40,9 @@ class Job:
     seed: tuple[int, int]
     """As `seed_words`."""
     slot: int | None = None
-    """Bank slot of its version, pinned from admission to the end."""
+    """Slot of its version, pinned from admission to the end."""
+    cache_hits: int = 0
+    """Tokens of its prompt that did not have to be computed."""
     finished: dict[int, GeneratedSequence] = field(default_factory=dict)
     """By sample index."""
     scores: PromptScores | None = None
@@ -71,17 +74,28 @@ class Job:
             sequences,
             scores.prompt_logprobs,
             scores.topk_prompt_logprobs,
+            self.cache_hits,
             target_prompt_logprobs=scores.target_prompt_logprobs,
             prompt_alt_tokens=scores.prompt_alt_tokens,
         )
 
 
 class Sequence:
-    """One sample of a job while it is generated."""
+    """One sample of a job while it is generated.
 
-    def __init__(self, job: Job, index: int, tokenizer: Tokenizer):
+    Args:
+        job: What it belongs to.
+        index: Its number in the job.
+        tokenizer: For stop strings.
+        shared: Nodes of the tree of prefixes whose pages it reads, pinned.
+        pages: Pages of its own, which follow.
+    """
+
+    def __init__(self, job: Job, index: int, tokenizer: Tokenizer, shared: list[Node], pages: list[int]):
         self.job = job
         self.index = index
+        self.shared = shared
+        self.pages = pages
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[TokenTable] = []
@@ -95,8 +109,13 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Position of `next_input`."""
+        """Position of `next_input`. All tokens before it are in the cache."""
         return len(self.job.request.prompt) - 1 + len(self.tokens)
+
+    @property
+    def left(self) -> int:
+        """Tokens it may still have."""
+        return self.job.max_tokens - len(self.tokens)
 
     def push(self, token: int, logprob: float, top: TokenTable | None = None) -> bool:
         """Append a token and, where that is asked for, the most likely ones in its place.

@@ -1,11 +1,12 @@
-"""Published weights: immutable, known by version id, a few of them in the device bank that samples read.
+"""Published weights: immutable, known by version id, a few of them in slots that running samples use.
 
-JAX arrays never change, so publishing a version is keeping a reference to its adapter. The *bank* stacks the versions
-that running samples use (slot 0 is the base model, without an adapter) and is a cache: a version is written to a slot
-when a sample needs it and stays until another version needs the slot. Versions that are also on disk may leave memory,
-least recently used first, and are read back when they are asked for.
+JAX arrays never change, so publishing a version is keeping a reference to its adapter. Slots limit how many versions
+are sampled at once (slot 0 is the base model, without an adapter): a version is put into one when a sample needs it and
+stays until another version needs the slot. Versions that are also on disk may leave memory, least recently used first,
+and are read back when they are asked for.
 """
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from skyrl.errors import RequestError
-from skyrl.tx.lora import bank_of, read_slot, write_slot
 from skyrl.tx.models.types import Adapter
 
 BASE_SLOT = 0
@@ -26,14 +27,17 @@ class _Slot:
     version: str | None = None
     """None: free, or its version was dropped while samples still run on it."""
     pins: int = 0
+    adapter: Adapter | None = None
+    content: int = 0
+    """Different for everything that was ever in a slot."""
 
 
 class VersionPool:
     """All published versions. Safe to use from several threads.
 
     Args:
-        zero: An adapter that changes nothing, of the rank that every slot has room for.
-        slots: Slots of the bank, the base model's included.
+        zero: An adapter of the largest rank. Those of smaller ranks are padded to it.
+        slots: Slots there are, the base model's included.
         load: Reads the adapter that is stored in a folder. Raises `StorageError` or `RequestError`.
         max_resident: Versions to keep in memory, beside those that are nowhere else.
     """
@@ -43,17 +47,19 @@ class VersionPool:
         self._zero = zero
         self._load = load
         self._max_resident = max_resident
-        self._write = jax.jit(_write, donate_argnums=0)
-        self._bank = bank_of([zero] * slots)
+        self._contents = itertools.count(1)
         self._slots: OrderedDict[int, _Slot] = OrderedDict((slot, _Slot()) for slot in range(1, slots))
         self._resident: OrderedDict[str, Adapter] = OrderedDict()
         self._paths: dict[str, str] = {}
         self._lock = threading.RLock()
 
-    @property
-    def bank(self) -> Adapter:
-        """The adapters of all slots, stacked."""
-        return self._bank
+    def adapter(self, slot: int) -> Adapter | None:
+        """What is in a slot that was acquired; None in the base model's."""
+        return None if slot == BASE_SLOT else self._slots[slot].adapter
+
+    def content(self, slot: int) -> int:
+        """A number for what is in a slot, which no other adapter ever has; 0 for the base model."""
+        return 0 if slot == BASE_SLOT else self._slots[slot].content
 
     def publish(self, version: str, adapter: Adapter) -> None:
         """Make `adapter` samplable as `version`. Its arrays are kept, so no program may be given them as donated.
@@ -99,10 +105,8 @@ class VersionPool:
                 slot = self._free_slot()
                 if slot is None:
                     return None
-                adapter = self._adapter(version, path)
-                self._slots[slot].version = None
-                self._bank = jax.block_until_ready(self._write(self._bank, slot, adapter))
-                self._slots[slot].version = version
+                adapter = padded(self._adapter(version, path), self._zero)
+                self._slots[slot] = _Slot(version, 0, adapter, next(self._contents))
             self._slots[slot].pins += 1
             self._slots.move_to_end(slot)
             return slot
@@ -119,19 +123,6 @@ class VersionPool:
     def pinned(self) -> int:
         """Pins that have not been released."""
         return sum(slot.pins for slot in self._slots.values())
-
-    @property
-    def bank_lost(self) -> bool:
-        """Whether a failed write took the bank with it. Nothing can be sampled until `rebuild_bank`."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self._bank))
-
-    def rebuild_bank(self) -> None:
-        """An empty bank. All pins must have been released."""
-        with self._lock:
-            assert self.pinned == 0, self.pinned
-            for slot in self._slots.values():
-                slot.version = None
-            self._bank = bank_of([self._zero] * (len(self._slots) + 1))
 
     def _free_slot(self) -> int | None:
         """An unused slot, else the least recently used one that is not pinned."""
@@ -168,13 +159,18 @@ class VersionPool:
             del self._resident[version]
 
 
-def _write(bank: Adapter, slot: jax.Array, adapter: Adapter) -> Adapter:
-    """The bank with `adapter`, padded with zeros to the bank's rank, in a slot."""
-    room = jax.eval_shape(lambda bank: read_slot(bank, 0), bank)
+def padded(adapter: Adapter, like: Adapter) -> Adapter:
+    """The adapter with ranks padded to those of `like`, and itself if they are that already.
 
-    def widen(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-        if leaf.shape == like.shape:
+    Raises ValueError for an adapter of another model.
+    """
+
+    def pad(leaf: jax.Array, room: jax.Array) -> jax.Array:
+        if leaf.shape == room.shape:
             return leaf
-        return jnp.pad(leaf, [(0, wanted - size) for size, wanted in zip(leaf.shape, like.shape, strict=True)])
+        if leaf.ndim != room.ndim:
+            raise ValueError(f"an adapter's array of shape {leaf.shape} cannot be one of shape {room.shape}")
+        missing = [(0, wanted - size) for size, wanted in zip(leaf.shape, room.shape, strict=True)]
+        return jnp.asarray(np.pad(leaf, missing))  # on the host, where no program has to be compiled for it
 
-    return write_slot(bank, slot, jax.tree.map(widen, adapter, room))
+    return jax.tree.map(pad, adapter, like)

@@ -1,8 +1,10 @@
-"""Causal attention with grouped key/value heads: within packed segments, or of new tokens over a cache.
+"""Causal attention with grouped key/value heads: within packed segments, or of new tokens over a paged cache.
 
 Scores and softmax are float32 whatever the dtype of the inputs. A token always attends to itself, so no row is empty
 and padding stays finite.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 MASKED = -1e30
 """Score of a pair that may not attend; its weight underflows to exactly 0."""
+
+PAGES_AT_ONCE = 4
+"""Pages that several tokens of a row attend to at once."""
 
 
 def packed_mask(tokens: int, segment_ids: Int[Array, "batch tokens"] | None) -> Bool[Array, "_ tokens tokens"]:
@@ -29,28 +34,107 @@ def packed_attention(
     return _mix(jax.nn.softmax(scores, axis=-1), value).reshape(query.shape).astype(query.dtype)
 
 
-def cached_attention(
-    query: Float[Array, "batch tokens heads head_dim"],
-    key: Float[Array, "batch tokens kv_heads head_dim"],
-    value: Float[Array, "batch tokens kv_heads head_dim"],
-    cached_keys: Float[Array, "batch capacity kv_heads head_dim"],
-    cached_values: Float[Array, "batch capacity kv_heads head_dim"],
-    start: Int[Array, "batch"],
-    mask: Bool[Array, "_ tokens tokens"],
-) -> Float[Array, "batch tokens heads head_dim"]:
-    """Attention of new tokens to the first `start` entries of the cache and, where `mask` says so, to each other.
+class Pages(NamedTuple):
+    """One layer's part of a `KVCache`. A pytree."""
 
-    The rest of the cache may hold anything, even NaN of an earlier tenant: it is masked out of scores and values.
+    keys: Float[Array, "pages kv_heads head_dim page_size"]
+    values: Float[Array, "pages kv_heads page_size head_dim"]
+    table: Int[Array, "batch blocks"]
+
+    @property
+    def size(self) -> int:
+        """Tokens of a page."""
+        return self.keys.shape[-1]
+
+    def write(
+        self,
+        positions: Int[Array, "batch tokens"],
+        key: Float[Array, "batch tokens kv_heads head_dim"],
+        value: Float[Array, "batch tokens kv_heads head_dim"],
+    ) -> "Pages":
+        """With tokens stored at their positions; those past the table are dropped."""
+        block = positions // self.size
+        inside = block < self.table.shape[1]
+        page = jnp.take_along_axis(self.table, jnp.where(inside, block, 0), axis=1)
+        page, entry = jnp.where(inside, page, self.keys.shape[0]), positions % self.size
+        return self._replace(
+            keys=self.keys.at[page, :, :, entry].set(key, mode="drop"),
+            values=self.values.at[page, :, entry].set(value, mode="drop"),
+        )
+
+
+def cached_attention(
+    query: Float[Array, "batch tokens heads head_dim"], pages: Pages, positions: Int[Array, "batch tokens"]
+) -> Float[Array, "batch tokens heads head_dim"]:
+    """Attention of tokens to all that is stored in `pages` up to their own positions, block by block.
+
+    Only blocks up to the highest position are read (online softmax, Milakov & Gimelshein 2018,
+    https://arxiv.org/abs/1805.02867). What else the pages hold may be anything, even NaN of an earlier tenant: it is
+    masked out of scores and values.
     """
-    past = jnp.arange(cached_keys.shape[1])[None, :] < start[:, None]
-    old = jnp.where(past[:, None, None, None, :], _scores(query, cached_keys), MASKED)
-    new = jnp.where(mask[:, None, None], _scores(query, key), MASKED)
-    highest = jnp.maximum(old.max(axis=-1, keepdims=True), new.max(axis=-1, keepdims=True))
-    old, new = jnp.exp(old - highest), jnp.exp(new - highest)
-    total = old.sum(axis=-1, keepdims=True) + new.sum(axis=-1, keepdims=True)
-    cached_values = jnp.where(past[:, :, None, None], cached_values, jnp.zeros((), cached_values.dtype))
-    mixed = _mix(old / total, cached_values) + _mix(new / total, value)
-    return mixed.reshape(query.shape).astype(query.dtype)
+    batch, tokens, heads, head_dim = query.shape
+    kv_heads = pages.keys.shape[1]
+    grouped = query.reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32) * head_dim**-0.5
+    attend, span = (_attend_one, 1) if tokens == 1 else (_attend_many, PAGES_AT_ONCE)
+    table = jnp.pad(pages.table, ((0, 0), (0, -pages.table.shape[1] % span)))
+
+    def block(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        highest, total, mixed = carry
+        page = jax.lax.dynamic_slice_in_dim(table, index * span, span, axis=1)
+        place = index * span * pages.size + jnp.arange(span * pages.size, dtype=jnp.int32)
+        stored = place[None, None] <= positions[:, :, None]
+        return attend(grouped, pages, page, stored, highest, total, mixed)
+
+    shape = batch, kv_heads, heads // kv_heads, tokens
+    start = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim))
+    blocks = jnp.minimum(positions.max() // (span * pages.size) + 1, table.shape[1] // span)
+    _, total, mixed = jax.lax.fori_loop(0, blocks, block, start)
+    return jnp.moveaxis(mixed / total[..., None], 3, 1).reshape(query.shape).astype(query.dtype)
+
+
+def _attend_one(
+    query: Float[Array, "batch 1 kv_heads group head_dim"],
+    pages: Pages,
+    page: Int[Array, "batch 1"],
+    stored: Bool[Array, "batch 1 page_size"],
+    highest: Float[Array, "batch kv_heads group 1"],
+    total: Float[Array, "batch kv_heads group 1"],
+    mixed: Float[Array, "batch kv_heads group 1 head_dim"],
+) -> tuple[Array, Array, Array]:
+    """A page more for one token per row.
+
+    Such products are bound by memory. As sums of element-wise products, the compiler reads the pages where they are.
+    """
+    key, value = pages.keys[page[:, 0]][:, :, None], pages.values[page[:, 0]][:, :, None]
+    scores = jnp.sum(query[:, 0, :, :, :, None] * key, axis=-2)
+    scores = jnp.where(stored[:, None], scores, MASKED)
+    peak = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
+    weights, kept = jnp.where(stored[:, None], jnp.exp(scores - peak), 0.0), jnp.exp(highest - peak)
+    value = jnp.where(stored[:, None, :, :, None], value, 0)
+    added = jnp.sum(weights[..., None] * value, axis=-2, keepdims=True)
+    return peak, total * kept + weights.sum(axis=-1, keepdims=True), mixed * kept[..., None] + added
+
+
+def _attend_many(
+    query: Float[Array, "batch tokens kv_heads group head_dim"],
+    pages: Pages,
+    page: Int[Array, "batch span"],
+    stored: Bool[Array, "batch tokens stored"],
+    highest: Float[Array, "batch kv_heads group tokens"],
+    total: Float[Array, "batch kv_heads group tokens"],
+    mixed: Float[Array, "batch kv_heads group tokens head_dim"],
+) -> tuple[Array, Array, Array]:
+    """Some pages more for several tokens per row."""
+    batch, span = page.shape
+    key = jnp.moveaxis(pages.keys[page], 1, 3).reshape(batch, *pages.keys.shape[1:3], span * pages.size)
+    value = jnp.moveaxis(pages.values[page], 1, 2).reshape(batch, key.shape[1], -1, key.shape[2])
+    value = jnp.where(stored.any(axis=1)[:, None, :, None], value, 0)
+    scores = jnp.einsum("btkgh,bkhs->bkgts", query, key, preferred_element_type=jnp.float32)
+    scores = jnp.where(stored[:, None, None], scores, MASKED)
+    peak = jnp.maximum(highest, scores.max(axis=-1))
+    weights, kept = jnp.where(stored[:, None, None], jnp.exp(scores - peak[..., None]), 0.0), jnp.exp(highest - peak)
+    added = jnp.einsum("bkgts,bksh->bkgth", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    return peak, total * kept + weights.sum(axis=-1), mixed * kept[..., None] + added
 
 
 def _scores(

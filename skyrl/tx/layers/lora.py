@@ -1,12 +1,13 @@
 """The low-rank part of a linear map, for one adapter or for a slot of a bank per row.
 
-`Lora` is a view of an adapter at some place of the model: layers hand `lora.at("self_attn")` down to their parts. Rows
-of different slots are multiplied with their own gathered matrices, never with a sum over slots, so that one tenant's
-NaN stays its own.
+`Lora` is a view of an adapter at some place of the model: layers hand `lora.at("self_attn")` down to their parts. The
+matrices of a bank are finite (`skyrl.tx.lora.write_slot` sees to it; a slot that was not has a scaling of NaN), so what
+a row keeps of other slots is exactly 0.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -32,12 +33,25 @@ class Lora(NamedTuple):
         """The view of a part."""
         return self._replace(weights=self.weights[name])
 
+    def of_layer(self, layer: int) -> "Lora":
+        """The view of one layer."""
+        layers = self.weights["layers"]
+        if isinstance(layers, list):
+            return self._replace(weights=layers[layer])
+        return self._replace(weights=jax.tree.map(lambda leaf: leaf[layer], layers))
+
     def delta(self, x: Float[Array, "batch *rest in"]) -> Float[Array, "batch *rest out"]:
-        """scaling * (x A) B in float32, of the pair that this view has come to."""
+        """scaling * (x A) B in float32, of the pair that this view has come to.
+
+        With slots, all matrices of the bank are one product each way, in which a row keeps the part of its own slot.
+        """
         a, b = self.weights["lora_A"], self.weights["lora_B"]
         x = x.astype(jnp.float32)
         if self.slots is None:
             return (jnp.einsum("...i,ir->...r", x, a) * self.scaling) @ b
-        rows = x.reshape(x.shape[0], -1, x.shape[-1])
-        low = jnp.einsum("bti,bir->btr", rows, a[self.slots]) * self.scaling[:, None, None]
-        return jnp.einsum("btr,bro->bto", low, b[self.slots]).reshape(*x.shape[:-1], b.shape[-1])
+        _, slots, rank = a.shape
+        low = (x @ a.reshape(-1, slots * rank)).reshape(*x.shape[:-1], slots, rank)
+        per_row = (len(x), *[1] * x.ndim)
+        own = self.slots.reshape(per_row) == jnp.arange(slots).reshape(*[1] * (x.ndim - 1), slots, 1)
+        low = jnp.where(own, low * self.scaling.reshape(per_row), 0.0)
+        return low.reshape(*x.shape[:-1], slots * rank) @ b.reshape(slots * rank, -1)

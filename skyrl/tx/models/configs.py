@@ -7,6 +7,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+UNROLLED_LAYERS = 8
+"""Layers of the deepest model that is unrolled unless told otherwise."""
+
 
 class ModelConfig(PretrainedConfig):
     """The configuration of a base model and the settings of its training."""
@@ -21,6 +24,7 @@ class ModelConfig(PretrainedConfig):
         loss_chunk_size: int = 0,
         gradient_checkpointing: bool = False,
         mhc_expansion_rate: int = 1,
+        unroll_layers: bool | None = None,
     ):
         """Wrap a Hugging Face configuration, or the dictionary of one.
 
@@ -32,6 +36,8 @@ class ModelConfig(PretrainedConfig):
             loss_chunk_size: Tokens per chunk of the vocabulary projection; 0 does not chunk.
             gradient_checkpointing: Recompute activations in the backward pass.
             mhc_expansion_rate: Residual streams; their connectors are trainable when it is above 1.
+            unroll_layers: Compile layers one by one rather than as a loop, which runs faster and compiles slower.
+                None: if there are few.
         """
         settings = {
             "max_lora_adapters": max_lora_adapters,
@@ -40,9 +46,12 @@ class ModelConfig(PretrainedConfig):
             "loss_chunk_size": loss_chunk_size,
             "gradient_checkpointing": gradient_checkpointing,
             "mhc_expansion_rate": mhc_expansion_rate,
+            "unroll_layers": unroll_layers,
         }
         # The inherited constructor calls get_text_config, so it is given everything.
         super().__init__(**((config if isinstance(config, dict) else config.to_dict()) | settings))
+        if self.unroll_layers is None:
+            self.unroll_layers = getattr(self.get_config(), "num_hidden_layers", 0) <= UNROLLED_LAYERS
         if self.dtype is not None:
             self.dtype = str(self.dtype).removeprefix("torch.")
 
@@ -73,6 +82,7 @@ class ModelConfig(PretrainedConfig):
             loss_chunk_size=self.loss_chunk_size,
             gradient_checkpointing=self.gradient_checkpointing,
             mhc_expansion_rate=self.mhc_expansion_rate,
+            unroll_layers=self.unroll_layers,
         )
 
     def get_num_experts(self) -> int | None:

@@ -1,9 +1,11 @@
 """Qwen3, dense (https://arxiv.org/abs/2505.09388): pre-norm decoder with grouped attention and query/key norms.
 
-Parameters of all layers are stacked and the layers are scanned. The cache is read inside the scan and written once
-after it, for all layers together, so that a donated cache is updated in place.
+Layers of a deep model are stacked and scanned; those of a shallow one are unrolled, which runs faster and takes longer
+to compile. A layer stores its keys and values in the cache before it reads it, so that a donated cache is updated in
+place.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
@@ -11,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from skyrl.tx.layers.attention import cached_attention, packed_attention, packed_mask
+from skyrl.tx.layers.attention import Pages, cached_attention, packed_attention, packed_mask
 from skyrl.tx.layers.linear import Linear
 from skyrl.tx.layers.logprobs import chunked_logprobs
 from skyrl.tx.layers.lora import Lora
@@ -27,10 +29,9 @@ class Context(NamedTuple):
     """What every layer of one forward pass sees. A pytree."""
 
     rotation: Rotation
-    mask: Bool[Array, "_ tokens tokens"]
-    """Which pairs of these tokens attend."""
-    start: Int[Array, "batch"]
-    """Tokens in the cache before this pass, where there is one."""
+    mask: Bool[Array, "_ tokens tokens"] | None
+    """Which pairs of these tokens attend, without a cache."""
+    positions: Int[Array, "batch tokens"]
 
 
 class Attention(nnx.Module):
@@ -52,9 +53,9 @@ class Attention(nnx.Module):
         x: Float[Array, "batch tokens hidden"],
         context: Context,
         lora: Lora | None,
-        cached: tuple[Array, Array] | None,
-    ) -> tuple[Float[Array, "batch tokens hidden"], tuple[Array, Array]]:
-        """The output, and the keys and values of these tokens."""
+        cached: Pages | None,
+    ) -> tuple[Float[Array, "batch tokens hidden"], Pages | None]:
+        """The output, and the layer's cache with these tokens."""
 
         def heads(name: str) -> Float[Array, "batch tokens heads head_dim"]:
             return getattr(self, name)(x, lora and lora.at(name)).reshape(*x.shape[:2], -1, self.head_dim)
@@ -63,10 +64,12 @@ class Attention(nnx.Module):
         key = context.rotation.apply(self.k_norm(heads("k_proj")))
         value = heads("v_proj")
         if cached is None:
+            assert context.mask is not None
             mixed = packed_attention(query, key, value, context.mask)
         else:
-            mixed = cached_attention(query, key, value, *cached, context.start, context.mask)
-        return self.o_proj(mixed.reshape(*x.shape[:2], -1), lora and lora.at("o_proj")), (key, value)
+            cached = cached.write(context.positions, key, value)
+            mixed = cached_attention(query, cached, context.positions)
+        return self.o_proj(mixed.reshape(*x.shape[:2], -1), lora and lora.at("o_proj")), cached
 
 
 class MLP(nnx.Module):
@@ -88,7 +91,7 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """One decoder layer. In a model its parameters carry a leading [layers] axis."""
+    """One decoder layer. In a model that scans its layers, parameters carry a leading [layers] axis."""
 
     def __init__(self, config: "ModelConfig", dtype: jnp.dtype, rngs: nnx.Rngs):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
@@ -101,12 +104,12 @@ class Layer(nnx.Module):
         x: Float[Array, "batch tokens hidden"],
         context: Context,
         lora: Lora | None,
-        cached: tuple[Array, Array] | None,
-    ) -> tuple[Float[Array, "batch tokens hidden"], tuple[Array, Array]]:
-        """The residual stream after this layer, and the keys and values of these tokens."""
-        attended, new = self.self_attn(self.input_layernorm(x), context, lora and lora.at("self_attn"), cached)
+        cached: Pages | None,
+    ) -> tuple[Float[Array, "batch tokens hidden"], Pages | None]:
+        """The residual stream after this layer, and its cache with these tokens."""
+        attended, cached = self.self_attn(self.input_layernorm(x), context, lora and lora.at("self_attn"), cached)
         x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x), lora and lora.at("mlp")), new
+        return x + self.mlp(self.post_attention_layernorm(x), lora and lora.at("mlp")), cached
 
 
 @MODELS.register("Qwen3ForCausalLM")
@@ -146,7 +149,10 @@ class Qwen3ForCausalLM(ModelForCausalLM):
         def stacked(rngs: nnx.Rngs) -> Layer:
             return Layer(config, dtype, rngs)
 
-        self.layers = stacked(rngs)
+        if config.unroll_layers:
+            self.layers = nnx.List([Layer(config, dtype, rngs) for _ in range(config.num_hidden_layers)])
+        else:
+            self.layers = stacked(rngs)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         tied = config.tie_word_embeddings
         self.unembed = None if tied else nnx.Param(embed(rngs.params(), vocabulary, dtype))
@@ -182,30 +188,66 @@ class Qwen3ForCausalLM(ModelForCausalLM):
         """See `ModelForCausalLM.__call__`."""
         config = self.config
         lora = None if adapter is None else Lora.of(adapter, adapter_index)
-        layer_weights = None if lora is None else lora.weights["layers"]
         context = Context(
             rotation=Rotation.at(positions, config.head_dim, rope_theta(config)),
-            mask=packed_mask(input_ids.shape[1], segment_ids),
-            start=positions[:, 0],
+            mask=packed_mask(input_ids.shape[1], segment_ids) if kv_cache is None else None,
+            positions=positions,
         )
-        graph, parameters = nnx.split(self.layers)
-
-        def body(x: Array, inputs: tuple[Any, Any, KVCache | None]) -> tuple[Array, Any]:
-            parameters, weights, cached = inputs
-            layer_lora = None if lora is None else lora._replace(weights=weights)
-            x, new = nnx.merge(graph, parameters)(x, context, layer_lora, cached)
-            return x, (x if output_hidden_states else None, new if kv_cache is not None else None)
-
-        if config.gradient_checkpointing:
-            body = jax.checkpoint(body, prevent_cse=False)  # a loop body is a computation of its own: nothing to merge
         embedded = self.embed_tokens[...][input_ids]
-        x, (hidden, new) = jax.lax.scan(body, embedded, (parameters, layer_weights, kv_cache))
+        run = self._unrolled if isinstance(self.layers, nnx.List) else self._scanned
+        x, hidden, kv_cache = run(embedded, context, lora, kv_cache, output_hidden_states)
         x = self.norm(x)
         return CausalLMOutput(
             last_hidden_state=x,
-            kv_cache=None if kv_cache is None else kv_cache.write(positions, *new),
+            kv_cache=kv_cache,
             hidden_states=[embedded, *hidden[:-1], x] if output_hidden_states else None,
         )
+
+    def _unrolled(
+        self, x: Array, context: Context, lora: Lora | None, cache: KVCache | None, output_hidden_states: bool
+    ) -> tuple[Array, Sequence[Array] | Array, KVCache | None]:
+        """The residual stream after all layers and after each (where asked), and the updated cache."""
+        hidden, written = [], []
+        assert isinstance(self.layers, nnx.List)
+        for i, layer in enumerate(self.layers):
+            graph, parameters = nnx.split(layer)
+
+            def body(x: Array, parameters: Any, lora: Lora | None, cached: Pages | None, graph: Any = graph) -> Any:
+                return nnx.merge(graph, parameters)(x, context, lora, cached)
+
+            if self.config.gradient_checkpointing:
+                body = jax.checkpoint(body)
+            cached = None if cache is None else Pages(cache.keys[i], cache.values[i], cache.table)
+            x, cached = body(x, parameters, lora and lora.of_layer(i), cached)
+            written.append(cached)
+            if output_hidden_states:
+                hidden.append(x)
+        if cache is not None:
+            cache = cache._replace(keys=tuple(p.keys for p in written), values=tuple(p.values for p in written))
+        return x, hidden, cache
+
+    def _scanned(
+        self, x: Array, context: Context, lora: Lora | None, cache: KVCache | None, output_hidden_states: bool
+    ) -> tuple[Array, Sequence[Array] | Array, KVCache | None]:
+        """As `_unrolled`. The cache is carried along whole, so that it is updated in place."""
+        graph, parameters = nnx.split(self.layers)
+        layers = self.config.num_hidden_layers
+        pages = 0 if cache is None else cache.keys[0].shape[0] // layers
+
+        def body(carry: tuple[Array, KVCache | None], inputs: tuple[Any, Any, Array]) -> tuple[Any, Any]:
+            (x, cache), (parameters, weights, layer) = carry, inputs
+            layer_lora = None if lora is None else lora._replace(weights=weights)
+            cached = None if cache is None else Pages(cache.keys[0], cache.values[0], cache.table + layer * pages)
+            x, cached = nnx.merge(graph, parameters)(x, context, layer_lora, cached)
+            if cache is not None and cached is not None:
+                cache = cache._replace(keys=(cached.keys,), values=(cached.values,))
+            return (x, cache), (x if output_hidden_states else None)
+
+        if self.config.gradient_checkpointing:
+            body = jax.checkpoint(body, prevent_cse=False)  # a loop body is a computation of its own: nothing to merge
+        inputs = parameters, lora and lora.weights["layers"], jnp.arange(layers)
+        (x, cache), hidden = jax.lax.scan(body, (x, cache), inputs)
+        return x, hidden, cache
 
     def compute_logits(
         self,

@@ -20,6 +20,10 @@ if TYPE_CHECKING:  # transformers loads torch where that is installed, which arr
     from skyrl.tx.models.configs import ModelConfig
 
 
+PAGE_SIZE = 64
+"""Tokens of a page of keys and values."""
+
+
 class Adapter(NamedTuple):
     """LoRA weights of one model, or (with a slot axis, see below) a *bank* of several. A pytree.
 
@@ -31,36 +35,49 @@ class Adapter(NamedTuple):
     """`{"layers": {"self_attn": {"q_proj": pair, ...}, "mlp": {...}}, "lm_head": pair}`.
 
     A pair is `{"lora_A": float32 [in, rank], "lora_B": float32 [rank, out]}`, below "layers" with a leading [layers]
-    axis. In a bank the slot axis comes before in and rank: `[layers, slots, in, rank]`, and `[slots, in, rank]`.
+    axis. In a bank "layers" is a list of such trees, one per layer, where layers are unrolled, and pairs are
+    `[in, slots, rank]` and `[slots, rank, out]`, with the [layers] axis first where layers are scanned.
     """
     scaling: Float[Array, "..."]
     """alpha / rank: a scalar, `[slots]` in a bank."""
 
 
 class KVCache(NamedTuple):
-    """Keys (after norm and RoPE) and values of past tokens. Index i of `capacity` holds the token at position i."""
+    """Keys (after norm and RoPE) and values of past tokens, in pages. A pytree.
 
-    keys: Float[Array, "layers batch capacity kv_heads head_dim"]
-    values: Float[Array, "layers batch capacity kv_heads head_dim"]
+    The token at position p of row b is entry p % page_size of page `table[b, p // page_size]`. Rows may share pages
+    that none of them writes to. Positions past the table are not stored.
+    """
+
+    keys: tuple[Float[Array, "pages kv_heads head_dim page_size"], ...]
+    """One array per layer; a single one with the pages of all layers, one layer after the other, if layers are scanned.
+
+    Positions are the last axis, so that scores of one query are computed by vectors of positions.
+    """
+    values: tuple[Float[Array, "pages kv_heads page_size head_dim"], ...]
+    """As `keys`."""
+    table: Int[Array, "batch blocks"]
 
     @classmethod
-    def zeros(cls, config: "ModelConfig", batch: int, capacity: int, dtype: DTypeLike) -> "KVCache":
-        """An empty cache for `batch` rows of at most `capacity` tokens."""
-        text = config.get_text_config()
-        shape = (text.num_hidden_layers, batch, capacity, text.num_key_value_heads, text.head_dim)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-    def write(
-        self,
-        positions: Int[Array, "batch tokens"],
-        keys: Float[Array, "layers batch tokens kv_heads head_dim"],
-        values: Float[Array, "layers batch tokens kv_heads head_dim"],
+    def zeros(
+        cls, config: "ModelConfig", batch: int, capacity: int, dtype: DTypeLike, page_size: int = PAGE_SIZE
     ) -> "KVCache":
-        """The cache with new tokens of all layers at their positions; positions past the capacity are dropped."""
-        rows = jnp.arange(positions.shape[0])[:, None]
-        return KVCache(
-            self.keys.at[:, rows, positions].set(keys, mode="drop"),
-            self.values.at[:, rows, positions].set(values, mode="drop"),
+        """An empty cache for `batch` rows of at most `capacity` tokens, each with pages of its own."""
+        blocks = -(-capacity // page_size)
+        table = jnp.arange(batch * blocks, dtype=jnp.int32).reshape(batch, blocks)
+        return cls(*cls.pool(config, batch * blocks, dtype, page_size), table)
+
+    @staticmethod
+    def pool(
+        config: "ModelConfig", pages: int, dtype: DTypeLike, page_size: int = PAGE_SIZE
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """`keys` and `values` of so many pages per layer, all zeros."""
+        text = config.get_text_config()
+        layers, heads, width = text.num_hidden_layers, text.num_key_value_heads, text.head_dim
+        arrays, pages = (layers, pages) if config.unroll_layers else (1, layers * pages)
+        return (
+            tuple(jnp.zeros((pages, heads, width, page_size), dtype) for _ in range(arrays)),
+            tuple(jnp.zeros((pages, heads, page_size, width), dtype) for _ in range(arrays)),
         )
 
 
@@ -138,11 +155,11 @@ class ModelForCausalLM(nnx.Module):
 
         Without a cache, attention is causal inside equal `segment_ids` (None: each row is one segment) and positions
         restart in each segment; segment -1 is padding, whose output is meaningless but finite. With a cache, token t
-        of row b is stored at index `positions[b, t]` (contiguous per row; an index past the capacity stores nothing)
-        and attends to all earlier indices and itself.
+        of row b is stored at position `positions[b, t]` (past the table: nowhere), and attends to what is stored at
+        all earlier positions and at its own.
 
         Without `adapter_index`, `adapter` is a single one for all rows. With it, `adapter` is a bank and row b uses
-        slot `adapter_index[b]`; nothing is ever summed over slots.
+        slot `adapter_index[b]`, none if that is negative.
         """
         raise NotImplementedError
 

@@ -1,0 +1,87 @@
+"""The adapters of running sequences, stacked a few at a time, so that rows of different adapters share a product.
+
+Rows with one adapter use a bank of one slot; those with several use banks of `SLOTS`, each with rows of its own. An
+adapter stays where it is while it is used, so that only what is new is written.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from skyrl.backends.jax.sampling_programs import SamplingPrograms
+from skyrl.backends.jax.versions import BASE_SLOT, VersionPool
+from skyrl.tx.models.types import Adapter
+
+SLOTS = 4
+"""Adapters whose rows are decoded together."""
+
+
+class Group(NamedTuple):
+    """A bank, and where in it the adapters of a version pool's slots are. The base model is at -1."""
+
+    bank: Adapter | None
+    places: dict[int, int]
+
+
+@dataclass(eq=False)
+class _Bank:
+    contents: list[int | None]
+    """What is in each slot, as `VersionPool.content`."""
+    adapters: Adapter
+
+
+class Banks:
+    """Banks of what is in a version pool.
+
+    Args:
+        programs: Of the sampler.
+        versions: Whose slots sequences name.
+        zero: An adapter that changes nothing, of the largest rank.
+        apart: One bank for each adapter.
+    """
+
+    def __init__(self, programs: SamplingPrograms, versions: VersionPool, zero: Adapter, apart: bool):
+        self._programs = programs
+        self._versions = versions
+        self._zero = zero
+        self._apart = apart
+        self._banks: list[_Bank] = []
+
+    def groups(self, slots: Sequence[int]) -> list[Group]:
+        """Banks that hold these slots of the pool, which are acquired; each slot is in one group."""
+        adapted = [slot for slot in slots if slot != BASE_SLOT]
+        together = 1 if self._apart or len(adapted) == 1 else SLOTS
+        wanted = {self._versions.content(slot): slot for slot in adapted}
+        self._banks = [bank for bank in self._banks if len(bank.contents) == together][: -(-len(wanted) // together)]
+        held = {content for bank in self._banks for content in bank.contents}
+        for content in wanted.keys() - held:
+            self._put(content, wanted, together)
+        groups = []
+        for bank in self._banks:
+            places = {wanted[content]: place for place, content in enumerate(bank.contents) if content in wanted}
+            groups.append(Group(bank.adapters, places))
+        if BASE_SLOT in slots:
+            if groups and not self._apart:
+                groups[0].places[BASE_SLOT] = -1
+            else:
+                groups.append(Group(None, {BASE_SLOT: -1}))
+        return [group for group in groups if group.places]
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._banks = []
+
+    def _put(self, content: int, wanted: dict[int, int], together: int) -> None:
+        """Write an adapter to a slot that is not needed, of a new bank if need be."""
+        unneeded = (
+            (bank, place) for bank in self._banks for place, held in enumerate(bank.contents) if held not in wanted
+        )
+        found = next(unneeded, None)
+        if found is None:
+            found = _Bank([None] * together, self._programs.empty_bank(self._zero, together)), 0
+            self._banks.append(found[0])
+        bank, place = found
+        adapter = self._versions.adapter(wanted[content])
+        bank.contents[place] = None
+        bank.adapters = self._programs.write_slot(bank.adapters, place, adapter)
+        bank.contents[place] = content
