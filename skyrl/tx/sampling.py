@@ -2,7 +2,7 @@
 
 A row uses one uniform number per step, found by a counter-based generator from (seed, sample index, step), and inverts
 its own cumulative distribution with it. So what a row draws depends on nothing but its own logits and its own numbers.
-Only the sorting that top-k and top-p need is skipped when no row asks for it.
+Only the search that top-k and top-p need is skipped when no row asks for it.
 """
 
 import jax
@@ -87,16 +87,39 @@ def draw_tokens(
 def _filter(z: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """`z` with -inf for tokens outside top-k, then outside top-p of what is left. Ties go to the lower id."""
     vocab = z.shape[-1]
-    ids = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
-    descending, order = jax.lax.sort((-z, ids), dimension=1, is_stable=True, num_keys=1)
-    k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab).astype(jnp.int32)[:, None]
-    probs = jnp.where(ids < k, jnp.exp(-descending), 0.0)
-    before = jnp.cumsum(probs, axis=-1) - probs
-    nucleus = jnp.sum(before < top_p[:, None] * probs.sum(-1, keepdims=True), axis=-1, keepdims=True, dtype=jnp.int32)
-    kept = jnp.where(top_p[:, None] < 1, jnp.clip(nucleus, 1, k), k)
-    last = jnp.take_along_axis(-descending, kept - 1, axis=-1)
-    last_id = jnp.take_along_axis(order, kept - 1, axis=-1)
-    return jnp.where((z > last) | ((z == last) & (ids <= last_id)) | (kept == vocab), z, -jnp.inf)
+    bits = jax.lax.bitcast_convert_type(jnp.where(z == 0, 0.0, z), jnp.uint32)  # -0.0 is 0.0
+    keys = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # in the order of the numbers
+    k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab).astype(jnp.float32)[:, None]
+    kept = _fewest(keys, jnp.ones_like(z), k) | (k == vocab)
+    probs = jnp.where(kept, jnp.exp(z), 0.0)
+    enough = jnp.maximum(top_p[:, None] * probs.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    kept &= _fewest(keys, probs, enough) | (top_p[:, None] >= 1)
+    return jnp.where(kept, z, -jnp.inf)
+
+
+def _fewest(keys: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array:
+    """The tokens of the largest keys, lower ids first among equals, as few as weigh `enough` together.
+
+    The smallest key among them and then the highest id among its equals are found bit by bit, without sorting.
+    """
+    ids = jax.lax.broadcasted_iota(jnp.uint32, keys.shape, 1)
+
+    def reaches(mask: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(mask, weights, 0.0), axis=-1, keepdims=True) >= enough
+
+    def raise_key(step: jax.Array, lowest: jax.Array) -> jax.Array:
+        higher = lowest | (jnp.uint32(1 << 31) >> step.astype(jnp.uint32))
+        return jnp.where(reaches(keys >= higher), higher, lowest)
+
+    lowest = jax.lax.fori_loop(0, 32, raise_key, jnp.zeros_like(enough, jnp.uint32))
+    above, equal, width = keys > lowest, keys == lowest, keys.shape[-1].bit_length()
+
+    def raise_id(step: jax.Array, last: jax.Array) -> jax.Array:
+        higher = last | (jnp.uint32(1 << (width - 1)) >> step.astype(jnp.uint32))
+        return jnp.where(reaches(above | (equal & (ids < higher))), last, higher)
+
+    last = jax.lax.fori_loop(0, width, raise_id, jnp.zeros_like(lowest))
+    return above | (equal & (ids <= last))
 
 
 def _invert(weights: jax.Array, uniforms: jax.Array) -> tuple[jax.Array, jax.Array]:
