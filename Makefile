@@ -62,7 +62,7 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_overhead.py
 	$(BIN)/python benchmarks/bench_training.py
-	$(BIN)/python benchmarks/bench_decode.py
+	$(BIN)/python benchmarks/bench_sampling.py
 	$(BIN)/python benchmarks/bench_load.py
 
 # The generator is pinned: code of protobuf 4.25 runs on every runtime since.

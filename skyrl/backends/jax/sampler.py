@@ -87,6 +87,8 @@ class Sampler:
         """Prompts with samples that have not started, in the order of their turns."""
         self._running: list[Sequence] = []
         self._numbers = itertools.count()
+        self.tokens_generated = 0
+        """Tokens of all samples so far."""
 
     @property
     def busy(self) -> bool:
@@ -110,6 +112,11 @@ class Sampler:
     def programs(self) -> int:
         """Programs compiled so far."""
         return self._programs.compiled
+
+    @property
+    def all_started(self) -> bool:
+        """Whether every sample of every request has begun to be generated."""
+        return not (self._waiting or self._reading or self._read)
 
     @property
     def pages_free(self) -> int:
@@ -246,7 +253,9 @@ class Sampler:
                 steps = steps_to_go(sequences, most)
                 drawn = decode(self._base, group, self._cache, sequences, self._counts, steps)
                 calls.append((sequences, drawn, steps))
+            before = sum(len(sequence.tokens) for sequence in self._running)
             ended = [sequence for call in calls for sequence in push(*call)]
+            self.tokens_generated += sum(len(sequence.tokens) for sequence in self._running) - before
         except Exception as error:
             self._banks.clear()
             return self._fail([sequence.job for sequence in self._running], error)
