@@ -50,6 +50,9 @@ class JaxBackendConfig(BaseModel):
     deterministic: bool = False
     """Results of training and sampling do not depend, bit for bit, on what else is running."""
 
+    warm_up: bool = True
+    """Compile all programs of sampling at start, so that no request waits for one."""
+
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that a restart does not compile again."""
 

@@ -12,14 +12,25 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from skyrl.backends.executor import failure
-from skyrl.backends.jax.banks import Banks
+from skyrl.backends.jax.banks import SLOTS, Banks
 from skyrl.backends.jax.decoding import decode, push, row_counts, steps_to_go
-from skyrl.backends.jax.pages import Pages
+from skyrl.backends.jax.pages import SCRATCH, Pages
 from skyrl.backends.jax.prompts import Cache, Prompt, pages_of, pages_per_sample
-from skyrl.backends.jax.sampling_programs import BURST, CHUNKS, COPIES, SamplingPrograms
+from skyrl.backends.jax.sampling_programs import (
+    BURST,
+    CHUNKS,
+    COPIES,
+    SCORED_AT_ONCE,
+    TARGET_WIDTHS,
+    TOP_WIDTHS,
+    Rows,
+    SamplingPrograms,
+    top_width,
+)
 from skyrl.backends.jax.sequences import Job, Sequence
 from skyrl.backends.jax.versions import VersionPool
 from skyrl.backends.operations import Completion, Sample
@@ -69,6 +80,7 @@ class Sampler:
         self._versions = versions
         self._tokenizer = tokenizer
         self._vocab_size = model_config.vocab_size
+        self._zero = zero
         self._deterministic = deterministic
         self._counts = row_counts(max_rows or MOST_ROWS, deterministic)
         programs = SamplingPrograms(graphdef, model_config, base)
@@ -89,6 +101,32 @@ class Sampler:
         self._numbers = itertools.count()
         self.tokens_generated = 0
         """Tokens of all samples so far."""
+
+    def warm_up(self) -> int:
+        """Compile every program that a request can need, without running any. Returns how many there are."""
+        before, programs, cache = self.programs, self._programs, self._cache
+        kinds = (1,) if self._deterministic else (1, SLOTS)
+        banks = [None, *(programs.empty_bank(self._zero, slots) for slots in kinds)]
+        for bank in banks[1:]:
+            programs.write_slot(jax.tree.map(jnp.copy, bank), 0, self._zero)
+        for count in self._counts:
+            for bank in banks:
+                idle = Rows.idle(count, cache.blocks)
+                cache.pool, _ = programs.decode(self._base, bank, cache.pool, idle, np.int32(0))
+        table = np.full(cache.blocks, SCRATCH, np.int32)
+        for adapter in (None, self._zero):
+            for chunk in CHUNKS:
+                tokens = np.zeros(chunk, np.int32)
+                cache.pool, hidden = programs.prefill(self._base, adapter, cache.pool, table, tokens, np.int32(0))
+                logits = programs.project(self._base, adapter, hidden, np.int32(0))
+        for width in TARGET_WIDTHS:
+            programs.pick(logits, np.zeros((SCORED_AT_ONCE, width), np.int32))
+        for k in {top_width(width, self._vocab_size) for width in TOP_WIDTHS}:
+            programs.best(logits, k=k)
+        programs.alternatives(logits, np.zeros(2, np.uint32), np.int32(0), np.int32(0), np.float32(1))
+        for size in COPIES:
+            cache.copy([(SCRATCH, SCRATCH)] * size, (size,))
+        return self.programs - before
 
     @property
     def busy(self) -> bool:
