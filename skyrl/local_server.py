@@ -62,6 +62,9 @@ class LocalServer:
         }
         if self.base_model is not None:
             options["base-model"] = self.base_model
+        if "backend" not in options:  # it lives too briefly for programs that nobody asks for
+            config = {"warm_up": False, **json.loads(options.get("backend-config", "{}"))}
+            options["backend-config"] = json.dumps(config)
         return [f"--{name}={value}" for name, value in options.items()]
 
     def start(self, timeout_s: float = 180) -> None:

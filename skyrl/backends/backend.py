@@ -107,6 +107,15 @@ class AbstractBackend(ABC):
     def has_model(self, model_id: str) -> bool:
         """Whether the model exists now."""
 
+    def prepare(self) -> bool:
+        """With nothing else to do: one piece of what later requests would wait for. False: nothing is left to prepare."""
+        return False
+
+    @property
+    def metrics(self) -> dict[str, int]:
+        """What it counts about itself, by name."""
+        return {}
+
     def drop_version(self, version: str) -> None:  # noqa: B027 (a backend without versions in memory has nothing to do)
         """Forget a published version that was deleted or has expired. Its files are the caller's."""
 

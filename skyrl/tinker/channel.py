@@ -104,6 +104,13 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Metrics:
+    """What the backend counts about itself, whenever it has changed."""
+
+    values: dict[str, int]
+
+
+@dataclass(frozen=True)
 class Failed:
     """The engine cannot start. The message is for the person who started the server."""
 
@@ -164,7 +171,7 @@ class Parked:
     done: bool
 
 
-FromEngine = Progress | Ready | Failed | Done | Held | Running | Snapshotted | Stored | Parked
+FromEngine = Progress | Ready | Metrics | Failed | Done | Held | Running | Snapshotted | Stored | Parked
 
 
 class ChannelClosed(ConnectionError):

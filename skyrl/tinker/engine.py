@@ -45,6 +45,7 @@ from skyrl.tinker.channel import (
     Enqueue,
     Failed,
     Held,
+    Metrics,
     Park,
     Progress,
     Ready,
@@ -93,6 +94,7 @@ class TinkerEngine:
         self._submitted: dict[str, Operation] = {}
         self._running: set[str] = set()
         """What the API believes to be computed now."""
+        self._metrics: dict[str, int] = {}
         self._stored: deque[Stored] = deque()
         """Filled by the thread that writes."""
         self._stopping = False
@@ -107,7 +109,8 @@ class TinkerEngine:
             while not self._stopping and not self.channel.closed:
                 if not self.backend.busy:
                     self._tell_running(set())
-                    self.channel.wake.wait(self._patience_s())
+                    if not self.backend.prepare():
+                        self.channel.wake.wait(self._patience_s())
                 self.channel.wake.clear()
                 self.turn()
             if self._stopping:
@@ -132,6 +135,9 @@ class TinkerEngine:
         self._deliver(self.backend.step() if self.backend.busy else [])
         self.upkeep.snapshot_due(time.monotonic())
         self._submit()
+        if (metrics := self.backend.metrics) != self._metrics:
+            self._metrics = metrics
+            self.channel.send(Metrics(metrics))
 
     def _submit(self) -> None:
         while (operation := self.scheduler.next()) is not None:

@@ -380,6 +380,8 @@ class HealthResponse(BaseModel):
     """`healthz`."""
 
     status: str = "ok"
+    engine: dict[str, int] = {}
+    """What the engine counts about itself, such as the programs that it has compiled."""
 
 
 class ClientConfigResponse(BaseModel):

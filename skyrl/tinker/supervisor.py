@@ -17,7 +17,7 @@ from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable
 from typing import Literal
 
-from skyrl.tinker.channel import ApiChannel, Failed, FromEngine, Progress, Ready, Shutdown, Start, ToEngine
+from skyrl.tinker.channel import ApiChannel, Failed, FromEngine, Metrics, Progress, Ready, Shutdown, Start, ToEngine
 from skyrl.tinker.config import EngineConfig
 from skyrl.types import BackendInfo
 
@@ -57,6 +57,8 @@ class EngineSupervisor:
         """What the engine is busy with until it is ready, in words."""
         self.info: BackendInfo | None = None
         """Facts about the loaded model, from the first `Ready` on."""
+        self.metrics: dict[str, int] = {}
+        """What the running engine's backend counts about itself."""
         self.restarts = 0
         self._on_frame = on_frame
         self._on_crash = on_crash
@@ -158,10 +160,12 @@ class EngineSupervisor:
     def _note(self, frame: FromEngine) -> None:
         if isinstance(frame, Progress):
             self.progress = frame.message
+        elif isinstance(frame, Metrics):
+            self.metrics = frame.values
         elif isinstance(frame, Failed):
             self._failure = frame.message
         elif isinstance(frame, Ready):
-            self.info = frame.info
+            self.info, self.metrics = frame.info, {}
             self.progress = "ready"
             if self.state != "stopped":
                 self.state = "ready"

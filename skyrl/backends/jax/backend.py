@@ -123,15 +123,26 @@ class JaxBackend(Executor):
             max_rows=config.sample_max_num_sequences,
             deterministic=config.deterministic,
         )
+        self._warm_up = self._sampler.warm_up() if config.warm_up and not config.enforce_eager else iter(())
 
     # -- what the executor asks for -----------------------------------------------------------------------------------
 
     def step(self):
+        with self._computing():
+            return super().step()
+
+    def prepare(self) -> bool:
+        with self._computing():
+            return next(self._warm_up, None) is not None
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """How every program is traced and run."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(jax.default_matmul_precision("highest"))
             if self.config.enforce_eager:
                 stack.enter_context(jax.disable_jit())
-            return super().step()
+            yield
 
     def run(self, operation: ModelOperation) -> Work:
         return self._work(operation)

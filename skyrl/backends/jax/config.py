@@ -30,10 +30,10 @@ class JaxBackendConfig(BaseModel):
     """Tokens (rows x length) per training micro-batch while `train_micro_batch_size` is 0."""
 
     sample_max_num_sequences: int = Field(default=0, ge=0)
-    """Sequences decoded at once. 0: as many as `kv_cache_gib` holds, 32 at most."""
+    """Sequences decoded at once. 0: 32."""
 
     kv_cache_gib: float = Field(default=2.0, gt=0, allow_inf_nan=False)
-    """Memory for keys and values of running samples, in GiB."""
+    """Most memory, in GiB, for keys and values: of running samples, and of prefixes that later requests may share."""
 
     max_context_length: int = Field(default=0, ge=0)
     """Longest sequence (tokens) to train on or sample, at most what the model was made for. 0: that, 8192 at most."""
@@ -51,7 +51,7 @@ class JaxBackendConfig(BaseModel):
     """Results of training and sampling do not depend, bit for bit, on what else is running."""
 
     warm_up: bool = True
-    """Compile all programs of sampling at start, so that no request waits for one."""
+    """Compile all programs of sampling while there is nothing else to do, from the start on."""
 
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that a restart does not compile again."""

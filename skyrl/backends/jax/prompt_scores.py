@@ -63,9 +63,9 @@ class PromptScores:
             first = min(first, self._targets.first_row)
         return 0 if self.prompt_alt_tokens is not None else first
 
-    def read(self, base: Any, adapter: Adapter | None, hidden: jax.Array, start: int, count: int) -> None:
-        """Score `count` rows from row `start` on. `hidden` `[chunk, features]` begins with their states."""
-        for offset in range(0, count, SCORED_AT_ONCE):
+    def read(self, base: Any, adapter: Adapter | None, hidden: list[jax.Array], start: int, count: int) -> None:
+        """Score `count` rows from row `start` on, whose states are in `hidden`, `SCORED_AT_ONCE` in each block."""
+        for states, offset in zip(hidden, range(0, count, SCORED_AT_ONCE), strict=False):
             block = slice(start + offset, start + min(count, offset + SCORED_AT_ONCE))
             suffix = (self.prompt_logprobs is not None or self.topk_prompt_logprobs is not None) and (
                 block.stop > self._first
@@ -73,7 +73,7 @@ class PromptScores:
             targets = self._targets is not None and self._targets.has(block)
             if not (suffix or targets or self.prompt_alt_tokens is not None):
                 continue
-            logits = self._programs.project(base, adapter, hidden, np.int32(offset))
+            logits = self._programs.project(base, adapter, states)
             if suffix:
                 self._score_suffix(logits, block)
             if self._targets is not None and targets:

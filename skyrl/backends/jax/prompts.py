@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from skyrl.backends.jax.pages import Node, Pages, common_prefix
@@ -133,7 +134,7 @@ class Prompt:
         programs = self._cache.programs
         self._cache.pool, hidden = programs.prefill(base, adapter, self._cache.pool, table, tokens, np.int32(start))
         self._scores.read(base, adapter, hidden, start, count)
-        hidden.block_until_ready()  # so that a failure shows here, before other sequences depend on it
+        jax.block_until_ready(hidden)  # so that a failure shows here, before other sequences depend on it
         self._read += count
         self._keep_full()
         return size

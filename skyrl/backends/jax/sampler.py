@@ -7,8 +7,10 @@ here runs on the caller's thread.
 """
 
 import itertools
+import logging
+import time
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -38,6 +40,8 @@ from skyrl.errors import RequestError
 from skyrl.tx.models.types import PAGE_SIZE, Adapter
 from skyrl.types import Result
 from skyrl.utils.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 MOST_ROWS = 32
 """Sequences decoded at once unless told otherwise."""
@@ -102,31 +106,40 @@ class Sampler:
         self.tokens_generated = 0
         """Tokens of all samples so far."""
 
-    def warm_up(self) -> int:
-        """Compile every program that a request can need, without running any. Returns how many there are."""
-        before, programs, cache = self.programs, self._programs, self._cache
+    def warm_up(self) -> Iterator[int]:
+        """Compile every program that a request can need, those first that the first requests will need.
+
+        Yields how many there are after each. What they compute on is the scratch page.
+        """
+        start, programs, cache = time.monotonic(), self._programs, self._cache
         kinds = (1,) if self._deterministic else (1, SLOTS)
         banks = [None, *(programs.empty_bank(self._zero, slots) for slots in kinds)]
-        for bank in banks[1:]:
-            programs.write_slot(jax.tree.map(jnp.copy, bank), 0, self._zero)
-        for count in self._counts:
-            for bank in banks:
-                idle = Rows.idle(count, cache.blocks)
-                cache.pool, _ = programs.decode(self._base, bank, cache.pool, idle, np.int32(0))
         table = np.full(cache.blocks, SCRATCH, np.int32)
-        for adapter in (None, self._zero):
+        blocks = ()
+        for adapter in (self._zero, None):
             for chunk in CHUNKS:
                 tokens = np.zeros(chunk, np.int32)
-                cache.pool, hidden = programs.prefill(self._base, adapter, cache.pool, table, tokens, np.int32(0))
-                logits = programs.project(self._base, adapter, hidden, np.int32(0))
+                cache.pool, blocks = programs.prefill(self._base, adapter, cache.pool, table, tokens, np.int32(0))
+                yield self.programs
+        for bank in banks[1:]:
+            programs.write_slot(jax.tree.map(jnp.copy, bank), np.int32(0), self._zero)
+        for count in self._counts:
+            for bank in reversed(banks):
+                idle = Rows.idle(count, cache.blocks)
+                cache.pool, _ = programs.decode(self._base, bank, cache.pool, idle, np.int32(0))
+                yield self.programs
+        for size in COPIES:
+            cache.copy([(SCRATCH, SCRATCH)] * size, (size,))
+        for adapter in (self._zero, None):
+            logits = programs.project(self._base, adapter, blocks[0])
         for width in TARGET_WIDTHS:
             programs.pick(logits, np.zeros((SCORED_AT_ONCE, width), np.int32))
+        yield self.programs
         for k in {top_width(width, self._vocab_size) for width in TOP_WIDTHS}:
             programs.best(logits, k=k)
         programs.alternatives(logits, np.zeros(2, np.uint32), np.int32(0), np.int32(0), np.float32(1))
-        for size in COPIES:
-            cache.copy([(SCRATCH, SCRATCH)] * size, (size,))
-        return self.programs - before
+        yield self.programs
+        log.info("all %d programs of sampling are ready, after %.1f s", self.programs, time.monotonic() - start)
 
     @property
     def busy(self) -> bool:

@@ -213,22 +213,21 @@ class SamplingPrograms:
 
     def _prefill(
         self, base: Any, adapter: Adapter | None, pool: Pool, table: jax.Array, tokens: jax.Array, start: jax.Array
-    ) -> tuple[Pool, jax.Array]:
+    ) -> tuple[Pool, list[jax.Array]]:
         """Read `tokens` int32 `[chunk]` into the pages `table` `[blocks]` of one row, from position `start` on.
 
-        Returns the pool and the tokens' hidden states `[chunk, features]`, for `project`.
+        Returns the pool and the tokens' hidden states in blocks `[SCORED_AT_ONCE, features]`, for `project`.
         """
         model = nnx.merge(self._graphdef, base)
         positions = (start + jnp.arange(tokens.shape[0], dtype=jnp.int32))[None]
         output = model(tokens[None], positions=positions, adapter=adapter, kv_cache=KVCache(*pool, table[None]))
         assert output.kv_cache is not None
-        return (output.kv_cache.keys, output.kv_cache.values), output.last_hidden_state[0]
+        blocks = jnp.split(output.last_hidden_state[0], tokens.shape[0] // SCORED_AT_ONCE)
+        return (output.kv_cache.keys, output.kv_cache.values), blocks
 
-    def _project(self, base: Any, adapter: Adapter | None, hidden: jax.Array, offset: jax.Array) -> jax.Array:
-        """Logits float32 `[SCORED_AT_ONCE, vocab]` of the states from `offset` on."""
-        model = nnx.merge(self._graphdef, base)
-        block = jax.lax.dynamic_slice_in_dim(hidden, offset, SCORED_AT_ONCE)
-        return model.compute_logits(block, adapter=adapter)
+    def _project(self, base: Any, adapter: Adapter | None, hidden: jax.Array) -> jax.Array:
+        """Logits float32 `[SCORED_AT_ONCE, vocab]` of hidden states `[SCORED_AT_ONCE, features]`."""
+        return nnx.merge(self._graphdef, base).compute_logits(hidden, adapter=adapter)
 
     def _pick(self, logits: jax.Array, ids: jax.Array) -> jax.Array:
         """Logprobs `[rows, width]` of the tokens `ids` int32 `[rows, width]`."""

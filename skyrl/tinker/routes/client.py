@@ -15,7 +15,7 @@ public = APIRouter()
 async def healthz(service: ServiceDependency) -> schemas.HealthResponse | JSONResponse:
     """Whether requests are being worked on."""
     if service.engine.state == "ready":
-        return schemas.HealthResponse()
+        return schemas.HealthResponse(engine=service.engine.metrics)
     return JSONResponse({"status": "starting", "detail": service.engine.progress}, 503)
 
 
