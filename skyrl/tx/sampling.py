@@ -39,7 +39,7 @@ def sample_tokens(
     temperature: Float[Array, "rows"],
     top_k: Int[Array, "rows"],
     top_p: Float[Array, "rows"],
-) -> tuple[Int[Array, "rows"], Float[Array, "rows"]]:
+) -> Int[Array, "rows"]:
     """Draw one token per row.
 
     Args:
@@ -50,7 +50,7 @@ def sample_tokens(
         top_p: Then keep the fewest tokens whose share of the tempered distribution reaches top_p; 1 keeps all.
 
     Returns:
-        tokens int32 and their log-probabilities in nats under the distribution at temperature 1 without filters.
+        tokens int32.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     warm = temperature > _COLDEST
@@ -58,9 +58,7 @@ def sample_tokens(
     asks = warm & ((top_k > 0) | (top_p < 1))
     filtered = jax.lax.cond(jnp.any(asks), _filter, lambda z, k, p: z, tempered, top_k, top_p)
     drawn, found = _invert(jnp.exp(filtered), uniforms)
-    tokens = jnp.where(warm & found, drawn, greedy)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    return tokens, chosen - jax.nn.logsumexp(logits, axis=-1)
+    return jnp.where(warm & found, drawn, greedy)
 
 
 def draw_tokens(

@@ -103,6 +103,7 @@ def request(
     alternatives=0,
     last_n=None,
     tenant="",
+    tempered=False,
     name=None,
     **params,
 ) -> Sample:
@@ -122,6 +123,7 @@ def request(
         prompt_alt_tokens_k=alternatives,
         prompt_logprobs_last_n=last_n,
         tenant=tenant,
+        tempered_logprobs=tempered,
     )
 
 

@@ -1,11 +1,13 @@
 """What a sample is: against Hugging Face, against the trainer's forward pass, and whatever its seed and limits."""
 
+import jax
 import numpy as np
 import pytest
 import torch
 from sampling_rig import Rig, output, prompt_of, request, run, same, sequence
 
 import oracle
+from skyrl.types import Cells
 
 SETTINGS = [
     {"temperature": 1.0},
@@ -63,6 +65,33 @@ def test_logprobs_equal_those_of_the_trainers_forward_pass(rig, version, setting
     full = rig.full_logprobs([*prompt, *sampled.tokens.tolist()], adapter)
     expected = full[np.arange(39, 69), sampled.tokens]
     np.testing.assert_allclose(sampled.logprobs, expected, atol=1e-4)
+
+
+def test_ten_thousand_random_tokens_have_the_trainers_logprobs_at_any_temperature(rig):
+    """Beside each other, over three adapters and the base, long and short; at 0.7 in the trainer's mode."""
+    versions, lengths = [None, "v0", "v1", "v2"], [1, 30, 200, 600]
+    asked = [
+        request(
+            prompt_of(lengths[i // 4 % 4], i),
+            versions[i % 4],
+            seed=i,
+            max_tokens=250,
+            temperature=[1.0, 0.7][i % 8 // 4],
+            tempered=True,
+        )
+        for i in range(40)
+    ]
+    worst = 0.0
+    for each, result in zip(asked, run(rig.sampler, *asked), strict=True):
+        (sampled,) = result.sequences
+        adapter = rig.adapter(int(each.version[1])) if each.version else None
+        first = len(each.prompt) - 1
+        logits = rig.full_logprobs([*each.prompt.tolist(), *sampled.tokens.tolist()], adapter)[first:-1]
+        expected = jax.nn.log_softmax(logits / np.float32(each.params.temperature), axis=-1)
+        found = np.take_along_axis(np.asarray(expected), sampled.tokens[:, None], axis=-1)[:, 0]
+        assert len(sampled.tokens) == 250
+        worst = max(worst, float(np.abs(found - sampled.logprobs).max()))
+    assert worst <= 1e-4
 
 
 def test_logprobs_of_the_base_model_equal_hugging_faces(rig, reference):
@@ -141,11 +170,50 @@ def test_scores_of_the_prompt_do_not_change_the_samples(rig):
     assert all(map(same, plain.sequences, scored.sequences))
 
 
-def test_what_a_request_chooses_compiles_nothing(rig):
-    for count in (1, 4):
-        output(rig.sampler, prompt_of(20), "v0", n=count, top_k=3, max_tokens=4)
-    before = rig.sampler.programs
-    choices = [{"top_k": 7}, {"top_p": 0.3}, {"temperature": 0.0}, {"stop": [5, 6]}, {"stop": "x"}, {"max_tokens": 9}]
-    for choice in choices:
-        output(rig.sampler, prompt_of(11), "v1", n=4, seed=9, **choice)
-    assert rig.sampler.programs == before
+def any_request(draws: np.random.Generator):
+    """One over the whole accepted domain."""
+    length = int(draws.choice([1, 2, 20, 33, 70, 140, 250]))
+    max_tokens = min(int(draws.choice([1, 3, 9, 60], p=[0.4, 0.3, 0.28, 0.02])), 256 - length)
+    return request(
+        prompt_of(length, int(draws.integers(0, 10))),
+        draws.choice([None, "v0", "v1", "v2"]),
+        n=int(draws.choice([1] * 16 + [2, 3, 5, 40])),
+        max_tokens=max_tokens,
+        seed=int(draws.integers(-(2**63), 2**63)),
+        temperature=float(draws.choice([0.0, 1e-9, 0.7, 1.0, 100.0])),
+        top_k=int(draws.choice([-1, 0, 1, 7, 10**9])),
+        top_p=float(draws.choice([1.0, 0.9, 1e-6])),
+        stop=[None, [], [5, 6, 7], list(range(40)), "x", ["ab", "\u00e9"]][draws.integers(0, 6)],
+        scores=bool(draws.random() < 0.1),
+        topk=int(draws.choice([0] * 8 + [1, 20, 64])),
+        sample_topk=int(draws.choice([0] * 8 + [1, 20, 64])),
+        targets=_targets(draws, length) if draws.random() < 0.1 else None,
+        alternatives=int(draws.choice([0] * 12 + [1, 9, 64])),
+        last_n=None,
+        tenant=str(draws.integers(0, 3)),
+        tempered=bool(draws.random() < 0.3),
+    )
+
+
+def _targets(draws: np.random.Generator, length: int) -> Cells | None:
+    shape = length - 1, int(draws.choice([1, 3, 70, 600]))
+    return Cells(draws.integers(-1, 1500, shape[0] * shape[1]).astype(np.int32), shape) if length > 1 else None
+
+
+def test_after_the_warm_up_five_hundred_requests_over_the_whole_domain_compile_nothing(rig):
+    sampler = rig.make_sampler(max_context_length=256)
+    *_, programs = sampler.warm_up()
+    assert programs == sampler.programs <= 40
+    draws = np.random.default_rng(0)
+    for _ in range(50):
+        run(sampler, *(any_request(draws) for _ in range(10)))
+    assert sampler.programs == programs
+
+
+def test_the_warm_up_leaves_requests_as_they_are(rig):
+    sampler = rig.make_sampler(max_context_length=256)
+    warm_up, sampled = sampler.warm_up(), []
+    for seed in range(12):
+        next(warm_up, None)
+        sampled.append(sequence(sampler, prompt_of(70), "v0", seed=seed % 3))
+    assert all(same(one, sampled[seed % 3]) for seed, one in enumerate(sampled))

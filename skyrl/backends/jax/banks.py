@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from skyrl.backends.jax.sampling_programs import SamplingPrograms
 from skyrl.backends.jax.versions import BASE_SLOT, VersionPool
 from skyrl.tx.models.types import Adapter
@@ -83,5 +85,5 @@ class Banks:
         bank, place = found
         adapter = self._versions.adapter(wanted[content])
         bank.contents[place] = None
-        bank.adapters = self._programs.write_slot(bank.adapters, place, adapter)
+        bank.adapters = self._programs.write_slot(bank.adapters, np.int32(place), adapter)
         bank.contents[place] = content

@@ -68,5 +68,7 @@ def _fill(rows: Rows, row: int, sequence: Sequence, place: int) -> None:
     stops = sorted(job.stops.ids)[:STOP_IDS]
     rows.stops[row, : len(stops)] = stops
     rows.temperature[row], rows.top_p[row] = min(params.temperature, HOTTEST), params.top_p
+    if job.request.tempered_logprobs and params.temperature > 0:
+        rows.scale[row] = rows.temperature[row]
     rows.top_k[row] = min(max(params.top_k, 0), LARGEST_INT32)
     rows.top[row] = job.request.topk_sample_logprobs > 0

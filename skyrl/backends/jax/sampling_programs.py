@@ -16,6 +16,7 @@ from flax import nnx
 
 from skyrl.backends.jax.compilation import Compiler
 from skyrl.backends.jax.pages import SCRATCH
+from skyrl.tx.layers.logprobs import logprobs_of
 from skyrl.tx.lora import empty_bank, write_slot
 from skyrl.tx.models.types import PAGE_SIZE, Adapter, KVCache
 from skyrl.tx.sampling import draw_tokens, sample_tokens, uniforms
@@ -76,6 +77,8 @@ class Rows(NamedTuple):
     """int32 `[rows, STOP_IDS]`: tokens that end the row; -1: none."""
     temperature: Any
     """float32."""
+    scale: Any
+    """float32: the temperature at which log-probabilities are told."""
     top_k: Any
     """int32, 0: off."""
     top_p: Any
@@ -98,6 +101,7 @@ class Rows(NamedTuple):
             limits=zeros(np.int32),
             stops=np.full((rows, STOP_IDS), -1, np.int32),
             temperature=zeros(np.float32),
+            scale=np.ones(rows, np.float32),
             top_k=zeros(np.int32),
             top_p=np.ones(rows, np.float32),
             top=zeros(bool),
@@ -185,9 +189,11 @@ class SamplingPrograms:
             )
             logits = model.compute_logits(output.last_hidden_state[:, 0], adapter=bank, adapter_index=slots)
             numbers = uniforms(rows.seeds, rows.sample_index, rows.steps + done)
-            following, logprobs = sample_tokens(logits, numbers, rows.temperature, rows.top_k, rows.top_p)
+            following = sample_tokens(logits, numbers, rows.temperature, rows.top_k, rows.top_p)
+            scored = logits / rows.scale[:, None]
+            logprobs = logprobs_of(scored, following[:, None])[:, 0]
             none = jnp.zeros((count, width), jnp.int32), jnp.zeros((count, width), jnp.float32)
-            best = jax.lax.cond(rows.top.any(), lambda: self._best(logits, k=width), lambda: none)
+            best = jax.lax.cond(rows.top.any(), lambda: self._best(scored, k=width), lambda: none)
             new = Drawn(following, logprobs, *best)
             drawn = jax.tree.map(lambda sofar, one: sofar.at[done].set(one), drawn, new)
             ended = (following[:, None] == rows.stops).any(axis=1) | (done + 1 >= rows.limits)
@@ -231,7 +237,7 @@ class SamplingPrograms:
 
     def _pick(self, logits: jax.Array, ids: jax.Array) -> jax.Array:
         """Logprobs `[rows, width]` of the tokens `ids` int32 `[rows, width]`."""
-        return jnp.take_along_axis(logits, ids, axis=-1) - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        return logprobs_of(logits, ids)
 
     def _best(self, logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         """The `k` most likely tokens int32 `[rows, k]`, the first of equals first, and their logprobs."""
