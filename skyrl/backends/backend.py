@@ -108,7 +108,7 @@ class AbstractBackend(ABC):
         """Whether the model exists now."""
 
     def prepare(self) -> bool:
-        """With nothing else to do: one piece of what later requests would wait for. False: nothing is left to prepare."""
+        """With nothing else to do: one piece of what later requests would wait for. False: there is none left."""
         return False
 
     @property

@@ -130,7 +130,7 @@ class Sample(Operation):
     """`seed` and `max_tokens` are set."""
     num_samples: int = 1
     tempered_logprobs: bool = False
-    """Report the log-probabilities of generated tokens at the request's temperature, as trainers want them, not at 1."""
+    """Report log-probabilities of generated tokens at the request's temperature, as trainers want them, not at 1."""
     topk_sample_logprobs: int = 0
     """Most likely tokens to report at each generated place; 0: none."""
     prompt_logprobs: bool = False

@@ -42,6 +42,9 @@ class Engine(Protocol):
     @property
     def info(self) -> BackendInfo | None: ...
 
+    @property
+    def metrics(self) -> dict[str, int]: ...
+
     def start(self) -> None: ...
 
     def send(self, frame: ToEngine) -> None:

@@ -14,7 +14,7 @@ from skyrl.tx.sampling import seed_words, uniforms
 from skyrl.types import GeneratedSequence, SampleOutput
 
 CLOSE = 1e-4
-"""Gap of the two best tokens, or distance of the random number to the end of a token's share, that rounding may cross."""
+"""Gap of the two best tokens, or distance of the random number to the end of a token's share: rounding may cross it."""
 _tenants = itertools.count()
 
 

@@ -13,7 +13,16 @@ import numpy as np
 import uvicorn
 
 from skyrl.tinker.app import create_app
-from skyrl.tinker.channel import ApiChannel, ChannelClosed, EngineChannel, FromEngine, Ready, Shutdown, ToEngine
+from skyrl.tinker.channel import (
+    ApiChannel,
+    ChannelClosed,
+    EngineChannel,
+    FromEngine,
+    Metrics,
+    Ready,
+    Shutdown,
+    ToEngine,
+)
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.engine import TinkerEngine
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
@@ -39,6 +48,7 @@ class ThreadEngine:
         self.state = "starting"
         self.progress = "starting the engine"
         self.info: BackendInfo | None = None
+        self.metrics: dict[str, int] = {}
         self.sent: list[ToEngine] = []
         self._on_frame = on_frame
         self._on_crash = on_crash
@@ -96,6 +106,8 @@ class ThreadEngine:
         async for frame in api.frames():
             if isinstance(frame, Ready):
                 self.info, self.state, self.progress = frame.info, "ready", "ready"
+            elif isinstance(frame, Metrics):
+                self.metrics = frame.values
             self._on_frame(frame)
         await asyncio.to_thread(thread.join)
         await api.close()

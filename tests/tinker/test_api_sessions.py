@@ -26,7 +26,7 @@ def switch_to_b(server: LiveServer) -> None:
 
 
 def test_health_is_ok_when_the_engine_is_ready(server):
-    assert server.http.get("/healthz").json() == {"status": "ok"}
+    assert server.http.get("/healthz").json() == {"status": "ok", "engine": {}}
 
 
 def test_health_is_503_with_progress_while_the_engine_loads(tmp_path):

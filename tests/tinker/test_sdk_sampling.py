@@ -1,5 +1,8 @@
 """Samples through the stock SDK: options one by one, and numbers against Hugging Face."""
 
+import json
+import urllib.request
+
 import numpy as np
 import pytest
 import tinker
@@ -159,3 +162,10 @@ def test_many_samples_at_once_all_return(base):
     params = tinker.SamplingParams(max_tokens=4, stop=[])
     futures = [base.sample(tinker.ModelInput.from_ints(sequence(4, seed=i)), 1, params) for i in range(64)]
     assert [len(future.result().sequences[0].tokens) for future in futures] == [4] * 64
+
+
+def test_compiled_programs_are_counted_where_health_is_asked_for(service_client, live_server):
+    sampler = service_client.create_sampling_client(base_model=live_server.base_model).result()
+    sample(sampler, [5, 6], max_tokens=2)
+    with urllib.request.urlopen(f"{live_server.url}/api/v1/healthz") as answer:
+        assert json.load(answer)["engine"]["sampling_programs"] > 0

@@ -115,7 +115,7 @@ class Sampler:
         kinds = (1,) if self._deterministic else (1, SLOTS)
         banks = [None, *(programs.empty_bank(self._zero, slots) for slots in kinds)]
         table = np.full(cache.blocks, SCRATCH, np.int32)
-        blocks = ()
+        blocks: list[jax.Array] = []
         for adapter in (self._zero, None):
             for chunk in CHUNKS:
                 tokens = np.zeros(chunk, np.int32)

@@ -185,7 +185,7 @@ class SamplingPrograms:
                 positions=positions[:, None],
                 adapter=bank,
                 adapter_index=slots,
-                kv_cache=KVCache(*pool, rows.table),
+                kv_cache=KVCache(pool[0], pool[1], rows.table),
             )
             logits = model.compute_logits(output.last_hidden_state[:, 0], adapter=bank, adapter_index=slots)
             numbers = uniforms(rows.seeds, rows.sample_index, rows.steps + done)
