@@ -118,9 +118,11 @@ def decode_phase(model: str, repeats: int) -> float:
         backend = JaxBackend(str(folder), JaxBackendConfig())
         for seed in range(ADAPTERS):
             name = f"model-{seed}"
-            backend.submit(CreateModel(f"create-{seed}", name, LoraConfig(rank=RANK, seed=seed)))
+            backend.submit(
+                CreateModel(request_id=f"create-{seed}", model_id=name, lora_config=LoraConfig(rank=RANK, seed=seed))
+            )
             path = str(Path(scratch) / name)
-            backend.submit(Publish(f"publish-{seed}", name, version=name, path=path, persist=False))
+            backend.submit(Publish(request_id=f"publish-{seed}", model_id=name, version=name, path=path, persist=False))
         while backend.busy:
             backend.step()
 
@@ -128,7 +130,8 @@ def decode_phase(model: str, repeats: int) -> float:
             for i in range(32):
                 prompt = np.asarray(sequence(PROMPT, 1000 * number + i), np.int32)
                 params = SamplingParams(max_tokens=NEW, seed=i, stop=[])
-                backend.submit(Sample(f"{number}-{i}", f"model-{i % ADAPTERS}", prompt=prompt, params=params))
+                version = f"model-{i % ADAPTERS}"
+                backend.submit(Sample(request_id=f"{number}-{i}", version=version, prompt=prompt, params=params))
             sampler = backend.sampler
             while not sampler.all_started:
                 backend.step()
