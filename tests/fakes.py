@@ -67,6 +67,8 @@ class FakeConfig(BaseModel):
     """Steps that a forward_backward takes."""
     burst_s: float = 0.0
     """Seconds that a burst of sampling takes."""
+    rows: int | None = None
+    """Samples that run at a time; None: all."""
     die_before_ready: bool = False
     """The process dies while it loads, without a word."""
 
@@ -242,7 +244,7 @@ class FakeSampler:
 
     @property
     def running(self) -> tuple[str, ...]:
-        return tuple(self._running)
+        return tuple(self._running)[: self._backend.config.rows]
 
     def add(self, request: Sample) -> None:
         sequences: list[list[int]] = [[] for _ in range(request.num_samples)]
@@ -254,7 +256,7 @@ class FakeSampler:
     def burst(self) -> list[Completion]:
         time.sleep(self._backend.config.burst_s)
         completions = []
-        for request_id, running in list(self._running.items()):
+        for request_id, running in list(self._running.items())[: self._backend.config.rows]:
             try:
                 self._advance(running)
             except RuntimeError:

@@ -34,6 +34,8 @@ class RequestQueue:
         self._service = service
         self._versions = UnwrittenVersions()
         self._running: tuple[str, ...] = ()
+        self._sampling: tuple[str, ...] = ()
+        """What of it was sampled last, training in between aside."""
         self.samples = SampleQueue(service, self._versions)
         self.training = TrainingQueue(service, self.samples.reads, self._versions)
 
@@ -50,7 +52,7 @@ class RequestQueue:
 
     def engine_ended(self, reason: str) -> None:
         """The engine has ended by itself. What it owed goes to the next one."""
-        running, self._running = self._running, ()
+        running, self._running, self._sampling = self._running, (), ()
         self._service.futures.clear_reasons()
         self._versions.engine_ended()
         self.samples.engine_ended(running)
@@ -59,6 +61,8 @@ class RequestQueue:
     def running(self, request_ids: tuple[str, ...]) -> None:
         """What the engine works on from now on."""
         self._running = request_ids
+        if not request_ids or is_sample(request_ids[0]):
+            self._sampling = request_ids
 
     def done(self, request_id: str, result: Result) -> None:
         """The engine has finished a request."""
@@ -98,7 +102,7 @@ class RequestQueue:
         future = self._service.futures.get(request_id)
         if future is not None and caller.may_touch(future.tenant):
             outcome = await future.wait(self._service.config.long_poll_s * random.uniform(SHORTEST_POLL, 1))
-            return outcome or self._try_again(future.reason)
+            return outcome or self._try_again(request_id, future.reason)
         if is_sample(request_id):
             return Lost()
         tenant, outcome = await self._service.database.read(lambda session: request_log.outcome_of(session, request_id))
@@ -106,8 +110,10 @@ class RequestQueue:
             raise request_log.unknown_request(request_id)
         return outcome
 
-    def _try_again(self, reason: str | None) -> TryAgain:
+    def _try_again(self, request_id: str, reason: str | None) -> TryAgain:
         engine = self._service.engine
         if engine.state == "ready":
+            if is_sample(request_id) and self._sampling and request_id not in self._sampling:
+                return TryAgain("paused_capacity", f"waiting behind {len(self._sampling)} samples that run")
             return TryAgain("active", reason)
         return TryAgain("paused_capacity", f"the engine is not ready: {engine.progress}")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.tinker.harness import BASE_MODEL, LiveServer, pb, sample_request
+from tests.tinker.harness import BASE_MODEL, LiveServer, pb, sample_request, wait_until_ready
 from tests.tinker.test_api_checkpoints import publish, save
 
 
@@ -229,3 +229,18 @@ def test_unknown_sample_is_410(server):
 def test_named_and_ephemeral_at_once_is_refused(server):
     failure = server.failure(publish(server, server.model(), 1, path="a", sampling_session_seq_id=0))
     assert failure["category"] == "user" and "sampling_session_seq_id" in failure["error"]
+
+
+def test_a_sample_that_waits_for_others_says_so_and_one_that_runs_does_not(tmp_path):
+    options = {"burst_s": 0.005, "rows": 1, "max_context_length": 10**9}
+    with LiveServer(tmp_path, backend_config=options) as server:
+        wait_until_ready(server)
+        sampler = server.sampler(server.session(), 0, base_model=BASE_MODEL)
+        endless = {"max_tokens": 10**8, "temperature": 0.0, "stop": []}
+        runs, waits = (server.submit_sample(sampler, i, sampling_params=endless)["request_id"] for i in range(2))
+        while server.poll(waits).json()["queue_state"] != "paused_capacity":
+            pass
+        assert server.poll(waits).json()["queue_state_reason"] == "waiting behind 1 samples that run"
+        assert server.poll(runs).json()["queue_state"] == "active"
+        for request_id in (runs, waits):
+            server.post("/cancel_future", {"request_id": request_id})
