@@ -29,6 +29,8 @@ STEP = "skyrl/backends/jax/step.py"
 ADAPTERS = "skyrl/backends/jax/adapters.py"
 CHECKS = "skyrl/algorithms/checks.py"
 JAX_TESTS = "tests/backends/test_jax_backend.py::"
+SAMPLER = "skyrl/backends/jax/sampler.py"
+BATCHING = "tests/backends/test_sampler_batching.py::"
 RECOVERY = "tests/tinker/test_engine_recovery.py::"
 
 DEFECTS = [
@@ -337,5 +339,29 @@ DEFECTS = [
             )
         ],
         ["tests/tinker/test_api_recovery.py::test_a_refused_seq_id_keeps_its_outcome_and_breaks_nothing"],
+    ),
+    Defect(
+        "B7.1",
+        "a tenant's prompts are answered from another tenant's cache",
+        [Edit(SAMPLER, "        return job.request.tenant, self._versions", "        return 0, self._versions")],
+        [BATCHING + "test_nothing_is_shared_between_tenants_or_versions"],
+    ),
+    Defect(
+        "B7.2",
+        "keys and values of a version are used for the one that took its name",
+        [Edit(SAMPLER, "self._versions.content(job.slot), job.number", "job.request.version, job.number")],
+        [BATCHING + "test_a_name_that_is_published_again_shares_nothing_with_what_it_was"],
+    ),
+    Defect(
+        "B7.3",
+        "samples of one prompt write into the page that they share",
+        [Edit(SAMPLER, "copies.append((prompt.path[full].page, own[0]))", "own[0] = prompt.path[full].page")],
+        [BATCHING + "test_a_request_samples_the_same_alone_and_beside_others_that_come_and_go"],
+    ),
+    Defect(
+        "B7.4",
+        "samples of the base model beside an adapter's are sampled with the adapter",
+        [Edit("skyrl/backends/jax/banks.py", "groups[0].places[BASE_SLOT] = -1", "groups[0].places[BASE_SLOT] = 0")],
+        ["tests/backends/test_sampler_versions.py::test_versions_and_the_base_sampled_together_are_as_each_alone"],
     ),
 ]

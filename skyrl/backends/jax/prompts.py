@@ -47,15 +47,13 @@ class Prompt:
     Args:
         job: What it belongs to.
         owner: Prompts of the same owner share what they have in common.
-        number: Of arrival.
         cache: Pages for the prompt are reserved: `pages_of` them.
         vocab_size: Tokens there are.
     """
 
-    def __init__(self, job: Job, owner: Hashable, number: int, cache: Cache, vocab_size: int):
+    def __init__(self, job: Job, owner: Hashable, cache: Cache, vocab_size: int):
         self.job = job
         self.owner = owner
-        self.number = number
         self.samples_started = 0
         self._cache = cache
         self._pages = cache.pages

@@ -6,7 +6,6 @@ then decodes a few steps, so neither long prompts nor long continuations nor man
 here runs on the caller's thread.
 """
 
-import itertools
 import logging
 import time
 from collections import deque
@@ -102,7 +101,6 @@ class Sampler:
         self._read: deque[Prompt] = deque()
         """Prompts with samples that have not started, in the order of their turns."""
         self._running: list[Sequence] = []
-        self._numbers = itertools.count()
         self.tokens_generated = 0
         """Tokens of all samples so far."""
 
@@ -218,8 +216,7 @@ class Sampler:
                 return
             self._waiting.popleft()
             job.slot = slot
-            owner, number = self._owner(job), next(self._numbers)
-            self._reading.append(Prompt(job, owner, number, self._cache, self._vocab_size))
+            self._reading.append(Prompt(job, self._owner(job), self._cache, self._vocab_size))
 
     def _read_prompts(self) -> list[Completion]:
         """Read the prompts that there are by turns, one chunk's worth of tokens."""
@@ -249,7 +246,7 @@ class Sampler:
     def _next_to_read(self) -> Prompt | None:
         """The first prompt in turn that does not wait for one that arrived earlier."""
         for prompt in self._reading:
-            earlier = (other for other in self._reading if other.number < prompt.number)
+            earlier = (other for other in self._reading if other.job.number < prompt.job.number)
             if not any(prompt.waits_for(other) for other in earlier):
                 return prompt
         return None
@@ -336,7 +333,7 @@ class Sampler:
     def _owner(self, job: Job) -> Hashable:
         """Who shares prefixes: a tenant's requests of one version; nobody where results must not depend on others."""
         assert job.slot is not None
-        return job.request.tenant, self._versions.content(job.slot), id(job) if self._deterministic else 0
+        return job.request.tenant, self._versions.content(job.slot), job.number if self._deterministic else 0
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """A sample request and its sequences on the host: what was asked, what has come, when it is over."""
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,6 +40,8 @@ class Job:
     max_tokens: int
     seed: tuple[int, int]
     """As `seed_words`."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """In the order of arrival; no two are alike."""
     slot: int | None = None
     """Slot of its version, pinned from admission to the end."""
     cache_hits: int = 0
