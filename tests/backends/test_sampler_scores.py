@@ -164,8 +164,11 @@ def test_a_prompt_of_one_token_has_nothing_to_score(rig):
 def test_all_scores_at_once_are_those_of_each_alone(rig, version):
     prompt, ids = prompt_of(LENGTH), sparse_ids(3, 0.5)
     options = {"scores": True, "topk": 3, "alternatives": 2, "targets": csr(ids), "sample_topk": 2}
-    together = output(rig.sampler, prompt, version, n=2, last_n=40, **options)
-    alone = {name: output(rig.sampler, prompt, version, last_n=40, **{name: value}) for name, value in options.items()}
+    together = output(rig.sampler, prompt, version, n=2, last_n=40, tenant=f"together {version}", **options)
+    alone = {  # of tenants of their own, so that each reads the prompt by itself
+        name: output(rig.sampler, prompt, version, last_n=40, tenant=f"{name} {version}", **{name: value})
+        for name, value in options.items()
+    }
     np.testing.assert_array_equal(together.prompt_logprobs, alone["scores"].prompt_logprobs)
     np.testing.assert_array_equal(together.topk_prompt_logprobs, alone["topk"].topk_prompt_logprobs)
     np.testing.assert_array_equal(together.prompt_alt_tokens, alone["alternatives"].prompt_alt_tokens)

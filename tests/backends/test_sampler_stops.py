@@ -25,7 +25,7 @@ def sampled(rig, stop, max_tokens=12):
 def generate(rig, tokens: list[int], stop, max_tokens: int = 100):
     """What becomes of a sequence whose model says `tokens`."""
     job = Job.of(request([0], stop=stop, max_tokens=max_tokens), rig.tokenizer.eos_ids)
-    sequence = Sequence(job, 0, rig.tokenizer)
+    sequence = Sequence(job, 0, rig.tokenizer, [], [])
     for token in tokens:
         if sequence.push(token, -1.0):
             return job.finished[0]

@@ -200,12 +200,12 @@ class Qwen3ForCausalLM(ModelForCausalLM):
         return CausalLMOutput(
             last_hidden_state=x,
             kv_cache=kv_cache,
-            hidden_states=[embedded, *hidden[:-1], x] if output_hidden_states else None,
+            hidden_states=None if hidden is None else [embedded, *hidden[:-1], x],
         )
 
     def _unrolled(
         self, x: Array, context: Context, lora: Lora | None, cache: KVCache | None, output_hidden_states: bool
-    ) -> tuple[Array, Sequence[Array] | Array, KVCache | None]:
+    ) -> tuple[Array, Sequence[Array] | Array | None, KVCache | None]:
         """The residual stream after all layers and after each (where asked), and the updated cache."""
         hidden, written = [], []
         assert isinstance(self.layers, nnx.List)
@@ -224,11 +224,11 @@ class Qwen3ForCausalLM(ModelForCausalLM):
                 hidden.append(x)
         if cache is not None:
             cache = cache._replace(keys=tuple(p.keys for p in written), values=tuple(p.values for p in written))
-        return x, hidden, cache
+        return x, hidden if output_hidden_states else None, cache
 
     def _scanned(
         self, x: Array, context: Context, lora: Lora | None, cache: KVCache | None, output_hidden_states: bool
-    ) -> tuple[Array, Sequence[Array] | Array, KVCache | None]:
+    ) -> tuple[Array, Sequence[Array] | Array | None, KVCache | None]:
         """As `_unrolled`. The cache is carried along whole, so that it is updated in place."""
         graph, parameters = nnx.split(self.layers)
         layers = self.config.num_hidden_layers
