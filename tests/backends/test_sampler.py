@@ -217,3 +217,12 @@ def test_the_warm_up_leaves_requests_as_they_are(rig):
         next(warm_up, None)
         sampled.append(sequence(sampler, prompt_of(70), "v0", seed=seed % 3))
     assert all(same(one, sampled[seed % 3]) for seed, one in enumerate(sampled))
+
+
+def test_a_warm_up_that_fails_harms_no_request(rig):
+    sampler = rig.make_sampler(max_context_length=256)
+    warm_up = sampler.warm_up()
+    next(warm_up)
+    jax.tree.leaves(sampler._cache.pool)[0].delete()
+    assert list(warm_up) == []
+    assert same(sequence(sampler, prompt_of(70), "v0"), sequence(rig.sampler, prompt_of(70), "v0"))

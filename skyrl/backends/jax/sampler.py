@@ -107,9 +107,19 @@ class Sampler:
     def warm_up(self) -> Iterator[int]:
         """Compile every program that a request can need, those first that the first requests will need.
 
-        Yields how many there are after each. What they compute on is the scratch page.
+        Yields how many there are after each. For use while nothing runs. Ends early where one cannot be compiled.
         """
-        start, programs, cache = time.monotonic(), self._programs, self._cache
+        start = time.monotonic()
+        try:
+            yield from self._compile_all()
+            log.info("all %d programs of sampling are ready, after %.1f s", self.programs, time.monotonic() - start)
+        except Exception as error:  # whoever needs that program is told
+            log.warning("a program of sampling cannot be made ready", exc_info=error)
+            self._fail([], error)
+
+    def _compile_all(self) -> Iterator[int]:
+        """Run every program on the scratch page."""
+        programs, cache = self._programs, self._cache
         kinds = (1,) if self._deterministic else (1, SLOTS)
         banks = [None, *(programs.empty_bank(self._zero, slots) for slots in kinds)]
         table = np.full(cache.blocks, SCRATCH, np.int32)
@@ -137,7 +147,6 @@ class Sampler:
             programs.best(logits, k=k)
         programs.alternatives(logits, np.zeros(2, np.uint32), np.int32(0), np.int32(0), np.float32(1))
         yield self.programs
-        log.info("all %d programs of sampling are ready, after %.1f s", self.programs, time.monotonic() - start)
 
     @property
     def busy(self) -> bool:
