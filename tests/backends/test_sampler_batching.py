@@ -253,7 +253,7 @@ def test_a_lost_bank_is_made_again_of_the_published_versions(rig):
     (expected,) = run(rig.sampler, asked)
     rig.sampler.add(request(prompt_of(5), "v1", name="running", max_tokens=50))
     rig.sampler.burst()
-    jax.tree.leaves(rig.sampler._banks._banks[0].adapters)[0].delete()
+    jax.tree.leaves(rig.sampler._banks._banks[1][0].adapters)[0].delete()
     (failed,) = finish(rig.sampler).values()
     assert isinstance(failed, ErrorResponse)
     (again,) = run(rig.sampler, asked)

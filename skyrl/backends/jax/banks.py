@@ -1,7 +1,7 @@
 """The adapters of running sequences, stacked a few at a time, so that rows of different adapters share a product.
 
 Rows with one adapter use a bank of one slot; those with several use banks of `SLOTS`, each with rows of its own. An
-adapter stays where it is while it is used, so that only what is new is written.
+adapter stays where it is until its slot is needed, so that only what is new is written.
 """
 
 from collections.abc import Sequence
@@ -47,41 +47,44 @@ class Banks:
         self._versions = versions
         self._zero = zero
         self._apart = apart
-        self._banks: list[_Bank] = []
+        self._banks: dict[int, list[_Bank]] = {1: [], SLOTS: []}
+        """By their number of slots."""
 
     def groups(self, slots: Sequence[int]) -> list[Group]:
         """Banks that hold these slots of the pool, which are acquired; each slot is in one group."""
         adapted = [slot for slot in slots if slot != BASE_SLOT]
         together = 1 if self._apart or len(adapted) == 1 else SLOTS
         wanted = {self._versions.content(slot): slot for slot in adapted}
-        self._banks = [bank for bank in self._banks if len(bank.contents) == together][: -(-len(wanted) // together)]
-        held = {content for bank in self._banks for content in bank.contents}
+        banks = self._banks[together]
+        del banks[-(-len(wanted) // together) or 1 :]
+        held = {content for bank in banks for content in bank.contents}
         for content in wanted.keys() - held:
             self._put(content, wanted, together)
         groups = []
-        for bank in self._banks:
+        for bank in banks:
             places = {wanted[content]: place for place, content in enumerate(bank.contents) if content in wanted}
-            groups.append(Group(bank.adapters, places))
+            if places:
+                groups.append(Group(bank.adapters, places))
         if BASE_SLOT in slots:
             if groups and not self._apart:
                 groups[0].places[BASE_SLOT] = -1
             else:
                 groups.append(Group(None, {BASE_SLOT: -1}))
-        return [group for group in groups if group.places]
+        return groups
 
     def clear(self) -> None:
         """Free the memory."""
-        self._banks = []
+        for banks in self._banks.values():
+            banks.clear()
 
     def _put(self, content: int, wanted: dict[int, int], together: int) -> None:
         """Write an adapter to a slot that is not needed, of a new bank if need be."""
-        unneeded = (
-            (bank, place) for bank in self._banks for place, held in enumerate(bank.contents) if held not in wanted
-        )
+        banks = self._banks[together]
+        unneeded = ((bank, place) for bank in banks for place, held in enumerate(bank.contents) if held not in wanted)
         found = next(unneeded, None)
         if found is None:
-            found = _Bank([None] * together, self._programs.empty_bank(self._zero, together)), 0
-            self._banks.append(found[0])
+            found = _Bank([None] * together, self._programs.empty_bank(self._zero, slots=together)), 0
+            banks.append(found[0])
         bank, place = found
         adapter = self._versions.adapter(wanted[content])
         bank.contents[place] = None

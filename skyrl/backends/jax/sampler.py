@@ -121,7 +121,7 @@ class Sampler:
         """Run every program on the scratch page."""
         programs, cache = self._programs, self._cache
         kinds = (1,) if self._deterministic else (1, SLOTS)
-        banks = [None, *(programs.empty_bank(self._zero, slots) for slots in kinds)]
+        banks = [None, *(programs.empty_bank(self._zero, slots=slots) for slots in kinds)]
         table = np.full(cache.blocks, SCRATCH, np.int32)
         blocks: list[jax.Array] = []
         for adapter in (self._zero, None):
@@ -131,20 +131,24 @@ class Sampler:
                 yield self.programs
         for bank in banks[1:]:
             programs.write_slot(jax.tree.map(jnp.copy, bank), np.int32(0), self._zero)
+            yield self.programs
         for count in self._counts:
-            for bank in reversed(banks):
+            for bank in reversed(banks[: 2 if count == 1 else None]):  # one row has one adapter
                 idle = Rows.idle(count, cache.blocks)
                 cache.pool, _ = programs.decode(self._base, bank, cache.pool, idle, np.int32(0))
                 yield self.programs
         for size in COPIES:
             cache.copy([(SCRATCH, SCRATCH)] * size, (size,))
+        yield self.programs
         for adapter in (self._zero, None):
             logits = programs.project(self._base, adapter, blocks[0])
+            yield self.programs
         for width in TARGET_WIDTHS:
             programs.pick(logits, np.zeros((SCORED_AT_ONCE, width), np.int32))
-        yield self.programs
+            yield self.programs
         for k in {top_width(width, self._vocab_size) for width in TOP_WIDTHS}:
             programs.best(logits, k=k)
+            yield self.programs
         programs.alternatives(logits, np.zeros(2, np.uint32), np.int32(0), np.int32(0), np.float32(1))
         yield self.programs
 
@@ -385,8 +389,6 @@ class Sampler:
         if job.slot is not None:
             self._versions.release(job.slot)
             job.slot = None
-        if not self._running:
-            self._banks.clear()
 
 
 def _pages_to_begin(job: Job) -> int:

@@ -50,6 +50,9 @@ HOTTEST = 1e30
 """Temperatures above are the same uniform distribution, and do not fit into float32."""
 
 
+QUICKLY_COMPILED = {"xla_backend_optimization_level": 1}
+"""LLVM's levels above take a fifth longer to compile these programs, which then run no faster."""
+
 Pool = tuple[tuple[Any, ...], tuple[Any, ...]]
 """Keys and values of all pages, as in `KVCache`."""
 
@@ -144,6 +147,7 @@ class SamplingPrograms:
         self.best = self._program(self._best, static="k")
         self.alternatives = self._program(self._alternatives)
         self.copy_pages = self._program(self._copy_pages, donate="pool")
+        self.empty_bank = self._program(self._empty_bank, static="slots")
         self.write_slot = self._program(self._write_slot, donate="bank")
 
     def empty_pool(self, pages: int) -> Pool:
@@ -156,13 +160,12 @@ class SamplingPrograms:
         pool = jax.eval_shape(lambda: self.empty_pool(1))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool)) // PAGE_SIZE
 
-    def empty_bank(self, adapter: Adapter, slots: int) -> Adapter:
-        """See `skyrl.tx.lora.empty_bank`."""
-        return empty_bank(adapter, slots, self._config.unroll_layers)
-
     def _program(self, function: Callable, donate: str | None = None, static: str | None = None) -> Callable:
         name = function.__name__.strip("_")
-        return self._compiler.jit(name, function, donate_argnames=donate, static_argnames=static)
+        options = QUICKLY_COMPILED if jax.default_backend() == "cpu" else None
+        return self._compiler.jit(
+            name, function, donate_argnames=donate, static_argnames=static, compiler_options=options
+        )
 
     @property
     def compiled(self) -> int:
@@ -270,6 +273,9 @@ class SamplingPrograms:
             return leaf.at[target].set(leaf[source])
 
         return jax.tree.map(copy, pool)
+
+    def _empty_bank(self, adapter: Adapter, slots: int) -> Adapter:
+        return empty_bank(adapter, slots, self._config.unroll_layers)
 
     def _write_slot(self, bank: Adapter, slot: jax.Array, adapter: Adapter) -> Adapter:
         return write_slot(bank, slot, adapter)
