@@ -16,8 +16,8 @@ def tables(lines: Iterable[str]) -> str:
             groups.setdefault(f"{row['benchmark']} ({row['machine']})", []).append(row)
     parts = []
     for title, rows in groups.items():
-        columns = [name for name in rows[0] if name not in LEFT_OUT]
-        body = [columns, ["---"] * len(columns), *([str(row[name]) for name in columns] for row in rows)]
+        columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in LEFT_OUT]
+        body = [columns, ["---"] * len(columns), *([str(row.get(name, "")) for name in columns] for row in rows)]
         parts.append("\n".join([f"### {title}", "", *("| " + " | ".join(cells) + " |" for cells in body)]))
     return "\n\n".join(parts)
 
