@@ -248,6 +248,16 @@ def test_a_lost_cache_fails_running_requests_and_the_next_ones_are_fine(rig):
     assert same(again.sequences[0], expected.sequences[0])
 
 
+def test_a_cache_that_is_lost_while_a_prompt_is_copied_has_all_its_pages_again(rig):
+    sampler = rig.make_sampler(max_rows=1)
+    sampler.add(request(prompt_of(20), "v0", max_tokens=1, n=2))
+    assert sampler.burst() == []  # of two samples, one
+    sampler._cache.pool[0][0].delete()
+    (failed,) = finish(sampler).values()
+    assert isinstance(failed, ErrorResponse)
+    assert sampler.pages_free == sampler.pages_total
+
+
 def test_a_lost_bank_is_made_again_of_the_published_versions(rig):
     asked = request(prompt_of(20), "v0")
     (expected,) = run(rig.sampler, asked)

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -289,12 +290,12 @@ class Sampler:
                 self._read.remove(prompt)
                 ended.append(prompt)
         try:
-            self._cache.copy(copies, COPIES)
-        except Exception as error:
+            with ExitStack() as copied:
+                for prompt in ended:
+                    copied.callback(prompt.release)
+                self._cache.copy(copies, COPIES)
+        except Exception as error:  # after the releases: the cache may be lost, and all who held pages of it forgotten
             return self._fail(started, error)
-        finally:
-            for prompt in ended:
-                prompt.release()
         return []
 
     # -- running sequences --------------------------------------------------------------------------------------------
