@@ -17,7 +17,7 @@ export TOKENIZERS_PARALLELISM ?= false
 help:
 	@echo "setup      install into $(VENV)"
 	@echo "demo       train two adapters through the Tinker SDK against a local server"
-	@echo "test       the test suite (about 20 minutes on two cores)"
+	@echo "test       the test suite (20 to 35 minutes on two cores)"
 	@echo "test-slow  the tests marked slow: 200 kills of a working server, long random histories; about an hour"
 	@echo "matrix     every SDK from 0.7.0 to 0.38.0 against one server; makes their environments in .sdk"
 	@echo "cookbook   recipes of tinker-cookbook against a server, offline"
