@@ -62,7 +62,12 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_overhead.py
 	$(BIN)/python benchmarks/bench_training.py
+	$(BIN)/python benchmarks/bench_fairness.py
 	$(BIN)/python benchmarks/bench_sampling.py
+	$(BIN)/python benchmarks/bench_rl.py
+	$(BIN)/python benchmarks/bench_codec.py
+	$(BIN)/python benchmarks/bench_memory.py
+	$(BIN)/python benchmarks/bench_start.py
 	$(BIN)/python benchmarks/bench_load.py
 
 # The generator is pinned: code of protobuf 4.25 runs on every runtime since.

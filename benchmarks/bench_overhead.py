@@ -6,7 +6,7 @@ Prints one JSON line per operation; milliseconds from the call to its result.
 
 import argparse
 
-from common import RANK, datum, emit, milliseconds, sequence, serving, timed
+from common import RANK, datum, emit, milliseconds, peak_flops, seconds_of, sequence, serving
 
 
 def main(repeats: int) -> None:
@@ -29,11 +29,10 @@ def main(repeats: int) -> None:
             "forward_backward 1x16 + optim_step, pipelined": step,
             "sample 1 token, prompt 16": lambda: sampler.sample(prompt, 1, params).result(),
         }
+        peak = round(peak_flops() / 1e9, 1)
         for name, call in calls.items():
-            for _ in range(10):
-                call()
-            times = [timed(call) for _ in range(repeats)]
-            emit(benchmark="overhead", case=name, model="tiny", repeats=repeats, **milliseconds(times))
+            times = milliseconds(seconds_of(call, repeats, warm_up=10))
+            emit(benchmark="overhead", case=name, model="tiny", repeats=repeats, **times, peak_gflops=peak)
 
 
 if __name__ == "__main__":

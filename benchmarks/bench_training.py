@@ -1,25 +1,45 @@
 """How many tokens a second does the server train, and what fraction of the machine is that?
 
 Run: `python benchmarks/bench_training.py --models tiny medium`. Steps (forward_backward + optim_step, pipelined)
-through the stock SDK, rank 32 on all linear layers; the first steps, which compile, are not counted. Prints one JSON
-line per case. `fraction_of_peak` is useful work (benchmarks/flops.py) over the rate of a 2048^3 float32 product in JAX
-measured in the same run.
+through the stock SDK, rank 32 on all linear layers; the first steps, which compile, are not counted. Cases that are
+compared take turns in one process, as the machine's speed wanders: rates are medians over the rounds, ratios medians of
+the ratios within a round. Prints one JSON line per case. `fraction_of_peak` is useful work (benchmarks/flops.py) over
+the rate of a 2048^3 float32 product in JAX, the best of those measured before and after.
 """
 
 import argparse
+import statistics
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
 import flops
-from common import RANK, datum, emit, peak_flops, serving
+from common import RANK, datum, emit, peak_flops, serving, tenants
 
-CASES = {
-    "1 adapter, 8 x 256": [[256] * 8],
-    "8 adapters, 2 x 256 each": [[256] * 2] * 8,
-    "1 adapter, 16 mixed lengths 16-512": [np.random.default_rng(0).integers(16, 513, 16).tolist()],
-}
-"""Case: per adapter, the lengths of its batch."""
+LENGTHS = np.random.default_rng(0).integers(16, 513, 64).tolist()
+ROWS, MEAN = round(sum(LENGTHS) / 256), round(sum(LENGTHS) / len(LENGTHS))
+"""As many tokens in sequences of 256, and the length of as many equal sequences."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one round trains."""
+
+    name: str
+    lengths: list[list[int]]
+    """Of the sequences of a batch, per adapter. Each adapter is a client with a key of its own."""
+    models: tuple[str, ...] = ("tiny", "medium")
+
+
+ONE = Case("1 adapter, 16 x 256", [[256] * 16])
+EIGHT = Case("8 adapters, 2 x 256 each", [[256] * 2] * 8)
+MIXED = Case("64 sequences of 16 to 512", [LENGTHS], ("tiny",))
+EQUAL = Case(f"{ROWS} x 256, as many tokens", [[256] * ROWS], ("tiny",))
+AVERAGE = Case(f"64 x {MEAN}, as many tokens", [[MEAN] * 64], ("tiny",))
+
+CASES = [ONE, EIGHT, MIXED, EQUAL, AVERAGE]
+COMPARED = [(EIGHT, ONE), (MIXED, EQUAL), (MIXED, AVERAGE)]
 
 
 def steps(trainers, batches, count: int) -> float:
@@ -39,37 +59,68 @@ def steps(trainers, batches, count: int) -> float:
     return time.perf_counter() - start
 
 
-def main(models: list[str], seconds: float) -> None:
+def rates(model: str, cases: list[Case], rounds: int, seconds: float) -> tuple[dict[str, list[float]], float]:
+    """(tokens a second of each case in each round, peak rate of the machine)."""
+    found: dict[str, list[float]] = {case.name: [] for case in cases}
+    with serving(model) as (_, server), tenants(server, 8) as clients:
+        trainers = [
+            client.create_lora_training_client(server.base_model, rank=RANK, seed=seed).result()
+            for seed, client in enumerate(clients)
+        ]
+        batches = {
+            case.name: [[datum(length, seed) for seed, length in enumerate(lengths)] for lengths in case.lengths]
+            for case in cases
+        }
+        counts = {}
+        for name, batch in batches.items():
+            steps(trainers[: len(batch)], batch, 1)
+            counts[name] = max(2, round(seconds / steps(trainers[: len(batch)], batch, 1)))
+        peak = peak_flops()
+        for _ in range(rounds):
+            for case in cases:
+                elapsed = steps(trainers[: len(case.lengths)], batches[case.name], counts[case.name])
+                found[case.name].append(counts[case.name] * sum(map(sum, case.lengths)) / elapsed)
+        return found, max(peak, peak_flops())
+
+
+def main(models: list[str], rounds: int, seconds: float) -> None:
     for model in models:
-        shape = flops.SHAPES[model]
-        with serving(model) as (client, server):
-            peak = peak_flops()
-            for case, adapters in CASES.items():
-                trainers = [
-                    client.create_lora_training_client(server.base_model, rank=RANK, seed=seed).result()
-                    for seed in range(len(adapters))
-                ]
-                batches = [[datum(length, seed) for seed, length in enumerate(lengths)] for lengths in adapters]
-                steps(trainers, batches, 1)
-                count = max(2, round(seconds / steps(trainers, batches, 1)))
-                elapsed = steps(trainers, batches, count)
-                lengths = [length for one in adapters for length in one]
-                work = count * sum(flops.forward_backward(shape, RANK, length) for length in lengths)
+        cases = [case for case in CASES if model in case.models]
+        found, peak = rates(model, cases, rounds, seconds)
+        for case in cases:
+            rate = statistics.median(found[case.name])
+            lengths = [length for one in case.lengths for length in one]
+            work = sum(flops.forward_backward(flops.SHAPES[model], RANK, length) for length in lengths) / sum(lengths)
+            emit(
+                benchmark="training",
+                case=case.name,
+                model=model,
+                rounds=rounds,
+                tokens_per_s=round(rate),
+                gflops=round(work * rate / 1e9, 1),
+                peak_gflops=round(peak / 1e9, 1),
+                fraction_of_peak=round(work * rate / peak, 3),
+            )
+        for case, other in COMPARED:
+            if case in cases:
+                pairs = zip(found[case.name], found[other.name], strict=True)
+                ratios = sorted(one / another for one, another in pairs)
                 emit(
-                    benchmark="training",
-                    case=case,
+                    benchmark="training, compared",
+                    case=case.name,
+                    against=other.name,
                     model=model,
-                    steps=count,
-                    tokens_per_s=round(count * sum(lengths) / elapsed),
-                    gflops=round(work / elapsed / 1e9, 1),
-                    peak_gflops=round(peak / 1e9, 1),
-                    fraction_of_peak=round(work / elapsed / peak, 3),
+                    rounds=rounds,
+                    ratio=round(statistics.median(ratios), 3),
+                    lowest=round(ratios[0], 3),
+                    highest=round(ratios[-1], 3),
                 )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(flops.SHAPES), default=["tiny", "medium"])
-    parser.add_argument("--seconds", type=float, default=15.0, help="measured time per case, about")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a case in a round, about; two steps at least")
     arguments = parser.parse_args()
-    main(arguments.models, arguments.seconds)
+    main(arguments.models, arguments.rounds, arguments.seconds)

@@ -40,6 +40,17 @@ def serving(name: str, backend_config: dict[str, object] | None = None) -> Itera
             client.close("success").result()
 
 
+@contextmanager
+def tenants(server, count: int) -> Iterator[list]:
+    """Service clients with a key each: to the server they are different people."""
+    import tinker
+
+    clients = [tinker.ServiceClient(base_url=server.url, api_key=f"{API_KEY}-{number}") for number in range(count)]
+    yield clients
+    for client in clients:
+        client.close("success").result()
+
+
 def sequence(length: int, seed: int = 0, vocab: int = 256) -> list[int]:
     """Random token ids."""
     return np.random.default_rng(seed).integers(0, vocab, length).tolist()
@@ -70,6 +81,11 @@ def timed(call) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+def seconds_of(call, repeats: int, warm_up: int = 3) -> list[float]:
+    """Seconds of each call, after some that are not counted."""
+    return [timed(call) for _ in range(warm_up + repeats)][warm_up:]
 
 
 def milliseconds(times: list[float]) -> dict[str, float]:

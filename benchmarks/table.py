@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterable
 
-LEFT_OUT = ("benchmark", "machine", "repeats", "steps")
+LEFT_OUT = ("benchmark", "machine", "repeats", "rounds", "steps")
 
 
 def tables(lines: Iterable[str]) -> str:

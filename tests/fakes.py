@@ -10,9 +10,11 @@ import hashlib
 import json
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -25,17 +27,19 @@ from skyrl.backends.backend import (
     LoadCheckpoint,
     LoadSnapshot,
     ModelOperation,
+    Operation,
     OptimStep,
     Publish,
     Sample,
     SaveCheckpoint,
     SaveSnapshot,
 )
-from skyrl.backends.executor import Executor, Work
+from skyrl.backends.executor import Executor, Quantum, Work
 from skyrl.errors import RequestError
 from skyrl.types import (
     AdamParams,
     BackendInfo,
+    Datum,
     ErrorResponse,
     ForwardBackwardOutput,
     GeneratedSequence,
@@ -64,7 +68,9 @@ class FakeConfig(BaseModel):
     vocab_size: int = 512
     max_context_length: int = 1024
     quanta_per_pass: int = 2
-    """Steps that a forward_backward takes."""
+    """Quanta that a forward_backward takes."""
+    most_together: int = 4
+    """Quanta of passes that are computed in one call."""
     burst_s: float = 0.0
     """Seconds that a burst of sampling takes."""
     rows: int | None = None
@@ -116,6 +122,14 @@ class FakeModel:
         return cls(LoraConfig(**state["lora_config"]), *arrays, step=state["step"], gradient_sums=sums)
 
 
+class PartOfPass(NamedTuple):
+    """The inputs of a quantum."""
+
+    request_id: str
+    data: list[Datum]
+    weights: np.ndarray
+
+
 class FakeBackend(Executor):
     """The same promises as a real backend, in microseconds."""
 
@@ -131,6 +145,14 @@ class FakeBackend(Executor):
         self.models: dict[str, FakeModel] = {}
         self.versions: dict[str, np.ndarray] = {}
         self.sampler = FakeSampler(self)
+        self.journal: list[str | tuple[str, ...]] = []
+        """Requests as they come to be queued here, and those of each call that computes."""
+        self.gate: threading.Semaphore | None = None
+        """Where each call that computes has to pass."""
+
+    def submit(self, operation: Operation) -> None:
+        self.journal.append(operation.request_id)
+        super().submit(operation)
 
     def info(self) -> BackendInfo:
         return BackendInfo(
@@ -155,6 +177,8 @@ class FakeBackend(Executor):
 
     def run(self, operation: ModelOperation) -> Work:
         model_id = operation.model_id
+        if isinstance(operation, ForwardBackward):
+            return (yield from self._forward_backward(operation))
         yield
         if isinstance(operation, CreateModel):
             if model_id in self.models:
@@ -172,12 +196,8 @@ class FakeBackend(Executor):
             read = self._writer.submit(FakeModel.from_folder, operation.path, operation.digest)
             self.models[model_id] = read.result()
             return ModelOutput(model_id)
-        if model_id not in self.models:
-            raise RequestError(f"model_id={model_id} is not loaded; create it, or load it from a checkpoint, first")
-        model = self.models[model_id]
+        model = self._model(model_id)
         match operation:
-            case ForwardBackward():
-                return (yield from self._forward_backward(operation))
             case OptimStep(adam_params=params):
                 crash_point("engine: optimizer step computed, not kept")
                 self.models[model_id] = model.stepped(params)
@@ -198,25 +218,48 @@ class FakeBackend(Executor):
                 return ModelOutput(model_id)
         raise AssertionError(operation)
 
+    def _model(self, model_id: str) -> FakeModel:
+        if model_id not in self.models:
+            raise RequestError(f"model_id={model_id} is not loaded; create it, or load it from a checkpoint, first")
+        return self.models[model_id]
+
     def _forward_backward(self, operation: ForwardBackward) -> Work:
+        count, weights = self.config.quanta_per_pass, self._model(operation.model_id).weights
+        cost = -(-sum(len(datum.tokens) for datum in operation.data) // count)
         outputs, gradient = [], np.zeros(WIDTH)
-        weights = self.models[operation.model_id].weights
-        for datum in operation.data:
-            break_on(datum.tokens)
-            targets = datum.loss_fn_inputs["target_tokens"]
-            token_weights = datum.loss_fn_inputs.get("weights", np.ones(targets.shape))
-            logprobs = feature(targets) @ weights
-            losses = -(token_weights * logprobs).reshape(len(targets), -1).sum(axis=1)
-            outputs.append({"logprobs": logprobs.astype(np.float32), "elementwise_loss": losses.astype(np.float32)})
-            gradient -= (feature(targets) * token_weights[..., None]).reshape(-1, WIDTH).sum(axis=0)
-        for _ in range(self.config.quanta_per_pass - 1):
-            yield
+        for number in range(count):
+            first, last = (len(operation.data) * n // count for n in (number, number + 1))
+            part = PartOfPass(operation.request_id, operation.data[first:last], weights)
+            for output, slope in (yield Quantum(cost, ("pass", operation.forward_only), part)):
+                outputs.append(output)
+                gradient += slope
         if not operation.forward_only:
             model = self.models[operation.model_id]
             sums = gradient if model.gradient_sums is None else model.gradient_sums + gradient
             self.models[operation.model_id] = dataclasses.replace(model, gradient_sums=sums)
         loss = float(sum(output["elementwise_loss"].sum() for output in outputs))
         return ForwardBackwardOutput(outputs, {"loss:sum": loss})
+
+    def most_together(self, kind: Hashable) -> int:
+        return self.config.most_together
+
+    def compute(self, quanta: list[Quantum]) -> list[list[tuple[dict[str, np.ndarray], np.ndarray]]]:
+        """(output, gradient) of each datum."""
+        parts: list[PartOfPass] = [quantum.inputs for quantum in quanta]
+        self.journal.append(tuple(part.request_id for part in parts))
+        if (gate := self.gate) is not None:
+            gate.acquire()
+        return [[slope_of(datum, part.weights) for datum in part.data] for part in parts]
+
+
+def slope_of(datum: Datum, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    break_on(datum.tokens)
+    targets = datum.loss_fn_inputs["target_tokens"]
+    token_weights = datum.loss_fn_inputs.get("weights", np.ones(targets.shape))
+    logprobs = feature(targets) @ weights
+    losses = -(token_weights * logprobs).reshape(len(targets), -1).sum(axis=1)
+    output = {"logprobs": logprobs.astype(np.float32), "elementwise_loss": losses.astype(np.float32)}
+    return output, -(feature(targets) * token_weights[..., None]).reshape(-1, WIDTH).sum(axis=0)
 
 
 def write(path: str, model: FakeModel) -> SaveOutput:

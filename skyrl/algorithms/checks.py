@@ -45,7 +45,7 @@ def check_pass(
     if not data:
         raise RequestError("data is empty; send at least one datum")
     _check_names(spec, data)
-    _check_tokens("model_input", [datum.tokens for datum in data], vocab_size)
+    tokens = _token_ids("model_input", [datum.tokens for datum in data], vocab_size)
     _check_lengths(data, max_context_length)
     columns = {"target_tokens": _targets(data, loss_fn, vocab_size)}
     for name in INPUT_FIELDS:
@@ -54,7 +54,7 @@ def check_pass(
     _check_clips(spec, columns, loss_fn_config)
     return [
         Datum(
-            np.ascontiguousarray(datum.tokens, np.int32),
+            tokens[i],
             {name: column[i] for name, column in columns.items() if name in datum.loss_fn_inputs or name == "weights"},
         )
         for i, datum in enumerate(data)
@@ -98,7 +98,7 @@ def check_sample(
     length = len(prompt)
     if length == 0:
         raise RequestError("prompt is empty; send at least one token (a beginning-of-sequence token will do)")
-    _check_tokens("prompt", [prompt], vocab_size)
+    _check_tokens("prompt", prompt, [prompt], vocab_size)
     if length >= max_context_length:
         raise RequestError(
             f"prompt has {length} tokens, which leaves no room to generate in the model's context of "
@@ -137,9 +137,10 @@ def _check_stops(params: SamplingParams, vocab_size: int) -> None:
         raise RequestError(f"stop={stops!r} has an empty string, which would end every sequence at once; remove it")
     if stops and not texts:
         try:
-            _check_tokens("stop", [np.asarray(stops, np.int64)], vocab_size)
+            ids = np.asarray(stops, np.int64)
         except OverflowError:
             raise RequestError(f"stop={stops!r}: token ids must be in [0, {vocab_size})") from None
+        _check_tokens("stop", ids, [ids], vocab_size)
 
 
 def _check_names(spec: Loss, data: Sequence[Datum]) -> None:
@@ -148,16 +149,17 @@ def _check_names(spec: Loss, data: Sequence[Datum]) -> None:
     allowed = {*needed, "weights", *(FIELD_NAMES[field] for field in spec.optional)}
     for i, datum in enumerate(data):
         given = datum.loss_fn_inputs.keys()
+        if needed <= given <= allowed:
+            continue
         if given - allowed:
             raise RequestError(
                 f"datum {i}: loss_fn_inputs[{min(given - allowed)!r}] is not an input of {spec.name}; remove it "
                 f"(known: {', '.join(sorted(allowed))})"
             )
-        if needed - given:
-            raise RequestError(
-                f"datum {i}: loss_fn_inputs lacks {min(needed - given)!r}, which {spec.name} needs; add it "
-                f"(needed: {', '.join(sorted(needed))})"
-            )
+        raise RequestError(
+            f"datum {i}: loss_fn_inputs lacks {min(needed - given)!r}, which {spec.name} needs; add it "
+            f"(needed: {', '.join(sorted(needed))})"
+        )
 
 
 def _check_lengths(data: Sequence[Datum], max_context_length: int) -> None:
@@ -182,7 +184,7 @@ def _targets(data: Sequence[Datum], loss_fn: str, vocab_size: int) -> list[np.nd
     """`target_tokens` of every datum, int32."""
     arrays = [datum.loss_fn_inputs["target_tokens"] for datum in data]
     for i, targets in enumerate(arrays):
-        if not np.issubdtype(targets.dtype, np.integer):
+        if targets.dtype.kind not in "iu":
             raise RequestError(f"datum {i}: target_tokens has dtype {targets.dtype}; send int64 token ids")
         several = targets.ndim == 2 and targets.shape[1] > 0
         if several and loss_fn != "cross_entropy":
@@ -199,8 +201,7 @@ def _targets(data: Sequence[Datum], loss_fn: str, vocab_size: int) -> list[np.nd
             raise RequestError(
                 f"datum {i}: target_tokens has shape {list(targets.shape)}; send [tokens], or [tokens, K] with K >= 1"
             )
-    _check_tokens("target_tokens", arrays, vocab_size)
-    return [np.ascontiguousarray(targets, np.int32) for targets in arrays]
+    return _token_ids("target_tokens", arrays, vocab_size)
 
 
 def _float_inputs(name: str, data: Sequence[Datum], targets: list[np.ndarray]) -> list[np.ndarray]:
@@ -218,18 +219,22 @@ def _float_inputs(name: str, data: Sequence[Datum], targets: list[np.ndarray]) -
             raise RequestError(
                 f"datum {i}: {name} has shape {list(values.shape)}; it must be {list(shape)}, one value per target"
             )
-        with np.errstate(over="ignore"):
-            arrays.append(np.ascontiguousarray(values, np.float32))
+        arrays.append(values)
         given.add(i)
+    with np.errstate(over="ignore"):
+        flat = np.concatenate([values.reshape(-1) for values in arrays], dtype=np.float32, casting="unsafe")
+    arrays = _cut(flat, arrays)
     _refuse_where(
         name,
+        flat,
         arrays,
         lambda values: ~(np.abs(values) <= LARGEST),
         f"must be finite and at most {LARGEST:g} in magnitude; mask the token with weight 0 and send 0 here",
     )
     if name.startswith("clip_"):
         given_only = [values if i in given else np.zeros_like(values) for i, values in enumerate(arrays)]
-        _refuse_where(name, given_only, lambda values: values < 0, "bounds a probability ratio; use 0 or more")
+        bounds = np.concatenate(given_only)
+        _refuse_where(name, bounds, arrays, lambda values: values < 0, "bounds a probability ratio; use 0 or more")
     return arrays
 
 
@@ -252,18 +257,38 @@ def _check_clips(spec: Loss, columns: Mapping[str, list[np.ndarray]], config: Ma
             )
 
 
-def _check_tokens(field: str, arrays: Sequence[np.ndarray], vocab_size: int) -> None:
+def _check_tokens(field: str, flat: np.ndarray, arrays: Sequence[np.ndarray], vocab_size: int) -> None:
     _refuse_where(
         field,
+        flat,
         arrays,
         lambda tokens: (tokens < 0) | (tokens >= vocab_size),
         f"is outside the vocabulary [0, {vocab_size}); use the tokenizer of this model",
     )
 
 
-def _refuse_where(field: str, arrays: Sequence[np.ndarray], bad: Callable[[np.ndarray], np.ndarray], rule: str) -> None:
-    """Raise `RequestError` naming the first value, over all arrays, that is `bad`."""
-    flat = np.concatenate([values.ravel() for values in arrays])
+def _token_ids(field: str, arrays: Sequence[np.ndarray], vocab_size: int) -> list[np.ndarray]:
+    """The arrays as int32, all of it token ids."""
+    flat = np.concatenate([values.reshape(-1) for values in arrays])
+    _check_tokens(field, flat, arrays, vocab_size)
+    return _cut(flat.astype(np.int32), arrays)
+
+
+def _cut(flat: np.ndarray, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Parts of `flat` in the shapes of the arrays, one after the other. Not copied."""
+    parts, start = [], 0
+    for values in arrays:
+        end = start + values.size
+        part = flat[start:end]
+        parts.append(part if values.ndim == 1 else part.reshape(values.shape))
+        start = end
+    return parts
+
+
+def _refuse_where(
+    field: str, flat: np.ndarray, arrays: Sequence[np.ndarray], bad: Callable[[np.ndarray], np.ndarray], rule: str
+) -> None:
+    """Raise `RequestError` naming the first value, over all arrays, that is `bad`. `flat` holds their values."""
     wrong = bad(flat)
     if not wrong.any():
         return

@@ -95,6 +95,8 @@ class Loss:
     """`LossInputs` fields that a request may give, beside `weights`."""
     knobs: Mapping[str, float]
     """`loss_fn_config` keys and their defaults."""
+    multiple_of: tuple[str, ...]
+    """`LossInputs` fields beside `weights` of which a token's gradient is a multiple: where one is 0, there is none."""
 
     def __call__(self, x: LossInputs, **knobs: Knob) -> Tokens:
         """Loss of each token times its weight, `[batch, tokens]`. Knobs are numbers or arrays `[batch, 1]`."""
@@ -105,19 +107,22 @@ class Loss:
 LOSSES: Registry[Loss] = Registry("loss function")
 
 
-def loss(name: str, needs: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> Callable[..., Loss]:
+def loss(
+    name: str, needs: tuple[str, ...] = (), optional: tuple[str, ...] = (), multiple_of: tuple[str, ...] = ()
+) -> Callable[..., Loss]:
     """Register the decorated function as the loss `name`; see the module's text for what it must look like."""
 
     def register(function: Callable[..., Tokens]) -> Loss:
         parameters = inspect.signature(function).parameters.values()
         knobs = {p.name: float(p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
         assert len(knobs) <= NUM_KNOBS, f"loss {name!r} has {len(knobs)} knobs; raise NUM_KNOBS={NUM_KNOBS}"
-        return LOSSES.register(name)(Loss(name, function, needs, optional, knobs))
+        return LOSSES.register(name)(Loss(name, function, needs, optional, knobs, multiple_of))
 
     return register
 
 
 OFF_POLICY = ("sampling_logprobs", "advantages")
+ADVANTAGES = ("advantages",)
 CLIPS = ("clip_low", "clip_high")
 
 
@@ -127,13 +132,13 @@ def cross_entropy(x: LossInputs) -> Tokens:
     return -x.logprobs
 
 
-@loss("importance_sampling", needs=OFF_POLICY)
+@loss("importance_sampling", needs=OFF_POLICY, multiple_of=ADVANTAGES)
 def importance_sampling(x: LossInputs) -> Tokens:
     """Policy gradient on samples of another policy: minus the probability ratio times the advantage."""
     return -_ratio(x) * x.advantages
 
 
-@loss("ppo", needs=OFF_POLICY, optional=CLIPS)
+@loss("ppo", needs=OFF_POLICY, optional=CLIPS, multiple_of=ADVANTAGES)
 def ppo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: Knob = 1.2) -> Tokens:
     """Clipped surrogate: the smaller of the raw and the ratio-clipped objective.
 
@@ -147,7 +152,7 @@ def ppo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: K
     return _clipped_surrogate(x, _ratio(x), clip_low_threshold, clip_high_threshold)
 
 
-@loss("cispo", needs=OFF_POLICY, optional=CLIPS)
+@loss("cispo", needs=OFF_POLICY, optional=CLIPS, multiple_of=ADVANTAGES)
 def cispo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: Knob = 1.2) -> Tokens:
     """REINFORCE weighted by the clipped ratio, which is a constant: clipped tokens keep a gradient.
 
@@ -176,7 +181,7 @@ def dro(x: LossInputs, *, beta: Knob = 0.05) -> Tokens:
     return -(x.logprobs * x.advantages - 0.5 * beta * log_ratio * log_ratio)
 
 
-@loss("gspo", needs=(*OFF_POLICY, "sequence_ratio_mask"), optional=CLIPS)
+@loss("gspo", needs=(*OFF_POLICY, "sequence_ratio_mask"), optional=CLIPS, multiple_of=ADVANTAGES)
 def gspo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: Knob = 1.2) -> Tokens:
     """PPO with the ratio of the whole sequence, exp(mean log-ratio of its masked tokens), at each of its tokens.
 

@@ -84,7 +84,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def step(self) -> list[Completion]:
-        """Run one quantum (one training micro-batch and one burst of decoding at most); return what completed."""
+        """Run one quantum (a micro-batch of one model or several, and a burst of decoding); return what completed."""
 
     @abstractmethod
     def cancel(self, request_id: str) -> None:

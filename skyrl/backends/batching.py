@@ -1,46 +1,56 @@
-"""Cuts a training request into tiles: arrays of a few fixed shapes that sequences are packed into.
+"""Cuts a training request into tiles: rows of a few fixed lengths that sequences are packed into.
 
-A tile is `[rows, length]` with rows x length constant (or one row, for a remainder that fits one), so a handful of
-compiled programs serves every request. Longest sequences come first, and each goes to the first row with room; the
-result depends on the request and the configuration only, never on what else is running. Pure NumPy.
+A tile is one row of tokens, so that all products see every token at once and only attention knows where sequences end.
+Its length comes from a small lattice, so a handful of compiled programs serves every request. Longest sequences come
+first, and each tile takes the longest that still fits; the result depends on the request and the configuration only,
+never on what else is running. Pure NumPy.
 """
 
-from collections import Counter
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from skyrl.algorithms.losses import EMPTY, INPUT_FIELDS, NUM_KNOBS, loss_index, pack_knobs
+from skyrl.algorithms.losses import EMPTY, INPUT_FIELDS, LOSSES, NUM_KNOBS, loss_index, pack_knobs
 from skyrl.types import Datum
 
-SHORTEST_ROW = 32
-"""Tokens in the narrowest tile."""
+SHORTEST_TILE = 32
+"""Tokens of the smallest tile."""
 
-MAX_SEGMENTS = 8
-"""Sequences packed into one row at most (a static bound for losses over whole sequences)."""
+MAX_SEGMENTS = 64
+"""Sequences packed into one tile at most (a static bound for losses over whole sequences)."""
+
+WIDE = 64
+"""Targets per token of a tile for requests with more than one. Those with more yet take several passes."""
 
 
 class TileArrays(NamedTuple):
-    """The inputs of one micro-batch. `R` rows of `L` tokens with `K` targets each; unused cells have segment -1."""
+    """The inputs of one micro-batch: `N` tokens with `K` targets each; unused cells have segment -1."""
 
     tokens: np.ndarray
-    """int32 `[R, L]`."""
+    """int32 `[N]`."""
     positions: np.ndarray
-    """int32 `[R, L]`, from 0 in each sequence."""
+    """int32 `[N]`, from 0 in each sequence."""
     segments: np.ndarray
-    """int32 `[R, L]`: which of its row's sequences a token belongs to, or -1."""
+    """int32 `[N]`: which of the tile's sequences a token belongs to, or -1."""
     targets: np.ndarray
-    """int32 `[R, L, K]`."""
+    """int32 `[N, K]`."""
     weights: np.ndarray
-    """float32 `[R, L, K]`, 0 in unused cells."""
+    """float32 `[N, K]`, 0 in unused cells."""
     inputs: dict[str, np.ndarray]
-    """The other `LossInputs` fields by name, float32 `[R, L]`."""
+    """The other `LossInputs` fields by name, float32 `[N]`."""
     loss_index: np.ndarray
-    """int32 `[R, 1]`."""
+    """int32 `[]`."""
     knobs: np.ndarray
-    """float32 `[R, knobs]`: the loss's settings."""
+    """float32 `[knobs]`: the loss's settings."""
+    order: np.ndarray
+    """int32 `[N]`: first the tokens that can have a gradient, then those that have none, then unused cells."""
+    trained: np.ndarray
+    """int32 `[]`: how many can have a gradient."""
+    read: np.ndarray
+    """int32 `[]`: how many cells are used."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,6 @@ class Placement:
     """Where sequence `datum` of the request lies in a tile."""
 
     datum: int
-    row: int
     start: int
     length: int
 
@@ -59,6 +68,12 @@ class Tile:
 
     arrays: TileArrays
     placements: list[Placement]
+    first_target: int = 0
+    """Which of a sequence's targets per token is the tile's first."""
+
+    @property
+    def length(self) -> int:
+        return len(self.arrays.tokens)
 
 
 @dataclass(frozen=True)
@@ -66,87 +81,113 @@ class TileShape:
     """How large tiles are."""
 
     tokens: int = 512
-    """Rows x length of a tile."""
-    rows: int = 0
-    """Rows of every tile if above 0 (`train_micro_batch_size`); 0 derives them from `tokens`."""
+    """Length of a tile, unless its request has less or one of its sequences has more."""
+    sequences: int = 0
+    """Sequences of a tile at most, if above 0 (`train_micro_batch_size`)."""
 
-    def rows_of(self, length: int) -> int:
-        return self.rows or max(1, self.tokens // length)
+    def lengths(self, longest: int, wide: bool = False) -> list[int]:
+        """All lengths that tiles have while no sequence has more than `longest` tokens, ascending.
 
+        Those of `wide` tiles, which have more than one target per token, are some of the others.
+        """
+        sixteenths = (4, 16) if wide else (1, 4, 8, 12, 16)
+        lengths = sorted({max(SHORTEST_TILE, self.tokens * part // 16) for part in sixteenths})
+        while lengths[-1] < longest:
+            lengths.append(2 * lengths[-1])
+        return lengths
 
-def row_length(tokens: int) -> int:
-    """Length of the rows that hold a sequence of this many tokens: the next power of two, at least SHORTEST_ROW."""
-    return max(SHORTEST_ROW, 1 << (tokens - 1).bit_length())
-
-
-def make_tiles(data: list[Datum], loss_fn: str, loss_fn_config: Mapping[str, float], shape: TileShape) -> list[Tile]:
-    """Pack the sequences of one request, checked by `check_pass`, into tiles, longest first."""
-    targets_per_token = max(_targets(datum).shape[1] for datum in data)
-    width = 1 << (targets_per_token - 1).bit_length()
-    index, knobs = loss_index(loss_fn), pack_knobs(loss_fn, loss_fn_config)
-    tiles = []
-    for placements, rows, length in _layout(data, shape):
-        arrays = _empty(rows, length, width)
-        arrays.loss_index[:] = index
-        arrays.knobs[:] = knobs
-        _place(data, placements, arrays)
-        tiles.append(Tile(arrays, placements))
-    return tiles
+    def length_for(self, tokens: int, wide: bool = False) -> int:
+        """Length of the smallest tile with room for so many tokens."""
+        return next(length for length in self.lengths(tokens, wide) if length >= tokens)
 
 
-def _layout(data: list[Datum], shape: TileShape) -> Iterator[tuple[list[Placement], int, int]]:
-    """(placements, rows, length) of each tile."""
-    waiting = sorted(range(len(data)), key=lambda i: -len(data[i].tokens))
+def make_tiles(
+    data: list[Datum], loss_fn: str, loss_fn_config: Mapping[str, float], shape: TileShape
+) -> Iterator[Tile]:
+    """Pack the sequences of one request, checked by `check_pass`, into tiles, longest first.
+
+    Targets beyond the first `WIDE` of a token are in tiles of their own. Losses with several targets per token are sums
+    over them, so their tiles' losses and gradients add up.
+    """
+    most = max(_targets(datum).shape[1] for datum in data)
+    width = 1 if most == 1 else WIDE
+    for first_target in range(0, most, width):
+        members = [i for i, datum in enumerate(data) if _targets(datum).shape[1] > first_target]
+        for placements, length in _layout(data, members, shape, wide=width > 1):
+            arrays = _empty(length, width)
+            arrays.loss_index[...] = loss_index(loss_fn)
+            arrays.knobs[:] = pack_knobs(loss_fn, loss_fn_config)
+            _place(data, placements, first_target, arrays)
+            _order(arrays, loss_fn)
+            yield Tile(arrays, placements, first_target)
+
+
+def idle_tile(length: int, width: int) -> TileArrays:
+    """A tile without sequences."""
+    return _empty(length, width)
+
+
+def _layout(
+    data: list[Datum], members: list[int], shape: TileShape, wide: bool
+) -> Iterator[tuple[list[Placement], int]]:
+    """(placements, length) of each tile."""
+    waiting = sorted(members, key=lambda i: (len(data[i].tokens), -i))
+    sizes = [len(data[i].tokens) for i in waiting]
+    most = min(shape.sequences or MAX_SEGMENTS, MAX_SEGMENTS)
     while waiting:
-        length = row_length(len(data[waiting[0]].tokens))
-        rows = shape.rows_of(length)
-        used, segments = [0] * rows, [0] * rows
+        room = max(shape.tokens, shape.length_for(sizes[-1], wide))
         placements: list[Placement] = []
-        left: list[int] = []
-        for index in waiting:
-            size = len(data[index].tokens)
-            fits = (r for r in range(rows) if used[r] + size <= length and segments[r] < MAX_SEGMENTS)
-            row = next(fits, None)
-            if row is None:
-                left.append(index)
-                continue
-            placements.append(Placement(index, row, used[row], size))
-            used[row] += size
-            segments[row] += 1
-        waiting = left
-        one_row = not shape.rows and not any(used[1:])
-        yield placements, 1 if one_row else rows, length
+        used = 0
+        while len(placements) < most and (fitting := bisect_right(sizes, room - used)):
+            size = sizes.pop(fitting - 1)
+            placements.append(Placement(waiting.pop(fitting - 1), used, size))
+            used += size
+        yield placements, shape.length_for(used, wide)
 
 
-def _empty(rows: int, length: int, width: int) -> TileArrays:
+def _empty(length: int, width: int) -> TileArrays:
     fields = {field for field in INPUT_FIELDS.values() if field != "weights"}
     return TileArrays(
-        tokens=np.zeros((rows, length), np.int32),
-        positions=np.zeros((rows, length), np.int32),
-        segments=np.full((rows, length), -1, np.int32),
-        targets=np.zeros((rows, length, width), np.int32),
-        weights=np.zeros((rows, length, width), np.float32),
-        inputs={field: np.full((rows, length), getattr(EMPTY, field), np.float32) for field in sorted(fields)},
-        loss_index=np.zeros((rows, 1), np.int32),
-        knobs=np.zeros((rows, NUM_KNOBS), np.float32),
+        tokens=np.zeros(length, np.int32),
+        positions=np.zeros(length, np.int32),
+        segments=np.full(length, -1, np.int32),
+        targets=np.zeros((length, width), np.int32),
+        weights=np.zeros((length, width), np.float32),
+        inputs={field: np.full(length, getattr(EMPTY, field), np.float32) for field in sorted(fields)},
+        loss_index=np.zeros((), np.int32),
+        knobs=np.zeros(NUM_KNOBS, np.float32),
+        order=np.arange(length, dtype=np.int32),
+        trained=np.zeros((), np.int32),
+        read=np.zeros((), np.int32),
     )
 
 
-def _place(data: list[Datum], placements: list[Placement], arrays: TileArrays) -> None:
+def _place(data: list[Datum], placements: list[Placement], first_target: int, arrays: TileArrays) -> None:
     """Copy each sequence to its cells."""
-    segments: Counter[int] = Counter()
-    for place in placements:
+    for segment, place in enumerate(placements):
         given = data[place.datum].loss_fn_inputs
         targets = _targets(data[place.datum])
-        cells = place.row, slice(place.start, place.start + place.length)
+        part = slice(first_target, first_target + arrays.targets.shape[1])
+        cells = slice(place.start, place.start + place.length)
         arrays.tokens[cells] = data[place.datum].tokens
         arrays.positions[cells] = np.arange(place.length)
-        arrays.segments[cells] = segments[place.row]
-        segments[place.row] += 1
-        arrays.targets[cells][:, : targets.shape[1]] = targets
-        arrays.weights[cells][:, : targets.shape[1]] = given["weights"].reshape(targets.shape)
+        arrays.segments[cells] = segment
+        columns = slice(0, targets[:, part].shape[1])
+        arrays.targets[cells, columns] = targets[:, part]
+        arrays.weights[cells, columns] = given["weights"].reshape(targets.shape)[:, part]
         for name in given.keys() & INPUT_FIELDS.keys() - {"weights"}:
             arrays.inputs[INPUT_FIELDS[name]][cells] = given[name]
+
+
+def _order(arrays: TileArrays, loss_fn: str) -> None:
+    """Which tokens can have a gradient: those with a weight, and with all else that the loss is a multiple of."""
+    trained = (arrays.weights != 0).any(axis=1)
+    for field in LOSSES[loss_fn].multiple_of:
+        trained &= arrays.inputs[field] != 0
+    used = arrays.segments >= 0
+    arrays.order[:] = np.argsort(np.where(trained, 0, np.where(used, 1, 2)), kind="stable")
+    arrays.trained[...] = trained.sum()
+    arrays.read[...] = used.sum()
 
 
 def _targets(datum: Datum) -> np.ndarray:

@@ -12,10 +12,9 @@ import dataclasses
 import logging
 import threading
 from abc import abstractmethod
-from collections import OrderedDict, deque
-from collections.abc import Generator
+from collections.abc import Hashable, Mapping
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import BaseModel
 
@@ -33,13 +32,17 @@ from skyrl.backends.backend import (
     Rejected,
     Sample,
 )
+from skyrl.backends.quanta import Ended, Quanta, Quantum, Waiting, Work
 from skyrl.backends.writer import Writer
 from skyrl.errors import RequestError, StorageError
 from skyrl.types import ErrorResponse, GradientEffect, Result, SaveOutput
 
+__all__ = ["Executor", "Quantum", "SamplerLoop", "Waiting", "Work", "failure"]
+
 log = logging.getLogger(__name__)
 
-Work = Generator[None, None, Result | Future[Result]]
+LOOK_S = 0.002
+"""Seconds between two looks at what operations wait for, while there is nothing else to do."""
 
 
 class SamplerLoop(Protocol):
@@ -65,14 +68,13 @@ class SamplerLoop(Protocol):
 
 
 class Executor(AbstractBackend):
-    """`submit`, `step` and `cancel` on top of `run`, `discard_gradients` and a sampler."""
+    """`submit`, `step` and `cancel` on top of `run`, `compute`, `discard_gradients` and a sampler."""
 
     sampler: SamplerLoop
 
     def __init__(self, base_model: str, config: BaseModel):
         super().__init__(base_model, config)
-        self._queues: OrderedDict[str, deque[ModelOperation]] = OrderedDict()
-        self._running: dict[str, Work] = {}
+        self._quanta = Quanta(self)
         self._background: dict[Future[Result], str] = {}
         self._failed_pass: dict[str, str] = {}
         self._wake = threading.Condition()
@@ -80,10 +82,30 @@ class Executor(AbstractBackend):
 
     @abstractmethod
     def run(self, operation: ModelOperation) -> Work:
-        """Do one operation. Yield after each quantum; return its result. Raise `RequestError` if it cannot be done.
+        """Do one operation: yield each `Quantum` that it needs and be sent the answer; return the result.
 
-        A failure must leave the model as it was before the operation.
+        It may as well compute something by itself and yield None, which is a turn that costs 1, or yield what it waits
+        for, which costs nothing. An operation that yields quanta must not compute anything before the first of them: it
+        may be begun before its turn.
+
+        Raises `RequestError` if it cannot be done. A failure must leave the model as it was before the operation.
         """
+
+    def compute(self, quanta: list[Quantum]) -> list[Any]:
+        """The answers to several quanta of different models and equal kind, or to one.
+
+        If it raises, nothing may have changed: several quanta are then computed one by one, and the operation whose
+        quantum cannot be computed alone is told, as if its `yield` had raised.
+        """
+        raise NotImplementedError(f"run of {type(self).__name__} yields quanta, so it needs compute")
+
+    def may_wait(self, operation: ModelOperation) -> bool:
+        """Whether an operation that is begun now may yield `Waiting` before anything else."""
+        return False
+
+    def most_together(self, kind: Hashable) -> int:
+        """How many quanta of this kind `compute` may be given at once."""
+        return 1
 
     @abstractmethod
     def discard_gradients(self, model_id: str) -> None:
@@ -98,31 +120,30 @@ class Executor(AbstractBackend):
                     self._ready.append(Completion(operation.request_id, failure(operation, error)))
             else:
                 assert isinstance(operation, ModelOperation), operation
-                self._queues.setdefault(operation.model_id, deque()).append(operation)
+                self._quanta.add(operation)
             self._wake.notify_all()
 
     def submit_first(self, operation: ModelOperation) -> None:
         """Queue an operation before all others of its model, none of which may have begun (`is_working_on`)."""
-        assert not self.is_working_on(operation.model_id), operation
         with self._wake:
-            self._queues.setdefault(operation.model_id, deque()).appendleft(operation)
+            self._quanta.add_first(operation)
             self._wake.notify_all()
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Set the weights of tenants, of which all others weigh 1. Before anything is submitted."""
+        assert not self._quanta
+        self._quanta = Quanta(self, weights)
 
     def is_working_on(self, model_id: str) -> bool:
         """Whether an operation of the model has begun and not ended, background writes aside."""
-        return model_id in self._running
+        return self._quanta.has_begun(model_id)
 
     def cancel(self, request_id: str) -> None:
         self.sampler.cancel(request_id)
 
     def abandon(self) -> list[ModelOperation]:
         """Drop all model operations that have not ended, and return them. Their models stay as they are."""
-        abandoned = [operation for queue in self._queues.values() for operation in queue]
-        for work in self._running.values():
-            work.close()
-        self._running.clear()
-        self._queues.clear()
-        return abandoned
+        return self._quanta.abandon()
 
     def failed_pass(self, model_id: str) -> str | None:
         """Why the model's next optimizer step has to fail: what broke a pass since the last one. None: it need not."""
@@ -138,7 +159,7 @@ class Executor(AbstractBackend):
 
     @property
     def busy(self) -> bool:
-        return bool(self._queues or self._ready or self.sampler.busy or any(f.done() for f in self._background))
+        return bool(self._quanta or self._ready or self.sampler.busy or any(f.done() for f in self._background))
 
     def wait(self, timeout_s: float | None = None) -> bool:
         with self._wake:
@@ -147,35 +168,19 @@ class Executor(AbstractBackend):
     def step(self) -> list[Completion]:
         completions, self._ready = self._ready, []
         completions += self._finished_in_background()
-        if self._queues:
-            completions += self._training_quantum()
+        if self._quanta:
+            for ended in self._quanta.turn():
+                completions += self._complete(ended)
         if self.sampler.busy:
             self.on_quantum(self.sampler.running)
             completions += self.sampler.burst()
+        elif self._quanta.stalled and not completions:
+            with self._wake:
+                self._wake.wait(LOOK_S)
         return completions
 
-    def _training_quantum(self) -> list[Completion]:
-        """One quantum of the model whose turn it is, which then goes to the end of the line."""
-        model_id, queue = self._queues.popitem(last=False)
-        operation = queue[0]
-        self.on_quantum((operation.request_id,))
-        done = None
-        try:
-            work = self._running.get(model_id) or self._start(operation)
-            self._running[model_id] = work
-            next(work)
-        except StopIteration as stop:
-            done = stop.value
-        except Exception as error:
-            done = dataclasses.replace(failure(operation, error), gradients=self._effect(operation, error))
-        if done is not None:
-            queue.popleft()
-            self._running.pop(model_id, None)
-        if queue:
-            self._queues[model_id] = queue
-        return [] if done is None else self._complete(operation, done)
-
-    def _start(self, operation: ModelOperation) -> Work:
+    def begin(self, operation: ModelOperation) -> Work:
+        """What an operation is done by, once those before it have ended. Raises what it fails with."""
         model_id = operation.model_id
         if isinstance(operation, Rejected):
             if operation.gradients == "dropped":
@@ -194,7 +199,10 @@ class Executor(AbstractBackend):
         self.discard_gradients(model_id)
         return self._failed_pass.pop(model_id, None)
 
-    def _complete(self, operation: ModelOperation, result: "Result | Future[Result]") -> list[Completion]:
+    def _complete(self, ended: Ended) -> list[Completion]:
+        operation, result = ended
+        if isinstance(result, Exception):
+            result = dataclasses.replace(failure(operation, result), gradients=self._effect(operation, result))
         if isinstance(result, Future):
             self._background[result] = operation.request_id
             result.add_done_callback(self._notify)

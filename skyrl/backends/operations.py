@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -13,6 +14,8 @@ class Operation:
     """A unit of work. `request_id` is unique and comes back in its completion."""
 
     request_id: str
+    tenant: str = ""
+    """Whose it is: tenants share the machine fairly, and nothing cached for one is used for another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,8 @@ class ModelOperation(Operation):
     """Work on one model's trainable state, done in the order of submission."""
 
     model_id: str
+    alone: bool = False
+    """Whether nothing of another model is computed in the same call, as this may end the process that computes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,11 @@ class ForwardBackward(ModelOperation):
     loss_fn_config: Mapping[str, float] = field(default_factory=dict)
     forward_only: bool = False
     """Compute outputs and metrics only; sums stay as they are."""
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of all data."""
+        return sum(len(datum.tokens) for datum in self.data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +151,6 @@ class Sample(Operation):
     """int32 token ids `[prompt - 1, K]` to score, row i at prompt position i + 1; -1 scores nothing."""
     prompt_alt_tokens_k: int = 0
     """Draws at the request's temperature, without its filters, for every prompt position after the first."""
-    tenant: str = ""
-    """Owner; nothing cached for one tenant is used for another."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
 
     app = FastAPI(title="SkyRL Tinker server", lifespan=lifespan)
     app.state.server = server
-    modules = (client, auth, sessions, models, samplers, queued, training_runs, checkpoints, downloads, copies)
+    # Looked through in this order, so what is asked for most comes first.
+    modules = (queued, sessions, client, auth, models, samplers, training_runs, checkpoints, downloads, copies)
     routers = [*(module.router for module in modules), client.public, downloads.public]
     for router in routers:
         app.include_router(router, prefix=PREFIX, responses=openapi.ERRORS)

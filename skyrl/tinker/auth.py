@@ -9,6 +9,7 @@ import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skyrl.tinker.ids import tenant_of_key
 from skyrl.tinker.signing import BadToken, Signer
 
 TOKEN_LIFETIME_S = 3600
@@ -68,7 +69,7 @@ class Keys:
 
     def __init__(self, api_keys: Sequence[str], signer: Signer):
         self._api_keys = [key.encode() for key in api_keys]
-        self._tenants = {_tenant(key) for key in self._api_keys}
+        self._tenants = {tenant_of_key(key) for key in self._api_keys}
         self.signer = signer
 
     def caller(self, api_key: str | None) -> Caller:
@@ -77,7 +78,7 @@ class Keys:
             return Caller()
         given = (api_key or "").encode()
         if any(hmac.compare_digest(given, known) for known in self._api_keys):
-            return Caller(_tenant(given))
+            return Caller(tenant_of_key(given))
         if api_key is None or not api_key.startswith(TOKEN_PREFIX):
             raise BadKey("X-API-Key is not one of this server's keys; set api_key or TINKER_API_KEY to one")
         try:
@@ -92,7 +93,3 @@ class Keys:
         """A token that stands for the caller, with the claims that clients read."""
         claims = {"iss": "skyrl", "sub": caller.urn, "org_id": ORGANIZATION, "email": caller.email}
         return self.signer.sign("api", {**claims, "tenant": caller.tenant}, TOKEN_LIFETIME_S)
-
-
-def _tenant(key: bytes) -> str:
-    return "key-" + hashlib.sha256(key).hexdigest()[:16]

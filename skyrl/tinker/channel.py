@@ -1,26 +1,39 @@
 """What the API process and the engine process say to each other, and the socket it travels on.
 
-A frame is a pickled dataclass (protocol 5: arrays are copied, not parsed) behind its length as a 64-bit integer. Pickle
-is safe here because the socket is private: a socketpair made by the API process, whose other end only its child
-inherits. The engine's end blocks in a reader thread (`EngineChannel`); the API's end is asyncio (`ApiChannel`), where a
-large frame is read in pieces while the loop goes on.
+A frame is a pickled dataclass and, behind it, its long arrays as they are in memory (protocol 5), with all lengths in
+front. The sequences of a pass and its outputs are sent as columns, so what a frame takes to make and to read does not
+grow with their number of tokens. Pickle is safe here because the socket is private: a socketpair made by the API
+process, whose other end only its child inherits. The engine's end blocks in a reader thread (`EngineChannel`); the
+API's end is asyncio (`ApiChannel`), where large frames are made and read in a thread and written in pieces, while the
+loop goes on.
 """
 
 import asyncio
 import contextlib
-import pickle
+import logging
 import socket
-import struct
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from skyrl.backends.operations import ModelOperation, Operation
+from skyrl.backends.operations import ForwardBackward, ModelOperation, Operation
 from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.frames import NUMBER, decode, encode
 from skyrl.types import BackendInfo, Result
 
-LENGTH = struct.Struct("<Q")
+log = logging.getLogger(__name__)
+
+LARGE_TOKENS = 4096
+"""The frame of a pass over more is made in a thread."""
+LARGE_BYTES = 64 * 1024
+"""A frame of more is read in a thread."""
+PIECE_BYTES = 2**18
+"""Of a large frame, written at once."""
+
+_THREAD = ThreadPoolExecutor(1, "channel")
+"""Makes and reads large frames for the API process."""
 
 
 # -- to the engine ----------------------------------------------------------------------------------------------------
@@ -35,10 +48,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Enqueue:
-    """Do `operation` for `tenant`. Samples have no `seq_id`; `request_id` equals the operation's."""
+    """Do `operation`, whose place in its model's order is `seq_id`. Samples have none."""
 
-    request_id: str
-    tenant: str
     operation: Operation
     seq_id: int | None = None
 
@@ -71,7 +82,6 @@ class Revive:
     """
 
     model_id: str
-    tenant: str
     next_seq_id: int
     operations: list[ModelOperation]
 
@@ -178,12 +188,6 @@ class ChannelClosed(ConnectionError):
     """The other process has closed its end, or is gone."""
 
 
-def encode(frame: ToEngine | FromEngine) -> bytes:
-    """The frame as it travels."""
-    body = pickle.dumps(frame, protocol=5)
-    return LENGTH.pack(len(body)) + body
-
-
 class EngineChannel:
     """The engine's end: blocking `send`, and an inbox filled by a thread from `listen` on."""
 
@@ -199,15 +203,16 @@ class EngineChannel:
     def send(self, frame: FromEngine) -> None:
         """Write one frame. Raises `ChannelClosed` if nobody reads any more."""
         try:
-            self._socket.sendall(encode(frame))
+            for piece in encode(frame):
+                self._socket.sendall(piece)
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 
     def receive(self) -> ToEngine:
         """Block until a frame has arrived. Raises `ChannelClosed` at its end. Not for use after `listen`."""
         try:
-            (length,) = LENGTH.unpack(self._read(LENGTH.size))
-            return pickle.loads(self._read(length))
+            sizes = [self._read_number() for _ in range(self._read_number())]
+            return decode([self._read(size) for size in sizes])
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 
@@ -243,9 +248,12 @@ class EngineChannel:
             self.wake.set()
             on_close()
 
-    def _read(self, size: int) -> bytes:
-        data = self._stream.read(size)
-        if len(data) < size:
+    def _read_number(self) -> int:
+        return NUMBER.unpack(self._read(NUMBER.size))[0]
+
+    def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        if self._stream.readinto(data) < size:
             raise ChannelClosed("end of stream")
         return data
 
@@ -256,6 +264,9 @@ class ApiChannel:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._reader = reader
         self._writer = writer
+        self._unsent: deque[ToEngine] = deque()
+        self._sending: asyncio.Task[None] | None = None
+        """Sends them while there are any."""
 
     @classmethod
     async def open(cls, connection: socket.socket) -> "ApiChannel":
@@ -264,20 +275,57 @@ class ApiChannel:
         return cls(reader, writer)
 
     def send(self, frame: ToEngine) -> None:
-        """Write one frame without blocking; a closed channel swallows it (its reader sees the end)."""
-        self._writer.write(encode(frame))
+        """Send a frame after those before it. Never blocks; a closed channel swallows it (its reader sees the end)."""
+        if self._sending is None and not _is_large(frame):
+            self._writer.writelines(encode(frame))
+            return
+        self._unsent.append(frame)
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send_all())
 
     async def frames(self) -> AsyncIterator[FromEngine]:
         """Frames as they arrive, until the engine closes its end."""
+        loop = asyncio.get_running_loop()
         try:
             while True:
-                (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-                yield pickle.loads(await self._reader.readexactly(length))
+                sizes = [await self._read_number() for _ in range(await self._read_number())]
+                parts = [await self._reader.readexactly(size) for size in sizes]
+                large = sum(sizes) > LARGE_BYTES
+                yield await loop.run_in_executor(_THREAD, decode, parts) if large else decode(parts)
         except (asyncio.IncompleteReadError, ConnectionError):
             return
 
     async def close(self) -> None:
         """Close this end, dropping what has not been sent."""
+        if self._sending is not None:
+            self._sending.cancel()
         self._writer.transport.abort()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
+
+    async def _send_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._unsent:
+                for part in await loop.run_in_executor(_THREAD, encode, self._unsent.popleft()):
+                    whole = memoryview(part)
+                    for begin in range(0, len(whole), PIECE_BYTES):
+                        self._writer.write(whole[begin : begin + PIECE_BYTES])
+                        await self._writer.drain()
+        except ConnectionError:
+            self._unsent.clear()
+        except Exception:
+            log.exception("a frame cannot be sent; giving the engine up")
+            self._writer.transport.abort()
+        finally:
+            self._sending = None
+
+    async def _read_number(self) -> int:
+        return NUMBER.unpack(await self._reader.readexactly(NUMBER.size))[0]
+
+
+def _is_large(frame: ToEngine) -> bool:
+    """Whether it takes long to be made: all that a model has to repeat, or a pass over many tokens."""
+    if isinstance(frame, Enqueue) and isinstance(frame.operation, ForwardBackward):
+        return sum(len(datum.tokens) for datum in frame.operation.data) > LARGE_TOKENS
+    return isinstance(frame, Revive)

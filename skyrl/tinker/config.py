@@ -11,12 +11,23 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_origin
 
 from platformdirs import user_data_dir
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+
+from skyrl.tinker.ids import tenant_of_key
+from skyrl.utils.fairness import HEAVIEST, LIGHTEST
 
 ENVIRONMENT_PREFIXES = ("SKYRL_", "TX_")
 """Environment variables are a prefix and the field's name in capitals; the first prefix that is set wins."""
@@ -73,6 +84,10 @@ class EngineConfig(BaseModel):
 
     api_keys: Names = ()
     """Keys that clients may use, separated by commas. Without any, every key is accepted."""
+
+    tenant_weights: JsonObject = Field(default_factory=dict)
+    """How much of the machine keys are given beside others while both wait, as a JSON object of keys, or their names
+    (key-...), for example '{"key-ba7816bf8f01cfea": 2}'. Keys that are not in it weigh 1."""
 
     session_timeout_sec: int = Field(300, ge=-1)
     """Seconds of silence after which a session's models are parked on disk until they are asked for; -1: never."""
@@ -148,6 +163,41 @@ class EngineConfig(BaseModel):
             raise ValueError("external inference servers are not served yet; leave it out, this server samples itself")
         return value
 
+    @field_validator("tenant_weights", mode="after")
+    @classmethod
+    def _in_bounds(cls, weights: dict[str, Any]) -> dict[str, float]:
+        for name, weight in weights.items():
+            number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if not (number and LIGHTEST <= weight <= HEAVIEST):
+                raise ValueError(
+                    f"{name!r} weighs {weight!r}; give it a number from {LIGHTEST:g} to {HEAVIEST:g} (others weigh 1)"
+                )
+        return weights
+
+    @model_validator(mode="after")
+    def _weights_are_of_keys(self) -> "EngineConfig":
+        tenants = self._tenants
+        for name in self.tenant_weights:
+            if name not in tenants:
+                raise ValueError(
+                    f"tenant_weights: {name!r} is none of api_keys, nor the name of one; correct it, or leave it out"
+                )
+        if len(self.weights) < len(self.tenant_weights):
+            raise ValueError("tenant_weights: a key is there twice, as itself and by its name; leave out one of them")
+        return self
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of tenants; all others weigh 1."""
+        tenants = self._tenants
+        return {tenants[name]: weight for name, weight in self.tenant_weights.items()}
+
+    @property
+    def _tenants(self) -> dict[str, str]:
+        """The tenant that is meant by each key, and by each name of one."""
+        tenants = {key: tenant_of_key(key.encode()) for key in self.api_keys}
+        return tenants | {tenant: tenant for tenant in tenants.values()}
+
 
 def parse_config(
     argv: Sequence[str] | None = None, *, prog: str | None = None, environ: Mapping[str, str] = os.environ
@@ -217,7 +267,7 @@ def _flag(name: str) -> str:
 
 
 def _metavar(name: str, field: FieldInfo) -> str:
-    if name == "backend_config":
+    if get_origin(field.annotation) is dict:
         return "JSON"
     if field.annotation is Path:
         return "FOLDER"

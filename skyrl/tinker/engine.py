@@ -58,7 +58,7 @@ from skyrl.tinker.channel import (
 )
 from skyrl.tinker.config import EngineConfig, describe
 from skyrl.tinker.engine_lock import engine_lock
-from skyrl.tinker.scheduler import Item, Scheduler
+from skyrl.tinker.scheduler import Scheduler
 from skyrl.tinker.snapshots import SnapshotPolicy
 from skyrl.tinker.upkeep import Upkeep
 from skyrl.types import ErrorResponse, Result, SaveOutput
@@ -84,7 +84,7 @@ class TinkerEngine:
     def __init__(self, backend: Executor, channel: EngineChannel, config: EngineConfig):
         self.backend = backend
         self.channel = channel
-        self.scheduler = Scheduler(config.gap_timeout_s)
+        self.scheduler = Scheduler(config.gap_timeout_s, weights=config.weights)
         self.policy = SnapshotPolicy(
             every_steps=config.snapshot_every_steps,
             every_requests=config.snapshot_every_requests,
@@ -98,6 +98,7 @@ class TinkerEngine:
         self._stored: deque[Stored] = deque()
         """Filled by the thread that writes."""
         self._stopping = False
+        backend.weigh(config.weights)
         backend.on_wake = channel.wake.set
         backend.on_quantum = self._about_to_run
         backend.on_stored = self._version_stored
@@ -177,9 +178,9 @@ class TinkerEngine:
 
     def _handle(self, frame: ToEngine) -> None:
         if isinstance(frame, Enqueue):
-            self.scheduler.add(Item(frame.tenant, frame.operation, frame.seq_id), time.monotonic())
+            self.scheduler.add(frame.operation, frame.seq_id, time.monotonic())
         elif isinstance(frame, Revive):
-            self.scheduler.revive(frame.tenant, frame.model_id, frame.next_seq_id, frame.operations)
+            self.scheduler.revive(frame.model_id, frame.next_seq_id, frame.operations)
         elif isinstance(frame, Park):
             self.upkeep.park(frame.model_id)
         elif isinstance(frame, Cancel):

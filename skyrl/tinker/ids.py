@@ -5,6 +5,7 @@ Everything that has an id can be told from the id alone: a model is `{session}:t
 second meaning), and a request starts with the kind of its operation.
 """
 
+import hashlib
 import re
 import secrets
 from dataclasses import dataclass
@@ -21,6 +22,11 @@ SAMPLE = "sample"
 MAX_NAME = 180
 """Characters of a checkpoint's name. What storage puts around it has to fit into 255 as well."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def tenant_of_key(api_key: bytes) -> str:
+    """The tenant that a key stands for. The key cannot be told from it."""
+    return "key-" + hashlib.sha256(api_key).hexdigest()[:16]
 
 
 def new_session_id() -> str:

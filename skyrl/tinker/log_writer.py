@@ -1,4 +1,4 @@
-"""Puts training requests into the log, and finds out whether they are in it where the database does not say.
+"""Puts training requests into the log, large ones compressed, and finds out whether they are there.
 
 A database may store a transaction and its answer be lost, as when a PostgreSQL server is replaced. Then the request is
 in the log and has to be done, or all that comes after it would wait. So a write without an answer is asked for again,
@@ -7,17 +7,25 @@ until there is one: a request that is found in the log was put there by an earli
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
+import zstandard
 from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session
 
 from skyrl.errors import UnknownName
 from skyrl.tinker import request_log
+from skyrl.tinker.codec import LARGE_BYTES
 from skyrl.tinker.futures import Failure
 from skyrl.tinker.persistent import PersistentWriter
 from skyrl.tinker.request_log import Entry, Logged
 from skyrl.tinker.service import Service
+
+PASSES = ("forward_backward", "forward")
+"""What is read whether it is compressed or not."""
+LEVEL = -1
+"""Of zstd: takes less time than the disk does for what it saves."""
 
 
 class LogWriter:
@@ -25,12 +33,15 @@ class LogWriter:
 
     def __init__(self, service: Service):
         self._writer = PersistentWriter(service.database)
+        self._bodies = service.bodies
 
     async def append(self, entry: Entry, refusal: Failure | None, on_log: Callable[[Session], None]) -> Logged:
         """As `request_log.append`, once the database has answered. Raises its refusal if the server is to stop first.
 
         Any other error means that the request is not in the log.
         """
+        if entry.kind in PASSES and not entry.content_encoding:
+            entry = await self._bodies.work(entry.tenant, len(entry.body), partial(compressed, entry))
         job, what = _Append(entry, refusal, on_log), f"request {entry.request_id}"
         try:
             return await self._writer.write(job, what)
@@ -40,6 +51,13 @@ class LogWriter:
     def stop(self) -> None:
         """Try nothing again any more."""
         self._writer.stop()
+
+
+def compressed(entry: Entry) -> Entry:
+    """The entry with its body compressed, if that is large."""
+    if len(entry.body) <= LARGE_BYTES:
+        return entry
+    return replace(entry, body=zstandard.ZstdCompressor(level=LEVEL).compress(entry.body), content_encoding="zstd")
 
 
 @dataclass

@@ -44,7 +44,6 @@ from skyrl.tinker.parsing import (
     WholeModelAddress,
     json_parser,
 )
-from skyrl.tinker.service import off_loop
 from skyrl.tinker.tables import ModelRow, SamplerRow, VersionRow
 from skyrl.types import Datum, LoraConfig, ModelOutput, OptimStepOutput, SaveOutput
 
@@ -257,7 +256,8 @@ async def forward_backward(admission: Admission, request: wire.PassRequest) -> A
         vocab_size=info.vocab_size,
         max_context_length=info.max_context_length,
     )
-    data = await off_loop(sum(values.nbytes for datum in request.data for values in _arrays(datum)), check)
+    size = sum(values.nbytes for datum in request.data for values in _arrays(datum))
+    data = await admission.service.bodies.work(admission.target.tenant, size, check)
     operation = ForwardBackward(
         request_id=admission.request_id,
         model_id=request.model_id,
@@ -463,7 +463,10 @@ async def sample(admission: Admission, request: schemas.SampleRequest) -> Accept
         max_context_length=service.info.max_context_length,
     )
     targets = request.target_prompt_logprobs
-    cells = None if targets is None else await off_loop(len(targets.data) * 8, partial(wire.target_cells, targets))
+    cells = None
+    if targets is not None:
+        read = partial(wire.target_cells, targets)
+        cells = await service.bodies.work(admission.target.tenant, len(targets.data) * 8, read)
     check_scores(
         len(prompt),
         request.num_samples,
@@ -489,7 +492,6 @@ async def sample(admission: Admission, request: schemas.SampleRequest) -> Accept
         prompt_logprobs_last_n=request.prompt_logprobs_last_n,
         target_prompt_logprobs=cells,
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
-        tenant=admission.target.tenant,
     )
     return Accepted(operation)
 

@@ -20,13 +20,14 @@ from skyrl.errors import RequestError, StorageError
 from skyrl.tinker import json_text, model_log, request_log
 from skyrl.tinker.admission import Obsolete
 from skyrl.tinker.channel import DropVersion, Snapshotted
+from skyrl.tinker.codec import encoded
 from skyrl.tinker.db import DatabaseFull, Job
 from skyrl.tinker.futures import PROTOBUF, Answer, Failure
 from skyrl.tinker.ids import model_of_version
 from skyrl.tinker.operations import FORWARD_ONLY, VERSION
 from skyrl.tinker.pending import Owed, Pending
 from skyrl.tinker.persistent import PersistentWriter
-from skyrl.tinker.service import Service, off_loop
+from skyrl.tinker.service import Service
 from skyrl.tinker.tables import ModelRow
 from skyrl.tinker.tasks import Lines
 from skyrl.types import ErrorResponse, ForwardBackwardOutput, Result, SaveOutput
@@ -125,7 +126,7 @@ class Outcomes:
             return await self._write(partial(_store_failure, owed, result))
         if owed.operation.encode is None:
             return await self._write(partial(_store_result, owed, result))
-        answer = Answer(await off_loop(_size(result), partial(owed.operation.encode, result)), PROTOBUF)
+        answer = Answer(await encoded(_size(result), partial(owed.operation.encode, result)), PROTOBUF)
         return await self._write(partial(_store_answer, owed, answer))
 
     async def _record_snapshot(self, frame: Snapshotted) -> None:

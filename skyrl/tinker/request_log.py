@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import func, select, update
-from sqlmodel import Session, col
+from sqlalchemy import bindparam, func, insert, select, update
+from sqlmodel import Session, SQLModel, col
 
 from skyrl.errors import UnknownName
 from skyrl.tinker.futures import Answer, Failure, Lost, Outcome
@@ -23,6 +23,18 @@ LOST_ADVICE = (
     "fresh one, or restart the server once its files are back; saved checkpoints and samplers still work"
 )
 _IS_PENDING = col(RequestRow.status) == "pending"
+
+# Statements that every request needs are made once, of tables: to make one of mapped classes takes ten times what it
+# takes to run it. Unlike those, these do not flush what an earlier job has left in the session.
+_REQUESTS = SQLModel.metadata.tables[str(RequestRow.__tablename__)]
+_MODELS = SQLModel.metadata.tables[str(ModelRow.__tablename__)]
+_SAME = select(_REQUESTS.c.request_id, _REQUESTS.c.kind).where(
+    _REQUESTS.c.model_id == bindparam("model"), _REQUESTS.c.seq_id == bindparam("place")
+)
+_STATUS = select(_MODELS.c.status).where(_MODELS.c.model_id == bindparam("model"))
+_INSERT = insert(_REQUESTS)
+_TOUCH = update(_MODELS).where(_MODELS.c.model_id == bindparam("model")).values(last_request_at=bindparam("now"))
+_FINISH = update(_REQUESTS).where(_REQUESTS.c.request_id == bindparam("request"))
 
 
 @dataclass(frozen=True)
@@ -63,38 +75,43 @@ def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Call
         refusal: Why it is refused already, if it is.
         on_log: More to write when the request is new and not refused.
     """
+    session.flush()
     seq_id, breaks_pass = entry.seq_id, entry.is_pass
     if seq_id is not None:
-        same = select(col(RequestRow.request_id), col(RequestRow.kind)).where(
-            col(RequestRow.model_id) == entry.model_id, col(RequestRow.seq_id) == seq_id
-        )
-        if (earlier := session.execute(same).first()) is not None:
+        earlier = session.execute(_SAME, {"model": entry.model_id, "place": seq_id}).first()
+        if earlier is not None:
             request_id, kind = earlier
             if kind == entry.kind:
                 return Logged(request_id)
             refusal = _taken(entry, kind)
             seq_id, breaks_pass = None, False  # it has no place in the model's order
     if refusal is None and entry.needs_model:
-        refusal = refused_by_status(session.get(ModelRow, entry.model_id), entry.model_id)
+        status = session.execute(_STATUS, {"model": entry.model_id}).scalar_one_or_none()
+        refusal = refused_by_status(status, entry.model_id)
     if refusal is None:
         on_log(session)
-    row = RequestRow(
-        request_id=entry.request_id,
-        kind=entry.kind,
-        tenant=entry.tenant,
-        model_id=entry.model_id,
-        seq_id=seq_id,
-        body=b"" if refusal else entry.body,
-        content_type=entry.content_type,
-        content_encoding=entry.content_encoding,
-        decided=entry.decided,
-    )
+        session.flush()
+    now = time.time()
+    values: dict[str, object] = {
+        "request_id": entry.request_id,
+        "kind": entry.kind,
+        "tenant": entry.tenant,
+        "model_id": entry.model_id,
+        "seq_id": seq_id,
+        "body": b"" if refusal else entry.body,
+        "content_type": entry.content_type,
+        "content_encoding": entry.content_encoding,
+        "decided": entry.decided,
+        "status": "pending",
+        "gradients": "kept",
+        "crashes": 0,
+        "created_at": now,
+    }
     if refusal:
-        row.status, row.error, row.category, row.finished_at = "failed", refusal.error, refusal.category, time.time()
-        row.gradients = "incomplete" if breaks_pass else "kept"
-    session.add(row)
-    now = {"last_request_at": row.created_at}
-    session.execute(update(ModelRow).where(col(ModelRow.model_id) == entry.model_id).values(**now))
+        values |= {"status": "failed", "error": refusal.error, "category": refusal.category, "finished_at": now}
+        values |= {"gradients": "incomplete" if breaks_pass else "kept"}
+    session.execute(_INSERT, values)
+    session.execute(_TOUCH, {"model": entry.model_id, "now": now})
     return Logged(entry.request_id, refusal)
 
 
@@ -115,6 +132,7 @@ def finish(
         gradients: What its failure left of the gradient sums.
         keep_body: Whether reviving the model without a newer snapshot takes doing it again.
     """
+    session.flush()
     values: dict[str, object] = {"finished_at": time.time()}
     if not keep_body:
         values["body"] = b""
@@ -122,7 +140,7 @@ def finish(
         values |= {"status": "done", "result": outcome.body, "result_type": outcome.media_type}
     else:
         values |= {"status": "failed", "error": outcome.error, "category": outcome.category, "gradients": gradients}
-    session.execute(update(RequestRow).where(col(RequestRow.request_id) == request_id).values(**values))
+    session.execute(_FINISH, {"request": request_id, **values})
 
 
 def outcome_of(session: Session, request_id: str) -> tuple[str, Outcome]:
@@ -207,14 +225,14 @@ def _taken(entry: Entry, kind: str) -> Failure:
     return Failure(error, "user")
 
 
-def refused_by_status(model: ModelRow | None, model_id: str) -> Failure | None:
-    """Why a model takes no requests, if it takes none."""
-    if model is not None and model.status in ("creating", "live"):
+def refused_by_status(status: str | None, model_id: str) -> Failure | None:
+    """Why a model of this status takes no requests, if it takes none. None: there is no such model."""
+    if status in ("creating", "live"):
         return None
-    if model is not None and model.status == "unloaded":
+    if status == "unloaded":
         return Failure(f"model_id={model_id} was unloaded; create a model, or load one of its checkpoints", "user")
-    if model is not None and model.status == "copy":
+    if status == "copy":
         return Failure(f"model_id={model_id} holds a copy of a checkpoint; load that as a new model to train", "user")
-    if model is not None and model.status == "failed":
+    if status == "failed":
         return Failure(f"model_id={model_id} could not be created; the error of its creation says why", "user")
     return Failure(f"model_id={model_id} is lost: what it was kept in is missing or damaged; {LOST_ADVICE}", "server")

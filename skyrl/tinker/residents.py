@@ -4,12 +4,15 @@ A model is away, being revived, in the engine, or being parked. Requests are sen
 come meanwhile wait in `Pending` and are sent, in order and each once, when the revival has been sent or the parking
 has ended. When an engine ends every model is away, and what was under way for the old engine is given up: `_life`
 counts engines.
+
+What an engine was working on when it ended is suspected of that. It is computed alone from then on, so that nothing
+else is suspected the next time.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Literal
 from uuid import uuid4
 
@@ -46,14 +49,6 @@ AT_A_TIME = 4
 State = Literal["reviving", "here", "parking"]
 
 
-@dataclass(frozen=True)
-class _Again:
-    """Something that a revival repeats."""
-
-    operation: ModelOperation
-    tenant: str
-
-
 class Residents:
     """Sends training requests to the engine. All methods are called on the event loop.
 
@@ -70,7 +65,7 @@ class Residents:
         self._outcomes = outcomes
         self._versions = versions
         self._states: dict[str, State] = {}
-        self._repeating: dict[str, _Again] = {}
+        self._repeating: dict[str, ModelOperation] = {}
         """What the engine does again though nobody waits for it, by request."""
         self._interrupted: dict[str, int] = {}
         """How many engines in a row have ended while they brought back a model."""
@@ -101,7 +96,7 @@ class Residents:
         """The engine has ended by itself while it worked on `running`."""
         for request_id in running:
             if (again := self._repeating.get(request_id)) is not None:
-                model_id = again.operation.model_id
+                model_id = again.model_id
                 self._interrupted[model_id] = self._interrupted.get(model_id, 0) + 1
         self._life += 1
         self._states.clear()
@@ -111,17 +106,16 @@ class Residents:
 
     def repeated(self, request_id: str, result: Result) -> None:
         """The engine has done something that nobody waits for."""
-        again = self._repeating.pop(request_id, None)
-        if again is None:
+        operation = self._repeating.pop(request_id, None)
+        if operation is None:
             return
-        operation = again.operation
         if isinstance(operation, Publish):
             self._versions.published(operation.version)
         if isinstance(result, ErrorResponse) and not isinstance(operation, Rejected):
             why = f"its request {request_id} could not be repeated: {result.error}"
             self._give_up(operation.model_id, Unrevivable(why, lost=_has_lost_files(operation)))
-            self._free(operation.model_id, again.tenant)
-        elif not any(left.operation.model_id == operation.model_id for left in self._repeating.values()):
+            self._free(operation.model_id, operation.tenant)
+        elif not any(left.model_id == operation.model_id for left in self._repeating.values()):
             self._interrupted.pop(operation.model_id, None)
 
     def gone(self, model_id: str) -> None:
@@ -193,6 +187,7 @@ class Residents:
         for owed in self._pending.of_model(model_id):
             if owed.accepted is None:
                 owed.accepted, owed.decided = revival.accepted[owed.request_id]
+            owed.suspect = owed.request_id in revival.suspects
         for version, saved in revival.written.items():
             self._versions.stored(version)
             self._outcomes.stored(version, saved)
@@ -216,13 +211,18 @@ class Residents:
 
     def _send_revival(self, model_id: str, revival: Revival) -> None:
         if revival.operations:
-            for operation in revival.operations:
+            suspicious = model_id in self._interrupted
+            operations = [
+                replace(operation, alone=suspicious or operation.request_id in revival.suspects)
+                for operation in revival.operations
+            ]
+            for operation in operations:
                 owed = self._pending.get(operation.request_id)
                 if owed is None:
-                    self._repeating[operation.request_id] = _Again(operation, revival.tenant)
+                    self._repeating[operation.request_id] = operation
                 else:
                     owed.sent = True
-            self._service.engine.send(Revive(model_id, revival.tenant, revival.plan.next_seq_id, revival.operations))
+            self._service.engine.send(Revive(model_id, revival.plan.next_seq_id, operations))
         self._states[model_id] = "here"
         self._send_all(model_id)
         if revival.plan.unloaded:
@@ -231,14 +231,14 @@ class Residents:
     def _free(self, model_id: str, tenant: str) -> None:
         """Delete what the engine has of a model, after all that was sent for it."""
         self._states.pop(model_id, None)
-        freeing = DeleteModel(request_id=f"unload-{uuid4()}", model_id=model_id)
-        self._service.engine.send(Enqueue(freeing.request_id, tenant, freeing))
+        freeing = DeleteModel(request_id=f"unload-{uuid4()}", tenant=tenant, model_id=model_id)
+        self._service.engine.send(Enqueue(freeing))
 
     def _give_up(self, model_id: str, error: Unrevivable) -> None:
         """Fail what waits for a model that cannot be brought back."""
         log.error("model %s cannot be brought back: %s", model_id, error)
         self._states.pop(model_id, None)
-        for request_id in [key for key, again in self._repeating.items() if again.operation.model_id == model_id]:
+        for request_id in [key for key, operation in self._repeating.items() if operation.model_id == model_id]:
             del self._repeating[request_id]
         self._versions.keep_of(model_id, set())
         if error.lost:
@@ -265,7 +265,8 @@ class Residents:
 
     def _send(self, owed: Owed) -> None:
         owed.sent = True
-        self._service.engine.send(Enqueue(owed.request_id, owed.tenant, _operation(owed), owed.seq_id))
+        operation = replace(_operation(owed), alone=owed.suspect)
+        self._service.engine.send(Enqueue(operation, owed.seq_id))
 
 
 def is_pass(owed: Owed) -> bool:

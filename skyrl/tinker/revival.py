@@ -31,7 +31,7 @@ from skyrl.tinker.checkpoints import SAVED_TO
 from skyrl.tinker.model_log import History, LoggedRequest
 from skyrl.tinker.operations import FORWARD_ONLY, OPERATIONS, VERSION
 from skyrl.tinker.parsing import Body, MalformedBody
-from skyrl.tinker.service import Service, off_loop
+from skyrl.tinker.service import Service
 from skyrl.tinker.submission import REFUSED, accept, not_served, rejected
 from skyrl.tinker.tables import ModelRow
 from skyrl.types import ErrorCategory, SaveOutput
@@ -71,7 +71,9 @@ class Plan:
 def plan(history: History, files: Files) -> Plan:
     """What to do again. Raises `Unrevivable` where that is not known any more."""
     model, since = history.model, history.model.snapshot_seq_id
-    if (refusal := request_log.refused_by_status(model, model.model_id)) is not None and model.status != "unloaded":
+    if (
+        refusal := request_log.refused_by_status(model.status, model.model_id)
+    ) is not None and model.status != "unloaded":
         raise Unrevivable(refusal.error, category=refusal.category)
     requests = history.requests
     ended = [request.seq_id for request in requests if request.status != "pending" and request.seq_id is not None]
@@ -92,7 +94,7 @@ def plan(history: History, files: Files) -> Plan:
                 raise Unrevivable(f"request {request.request_id} of the log has to be repeated, but is gone", lost=True)
             decision.steps.append(request)
         elif request.status == "failed" and request.gradients != "kept":
-            decision.steps.append(_refusal(model.model_id, request))
+            decision.steps.append(_refusal(model, request))
     return decision
 
 
@@ -105,6 +107,7 @@ def _snapshot(model: ModelRow) -> list[LoggedRequest | ModelOperation]:
     steps: list[LoggedRequest | ModelOperation] = [
         LoadSnapshot(
             request_id=f"{model_id} as of {number}",
+            tenant=model.tenant,
             model_id=model_id,
             path=model.snapshot_folder,
             digest=model.snapshot_digest,
@@ -113,7 +116,13 @@ def _snapshot(model: ModelRow) -> list[LoggedRequest | ModelOperation]:
     if model.snapshot_failed_pass is not None:
         failed = f"failed pass of {model_id} before {number}"
         steps.append(
-            Rejected(request_id=failed, model_id=model_id, error=model.snapshot_failed_pass, gradients="incomplete")
+            Rejected(
+                request_id=failed,
+                tenant=model.tenant,
+                model_id=model_id,
+                error=model.snapshot_failed_pass,
+                gradients="incomplete",
+            )
         )
     return steps
 
@@ -125,10 +134,11 @@ def _is_repeated(request: LoggedRequest, unwritten: Mapping[str, str], files: Fi
     return OPERATIONS[request.kind].changes_model and not request.decided.get(FORWARD_ONLY)
 
 
-def _refusal(model_id: str, request: LoggedRequest) -> Rejected:
+def _refusal(model: ModelRow, request: LoggedRequest) -> Rejected:
     return Rejected(
         request_id=request.request_id,
-        model_id=model_id,
+        tenant=model.tenant,
+        model_id=model.model_id,
         error=request.error or "it failed",
         gradients="dropped" if request.gradients == "dropped" else "incomplete",
     )
@@ -171,7 +181,7 @@ class Revival:
 
     plan: Plan
     tenant: str
-    """Owner of the model. What the engine is to do for it waits in the owner's lane, as its requests do."""
+    """Owner of the model."""
     operations: list[ModelOperation]
     """What the engine does, in this order. Empty: the model has still to be made."""
     accepted: dict[str, tuple[Accepted, dict[str, Any]]]
@@ -180,6 +190,8 @@ class Revival:
     """Versions that are on disk, contrary to what the log says."""
     published_again: set[str]
     """Versions that one of the operations publishes."""
+    suspects: set[str]
+    """Requests that engines were working on when they ended."""
 
 
 async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]) -> Revival:
@@ -223,6 +235,7 @@ async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]
         },
         written={version: files[folder] for version, folder in history.unwritten.items() if folder in files},
         published_again={request.decided[VERSION] for request in repeated if VERSION in request.decided},
+        suspects={request.request_id for request in history.requests if request.crashes},
     )
 
 
@@ -246,7 +259,9 @@ async def _accept_again(service: Service, history: History, request: LoggedReque
         return rejected(admission, "", False)
     operation = OPERATIONS[request.kind]
     try:
-        parsed = await off_loop(len(body.data), partial(operation.parse, body, ANY_SIZE))
+        parsed = await service.bodies.work(
+            history.model.tenant, len(body.data), partial(operation.parse, body, ANY_SIZE)
+        )
         return await accept(operation, admission, parsed)
     except (RequestError, MalformedBody) as error:
         if request.status == "done":

@@ -15,13 +15,14 @@ from skyrl.tinker import ids, schemas
 from skyrl.tinker.admission import Accepted
 from skyrl.tinker.auth import Caller
 from skyrl.tinker.channel import Cancel, Enqueue
+from skyrl.tinker.codec import encoded
 from skyrl.tinker.completions import client_of
 from skyrl.tinker.futures import PROTOBUF, Answer, Failure, Lost
 from skyrl.tinker.operations import QueuedOperation
 from skyrl.tinker.parsing import Body, SamplerAddress
 from skyrl.tinker.quota import Quota
 from skyrl.tinker.sample_counts import SampleCounts
-from skyrl.tinker.service import Service, off_loop
+from skyrl.tinker.service import Service
 from skyrl.tinker.submission import MAX_CRASHES, accept, admit, poisonous, refused_at_once
 from skyrl.tinker.tasks import Tasks
 from skyrl.tinker.versions import UnwrittenVersions
@@ -44,7 +45,6 @@ class _Waiting:
     """A sample whose end the engine owes us."""
 
     operation: QueuedOperation
-    tenant: str
     sample: Sample
     bytes: int
     """What it takes in memory, roughly."""
@@ -96,16 +96,16 @@ class SampleQueue:
         waiting = None
         if refusal is None and accepted is not None:
             assert isinstance(accepted.operation, Sample)
-            waiting = _Waiting(operation, target.tenant, accepted.operation, _size(body, accepted.operation))
-            self._number.check(waiting.tenant, 1, MAX_PENDING_SAMPLES)
-            self._bytes.check(waiting.tenant, waiting.bytes, MAX_PENDING_BYTES)
+            waiting = _Waiting(operation, accepted.operation, _size(body, accepted.operation))
+            self._number.check(target.tenant, 1, MAX_PENDING_SAMPLES)
+            self._bytes.check(target.tenant, waiting.bytes, MAX_PENDING_BYTES)
         self._futures.add(request_id, target.tenant, key)
         if waiting is None:
             self._futures.set(request_id, refusal or Lost())
         else:
             self._pending[request_id] = self._unsent[request_id] = waiting
-            self._number.add(waiting.tenant, 1)
-            self._bytes.add(waiting.tenant, waiting.bytes)
+            self._number.add(target.tenant, 1)
+            self._bytes.add(target.tenant, waiting.bytes)
             self._send_what_may_go()
         return request_id, count
 
@@ -180,8 +180,8 @@ class SampleQueue:
         self._unsent.pop(request_id, None)
         waiting = self._pending.pop(request_id, None)
         if waiting is not None:
-            self._number.remove(waiting.tenant, 1)
-            self._bytes.remove(waiting.tenant, waiting.bytes)
+            self._number.remove(waiting.sample.tenant, 1)
+            self._bytes.remove(waiting.sample.tenant, waiting.bytes)
         return waiting
 
     def _send_what_may_go(self) -> None:
@@ -196,7 +196,7 @@ class SampleQueue:
             self._alone = suspects[0]
         for request_id in suspects[:1] or list(ready):
             waiting = self._unsent.pop(request_id)
-            self._service.engine.send(Enqueue(request_id, waiting.tenant, waiting.sample))
+            self._service.engine.send(Enqueue(waiting.sample))
 
     async def _finish(self, request_id: str, operation: QueuedOperation, result: Result) -> None:
         if isinstance(result, ErrorResponse):
@@ -204,7 +204,7 @@ class SampleQueue:
             return
         assert operation.encode is not None and isinstance(result, SampleOutput)
         try:
-            answer = Answer(await off_loop(result.nbytes, partial(operation.encode, result)), PROTOBUF)
+            answer = Answer(await encoded(result.nbytes, partial(operation.encode, result)), PROTOBUF)
         except Exception as error:  # whatever it is, somebody waits for an answer
             log.error("internal error while finishing sample %s", request_id, exc_info=error)
             failure = Failure(f"internal error (request {request_id}); the server's log has the details", "server")

@@ -13,7 +13,7 @@ Pure: no threads, no clock but the `now` (seconds) that is passed in.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from skyrl.backends.operations import (
@@ -31,27 +31,22 @@ from skyrl.types import GradientEffect
 TRAINING_WINDOW = 2**16
 """Tokens of model operations that the backend holds at a time."""
 
+PASSES_TOGETHER = 16
+"""Model operations that fit into it however large they are, so that as many models can be computed together."""
+
 SAMPLING_WINDOW = 2**18
 """Tokens of samples (prompts and what may be generated) that the backend holds at a time."""
-
-
-@dataclass(frozen=True)
-class Item:
-    """A request as it arrived."""
-
-    tenant: str
-    operation: Operation
-    seq_id: int | None = None
-    """Place in the model's order; None takes the next place when it arrives."""
 
 
 @dataclass
 class _Line:
     """What a model has had and what is held."""
 
+    tenant: str
+    """Of the request that made or revived it."""
     next_seq_id: int = 0
-    held: dict[int, tuple[str, ModelOperation]] = field(default_factory=dict)
-    """(tenant, operation) by seq_id."""
+    held: dict[int, ModelOperation] = field(default_factory=dict)
+    """By seq_id."""
     finished: int | None = None
     """The highest seq_id that has ended. None: not even the model's past is complete."""
 
@@ -63,14 +58,19 @@ class Scheduler:
         gap_timeout_s: Seconds that a request waits for a missing earlier one.
         training_window: See `TRAINING_WINDOW`.
         sampling_window: See `SAMPLING_WINDOW`.
+        weights: Of tenants; all others weigh 1.
     """
 
     def __init__(
-        self, gap_timeout_s: float, training_window: int = TRAINING_WINDOW, sampling_window: int = SAMPLING_WINDOW
+        self,
+        gap_timeout_s: float,
+        training_window: int = TRAINING_WINDOW,
+        sampling_window: int = SAMPLING_WINDOW,
+        weights: Mapping[str, float] | None = None,
     ):
         self.gap_timeout_s = gap_timeout_s
-        self._training: FairQueue[Operation] = FairQueue(training_window)
-        self._samples: FairQueue[Operation] = FairQueue(sampling_window)
+        self._training: FairQueue[Operation] = FairQueue(training_window, PASSES_TOGETHER, weights)
+        self._samples: FairQueue[Operation] = FairQueue(sampling_window, weights=weights)
         self._lines: dict[str, _Line] = {}
         self._gaps: dict[str, float] = {}
         """Models with held requests, and since when they wait for the one that is missing now."""
@@ -81,40 +81,39 @@ class Scheduler:
         self._unfinished: Counter[str] = Counter()
         """Operations of each model that are queued or outstanding."""
 
-    def add(self, item: Item, now: float) -> None:
-        """Take in a request.
+    def add(self, operation: Operation, seq_id: int | None, now: float) -> None:
+        """Take in a request. `seq_id` is its place in the model's order; None takes the next place when it arrives.
 
         Requests of a model whose creation has not been here (or that was deleted) are not held: the backend says at
         once that there is no such model.
         """
-        operation = item.operation
         if isinstance(operation, Sample):
-            self._samples.add(operation.request_id, item.tenant, "samples", cost_of(operation), operation)
+            self._samples.add(operation.request_id, operation.tenant, "samples", cost_of(operation), operation)
             return
         assert isinstance(operation, ModelOperation), operation
-        if item.seq_id == 0:
-            self._lines.setdefault(operation.model_id, _Line())
+        if seq_id == 0:
+            self._lines.setdefault(operation.model_id, _Line(operation.tenant))
         line = self._lines.get(operation.model_id)
-        if line is None or item.seq_id is None:
+        if line is None or seq_id is None:
             if isinstance(operation, DeleteModel):
                 self._fail_held(operation.model_id, "its model was deleted")
-            self._queue(item.tenant, operation, None)
-        elif item.seq_id >= line.next_seq_id:
-            self._line_up(line, item.seq_id, item.tenant, operation, now)
+            self._queue(operation, None)
+        elif seq_id >= line.next_seq_id:
+            self._line_up(line, seq_id, operation, now)
         else:
             error = (
-                f"seq_id={item.seq_id} of model {operation.model_id} arrived more than {self.gap_timeout_s:g} s after "
-                "its followers, which have failed for want of it; send all of them again"
+                f"seq_id={seq_id} of model {operation.model_id} arrived more than {self.gap_timeout_s:g} s after its "
+                "followers, which have failed for want of it; send all of them again"
             )
-            self._queue(item.tenant, _rejected(operation, error, "kept"), None)
+            self._queue(_rejected(operation, error, "kept"), None)
 
-    def revive(self, tenant: str, model_id: str, next_seq_id: int, operations: Sequence[ModelOperation]) -> None:
+    def revive(self, model_id: str, next_seq_id: int, operations: Sequence[ModelOperation]) -> None:
         """Queue what brings a model back, in order. The request after it is `next_seq_id`."""
-        self._lines[model_id] = _Line(next_seq_id)
         *earlier, last = operations
+        self._lines[model_id] = _Line(last.tenant, next_seq_id)
         for operation in earlier:
-            self._queue(tenant, operation, None)
-        self._queue(tenant, last, next_seq_id - 1)
+            self._queue(operation, None)
+        self._queue(last, next_seq_id - 1)
 
     def next(self) -> Operation | None:
         """The next operation to submit, outstanding from now on until `done`; None if nothing may go now."""
@@ -130,6 +129,11 @@ class Scheduler:
             self._own.remove(operation.request_id)
             return False
         return True
+
+    def tenant(self, model_id: str) -> str:
+        """Whose a model is; nobody's ("") if it is not known."""
+        line = self._lines.get(model_id)
+        return line.tenant if line else ""
 
     def knows(self, model_id: str) -> bool:
         """Whether the model keeps an order here: it was created or revived, and not forgotten since."""
@@ -169,19 +173,19 @@ class Scheduler:
         notices, self._notices = self._notices, []
         return notices
 
-    def _line_up(self, line: _Line, seq_id: int, tenant: str, operation: ModelOperation, now: float) -> None:
+    def _line_up(self, line: _Line, seq_id: int, operation: ModelOperation, now: float) -> None:
         """Hold a request, then queue all whose turn has come."""
         if seq_id in line.held:
             return
-        line.held[seq_id] = tenant, operation
+        line.held[seq_id] = operation
         if seq_id > line.next_seq_id:
             self._gaps.setdefault(operation.model_id, now)
             reason = f"waiting for the request with seq_id={line.next_seq_id}, which has not arrived"
             self._notices.append((operation.request_id, reason))
             return
         while line.next_seq_id in line.held:
-            owner, ready = line.held.pop(line.next_seq_id)
-            self._queue(owner, ready, line.next_seq_id)
+            ready = line.held.pop(line.next_seq_id)
+            self._queue(ready, line.next_seq_id)
             if line.next_seq_id > seq_id:
                 self._notices.append((ready.request_id, None))
             line.next_seq_id += 1
@@ -195,7 +199,7 @@ class Scheduler:
         if self._gaps.pop(model_id, None) is None:
             return
         line = self._lines[model_id]
-        for seq_id, (tenant, operation) in sorted(line.held.items()):
+        for seq_id, operation in sorted(line.held.items()):
             line.next_seq_id = seq_id + 1
             error = f"seq_id={seq_id} of model {model_id} was not done: {why}; send it again with what was missing"
             failed = _rejected(operation, error, "incomplete")
@@ -204,10 +208,10 @@ class Scheduler:
                 # An optimizer step after a failed pass fails itself and clears the sums, which a mere failure does not.
                 first = replace(failed, request_id=f"before {failed.request_id}")
                 self._own.add(first.request_id)
-                self._queue(tenant, first, None)
-                self._queue(tenant, operation, seq_id)
+                self._queue(first, None)
+                self._queue(operation, seq_id)
             else:
-                self._queue(tenant, failed, seq_id)
+                self._queue(failed, seq_id)
         line.held.clear()
 
     def _ended(self, operation: ModelOperation) -> None:
@@ -221,9 +225,9 @@ class Scheduler:
         if isinstance(operation, DeleteModel):
             self.forget(model_id, "its model was deleted")
 
-    def _queue(self, tenant: str, operation: ModelOperation, seq_id: int | None) -> None:
+    def _queue(self, operation: ModelOperation, seq_id: int | None) -> None:
         request_id, model_id = operation.request_id, operation.model_id
-        if self._training.add(request_id, tenant, model_id, cost_of(operation), operation):
+        if self._training.add(request_id, operation.tenant, model_id, cost_of(operation), operation):
             self._unfinished[model_id] += 1
             if seq_id is not None:
                 self._seq_ids[request_id] = seq_id
@@ -239,4 +243,10 @@ def cost_of(operation: Operation) -> int:
 
 
 def _rejected(operation: ModelOperation, error: str, gradients: GradientEffect) -> Rejected:
-    return Rejected(request_id=operation.request_id, model_id=operation.model_id, error=error, gradients=gradients)
+    return Rejected(
+        request_id=operation.request_id,
+        tenant=operation.tenant,
+        model_id=operation.model_id,
+        error=error,
+        gradients=gradients,
+    )

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from skyrl.errors import RequestError
 from skyrl.tinker.activity import Activity
 from skyrl.tinker.auth import Keys
 from skyrl.tinker.channel import FromEngine, ToEngine
+from skyrl.tinker.codec import Bodies
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database
 from skyrl.tinker.directory import Directory
@@ -17,13 +18,8 @@ from skyrl.tinker.disk import Disk
 from skyrl.tinker.futures import Futures
 from skyrl.types import BackendInfo
 
-T = TypeVar("T")
-
 BUILTIN_MODEL = "tiny-qwen3"
 """Name for the built-in model, where that is served."""
-
-LARGE_BYTES = 64 * 1024
-"""Work on more bytes than this happens off the event loop."""
 
 
 class EngineStarting(Exception):
@@ -82,6 +78,7 @@ class Service:
         self.disk = Disk(config, database)
         self.futures = Futures()
         self.activity = Activity()
+        self.bodies = Bodies()
         self.became_ready = asyncio.Event()
         self._waited = asyncio.Event()
         """Set where there is no point in waiting for the base model: it is known, or will not be."""
@@ -126,8 +123,3 @@ class Service:
         names = self.served_names()
         if name not in names:
             raise RequestError(f"base_model={name[:300]!r} is not served here; use one of: {', '.join(names)}")
-
-
-async def off_loop(size: int, function: Callable[[], T]) -> T:
-    """Call `function`, in a thread if it works on many bytes."""
-    return await asyncio.to_thread(function) if size > LARGE_BYTES else function()

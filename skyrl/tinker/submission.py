@@ -1,16 +1,18 @@
 """The first half of a queued request's way, the same for all: parsed, its model or sampler found, accepted or not."""
 
+from dataclasses import replace
 from functools import partial
 
 from skyrl.backends.operations import Rejected
 from skyrl.errors import RequestError
 from skyrl.tinker.admission import Accepted, Admission, locate
 from skyrl.tinker.auth import Caller
+from skyrl.tinker.codec import NOBODY
 from skyrl.tinker.futures import Failure
 from skyrl.tinker.ids import new_request_id
 from skyrl.tinker.operations import QueuedOperation
 from skyrl.tinker.parsing import Body, Parsed
-from skyrl.tinker.service import Service, off_loop
+from skyrl.tinker.service import Service
 from skyrl.tinker.tables import ModelRow
 
 REFUSED = "refused"
@@ -34,8 +36,8 @@ async def admit(service: Service, operation: QueuedOperation, body: Body, caller
     """
     await service.wait_until_ready()
     max_bytes = service.config.max_body_bytes
-    size = max_bytes if body.content_encoding else len(body.data)  # of a few bytes there may be many
-    parsed = await off_loop(size, partial(operation.parse, body, max_bytes))
+    parse, at_most = partial(operation.parse, body, max_bytes), max_bytes if body.content_encoding else 0
+    parsed = await service.bodies.work(caller.tenant or NOBODY, len(body.data), parse, at_most)
     target = await locate(service, caller, parsed.address)
     return Admission(service, caller, target, new_request_id(operation.name)), parsed
 
@@ -44,7 +46,8 @@ async def accept(operation: QueuedOperation, admission: Admission, parsed: Parse
     """Turn a request into work. Raises `RequestError` where it asks for something that cannot be done."""
     if parsed.request is None:
         raise RequestError(parsed.error)
-    return await operation.accept(admission, parsed.request)
+    accepted = await operation.accept(admission, parsed.request)
+    return replace(accepted, operation=replace(accepted.operation, tenant=admission.target.tenant))
 
 
 def rejected(admission: Admission, error: str, is_pass: bool) -> Accepted:
@@ -52,6 +55,7 @@ def rejected(admission: Admission, error: str, is_pass: bool) -> Accepted:
     refusal = {"error": error, "gradients": "incomplete" if is_pass else "kept"}
     operation = Rejected(
         request_id=admission.request_id,
+        tenant=admission.target.tenant,
         model_id=admission.target.model_id,
         **admission.decided.setdefault(REFUSED, refusal),
     )

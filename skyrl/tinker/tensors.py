@@ -22,7 +22,10 @@ class Budget:
 
     def take(self, name: str, shape: Sequence[int], dtype: np.dtype) -> None:
         """Raises `RequestError` once the request's arrays are too large together."""
-        self.left -= prod(max(1, size) for size in shape) * dtype.itemsize
+        values = 1
+        for size in shape:
+            values *= size or 1
+        self.left -= values * dtype.itemsize
         if self.left < 0:
             raise RequestError(
                 f"{name}: shape={list(shape)} makes the arrays of the request larger than {self.max_bytes} bytes; "
@@ -39,6 +42,9 @@ def from_bytes(name: str, data: bytes, dtype: np.dtype) -> np.ndarray:
 
 def dense(name: str, values: np.ndarray, shape: list[int], budget: Budget) -> np.ndarray:
     """Flat values in their shape (`[len]` where none is given)."""
+    if shape == [values.size]:
+        budget.take(name, shape, values.dtype)
+        return values
     shape = shape or [values.size]
     if min(shape) < 0 or prod(shape) != values.size:
         raise RequestError(f"{name}: shape={shape} does not fit {values.size} values; send the shape of the data")

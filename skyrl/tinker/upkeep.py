@@ -84,7 +84,8 @@ class Upkeep:
         if seq_id is None or self._backend.is_working_on(model_id):
             return
         path = ids.folder(self._base, model_id, "snapshots", f"{seq_id}-{uuid4().hex[:8]}")
-        operation = SaveSnapshot(request_id=f"snapshot-{uuid4()}", model_id=model_id, path=path)
+        tenant = self._scheduler.tenant(model_id)
+        operation = SaveSnapshot(request_id=f"snapshot-{uuid4()}", tenant=tenant, model_id=model_id, path=path)
         self._policy.begin(model_id)
         self._own[operation.request_id] = operation, partial(self._snapshot_ended, operation, seq_id, then)
         self._backend.submit_first(operation)
@@ -107,7 +108,8 @@ class Upkeep:
         if not (snapshotted and self._stands_still(model_id)):
             self._parked(model_id, False)
             return
-        operation = DeleteModel(request_id=f"park-{uuid4()}", model_id=model_id)
+        tenant = self._scheduler.tenant(model_id)
+        operation = DeleteModel(request_id=f"park-{uuid4()}", tenant=tenant, model_id=model_id)
         self._own[operation.request_id] = operation, partial(self._deleted, model_id)
         self._backend.submit(operation)
 

@@ -193,6 +193,8 @@ def _protobuf_datum(i: int, message: pb.Datum, budget: Budget) -> Datum:
         inputs = {name: _protobuf_tensor(name, tensor, budget) for name, tensor in message.loss_fn_inputs.items()}
     except RequestError as error:
         raise RequestError(f"datum {i}: {error}") from None
+    if len(tokens) == 1:
+        return Datum(tokens[0], inputs)
     return Datum(np.concatenate(tokens) if tokens else np.zeros(0, np.int32), inputs)
 
 
@@ -200,7 +202,7 @@ def _protobuf_chunk(chunk: pb.Chunk) -> np.ndarray:
     kind = chunk.WhichOneof("chunk")
     if kind != "encoded_text":
         raise RequestError(_only_text(kind or "unknown"))
-    return from_bytes("model_input", chunk.encoded_text.tokens, np.dtype("<i4"))
+    return from_bytes("model_input", chunk.encoded_text.tokens, DTYPES[pb.DTYPE_INT32])
 
 
 def _protobuf_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:

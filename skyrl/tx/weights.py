@@ -7,7 +7,7 @@ Tensors are read, cast and placed one at a time, so that host memory holds one s
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ READABLE = {"F64", "F32", "F16", "BF16"}
 """Safetensors dtypes that stand for plain numbers (others are quantised and come with scales of their own)."""
 
 
-def load_model(
+def abstract_model(
     path: str | Path,
     *,
     dtype: str | None = None,
@@ -33,23 +33,23 @@ def load_model(
     max_lora_rank: int = 32,
     shard_attention_heads: bool = True,
     loss_chunk_size: int = 0,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: bool | Literal["selective"] = False,
     mhc_expansion_rate: int = 1,
     unroll_layers: bool | None = None,
 ) -> ModelForCausalLM:
-    """The model in a folder with config.json and safetensors (one file, or several with an index).
+    """The model that a folder's config.json describes, with shapes and types in the place of weights.
 
     `dtype` is that of the base weights, such as "bfloat16"; None is float32 on CPU and the checkpoint's elsewhere. The
     other options are those of `ModelConfig`.
 
-    Raises StorageError for missing, damaged or mismatching files, ValueError for models that are not implemented.
+    Raises StorageError for missing or damaged files, ValueError for models that are not implemented.
     """
     from transformers import AutoConfig
 
     from skyrl.tx.models.configs import ModelConfig
 
     path = Path(path)
-    architecture = _architecture(path)
+    kind = MODELS[_architecture(path)]
     config = ModelConfig(
         AutoConfig.from_pretrained(path, local_files_only=True),
         max_lora_adapters=max_lora_adapters,
@@ -60,9 +60,22 @@ def load_model(
         mhc_expansion_rate=mhc_expansion_rate,
         unroll_layers=unroll_layers,
     )
-    kind = MODELS[architecture]
     base_dtype = _base_dtype(dtype, config.dtype)  # pyright: ignore[reportArgumentType] (ModelConfig makes it a string)
-    graph, state = nnx.split(nnx.eval_shape(lambda: kind(config, dtype=base_dtype, rngs=nnx.Rngs(0))))
+    return nnx.eval_shape(lambda: kind(config, dtype=base_dtype, rngs=nnx.Rngs(0)))
+
+
+def load_model(path: str | Path, **options: Any) -> ModelForCausalLM:
+    """The model in a folder with config.json and safetensors (one file, or several with an index).
+
+    `options` are those of `abstract_model`, and so are errors; files that do not match raise StorageError.
+    """
+    return with_weights(abstract_model(path, **options), path)
+
+
+def with_weights(model: ModelForCausalLM, path: str | Path) -> ModelForCausalLM:
+    """An `abstract_model` with the weights that the folder holds. Raises StorageError for damaged or other files."""
+    path, kind, config = Path(path), type(model), model.config
+    graph, state = nnx.split(model)
     with ExitStack() as stack:
         tensors = _Tensors(path, stack)
         loaded = [
@@ -72,7 +85,7 @@ def load_model(
         unused = tensors.names - tensors.taken - _tied_copies(config.tie_word_embeddings)
     if unused:
         raise StorageError(
-            f"{path}: {len(unused)} tensors have no place in {architecture}, such as {min(unused)}; "
+            f"{path}: {len(unused)} tensors have no place in {kind.__name__}, such as {min(unused)}; "
             "check that config.json belongs to these weights"
         )
     return nnx.merge(graph, nnx.from_flat_state(loaded))

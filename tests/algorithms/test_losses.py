@@ -207,6 +207,20 @@ def test_weights_multiply_every_loss(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_token_has_no_gradient_where_what_its_loss_is_a_multiple_of_is_zero(name):
+    """Nor elsewhere for all losses that say so: the declaration names the input, no more and no less."""
+    multiple_of = LOSSES[name].multiple_of
+    x = example()
+    for field in ("advantages", "weights"):
+        zeros = np.random.default_rng(1).random(SHAPE) < 0.5
+        changed = x._replace(**{field: np.where(zeros, 0.0, getattr(x, field))})
+        logprobs = torch.tensor(x.logprobs, requires_grad=True)
+        LOSSES[name](cast(changed, torch.tensor)._replace(logprobs=logprobs)).sum().backward()
+        vanishes = bool((logprobs.grad.numpy()[zeros] == 0).all())
+        assert vanishes == (field == "weights" or field in multiple_of)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_knobs_may_be_arrays_with_one_value_per_row(name):
     x, knobs = example(), LOSSES[name].knobs
     per_row = {knob: np.array([[default], [default * 1.1], [default]]) for knob, default in knobs.items()}

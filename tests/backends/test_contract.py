@@ -50,6 +50,8 @@ from tests.fakes import FakeBackend, FakeConfig
 ADAM = AdamParams(learning_rate=0.05, weight_decay=0.01)
 TOKENS = np.asarray([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
 OTHER_TOKENS = np.asarray([2, 7, 1, 8, 2, 8], np.int32)
+SEVERAL_QUANTA = 200
+"""Sequences of a pass that takes more than one turn."""
 COUNTER = itertools.count()
 
 
@@ -563,7 +565,7 @@ def test_a_repeated_failure_of_a_step_clears_the_sums_and_the_failed_pass(backen
 def test_abandoned_operations_leave_their_model_as_it_was(backend, model, tmp_path):
     done(backend, a_pass(model))
     before = state(backend, model, tmp_path)
-    operations = [a_pass(model, OTHER_TOKENS), a_step(model)]
+    operations = [a_pass(model, *[OTHER_TOKENS] * SEVERAL_QUANTA), a_step(model)]
     for operation in operations:
         backend.submit(operation)
     backend.step()

@@ -14,7 +14,7 @@ from tests.fakes import POISON, FakeBackend, FakeConfig
 
 @pytest.fixture
 def backend() -> Iterator[FakeBackend]:
-    backend = FakeBackend("fake", FakeConfig(quanta_per_pass=3))
+    backend = FakeBackend("fake", FakeConfig(quanta_per_pass=4))
     for model_id in ("a", "b"):
         backend.create_model(model_id, LoraConfig(seed=0))
     yield backend
@@ -160,3 +160,47 @@ def test_a_model_without_work_costs_no_turn(backend):
     assert not backend.busy
     backend.submit(a_step("two", "b"))
     assert [completion.request_id for completion in backend.step() + backend.step()] == ["two"]
+
+
+# -- several models in one call ----------------------------------------------------------------------------------------
+
+
+def test_passes_of_several_models_are_computed_together_with_the_numbers_of_each_alone(backend):
+    operations = [
+        operation for name in "ab" for operation in (a_pass(f"pass {name}", name), a_step(f"step {name}", name))
+    ]
+    together = finish(backend, *operations)
+    assert ("pass a", "pass b") in backend.journal
+    alone = FakeBackend("fake", FakeConfig(quanta_per_pass=4, most_together=1))
+    for name in "ab":
+        alone.create_model(name, LoraConfig(seed=0))
+    apart = finish(alone, *operations)
+    alone.close()
+    for name in "ab":
+        assert alone.models[name].to_files() == backend.models[name].to_files()
+        assert apart[f"step {name}"] == together[f"step {name}"]
+
+
+def test_a_pass_that_cannot_be_computed_fails_alone_in_the_company_of_others(backend):
+    backend.create_model("c", LoraConfig(seed=0))
+    results = finish(backend, a_pass("a"), a_pass("bad", "b", token=POISON), a_pass("c", "c"))
+    assert ("a", "bad", "c") in backend.journal
+    assert [name for name, result in results.items() if isinstance(result, ErrorResponse)] == ["bad"]
+    assert isinstance(finish(backend, a_step("step", "b"))["step"], ErrorResponse)
+    assert not isinstance(finish(backend, a_step("other", "c"))["other"], ErrorResponse)
+
+
+def test_a_suspect_is_computed_alone(backend):
+    finish(backend, a_pass("a"), dataclasses.replace(a_pass("b", "b"), alone=True))
+    assert ("a",) in backend.journal and ("b",) in backend.journal and ("a", "b") not in backend.journal
+
+
+def test_tenants_are_weighed(backend):
+    backend.weigh({"heavy": 3})
+    for number in range(8):
+        for model_id, tenant in [("a", "heavy"), ("b", "light")]:
+            backend.submit(dataclasses.replace(a_pass(f"{model_id}{number}", model_id), tenant=tenant))
+    ends: list[str] = []
+    while "a7" not in ends:
+        ends += [completion.request_id for completion in backend.step()]
+    assert sum(name[0] == "b" for name in ends) == pytest.approx(8 / 3, abs=1)

@@ -1,7 +1,10 @@
 """The JAX backend's numbers against Hugging Face + PEFT + torch, and the isolation of its tenants."""
 
+import contextlib
 import dataclasses
+import resource
 import threading
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -335,31 +338,48 @@ def test_a_neighbour_with_nan_weights_changes_nothing(backend, tmp_path):
 def test_stacked_adapters_do_not_mix(backend):
     """Tiles of two adapters in one program: each gradient is as alone, bit for bit even beside NaN."""
     from skyrl.backends.batching import TileShape, make_tiles
-    from skyrl.backends.jax.adapters import zeros_like
 
     create(backend, "a")
     create(backend, "b", seed=1)
     a, b = backend.adapter("a"), backend.adapter("b")
     poisoned = b._replace(weights=jax.tree.map(lambda leaf: leaf * np.float32("nan"), b.weights))
-    tiles = [make_tiles([random_datum(20, i)], "cross_entropy", {}, TileShape(64))[0].arrays for i in range(2)]
+    tiles = [next(make_tiles([random_datum(20, i)], "cross_entropy", {}, TileShape(64))).arrays for i in range(2)]
 
     def run(*adapters):
-        scratches = tuple(zeros_like(adapter.weights) for adapter in adapters)
-        return backend._programs.forward_backward(backend._base, adapters, scratches, tuple(tiles[: len(adapters)]))
+        return backend._programs.forward_backward(backend._base, adapters, tuple(tiles[: len(adapters)]))
 
     alone, beside, beside_nan = run(a)[0][1], run(a, b)[0][1], run(a, poisoned)[0][1]
     assert_close(jax.tree.leaves(alone), jax.tree.leaves(beside))
     assert_equal(jax.tree.leaves(beside), jax.tree.leaves(beside_nan))
 
 
+@contextlib.contextmanager
+def address_space_left(nbytes: int):
+    """Let the process have so many more bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 def test_running_out_of_memory_fails_one_request_and_nothing_else(tiny_model):
-    """A pass whose attention needs hundreds of gigabytes: the model and the backend are as before."""
-    backend = JaxBackend(
-        str(tiny_model), JaxBackendConfig(train_micro_batch_size=1024, train_tile_tokens=64, compilation_cache=False)
+    """A pass for which the system gives no memory: the model and the backend are as before."""
+    longest = 8192
+    config = JaxBackendConfig(
+        train_tile_tokens=64, max_context_length=longest, max_lora_rank=8, compilation_cache=False
     )
+    backend = JaxBackend(str(tiny_model), config)
     small = [random_datum(9)]
     create(backend)
-    result = forward_backward(backend, [random_datum(4000)])
+    forward_backward(backend, small)
+    optim_step(backend)
+    # Compiled, which nothing may keep from its memory, but never run, which could leave what it needs behind.
+    assert backend._programs.temporary_bytes(backend._base, backend._passes._widest, longest) > 2**20 * 128
+    with address_space_left(2**20 * 16):
+        result = forward_backward(backend, [random_datum(longest)])
     assert isinstance(result, ErrorResponse)
     assert result.status == "server"
     refused = optim_step(backend)

@@ -26,9 +26,10 @@ class Defect:
 
 BACKEND = "skyrl/backends/jax/backend.py"
 STEP = "skyrl/backends/jax/step.py"
-ADAPTERS = "skyrl/backends/jax/adapters.py"
+PASSES = "skyrl/backends/jax/passes.py"
 CHECKS = "skyrl/algorithms/checks.py"
 JAX_TESTS = "tests/backends/test_jax_backend.py::"
+TENANTS = "tests/backends/test_jax_tenants.py::"
 SAMPLER = "skyrl/backends/jax/sampler.py"
 BATCHING = "tests/backends/test_sampler_batching.py::"
 RECOVERY = "tests/tinker/test_engine_recovery.py::"
@@ -56,7 +57,7 @@ DEFECTS = [
                 "    def discard_gradients(self, model_id: str) -> None:",
                 "    def submit(self, operation) -> None:\n"
                 "        super().submit(operation)\n"
-                "        for state in self._states.values():\n"
+                "        for state in map(self._models.peek, self._models):\n"
                 "            old = self._versions._resident.get(getattr(operation, 'version', None))\n"
                 "            if old is not None and hasattr(operation, 'prompt'):\n"
                 "                state.adapter = old\n\n"
@@ -71,10 +72,10 @@ DEFECTS = [
         [
             Edit(
                 BACKEND,
-                "        state.step += 1\n",
-                "        state.step += 1\n"
-                "        for version in list(self._versions._resident):\n"
-                "            self._versions.publish(version, state.adapter)\n",
+                "            state.step += 1\n",
+                "            state.step += 1\n"
+                "            for version in list(self._versions._resident):\n"
+                "                self._versions.publish(version, state.adapter)\n",
             )
         ],
         [JAX_TESTS + "test_a_version_samples_the_same_after_more_training_and_unloading"],
@@ -85,13 +86,13 @@ DEFECTS = [
         [
             Edit(
                 BACKEND,
-                "        state.step += 1\n",
-                "        state.step += 1\n"
-                "        decay = 1 - params.learning_rate * params.weight_decay\n"
-                "        for other in self._states.values():\n"
-                "            if other is not state:\n"
-                "                decayed = jax.tree.map(lambda leaf: leaf * decay, other.adapter.weights)\n"
-                "                other.adapter = other.adapter._replace(weights=decayed)\n",
+                "            state.step += 1\n",
+                "            state.step += 1\n"
+                "            decay = 1 - params.learning_rate * params.weight_decay\n"
+                "            for other in map(self._models.peek, self._models):\n"
+                "                if other is not state:\n"
+                "                    decayed = jax.tree.map(lambda leaf: leaf * decay, other.adapter.weights)\n"
+                "                    other.adapter = other.adapter._replace(weights=decayed)\n",
             )
         ],
         [JAX_TESTS + "test_weight_decay_of_one_tenant_leaves_another_untouched"],
@@ -102,14 +103,16 @@ DEFECTS = [
         [
             Edit(
                 BACKEND,
-                "        del self._states[operation.model_id]\n",
-                "        self.leftover = self._states.pop(operation.model_id).gradient_sums\n",
+                "        self._models.remove(operation.model_id)\n",
+                "        self.leftover = self._models.peek(operation.model_id).gradient_sums\n"
+                "        self._models.remove(operation.model_id)\n",
             ),
             Edit(
                 BACKEND,
-                "        self._states[model_id] = ModelState.fresh(lora_config, adapter)\n",
-                "        self._states[model_id] = ModelState.fresh(lora_config, adapter)\n"
-                "        self._states[model_id].gradient_sums = getattr(self, 'leftover', None)\n",
+                "            self._models.put(model_id, ModelState.fresh(lora_config, adapter))\n",
+                "            state = ModelState.fresh(lora_config, adapter)\n"
+                "            state.gradient_sums = getattr(self, 'leftover', None)\n"
+                "            self._models.put(model_id, state)\n",
             ),
         ],
         [JAX_TESTS + "test_a_recreated_model_has_no_gradients_of_its_predecessor"],
@@ -132,8 +135,9 @@ DEFECTS = [
         [
             Edit(
                 "skyrl/tx/layers/logprobs.py",
-                "jax.nn.logsumexp(logits, axis=-1, keepdims=True)",
-                "jax.nn.logsumexp(logits.astype(jnp.bfloat16), axis=-1, keepdims=True).astype(jnp.float32)",
+                "        normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)\n",
+                "        normaliser = jax.nn.logsumexp(logits.astype(jnp.bfloat16), axis=-1, keepdims=True)\n"
+                "        normaliser = normaliser.astype(jnp.float32)\n",
             )
         ],
         [
@@ -147,8 +151,9 @@ DEFECTS = [
         [
             Edit(
                 BACKEND,
-                "            state.add_gradients(scratch)\n",
-                "            state.add_gradients(jax.tree.map(lambda leaf: leaf / len(operation.data), scratch))\n",
+                "                sums = state.gradient_sums\n",
+                "                gradients = jax.tree.map(lambda leaf: leaf / len(operation.data), gradients)\n"
+                "                sums = state.gradient_sums\n",
             )
         ],
         [
@@ -162,8 +167,8 @@ DEFECTS = [
         [
             Edit(
                 "skyrl/tinker/scheduler.py",
-                "            self._line_up(line, item.seq_id, item.tenant, operation, now)\n",
-                "            self._queue(item.tenant, operation)\n",
+                "            self._line_up(line, seq_id, operation, now)\n",
+                "            self._queue(operation, seq_id)\n",
             )
         ],
         ["tests/tinker/test_scheduler.py::test_a_model_runs_in_seq_id_order_whatever_order_its_requests_arrive_in"],
@@ -221,9 +226,9 @@ DEFECTS = [
         "gradient sums are kept in bfloat16",
         [
             Edit(
-                ADAPTERS,
-                "    return jax.tree.map(jnp.add, a, b)\n",
-                "    return jax.tree.map(lambda x, y: (x + y).astype(jnp.bfloat16).astype(x.dtype), a, b)\n",
+                STEP,
+                'jit("add", lambda a, b: jax.tree.map(jnp.add, a, b))',
+                'jit("add", lambda a, b: jax.tree.map(lambda x, y: (x + y).astype("bfloat16").astype(x.dtype), a, b))',
             )
         ],
         [JAX_TESTS + "test_a_batch_in_one_request_equals_the_same_batch_in_several"],
@@ -240,14 +245,12 @@ DEFECTS = [
         [
             Edit(
                 BACKEND,
-                "        scratch = None if operation.forward_only else zeros_like(state.adapter.weights)\n",
-                "        self.accumulator = getattr(self, 'accumulator', None) or zeros_like(state.adapter.weights)\n"
-                "        scratch = None if operation.forward_only else self.accumulator\n",
-            ),
-            Edit(
-                BACKEND,
-                "            state.add_gradients(scratch)\n",
-                "            self.accumulator = zeros_like(scratch)\n            state.add_gradients(scratch)\n",
+                "            output, gradients = yield from self._passes.run(operation, state.adapter)\n",
+                "            model, self.accumulator = state, getattr(self, 'accumulator', state)\n"
+                "            state = self.accumulator\n"
+                "            self.accumulator = None\n"
+                "            output, gradients = yield from self._passes.run(operation, state.adapter)\n"
+                "            state = self.accumulator = model\n",
             ),
         ],
         [JAX_TESTS + "test_running_out_of_memory_fails_one_request_and_nothing_else"],
@@ -271,8 +274,8 @@ DEFECTS = [
         [
             Edit(
                 BACKEND,
-                "        state = dataclasses.replace(self._state(operation.model_id))\n",
-                "        state = dataclasses.replace(self._state(operation.model_id), gradient_sums=None)\n",
+                "            state = dataclasses.replace((yield from brought))\n",
+                "            state = dataclasses.replace((yield from brought), gradient_sums=None)\n",
             )
         ],
         [
@@ -298,8 +301,8 @@ DEFECTS = [
         [
             Edit(
                 "skyrl/tinker/scheduler.py",
-                '            self._queue(item.tenant, _rejected(operation, error, "kept"), None)\n',
-                "            self._queue(item.tenant, operation, None)\n",
+                '            self._queue(_rejected(operation, error, "kept"), None)\n',
+                "            self._queue(operation, None)\n",
             )
         ],
         ["tests/tinker/test_scheduler.py::test_a_request_that_arrives_after_its_followers_failed_is_refused"],
@@ -322,8 +325,8 @@ DEFECTS = [
         [
             Edit(
                 "skyrl/tinker/revival.py",
-                "        tenant=history.model.tenant,\n",
-                "        tenant=history.model.session_id,\n",
+                "        history.session, model.tenant, model.model_id, request.seq_id,",
+                "        history.session, model.session_id, model.model_id, request.seq_id,",
             )
         ],
         ["tests/tinker/test_api_recovery.py::test_a_revival_waits_in_the_same_lane_as_the_requests_that_follow_it"],
@@ -363,5 +366,83 @@ DEFECTS = [
         "samples of the base model beside an adapter's are sampled with the adapter",
         [Edit("skyrl/backends/jax/banks.py", "groups[0].places[BASE_SLOT] = -1", "groups[0].places[BASE_SLOT] = 0")],
         ["tests/backends/test_sampler_versions.py::test_versions_and_the_base_sampled_together_are_as_each_alone"],
+    ),
+    Defect(
+        "C3.1",
+        "gradients of models that share a call go to a neighbour",
+        [
+            Edit(
+                PASSES,
+                "for output, gradients in results[: len(works)]]",
+                "for output, gradients in results[len(works) - 1 :: -1]]",
+            )
+        ],
+        [TENANTS + "test_a_stack_of_models_gives_each_what_it_gets_alone"],
+    ),
+    Defect(
+        "C3.2",
+        "a model that waits on the host or on disk loses its gradient sums",
+        [
+            Edit(
+                "skyrl/backends/jax/adapters.py",
+                "first, second, self.step, sums)",
+                "first, second, self.step, None)",
+            )
+        ],
+        ["tests/backends/test_residence.py::test_a_model_that_is_used_comes_back_as_it_was"],
+    ),
+    Defect(
+        "C3.3",
+        "a model that is changed while it is about to leave comes back as it was before",
+        [
+            Edit(
+                "skyrl/backends/jax/residence.py",
+                "            self._keep(model)\n            self._working.add(model)\n",
+                "            self._working.add(model)\n",
+            )
+        ],
+        ["tests/backends/test_residence.py::test_what_a_model_becomes_while_it_was_about_to_leave_is_kept"],
+    ),
+    Defect(
+        "C3.4",
+        "sequences that are packed into one tile see each other",
+        [
+            Edit(
+                "skyrl/tx/layers/packed_attention.py",
+                "    return (causal & (own[:, :, None] == segments[:, None, :keys]))[:, None, None]\n",
+                "    return (causal & (own[:, :, None] >= -1))[:, None, None]\n",
+            )
+        ],
+        [JAX_TESTS + "test_cross_entropy_gradients_of_a_mixed_batch_equal_torch"],
+    ),
+    Defect(
+        "C3.5",
+        "tokens that need a gradient do not reach the vocabulary projection's backward pass",
+        [
+            Edit(
+                "skyrl/backends/batching.py",
+                "    arrays.trained[...] = trained.sum()\n",
+                "    arrays.trained[...] = trained.sum() // 2\n",
+            )
+        ],
+        [JAX_TESTS + "test_cross_entropy_gradients_of_a_mixed_batch_equal_torch"],
+    ),
+    Defect(
+        "C3.6",
+        "weights of tenants are accepted and mean nothing",
+        [
+            Edit(
+                "skyrl/utils/fairness.py",
+                "        return round(cost * SCALE / self._weights.get(tenant, 1))\n",
+                "        return round(cost * SCALE)\n",
+            )
+        ],
+        ["tests/utils/test_fairness.py::test_tenants_are_served_in_proportion_to_their_weights"],
+    ),
+    Defect(
+        "C3.7",
+        "what gradient checkpointing decides on is not what is compiled",
+        [Edit("skyrl/backends/jax/planning.py", "graphs[modes[length]]", "graphs[False]")],
+        ["tests/backends/test_memory.py::test_auto_runs_the_mode_that_fits_and_short_tiles_without"],
     ),
 ]

@@ -74,10 +74,7 @@ class Bench:
 
     @staticmethod
     def enqueued(*operations: ModelOperation, first: int = 0) -> list[Enqueue]:
-        return [
-            Enqueue(operation.request_id, "tenant", operation, seq_id)
-            for seq_id, operation in enumerate(operations, first)
-        ]
+        return [Enqueue(operation, seq_id) for seq_id, operation in enumerate(operations, first)]
 
     def end(self) -> list[FromEngine]:
         """An orderly end."""
@@ -140,7 +137,7 @@ def a_version(path: Path, version: str = "v", model_id: str = "m") -> Publish:
 def a_sample(max_tokens: int = 3) -> Enqueue:
     params = SamplingParams(max_tokens=max_tokens, seed=0, stop=[])
     sample = Sample(request_id=fresh("sample"), version=None, prompt=np.asarray([1, 2], np.int32), params=params)
-    return Enqueue(sample.request_id, "tenant", sample)
+    return Enqueue(sample)
 
 
 def of(kind: type, frames: Sequence[FromEngine]) -> list:
@@ -154,7 +151,7 @@ def revival(snapshot: Snapshotted, *operations: ModelOperation, next_seq_id: int
     if snapshot.failed_pass is not None:
         first.append(refused(error=snapshot.failed_pass))
     following = snapshot.seq_id + 1 if next_seq_id is None else next_seq_id
-    return Revive(snapshot.model_id, "tenant", following, [*first, *operations])
+    return Revive(snapshot.model_id, following, [*first, *operations])
 
 
 def same(one: FakeModel, other: FakeModel) -> bool:

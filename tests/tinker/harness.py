@@ -16,6 +16,7 @@ from skyrl.tinker.app import create_app
 from skyrl.tinker.channel import (
     ApiChannel,
     ChannelClosed,
+    Done,
     EngineChannel,
     FromEngine,
     Metrics,
@@ -50,6 +51,10 @@ class ThreadEngine:
         self.info: BackendInfo | None = None
         self.metrics: dict[str, int] = {}
         self.sent: list[ToEngine] = []
+        self.done: list[str] = []
+        """Requests in the order of their ends."""
+        self.gate: threading.Semaphore | None = None
+        """Where calls of the backend that compute have to pass."""
         self._on_frame = on_frame
         self._on_crash = on_crash
         self._on_failure = on_failure
@@ -80,6 +85,16 @@ class ThreadEngine:
         self.state = "failed"
         self._on_failure(message)
 
+    def hold(self) -> None:
+        """Stop the engine at its next call that computes."""
+        self.gate = self.backend.gate = threading.Semaphore(0)
+
+    def let_go(self) -> None:
+        """Let it work again."""
+        gate, self.gate, self.backend.gate = self.gate, None, None
+        assert gate is not None
+        gate.release()
+
     async def crash(self, reason: str = "the engine was killed by SIGKILL") -> None:
         """The engine ends by itself."""
         assert self._channel is not None and self._task is not None
@@ -99,7 +114,9 @@ class ThreadEngine:
         ours, its = socket.socketpair()
         channel = EngineChannel(its)
         channel.listen()
-        backend = FakeBackend(BASE_MODEL, FakeConfig(**self.config.backend_config))
+        self.inbox = channel._inbox
+        self.backend = backend = FakeBackend(BASE_MODEL, FakeConfig(**self.config.backend_config))
+        backend.gate = self.gate
         thread = threading.Thread(target=_work, args=[TinkerEngine(backend, channel, self.config)])
         thread.start()
         self._channel = api = await ApiChannel.open(ours)
@@ -108,6 +125,8 @@ class ThreadEngine:
                 self.info, self.state, self.progress = frame.info, "ready", "ready"
             elif isinstance(frame, Metrics):
                 self.metrics = frame.values
+            elif isinstance(frame, Done):
+                self.done.append(frame.request_id)
             self._on_frame(frame)
         await asyncio.to_thread(thread.join)
         await api.close()

@@ -146,9 +146,10 @@ def test_a_revival_waits_in_the_same_lane_as_the_requests_that_follow_it(tmp_pat
         while not any(isinstance(frame, Revive) for frame in server.engine.sent):
             server.let_it_work(0.001)
         server.outcome(server.post("/optim_step", {**step, "seq_id": 2}).json()["request_id"])
-        kinds = [(type(frame), frame.tenant) for frame in server.engine.sent if isinstance(frame, Revive | Enqueue)]
-    (revive, owner), (enqueue, sender) = kinds
-    assert (revive, enqueue) == (Revive, Enqueue) and owner == sender
+        frames = [frame for frame in server.engine.sent if isinstance(frame, Revive | Enqueue)]
+    revive, enqueue = frames
+    assert isinstance(revive, Revive) and isinstance(enqueue, Enqueue)
+    assert {operation.tenant for operation in revive.operations} == {enqueue.operation.tenant}
 
 
 def test_sample_is_410_after_a_restart(own_server):

@@ -1,5 +1,7 @@
 """Options of the server: where they come from and what is said about bad ones; and the command line around them."""
 
+import hashlib
+import json
 import subprocess
 import sys
 
@@ -60,6 +62,29 @@ def test_lists_are_separated_by_commas():
     assert (config.api_keys, config.model_aliases) == (("a", "b"), ("x",))
 
 
+def test_tenants_are_weighed_by_their_keys_or_by_the_names_of_those():
+    name = "key-" + hashlib.sha256(b"a").hexdigest()[:16]
+    for given in ("a", name):
+        assert parsed("--api-keys=a,b", "--tenant-weights", f'{{"{given}": 2.5}}').weights == {name: 2.5}
+    assert parsed("--api-keys=a,b").weights == {}
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "NaN", "Infinity", "1e9", "true", "null", '"2"', "[1]"])
+def test_a_weight_that_is_none_is_refused_with_its_key_and_the_range(capsys, weight):
+    message = refusal(capsys, "--api-keys=mine", "--tenant-weights", f'{{"mine": {weight}}}')
+    assert "--tenant-weights=" in message and "'mine' weighs " in message and "from 0.001 to 1000" in message
+
+
+@pytest.mark.parametrize("keys", ["--api-keys=a,b", "--api-keys="])
+def test_a_weight_of_a_key_that_is_not_there_is_refused(capsys, keys):
+    assert "tenant_weights: 'nobody' is none of api_keys" in refusal(capsys, keys, "--tenant-weights", '{"nobody": 2}')
+
+
+def test_a_key_that_is_weighed_twice_is_refused(capsys):
+    weights = json.dumps({"a": 1, "key-" + hashlib.sha256(b"a").hexdigest()[:16]: 2})
+    assert "a key is there twice" in refusal(capsys, "--api-keys=a", "--tenant-weights", weights)
+
+
 def test_minus_one_keeps_silent_sessions_in_memory():
     config = parsed("--session-timeout-sec=-1", "--session-cleanup-interval-sec=-1")
     assert (config.session_timeout_sec, config.session_cleanup_interval_sec) == (-1, -1)
@@ -79,6 +104,7 @@ def test_folders_are_absolute(tmp_path, monkeypatch):
         (["--port", "70000"], "--port=70000: Input should be less than or equal to 65535"),
         (["--log-level", "loud"], "--log-level=loud: Input should be 'debug', 'info', 'warning' or 'error'"),
         (["--backend-config", "{"], "--backend-config={: not JSON"),
+        (["--tenant-weights", "[1]"], "--tenant-weights=[1]: Input should be a valid dictionary"),
         (["--backend-config", "[1]"], "--backend-config=[1]: Input should be a valid dictionary"),
         (["--checkpoints-base", "s3://b"], "--checkpoints-base=s3://b: only local folders are served"),
         (["--session-timeout-sec", "-2"], "--session-timeout-sec=-2: Input should be greater than or equal to -1"),

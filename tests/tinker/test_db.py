@@ -236,6 +236,29 @@ def test_answer_replaces_the_body(database):
     assert database.read_now(lambda session: session.exec(text("SELECT body FROM requests")).scalar()) == b""
 
 
+def test_a_request_sees_what_an_earlier_job_of_its_transaction_has_made_of_its_model(database):
+    def make(session: Session) -> None:
+        row = ModelRow(
+            model_id="m", session_id="s", tenant="t", base_model="b", lora_config={}, user_metadata={}, status="live"
+        )
+        session.add(row)
+
+    def unload(session: Session) -> None:
+        row = session.get(ModelRow, "m")
+        assert row is not None
+        row.status = "unloaded"
+
+    def job(session: Session) -> list[bool]:
+        refused = []
+        for seq_id, change in enumerate([make, unload], 1):
+            change(session)
+            logged = append(entry(str(seq_id), seq_id=seq_id, needs_model=True))(session)
+            refused.append(logged.refusal is not None)
+        return refused
+
+    assert asyncio.run(database.write(job)) == [False, True]
+
+
 def test_old_results_are_dropped_and_their_seq_ids_kept(database):
     asyncio.run(database.write(append(entry("r"))))
     asyncio.run(database.write(partial(request_log.finish, request_id="r", outcome=Answer(b"{}"))))

@@ -1,6 +1,7 @@
 """The engine over a socketpair, in a thread, with the fake backend."""
 
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from typing import TypeVar
@@ -21,7 +22,6 @@ from skyrl.backends.operations import (
 )
 from skyrl.errors import RequestError
 from skyrl.tinker.channel import (
-    LENGTH,
     Cancel,
     Done,
     DropVersion,
@@ -66,8 +66,8 @@ class Wire:
         for frame in frames:
             self._channel.send(frame)  # pyright: ignore[reportArgumentType]
 
-    def ask(self, operation: Operation, seq_id: int | None = None, tenant: str = "tenant") -> None:
-        self.send(Enqueue(operation.request_id, tenant, operation, seq_id))
+    def ask(self, operation: Operation, seq_id: int | None = None) -> None:
+        self.send(Enqueue(operation, seq_id))
 
     def read(self) -> FromEngine:
         return self._channel.receive()  # pyright: ignore[reportReturnType]
@@ -201,7 +201,7 @@ def test_a_short_sample_overtakes_a_long_request_of_its_own_tenant(long, config)
     channel, wire = EngineChannel(its), Wire(ours)
     engine = TinkerEngine(backend, channel, config)
     for operation, seq_id in [(create(), 0), (long, 1), (sample("short", max_tokens=2), None)]:
-        channel.deliver(Enqueue(operation.request_id, "tenant", operation, seq_id))
+        channel.deliver(Enqueue(operation, seq_id))
     engine.turn()
     while backend.busy:
         engine.turn()
@@ -290,12 +290,13 @@ def test_frames_larger_than_the_socket_buffer_arrive_whole(wire):
     assert output["logprobs"].shape == (2_000_000,)
 
 
-def test_frames_are_prefixed_with_their_length(backend):
+def test_frames_are_prefixed_with_the_number_of_their_parts_and_the_length_of_each(backend):
     ours, its = socket.socketpair()
     with ours, its:
         EngineChannel(its).send(Progress("x"))
         data = ours.recv(2**16)
-    assert LENGTH.unpack(data[: LENGTH.size]) == (len(data) - LENGTH.size,)
+    count, size = struct.unpack("<QQ", data[:16])
+    assert (count, size) == (1, len(data) - 16)
 
 
 # -- opening a backend ------------------------------------------------------------------------------------------------

@@ -1,13 +1,17 @@
 """Models that are put away, what the engine says it works on, and its orderly end."""
 
+import dataclasses
 import itertools
 import threading
 
 from skyrl.backends.operations import (
+    DeleteModel,
     SaveCheckpoint,
+    SaveSnapshot,
 )
 from skyrl.tinker.channel import (
     Done,
+    Enqueue,
     FromEngine,
     Park,
     Parked,
@@ -15,6 +19,7 @@ from skyrl.tinker.channel import (
     Shutdown,
     Snapshotted,
 )
+from skyrl.tinker.ids import tenant_of_key
 from tests.fakes import FakeModel
 from tests.tinker.engine_bench import a_pass, a_sample, a_step, create, of, revival, same
 
@@ -84,7 +89,7 @@ def test_what_runs_is_told_before_each_piece_of_work_and_only_when_it_changes(be
     engine.said.clear()
     engine.rest(*engine.enqueued(training, first=1), sample)
     told = [frame.request_ids for frame in of(Running, engine.said)]
-    one, other = (training.request_id,), (sample.request_id,)
+    one, other = (training.request_id,), (sample.operation.request_id,)
     assert told[:4] == [one, other, one, other]
     assert all(before != after for before, after in itertools.pairwise(told))
 
@@ -104,6 +109,33 @@ def test_an_idle_engine_tells_that_nothing_runs_and_snapshots_are_nobodys_fault(
     assert {name for frame in of(Running, told) for name in frame.request_ids} <= {
         done.request_id for done in of(Done, told)
     }
+
+
+# -- in whose name -----------------------------------------------------------------------------------------------------
+
+
+def test_what_the_engine_does_to_a_model_is_done_for_the_models_tenant(bench):
+    engine = bench(snapshot_every_steps=1)
+    asked = [dataclasses.replace(operation, tenant="t") for operation in (create(), a_step())]
+    engine.turn(*engine.enqueued(*asked))
+    while not (own := [operation for operation, _ in engine.engine.upkeep._own.values()]):
+        engine.turn()
+    engine.rest()
+    engine.turn(Park("m"))
+    own += [operation for operation, _ in engine.engine.upkeep._own.values()]
+    assert [(type(operation), operation.tenant) for operation in own] == [(SaveSnapshot, "t"), (DeleteModel, "t")]
+
+
+def test_samples_are_let_in_by_the_weights_of_tenants(bench):
+    engine = bench(api_keys=["heavy", "light"], tenant_weights={"heavy": 3})
+    samples = []
+    for _ in range(6):
+        for key in ("heavy", "light"):
+            sample = a_sample(max_tokens=2**18).operation
+            samples.append(dataclasses.replace(sample, tenant=tenant_of_key(key.encode())))
+    engine.turn(*map(Enqueue, samples))
+    name = {sample.request_id: ["heavy", "light"][number % 2] for number, sample in enumerate(samples)}
+    assert [name[request] for request in engine.backend.journal] == ["heavy", "light", "heavy", "heavy"]
 
 
 # -- its end -----------------------------------------------------------------------------------------------------------

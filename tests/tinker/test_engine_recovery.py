@@ -95,7 +95,7 @@ def test_the_snapshot_of_a_model_that_was_deleted_meanwhile_is_removed(bench, tm
     delete = DeleteModel(request_id="delete", model_id="m")
     held = threading.Event()
     engine.backend._writer.submit(held.wait, 30)
-    engine.turn(*engine.enqueued(create(), a_step()), Enqueue("delete", "tenant", delete))
+    engine.turn(*engine.enqueued(create(), a_step()), Enqueue(delete))
     while engine.backend.busy:
         engine.turn()
     held.set()
@@ -246,17 +246,13 @@ def _recover(
                 )
         elif result is None or not isinstance(operation, SaveCheckpoint):
             repeated.append(operation)
-    missing = [
-        Enqueue(operation.request_id, "tenant", operation, seq_id)
-        for seq_id, operation in enumerate(operations)
-        if seq_id >= following
-    ]
+    missing = [Enqueue(operation, seq_id) for seq_id, operation in enumerate(operations) if seq_id >= following]
     for operation in operations[: covered + 1]:
         if operation.request_id not in answers:
             assert isinstance(operation, SaveCheckpoint), "a snapshot goes no further than what has ended"
             answers[operation.request_id] = "found on disk"  # by the API
     if snapshot is None:
-        frame = Revive("m", "tenant", following, repeated)
+        frame = Revive("m", following, repeated)
     else:
         frame = revival(snapshot, *repeated, next_seq_id=following)
     return engine.turn(frame, *missing)

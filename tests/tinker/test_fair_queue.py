@@ -41,6 +41,45 @@ def test_tenants_with_waiting_work_are_served_equally_up_to_the_largest_item(cos
     assert not any(left)
 
 
+WEIGHTS = st.fixed_dictionaries({str(tenant): st.sampled_from([0.001, 0.25, 1, 3, 1000]) for tenant in range(5)})
+
+
+@given(costs=st.lists(COSTS, min_size=2, max_size=5), window=st.integers(1, 300), weights=WEIGHTS)
+def test_tenants_with_waiting_work_are_served_by_their_weights_up_to_their_largest_item(costs, window, weights):
+    queue: FairQueue[tuple[int, int]] = FairQueue(window, weights=weights)
+    for tenant, own in enumerate(costs):
+        for i, cost in enumerate(own):
+            queue.add(f"{tenant}/{i}", str(tenant), "lane", cost, (tenant, i))
+    served, left = [0.0] * len(costs), [len(own) for own in costs]
+    while (value := queue.next()) is not None:
+        tenant, i = value
+        served[tenant] += costs[tenant][i] / weights[str(tenant)]
+        left[tenant] -= 1
+        queue.done(f"{tenant}/{i}")
+        for ahead in range(len(costs)):
+            for behind in range(len(costs)):
+                if left[ahead] and left[behind]:
+                    assert served[ahead] - served[behind] <= 101 / weights[str(ahead)]
+    assert not any(left)
+
+
+@given(
+    weight=st.sampled_from([0.001, 1, 1000]),
+    flood=st.lists(st.integers(1, 1000), min_size=1, max_size=30),
+    cost=st.integers(1, 1000),
+)
+def test_a_tenant_with_nothing_in_the_window_sends_one_item_at_once_whatever_it_weighs(weight, flood, cost):
+    queue: FairQueue[str] = FairQueue(100, weights={"a": 1 / weight, "b": weight})
+    for i in range(3):  # whatever it has had before
+        queue.add(f"before{i}", "b", "lane", cost, "before")
+        drain(queue)
+        queue.done(f"before{i}")
+    for i, own in enumerate(flood):
+        queue.add(f"a{i}", "a", "lane", own, "flood")
+    queue.add("b", "b", "lane", cost, "small")
+    assert "small" in drain(queue)
+
+
 @given(
     items=st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz"), st.integers(1, 50)), max_size=60),
     window=st.integers(1, 100),
@@ -78,6 +117,13 @@ def test_a_full_window_still_admits_one_item_of_a_tenant_that_has_none_in_it():
 def test_an_item_larger_than_the_window_leaves_room_for_three_more():
     queue = filled(100, *((f"huge{i}", "a", 10**9) for i in range(6)))
     assert len(drain(queue)) == 4
+
+
+def test_a_window_leaves_room_for_as_many_items_as_it_is_told():
+    queue: FairQueue[str] = FairQueue(1600, at_least=16)
+    for i in range(30):
+        queue.add(f"huge{i}", "a", f"lane{i}", 10**9, f"huge{i}")
+    assert len(drain(queue)) == 16
 
 
 def test_a_tenant_takes_turns_between_its_lanes():

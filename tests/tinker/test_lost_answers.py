@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from sqlalchemy import event
+from sqlalchemy import Insert, event
 from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.orm import ORMExecuteState
 from sqlmodel import Session, col, select
 
 from skyrl.tinker import training_queue
@@ -28,8 +29,9 @@ class Connection:
         self.breaks_before = self.breaks_after = self.conflicts = 0
         self.broken = asyncio.Event()
 
-    def flushed(self, session: Session, _: object) -> None:
-        session.info["logs"] = any(isinstance(row, RequestRow) for row in session.new)
+    def executed(self, execution: ORMExecuteState) -> None:
+        if isinstance(execution.statement, Insert) and execution.statement.table.name == RequestRow.__tablename__:
+            execution.session.info["logs"] = True
 
     def before_commit(self, session: Session) -> None:
         session.flush()
@@ -54,7 +56,7 @@ class Connection:
 def connection() -> Iterator[Connection]:
     connection = Connection()
     listeners = {
-        "after_flush": connection.flushed,
+        "do_orm_execute": connection.executed,
         "before_commit": connection.before_commit,
         "after_commit": connection.after_commit,
     }

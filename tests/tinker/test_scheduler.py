@@ -20,7 +20,7 @@ from skyrl.backends.operations import (
     Sample,
     SaveCheckpoint,
 )
-from skyrl.tinker.scheduler import Item, Scheduler, cost_of
+from skyrl.tinker.scheduler import Scheduler, cost_of
 from skyrl.types import AdamParams, Datum, LoraConfig, SamplingParams
 
 TIMEOUT_S = 300.0
@@ -51,9 +51,9 @@ def sample(request_id: str) -> Sample:
 def with_model(*operations: tuple[int, ModelOperation], now: float = 0.0) -> Scheduler:
     """A scheduler in which model m was created and these (seq_id, operation) arrived."""
     scheduler = Scheduler(TIMEOUT_S)
-    scheduler.add(Item("tenant", create(), 0), 0.0)
+    scheduler.add(create(), 0, 0.0)
     for seq_id, operation in operations:
-        scheduler.add(Item("tenant", operation, seq_id), now)
+        scheduler.add(operation, seq_id, now)
     return scheduler
 
 
@@ -74,7 +74,7 @@ def ids(operations: list[Operation]) -> list[str]:
 def test_a_model_runs_in_seq_id_order_whatever_order_its_requests_arrive_in(order, take_between):
     scheduler, ran = with_model(), []
     for seq_id, take in zip(order, take_between, strict=True):
-        scheduler.add(Item("tenant", save(seq_id), seq_id), 0.0)
+        scheduler.add(save(seq_id), seq_id, 0.0)
         if take:
             ran += submitted(scheduler)
     ran += submitted(scheduler)
@@ -86,7 +86,7 @@ def test_a_model_runs_in_seq_id_order_whatever_order_its_requests_arrive_in(orde
 def test_each_seq_id_runs_once_and_is_refused_when_it_comes_again(arrivals):
     scheduler, ran = with_model(), []
     for seq_id in [*arrivals, *range(1, 6)]:
-        scheduler.add(Item("tenant", save(seq_id) if seq_id else create(), seq_id), 0.0)
+        scheduler.add(save(seq_id) if seq_id else create(), seq_id, 0.0)
         ran += submitted(scheduler)
     refused = [operation for operation in ran if isinstance(operation, Rejected)]
     assert ids([operation for operation in ran if operation not in refused]) == [f"m{seq_id}" for seq_id in range(6)]
@@ -95,21 +95,21 @@ def test_each_seq_id_runs_once_and_is_refused_when_it_comes_again(arrivals):
 
 def test_a_gap_in_one_model_does_not_hold_another():
     scheduler = with_model((2, save(2)))
-    scheduler.add(Item("tenant", create("n"), 0), 0.0)
-    scheduler.add(Item("tenant", save(1, "n"), 1), 0.0)
+    scheduler.add(create("n"), 0, 0.0)
+    scheduler.add(save(1, "n"), 1, 0.0)
     assert ids(submitted(scheduler)) == ["m0", "n0", "n1"]
 
 
 def test_a_held_request_is_announced_with_the_missing_seq_id_and_released_when_it_comes():
     scheduler = with_model((2, save(2)))
     assert scheduler.notices() == [("m2", "waiting for the request with seq_id=1, which has not arrived")]
-    scheduler.add(Item("tenant", save(1), 1), 0.0)
+    scheduler.add(save(1), 1, 0.0)
     assert scheduler.notices() == [("m2", None)]
 
 
 def test_requests_of_a_model_that_was_never_created_are_not_held():
     scheduler = Scheduler(TIMEOUT_S)
-    scheduler.add(Item("tenant", save(7), 7), 0.0)
+    scheduler.add(save(7), 7, 0.0)
     assert ids(submitted(scheduler)) == ["m7"]
 
 
@@ -127,13 +127,13 @@ def test_held_requests_fail_at_the_deadline_and_name_the_missing_seq_id():
 def test_a_model_goes_on_with_the_next_request_after_a_gap_expired():
     scheduler = with_model((2, save(2)))
     scheduler.expire(TIMEOUT_S)
-    scheduler.add(Item("tenant", save(3), 3), TIMEOUT_S)
+    scheduler.add(save(3), 3, TIMEOUT_S)
     assert submitted(scheduler)[-1] == save(3)
 
 
 def test_a_gap_that_moves_on_gets_a_new_deadline():
     scheduler = with_model((3, save(3)))
-    scheduler.add(Item("tenant", save(1), 1), 200.0)
+    scheduler.add(save(1), 1, 200.0)
     assert scheduler.deadline() == 200.0 + TIMEOUT_S
 
 
@@ -159,30 +159,30 @@ def test_a_request_that_arrives_after_its_followers_failed_is_refused():
     scheduler = with_model((2, save(2)))
     scheduler.expire(TIMEOUT_S)
     submitted(scheduler)
-    scheduler.add(Item("tenant", a_pass(1), 1), TIMEOUT_S + 1)
+    scheduler.add(a_pass(1), 1, TIMEOUT_S + 1)
     (late,) = submitted(scheduler)
     assert isinstance(late, Rejected) and late.gradients == "kept" and "send all of them again" in late.error
 
 
 def test_deleting_a_model_fails_what_it_holds_at_once():
     scheduler = with_model((2, save(2)))
-    scheduler.add(Item("tenant", DeleteModel(request_id="delete", model_id="m"), None), 1.0)
+    scheduler.add(DeleteModel(request_id="delete", model_id="m"), None, 1.0)
     assert ids(submitted(scheduler)) == ["m0", "m2", "delete"]
     assert scheduler.deadline() == math.inf
 
 
 def test_a_deleted_model_id_can_be_created_again():
     scheduler = with_model()
-    scheduler.add(Item("tenant", DeleteModel(request_id="delete", model_id="m"), None), 0.0)
+    scheduler.add(DeleteModel(request_id="delete", model_id="m"), None, 0.0)
     submitted(scheduler)
-    scheduler.add(Item("tenant", create(), 0), 0.0)
+    scheduler.add(create(), 0, 0.0)
     assert ids(submitted(scheduler)) == ["m0"]
 
 
 def test_a_deleted_model_leaves_nothing_behind_even_if_requests_were_held_meanwhile():
     scheduler = with_model()
-    scheduler.add(Item("tenant", DeleteModel(request_id="delete", model_id="m"), None), 0.0)
-    scheduler.add(Item("tenant", save(5), 5), 0.0)
+    scheduler.add(DeleteModel(request_id="delete", model_id="m"), None, 0.0)
+    scheduler.add(save(5), 5, 0.0)
     assert ids(submitted(scheduler)) == ["m0", "delete", "m5"]
     assert not scheduler.knows("m") and scheduler.idle("m") and scheduler.deadline() == math.inf
     assert not (scheduler._lines or scheduler._gaps or scheduler._seq_ids or scheduler._unfinished)
@@ -193,7 +193,7 @@ def test_a_deleted_model_leaves_nothing_behind_even_if_requests_were_held_meanwh
 
 def revived(next_seq_id: int, *operations: ModelOperation) -> Scheduler:
     scheduler = Scheduler(TIMEOUT_S)
-    scheduler.revive("tenant", "m", next_seq_id, operations)
+    scheduler.revive("m", next_seq_id, operations)
     return scheduler
 
 
@@ -202,22 +202,22 @@ REVIVAL = LoadSnapshot(request_id="revival", model_id="m", path="p", digest="d")
 
 def test_a_revived_model_repeats_its_past_in_order_and_goes_on_with_its_next_request():
     scheduler = revived(8, REVIVAL, a_pass(5), optim(7))
-    scheduler.add(Item("tenant", save(9), 9), 0.0)
-    scheduler.add(Item("tenant", save(8), 8), 0.0)
+    scheduler.add(save(9), 9, 0.0)
+    scheduler.add(save(8), 8, 0.0)
     assert ids(submitted(scheduler)) == ["revival", "m5", "m7", "m8", "m9"]
 
 
 @given(seq_id=st.integers(0, 7))
 def test_a_request_from_before_a_revival_that_comes_now_is_refused(seq_id):
     scheduler = revived(8, REVIVAL)
-    scheduler.add(Item("tenant", save(seq_id), seq_id), 0.0)
+    scheduler.add(save(seq_id), seq_id, 0.0)
     _, late = submitted(scheduler)
     assert isinstance(late, Rejected) and late.gradients == "kept" and "send all of them again" in late.error
 
 
 def test_a_revived_model_has_its_place_once_all_of_its_past_has_ended():
     scheduler = revived(8, REVIVAL, a_pass(5))
-    scheduler.add(Item("tenant", save(8), 8), 0.0)
+    scheduler.add(save(8), 8, 0.0)
     places = []
     for _ in range(3):
         operation = scheduler.next()
@@ -231,7 +231,7 @@ def test_a_revived_model_has_its_place_once_all_of_its_past_has_ended():
 def test_the_place_of_a_model_is_that_of_what_has_ended_and_it_is_idle_when_all_has(order, ends):
     scheduler, outstanding, ended = with_model(), [], -1
     for seq_id, end in zip(order, ends, strict=True):
-        scheduler.add(Item("tenant", save(seq_id), seq_id), 0.0)
+        scheduler.add(save(seq_id), seq_id, 0.0)
         while (operation := scheduler.next()) is not None:
             outstanding.append(operation)
         if end and outstanding:
@@ -245,7 +245,7 @@ def test_the_place_of_a_model_is_that_of_what_has_ended_and_it_is_idle_when_all_
 def test_a_late_request_does_not_move_a_models_place():
     scheduler = with_model((1, save(1)), (2, save(2)))
     submitted(scheduler)
-    scheduler.add(Item("tenant", replace(save(1), request_id="late"), 1), 0.0)
+    scheduler.add(replace(save(1), request_id="late"), 1, 0.0)
     assert ids(submitted(scheduler)) == ["late"]
     assert scheduler.finished("m") == 2
 
@@ -258,7 +258,7 @@ def test_a_model_is_idle_when_nothing_of_it_is_queued_outstanding_or_held():
     idle.append(scheduler.idle("m"))
     scheduler.done(operation)
     idle.append(scheduler.idle("m"))
-    scheduler.add(Item("tenant", save(2), 2), 0.0)
+    scheduler.add(save(2), 2, 0.0)
     idle.append(scheduler.idle("m"))
     assert idle == [False, False, True, False]
 
@@ -272,20 +272,59 @@ def test_a_model_that_is_forgotten_fails_what_it_holds_and_leaves_nothing_behind
     assert not (scheduler._lines or scheduler._gaps or scheduler._seq_ids or scheduler._unfinished)
 
 
+# -- tenants ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_made_of_a_request_belongs_to_its_tenant():
+    scheduler = Scheduler(TIMEOUT_S)
+    scheduler.add(replace(create(), tenant="t"), 0, 0.0)
+    scheduler.add(replace(optim(2), tenant="t"), 2, 0.0)
+    scheduler.expire(TIMEOUT_S)
+    operations = submitted(scheduler)
+    assert ids(operations) == ["m0", "before m2", "m2"] and {operation.tenant for operation in operations} == {"t"}
+    assert scheduler.tenant("m") == "t" and scheduler.tenant("nobody") == ""
+
+
+def test_the_lightest_tenant_sends_a_request_at_once_though_another_floods():
+    scheduler = Scheduler(TIMEOUT_S, training_window=10, weights={"heavy": 1000, "light": 0.001})
+    for number in range(1, 100):
+        scheduler.add(replace(a_pass(number, tokens=10), tenant="heavy"), None, 0.0)
+    scheduler.add(replace(a_pass(100, tokens=10), tenant="light"), None, 0.0)
+    assert "light" in [operation.tenant for operation in iter(scheduler.next, None)]
+
+
+def test_requests_leave_by_the_weights_of_their_tenants():
+    scheduler = Scheduler(TIMEOUT_S, training_window=1, weights={"heavy": 3})
+    for number in range(80):
+        for tenant in ("heavy", "light"):
+            operation = replace(a_pass(number), request_id=f"{tenant}{number}", model_id=tenant, tenant=tenant)
+            scheduler.add(operation, None, 0.0)
+    tenants = [operation.tenant for operation in submitted(scheduler)]
+    assert tenants[:80].count("heavy") == 60
+
+
+def test_as_many_models_as_are_computed_together_have_a_request_in_the_window_however_large_it_is():
+    scheduler = Scheduler(TIMEOUT_S)
+    for number in range(40):
+        operation = replace(a_pass(number, tokens=100_000), model_id=f"model{number % 20}", tenant="one")
+        scheduler.add(operation, None, 0.0)
+    assert len({operation.model_id for operation in iter(scheduler.next, None)}) == 16
+
+
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_flood_of_samples_does_not_hold_a_model_operation_back():
     scheduler = Scheduler(TIMEOUT_S, sampling_window=10)
     for i in range(100):
-        scheduler.add(Item("a", sample(f"s{i}")), 0.0)
-    scheduler.add(Item("a", create(), 0), 0.0)
+        scheduler.add(sample(f"s{i}"), None, 0.0)
+    scheduler.add(create(), 0, 0.0)
     assert "m0" in ids([scheduler.next() or save(0) for _ in range(3)])
 
 
 def test_a_waiting_sample_can_be_dropped():
     scheduler = Scheduler(TIMEOUT_S)
-    scheduler.add(Item("a", sample("s")), 0.0)
+    scheduler.add(sample("s"), None, 0.0)
     assert scheduler.drop_sample("s")
     assert scheduler.next() is None
 

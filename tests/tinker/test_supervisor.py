@@ -83,7 +83,7 @@ async def supervised(base_model: str = "fake", **backend_config):
 def sample(request_id: str, token: int = 1, max_tokens: int = 2) -> Enqueue:
     params = SamplingParams(max_tokens=max_tokens, seed=0, stop=[])
     prompt = np.asarray([token], np.int32)
-    return Enqueue(request_id, "t", Sample(request_id=request_id, version=None, prompt=prompt, params=params))
+    return Enqueue(Sample(request_id=request_id, version=None, prompt=prompt, params=params))
 
 
 def exists(pid: int) -> bool:
@@ -192,8 +192,8 @@ def test_stop_lets_the_engine_finish_background_writes(tmp_path):
             await log.ready()
             create = CreateModel(request_id="c", model_id="m", lora_config=LoraConfig())
             publish = Publish(request_id="p", model_id="m", version="v", path=str(tmp_path / "v"), persist=False)
-            supervisor.send(Enqueue("c", "t", create, 0))
-            supervisor.send(Enqueue("p", "t", publish, 1))
+            supervisor.send(Enqueue(create, 0))
+            supervisor.send(Enqueue(publish, 1))
             await log.result("p")
             pid = supervisor.pid
             await supervisor.stop()

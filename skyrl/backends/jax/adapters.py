@@ -1,20 +1,26 @@
 """The trainable state of models: one pytree each, nothing shared between tenants.
 
-A model owns its adapter, its gradient sums and its Adam moments, all float32. Arrays are immutable and replaced as a
-whole, so a checkpoint or a published version is a reference to the arrays of that moment.
+A model owns its adapter, its gradient sums and its Adam moments, all float32. Arrays are never changed, only replaced
+as a whole, so a checkpoint or a published version is a reference to the arrays of that moment.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from skyrl.tx.lora import lora_targets, zero_pair
 from skyrl.tx.models.types import Adapter
 from skyrl.types import LoraConfig
 
+if TYPE_CHECKING:
+    from skyrl.tx.models.configs import ModelConfig
+
 Tree = dict[str, Any]
 """Arrays in the structure of `Adapter.weights`."""
+COPIES = 4
+"""Trees that a model has at most: weights, gradient sums and two moments."""
 
 
 @dataclass
@@ -34,17 +40,30 @@ class ModelState:
         """A model that has taken no step."""
         return cls(lora_config, adapter, zeros_like(adapter.weights), zeros_like(adapter.weights))
 
-    def add_gradients(self, gradients: Tree) -> None:
-        """Add one request's gradients to the sums. Waits for the result, so that a failure shows before it is kept."""
-        if self.gradient_sums is not None:
-            gradients = jax.block_until_ready(_add(self.gradient_sums, gradients))
-        self.gradient_sums = gradients
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """All arrays, as a pytree."""
+        return self.adapter, self.first_moment, self.second_moment, self.gradient_sums
+
+    def with_arrays(self, arrays: tuple[Any, ...]) -> "ModelState":
+        """The same model with its arrays elsewhere."""
+        adapter, first, second, sums = arrays
+        return ModelState(self.lora_config, adapter, first, second, self.step, sums)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all arrays, gradient sums included whether they are there or not."""
+        return COPIES * sum(leaf.nbytes for leaf in jax.tree.leaves(self.adapter.weights))
 
 
-def zeros_like(tree: Tree) -> Tree:
-    return jax.tree.map(jnp.zeros_like, tree)
+def model_bytes(model_config: "ModelConfig", rank: int) -> int:
+    """`nbytes` of a model of a padded rank, before there is one."""
+    return COPIES * sum(
+        leaf.nbytes for target in lora_targets(model_config) for leaf in zero_pair(target, rank).values()
+    )
 
 
 @jax.jit
-def _add(a: Tree, b: Tree) -> Tree:
-    return jax.tree.map(jnp.add, a, b)
+def zeros_like(tree: Tree) -> Tree:
+    """Zeros of the same shapes, in one call."""
+    return jax.tree.map(jnp.zeros_like, tree)

@@ -8,10 +8,10 @@ the model owns is ever donated to a program, so a failure at any point leaves th
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from functools import partial, singledispatchmethod
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -29,23 +29,25 @@ from skyrl.backends.backend import (
     SaveCheckpoint,
     SaveSnapshot,
 )
-from skyrl.backends.batching import Tile, TileShape, make_tiles
-from skyrl.backends.executor import Executor, Work
+from skyrl.backends.batching import TileShape
+from skyrl.backends.executor import Executor, Quantum, Waiting, Work
 from skyrl.backends.jax import checkpoints
-from skyrl.backends.jax.adapters import ModelState, zeros_like
+from skyrl.backends.jax.adapters import ModelState, Tree, model_bytes, zeros_like
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.loading import keep_compiled_programs, model_folder
+from skyrl.backends.jax.passes import Passes
+from skyrl.backends.jax.planning import planned
+from skyrl.backends.jax.residence import About, Residence, Room, Turns
 from skyrl.backends.jax.sampler import Sampler
-from skyrl.backends.jax.step import AdamScalars, PassOutput, TrainingPrograms
+from skyrl.backends.jax.step import AdamScalars
 from skyrl.backends.jax.versions import VersionPool
 from skyrl.backends.prepared import version_of
 from skyrl.errors import RequestError
 from skyrl.tx.lora import init_adapter, padded_rank, zero_adapter
 from skyrl.tx.models.types import Adapter
-from skyrl.tx.weights import load_model
+from skyrl.tx.weights import abstract_model, with_weights
 from skyrl.types import (
     BackendInfo,
-    ForwardBackwardOutput,
     LoraConfig,
     ModelMetadata,
     ModelOutput,
@@ -54,14 +56,13 @@ from skyrl.types import (
     SaveOutput,
 )
 from skyrl.utils.crash_points import crash_point
-from skyrl.utils.storage import write_folder
+from skyrl.utils.storage import Written, write_folder
 from skyrl.utils.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 LONGEST_DEFAULT_CONTEXT = 8192
 """Limit of sequence length unless `max_context_length` asks for more."""
-
-READ_TURN_S = 0.005
-"""Seconds that a checkpoint being read holds up others in each of its turns."""
 
 
 class JaxBackend(Executor):
@@ -79,18 +80,16 @@ class JaxBackend(Executor):
         if config.compilation_cache:
             keep_compiled_programs()
         self._folder = model_folder(base_model)
-        progress(f"reading the weights of {self._folder}")
-        self.model = load_model(
+        model = abstract_model(
             self._folder,
             dtype=None if config.dtype == "auto" else config.dtype,
             max_lora_adapters=config.max_lora_adapters,
             max_lora_rank=config.max_lora_rank,
             shard_attention_heads=config.shard_attention_heads,
             loss_chunk_size=config.loss_chunk_size,
-            gradient_checkpointing=config.gradient_checkpointing,
             mhc_expansion_rate=config.mhc_expansion_rate,
         )
-        self.model_config = self.model.config
+        self.model_config = model.config
         made_for = self.model_config.max_position_embeddings
         if config.max_context_length > made_for:
             raise RequestError(
@@ -101,11 +100,28 @@ class JaxBackend(Executor):
         self.tokenizer = Tokenizer(self._folder)
         self.mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), ("fsdp", "ep", "tp"))
         self.process_id = 0
-        graphdef, self._base = nnx.split(self.model)
-        self._programs = TrainingPrograms(graphdef, config.loss_chunk_size)
-        self._tile_shape = TileShape(config.train_tile_tokens, config.train_micro_batch_size)
-        self._states: dict[str, ModelState] = {}
         zero = zero_adapter(self.model_config, padded_rank(config.max_lora_rank))
+        tile_tokens = config.train_tile_tokens or (512 if jax.default_backend() == "cpu" else 4096)
+        shape = TileShape(tile_tokens, config.train_micro_batch_size)
+        progress("planning memory")
+        with self._computing():
+            self._programs, plan, stacks = planned(model, config, shape, self._max_context_length, zero)
+        progress(str(plan))
+        room = Room(*plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib))
+        self._models = Residence(room, self._store_state, self._stored_state, config.offload_folder)
+        progress(f"reading the weights of {self._folder}")
+        self.model = with_weights(model, self._folder)
+        graphdef, self._base = nnx.split(self.model)
+        ranks = sorted({padded_rank(rank) for rank in range(1, config.max_lora_rank + 1)})
+        self._passes = Passes(
+            self._programs,
+            self._base,
+            shape,
+            self._max_context_length,
+            empty=partial(zero_adapter, self.model_config),
+            ranks=ranks,
+            stacks=(1,) if config.deterministic else stacks,
+        )
         self._versions = VersionPool(
             zero,
             slots=config.max_lora_adapters,
@@ -123,11 +139,13 @@ class JaxBackend(Executor):
             max_rows=config.sample_max_num_sequences,
             deterministic=config.deterministic,
         )
-        self._warm_up = self._sampler.warm_up() if config.warm_up and not config.enforce_eager else iter(())
+        warm_ups = self._passes.warm_up(), self._sampler.warm_up()
+        self._warm_up = chain(*warm_ups) if config.warm_up and not config.enforce_eager else iter(())
 
     # -- what the executor asks for -----------------------------------------------------------------------------------
 
     def step(self):
+        self._models.tidy()
         with self._computing():
             return super().step()
 
@@ -147,12 +165,27 @@ class JaxBackend(Executor):
     def run(self, operation: ModelOperation) -> Work:
         return self._work(operation)
 
+    def compute(self, quanta: list[Quantum]) -> list[Any]:
+        return self._passes.compute([quantum.inputs for quantum in quanta])
+
+    def most_together(self, kind: Any) -> int:
+        return self._passes.most_together(kind)
+
+    def may_wait(self, operation: ModelOperation) -> bool:
+        if operation.model_id in self._models and not isinstance(operation, LoadCheckpoint):
+            return not self._models.is_at_hand(operation.model_id)
+        return isinstance(operation, CreateModel | LoadCheckpoint | LoadSnapshot)
+
     def discard_gradients(self, model_id: str) -> None:
-        if model_id in self._states:
-            self._states[model_id].gradient_sums = None
+        if model_id in self._models:
+            self._models.drop_sums(model_id)
 
     def has_model(self, model_id: str) -> bool:
-        return model_id in self._states
+        return model_id in self._models
+
+    def close(self) -> None:
+        super().close()
+        self._models.close()
 
     def drop_version(self, version: str) -> None:
         self._writer.forget_version(version)
@@ -211,28 +244,31 @@ class JaxBackend(Executor):
     def models(self) -> dict[str, ModelMetadata]:
         """Loaded models; `adapter_index` counts them from 1 (0 is the base model)."""
         return {
-            model_id: ModelMetadata(index, state.lora_config)
-            for index, (model_id, state) in enumerate(self._states.items(), 1)
+            model_id: ModelMetadata(index, self._models.about(model_id).lora_config)
+            for index, model_id in enumerate(self._models, 1)
         }
 
     @property
     def optimizers(self) -> dict[str, tuple[Any, Any, int]]:
         """(first moment, second moment, step) of each model."""
-        return {name: (state.first_moment, state.second_moment, state.step) for name, state in self._states.items()}
+        return {name: (state.first_moment, state.second_moment, state.step) for name, state in self._peeked()}
 
     @property
     def accumulated_grads(self) -> dict[str, Any]:
         """Gradient sums of each model, None where no pass has added any."""
-        return {name: state.gradient_sums for name, state in self._states.items()}
+        return {name: state.gradient_sums for name, state in self._peeked()}
 
     def adapter(self, model_id: str) -> Adapter:
         """The model's current `Adapter`."""
-        return self._state(model_id).adapter
+        self._check_loaded(model_id)
+        return self._models.peek(model_id).adapter
 
-    def _state(self, model_id: str) -> ModelState:
-        if model_id not in self._states:
+    def _peeked(self) -> Iterator[tuple[str, ModelState]]:
+        return ((model_id, self._models.peek(model_id)) for model_id in self._models)
+
+    def _check_loaded(self, model_id: str) -> None:
+        if model_id not in self._models:
             raise RequestError(f"model_id={model_id} is not loaded; create it, or load it from a checkpoint, first")
-        return self._states[model_id]
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -243,108 +279,131 @@ class JaxBackend(Executor):
     @_work.register
     def _create(self, operation: CreateModel) -> Work:
         model_id, lora_config = operation.model_id, operation.lora_config
-        if model_id in self._states:
+        if model_id in self._models:
             raise RequestError(f"model_id={model_id} exists already; choose another id or delete it first")
-        self._check_rank(lora_config.rank)
         if not (lora_config.train_attn or lora_config.train_mlp or lora_config.train_unembed):
             raise RequestError(
                 "lora_config: train_attn, train_mlp and train_unembed are all false, so there is nothing to train; "
                 "set at least one of them"
             )
         seed = lora_config.seed if lora_config.seed is not None else int(np.random.SeedSequence().generate_state(1)[0])
-        adapter = init_adapter(self.model_config, lora_config, seed, padded_rank(lora_config.rank))
-        yield
-        self._states[model_id] = ModelState.fresh(lora_config, adapter)
+        with self._room_for(lora_config) as admitted:
+            yield from admitted
+            adapter = init_adapter(self.model_config, lora_config, seed, padded_rank(lora_config.rank))
+            self._models.put(model_id, ModelState.fresh(lora_config, adapter))
         return ModelOutput(model_id)
+
+    def _room_for(self, lora_config: LoraConfig) -> contextlib.AbstractContextManager[Turns[None]]:
+        """Room on the device for one more model, once what this returns has waited for it."""
+        self._check_rank(lora_config.rank)
+        nbytes = model_bytes(self.model_config, padded_rank(lora_config.rank))
+        self._models.check_room(nbytes)
+        return self._models.reserved(nbytes)
 
     @_work.register
     def _delete(self, operation: DeleteModel) -> Work:
-        self._state(operation.model_id)
+        self._check_loaded(operation.model_id)
         yield
-        del self._states[operation.model_id]
+        self._models.remove(operation.model_id)
         return ModelOutput(operation.model_id)
 
     @_work.register
     def _forward_backward(self, operation: ForwardBackward) -> Work:
-        state = self._state(operation.model_id)
-        tiles = make_tiles(operation.data, operation.loss_fn, operation.loss_fn_config, self._tile_shape)
-        outputs: list[dict[str, np.ndarray]] = [{} for _ in operation.data]
-        scratch = None if operation.forward_only else zeros_like(state.adapter.weights)
-        for tile in tiles:
-            adapters, arrays = (state.adapter,), (tile.arrays,)
-            if scratch is None:
-                (result,) = self._programs.forward(self._base, adapters, arrays)
-            else:
-                ((result, scratch),) = self._programs.forward_backward(self._base, adapters, (scratch,), arrays)
-            for index, output in _by_datum(operation, tile, result):
-                outputs[index] = output
-            yield
-        if scratch is not None:
-            state.add_gradients(scratch)
-        tokens = sum(len(datum.tokens) for datum in operation.data)
-        loss = sum(float(output["elementwise_loss"].sum(dtype=np.float64)) for output in outputs)
-        return ForwardBackwardOutput(outputs, {"loss:sum": loss, "num_tokens:sum": float(tokens)})
+        with self._at_work(operation.model_id) as brought:
+            state = yield from brought
+            output, gradients = yield from self._passes.run(operation, state.adapter)
+            if gradients is not None:
+                sums = state.gradient_sums
+                state.gradient_sums = gradients if sums is None else self._summed(sums, gradients)
+            return output
+
+    def _summed(self, sums: Tree, gradients: Tree) -> Tree:
+        """Waits for the result, so that a failure shows before it is kept."""
+        return jax.block_until_ready(self._programs.add(sums, gradients))
 
     @_work.register
     def _optim_step(self, operation: OptimStep) -> Work:
-        state, params = self._state(operation.model_id), operation.adam_params
-        gradients = state.gradient_sums if state.gradient_sums is not None else zeros_like(state.adapter.weights)
-        weights, first, second, norm = self._programs.optim_step(
-            state.adapter.weights,
-            gradients,
-            state.first_moment,
-            state.second_moment,
-            AdamScalars.of(params, state.step + 1),
-        )
-        grad_norm = float(norm)  # waits for the step, so that a failure shows before anything is replaced
-        yield
-        crash_point("engine: optimizer step computed, not kept")
-        state.adapter = state.adapter._replace(weights=weights)
-        state.first_moment, state.second_moment = first, second
-        state.step += 1
-        state.gradient_sums = None
-        return OptimStepOutput({"skyrl.ai/grad_norm": grad_norm, "skyrl.ai/learning_rate": params.learning_rate})
+        params = operation.adam_params
+        with self._at_work(operation.model_id) as brought:
+            state = yield from brought
+            gradients = state.gradient_sums if state.gradient_sums is not None else zeros_like(state.adapter.weights)
+            weights, first, second, norm = self._programs.optim_step(
+                state.adapter.weights,
+                gradients,
+                state.first_moment,
+                state.second_moment,
+                AdamScalars.of(params, state.step + 1),
+            )
+            grad_norm = float(norm)  # waits for the step, so that a failure shows before anything is replaced
+            crash_point("engine: optimizer step computed, not kept")
+            state.adapter = state.adapter._replace(weights=weights)
+            state.first_moment, state.second_moment = first, second
+            state.step += 1
+            state.gradient_sums = None
+            return OptimStepOutput({"skyrl.ai/grad_norm": grad_norm, "skyrl.ai/learning_rate": params.learning_rate})
+
+    @contextlib.contextmanager
+    def _at_work(self, model_id: str) -> Iterator[Turns[ModelState]]:
+        """A model that is loaded stays on the device, to which the generator brings it."""
+        self._check_loaded(model_id)
+        with self._models.used(model_id) as brought:
+            yield brought
 
     @_work.register
     def _save(self, operation: SaveCheckpoint) -> Work:
-        state = dataclasses.replace(self._state(operation.model_id), gradient_sums=None)
-        yield
-        return self._writer.submit(self._write_state, operation.path, state)
+        with self._at_work(operation.model_id) as brought:
+            state = dataclasses.replace((yield from brought), gradient_sums=None)
+            yield
+            return self._writer.submit(self._write_state, operation.path, state)
 
     def _write_state(self, path: str, state: ModelState) -> SaveOutput:
-        return SaveOutput(path, *write_folder(path, checkpoints.pack_training(state, self.info().base_model)))
+        return SaveOutput(path, *self._store_state(path, state))
+
+    def _store_state(self, path: str, state: ModelState) -> Written:
+        return write_folder(path, checkpoints.pack_training(state, self.info().base_model))
+
+    def _stored_state(self, path: str) -> ModelState:
+        return checkpoints.load_training(path, self._empty_adapter)
 
     @_work.register
     def _snapshot(self, operation: SaveSnapshot) -> Work:
-        state = dataclasses.replace(self._state(operation.model_id))
-        yield
-        return self._writer.snapshot(operation.model_id, partial(self._write_state, operation.path, state))
+        with self._at_work(operation.model_id) as brought:
+            state = dataclasses.replace((yield from brought))
+            yield
+            return self._writer.snapshot(operation.model_id, partial(self._write_state, operation.path, state))
 
     @_work.register
     def _load(self, operation: LoadCheckpoint) -> Work:
-        return (yield from self._read(operation.model_id, partial(self._read_state, operation)))
+        model_id = operation.model_id
+        loaded = self._models.about(model_id) if model_id in self._models else None
+        return (yield from self._read(operation, partial(self._read_state, operation, loaded)))
 
     @_work.register
     def _load_snapshot(self, operation: LoadSnapshot) -> Work:
-        return (yield from self._read(operation.model_id, partial(self._read_snapshot, operation)))
+        return (yield from self._read(operation, partial(self._read_snapshot, operation)))
 
-    def _read(self, model_id: str, read: Callable[[], ModelState]) -> Work:
-        """Make a model of what `read` returns, in turns with the work of others."""
-        reading = self._writer.submit(read)  # after the writes that are under way
-        yield
+    def _read(self, operation: LoadCheckpoint | LoadSnapshot, read: Callable[[], ModelState]) -> Work:
+        """Make a model of what `read` returns."""
+        stored = partial(checkpoints.stored_config, operation.path, operation.digest)
+        with self._room_for((yield from self._in_background(stored))) as admitted:
+            yield from admitted
+            self._models.put(operation.model_id, (yield from self._in_background(read)))
+        return ModelOutput(operation.model_id)
+
+    def _in_background(self, read: Callable[[], T]) -> Turns[T]:
+        """What `read` returns, after the writes that are under way."""
+        reading = self._writer.submit(read)
         while not reading.done():
-            wait([reading], READ_TURN_S)
-            yield
-        self._states[model_id] = reading.result()
-        return ModelOutput(model_id)
+            yield Waiting(reading.done)
+        return reading.result()
 
     def _read_snapshot(self, operation: LoadSnapshot) -> ModelState:
         return checkpoints.load_training(operation.path, self._empty_adapter, digest=operation.digest)
 
-    def _read_state(self, operation: LoadCheckpoint) -> ModelState:
+    def _read_state(self, operation: LoadCheckpoint, loaded: About | None) -> ModelState:
         def like(lora_config: LoraConfig) -> Adapter:
-            if operation.model_id in self._states:
-                _check_same_adapter(operation.path, lora_config, self._states[operation.model_id])
+            if loaded is not None:
+                _check_same_adapter(operation.path, lora_config, loaded)
             return self._empty_adapter(lora_config)
 
         path, digest = operation.path, operation.digest
@@ -356,9 +415,10 @@ class JaxBackend(Executor):
 
     @_work.register
     def _publish(self, operation: Publish) -> Work:
-        state = self._state(operation.model_id)
-        adapter, lora_config = state.adapter, state.lora_config
-        yield
+        with self._at_work(operation.model_id) as brought:
+            state = yield from brought
+            adapter, lora_config = state.adapter, state.lora_config
+            yield
         store = partial(self._store, operation, adapter, lora_config)
         if operation.persist:
             return self._writer.submit(store)
@@ -383,7 +443,7 @@ class JaxBackend(Executor):
             )
 
 
-def _check_same_adapter(path: str, stored: LoraConfig, model: ModelState) -> None:
+def _check_same_adapter(path: str, stored: LoraConfig, model: About) -> None:
     """Loading in place keeps the model's rank, and once it has taken a step its trained modules."""
     loaded = model.lora_config
     modules = ("train_attn", "train_mlp", "train_unembed") if model.step else ()
@@ -393,18 +453,3 @@ def _check_same_adapter(path: str, stored: LoraConfig, model: ModelState) -> Non
                 f"path={path}: the checkpoint has {name}={getattr(stored, name)} but the model was created with "
                 f"{name}={getattr(loaded, name)}; create a new model from the checkpoint instead"
             )
-
-
-def _by_datum(
-    operation: ForwardBackward, tile: Tile, result: PassOutput
-) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """Cut a tile's outputs into (datum index, its outputs), with the shape of its targets."""
-    logprobs, losses = np.asarray(result.logprobs), np.asarray(result.losses)
-    for place in tile.placements:
-        cells = place.row, slice(place.start, place.start + place.length)
-        shape = operation.data[place.datum].loss_fn_inputs["target_tokens"].shape
-        width = shape[1] if len(shape) == 2 else 1
-        yield (
-            place.datum,
-            {"logprobs": logprobs[cells][:, :width].reshape(shape).copy(), "elementwise_loss": losses[cells].copy()},
-        )

@@ -19,7 +19,7 @@ from skyrl.tx.lora import padded_rank
 from skyrl.tx.models.types import Adapter
 from skyrl.tx.peft import adapter_from_peft, adapter_to_peft
 from skyrl.types import LoraConfig
-from skyrl.utils.storage import read_folder
+from skyrl.utils.storage import open_folder, read_folder
 
 TRAINING_TENSORS, TRAINING_STATE = "training_state.safetensors", "training_state.json"
 PEFT_TENSORS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -82,6 +82,21 @@ def load_training(
     return state
 
 
+def stored_config(path: str, digest: str | None = None) -> LoraConfig:
+    """The LoRA configuration of what `pack_training` stored at `path`, of which nothing else is read.
+
+    Raises:
+        StorageError: Missing or damaged files.
+        RequestError: It is no training checkpoint.
+    """
+    try:
+        with open_folder(path) as files:
+            header = next(file.reader.read() for file in files if file.name == TRAINING_STATE)
+        return _lora_config({TRAINING_STATE: header}, path)
+    except (StorageError, OSError, ValueError, KeyError, TypeError, StopIteration):
+        return _lora_config(read_folder(path, digest), path)  # says what is wrong, and moves what is damaged aside
+
+
 def load_version(path: str, model_config: Any, max_rank: int) -> tuple[Adapter, LoraConfig]:
     """Weights of a sampler checkpoint, or those of a training checkpoint, to sample from.
 
@@ -94,7 +109,7 @@ def load_version(path: str, model_config: Any, max_rank: int) -> tuple[Adapter, 
         config = json.loads(files[PEFT_CONFIG])
         rank = _served_rank(int(config["r"]), max_rank, path)
         return adapter_from_peft(load(files[PEFT_TENSORS]), config, model_config, rank)
-    lora_config = LoraConfig(**_header(files, path)["lora_config"])
+    lora_config = _lora_config(files, path)
     _served_rank(lora_config.rank, max_rank, path)
     weights = _unflatten(load(files[TRAINING_TENSORS]))["weights"]
     scaling = jnp.asarray(lora_config.alpha / lora_config.rank, jnp.float32)
@@ -105,6 +120,10 @@ def _served_rank(rank: int, max_rank: int, path: str) -> int:
     if rank > max_rank:
         raise RequestError(f"path={path}: rank {rank} is above max_lora_rank={max_rank}; start the server with more")
     return padded_rank(rank)
+
+
+def _lora_config(files: dict[str, bytes], path: str) -> LoraConfig:
+    return LoraConfig(**_header(files, path)["lora_config"])
 
 
 def _header(files: dict[str, bytes], path: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from functools import wraps
 from typing import Any
 
 import jax
+import numpy as np
 
 log = logging.getLogger(__name__)
 
@@ -28,3 +29,35 @@ class Compiler:
             return function(*args, **kwargs)
 
         return jax.jit(traced, **options)
+
+    def program(self, name: str, function: Callable[..., Any], **options: Any) -> "Program":
+        """The same as a `Program`."""
+        return Program(self.jit(name, function, **options))
+
+
+class Program:
+    """A function that is compiled for shapes of its arguments when it is told to, or first called with them.
+
+    The first argument is the same in every call and so no part of what tells programs apart.
+    """
+
+    def __init__(self, function: Any):
+        self._function = function
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        if jax.config.values["jax_disable_jit"]:
+            return self._function(*args)
+        return self.compiled_for(*args)(*args)
+
+    def compiled_for(self, *args: Any) -> Any:
+        """The executable for such arguments, which may be `jax.ShapeDtypeStruct`s."""
+        leaves, tree = jax.tree.flatten(args[1:])
+        key = tree, tuple((np.shape(leaf), leaf.dtype) for leaf in leaves)
+        if key not in self._compiled:
+            self._compiled[key] = self._function.lower(*args).compile()
+        return self._compiled[key]
+
+    def temporary_bytes(self, *args: Any) -> int:
+        """Memory that a call takes beside its arguments and results, in bytes."""
+        return self.compiled_for(*args).memory_analysis().temp_size_in_bytes

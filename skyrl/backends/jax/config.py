@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from skyrl.backends.batching import SHORTEST_TILE
+from skyrl.backends.jax.memory import Checkpointing
+
 
 class JaxBackendConfig(BaseModel):
     """How the JAX backend loads, trains and samples. Unknown names are refused."""
@@ -24,10 +27,10 @@ class JaxBackendConfig(BaseModel):
     """Type of the base weights. `auto`: the checkpoint's on an accelerator, float32 on CPU. Adapters are float32."""
 
     train_micro_batch_size: int = Field(default=0, ge=0)
-    """Rows per training micro-batch. 0: as many as make up `train_tile_tokens`."""
+    """Sequences per training micro-batch at most. 0: as many as fit into `train_tile_tokens`."""
 
-    train_tile_tokens: int = Field(default=512, ge=32)
-    """Tokens (rows x length) per training micro-batch while `train_micro_batch_size` is 0."""
+    train_tile_tokens: int = Field(default=0, ge=0)
+    """Tokens per training micro-batch, from 32 on; a longer sequence has one of its own. 0: 512 on CPU, else 4096."""
 
     sample_max_num_sequences: int = Field(default=0, ge=0)
     """Sequences decoded at once. 0: 32."""
@@ -38,11 +41,27 @@ class JaxBackendConfig(BaseModel):
     max_context_length: int = Field(default=0, ge=0)
     """Longest sequence (tokens) to train on or sample, at most what the model was made for. 0: that, 8192 at most."""
 
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: Checkpointing = "auto"
+    """What of a layer is computed again in the backward pass, instead of being kept. true: all of it, which takes a
+    third more time. selective: all but products with weights. false: nothing. auto: for each length of tiles, the least
+    that leaves memory for the rest."""
+
+    memory_limit_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Memory, in GiB, that base model, cache, training and models share. 0: what the accelerator or the machine has."""
+
+    adapter_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """GiB on the device for the weights, gradient sums and moments of models. 0: as planned from what is left."""
+
+    adapter_host_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """GiB of host memory for models that are not at work. More are moved to disk. 0: as planned."""
+
+    offload_folder: str | None = None
+    """Folder for models that memory has no room for, while the server runs. What a server that was killed left there is
+    removed by the next. None: where temporary files are."""
 
     loss_chunk_size: int = Field(default=1024, ge=0)
-    """Tokens per chunk of the vocabulary projection. 0 projects all tokens of a micro-batch at once."""
+    """Tokens whose logits are in memory at once. A longer micro-batch computes them again in its backward pass. 0: all
+    tokens of a micro-batch."""
 
     enforce_eager: bool = False
     """Run operation by operation instead of compiled programs (slow; for debugging)."""
@@ -51,7 +70,7 @@ class JaxBackendConfig(BaseModel):
     """Results of training and sampling do not depend, bit for bit, on what else is running."""
 
     warm_up: bool = True
-    """Compile all programs of sampling while there is nothing else to do, from the start on."""
+    """Compile all programs of training and sampling while there is nothing else to do, from the start on."""
 
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that a restart does not compile again."""
@@ -88,6 +107,8 @@ class JaxBackendConfig(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_what_is_not_served(self) -> "JaxBackendConfig":
+        if 0 < self.train_tile_tokens < SHORTEST_TILE:
+            raise ValueError(f"train_tile_tokens={self.train_tile_tokens} is below {SHORTEST_TILE}; use more, or 0")
         one = ["tensor_parallel_size", "expert_parallel_size", "fully_sharded_data_parallel_size", "mhc_expansion_rate"]
         for name in one:
             if getattr(self, name) != 1:

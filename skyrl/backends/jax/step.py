@@ -6,7 +6,7 @@ gradient comes out on its own and nothing contracts over adapters. A stack of on
 settings and its inputs are data, so shapes alone decide what is compiled.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +15,10 @@ import numpy as np
 from flax import nnx
 
 from skyrl.algorithms.losses import LossInputs, mixed_loss
-from skyrl.backends.batching import MAX_SEGMENTS, TileArrays
+from skyrl.backends.batching import MAX_SEGMENTS, TileArrays, idle_tile
 from skyrl.backends.jax.adapters import Tree
 from skyrl.backends.jax.compilation import Compiler
+from skyrl.tx.layers.logprobs import Needs
 from skyrl.tx.models.types import Adapter
 from skyrl.types import AdamParams
 
@@ -26,7 +27,7 @@ SMALLEST_EPS = float(np.finfo(np.float32).tiny)
 
 
 class PassOutput(NamedTuple):
-    """Per token: log-probability of each target `[R, L, K]` and loss `[R, L]`."""
+    """Per token: log-probability of each target `[N, K]` and loss `[N]`."""
 
     logprobs: jax.Array
     losses: jax.Array
@@ -72,21 +73,25 @@ class AdamScalars(NamedTuple):
 
 
 class TrainingPrograms:
-    """Forward, forward-backward and optimizer step of one base model's architecture."""
+    """Forward, forward-backward and optimizer step of one base model's architecture.
 
-    def __init__(self, graphdef: Any, loss_chunk_size: int):
+    Args:
+        graphdef: For a tile's length, the model's static part (they differ in what is kept for the backward pass).
+        loss_chunk_size: Tokens whose logits are in memory at once; 0: all of a tile.
+    """
+
+    def __init__(self, graphdef: Callable[[int], Any], loss_chunk_size: int):
         def losses(weights: Tree, scaling: jax.Array, base: Any, tile: TileArrays) -> tuple[jax.Array, PassOutput]:
             adapter = Adapter(weights, scaling)
-            model = nnx.merge(graphdef, base)
-            hidden = model(tile.tokens, positions=tile.positions, segment_ids=tile.segments, adapter=adapter)
-            rows, length, width = tile.targets.shape
+            model = nnx.merge(graphdef(len(tile.tokens)), base)
+            hidden = model(
+                tile.tokens[None], positions=tile.positions[None], segment_ids=tile.segments[None], adapter=adapter
+            ).last_hidden_state[0]
+            needs = Needs(*map(jnp.asarray, (tile.order, tile.trained, tile.read)))
             logprobs = model.target_logprobs(
-                hidden.last_hidden_state.reshape(rows * length, -1),
-                tile.targets.reshape(rows * length, width),
-                adapter=adapter,
-                chunk_size=loss_chunk_size,
-            ).reshape(rows, length, width)
-            token_losses = mixed_loss(_loss_inputs(tile, logprobs), tile.loss_index, tile.knobs)
+                hidden, tile.targets, adapter=adapter, needs=needs, chunk_size=loss_chunk_size
+            )
+            token_losses = mixed_loss(_loss_inputs(tile, logprobs), tile.loss_index[None, None], tile.knobs[None])[0]
             return token_losses.sum(), PassOutput(logprobs, token_losses)
 
         def forward(base: Any, adapter: Adapter, tile: TileArrays) -> PassOutput:
@@ -96,26 +101,31 @@ class TrainingPrograms:
             gradients, output = jax.grad(losses, has_aux=True)(adapter.weights, adapter.scaling, base, tile)
             return output, gradients
 
-        def accumulate(
-            base: Any, adapters: tuple[Adapter, ...], scratches: tuple[Tree, ...], tiles: tuple[TileArrays, ...]
-        ) -> list[tuple[PassOutput, Tree]]:
-            results = _over_stack(forward_backward, base, adapters, tiles)
-            return [
-                (output, jax.tree.map(jnp.add, scratch, gradients))
-                for scratch, (output, gradients) in zip(scratches, results, strict=True)
-            ]
+        def over_stack(base: Any, adapters: tuple[Adapter, ...], tiles: tuple[TileArrays, ...]) -> list[Any]:
+            return _over_stack(forward_backward, base, adapters, tiles)
 
         self._compiler = Compiler("training")
-        self.forward = self._compiler.jit("forward", functools.partial(_over_stack, forward))
-        """(base, adapters, tiles) -> a PassOutput for each tile; tiles have one shape."""
-        self.forward_backward = self._compiler.jit("forward_backward", accumulate, donate_argnums=2)
-        """(base, adapters, scratch gradients, tiles) -> (PassOutput, new scratch) for each tile."""
+        self.forward = self._compiler.program("forward", forward)
+        """(base, adapter, tile) -> PassOutput."""
+        self.forward_backward = self._compiler.program("forward_backward", over_stack)
+        """(base, adapters, tiles) -> (PassOutput, gradients) of each tile. Tiles have one shape, adapters one rank."""
         self.optim_step = self._compiler.jit("optim_step", adamw)
+        self.add = self._compiler.jit("add", lambda a, b: jax.tree.map(jnp.add, a, b))
+        """The sum of two trees of gradients."""
 
     @property
     def compiled(self) -> int:
         """Programs compiled so far."""
         return self._compiler.compiled
+
+    def temporary_bytes(self, base: Any, adapter: Adapter, length: int) -> int:
+        """Memory that forward_backward of one tile of `length` tokens takes beside arguments and results, bytes."""
+        return self.forward_backward.temporary_bytes(base, (adapter,), (abstract_tile(length, 1),))
+
+
+def abstract_tile(length: int, width: int) -> TileArrays:
+    """What a tile of `length` tokens with `width` targets each is compiled for."""
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), idle_tile(length, width))
 
 
 def adamw(
@@ -141,21 +151,28 @@ def adamw(
 
 
 def _over_stack(function: Any, base: Any, adapters: tuple[Adapter, ...], tiles: tuple[TileArrays, ...]) -> list[Any]:
-    """`function` of each adapter with its tile, as one `vmap`; a stack of one keeps plain, unbatched GEMMs."""
+    """`function` of each adapter with its tile, as one `vmap`; a stack of one keeps plain, unbatched GEMMs.
+
+    Loops over needed tokens are as long for every tile as for the one that needs the most: their length is no batch.
+    """
     if len(tiles) == 1:
         return [function(base, adapters[0], jax.tree.map(jnp.asarray, tiles[0]))]
-    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(adapters, tiles, strict=True))
-    results = jax.vmap(function, in_axes=(None, 0, 0))(base, *stack)
+    adapter, stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(adapters, tiles, strict=True))
+    trained, read = stack.trained.max(), stack.read.max()
+
+    def one(adapter: Adapter, tile: TileArrays) -> Any:
+        return function(base, adapter, tile._replace(trained=trained, read=read))
+
+    results = jax.vmap(one)(adapter, stack)
     return [jax.tree.map(lambda leaf, i=i: leaf[i], results) for i in range(len(tiles))]
 
 
 def _loss_inputs(tile: TileArrays, logprobs: jax.Array) -> LossInputs:
-    """What losses read. With several targets per token their weighted sum takes the place of the log-probability."""
+    """What losses read, as one row. With several targets per token their weighted sum is the log-probability."""
     if logprobs.shape[-1] == 1:
-        logprob, weights = logprobs[..., 0], tile.weights[..., 0]
+        logprob, weights = logprobs[:, 0], tile.weights[:, 0]
     else:
         logprob = (logprobs * tile.weights).sum(-1)
         weights = jnp.ones_like(logprob)
-    return LossInputs(
-        logprobs=logprob, weights=weights, segments=tile.segments, num_segments=MAX_SEGMENTS, **tile.inputs
-    )
+    row = jax.tree.map(lambda leaf: leaf[None], {"logprobs": logprob, "weights": weights, **tile.inputs})
+    return LossInputs(segments=tile.segments[None], num_segments=MAX_SEGMENTS, **row)

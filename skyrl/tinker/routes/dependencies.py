@@ -10,11 +10,12 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from skyrl.tinker.auth import BadKey, Caller
+from skyrl.tinker.codec import NOBODY
 from skyrl.tinker.ids import CheckpointKind, TinkerPath
 from skyrl.tinker.parsing import Body, MalformedBody, describe_faults, json_object
 from skyrl.tinker.queue import RequestQueue
 from skyrl.tinker.server import TinkerServer
-from skyrl.tinker.service import Service, off_loop
+from skyrl.tinker.service import Service
 
 
 def _server(request: Request) -> TinkerServer:
@@ -66,9 +67,11 @@ class JsonBody:
     def __init__(self, schema: type[BaseModel]):
         self.schema = schema
 
-    async def __call__(self, body: BodyDependency) -> BaseModel:
+    async def __call__(self, service: ServiceDependency, body: BodyDependency) -> BaseModel:
         try:
-            return await off_loop(len(body.data), lambda: self.schema.model_validate(json_object(body)))
+            return await service.bodies.work(
+                NOBODY, len(body.data), lambda: self.schema.model_validate(json_object(body))
+            )
         except ValidationError as error:
             raise MalformedBody(describe_faults(error)) from error
 

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 from skyrl.algorithms.checks import MAX_NUM_SAMPLES
 from skyrl.tinker import schemas
+from skyrl.tinker.codec import encoded
 from skyrl.tinker.futures import JSON, PROTOBUF, Answer, Failure, Lost
 from skyrl.tinker.http import error_response
 from skyrl.tinker.ids import SAMPLE
@@ -17,7 +18,6 @@ from skyrl.tinker.old_clients import as_json
 from skyrl.tinker.operations import OPERATIONS, QueuedOperation
 from skyrl.tinker.queue import TryAgain
 from skyrl.tinker.routes.dependencies import BodyDependency, CallerDependency, QueueDependency, json_body
-from skyrl.tinker.service import off_loop
 
 router = APIRouter()
 
@@ -63,7 +63,7 @@ async def retrieve_future(
             return _json(schemas.MetadataResponse(response_payload_size=len(data)))
         case Answer(body=data, media_type=media_type):
             if media_type == PROTOBUF and PROTOBUF not in request.headers.get("accept", ""):
-                data, media_type = await off_loop(len(data), lambda: as_json(body.request_id, data)), JSON
+                data, media_type = await encoded(len(data), lambda: as_json(body.request_id, data)), JSON
             return Response(data, media_type=media_type)
         case Failure(error=error, category=category):
             return _json(schemas.FailedResponse(error=error, category=category))

@@ -48,10 +48,39 @@ class Lora(NamedTuple):
         a, b = self.weights["lora_A"], self.weights["lora_B"]
         x = x.astype(jnp.float32)
         if self.slots is None:
-            return (jnp.einsum("...i,ir->...r", x, a) * self.scaling) @ b
+            return _product(x, a, b, self.scaling)
         _, slots, rank = a.shape
         low = (x @ a.reshape(-1, slots * rank)).reshape(*x.shape[:-1], slots, rank)
         per_row = (len(x), *[1] * x.ndim)
         own = self.slots.reshape(per_row) == jnp.arange(slots).reshape(*[1] * (x.ndim - 1), slots, 1)
         low = jnp.where(own, low * self.scaling.reshape(per_row), 0.0)
         return low.reshape(*x.shape[:-1], slots * rank) @ b.reshape(slots * rank, -1)
+
+
+@jax.custom_vjp
+def _product(
+    x: Float[Array, "*leading in"], a: Float[Array, "in rank"], b: Float[Array, "rank out"], scaling: Float[Array, ""]
+) -> Float[Array, "*leading out"]:
+    """scaling * (x A) B, of which `scaling` is a constant."""
+    return _forward(x, a, b, scaling)[0]
+
+
+def _forward(x: Array, a: Array, b: Array, scaling: Array) -> tuple[Array, tuple[Array, ...]]:
+    low = (x @ a) * scaling
+    return low @ b, (x, low, a, b, scaling)
+
+
+def _backward(saved: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array, None]:
+    """Weight gradients as products in which the narrow factor is the one that has to be transposed."""
+    x, low, a, b, scaling = saved
+    of_low = (gradient @ b.T) * scaling
+    return of_low @ a.T, _summed_product(of_low, x).T, _summed_product(low, gradient), None
+
+
+def _summed_product(narrow: Float[Array, "*leading rank"], wide: Float[Array, "*leading n"]) -> Float[Array, "rank n"]:
+    """Outer products of the last axes, summed over all others."""
+    rows = narrow.reshape(-1, narrow.shape[-1]), wide.reshape(-1, wide.shape[-1])
+    return jax.lax.dot_general(*rows, (((0,), (0,)), ((), ())))
+
+
+_product.defvjp(_forward, _backward)

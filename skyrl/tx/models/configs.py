@@ -3,7 +3,7 @@
 Importing this module imports transformers (and torch, where it is installed); do it inside functions.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
@@ -22,7 +22,7 @@ class ModelConfig(PretrainedConfig):
         max_lora_rank: int,
         shard_attention_heads: bool,
         loss_chunk_size: int = 0,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Literal["selective"] = False,
         mhc_expansion_rate: int = 1,
         unroll_layers: bool | None = None,
     ):
@@ -34,7 +34,8 @@ class ModelConfig(PretrainedConfig):
             max_lora_rank: Largest rank of an adapter.
             shard_attention_heads: Whether attention is sharded over the mesh axis `tp`.
             loss_chunk_size: Tokens per chunk of the vocabulary projection; 0 does not chunk.
-            gradient_checkpointing: Recompute activations in the backward pass.
+            gradient_checkpointing: Recompute activations in the backward pass: all but the inputs of layers, or with
+                "selective" all but those and the results of products with weights.
             mhc_expansion_rate: Residual streams; their connectors are trainable when it is above 1.
             unroll_layers: Compile layers one by one rather than as a loop, which runs faster and compiles slower.
                 None: if there are few.

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from skyrl.tx.layers.attention import Pages, cached_attention, packed_attention, packed_mask
+from skyrl.tx.layers.cached_attention import Pages, cached_attention
 from skyrl.tx.layers.linear import Linear
-from skyrl.tx.layers.logprobs import chunked_logprobs
+from skyrl.tx.layers.logprobs import Needs, projected_logprobs
 from skyrl.tx.layers.lora import Lora
 from skyrl.tx.layers.norm import RMSNorm
+from skyrl.tx.layers.packed_attention import packed_attention
 from skyrl.tx.layers.rope import Rotation, rope_theta
 from skyrl.tx.models.types import MODELS, Adapter, CausalLMOutput, KVCache, LoraTarget, ModelForCausalLM
 
@@ -29,9 +30,9 @@ class Context(NamedTuple):
     """What every layer of one forward pass sees. A pytree."""
 
     rotation: Rotation
-    mask: Bool[Array, "_ tokens tokens"] | None
-    """Which pairs of these tokens attend, without a cache."""
     positions: Int[Array, "batch tokens"]
+    segments: Int[Array, "batch tokens"]
+    """Tokens attend inside their own, where there is no cache."""
 
 
 class Attention(nnx.Module):
@@ -64,8 +65,7 @@ class Attention(nnx.Module):
         key = context.rotation.apply(self.k_norm(heads("k_proj")))
         value = heads("v_proj")
         if cached is None:
-            assert context.mask is not None
-            mixed = packed_attention(query, key, value, context.mask)
+            mixed = packed_attention(query, key, value, context.segments)
         else:
             cached = cached.write(context.positions, key, value)
             mixed = cached_attention(query, cached, context.positions)
@@ -190,11 +190,13 @@ class Qwen3ForCausalLM(ModelForCausalLM):
         lora = None if adapter is None else Lora.of(adapter, adapter_index)
         context = Context(
             rotation=Rotation.at(positions, config.head_dim, rope_theta(config)),
-            mask=packed_mask(input_ids.shape[1], segment_ids) if kv_cache is None else None,
             positions=positions,
+            segments=jnp.zeros_like(positions) if segment_ids is None else segment_ids,
         )
         embedded = self.embed_tokens[...][input_ids]
-        run = self._unrolled if isinstance(self.layers, nnx.List) else self._scanned
+        # What is computed again is freed in between only if layers are a loop: else the compiler merges both times.
+        looped = kv_cache is None and self.config.gradient_checkpointing
+        run = self._unrolled if isinstance(self.layers, nnx.List) and not looped else self._scanned
         x, hidden, kv_cache = run(embedded, context, lora, kv_cache, output_hidden_states)
         x = self.norm(x)
         return CausalLMOutput(
@@ -210,15 +212,8 @@ class Qwen3ForCausalLM(ModelForCausalLM):
         hidden, written = [], []
         assert isinstance(self.layers, nnx.List)
         for i, layer in enumerate(self.layers):
-            graph, parameters = nnx.split(layer)
-
-            def body(x: Array, parameters: Any, lora: Lora | None, cached: Pages | None, graph: Any = graph) -> Any:
-                return nnx.merge(graph, parameters)(x, context, lora, cached)
-
-            if self.config.gradient_checkpointing:
-                body = jax.checkpoint(body)
             cached = None if cache is None else Pages(cache.keys[i], cache.values[i], cache.table)
-            x, cached = body(x, parameters, lora and lora.of_layer(i), cached)
+            x, cached = layer(x, context, lora and lora.of_layer(i), cached)
             written.append(cached)
             if output_hidden_states:
                 hidden.append(x)
@@ -230,7 +225,7 @@ class Qwen3ForCausalLM(ModelForCausalLM):
         self, x: Array, context: Context, lora: Lora | None, cache: KVCache | None, output_hidden_states: bool
     ) -> tuple[Array, Sequence[Array] | Array | None, KVCache | None]:
         """As `_unrolled`. The cache is carried along whole, so that it is updated in place."""
-        graph, parameters = nnx.split(self.layers)
+        graph, parameters = self._stacked()
         layers = self.config.num_hidden_layers
         pages = 0 if cache is None else cache.keys[0].shape[0] // layers
 
@@ -243,11 +238,19 @@ class Qwen3ForCausalLM(ModelForCausalLM):
                 cache = cache._replace(keys=(cached.keys,), values=(cached.values,))
             return (x, cache), (x if output_hidden_states else None)
 
-        if self.config.gradient_checkpointing:
-            body = jax.checkpoint(body, prevent_cse=False)  # a loop body is a computation of its own: nothing to merge
+        if mode := self.config.gradient_checkpointing:
+            products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if mode == "selective" else None
+            body = jax.checkpoint(body, prevent_cse=False, policy=products)
         inputs = parameters, lora and lora.weights["layers"], jnp.arange(layers)
         (x, cache), hidden = jax.lax.scan(body, (x, cache), inputs)
         return x, hidden, cache
+
+    def _stacked(self) -> tuple[Any, Any]:
+        """What a layer is, and the parameters of all with a leading [layers] axis."""
+        if not isinstance(self.layers, nnx.List):
+            return nnx.split(self.layers)
+        graphs, parameters = zip(*map(nnx.split, self.layers), strict=True)
+        return graphs[0], jax.tree.map(lambda *leaves: jnp.stack(leaves), *parameters)
 
     def compute_logits(
         self,
@@ -256,13 +259,14 @@ class Qwen3ForCausalLM(ModelForCausalLM):
         adapter_index: Int[Array, "*leading"] | None = None,
     ) -> Float[Array, "*leading vocab"]:
         """See `ModelForCausalLM.compute_logits`."""
+        slots = None if adapter_index is None else adapter_index.reshape(-1)
+        lora = None if adapter is None else Lora.of(adapter, slots).at("lm_head")
+        return self._logits(lora, hidden.reshape(-1, hidden.shape[-1])).reshape(*hidden.shape[:-1], -1)
+
+    def _logits(self, lora: Lora | None, hidden: Float[Array, "tokens hidden"]) -> Float[Array, "tokens vocab"]:
         kernel = (self.embed_tokens if self.unembed is None else self.unembed)[...]
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        logits = jnp.einsum("nd,vd->nv", rows, kernel, preferred_element_type=jnp.float32)
-        if adapter is not None:
-            slots = None if adapter_index is None else adapter_index.reshape(-1)
-            logits = logits + Lora.of(adapter, slots).at("lm_head").delta(rows)
-        return logits.reshape(*hidden.shape[:-1], -1)
+        logits = jnp.einsum("nd,vd->nv", hidden, kernel, preferred_element_type=jnp.float32)
+        return logits if lora is None else logits + lora.delta(hidden)
 
     def target_logprobs(
         self,
@@ -270,16 +274,14 @@ class Qwen3ForCausalLM(ModelForCausalLM):
         targets: Int[Array, "tokens K"],
         *,
         adapter: Adapter | None = None,
-        adapter_index: Int[Array, "tokens"] | None = None,
+        needs: Needs | None = None,
         chunk_size: int | None = None,
     ) -> Float[Array, "tokens K"]:
         """See `ModelForCausalLM.target_logprobs`."""
-
-        def logits(inputs: tuple[Array, Array | None]) -> Array:
-            return self.compute_logits(inputs[0], adapter, inputs[1])
-
+        lora = None if adapter is None else Lora.of(adapter, None).at("lm_head")
         size = self.config.loss_chunk_size if chunk_size is None else chunk_size
-        return chunked_logprobs(logits, (hidden, adapter_index), targets, size)
+        needs = Needs.all(len(targets)) if needs is None else needs
+        return projected_logprobs(self._logits, lora, hidden, targets, needs, size)
 
 
 def _refuse_unimplemented(config: "ModelConfig") -> None:

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from skyrl.tx.layers.logprobs import Needs
 from skyrl.utils.registry import Registry
 
 if TYPE_CHECKING:  # transformers loads torch where that is installed, which array code has no use for
@@ -40,6 +41,11 @@ class Adapter(NamedTuple):
     """
     scaling: Float[Array, "..."]
     """alpha / rank: a scalar, `[slots]` in a bank."""
+
+    @property
+    def rank(self) -> int:
+        """The padded rank."""
+        return self.weights["lm_head"]["lora_A"].shape[-1]
 
 
 class KVCache(NamedTuple):
@@ -178,10 +184,10 @@ class ModelForCausalLM(nnx.Module):
         targets: Int[Array, "tokens K"],
         *,
         adapter: Adapter | None = None,
-        adapter_index: Int[Array, "tokens"] | None = None,
+        needs: Needs | None = None,
         chunk_size: int | None = None,
     ) -> Float[Array, "tokens K"]:
-        """float32 log-probabilities (nats) of K targets per token.
+        """float32 log-probabilities (nats) of K targets per token: of all tokens, or of those that `needs` names.
 
         `chunk_size` tokens at a time, so that logits never exceed `[chunk_size, vocab]`; 0 takes all tokens at once,
         None the configured `loss_chunk_size`.

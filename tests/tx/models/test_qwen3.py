@@ -7,6 +7,7 @@ from flax import nnx
 from tiny_models import RANK_4, compiled, gradients, hidden, positions_of, trained_adapter
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from skyrl.tx.layers.logprobs import logprobs_of
 from skyrl.tx.lora import bank_of, zero_adapter
 from skyrl.tx.models.configs import ModelConfig
 from skyrl.tx.models.types import MODELS, KVCache
@@ -176,7 +177,7 @@ def test_log_probabilities_of_a_bank_are_those_of_its_adapters(load, ids):
     model, adapters = load(), [trained_adapter(load().config, RANK_4, 1), trained_adapter(load().config, RANK_4, 2)]
     rows, targets, slots = hidden(model, ids)[0, :5], jnp.asarray(ids[:2, :5].T), np.array([0, 1, 1, 0, 1])
     bank = bank_of(adapters, model.config.unroll_layers)
-    together = model.target_logprobs(rows, targets, adapter=bank, adapter_index=jnp.asarray(slots), chunk_size=2)
+    together = logprobs_of(model.compute_logits(rows, bank, jnp.asarray(slots)), targets)
     alone = [model.target_logprobs(rows, targets, adapter=adapter) for adapter in adapters]
     np.testing.assert_allclose(together, np.where(slots[:, None] == 0, *alone), atol=1e-5)
 

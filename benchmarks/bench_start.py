@@ -1,0 +1,79 @@
+"""How long until a server is ready, and until it has trained its first step?
+
+Run: `python benchmarks/bench_start.py --models tiny`. Servers as `skyrl serve` starts them, one after the other: with
+an empty cache of compiled programs, and with the cache that the first one has left. A first step is a new model of rank
+32, forward_backward of 16 x 256 tokens and optim_step, through the stock SDK, asked for as soon as the server is ready.
+Importing the SDK is not counted. Prints one JSON line per case with median seconds.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import flops
+from common import API_KEY, RANK, datum, emit, peak_flops
+
+BATCH = 16, 256
+"""Sequences, tokens of each."""
+
+
+def start(model: Path, state: Path, cache: Path) -> tuple[float, float]:
+    """(seconds until ready, until the first step is done) of a new server."""
+    import tinker
+
+    from skyrl.local_server import LocalServer
+
+    os.environ["SKYRL_CACHE"] = str(cache)
+    begun = time.perf_counter()
+    with LocalServer(state, str(model), {"backend-config": '{"warm_up": true}'}) as server:
+        ready = time.perf_counter() - begun
+        client = tinker.ServiceClient(base_url=server.url, api_key=API_KEY)
+        trainer = client.create_lora_training_client(server.base_model, rank=RANK, seed=0).result()
+        data = [datum(BATCH[1], seed) for seed in range(BATCH[0])]
+        passed = trainer.forward_backward(data, "cross_entropy")
+        stepped = trainer.optim_step(tinker.AdamParams())
+        passed.result()
+        stepped.result()
+        done = time.perf_counter() - begun
+        client.close("success").result()
+    return ready, done
+
+
+def main(models: list[str], repeats: int) -> None:
+    os.environ.setdefault("TINKER_TELEMETRY", "0")
+    from skyrl.tx.make_model import make_model
+
+    for name in models:
+        found: dict[str, list[tuple[float, float]]] = {"empty cache": [], "warm cache": []}
+        with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch:
+            folder = Path(scratch)
+            model = make_model(folder / name, arch="qwen3", **asdict(flops.SHAPES[name]), seed=0)
+            start(model, folder / "discarded", folder / "discarded cache")  # files of the system are in memory now
+            for number in range(repeats):
+                for case, times in found.items():
+                    times.append(start(model, folder / f"{case} {number}", folder / f"cache {number}"))
+        peak = peak_flops()
+        steps = {case: statistics.median(done for _, done in times) for case, times in found.items()}
+        for case, times in found.items():
+            emit(
+                benchmark="start",
+                case=case,
+                model=name,
+                repeats=repeats,
+                ready_s=round(statistics.median(ready for ready, _ in times), 2),
+                first_step_s=round(steps[case], 2),
+                share_of_empty=round(steps[case] / steps["empty cache"], 2),
+                peak_gflops=round(peak / 1e9, 1),
+            )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=sorted(flops.SHAPES), default=["tiny"])
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    main(arguments.models, arguments.repeats)

@@ -1,0 +1,160 @@
+"""Causal attention of packed sequences to themselves, with a backward pass of its own.
+
+Scores are computed for a stripe of queries at a time, against the keys up to its end, and once more in the backward
+pass instead of being kept: what stays in memory grows with the tokens, not with their square (Dao et al. 2022,
+https://arxiv.org/abs/2205.14135). Scores and softmax are float32 whatever the dtype of the inputs. A token always
+attends to itself, so no row is empty and padding stays finite.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+MASKED = -1e30
+"""Score of a pair that may not attend; its weight underflows to exactly 0."""
+
+STRIPES = 4
+"""Parts that the queries of a long sequence are cut into. Keys that no query of a part may see are left out."""
+
+NARROWEST_STRIPE = 128
+"""Queries of a stripe at least: products of fewer are slow."""
+
+SCORES_AT_ONCE = 2**22
+"""Scores (all heads and rows) computed at once, about; a stripe with more is taken in steps."""
+
+
+def packed_attention(
+    query: Float[Array, "batch tokens heads head_dim"],
+    key: Float[Array, "batch tokens kv_heads head_dim"],
+    value: Float[Array, "batch tokens kv_heads head_dim"],
+    segment_ids: Int[Array, "batch tokens"],
+) -> Float[Array, "batch tokens heads head_dim"]:
+    """Attention of each token to the tokens of its own segment up to itself. Head h reads key/value head h // group."""
+    batch, tokens, heads, head_dim = query.shape
+    grouped = query.reshape(batch, tokens, key.shape[2], heads // key.shape[2], head_dim)
+    mixed = _attention(jnp.moveaxis(grouped, 1, 3), jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2), segment_ids)
+    return jnp.moveaxis(mixed, 3, 1).reshape(query.shape).astype(query.dtype)
+
+
+Queries = Float[Array, "batch kv_heads group queries head_dim"]
+Keys = Float[Array, "batch kv_heads keys head_dim"]
+PerQuery = Float[Array, "batch kv_heads group queries 1"]
+Scores = Float[Array, "batch kv_heads group queries keys"]
+Saved = tuple[Queries, Keys, Keys, Int[Array, "batch tokens"], Queries, PerQuery]
+
+
+@jax.custom_vjp
+def _attention(query: Queries, key: Keys, value: Keys, segments: Int[Array, "batch tokens"]) -> Queries:
+    return _forward(query, key, value, segments)[0]
+
+
+def _forward(query: Queries, key: Keys, value: Keys, segments: Int[Array, "batch tokens"]) -> tuple[Queries, Saved]:
+    """float32 sums of values, and what the backward pass reads: the inputs, the sums, log-sum-exps of scores."""
+
+    def stripe(start: Array | int, query: Queries, keys: int) -> tuple[Queries, PerQuery]:
+        scores = _scores(query, key[:, :, :keys], _visible(segments, start, query.shape[3], keys))
+        highest = scores.max(axis=-1, keepdims=True)
+        weights = jnp.exp(scores - highest)
+        total = weights.sum(axis=-1, keepdims=True)
+        mixed = jnp.einsum(
+            "bkgts,bksd->bkgtd",
+            weights.astype(value.dtype),
+            value[:, :, :keys],
+            preferred_element_type=jnp.float32,
+        )
+        return mixed / total, highest + jnp.log(total)
+
+    parts = [_in_steps(stripe, start, end, query) for start, end in _stripes(query.shape[3])]
+    mixed, normaliser = (jnp.concatenate(leaves, axis=3) for leaves in zip(*parts, strict=True))
+    return mixed, (query, key, value, segments, mixed, normaliser)
+
+
+def _backward(saved: Saved, gradient: Queries) -> tuple[Queries, Keys, Keys, None]:
+    """Gradients of query, key and value, in float32 products, from weights that are computed again."""
+    query, key, value, segments, mixed, normaliser = saved
+    gradient = gradient.astype(jnp.float32)
+    share = jnp.sum(gradient * mixed, axis=-1, keepdims=True)
+    scale = query.shape[-1] ** -0.5
+
+    def stripe(
+        start: Array | int, query: Queries, gradient: Queries, normaliser: PerQuery, share: PerQuery, keys: int
+    ) -> tuple[Queries, Keys, Keys]:
+        seen, read = key[:, :, :keys], value[:, :, :keys].astype(jnp.float32)
+        scores = _scores(query, seen, _visible(segments, start, query.shape[3], keys))
+        weights = jnp.exp(scores - normaliser)
+        of_weights = jnp.einsum("bkgtd,bksd->bkgts", gradient, read)
+        of_scores = weights * (of_weights - share) * scale
+        return (
+            jnp.einsum("bkgts,bksd->bkgtd", of_scores, seen.astype(jnp.float32)),
+            jnp.einsum("bkgts,bkgtd->bksd", of_scores, query.astype(jnp.float32)),
+            jnp.einsum("bkgts,bkgtd->bksd", weights, gradient),
+        )
+
+    of_query, of_key, of_value = [], jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
+    for start, end in _stripes(query.shape[3]):
+        part, keys, values = _in_steps(stripe, start, end, query, gradient, normaliser, share, summed=2)
+        of_query.append(part)
+        of_key, of_value = of_key.at[:, :, :end].add(keys), of_value.at[:, :, :end].add(values)
+    return (
+        jnp.concatenate(of_query, axis=3).astype(query.dtype),
+        of_key.astype(key.dtype),
+        of_value.astype(value.dtype),
+        None,
+    )
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _stripes(tokens: int) -> list[tuple[int, int]]:
+    """(start, end) of each stripe."""
+    count = min(STRIPES, tokens // NARROWEST_STRIPE)
+    width = tokens // count if count and tokens % count == 0 else tokens
+    return [(start, start + width) for start in range(0, tokens, width)]
+
+
+def _in_steps(stripe: Callable[..., Any], start: int, end: int, *arrays: Array, summed: int = 0) -> Any:
+    """`stripe` of the queries from `start` to `end`, in as many equal steps as its memory asks for.
+
+    `arrays` have one entry per query on axis 3. So have the results, but for the last `summed`, which are sums over
+    queries.
+    """
+    width, scores = end - start, arrays[0].size // arrays[0].shape[3] // arrays[0].shape[4] * (end - start) * end
+    steps = 1
+    while scores > steps * SCORES_AT_ONCE and width % (2 * steps) == 0:
+        steps *= 2
+    own = [array[:, :, :, start:end] for array in arrays]
+    if steps == 1:
+        return stripe(start, *own, keys=end)
+    cut = [jnp.moveaxis(array.reshape(*array.shape[:3], steps, -1, array.shape[4]), 3, 0) for array in own]
+
+    def step(sums: tuple[Array, ...], inputs: Any) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        index, own = inputs
+        results = stripe(start + index * (width // steps), *own, keys=end)
+        kept = results[: len(results) - summed]
+        return tuple(map(jnp.add, sums, results[len(kept) :])), kept
+
+    shapes = jax.eval_shape(lambda own: stripe(start, *own, keys=end), [array[0] for array in cut])
+    zeros = tuple(jnp.zeros(shape.shape, shape.dtype) for shape in shapes[len(shapes) - summed :])
+    sums, kept = jax.lax.scan(step, zeros, (jnp.arange(steps), cut))
+    joined = (jnp.moveaxis(leaf, 0, 3).reshape(*leaf.shape[1:4], width, leaf.shape[5]) for leaf in kept)
+    return (*joined, *sums)
+
+
+def _visible(
+    segments: Int[Array, "batch tokens"], start: Array | int, queries: int, keys: int
+) -> Bool[Array, "batch 1 1 queries keys"]:
+    """Which of the first `keys` keys each of the queries from `start` on may see."""
+    places = start + jnp.arange(queries)
+    own = jax.lax.dynamic_slice_in_dim(segments, start, queries, axis=1)
+    causal = places[None, :, None] >= jnp.arange(keys)[None, None, :]
+    return (causal & (own[:, :, None] == segments[:, None, :keys]))[:, None, None]
+
+
+def _scores(query: Queries, key: Keys, visible: Bool[Array, "batch 1 1 queries keys"]) -> Scores:
+    """float32 scaled dot products, `MASKED` where a pair may not attend."""
+    products = jnp.einsum("bkgtd,bksd->bkgts", query, key, preferred_element_type=jnp.float32)
+    return jnp.where(visible, products * query.shape[-1] ** -0.5, MASKED)

@@ -1,0 +1,141 @@
+"""Memory is planned before anything is loaded, from what compiled programs say."""
+
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+
+import jax
+import pytest
+
+from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+from skyrl.backends.jax.memory import (
+    GIB,
+    KEPT_FREE,
+    MODES,
+    STACKS,
+    TRAINING_SHARE,
+    Plan,
+    choose_modes,
+    choose_stacks,
+    host_memory,
+)
+from skyrl.errors import RequestError
+from skyrl.tx.make_model import make_model
+
+LENGTHS = [32, 128, 512, 1024, 2048]
+TAKES = {False: 100, "selective": 40, True: 10}
+"""Bytes per token, by mode."""
+
+
+def measured(length: int, mode) -> int:
+    return TAKES[mode] * length
+
+
+@pytest.mark.parametrize("asked", MODES)
+def test_an_explicit_mode_is_kept_whatever_it_takes(asked):
+    modes, most = choose_modes(asked, LENGTHS, 512, 1, measured)
+    assert modes == dict.fromkeys(LENGTHS, asked)
+    assert most == 2048 * TAKES[asked]
+
+
+@pytest.mark.parametrize("room", [1, 10_000, 60_000, 90_000, 10**6])
+def test_auto_computes_again_no_more_than_memory_asks_for(room):
+    modes, most = choose_modes("auto", LENGTHS, 512, room, measured)
+    for length in LENGTHS:
+        fits = [mode for mode in MODES if measured(length, mode) <= room]
+        assert modes[length] == (fits[0] if fits else True)
+    assert most == max(measured(length, modes[length]) for length in LENGTHS)
+
+
+def test_programs_are_measured_only_until_they_fit():
+    asked = []
+
+    def measure(length, mode):
+        asked.append((length, mode))
+        return measured(length, mode)
+
+    choose_modes("auto", LENGTHS, 512, 2**30, measure)
+    assert asked == [(512, False)]
+    asked.clear()
+    choose_modes("auto", LENGTHS, 512, 10**6, measure)
+    assert asked == [(512, False), (2048, False)]
+
+
+CACHE_GIB = 0.01
+
+
+@pytest.fixture(scope="module")
+def deep_model(tmp_path_factory):
+    sizes = {"hidden": 64, "layers": 12, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 256}
+    return make_model(tmp_path_factory.mktemp("deep"), arch="qwen3", **sizes, seed=0)
+
+
+def taken(folder, **options) -> tuple[int, int, int]:
+    """Bytes that XLA says of the programs for tiles of 128 and 512 tokens, and bytes of the largest adapter."""
+    config = JaxBackendConfig(max_context_length=512, compilation_cache=False, kv_cache_gib=CACHE_GIB, **options)
+    with closing(JaxBackend(str(folder), config)) as backend:
+        widest = backend._passes._widest
+        short, long = (backend._programs.temporary_bytes(backend._base, widest, length) for length in (128, 512))
+        return short, long, sum(leaf.nbytes for leaf in jax.tree.leaves(widest))
+
+
+@pytest.fixture(scope="module")
+def taken_by_mode(deep_model):
+    return {mode: taken(deep_model, gradient_checkpointing=mode) for mode in MODES}
+
+
+def test_what_computes_more_again_takes_less_memory(taken_by_mode):
+    for without, some in pairwise(MODES):
+        assert taken_by_mode[without][1] > taken_by_mode[some][1]
+
+
+@pytest.mark.parametrize("mode", ["selective", True])
+def test_auto_runs_the_mode_that_fits_and_short_tiles_without(deep_model, taken_by_mode, mode):
+    """With room for a call between what that mode takes and what the one before it does."""
+    before = MODES[MODES.index(mode) - 1]
+    weights = sum(file.stat().st_size for file in deep_model.glob("*.safetensors"))
+    short, _, adapter = taken_by_mode[False]
+    room = (taken_by_mode[before][1] + taken_by_mode[mode][1]) / 2 + 2 * adapter
+    total = (room / TRAINING_SHARE + weights + CACHE_GIB * GIB) / (1 - KEPT_FREE)
+    assert taken(deep_model, memory_limit_gib=total / GIB) == (short, taken_by_mode[mode][1], adapter)
+
+
+def test_calls_with_several_tiles_are_those_that_memory_has_room_for():
+    assert choose_stacks(10**9, 100) == STACKS
+    assert choose_stacks(3 * 4 * 100, 100) == (1, 4)
+    assert choose_stacks(0, 100) == (1,)
+
+
+@pytest.mark.parametrize("field", ["adapter_memory_gib", "adapter_host_memory_gib"])
+def test_room_that_is_not_there_is_refused_with_the_field(tiny_model, field):
+    with pytest.raises(RequestError, match=rf"{field}=100000 is more than"):
+        JaxBackend(str(tiny_model), JaxBackendConfig(compilation_cache=False, **{field: 1e5}))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kv_cache_gib": 1e5}, "kv_cache_gib"),
+        ({"memory_limit_gib": 0.02, "kv_cache_gib": 1e-4}, "max_context_length"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(tiny_model, tmp_path, options, named):
+    (folder := tmp_path / "model").mkdir()
+    for file in Path(tiny_model).iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(RequestError, match=rf"does not fit into memory.*memory_limit_gib.*{named}"):
+        JaxBackend(str(folder), JaxBackendConfig(compilation_cache=False, **options))
+
+
+def test_room_for_models_is_what_the_configuration_says_else_a_part_of_what_is_left():
+    plan = Plan(total=100 * 2**30, base=10 * 2**30, cache=20 * 2**30, training=20 * 2**30, model=1)
+    assert plan.left == 40 * 2**30
+    assert plan.models(device=1.5, host=2.0) == (1.5 * 2**30, 2 * 2**30)
+    device, host = plan.models(device=0, host=0)
+    assert device + host <= plan.left
+
+
+def test_the_host_has_the_memory_that_the_kernel_says_or_its_control_group_less():
+    total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    assert 0 < host_memory() <= int(total.split()[1]) * 1024

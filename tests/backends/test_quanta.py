@@ -1,0 +1,391 @@
+"""Quanta of several models in one call, with scripted operations: each is a list of what it wants and does."""
+
+from collections.abc import Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl.backends.operations import ForwardBackward, ModelOperation, OptimStep
+from skyrl.backends.quanta import BEGUN_EARLY, WAITING_AT_ONCE, Ended, Quanta, Quantum, Waiting, Work
+from skyrl.types import AdamParams, Datum, ModelOutput
+
+SCRIPT = "xx"
+"""Unless it is said otherwise, two quanta of kind x."""
+
+
+@dataclass
+class Scripted:
+    """Computes what scripts ask for: a letter is a quantum of that kind, "." a turn of its own, "!" a failure,
+    "w" waiting until the request is in `arrived`, or if `patience` is set until it has been asked about so many times.
+
+    The answer to a quantum is its inputs: (request id, number). Quanta of kind "b" cannot be computed at all, those of
+    kind "t" not together. `said` is all that happens, in order; `closed`: whose generators were closed too early.
+    """
+
+    most: int = 4
+    scripts: dict[str, str] = field(default_factory=dict)
+    """By request id."""
+    answers: dict[str, list[Any]] = field(default_factory=dict)
+    said: list[Any] = field(default_factory=list)
+    cost: int = 10
+    arrived: set[str] = field(default_factory=set)
+    patience: int | None = None
+    asked: list[str] = field(default_factory=list)
+    """Of which waiting operations it was asked whether that is over."""
+    closed: list[str] = field(default_factory=list)
+
+    def begin(self, operation: ModelOperation) -> Work:
+        self.said.append(f"begin {operation.request_id}")
+        return self._work(operation.request_id)
+
+    def _work(self, name: str) -> Work:
+        try:
+            for number, letter in enumerate(self.scripts.get(name, SCRIPT)):
+                if letter == "!":
+                    raise ValueError(name)
+                if letter in ".w":
+                    yield None if letter == "." else Waiting(partial(self._has_arrived, name))
+                    continue
+                kind = None if letter == "-" else letter
+                self.answers.setdefault(name, []).append((yield Quantum(self.cost, kind, (name, number))))
+        except GeneratorExit:
+            self.closed.append(name)
+            raise
+        return ModelOutput(name)
+
+    def _has_arrived(self, name: str) -> bool:
+        self.asked.append(name)
+        return name in self.arrived or (self.patience is not None and self.asked.count(name) >= self.patience)
+
+    def may_wait(self, operation: ModelOperation) -> bool:
+        return self.scripts.get(operation.request_id, SCRIPT).startswith("w")
+
+    def compute(self, quanta: list[Quantum]) -> list[Any]:
+        self.said.append([name for name, _ in (quantum.inputs for quantum in quanta)])
+        if any(quantum.kind == "b" or (quantum.kind == "t" and len(quanta) > 1) for quantum in quanta):
+            raise ValueError("cannot compute this")
+        return [quantum.inputs for quantum in quanta]
+
+    def most_together(self, kind: Hashable) -> int:
+        return self.most
+
+    def on_quantum(self, request_ids: tuple[str, ...]) -> None:
+        self.said.append(request_ids)
+
+    @property
+    def calls(self) -> list[list[str]]:
+        return [event for event in self.said if isinstance(event, list)]
+
+
+def a_pass(name: str, tokens: int = 20, **options: Any) -> ForwardBackward:
+    """Of the model that its name begins with, which is its own tenant."""
+    data = [Datum(np.zeros(tokens, np.int32), {})]
+    model = {"model_id": name[0], "tenant": name[0]}
+    return ForwardBackward(request_id=name, data=data, loss_fn="cross_entropy", **{**model, **options})
+
+
+def a_step(name: str) -> OptimStep:
+    return OptimStep(request_id=name, model_id=name[0], tenant=name[0], adam_params=AdamParams())
+
+
+def done(computer: Scripted, *operations: ModelOperation) -> dict[str, Any]:
+    """Outcomes by request, in the order in which they came."""
+    quanta = Quanta(computer)
+    for operation in operations:
+        quanta.add(operation)
+    ended: list[Ended] = []
+    while quanta:
+        ended += quanta.turn()
+    return {operation.request_id: outcome for operation, outcome in ended}
+
+
+def test_quanta_of_one_kind_are_computed_together_and_each_operation_gets_its_own_answers():
+    computer = Scripted()
+    outcomes = done(computer, a_pass("a"), a_pass("b"), a_pass("c"))
+    assert computer.calls == [["a", "b", "c"]] * 2
+    assert computer.answers == {name: [(name, 0), (name, 1)] for name in "abc"}
+    assert outcomes == {name: ModelOutput(name) for name in "abc"}
+
+
+def test_quanta_of_other_kinds_or_of_none_are_computed_alone():
+    computer = Scripted(scripts={"a": "x", "b": "y", "c": "-", "d": "-"})
+    done(computer, *map(a_pass, "abcd"))
+    assert computer.calls == [["a"], ["b"], ["c"], ["d"]]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8])
+def test_no_more_are_computed_together_than_may_be(most):
+    computer = Scripted(most)
+    done(computer, *map(a_pass, "abcdefg"))
+    assert max(map(len, computer.calls)) == min(most, 7)
+    assert sum(map(len, computer.calls)) == 14
+
+
+def test_two_operations_of_one_model_are_never_computed_together():
+    computer = Scripted()
+    done(computer, a_pass("a1"), a_pass("a2"), a_pass("b1"), a_pass("b2"))
+    assert computer.calls == [["a1", "b1"]] * 2 + [["a2", "b2"]] * 2
+
+
+def test_only_passes_are_begun_before_their_turn():
+    computer = Scripted(scripts={"b": "x"})
+    done(computer, a_pass("a"), a_step("b"))
+    assert computer.calls == [["a"], ["b", "a"]]
+
+
+def test_a_large_pass_is_begun_in_its_own_turn():
+    computer = Scripted()
+    done(computer, a_pass("a"), a_pass("b", tokens=BEGUN_EARLY + 1), a_pass("c"))
+    assert computer.calls[0] == ["a", "c"] and computer.calls[1] == ["b", "a", "c"]
+
+
+def test_what_is_begun_early_in_one_turn_is_bounded():
+    computer = Scripted(most=8)
+    done(computer, *(a_pass(name, tokens=BEGUN_EARLY // 2) for name in "abcdef"))
+    begun = computer.said[: computer.said.index(computer.calls[0])]
+    assert [event for event in begun if isinstance(event, str)] == ["begin a", "begin b", "begin c"]
+
+
+def test_a_step_that_has_begun_joins_too():
+    computer = Scripted(scripts={"a": "xxx", "b": "xxx"})
+    done(computer, a_step("a"), a_step("b"))
+    assert computer.calls == [["a"], ["b", "a"], ["b", "a"], ["b"]]
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_computed_fails_alone_with_its_own_error():
+    computer = Scripted(scripts={"a": "xx", "b": "xbx", "c": "xbx"})
+    outcomes = done(computer, *map(a_pass, "abc"))
+    assert outcomes["a"] == ModelOutput("a")
+    assert all(str(outcomes[name]) == "cannot compute this" for name in "bc")
+
+
+def test_what_cannot_be_computed_together_is_computed_one_by_one():
+    computer = Scripted(scripts=dict.fromkeys("abc", "t"))
+    outcomes = done(computer, *map(a_pass, "abc"))
+    assert computer.calls == [["a", "b", "c"], ["a"], ["b"], ["c"]]
+    assert outcomes == {name: ModelOutput(name) for name in "abc"}
+
+
+@pytest.mark.parametrize("script", ["!", "x!", "xx!"])
+def test_an_operation_that_fails_between_its_quanta_fails_alone(script):
+    computer = Scripted(scripts={"b": script})
+    outcomes = done(computer, a_pass("a"), a_pass("b"), a_pass("c"))
+    assert isinstance(outcomes.pop("b"), ValueError)
+    assert outcomes == {name: ModelOutput(name) for name in "ac"}
+
+
+def test_a_model_goes_on_after_a_failure_of_a_pass_that_was_begun_early():
+    computer = Scripted(scripts={"b1": "!"})
+    outcomes = done(computer, a_pass("a"), a_pass("b1"), a_pass("b2"))
+    assert list(outcomes) == ["b1", "a", "b2"] and outcomes["b2"] == ModelOutput("b2")
+
+
+def test_a_work_that_ends_without_a_result_fails():
+    class Forgetful(Scripted):
+        def _work(self, name: str) -> Work:
+            yield from super()._work(name)
+            return None  # pyright: ignore[reportReturnType]
+
+    assert isinstance(done(Forgetful(), a_pass("a"))["a"], TypeError)
+
+
+def test_a_quantum_that_costs_nothing_fails_its_operation():
+    assert isinstance(done(Scripted(cost=0), a_pass("a"))["a"], AssertionError)
+
+
+# -- suspects ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_suspect_is_computed_alone_wherever_it_stands():
+    computer = Scripted()
+    done(computer, a_pass("a"), a_pass("b", alone=True), a_pass("c"))
+    assert ["a", "c"] in computer.calls
+    assert all(call == ["b"] for call in computer.calls if "b" in call)
+
+
+def test_a_suspect_is_not_begun_before_its_turn():
+    computer = Scripted()
+    done(computer, a_pass("a"), a_pass("b", alone=True))
+    assert computer.said.index("begin b") > computer.said.index(["a"])
+
+
+def test_everything_is_told_before_it_is_done_with_all_that_it_is_done_for():
+    computer = Scripted(scripts={"a": ".x", "b": "x"})
+    done(computer, a_pass("a"), a_pass("b"))
+    assert computer.said == [
+        *[("a",), "begin a"],
+        *[("b",), "begin b", ["b"]],
+        *[("a",), ["a"]],
+    ]
+    computer = Scripted(scripts=dict.fromkeys("abc", "x"))
+    done(computer, *map(a_pass, "abc"))
+    assert computer.said == [
+        *[("a",), "begin a", ("b",), "begin b", ("c",), "begin c"],
+        *[("a", "b", "c"), ["a", "b", "c"]],
+    ]
+
+
+# -- turns -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_turn_that_an_operation_takes_by_itself_is_a_turn():
+    computer = Scripted(scripts={"a": "...", "b": "..."})
+    quanta = Quanta(computer)
+    for name in "ab":
+        quanta.add(a_step(name))
+    told = []
+    while quanta:
+        quanta.turn()
+        told += [event for event in computer.said if isinstance(event, tuple)]
+        computer.said.clear()
+    assert told == [("a",), ("b",)] * 4
+
+
+def test_a_background_write_ends_an_operation_with_its_future():
+    class Writing(Scripted):
+        def _work(self, name: str) -> Work:
+            yield from super()._work(name)
+            return Future()
+
+    assert isinstance(done(Writing(), a_pass("a"))["a"], Future)
+
+
+def test_abandoned_operations_are_closed_and_leave_nothing_behind():
+    computer = Scripted(scripts={"c1": "w"})
+    quanta = Quanta(computer)
+    operations = [a_step("c1"), a_pass("a1"), a_pass("a2"), a_pass("b1"), a_pass("d1", alone=True)]
+    for operation in operations:
+        quanta.add(operation)
+    quanta.turn()
+    assert sorted(quanta.abandon(), key=operations.index) == operations and not quanta and not quanta.has_begun("a")
+    assert sorted(computer.closed) == ["a1", "b1", "c1"]
+    computer.said.clear()
+    computer.asked.clear()
+    quanta.add(a_pass("a3"))
+    while quanta:
+        quanta.turn()
+    assert computer.calls == [["a3"]] * 2 and not computer.asked
+
+
+# -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+def turns(quanta: Quanta, number: int) -> None:
+    for _ in range(number):
+        quanta.turn()
+
+
+def test_what_waits_takes_no_turn_and_has_its_own_as_soon_as_that_is_over():
+    computer = Scripted(most=1, scripts={"a": "wx", "b": "x" * 100})
+    quanta = Quanta(computer)
+    for name in "ab":
+        quanta.add(a_pass(name))
+    turns(quanta, 50)
+    assert computer.calls == [["b"]] * 50
+    computer.arrived.add("a")
+    turns(quanta, 2)
+    assert computer.calls[50:] == [["a"], ["b"]]
+
+
+def test_each_that_waits_is_asked_about_once_in_a_turn_and_told_of_when_it_goes_on():
+    computer = Scripted(scripts={"a": "w", "b": "w"})
+    quanta = Quanta(computer)
+    for name in "ab":
+        quanta.add(a_step(name))
+    turns(quanta, 3)
+    assert computer.asked == ["a", "b"] * 2
+    assert computer.said == [("a",), "begin a", ("b",), "begin b"]
+    computer.arrived.add("b")
+    assert [ended.operation.request_id for ended in quanta.turn()] == ["b"]
+    assert computer.said[4:] == [("b",)]
+
+
+def test_it_is_known_when_all_that_is_there_waits():
+    computer = Scripted(scripts={"a": "w", "b": "xx"})
+    quanta = Quanta(computer)
+    for name in "ab":
+        quanta.add(a_pass(name))
+    stalled = []
+    for _ in range(4):
+        quanta.turn()
+        stalled.append(quanta.stalled)
+    assert stalled == [False, False, True, True]
+    quanta.abandon()
+    assert not quanta.stalled
+
+
+def test_a_tenant_with_many_models_that_have_to_wait_does_not_stand_in_line_with_all_of_them():
+    computer = Scripted(scripts=dict.fromkeys("abcdez", "w") | {"r": "x"})
+    quanta = Quanta(computer)
+    for name in "abcde":
+        quanta.add(a_pass(name, tenant="many"))
+    quanta.add(a_pass("r", tenant="many"))
+    quanta.add(a_pass("z"))
+    turns(quanta, 3)
+    begun = [event.removeprefix("begin ") for event in computer.said if isinstance(event, str)]
+    assert sorted(begun) == ["a", "b", "r", "z"] and WAITING_AT_ONCE == 2
+    computer.arrived.update("abcde")
+    turns(quanta, 20)
+    assert [name for name in "abcde" if not quanta.has_begun(name)] == list("abcde") and quanta.has_begun("z")
+
+
+def test_what_has_to_wait_is_not_begun_before_its_turn():
+    computer = Scripted(scripts={"a": "x", "b": "wx", "c": "x"})
+    quanta = Quanta(computer)
+    for name in "abc":
+        quanta.add(a_pass(name))
+    quanta.turn()
+    assert computer.calls == [["a", "c"]] and not quanta.has_begun("b")
+
+
+def test_weights_decide_how_often_a_tenant_leads():
+    computer = Scripted(most=1, scripts=dict.fromkeys("ab", "x" * 40))
+    quanta = Quanta(computer, {"a": 3})
+    for name in "ab":
+        quanta.add(a_pass(name))
+    for _ in range(40):
+        quanta.turn()
+    assert [sum(name in call for call in computer.calls) for name in "ab"] == [30, 10]
+
+
+def test_an_operation_has_its_turns_in_the_line_of_its_own_tenant():
+    computer = Scripted(most=1, scripts={"a1": "x", "a2": "xxx", "b": "x" * 20, "c": "xxx"})
+    tenants = {"a1": "one", "a2": "other", "b": "other", "c": "one"}
+    done(computer, *(a_pass(name, tenant=tenant) for name, tenant in tenants.items()))
+    last = max(number for number, call in enumerate(computer.calls) if call == ["c"])
+    shares = [sum(tenants[name] == tenant for (name,) in computer.calls[: last + 1]) for tenant in ("one", "other")]
+    assert abs(shares[0] - shares[1]) <= 1
+
+
+scripts = st.text("xxxyt-.b!w", max_size=6)
+operations = st.lists(st.tuples(st.sampled_from("abcde"), scripts, st.booleans(), st.booleans()), max_size=25)
+
+
+@given(operations, st.integers(1, 6))
+def test_any_mixture_ends_as_each_operation_does_alone_and_models_keep_their_order(given_operations, most):
+    computer, asked = Scripted(most, patience=3), []
+    for number, (model, script, is_pass, alone) in enumerate(given_operations):
+        name = f"{model}{number}"
+        computer.scripts[name] = script
+        asked.append(a_pass(name, alone=alone) if is_pass else a_step(name))
+    outcomes = done(computer, *asked)
+    for model in "abcde":
+        own = [operation.request_id for operation in asked if operation.model_id == model]
+        assert [name for name in outcomes if name[0] == model] == own
+    for operation in asked:
+        alone = Scripted(most, patience=3, scripts={operation.request_id: computer.scripts[operation.request_id]})
+        (outcome,) = done(alone, operation).values()
+        assert repr(outcomes[operation.request_id]) == repr(outcome)
+        assert computer.answers.get(operation.request_id) == alone.answers.get(operation.request_id)
+    for call in computer.calls:
+        assert len(call) <= most and len({name[0] for name in call}) == len(call)
+        assert len(call) == 1 or not any(operation.alone for operation in asked if operation.request_id in call)
