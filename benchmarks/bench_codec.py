@@ -178,6 +178,8 @@ def main(tokens: int, length: int, repeats: int) -> None:
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     import tinker
 
+    from skyrl.local_server import close_client
+
     data = sequences(tokens, length)
     sent = sum(datum.model_input.length for datum in data)
     case = f"{sent} tokens, sequences of {length}"
@@ -205,7 +207,7 @@ def main(tokens: int, length: int, repeats: int) -> None:
             "idle": heartbeats_during(server.url, session, partial(time.sleep, 3)),
             "during the passes": heartbeats_during(server.url, session, lambda: [step() for _ in range(repeats)]),
         }
-        client.close("success").result()
+        close_client(client)
     runs = []
     for _ in range(repeats + 1):
         with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch:

@@ -25,6 +25,7 @@ import numpy as np
 
 import flops
 from common import API_KEY, RANK, datum, emit, milliseconds, peak_flops, seconds_of, serving, tenants
+from skyrl.local_server import close_client
 
 HEAVY = 64, 512
 """Sequences of the large passes, tokens of each."""
@@ -57,7 +58,7 @@ def train_on(url: str, base_model: str, link: Connection) -> None:
     link.send(steps)
     for future in waiting:
         future.result()
-    client.close("success").result()
+    close_client(client)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def start(model: Path, state: Path, cache: Path) -> tuple[float, float]:
     """(seconds until ready, until the first step is done) of a new server."""
     import tinker
 
-    from skyrl.local_server import LocalServer
+    from skyrl.local_server import LocalServer, close_client
 
     os.environ["SKYRL_CACHE"] = str(cache)
     begun = time.perf_counter()
@@ -39,7 +39,7 @@ def start(model: Path, state: Path, cache: Path) -> tuple[float, float]:
         passed.result()
         stepped.result()
         done = time.perf_counter() - begun
-        client.close("success").result()
+        close_client(client)
     return ready, done
 
 

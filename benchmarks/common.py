@@ -27,7 +27,7 @@ def serving(name: str, backend_config: dict[str, object] | None = None) -> Itera
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     import tinker
 
-    from skyrl.local_server import LocalServer
+    from skyrl.local_server import LocalServer, close_client
     from skyrl.tx.make_model import make_model
 
     with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch:
@@ -37,7 +37,7 @@ def serving(name: str, backend_config: dict[str, object] | None = None) -> Itera
         with LocalServer(Path(scratch) / "server", str(folder), options) as server:
             client = tinker.ServiceClient(base_url=server.url, api_key=API_KEY)
             yield client, server
-            client.close("success").result()
+            close_client(client)
 
 
 @contextmanager
@@ -45,10 +45,12 @@ def tenants(server, count: int) -> Iterator[list]:
     """Service clients with a key each: to the server they are different people."""
     import tinker
 
+    from skyrl.local_server import close_client
+
     clients = [tinker.ServiceClient(base_url=server.url, api_key=f"{API_KEY}-{number}") for number in range(count)]
     yield clients
     for client in clients:
-        client.close("success").result()
+        close_client(client)
 
 
 def sequence(length: int, seed: int = 0, vocab: int = 256) -> list[int]:

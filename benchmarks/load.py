@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import psutil
 
+from skyrl.local_server import close_client
+
 API_KEY = "tml-load"
 CLIENT_NICENESS = 10
 """Clients leave the processor to the server, as those on other machines do."""
@@ -93,7 +95,7 @@ def put_load(url: str, server_pid: int, base_model: str, load: Load) -> Report:
         for process in processes:
             process.join(30)
             process.kill()
-        service.close("success").result()
+        close_client(service)
 
 
 def _watch(service: Any, results: "Queue[Any]", start: Any, jobs: int, server_pid: int, load: Load) -> Report:
@@ -178,7 +180,7 @@ def _sample(url: str, path: str, count: int, load: Load, begin: Callable[[], Non
         await asyncio.gather(*(user() for _ in range(count)))
 
     asyncio.run(users())
-    service.close("success").result()
+    close_client(service)
 
 
 def _train(url: str, base_model: str, seeds: range, load: Load, begin: Callable[[], None], report: Report) -> None:
@@ -215,7 +217,7 @@ def _train(url: str, base_model: str, seeds: range, load: Load, begin: Callable[
     for thread in threads:
         thread.join()
     for service in services:
-        service.close("success").result()
+        close_client(service)
 
 
 def _probe(url: str, model_id: str, load: Load, begin: Callable[[], None], report: Report) -> None:

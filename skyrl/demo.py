@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skyrl.local_server import LocalServer
+from skyrl.local_server import LocalServer, close_client
 
 CAPITALS = {
     "France": "Paris",
@@ -156,7 +156,7 @@ def train_and_save(server: LocalServer) -> list[Learner]:
     for learner in learners:
         learner.sampler_path = learner.trainer.save_weights_for_sampler("demo").result().path
         learner.trainer.save_state("demo").result()
-    service.close("success").result()
+    close_client(service)
     return learners
 
 
@@ -168,7 +168,7 @@ def check_after_restart(server: LocalServer, learners: list[Learner]) -> None:
         if again != learner.answers:
             raise DemoError(f"{learner.name}: answers changed over the restart: {learner.answers} became {again}")
         print(f"  {learner.sampler_path}: {len(again)} of {len(again)} answers identical")
-    service.close("success").result()
+    close_client(service)
 
 
 def summary(learners: list[Learner], seconds: float) -> str:

@@ -17,7 +17,13 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from tinker import ServiceClient
+
+CLOSE_S = 20.0
+"""Seconds that an SDK's client may take to close."""
 
 
 class Pids(NamedTuple):
@@ -90,7 +96,9 @@ class LocalServer:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server exited with code {self.process.returncode}:\n{self.log_tail()}")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the server was not ready after {timeout_s:.0f} s:\n{self.log_tail()}")
+                raise RuntimeError(
+                    f"the server was not ready after {timeout_s:.0f} s:\n{self.log_tail()}\n{self.stacks()}"
+                )
             time.sleep(0.1)
 
     def healthy(self) -> bool:
@@ -104,6 +112,15 @@ class LocalServer:
     def log_tail(self, lines: int = 30) -> str:
         """The last lines that the server printed."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def stacks(self) -> str:
+        """What the threads of its processes are at, as they write it into the log when they are asked."""
+        start = self.log_path.stat().st_size
+        for pid in self.pids()[1:]:
+            if pid is not None:
+                os.kill(pid, signal.SIGUSR1)
+                time.sleep(0.5)
+        return self.log_path.read_text(errors="replace")[start:]
 
     def pids(self) -> Pids:
         """Its processes, as they are now (Linux only)."""
@@ -148,6 +165,25 @@ class LocalServer:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None):
         self.stop()
+
+
+def close_client(client: "ServiceClient") -> None:
+    """Finish the session of an SDK's client and release what it holds.
+
+    The SDK's own `close` may wait for ever: anyio can lose the cancellation of a task that is opening a connection
+    (https://github.com/agronholm/anyio/issues/1214), and `close` waits for the task that asks for samples to end. By
+    then the server has been told.
+
+    Raises:
+        TimeoutError: It does not return for another reason.
+    """
+    closing = client.close("success")
+    try:
+        closing.result(timeout=CLOSE_S)
+    except TimeoutError:
+        holder = client._session_holder
+        if holder is None or not any(task.cancelling() for task in holder._futures_poller_tasks):
+            raise
 
 
 def free_port() -> int:

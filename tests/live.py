@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import tinker
 
-from skyrl.local_server import LocalServer
+from skyrl.local_server import LocalServer, close_client
 
 API_KEY = "tml-test"
 ADAM = tinker.AdamParams(learning_rate=1e-2)
@@ -34,7 +34,7 @@ def service(server: LocalServer) -> Iterator[tinker.ServiceClient]:
     try:
         yield client
     finally:
-        client.close("success").result()
+        close_client(client)
 
 
 def new_trainer(client: tinker.ServiceClient, server: LocalServer, rank: int = 4, seed: int = 0, **options):

@@ -14,7 +14,7 @@ import numpy as np
 import tinker
 
 from live import API_KEY, datum, logprobs, new_trainer, sample, sequence, step, supervised
-from skyrl.local_server import LocalServer
+from skyrl.local_server import LocalServer, close_client
 from tests.faults.diary import Diary
 
 FIXED = sequence(12, seed=999)
@@ -201,7 +201,7 @@ class Run:
             service = tinker.ServiceClient(base_url=self._server.url, api_key=API_KEY, user_metadata={"client": name})
             note = partial(self.diary.note, name)
             CLIENTS[name](Client(service, self._server, note, self._rounds(name), self._exact))
-            service.close("success").result()
+            close_client(service)
         except BaseException:
             self.diary.fail(name, traceback.format_exc())
 

@@ -135,4 +135,4 @@ class Killer:
         self.diary.wait_for_news(before, of_all, PATIENCE_S, self._log)
 
     def _log(self) -> str:
-        return self.server.log_tail(60)
+        return f"{self.server.log_tail(60)}\n{self.server.stacks()}"

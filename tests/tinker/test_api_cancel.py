@@ -6,6 +6,7 @@ import time
 import pytest
 import tinker
 
+from skyrl.local_server import close_client
 from skyrl.tinker.channel import Cancel
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 
@@ -109,7 +110,7 @@ def test_a_cancellation_without_an_id_is_400(server):
 def client(server):
     client = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
     yield client.create_sampling_client(base_model=BASE_MODEL).result()
-    client.close("success").result()
+    close_client(client)
 
 
 def endless(client: tinker.SamplingClient):

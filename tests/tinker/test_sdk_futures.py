@@ -6,6 +6,7 @@ import pickle
 import pytest
 import tinker
 
+from skyrl.local_server import close_client
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 
 PROMPT = tinker.ModelInput.from_ints([1, 2, 3])
@@ -32,7 +33,7 @@ def test_samples_waited_for_together_are_those_waited_for_one_by_one(server):
         sampler = client.create_sampling_client(base_model=BASE_MODEL).result()
         results.append(sampled(sampler, 50))
         assert (sampler._futures_poller is not None) == together
-        client.close("success").result()
+        close_client(client)
     assert results[0] == results[1]
 
 
@@ -40,7 +41,7 @@ def test_results_that_were_waited_for_together_are_freed(own_server):
     client = connect(own_server, True)
     sampler = client.create_sampling_client(base_model=BASE_MODEL).result()
     sampled(sampler, 5)
-    client.close("success").result()  # sends what has not been acknowledged yet
+    close_client(client)  # sends what has not been acknowledged yet
     futures = own_server.app.state.server.service.futures
     assert (futures._by_id, futures.completions._inboxes) == ({}, {})
 
@@ -52,7 +53,7 @@ def test_a_failure_is_raised_to_whoever_waits_for_it(server):
     assert len(sampled(sampler, 2)) == 2
     with pytest.raises(tinker.RequestFailedError, match="prompt_alt_tokens_k=1000"):
         bad.result()
-    client.close("success").result()
+    close_client(client)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -68,7 +69,7 @@ def test_a_restarted_server_gets_the_samples_that_it_lost_again(tmp_path, togeth
             pass
     with LiveServer(tmp_path, port=port):
         assert [future.result(60).sequences[0].tokens for future in pending] == [expected] * 10
-        client.close("success").result()
+        close_client(client)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -80,7 +81,7 @@ def test_large_results_are_announced_before_they_are_sent(tmp_path, together):
         prompt = tinker.ModelInput.from_ints([1] * 19_000)
         large = [sampler.sample(prompt, 1, PARAMS, topk_prompt_logprobs=64) for _ in range(8)]
         assert {future.result().topk_prompt_logprobs_np.logprobs.shape for future in large} == {(19_000, 64)}
-        client.close("success").result()
+        close_client(client)
 
 
 def _in_another_process(pickled: bytes, connection) -> None:
@@ -104,4 +105,4 @@ def test_clients_copied_to_other_processes_sample_under_numbers_of_their_own(ser
     assert tokens == [expected] * 6
     assert sorted(numbers) == [1, 2]
     assert sampled(sampler, 3) == [expected] * 3
-    client.close("success").result()
+    close_client(client)

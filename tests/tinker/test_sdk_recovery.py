@@ -38,6 +38,12 @@ def test_checkpoints_outlive_a_restart(own_server):
         assert step(resumed, DATA).metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_processes_that_are_asked_show_what_their_threads_are_at_and_go_on(live_server):
+    stacks = live_server.stacks()
+    assert ("skyrl/tinker/engine.py" in stacks, "skyrl/tinker/api_process.py" in stacks) == (True, True)
+    assert live_server.healthy()
+
+
 def test_a_killed_engine_is_replaced_and_new_work_is_fine(own_server):
     with service(own_server) as client:
         trainer = new_trainer(client, own_server)
