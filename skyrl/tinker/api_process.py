@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from skyrl.tinker.config import parse_config
+from skyrl.tinker.engine_process import EngineProcess
 from skyrl.tinker.keeper import ENDS, HELLO, NOW, READY
 
 
@@ -82,9 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit:  # help, or a bad option
         link.say_ends()
         raise
-    from skyrl.tinker import serving
+    engine = EngineProcess(config.backend)
+    try:
+        from skyrl.tinker import serving  # takes a second, in which the engine loads too
 
-    status = serving.run(config, link)
+        status = serving.run(config, link, engine)
+    finally:
+        engine.close()
     link.say_ends()
     return status
 

@@ -327,5 +327,5 @@ class ApiChannel:
 def _is_large(frame: ToEngine) -> bool:
     """Whether it takes long to be made: all that a model has to repeat, or a pass over many tokens."""
     if isinstance(frame, Enqueue) and isinstance(frame.operation, ForwardBackward):
-        return sum(len(datum.tokens) for datum in frame.operation.data) > LARGE_TOKENS
+        return frame.operation.tokens > LARGE_TOKENS
     return isinstance(frame, Revive)

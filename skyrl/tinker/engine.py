@@ -10,6 +10,7 @@ To add a backend, register its class below, or name it as "module:attribute" in 
 
 import argparse
 import contextlib
+import importlib
 import inspect
 import logging
 import math
@@ -17,6 +18,7 @@ import os
 import pkgutil
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -249,8 +251,7 @@ def open_backend(config: EngineConfig, progress: Callable[[str], None]) -> Execu
     """Load the base model with the configured backend. Raises `RequestError` for a bad option or model."""
     progress(f"importing the {config.backend} backend")
     try:
-        where = config.backend if ":" in config.backend else BACKENDS[config.backend]
-        backend = pkgutil.resolve_name(where)
+        backend = pkgutil.resolve_name(_place(config.backend))
     except KeyError as error:
         raise RequestError(f"backend={config.backend}: {error.args[0]}, or module:attribute") from None
     except (ImportError, AttributeError) as error:
@@ -264,6 +265,28 @@ def open_backend(config: EngineConfig, progress: Callable[[str], None]) -> Execu
         known = ", ".join(options.model_fields)
         raise RequestError(f"backend_config: {describe(error)} (options of {config.backend}: {known})") from None
     return backend(config.base_model or _builtin_model(progress), backend_config, progress)
+
+
+def _place(backend: str) -> str:
+    """module:attribute of a backend. Raises KeyError for an unknown name."""
+    return backend if ":" in backend else BACKENDS[backend]
+
+
+def _load_ahead(backend: str) -> None:
+    """Import a backend while the API process is still loading. What is wrong with it is told when it is opened."""
+    with contextlib.suppress(Exception):
+        if backend == "jax":
+            _load_transformers_alone()
+        importlib.import_module(_place(backend).partition(":")[0])
+
+
+def _load_transformers_alone() -> None:
+    """Import what configurations are made of without torch, which it imports wherever that is installed: a second."""
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] (what Python does for a module that is not there)
+    try:
+        importlib.import_module("skyrl.tx.models.configs")
+    finally:
+        del sys.modules["torch"]
 
 
 def _builtin_model(progress: Callable[[str], None]) -> str:
@@ -327,12 +350,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="The engine process. Started by the API process (skyrl serve); of no use by itself.",
     )
     parser.add_argument("--fd", type=int, required=True, help="Inherited socket to the API process.")
-    fd = parser.parse_args(argv).fd
-    os.set_inheritable(fd, False)
-    channel = EngineChannel(socket.socket(fileno=fd))
+    parser.add_argument("--backend", help="Backend to import while it waits for its orders.")
+    own = parser.parse_args(argv)
+    setup_logging(process="engine")
+    os.set_inheritable(own.fd, False)
+    channel = EngineChannel(socket.socket(fileno=own.fd))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, stack: _deliver_shutdown(channel))
     os.nice(NICENESS)
+    if own.backend:
+        _load_ahead(own.backend)
     return serve(channel, on_close=_leave)
 
 

@@ -236,7 +236,7 @@ class Scheduler:
 def cost_of(operation: Operation) -> int:
     """Tokens that an operation takes to compute, at most; 1 for those that do not depend on tokens."""
     if isinstance(operation, ForwardBackward):
-        return max(1, sum(len(datum.tokens) for datum in operation.data))
+        return max(1, operation.tokens)
     if isinstance(operation, Sample):
         return len(operation.prompt) + (operation.params.max_tokens or 1) * operation.num_samples
     return 1

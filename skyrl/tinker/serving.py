@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 
@@ -21,7 +22,9 @@ from skyrl.tinker.api_process import KeeperLink
 from skyrl.tinker.app import create_app
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import without_password
+from skyrl.tinker.engine_process import EngineProcess
 from skyrl.tinker.server import TinkerServer
+from skyrl.tinker.supervisor import EngineSupervisor
 from skyrl.utils.log import setup_logging
 
 log = logging.getLogger(__name__)
@@ -41,23 +44,26 @@ DRAIN_S = 5
 """Seconds that open requests get to finish once the server is to stop."""
 
 
-def run(config: EngineConfig, link: KeeperLink) -> int:
-    """Serve until told to stop. Returns the process's exit status; start-up failures are told in one line."""
+def run(config: EngineConfig, link: KeeperLink, engine: EngineProcess) -> int:
+    """Serve until told to stop, with `engine` as the first engine's process.
+
+    Returns the process's exit status; start-up failures are told in one line.
+    """
     setup_logging(config.log_level)
     sys.setswitchinterval(SWITCH_S)
     _allow_many_connections()
     try:
-        return asyncio.run(_serve(config, link))
+        return asyncio.run(_serve(config, link, engine))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
 
 
-async def _serve(config: EngineConfig, link: KeeperLink) -> int:
+async def _serve(config: EngineConfig, link: KeeperLink, engine: EngineProcess) -> int:
     try:
         listener = link.listener or _listen(config.host, config.port)
     except OSError as error:
         return _fail(f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --host or --port")
-    app = create_app(config)
+    app = create_app(config, partial(EngineSupervisor, first=engine))
     server: TinkerServer = app.state.server
     options = uvicorn.Config(
         app,

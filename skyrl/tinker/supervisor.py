@@ -1,25 +1,21 @@
 """Keeps one engine process alive next to the API process.
 
-The engine is a child that inherits one end of a socketpair and nothing else. Its end of stream is the one sign of
-life: when it comes, the child is reaped, `on_crash` is told why, and a new child is started after a growing pause. The
-other way round the child leaves when its own end closes, so it never outlives this process, however that ended.
-Frames are for the engine that runs: nothing is kept for the next one, because who sends knows
-what that has to be told when its `Ready` comes.
+The end of the stream from it is the one sign of life: when it comes, the child is reaped, `on_crash` is told why, and a
+new child is started after a growing pause. The other way round the child leaves when its own end closes, so it never
+outlives this process, however that ended. Frames are for the engine that runs: nothing is kept for the next one,
+because who sends knows what that has to be told when its `Ready` comes.
 """
 
 import asyncio
 import contextlib
 import logging
-import os
 import signal
-import socket
-import sys
-from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable
 from typing import Literal
 
 from skyrl.tinker.channel import ApiChannel, Failed, FromEngine, Metrics, Progress, Ready, Shutdown, Start, ToEngine
 from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.engine_process import EngineProcess
 from skyrl.types import BackendInfo
 
 log = logging.getLogger(__name__)
@@ -30,9 +26,6 @@ STARTS = 3
 """Starts in a row that may end before the first `Ready` until the supervisor gives up. Later it never does."""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
-MALLOC = "glibc.malloc.hugetlb=1"
-"""Large arrays on huge pages, where the system has them: a training step then has 30 times fewer page faults."""
-
 TERMINATE_S = 5.0
 """Seconds between asking a process to end and killing it."""
 
@@ -45,6 +38,7 @@ class EngineSupervisor:
         on_frame: Called on the loop with every frame of the engine.
         on_crash: Called with the reason when an engine has ended by itself; what it was working on is lost.
         on_failure: Called once, with a message for the person who started the server, when no engine can be started.
+        first: The first engine's process, if there is one already.
     """
 
     def __init__(
@@ -54,6 +48,7 @@ class EngineSupervisor:
         on_frame: Callable[[FromEngine], None],
         on_crash: Callable[[str], None],
         on_failure: Callable[[str], None],
+        first: EngineProcess | None = None,
     ):
         self.config = config
         self.state: State = "starting"
@@ -68,7 +63,8 @@ class EngineSupervisor:
         self._on_crash = on_crash
         self._on_failure = on_failure
         self._channel: ApiChannel | None = None
-        self._process: Process | None = None
+        self._first = first
+        self._process: EngineProcess | None = None
         self._failure: str | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -91,7 +87,7 @@ class EngineSupervisor:
         """End the engine at once, whatever it does; `stop` then has nothing to wait for."""
         self.state = "stopped"
         if self._process is not None:
-            _signal(self._process, signal.SIGKILL)
+            self._process.signal(signal.SIGKILL)
 
     async def stop(self, grace_s: float = 30.0) -> None:
         """End the engine: politely for `grace_s` seconds (it makes last snapshots), then by force."""
@@ -100,7 +96,7 @@ class EngineSupervisor:
         if self._process and self._channel:
             self._channel.send(Shutdown())
             if loading:  # it reads no frames until it has loaded, and has nothing to lose
-                _signal(self._process, signal.SIGKILL)
+                self._process.signal(signal.SIGKILL)
             await _end(self._process, grace_s)
             if self._task:  # its last frames may still be on their way to `on_frame`
                 await asyncio.wait([self._task], timeout=TERMINATE_S)
@@ -130,30 +126,20 @@ class EngineSupervisor:
 
     async def _run_engine(self) -> tuple[str, bool]:
         """Run one engine to its end. Returns why it ended and whether it had been ready."""
-        ours, its = socket.socketpair()
-        with ours, its:
-            command = [sys.executable, "-m", "skyrl.tinker.engine", "--fd", str(its.fileno())]
-            # In a session of its own, so that a Ctrl-C at the terminal reaches the API process only.
-            tunables = ":".join(filter(None, [MALLOC, os.environ.get("GLIBC_TUNABLES")]))
-            process = self._process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=DEVNULL,
-                pass_fds=[its.fileno()],
-                start_new_session=True,
-                env={**os.environ, "GLIBC_TUNABLES": tunables},
-            )
-            its.close()
-            channel = self._channel = await ApiChannel.open(ours)
-            try:
-                became_ready = await self._converse(channel)
-                await _end(process, TERMINATE_S)
-            finally:
-                self._channel = None
-                self._process = None
-                _signal(process, signal.SIGKILL)
-                await channel.close()
-                await process.wait()
-        return self._failure or _reason(process.returncode), became_ready
+        process, self._first = self._first or EngineProcess(self.config.backend), None
+        self._process = process
+        channel = self._channel = await ApiChannel.open(process.socket)
+        try:
+            became_ready = await self._converse(channel)
+            await _end(process, TERMINATE_S)
+        finally:
+            self._channel = None
+            self._process = None
+            process.signal(signal.SIGKILL)
+            await channel.close()
+            status = await process.wait()
+            process.close()
+        return self._failure or _reason(status), became_ready
 
     async def _converse(self, channel: ApiChannel) -> bool:
         """Exchange frames until the engine closes its end. Returns whether it has been ready."""
@@ -187,25 +173,17 @@ class EngineSupervisor:
         self._on_failure(f"the engine's supervisor failed: {error!r}")
 
 
-async def _end(process: Process, grace_s: float) -> None:
+async def _end(process: EngineProcess, grace_s: float) -> None:
     """Wait for the process to end by itself, then terminate it, then kill it."""
     for number, patience_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, None)):
         if number is not None:
-            _signal(process, number)
-        try:
-            await asyncio.wait_for(process.wait(), patience_s)
+            process.signal(number)
+        with contextlib.suppress(TimeoutError):
+            await process.wait(patience_s)
             return
-        except TimeoutError:
-            continue
 
 
-def _signal(process: Process, number: signal.Signals) -> None:
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(number)
-
-
-def _reason(returncode: int | None) -> str:
-    if returncode is not None and returncode < 0:
-        return f"the engine was killed by {signal.Signals(-returncode).name}"
-    return f"the engine exited with status {returncode}"
+def _reason(status: int) -> str:
+    if status < 0:
+        return f"the engine was killed by {signal.Signals(-status).name}"
+    return f"the engine exited with status {status}"

@@ -132,8 +132,9 @@ def test_room_for_models_is_what_the_configuration_says_else_a_part_of_what_is_l
     plan = Plan(total=100 * 2**30, base=10 * 2**30, cache=20 * 2**30, training=20 * 2**30, model=1)
     assert plan.left == 40 * 2**30
     assert plan.models(device=1.5, host=2.0) == (1.5 * 2**30, 2 * 2**30)
-    device, host = plan.models(device=0, host=0)
-    assert device + host <= plan.left
+    for given in (0, 35):
+        device, host = plan.models(device=given, host=0)
+        assert device + host <= plan.left
 
 
 def test_the_host_has_the_memory_that_the_kernel_says_or_its_control_group_less():

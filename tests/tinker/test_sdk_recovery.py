@@ -1,5 +1,7 @@
 """What survives: a restart of the server, and the death of its engine. Each test has a server of its own."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tinker
@@ -42,6 +44,11 @@ def test_processes_that_are_asked_show_what_their_threads_are_at_and_go_on(live_
     stacks = live_server.stacks()
     assert ("skyrl/tinker/engine.py" in stacks, "skyrl/tinker/api_process.py" in stacks) == (True, True)
     assert live_server.healthy()
+
+
+def test_an_engine_that_computes_with_jax_has_not_loaded_torch(live_server):
+    libraries = Path(f"/proc/{engine_pid(live_server)}/maps").read_text()
+    assert ("libjax" in libraries, "libtorch" in libraries) == (True, False)
 
 
 def test_a_killed_engine_is_replaced_and_new_work_is_fine(own_server):

@@ -73,11 +73,11 @@ class Plan(NamedTuple):
             RequestError: What is configured is not there.
         """
         shared = jax.default_backend() == "cpu"
-        on_device = int(device * GIB) or max(self.left // (4 if shared else 2), self.model)
-        on_host = int(host * GIB) or (self.left if shared else host_memory()) // 4
         _check_room("adapter_memory_gib", device, self.left)
-        _check_room("adapter_host_memory_gib", host, self.left - on_device if shared else host_memory())
-        return on_device, on_host
+        on_device = int(device * GIB) or max(self.left // (4 if shared else 2), self.model)
+        beside = self.left - on_device if shared else host_memory()
+        _check_room("adapter_host_memory_gib", host, beside)
+        return on_device, int(host * GIB) or min((self.left if shared else beside) // 4, beside)
 
     def check(self, longest: int | None = None) -> None:
         """Raise `RequestError` unless one model fits beside the rest.

@@ -81,8 +81,7 @@ class Passes:
             total = gradients if total is None or gradients is None else self._programs.add(total, gradients)
         jax.block_until_ready(total)  # so that a failure shows before anything is kept
         loss = sum(float(output.losses.sum(dtype=np.float64)) for output in outputs)
-        tokens = sum(len(datum.tokens) for datum in operation.data)
-        metrics = {"loss:sum": loss, "num_tokens:sum": float(tokens)}
+        metrics = {"loss:sum": loss, "num_tokens:sum": float(operation.tokens)}
         return ForwardBackwardOutput([output.arrays() for output in outputs], metrics), total
 
     def most_together(self, kind: tuple[int, ...]) -> int:

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from skyrl.backends.batching import TileShape
+from skyrl.backends.jax.adapters import COPIES
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.memory import GIB, MODES, Mode, Plan, choose_modes, choose_stacks, memory_limit, stack_bytes
 from skyrl.backends.jax.step import TrainingPrograms
@@ -46,7 +47,7 @@ def planned(
     limit = int(config.memory_limit_gib * GIB) or memory_limit()
     fixed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(base))
     widest_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(widest))
-    plan = Plan(limit, fixed, int(config.kv_cache_gib * GIB), training=0, model=4 * widest_bytes)
+    plan = Plan(limit, fixed, int(config.kv_cache_gib * GIB), training=0, model=COPIES * widest_bytes)
     plan.check()
     asked, typical = config.gradient_checkpointing, shape.tokens
     modes, taken = choose_modes(asked, lengths, typical, plan.for_training, training_bytes)

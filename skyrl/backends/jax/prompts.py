@@ -5,10 +5,10 @@ own. Pages become part of the tree of prefixes as they fill, so that others find
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from skyrl.backends.jax.pages import Node, Pages, common_prefix
@@ -21,15 +21,52 @@ WORTH_WAITING = 16
 """Tokens that another prompt has to be about to read for one to wait for it."""
 
 
-@dataclass
 class Cache:
-    """The arrays of all pages, and who owns which."""
+    """The arrays of all pages, and who owns which.
 
-    pool: Pool
-    pages: Pages
-    programs: SamplingPrograms
-    blocks: int
-    """Pages of the longest sequence."""
+    The arrays are made when they are first needed: to write gigabytes of zeros takes seconds.
+
+    Args:
+        pages: Who owns which.
+        programs: What reads and writes them.
+        blocks: Pages of the longest sequence.
+    """
+
+    def __init__(self, pages: Pages, programs: SamplingPrograms, blocks: int):
+        self.pages = pages
+        self.programs = programs
+        self.blocks = blocks
+        self._shapes, self._structure = jax.tree.flatten(programs.pool_shapes(pages.count))
+        self._arrays: list[jax.Array] = []
+
+    @property
+    def pool(self) -> Pool:
+        """The arrays. A program that changes them takes these and gives others."""
+        while self.make_one():
+            pass
+        return jax.tree.unflatten(self._structure, self._arrays)
+
+    @pool.setter
+    def pool(self, pool: Pool) -> None:
+        self._arrays = jax.tree.leaves(pool)
+
+    def make_one(self) -> bool:
+        """Make one array. False if all are there."""
+        if len(self._arrays) == len(self._shapes):
+            return False
+        shape = self._shapes[len(self._arrays)]
+        self._arrays.append(jnp.zeros(shape.shape, shape.dtype))
+        return True
+
+    @property
+    def lost(self) -> bool:
+        """Whether a program took the arrays and did not finish."""
+        return any(array.is_deleted() for array in self._arrays)
+
+    def clear(self) -> None:
+        """Forget all pages and arrays; nobody may hold any."""
+        self.pages.clear()
+        self._arrays = []
 
     def copy(self, pairs: list[tuple[int, int]], sizes: tuple[int, ...]) -> None:
         """Copy pages (source, target)."""

@@ -92,8 +92,7 @@ class Sampler:
         useful = 2 * self._counts[-1] * blocks + 1  # as much again as all rows take, for prefixes
         count = max(2, min(useful, cache_bytes // (programs.token_bytes * PAGE_SIZE)))
         self._page_count = count
-        pages = Pages(count, PAGE_SIZE)
-        self._cache = Cache(programs.empty_pool(count), pages, programs, blocks)
+        self._cache = Cache(Pages(count, PAGE_SIZE), programs, blocks)
         self._programs = programs
         self._banks = Banks(programs, versions, zero, apart=deterministic)
         self._waiting: deque[Job] = deque()
@@ -121,6 +120,8 @@ class Sampler:
     def _compile_all(self) -> Iterator[int]:
         """Run every program on the scratch page."""
         programs, cache = self._programs, self._cache
+        while cache.make_one():
+            yield self.programs
         kinds = (1,) if self._deterministic else (1, SLOTS)
         banks = [None, *(programs.empty_bank(self._zero, slots=slots) for slots in kinds)]
         table = np.full(cache.blocks, SCRATCH, np.int32)
@@ -353,12 +354,11 @@ class Sampler:
 
     def _fail(self, jobs: Iterable[Job], error: Exception) -> list[Completion]:
         """Fail these jobs, and all that have begun if the cache was lost in a program that did not finish."""
-        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache.pool))
+        lost = self._cache.lost
         failed = [job for job in self._jobs() if job.slot is not None] if lost else []
         completions = [self._complete(job, failure(job.request, error)) for job in dict.fromkeys([*jobs, *failed])]
         if lost:
-            self._cache.pages.clear()
-            self._cache.pool = self._programs.empty_pool(self._cache.pages.count)
+            self._cache.clear()
         return completions
 
     def _complete(self, job: Job, result: Result) -> Completion:

@@ -150,15 +150,15 @@ class SamplingPrograms:
         self.empty_bank = self._program(self._empty_bank, static="slots")
         self.write_slot = self._program(self._write_slot, donate="bank")
 
-    def empty_pool(self, pages: int) -> Pool:
-        """So many pages of zeros."""
-        return KVCache.pool(self._config, pages, self.cache_dtype)
+    def pool_shapes(self, pages: int) -> Pool:
+        """Shapes and types of a pool of so many pages."""
+        return jax.eval_shape(lambda: KVCache.pool(self._config, pages, self.cache_dtype))
 
     @property
     def token_bytes(self) -> int:
         """Keys and values of one token in all layers."""
-        pool = jax.eval_shape(lambda: self.empty_pool(1))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool)) // PAGE_SIZE
+        shapes = jax.tree.leaves(self.pool_shapes(1))
+        return sum(shape.size * shape.dtype.itemsize for shape in shapes) // PAGE_SIZE
 
     def _program(self, function: Callable, donate: str | None = None, static: str | None = None) -> Callable:
         name = function.__name__.strip("_")
