@@ -282,6 +282,7 @@ def _load_ahead(backend: str) -> None:
 
 def _load_transformers_alone() -> None:
     """Import what configurations are made of without torch, which it imports wherever that is installed: a second."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] (what Python does for a module that is not there)
     try:
         importlib.import_module("skyrl.tx.models.configs")
