@@ -76,6 +76,9 @@ BACKENDS.register("jax")("skyrl.backends.jax:JaxBackend")
 
 NICENESS = 5
 """Keeps the API process quick while computation uses every core."""
+QUIET_S = 0.25
+"""Seconds without anything to do after which what later requests need is prepared. A piece takes longer than that, and
+clients that have just connected, or that wait for a result to send the next request, should not wait for it."""
 DRAIN_S = 20.0
 """Seconds that the last snapshots and writes of an orderly end may take, together."""
 
@@ -100,6 +103,10 @@ class TinkerEngine:
         self._stored: deque[Stored] = deque()
         """Filled by the thread that writes."""
         self._stopping = False
+        self._quiet = False
+        """Whether nothing has come for a while."""
+        self._unprepared = True
+        """Whether the backend may have something left to prepare."""
         backend.weigh(config.weights)
         backend.on_wake = channel.wake.set
         backend.on_quantum = self._about_to_run
@@ -112,8 +119,7 @@ class TinkerEngine:
             while not self._stopping and not self.channel.closed:
                 if not self.backend.busy:
                     self._tell_running(set())
-                    if not self.backend.prepare():
-                        self.channel.wake.wait(self._patience_s())
+                    self._rest()
                 self.channel.wake.clear()
                 self.turn()
             if self._stopping:
@@ -239,6 +245,17 @@ class TinkerEngine:
             self.backend.wait(left_s)
             self._deliver(self.backend.step())
         log.warning("%d models have no snapshot of their last steps; they are repeated", len(self.policy.changed()))
+
+    def _rest(self) -> None:
+        """With nothing to compute: sleep until something comes, or prepare a piece if nothing has come for a while."""
+        if self._quiet and self._unprepared:
+            self._unprepared = self.backend.prepare()
+            self._quiet = not self.channel.wake.is_set()
+            return
+        patience_s = self._patience_s()
+        if self._unprepared:
+            patience_s = QUIET_S if patience_s is None else min(patience_s, QUIET_S)
+        self._quiet = not self.channel.wake.wait(patience_s)
 
     def _patience_s(self) -> float | None:
         """Seconds until a held request expires or a snapshot is tried again; None if there is neither."""

@@ -341,3 +341,44 @@ def test_a_model_that_cannot_be_loaded_is_reported_in_one_line(config):
     assert wire.read() == Failed("base_model=missing: there is no such model; name another")
     wire.close()
     channel.close()
+
+
+class Pieces:
+    """Three pieces of what later requests need, as `prepare` of a backend."""
+
+    def __init__(self):
+        self.left = 3
+        self.asked_for_more = threading.Event()
+
+    def __call__(self) -> bool:
+        if not self.left:
+            self.asked_for_more.set()
+            return False
+        self.left -= 1
+        return True
+
+
+@pytest.fixture
+def quiet(monkeypatch, request):
+    """How long nothing has to come before something is prepared."""
+    monkeypatch.setattr("skyrl.tinker.engine.QUIET_S", request.param)
+
+
+@pytest.fixture
+def pieces(backend) -> Pieces:
+    backend.prepare = Pieces()
+    return backend.prepare
+
+
+@pytest.mark.parametrize("quiet", [0.01], indirect=True)
+def test_what_later_requests_need_is_prepared_when_nothing_has_come_for_a_while(quiet, pieces, wire):
+    assert pieces.asked_for_more.wait(30)
+
+
+@pytest.mark.parametrize("quiet", [3600], indirect=True)
+def test_nothing_is_prepared_between_requests_that_follow_each_other(quiet, pieces, wire):
+    wire.ask(create(), seq_id=0)
+    for number in range(1, 6):
+        wire.ask(a_pass(str(number)), seq_id=number)
+        wire.results(str(number))
+    assert pieces.left == 3
