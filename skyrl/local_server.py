@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from tinker import ServiceClient
 
-CLOSE_S = 20.0
+CLOSE_S = 120.0
 """Seconds that an SDK's client may take to close."""
+CANCEL_S = 10.0
+"""Seconds after which a task of it that was cancelled, and is still there, has not heard of it."""
 
 
 class Pids(NamedTuple):
@@ -117,10 +119,11 @@ class LocalServer:
         """What the threads of its processes are at, as they write it into the log when they are asked."""
         start = self.log_path.stat().st_size
         for pid in self.pids()[1:]:
-            if pid is not None:
-                os.kill(pid, signal.SIGUSR1)
-                time.sleep(0.5)
-        return self.log_path.read_text(errors="replace")[start:]
+            with suppress(ProcessLookupError):  # it may end at any moment
+                if pid is not None:
+                    os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.5)
+        return self.log_path.read_bytes()[start:].decode(errors="replace")
 
     def pids(self) -> Pids:
         """Its processes, as they are now (Linux only)."""
@@ -172,18 +175,22 @@ def close_client(client: "ServiceClient") -> None:
 
     The SDK's own `close` may wait for ever: anyio can lose the cancellation of a task that is opening a connection
     (https://github.com/agronholm/anyio/issues/1214), and `close` waits for the task that asks for samples to end. By
-    then the server has been told.
+    then the server has been told; connections of the client stay open.
 
     Raises:
         TimeoutError: It does not return for another reason.
     """
-    closing = client.close("success")
-    try:
-        closing.result(timeout=CLOSE_S)
-    except TimeoutError:
-        holder = client._session_holder
-        if holder is None or not any(task.cancelling() for task in holder._futures_poller_tasks):
-            raise
+    closing, holder = client.close("success"), client._session_holder
+    deadline = time.monotonic() + CLOSE_S
+    while True:
+        try:
+            return closing.result(timeout=CANCEL_S)
+        except TimeoutError:
+            tasks = list(holder._futures_poller_tasks) if holder is not None else []
+            if any(task.cancelling() for task in tasks):
+                return
+            if time.monotonic() > deadline:
+                raise
 
 
 def free_port() -> int:

@@ -11,9 +11,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from skyrl.tinker.config import parse_config
+from skyrl.tinker.config import EngineConfig, parse_config
 from skyrl.tinker.engine_process import EngineProcess
 from skyrl.tinker.keeper import ENDS, HELLO, NOW, READY
+
+BACKLOG = 4096
+"""Connections that may wait to be accepted: a client opens hundreds at once."""
 
 
 class KeeperLink:
@@ -83,15 +86,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit:  # help, or a bad option
         link.say_ends()
         raise
-    engine = EngineProcess(config.backend)
+    status = _run(config, link)
+    link.say_ends()
+    return status
+
+
+def fail(message: str) -> int:
+    """Say what the person who started the server has to know. Returns the exit status of that."""
+    print(f"skyrl: error: {message}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _run(config: EngineConfig, link: KeeperLink) -> int:
+    try:
+        listener = link.listener or _listen(config.host, config.port)
+    except OSError as error:
+        return fail(f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --host or --port")
+    engine = EngineProcess(config)
     try:
         from skyrl.tinker import serving  # takes a second, in which the engine loads too
 
-        status = serving.run(config, link, engine)
+        return serving.run(config, link, listener, engine)
     finally:
         engine.close()
-    link.say_ends()
-    return status
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    # asyncio sets this only on sockets made for TCP by name; without it every answer waits 40 ms for an ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The engine process: takes operations off the channel, orders them, and drives the backend one quantum at a time.
 
 `TinkerEngine.turn` is the whole loop: frames in, what may go to the backend, one quantum, results out. With nothing to
-do it sleeps until a frame arrives, background work ends or a held request expires; nothing polls. It knows no SQL and
+do it lets the backend prepare what later requests need, and then sleeps until a frame arrives, background work ends or
+a held request expires; nothing polls. It knows no SQL and
 no HTTP, and is started by `skyrl.tinker.supervisor`.
 
 To add a backend, register its class below, or name it as "module:attribute" in the configuration. It is called with
@@ -10,7 +11,6 @@ To add a backend, register its class below, or name it as "module:attribute" in 
 
 import argparse
 import contextlib
-import importlib
 import inspect
 import logging
 import math
@@ -103,8 +103,8 @@ class TinkerEngine:
         self._stored: deque[Stored] = deque()
         """Filled by the thread that writes."""
         self._stopping = False
-        self._quiet = False
-        """Whether nothing has come for a while."""
+        self._worked_at = time.monotonic()
+        """When something came, or was computed, last."""
         self._unprepared = True
         """Whether the backend may have something left to prepare."""
         backend.weigh(config.weights)
@@ -135,13 +135,17 @@ class TinkerEngine:
 
     def turn(self) -> None:
         """Take in what has arrived, run one quantum, send what is finished."""
-        for frame in self.channel.take():
+        frames = self.channel.take()
+        for frame in frames:
             self._handle(frame)
         self.scheduler.expire(time.monotonic())
         for request_id, reason in self.scheduler.notices():
             self.channel.send(Held(request_id, reason))
         self._submit()
-        self._deliver(self.backend.step() if self.backend.busy else [])
+        busy = self.backend.busy
+        self._deliver(self.backend.step() if busy else [])
+        if busy or frames:
+            self._worked_at = time.monotonic()
         self.upkeep.snapshot_due(time.monotonic())
         self._submit()
         if (metrics := self.backend.metrics) != self._metrics:
@@ -248,14 +252,14 @@ class TinkerEngine:
 
     def _rest(self) -> None:
         """With nothing to compute: sleep until something comes, or prepare a piece if nothing has come for a while."""
-        if self._quiet and self._unprepared:
-            self._unprepared = self.backend.prepare()
-            self._quiet = not self.channel.wake.is_set()
-            return
         patience_s = self._patience_s()
-        if self._unprepared:
-            patience_s = QUIET_S if patience_s is None else min(patience_s, QUIET_S)
-        self._quiet = not self.channel.wake.wait(patience_s)
+        if self._unprepared and not self.channel.wake.is_set():
+            left_s = self._worked_at + QUIET_S - time.monotonic()
+            if left_s <= 0:
+                self._unprepared = self.backend.prepare()
+                return
+            patience_s = left_s if patience_s is None else min(patience_s, left_s)
+        self.channel.wake.wait(patience_s)
 
     def _patience_s(self) -> float | None:
         """Seconds until a held request expires or a snapshot is tried again; None if there is neither."""
@@ -268,7 +272,8 @@ def open_backend(config: EngineConfig, progress: Callable[[str], None]) -> Execu
     """Load the base model with the configured backend. Raises `RequestError` for a bad option or model."""
     progress(f"importing the {config.backend} backend")
     try:
-        backend = pkgutil.resolve_name(_place(config.backend))
+        where = config.backend if ":" in config.backend else BACKENDS[config.backend]
+        backend = pkgutil.resolve_name(where)
     except KeyError as error:
         raise RequestError(f"backend={config.backend}: {error.args[0]}, or module:attribute") from None
     except (ImportError, AttributeError) as error:
@@ -284,25 +289,12 @@ def open_backend(config: EngineConfig, progress: Callable[[str], None]) -> Execu
     return backend(config.base_model or _builtin_model(progress), backend_config, progress)
 
 
-def _place(backend: str) -> str:
-    """module:attribute of a backend. Raises KeyError for an unknown name."""
-    return backend if ":" in backend else BACKENDS[backend]
-
-
-def _load_ahead(backend: str) -> None:
-    """Import a backend while the API process is still loading. What is wrong with it is told when it is opened."""
-    with contextlib.suppress(Exception):
-        if backend == "jax":
-            _load_transformers_alone()
-        importlib.import_module(_place(backend).partition(":")[0])
-
-
-def _load_transformers_alone() -> None:
-    """Import what configurations are made of without torch, which it imports wherever that is installed: a second."""
+def _load_transformers_without_torch() -> None:
+    """Import what configurations are made of, which imports torch wherever that is installed: a second for nothing."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] (what Python does for a module that is not there)
     try:
-        importlib.import_module("skyrl.tx.models.configs")
+        import skyrl.tx.models.configs  # noqa: F401
     finally:
         del sys.modules["torch"]
 
@@ -314,8 +306,13 @@ def _builtin_model(progress: Callable[[str], None]) -> str:
     return str(builtin_model())
 
 
-def serve(channel: EngineChannel, on_close: Callable[[], None] = lambda: None) -> int:
-    """The life of an engine on its channel. Returns its exit status. `on_close` is called when the API has gone."""
+def serve(channel: EngineChannel, alone: bool = False) -> int:
+    """The life of an engine on its channel. Returns its exit status.
+
+    Args:
+        channel: To the API process.
+        alone: The process is this engine's. It ends at once when the API process has gone.
+    """
     try:
         start = channel.receive()
     except ChannelClosed:
@@ -323,7 +320,12 @@ def serve(channel: EngineChannel, on_close: Callable[[], None] = lambda: None) -
     assert isinstance(start, Start), start
     config = start.config
     setup_logging(config.log_level, process="engine")
-    channel.listen(on_close)
+    if alone:
+        channel.listen(_leave)
+        if config.backend == "jax":
+            _load_transformers_without_torch()
+    else:
+        channel.listen()
 
     def progress(message: str) -> None:
         log.info("%s", message)
@@ -368,17 +370,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="The engine process. Started by the API process (skyrl serve); of no use by itself.",
     )
     parser.add_argument("--fd", type=int, required=True, help="Inherited socket to the API process.")
-    parser.add_argument("--backend", help="Backend to import while it waits for its orders.")
-    own = parser.parse_args(argv)
-    setup_logging(process="engine")
-    os.set_inheritable(own.fd, False)
-    channel = EngineChannel(socket.socket(fileno=own.fd))
+    fd = parser.parse_args(argv).fd
+    os.set_inheritable(fd, False)
+    channel = EngineChannel(socket.socket(fileno=fd))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, stack: _deliver_shutdown(channel))
     os.nice(NICENESS)
-    if own.backend:
-        _load_ahead(own.backend)
-    return serve(channel, on_close=_leave)
+    return serve(channel, alone=True)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ class Keeper:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         for number in (*STOP_SIGNALS, signal.SIGCHLD):
             signal.signal(number, _noticed)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for its children, which inherit this until they can answer it
         while True:
             status = self._run_api()
             if self._ended or self._stops:

@@ -18,7 +18,7 @@ from functools import partial
 import uvicorn
 
 from skyrl.errors import RequestError
-from skyrl.tinker.api_process import KeeperLink
+from skyrl.tinker.api_process import BACKLOG, KeeperLink, fail
 from skyrl.tinker.app import create_app
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import without_password
@@ -29,8 +29,6 @@ from skyrl.utils.log import setup_logging
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 4096
-"""Connections that may wait to be accepted: a client opens hundreds at once."""
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open; longer than clients keep theirs, so that they close first."""
 MAX_FILES = 65536
@@ -44,8 +42,8 @@ DRAIN_S = 5
 """Seconds that open requests get to finish once the server is to stop."""
 
 
-def run(config: EngineConfig, link: KeeperLink, engine: EngineProcess) -> int:
-    """Serve until told to stop, with `engine` as the first engine's process.
+def run(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine: EngineProcess) -> int:
+    """Serve on `listener` until told to stop, with `engine` as the first engine's process.
 
     Returns the process's exit status; start-up failures are told in one line.
     """
@@ -53,16 +51,12 @@ def run(config: EngineConfig, link: KeeperLink, engine: EngineProcess) -> int:
     sys.setswitchinterval(SWITCH_S)
     _allow_many_connections()
     try:
-        return asyncio.run(_serve(config, link, engine))
+        return asyncio.run(_serve(config, link, listener, engine))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
 
 
-async def _serve(config: EngineConfig, link: KeeperLink, engine: EngineProcess) -> int:
-    try:
-        listener = link.listener or _listen(config.host, config.port)
-    except OSError as error:
-        return _fail(f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --host or --port")
+async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine: EngineProcess) -> int:
     app = create_app(config, partial(EngineSupervisor, first=engine))
     server: TinkerServer = app.state.server
     options = uvicorn.Config(
@@ -84,7 +78,7 @@ async def _serve(config: EngineConfig, link: KeeperLink, engine: EngineProcess) 
         try:
             await server.start()
         except RequestError as error:
-            return _fail(str(error))
+            return fail(str(error))
         # What is loaded by now stays; looking through it all again would stop every answer for 0.2 s.
         gc.collect()
         gc.freeze()
@@ -95,7 +89,7 @@ async def _serve(config: EngineConfig, link: KeeperLink, engine: EngineProcess) 
         finally:
             announcement.cancel()
             await server.stop()
-    return _fail(server.failure) if server.failure is not None else 0
+    return fail(server.failure) if server.failure is not None else 0
 
 
 class _HttpServer(uvicorn.Server):
@@ -161,19 +155,6 @@ def _allow_many_connections() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
-    # asyncio sets this only on sockets made for TCP by name; without it every answer waits 40 ms for an ACK.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
-
-
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _fail(message: str) -> int:
-    print(f"skyrl: error: {message}", file=sys.stderr, flush=True)
-    return 1

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable
 from typing import Literal
 
-from skyrl.tinker.channel import ApiChannel, Failed, FromEngine, Metrics, Progress, Ready, Shutdown, Start, ToEngine
+from skyrl.tinker.channel import ApiChannel, Failed, FromEngine, Metrics, Progress, Ready, Shutdown, ToEngine
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.engine_process import EngineProcess
 from skyrl.types import BackendInfo
@@ -126,18 +126,20 @@ class EngineSupervisor:
 
     async def _run_engine(self) -> tuple[str, bool]:
         """Run one engine to its end. Returns why it ended and whether it had been ready."""
-        process, self._first = self._first or EngineProcess(self.config.backend), None
+        process, self._first = self._first or EngineProcess(self.config), None
         self._process = process
-        channel = self._channel = await ApiChannel.open(process.socket)
         try:
-            became_ready = await self._converse(channel)
-            await _end(process, TERMINATE_S)
+            channel = self._channel = await ApiChannel.open(process.socket)
+            try:
+                became_ready = await self._converse(channel)
+                await _end(process, TERMINATE_S)
+            finally:
+                self._channel = None
+                process.signal(signal.SIGKILL)
+                await channel.close()
+                status = await process.wait()
         finally:
-            self._channel = None
             self._process = None
-            process.signal(signal.SIGKILL)
-            await channel.close()
-            status = await process.wait()
             process.close()
         return self._failure or _reason(status), became_ready
 
@@ -145,7 +147,6 @@ class EngineSupervisor:
         """Exchange frames until the engine closes its end. Returns whether it has been ready."""
         self._failure = None
         became_ready = False
-        channel.send(Start(self.config))
         async for frame in channel.frames():
             became_ready |= isinstance(frame, Ready)
             self._note(frame)

@@ -7,6 +7,7 @@
 import faulthandler
 import logging
 import signal
+import sys
 
 FORMAT = "%(asctime)s %(levelname)-7s {process}%(name)s: %(message)s"
 
@@ -21,5 +22,5 @@ def setup_logging(level: str = "info", process: str = "") -> None:
     # Libraries that narrate each HTTP request or file lock at INFO.
     for name in ("httpx", "filelock", "jax", "alembic.runtime.plugins"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
-    if hasattr(signal, "SIGUSR1"):
+    if hasattr(signal, "SIGUSR1") and sys.stderr is not None:
         faulthandler.register(signal.SIGUSR1)

@@ -55,6 +55,11 @@ def poll_once(server: ServerProcess, request_id: str) -> int | None:
         return None
 
 
+def test_process_without_a_place_for_messages_can_set_up_its_log():
+    code = "import sys; sys.stderr = None; from skyrl.utils.log import setup_logging; setup_logging()"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def test_server_opens_more_files_than_the_system_allows_at_first(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))  # which the server inherits

@@ -7,12 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from skyrl.local_server import LocalServer
+from skyrl.local_server import LocalServer, Pids, pids_of
 from skyrl.tinker import keeper
 from tests.tinker.processes import ROOT, TIMEOUT_S, command, run_to_its_end, running
 
@@ -86,6 +87,36 @@ def test_engine_of_a_killed_api_process_ends(tmp_path):
         assert engine is not None
         server.kill("api")
         wait_for_end(engine)
+
+
+@pytest.fixture
+def loading(tmp_path) -> Iterator[Pids]:
+    """The processes of a server whose engine loads for ever."""
+    (tmp_path / "endless.py").write_text("import time\ntime.sleep(3600)")
+    options = command(tmp_path, backend="endless:Backend")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(options, env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        assert server.stderr is not None
+        assert any("importing the endless" in line for line in server.stderr)
+        yield pids_of(server.pid)
+        server.kill()
+
+
+@pytest.mark.parametrize("name", ["keeper", "api"])
+def test_engine_that_is_still_loading_ends_with_those_it_belongs_to(loading, name):
+    os.kill(getattr(loading, name), signal.SIGKILL)
+    wait_for_end(loading.engine)
+
+
+def test_server_that_is_stopped_while_its_engine_loads_leaves_none_behind(loading):
+    os.kill(loading.keeper, signal.SIGTERM)
+    wait_for_end(loading.engine)
+
+
+def test_keeper_goes_on_when_its_processes_are_asked_for_their_stacks(tmp_path):
+    with running(tmp_path) as server:
+        server.process.send_signal(signal.SIGUSR1)
+        server.train(server.model(), 1)
 
 
 def test_killed_engine_is_replaced_and_models_train(tmp_path):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from skyrl.backends.operations import CreateModel, Publish, Sample
 from skyrl.tinker.channel import Done, Enqueue, FromEngine, Ready
 from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.engine_process import EngineProcess
 from skyrl.tinker.supervisor import STARTS, EngineSupervisor
 from skyrl.types import LoraConfig, SampleOutput, SamplingParams
 from tests.fakes import KILL
@@ -61,7 +63,7 @@ class Log:
 
 
 @asynccontextmanager
-async def supervised(base_model: str = "fake", **backend_config):
+async def supervised(base_model: str = "fake", with_first: bool = False, **backend_config):
     log = Log()
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
@@ -71,7 +73,11 @@ async def supervised(base_model: str = "fake", **backend_config):
             checkpoints_base=folder,  # pyright: ignore[reportArgumentType]
         )
         supervisor = EngineSupervisor(
-            config, on_frame=log.note(log.frames), on_crash=log.note(log.crashes), on_failure=log.note(log.failures)
+            config,
+            on_frame=log.note(log.frames),
+            on_crash=log.note(log.crashes),
+            on_failure=log.note(log.failures),
+            first=EngineProcess(config) if with_first else None,
         )
         supervisor.start()
         try:
@@ -225,6 +231,51 @@ def test_the_engine_ignores_ctrl_c_and_ends_on_sigterm():
             os.kill(supervisor.pid, signal.SIGTERM)
             await log.until(lambda: bool(log.crashes))
             assert log.crashes == ["the engine exited with status 0"]
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_was_started_before_is_the_first_one():
+    async def scenario():
+        async with supervised(with_first=True) as (supervisor, log):
+            first = supervisor._first.pid
+            await log.ready()
+            assert (supervisor.pid, log.crashes) == (first, [])
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_was_started_before_and_has_ended_since_is_replaced():
+    async def scenario():
+        async with supervised(with_first=True) as (supervisor, log):
+            os.kill(supervisor._first.pid, signal.SIGKILL)
+            await log.ready()
+            assert log.crashes == ["the engine was killed by SIGKILL"]
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_stopped_as_soon_as_it_is_started_has_ended():
+    async def scenario():
+        async with supervised(with_first=True) as (supervisor, _):
+            pid = supervisor._first.pid
+            await asyncio.sleep(0)
+        assert not exists(pid)
+
+    asyncio.run(scenario())
+
+
+def test_the_end_of_an_engine_is_noticed_while_all_threads_of_the_process_are_at_work():
+    async def scenario():
+        async with supervised() as (supervisor, log):
+            await log.ready()
+            done = threading.Event()
+            jobs = [asyncio.create_task(asyncio.to_thread(done.wait, 60)) for _ in range(64)]
+            os.kill(supervisor.pid, signal.SIGKILL)
+            await log.ready(2)
+            assert not done.is_set()
+            done.set()
+            await asyncio.gather(*jobs)
 
     asyncio.run(scenario())
 
