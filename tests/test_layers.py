@@ -76,6 +76,7 @@ def test_imports_point_down():
         ("skyrl.tinker.api", {"jax", "torch", "transformers"}),
         ("skyrl.cli", {"jax", "torch", "transformers", "tinker"}),
         ("skyrl.types", {"jax", "torch"}),
+        ("skyrl.train.config", {"jax", "torch", "numpy", "transformers", "omegaconf"}),
         ("skyrl.backends.backend", {"jax", "torch"}),
         ("skyrl.backends.jax", {"torch", "transformers"}),
     ],

@@ -1,0 +1,211 @@
+"""The RL algorithm: advantages, policy loss, KL, corrections and filters."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from skyrl.train.config.base import BaseConfig
+from skyrl.train.config.corrections import OffPolicyCorrectionConfig
+from skyrl.train.config.fields import Fraction, one_of
+from skyrl.train.config.policy_losses import CISPOConfig, ClipCovConfig, KLCovConfig, SAPOConfig
+
+
+@dataclass
+class KLCtrlConfig(BaseConfig):
+    """Coefficient of the KL penalty in the reward."""
+
+    type: Annotated[str, one_of("fixed", "adaptive")] = "fixed"
+    """fixed keeps kl_loss_coef; adaptive moves it so that the KL approaches kl_target."""
+
+    kl_target: PositiveFloat = 0.1
+    """KL per token that the adaptive controller aims at, in nats."""
+
+    horizon: PositiveInt = 10000
+    """Sequences over which the adaptive controller moves the coefficient."""
+
+
+@dataclass
+class DynamicSamplingConfig(BaseConfig):
+    """What happens to prompts whose samples all get the same reward."""
+
+    type: Annotated[str | None, one_of(None, "filter", "replace")] = None
+    """filter samples until enough prompts are left, replace takes other prompts of the batch instead. None: neither."""
+
+    max_sample_batches: int = 30
+    """Batches that are sampled for one step at most. 0 or less: no limit."""
+
+    min_replace_ratio: Fraction = 0.3
+    """Fraction of prompts that must be good before replace acts; else the batch is sampled again."""
+
+
+@dataclass
+class AlgorithmConfig(BaseConfig):
+    """The RL algorithm."""
+
+    advantage_estimator: str = "grpo"
+    """grpo, rloo, reinforce++, gae, maxrl, or a registered one or module:function of your own."""
+
+    kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
+    """Coefficient of the KL penalty in the reward."""
+
+    kl_estimator_type: Annotated[str, one_of("k1", "k2", "k3", "abs")] = "k3"
+    """Estimator of the KL divergence per token: k1, k2, k3 or abs."""
+
+    use_kl_in_reward: bool = False
+    """Whether the KL divergence from the reference is subtracted from rewards."""
+
+    use_kl_loss: bool = True
+    """Whether the KL divergence from the reference is added to the loss."""
+
+    kl_loss_coef: NonNegativeFloat = 0.001
+    """Coefficient of the KL divergence, in the loss or (where it starts) in the reward."""
+
+    use_entropy_loss: bool = False
+    """Whether the policy's entropy is subtracted from the loss."""
+
+    entropy_loss_coef: float = 0.01
+    """Coefficient of the entropy."""
+
+    temperature: NonNegativeFloat | None = None
+    """Temperature of the policy that is trained. None: generator.sampling_params.temperature."""
+
+    advantage_batch_normalize: bool = False
+    """Whether advantages are normalised over the tokens of the batch."""
+
+    value_head_prefix: str = "value_head"
+    """Name of the critic's value head among its weights."""
+
+    policy_loss_type: str = "regular"
+    """regular, dual_clip, gspo, sapo, cispo, clip_cov, kl_cov, or a registered one or module:function of your own."""
+
+    loss_reduction: Annotated[str, one_of("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")] = (
+        "token_mean"
+    )
+    """How tokens of a mini-batch are weighted: token_mean, sequence_mean, seq_mean_token_sum_norm or prompt_mean."""
+
+    grpo_norm_by_std: bool = True
+    """Whether grpo divides advantages by the standard deviation of the group's rewards."""
+
+    zero_variance_filter: bool = False
+    """Whether prompts whose samples all get the same reward are left out of the loss."""
+
+    lambd: Fraction = 1.0
+    """Lambda of gae."""
+
+    gamma: Fraction = 1.0
+    """Discount per token of gae and reinforce++."""
+
+    eps_clip_low: Fraction = 0.2
+    """Distance of the lower bound of the ratio from 1."""
+
+    eps_clip_high: NonNegativeFloat = 0.2
+    """Distance of the upper bound of the ratio from 1."""
+
+    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
+    """Bound of the ratio for negative advantages in dual_clip."""
+
+    tis_imp_ratio_cap: float = -1.0
+    """Old name of off_policy_correction.token_tis_ratio_clip_high, read with use_tis."""
+
+    use_tis: bool = False
+    """Old name of off_policy_correction.tis_ratio_type=token."""
+
+    off_policy_correction: OffPolicyCorrectionConfig = field(default_factory=OffPolicyCorrectionConfig)
+    """Corrections for a difference between the policy that sampled and the one that is trained."""
+
+    sapo: SAPOConfig = field(default_factory=SAPOConfig)
+    """policy_loss_type=sapo."""
+
+    value_clip: PositiveFloat = 0.2
+    """Distance that a value may move from the old one in the critic's loss."""
+
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    """What happens to prompts whose samples all get the same reward."""
+
+    clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)
+    """policy_loss_type=clip_cov."""
+
+    kl_cov: KLCovConfig = field(default_factory=KLCovConfig)
+    """policy_loss_type=kl_cov."""
+
+    cispo: CISPOConfig = field(default_factory=CISPOConfig)
+    """policy_loss_type=cispo."""
+
+    max_seq_len: PositiveInt | None = None
+    """Tokens by which seq_mean_token_sum_norm divides. None: the longest sequence, where there is one turn."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a reference model is needed."""
+        return self.use_kl_loss or self.use_kl_in_reward
+
+    def derive(self) -> None:
+        correction = self.off_policy_correction
+        if self.use_tis and correction.tis_ratio_type is None and self.tis_imp_ratio_cap > 0:
+            correction.tis_ratio_type = "token"
+            correction.token_tis_ratio_clip_high = self.tis_imp_ratio_cap
+
+    def problems(self) -> Iterator[str]:
+        if self.use_kl_in_reward and self.use_kl_loss:
+            yield "use_kl_in_reward=True and use_kl_loss=True count the divergence twice; set one of them to False"
+        if self.kl_ctrl.type == "adaptive" and not self.use_kl_in_reward:
+            yield (
+                "kl_ctrl.type=adaptive and use_kl_in_reward=False: only the penalty in the reward is controlled; "
+                "set use_kl_in_reward=True (and use_kl_loss=False), or kl_ctrl.type=fixed"
+            )
+        if self.temperature == 0:
+            yield (
+                "temperature=0 makes log-probabilities 0 or -inf; set generator.sampling_params.temperature "
+                "above 0 (greedy evaluation is generator.eval_sampling_params.temperature=0)"
+            )
+        if self.loss_reduction == "seq_mean_token_sum_norm" and self.max_seq_len is None:
+            yield (
+                "loss_reduction=seq_mean_token_sum_norm and max_seq_len=None: the longest sequence is not known with "
+                "several turns; set max_seq_len"
+            )
+        yield from self._old_names()
+        if self.policy_loss_type in ("clip_cov", "kl_cov") and self.off_policy_correction.corrects:
+            yield (
+                f"policy_loss_type={self.policy_loss_type} and off_policy_correction: its choice of tokens is not "
+                "defined under a correction; take policy_loss_type=regular, or leave the corrections out"
+            )
+
+    def _old_names(self) -> Iterator[str]:
+        correction = self.off_policy_correction
+        if self.use_tis and self.tis_imp_ratio_cap <= 0:
+            yield (
+                f"use_tis=True and tis_imp_ratio_cap={self.tis_imp_ratio_cap}: a ratio is capped at more than 0; set "
+                "tis_imp_ratio_cap=2.0, or off_policy_correction.tis_ratio_type=token without use_tis"
+            )
+        elif self.use_tis and (correction.tis_ratio_type, correction.token_tis_ratio_clip_high) != (
+            "token",
+            self.tis_imp_ratio_cap,
+        ):
+            yield (
+                f"use_tis=True with tis_imp_ratio_cap={self.tis_imp_ratio_cap} and off_policy_correction with "
+                f"tis_ratio_type={correction.tis_ratio_type}, token_tis_ratio_clip_high="
+                f"{correction.token_tis_ratio_clip_high} say different things; set use_tis=False"
+            )
+
+    def cautions(self) -> Iterator[str]:
+        if self.use_tis:
+            yield (
+                "use_tis and tis_imp_ratio_cap are old names of off_policy_correction.tis_ratio_type=token and "
+                "off_policy_correction.token_tis_ratio_clip_high; set those"
+            )
+        low, high = self.cispo.cispo_eps_clip_low, self.cispo.cispo_eps_clip_high
+        if self.policy_loss_type == "cispo" and low == 0:
+            yield (
+                f"cispo.cispo_eps_clip_low={low} and cispo_eps_clip_high={high} clip the ratio to [1, {1 + high:g}], "
+                "so that tokens which became less likely count as if they had not; cispo_eps_clip_low=1 and "
+                "cispo_eps_clip_high=4 clip it to [0, 5]"
+            )
+        if self.policy_loss_type == "gspo" and min(self.eps_clip_low, self.eps_clip_high) > 0.01:
+            yield (
+                f"policy_loss_type=gspo with eps_clip_low={self.eps_clip_low} and eps_clip_high={self.eps_clip_high} "
+                "clips almost nothing, because the ratio of a sequence is a mean; its authors use 3e-4 and 4e-4"
+            )
+        if self.policy_loss_type == "gspo" and self.loss_reduction != "sequence_mean":
+            yield (f"policy_loss_type=gspo is defined with loss_reduction=sequence_mean, not {self.loss_reduction}")

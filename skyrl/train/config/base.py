@@ -1,0 +1,214 @@
+"""What every configuration class can do: check each value when it is set, take overrides, and resolve.
+
+A configuration is a tree of dataclasses. A value is checked when it is set (its type, strictly, and its range); rules
+about several fields are checked by `resolve`, because a program sets fields one after another. Overrides are laid over
+the tree of default instances, so that a nested override keeps the defaults beside it.
+
+To add a field, add it with a docstring under it to the class that owns it. To add a rule, yield a message from
+`problems` of the smallest class that holds all fields it is about. A class of your own is a `@dataclass` that inherits
+from the one it extends.
+"""
+
+import copy
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Self
+
+from skyrl.train.config.fields import FieldSpec, Section, specs_of
+from skyrl.train.config.text import ConfigError, dump_yaml, merged, nested, read_file, unwritten
+
+_RESOLVED = (
+    "the configuration is resolved, and other values follow from it; "
+    "change the configuration it came from and resolve that again"
+)
+
+
+@dataclass
+class BaseConfig(Section):
+    """Base of every configuration class."""
+
+    _resolved = False
+
+    @classmethod
+    def from_dict_config(cls, cfg: Mapping[str, Any]) -> Self:
+        """The defaults with `cfg` laid over them.
+
+        Args:
+            cfg: A mapping of fields, nested where they are configurations, or an OmegaConf container (interpolations
+                are resolved).
+
+        Raises ConfigError, which names every unknown field and every value of a wrong type or out of range.
+        """
+        return cls().with_overrides(cfg)
+
+    @classmethod
+    def from_cli_overrides(cls, args: Iterable[str] | Mapping[str, Any]) -> Self:
+        """The defaults with `["key.path=value", ...]` (values in YAML) or `{"key.path": value, ...}` laid over them.
+
+        Raises ConfigError as `from_dict_config` does, and for arguments of another form.
+        """
+        return cls().with_overrides(nested(args))
+
+    @classmethod
+    def from_file(cls, path: str | Path, args: Iterable[str] | Mapping[str, Any] = ()) -> Self:
+        """The defaults, over them a YAML, JSON or TOML file, over that the overrides `args`."""
+        return cls.from_dict_config(read_file(path)).with_overrides(nested(args))
+
+    def with_overrides(self, cfg: Mapping[str, Any]) -> Self:
+        """A copy with `cfg` laid over it. Raises ConfigError."""
+        if self._resolved:
+            raise ConfigError(f"{type(self).__name__}: {_RESOLVED}")
+        config = copy.deepcopy(self)
+        _raise_if_any(_lay_over(config, cfg, ""))
+        return config
+
+    def resolve(self) -> Self:
+        """A copy in which values that follow from others are filled in, and every rule holds.
+
+        The copy cannot be changed, so that nothing in it grows stale: change this configuration and resolve it again.
+        Resolving a resolved configuration returns it. Raises ConfigError, which names every broken rule; warns of
+        what is allowed and probably not meant.
+        """
+        if self._resolved:
+            return self
+        config = copy.deepcopy(self)
+        _raise_if_any(problem for path, node in _walk(config, "") for problem in _recheck(node, path))
+        for _, node in _walk(config, ""):
+            node.derive()
+        nodes = list(_walk(config, ""))
+        _raise_if_any(_prefixed(path, problem) for path, node in nodes for problem in node.problems())
+        for path, node in nodes:
+            for caution in node.cautions():
+                warnings.warn(_prefixed(path, caution), stacklevel=2)
+            object.__setattr__(node, "_resolved", True)
+        return config
+
+    @classmethod
+    def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`given` in today's names, where fields once had others. Raises ConfigError where both are there."""
+        return given
+
+    def derive(self) -> None:
+        """Fill in fields that are None and follow from others of this configuration. Children come first."""
+
+    def problems(self) -> Iterator[str]:
+        """One message per broken rule about several fields: both values, the rule, a way out."""
+        return iter(())
+
+    def cautions(self) -> Iterator[str]:
+        """One message per thing that is allowed and probably not meant."""
+        return iter(())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        spec = specs_of(type(self)).get(name)
+        if spec is None:
+            raise AttributeError(_unknown(type(self), name, name))
+        if self._resolved:
+            raise AttributeError(f"{type(self).__name__}.{name}: {_RESOLVED}")
+        _raise_if_any(_set(self, spec, value, name))
+
+
+def get_config_as_dict(cfg: dict[str, Any] | BaseConfig) -> dict[str, Any]:
+    """Plain nested dicts of a configuration, copied; a dict is returned as it is."""
+    return cfg if isinstance(cfg, dict) else asdict(cfg)
+
+
+def get_config_as_yaml_str(cfg: BaseConfig) -> str:
+    """YAML of a configuration, which `from_file` reads back as an equal one."""
+    return dump_yaml(asdict(cfg))
+
+
+def children(config: BaseConfig) -> Iterator[tuple[str, BaseConfig]]:
+    """(field name, configuration) of each configuration that `config` holds."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, BaseConfig):
+            yield field.name, value
+
+
+def _walk(config: BaseConfig, path: str) -> Iterator[tuple[str, BaseConfig]]:
+    for name, child in children(config):
+        yield from _walk(child, _join(path, name))
+    yield path, config
+
+
+def _recheck(config: BaseConfig, path: str) -> Iterator[str]:
+    """Problems of values that were changed in place, such as a list that something was appended to."""
+    for spec in specs_of(type(config)).values():
+        yield from _set(config, spec, getattr(config, spec.name), _join(path, spec.name))
+
+
+def _lay_over(config: BaseConfig, given: object, path: str) -> list[str]:
+    """Set on `config` what `given` says; returns a message for each thing that cannot be set."""
+    given = _plain(given)
+    if not isinstance(given, Mapping):
+        return [
+            f"{path}={given!r}: holds fields of {type(config).__name__}; set those, such as {_example(config, path)}"
+        ]
+    problems: list[str] = []
+    try:
+        given = type(config).translate(given)
+    except ConfigError as error:
+        return [_prefixed(path, str(error))]
+    for name, value in given.items():
+        where = _join(path, str(name))
+        spec = specs_of(type(config)).get(name)
+        value = _plain(value)
+        if spec is None:
+            problems.append(_unknown(type(config), str(name), where))
+            continue
+        current = getattr(config, name)
+        if spec.config_class is not None and not isinstance(value, BaseConfig) and not spec.takes_none(value):
+            below = spec.base() if current is None else current
+            problems += _lay_over(below, value, where)
+            value = below
+        elif isinstance(value, Mapping):
+            value = copy.deepcopy(unwritten(value))
+            value = merged(current, value) if isinstance(current, Mapping) else value
+        problems += _set(config, spec, value, where)
+    return problems
+
+
+def _set(config: BaseConfig, spec: FieldSpec, value: object, where: str) -> list[str]:
+    try:
+        object.__setattr__(config, spec.name, spec.checked(value))
+    except ValueError as error:
+        return [f"{where}={value!r}: {error}"]
+    return []
+
+
+def _raise_if_any(problems: Iterable[str]) -> None:
+    text = "\n".join(problems)
+    if text:
+        raise ConfigError(text)
+
+
+def _plain(value: Any) -> Any:
+    """An OmegaConf container as plain values; anything else as it is. There is none before omegaconf is imported."""
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf is not None and isinstance(value, omegaconf.Container):
+        return omegaconf.OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+    return value
+
+
+def _unknown(cls: type[BaseConfig], name: str, where: str) -> str:
+    known = list(specs_of(cls))
+    near = get_close_matches(name, known, n=1)
+    help = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+    return f"{where}: {cls.__name__} has no field {name!r}; {help}"
+
+
+def _example(config: BaseConfig, path: str) -> str:
+    return f"{_join(path, fields(config)[0].name)}=..."
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _prefixed(path: str, message: str) -> str:
+    return f"{path}: {message}" if path else message

@@ -1,0 +1,71 @@
+"""Environments: which one rows use, and what each of the built-in ones can be told."""
+
+from dataclasses import dataclass, field
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from skyrl.train.config.base import BaseConfig
+
+
+@dataclass
+class GSM8kLLMJudgeEnvConfig(BaseConfig):
+    """The environment in which a language model judges answers to GSM8K."""
+
+    model: str = "gpt-4o-mini"
+    """Model that judges, by its name at the API."""
+
+    base_url: str | None = None
+    """Address of an OpenAI-compatible API. None: that of the client library."""
+
+
+@dataclass
+class Text2SQLEnvConfig(BaseConfig):
+    """The environment in which questions are answered by SQL queries."""
+
+    db_path: str = "/home/ray/default/sql_data"
+    """Folder with the SQLite databases."""
+
+
+@dataclass
+class SearchEnvConfig(BaseConfig):
+    """The environment in which questions are answered with a search engine."""
+
+    log_requests: bool = False
+    """Whether to log each request to the search engine."""
+
+    search_url: str = "http://127.0.0.1:8000/retrieve"
+    """Address of the search engine."""
+
+    topk: PositiveInt = 3
+    """Documents that a search returns."""
+
+    timeout: PositiveInt = 30
+    """Seconds that a search may take."""
+
+
+@dataclass
+class SkyRLGymConfig(BaseConfig):
+    """Options of the environments by their names. For an environment of your own, add a field in a subclass."""
+
+    max_env_workers: NonNegativeInt = 32
+    """Threads that run environments. 0: they run on the event loop itself, one after another."""
+
+    text2sql: Text2SQLEnvConfig = field(default_factory=Text2SQLEnvConfig)
+    """Options of `text2sql`."""
+
+    llm_as_a_judge: GSM8kLLMJudgeEnvConfig = field(default_factory=GSM8kLLMJudgeEnvConfig)
+    """Options of `llm_as_a_judge`."""
+
+    search: SearchEnvConfig = field(default_factory=SearchEnvConfig)
+    """Options of `search`."""
+
+
+@dataclass
+class EnvironmentConfig(BaseConfig):
+    """What a rollout acts in."""
+
+    env_class: str = "gsm8k"
+    """Environment of rows that name none themselves."""
+
+    skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
+    """Options of the environments."""

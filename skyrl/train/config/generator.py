@@ -1,0 +1,181 @@
+"""Rollouts: sampling parameters, chat templates and turns."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from skyrl.train.config.base import BaseConfig
+from skyrl.train.config.fields import Fraction, one_of
+from skyrl.train.config.inference import InferenceEngineConfig
+from skyrl.train.config.renames import from_flat_generator
+
+
+def _top_k(count: int) -> int:
+    if count == -1 or count >= 1:
+        return count
+    raise ValueError("give a number of tokens from 1, or -1 for all")
+
+
+@dataclass
+class SamplingParams(BaseConfig):
+    """How tokens are sampled."""
+
+    max_generate_length: PositiveInt = 1024
+    """Tokens of one response at most."""
+
+    repetition_penalty: PositiveFloat = 1.0
+    """Factor by which tokens that were there before are made less likely. 1: none."""
+
+    temperature: NonNegativeFloat = 1.0
+    """What logits are divided by. 0: the most likely token."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Probability mass of the likeliest tokens that are sampled from."""
+
+    min_p: Fraction = 0.0
+    """Least probability, as a fraction of the likeliest token's, that is sampled."""
+
+    top_k: Annotated[int, AfterValidator(_top_k)] = -1
+    """Number of the likeliest tokens that are sampled from. -1: all."""
+
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = 1
+    """0 or 1: the sampled tokens' log-probabilities are kept. None: they are not."""
+
+    stop: list[str] | None = None
+    """Strings after which a response ends."""
+
+    additional_kwargs: dict[str, Any] | None = None
+    """More sampling parameters of the engine."""
+
+
+@dataclass
+class EvalSamplingParams(SamplingParams):
+    """How tokens are sampled in evaluation: greedily, and as long as in training, unless told otherwise."""
+
+    max_generate_length: PositiveInt | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Tokens of one response at most. None: generator.sampling_params.max_generate_length."""
+
+    temperature: NonNegativeFloat = 0.0
+    """What logits are divided by. 0: the most likely token."""
+
+
+@dataclass
+class ChatTemplateConfig(BaseConfig):
+    """The template that turns messages into text."""
+
+    source: Annotated[str, one_of("name", "file")] = "name"
+    """Whether name_or_path is the name of a template or a file."""
+
+    name_or_path: str | None = None
+    """Name (qwen3_with_thinking, qwen3_without_thinking) or path. None: the tokenizer's own template."""
+
+    def problems(self) -> Iterator[str]:
+        if self.source == "file" and self.name_or_path is None:
+            yield "source=file and name_or_path=None: there is no file; set name_or_path, or source=name"
+
+
+@dataclass
+class GeneratorConfig(BaseConfig):
+    """How rollouts are generated."""
+
+    inference_engine: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+    """What samples."""
+
+    n_samples_per_prompt: PositiveInt = 5
+    """Samples of each prompt in training."""
+
+    batched: bool = False
+    """Whether all prompts of a batch are sampled by one call. Single-turn only."""
+
+    max_turns: PositiveInt = 1
+    """Turns of a conversation at most."""
+
+    max_input_length: PositiveInt | None = None
+    """Tokens of the input of any turn at most. None: trainer.max_prompt_length."""
+
+    chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
+    """The template that turns messages into text."""
+
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the template."""
+
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    """How tokens are sampled in training."""
+
+    use_conversation_multi_turn: bool = True
+    """Whether each turn is a message of its own; False: one assistant message holds them all."""
+
+    append_eos_token_after_stop_str_in_multi_turn: bool = True
+    """Whether a turn that ended at a stop string gets the end-of-sequence token."""
+
+    eval_sampling_params: SamplingParams | None = field(default=None, metadata={"base": EvalSamplingParams})
+    """How tokens are sampled in evaluation. None: greedily, with the max_generate_length of sampling_params."""
+
+    eval_n_samples_per_prompt: PositiveInt = 1
+    """Samples of each prompt in evaluation."""
+
+    zero_reward_on_non_stop: bool = False
+    """Whether responses that did not end by themselves get reward 0."""
+
+    apply_overlong_filtering: bool = False
+    """Whether responses that did not end by themselves are left out of the loss."""
+
+    rope_scaling: dict[str, Any] | None = None
+    """Scaling of rotary embeddings in the engines. None: trainer.rope_scaling."""
+
+    rope_theta: PositiveFloat | None = None
+    """Base of rotary embeddings in the engines. None: trainer.rope_theta."""
+
+    step_wise_trajectories: bool = False
+    """Whether each turn is a training sequence of its own."""
+
+    @classmethod
+    def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        return from_flat_generator(given)
+
+    def derive(self) -> None:
+        if self.eval_sampling_params is None:
+            self.eval_sampling_params = EvalSamplingParams()
+        evaluation = self.eval_sampling_params
+        if isinstance(evaluation, EvalSamplingParams) and evaluation.max_generate_length is None:
+            evaluation.max_generate_length = self.sampling_params.max_generate_length
+
+    def problems(self) -> Iterator[str]:
+        yield from self._batched_problems()
+        if not self.step_wise_trajectories:
+            return
+        if self.chat_template.name_or_path is not None:
+            yield (
+                f"step_wise_trajectories=True and chat_template.name_or_path={self.chat_template.name_or_path}: steps "
+                "are kept as tokens, never rendered again; leave the template out"
+            )
+        if not self.use_conversation_multi_turn:
+            yield (
+                "step_wise_trajectories=True and use_conversation_multi_turn=False: each step is a message of its own; "
+                "set use_conversation_multi_turn=True"
+            )
+
+    def _batched_problems(self) -> Iterator[str]:
+        if not self.batched and not self.inference_engine.async_engine:
+            yield (
+                "batched=False and inference_engine.async_engine=False: such an engine takes whole batches only; set "
+                "batched=True, or async_engine=True"
+            )
+        if not self.batched:
+            return
+        for name in ("step_wise_trajectories", "chat_template_kwargs", "zero_reward_on_non_stop"):
+            value = getattr(self, name)
+            if value:
+                yield f"batched=True and {name}={value}: batches have no such thing; set one of them to False"
+        if self.max_turns > 1:
+            yield f"batched=True, max_turns={self.max_turns}: a batch has one turn; set batched=False, or max_turns=1"
+
+    def cautions(self) -> Iterator[str]:
+        stop = self.sampling_params.stop
+        if stop and self.use_conversation_multi_turn and not self.append_eos_token_after_stop_str_in_multi_turn:
+            yield (
+                f"sampling_params.stop={stop} with append_eos_token_after_stop_str_in_multi_turn=False leaves turns "
+                "without an end-of-sequence token, unlike what the chat template renders"
+            )

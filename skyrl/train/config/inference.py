@@ -1,0 +1,135 @@
+"""Inference engines: how many, how large, where, and how new weights reach them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
+
+from skyrl.train.config.base import BaseConfig
+from skyrl.train.config.fields import one_of
+
+
+@dataclass
+class InferenceEngineConfig(BaseConfig):
+    """What samples for the strategies fsdp2 and megatron."""
+
+    model_dtype: str = "bfloat16"
+    """Number format of the engines' weights."""
+
+    run_engines_locally: bool = True
+    """Whether engines are started here; False: those at remote_urls are used."""
+
+    num_engines: PositiveInt = 1
+    """Number of engines."""
+
+    backend: Annotated[str, one_of("vllm")] = "vllm"
+    """Kind of engine: vllm."""
+
+    weight_sync_backend: Annotated[str, one_of("nccl", "gloo")] = "nccl"
+    """What carries weights to the engines: nccl or gloo."""
+
+    weight_transfer_threshold_cuda_ipc_GB: NonNegativeFloat = 1.0
+    """GB that are sent at once through memory that colocated processes share."""
+
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs of an engine that share each weight matrix."""
+
+    pipeline_parallel_size: PositiveInt = 1
+    """GPUs of an engine that share the layers."""
+
+    expert_parallel_size: PositiveInt = 1
+    """GPUs of an engine that share the experts: 1, or tensor_parallel_size x data_parallel_size."""
+
+    data_parallel_size: PositiveInt = 1
+    """Copies of the model in an engine."""
+
+    async_engine: bool = True
+    """Whether requests join and leave a running engine; False needs generator.batched."""
+
+    vllm_v1_disable_multiproc: bool = True
+    """Whether an engine computes in its own process, which makes scheduling reproducible."""
+
+    enable_prefix_caching: bool = True
+    """Whether equal beginnings of prompts are computed once."""
+
+    enable_chunked_prefill: bool = True
+    """Whether long prompts are read in parts between other requests' tokens."""
+
+    max_num_batched_tokens: PositiveInt = 8192
+    """Tokens that an engine computes at once."""
+
+    enforce_eager: bool = True
+    """Whether engines run without CUDA graphs."""
+
+    fully_sharded_loras: bool = False
+    """Whether both matrices of an adapter are sharded."""
+
+    enable_ray_prometheus_stats: bool = False
+    """Whether engines report to Ray's metrics."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Fraction of a GPU's memory that an engine takes."""
+
+    max_num_seqs: PositiveInt = 1024
+    """Sequences that an engine computes at once."""
+
+    remote_urls: list[str] = field(default_factory=list)
+    """host:port of each engine, with run_engines_locally=False."""
+
+    enable_http_endpoint: bool = False
+    """Whether the engines are also served as an OpenAI-compatible API."""
+
+    http_endpoint_host: str = "127.0.0.1"
+    """Address of that API."""
+
+    http_endpoint_port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port of that API."""
+
+    served_model_name: str | None = None
+    """Name of the model in that API. None: trainer.policy.model.path."""
+
+    distributed_executor_backend: Annotated[str, one_of("ray", "mp")] = "ray"
+    """What starts the processes of an engine with several GPUs: ray, or mp on one machine."""
+
+    engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    """More arguments of an engine."""
+
+    override_existing_update_group: Annotated[str, one_of("auto", "enable", "disable")] = "auto"
+    """Whether a group that already syncs weights is replaced: enable, disable, or auto (for remote engines)."""
+
+    external_proxy_url: str | None = None
+    """Address of a router in front of engines that were started elsewhere."""
+
+    external_server_urls: list[str] | None = None
+    """Addresses of such engines."""
+
+    @property
+    def gpus_per_engine(self) -> int:
+        """GPUs of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def external(self) -> bool:
+        """Whether engines were started elsewhere."""
+        return not self.run_engines_locally or bool(self.external_proxy_url or self.external_server_urls)
+
+    def problems(self) -> Iterator[str]:
+        if not self.run_engines_locally and not self.external_server_urls and len(self.remote_urls) != self.num_engines:
+            yield (
+                f"run_engines_locally=False, num_engines={self.num_engines} and {len(self.remote_urls)} remote_urls; "
+                f"give one url for each engine, or set num_engines={max(1, len(self.remote_urls))}"
+            )
+        if self.run_engines_locally and self.remote_urls:
+            yield (
+                f"remote_urls={self.remote_urls} and run_engines_locally=True: engines that are started here have no "
+                "url; set run_engines_locally=False, or leave remote_urls out"
+            )
+        if self.enable_http_endpoint and not self.async_engine:
+            yield "enable_http_endpoint=True and async_engine=False: requests come at any time; set async_engine=True"
+        ranks = self.tensor_parallel_size * self.data_parallel_size
+        if self.expert_parallel_size not in (1, ranks):
+            yield (
+                f"expert_parallel_size={self.expert_parallel_size} is not tensor_parallel_size x data_parallel_size = "
+                f"{self.tensor_parallel_size} x {self.data_parallel_size}; set it to {ranks}, or to 1"
+            )

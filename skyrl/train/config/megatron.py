@@ -1,0 +1,135 @@
+"""Options of the Megatron strategy."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from skyrl.train.config.base import BaseConfig
+from skyrl.train.config.fields import one_of
+
+DEFAULT_MEGATRON_OPTIMIZER_KWARGS: dict[str, Any] = {
+    "overlap_cpu_optimizer_d2h_h2d": False,
+    "use_precision_aware_optimizer": False,
+    "optimizer_cpu_offload": False,
+    "optimizer_offload_fraction": 0.0,
+}
+DEFAULT_TRANSFORMER_CONFIG_KWARGS: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_modules": ["core_attn"],
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+@dataclass
+class MegatronDDPConfig(BaseConfig):
+    """Megatron's distributed data parallelism."""
+
+    grad_reduce_in_fp32: bool = True
+    """Whether gradients are summed in float32."""
+
+    overlap_grad_reduce: bool = False
+    """Whether the sum overlaps with the backward pass."""
+
+    overlap_param_gather: bool = False
+    """Whether parameters are gathered during the forward pass."""
+
+    average_in_collective: bool = True
+    """Whether ranks are averaged by the collective operation itself."""
+
+
+@dataclass
+class MegatronTorchProfilerConfig(BaseConfig):
+    """Profiling with torch.profiler."""
+
+    enable: bool = False
+    """Whether to profile."""
+
+    ranks: list[NonNegativeInt] = field(default_factory=list[int])
+    """Ranks that are profiled."""
+
+    save_path: str | None = None
+    """Folder for the profiles."""
+
+    def problems(self) -> Iterator[str]:
+        if self.enable and self.save_path is None:
+            yield "enable=True and save_path=None: a profile needs a folder; set save_path"
+
+
+@dataclass
+class MegatronLoraConfig(BaseConfig):
+    """Low-rank adapters in Megatron."""
+
+    lora_type: Annotated[str, one_of("lora", "canonical_lora")] = "lora"
+    """lora adapts fused projections as one, canonical_lora each projection for itself."""
+
+
+@dataclass
+class MegatronConfig(BaseConfig):
+    """Parallelism and options of Megatron."""
+
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks that share each weight matrix."""
+
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Ranks that share the layers."""
+
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share each sequence. More than 1 needs trainer.use_sample_packing."""
+
+    expert_model_parallel_size: PositiveInt = 1
+    """Ranks that share the experts."""
+
+    expert_tensor_parallel_size: PositiveInt | None = None
+    """Ranks that share each weight matrix of an expert. None: as tensor_model_parallel_size."""
+
+    moe_token_dispatcher_type: str = "alltoall"
+    """How tokens reach their experts."""
+
+    moe_router_load_balancing_type: str = "none"
+    """Loss that balances experts; none for no such loss."""
+
+    moe_grouped_gemm: bool = True
+    """Whether the experts of a rank run as one grouped multiplication."""
+
+    moe_router_score_function: str | None = None
+    """Score of the router. None: the model's."""
+
+    moe_router_enable_expert_bias: bool | None = None
+    """Whether the router has a bias per expert. None: as the model has it."""
+
+    ddp_config: MegatronDDPConfig = field(default_factory=MegatronDDPConfig)
+    """Data parallelism."""
+
+    torch_profiler_config: MegatronTorchProfilerConfig = field(default_factory=MegatronTorchProfilerConfig)
+    """Profiling."""
+
+    lora_config: MegatronLoraConfig = field(default_factory=MegatronLoraConfig)
+    """Low-rank adapters."""
+
+    optimizer_config_kwargs: dict[str, Any] = field(
+        default_factory=lambda: copy.deepcopy(DEFAULT_MEGATRON_OPTIMIZER_KWARGS)
+    )
+    """Fields of Megatron's OptimizerConfig; given ones are laid over the defaults."""
+
+    transformer_config_kwargs: dict[str, Any] = field(
+        default_factory=lambda: copy.deepcopy(DEFAULT_TRANSFORMER_CONFIG_KWARGS)
+    )
+    """Fields of Megatron's TransformerConfig; given ones are laid over the defaults."""
+
+    empty_cuda_cache: bool | None = None
+    """Whether cached GPU memory is freed between phases. None: where models share their GPUs with engines."""
+
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Values that replace ones of the model's own Hugging Face configuration."""
+
+    dist_ckpt_optim_fully_reshardable: bool = False
+    """Whether optimizer state in a checkpoint can be loaded with another parallelism."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model between them."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size

@@ -1,0 +1,124 @@
+"""The whole configuration: data, trainer, generator and environment, and what has to fit between them."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, TypeVar
+
+from skyrl.train.config.algorithm import AlgorithmConfig
+from skyrl.train.config.base import BaseConfig
+from skyrl.train.config.environment import EnvironmentConfig
+from skyrl.train.config.generator import GeneratorConfig
+from skyrl.train.config.geometry import BatchGeometry
+from skyrl.train.config.root_rules import root_cautions, root_problems
+from skyrl.train.config.text import ConfigError
+from skyrl.train.config.trainer import TrainerConfig
+
+T = TypeVar("T", bound=BaseConfig)
+
+
+def _gsm8k(split: str) -> list[str]:
+    return [os.path.expanduser(f"~/data/gsm8k/{split}.parquet")]
+
+
+@dataclass
+class DataConfig(BaseConfig):
+    """Prompts: .parquet, .json or .jsonl files, or data sets of the Hugging Face hub (name, or name:split)."""
+
+    train_data: list[str] = field(default_factory=lambda: _gsm8k("train"))
+    """What is trained on, one after another."""
+
+    val_data: list[str] = field(default_factory=lambda: _gsm8k("validation"))
+    """What is evaluated on."""
+
+
+@dataclass
+class SkyRLTrainConfig(BaseConfig):
+    """Everything that a training run can be told."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """Prompts."""
+
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """How the policy is trained."""
+
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    """How rollouts are generated."""
+
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """What a rollout acts in."""
+
+    @classmethod
+    def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Refuses an old `generator.model_name` that is another model than the policy, from which it follows."""
+        name = _at(given, "generator", "model_name")
+        path = _at(given, "trainer", "policy", "model", "path") or cls().trainer.policy.model.path
+        if name is not None and str(name) != str(path):
+            raise ConfigError(
+                f"generator.model_name={name} is not trainer.policy.model.path={path}, which is what is sampled; leave "
+                "generator.model_name out"
+            )
+        return given
+
+    def geometry(self, model: str = "policy") -> BatchGeometry:
+        """How the batch of `model` (policy or critic) is cut. Of a resolved configuration, every cut comes out even."""
+        trainer = self.trainer
+        return BatchGeometry(
+            model=model,
+            prompts=trainer.train_batch_size,
+            samples_per_prompt=self.generator.n_samples_per_prompt,
+            mini_batch_prompts=getattr(trainer, f"{model}_mini_batch_size"),
+            ranks=trainer.gpus(model) // trainer.model_parallel_size(model),
+            micro_batch_rows=trainer.micro_train_batch_size_per_gpu,
+            forward_batch_rows=trainer.micro_forward_batch_size_per_gpu,
+        )
+
+    def derive(self) -> None:
+        trainer, generator = self.trainer, self.generator
+        if generator.max_input_length is None:
+            generator.max_input_length = trainer.max_prompt_length
+        if generator.rope_scaling is None:
+            generator.rope_scaling = trainer.rope_scaling
+        if generator.rope_theta is None:
+            generator.rope_theta = trainer.rope_theta
+        algorithm = trainer.algorithm
+        if algorithm.temperature is None:
+            algorithm.temperature = generator.sampling_params.temperature
+        if algorithm.max_seq_len is None and generator.max_turns == 1:
+            algorithm.max_seq_len = generator.max_input_length + generator.sampling_params.max_generate_length
+
+    def problems(self) -> Iterator[str]:
+        return root_problems(self)
+
+    def cautions(self) -> Iterator[str]:
+        return root_cautions(self)
+
+
+def make_config(
+    algorithm_cls: type[AlgorithmConfig] | None = None,
+    trainer_cls: type[TrainerConfig] | None = None,
+    generator_cls: type[GeneratorConfig] | None = None,
+) -> type[SkyRLTrainConfig]:
+    """A `SkyRLTrainConfig` with classes of your own in it.
+
+    Args:
+        algorithm_cls: Class of `trainer.algorithm`; ignored if there is a `trainer_cls`, which has its own.
+        trainer_cls: Class of `trainer`.
+        generator_cls: Class of `generator`.
+    """
+    if trainer_cls is None and algorithm_cls is not None:
+        trainer_cls = _with_fields(f"_{algorithm_cls.__name__}TrainerConfig", TrainerConfig, algorithm=algorithm_cls)
+    given: dict[str, type[BaseConfig] | None] = {"trainer": trainer_cls, "generator": generator_cls}
+    classes = {name: cls for name, cls in given.items() if cls is not None}
+    return _with_fields("_CustomSkyRLTrainConfig", SkyRLTrainConfig, **classes)
+
+
+def _with_fields(name: str, base: type[T], **classes: type[BaseConfig]) -> type[T]:
+    members = [(member, cls, field(default_factory=cls)) for member, cls in classes.items()]
+    return make_dataclass(name, members, bases=(base,), namespace={"__doc__": base.__doc__})
+
+
+def _at(tree: Any, *path: str) -> Any:
+    for name in path:
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree

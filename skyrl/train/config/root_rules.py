@@ -1,0 +1,132 @@
+"""Rules about fields of several sections of `SkyRLTrainConfig`: messages with the values, the rule and a way out."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from skyrl.train.config.root import SkyRLTrainConfig
+
+GROUP_ESTIMATORS = ("grpo", "rloo", "maxrl")
+"""Advantage estimators that compare the samples of a prompt."""
+
+
+def root_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
+    """What the sections of a configuration say that does not fit together."""
+    yield from _batch_problems(config)
+    yield from _length_problems(config)
+    yield from _sampling_problems(config)
+    if config.trainer.strategy != "jax":
+        yield from _engine_problems(config)
+
+
+def root_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
+    """What is allowed and probably not meant."""
+    algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
+    if samples == 1 and algorithm.advantage_estimator in GROUP_ESTIMATORS:
+        yield (
+            f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} compares the samples of a prompt, "
+            "and generator.n_samples_per_prompt=1: there is no baseline; set n_samples_per_prompt to 2 or more"
+        )
+    temperature = config.generator.sampling_params.temperature
+    if algorithm.temperature != temperature:
+        yield (
+            f"trainer.algorithm.temperature={algorithm.temperature} and generator.sampling_params.temperature="
+            f"{temperature}: the trained policy is not the one that samples; leave trainer.algorithm.temperature out"
+        )
+
+
+def _batch_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
+    trainer = config.trainer
+    for model in trainer.models:
+        if trainer.gpus(model) % trainer.model_parallel_size(model):
+            continue  # reported by the trainer; there is no number of ranks
+        if model != "ref":
+            yield from config.geometry(model).problems()
+            continue
+        ranks, rows = trainer.gpus(model) // trainer.model_parallel_size(model), config.geometry().rows
+        if rows % ranks:
+            yield (
+                f"trainer.train_batch_size={trainer.train_batch_size} x generator.n_samples_per_prompt="
+                f"{config.generator.n_samples_per_prompt} = {rows} sequences do not divide over the {ranks} "
+                f"data-parallel ranks of the reference; use a multiple of {ranks}"
+            )
+
+
+def _length_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
+    prompt, given = config.trainer.max_prompt_length, config.generator.max_input_length or 0
+    if config.generator.max_turns == 1 and given != prompt:
+        yield (
+            f"generator.max_input_length={given} and trainer.max_prompt_length={prompt} differ, and with "
+            "generator.max_turns=1 the prompt is all the input; leave generator.max_input_length out"
+        )
+    elif given < prompt:
+        yield (
+            f"generator.max_input_length={given} is less than trainer.max_prompt_length={prompt}, so that prompts do "
+            f"not fit; set it to {prompt} or more"
+        )
+
+
+def _sampling_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
+    generator, algorithm = config.generator, config.trainer.algorithm
+    if algorithm.off_policy_correction.corrects and generator.sampling_params.logprobs is None:
+        yield (
+            "generator.sampling_params.logprobs=None, but trainer.algorithm.off_policy_correction compares with the "
+            "sampler's log-probabilities; set generator.sampling_params.logprobs=0"
+        )
+    if generator.n_samples_per_prompt == 1:
+        if algorithm.dynamic_sampling.type is not None:
+            yield (
+                f"trainer.algorithm.dynamic_sampling.type={algorithm.dynamic_sampling.type} compares the samples of a "
+                "prompt, and generator.n_samples_per_prompt=1; set that to 2 or more, or the type to null"
+            )
+        if algorithm.zero_variance_filter:
+            yield (
+                "trainer.algorithm.zero_variance_filter=True compares the samples of a prompt, and "
+                "generator.n_samples_per_prompt=1; set that to 2 or more, or the filter to False"
+            )
+    if generator.step_wise_trajectories and algorithm.advantage_estimator in ("gae", "reinforce++"):
+        yield (
+            f"generator.step_wise_trajectories=True and trainer.algorithm.advantage_estimator="
+            f"{algorithm.advantage_estimator}: steps share one advantage per trajectory; use grpo, rloo or maxrl"
+        )
+    if config.trainer.fully_async.enabled and generator.batched:
+        yield "trainer.fully_async.enabled=True and generator.batched=True: prompts are sampled one by one; set False"
+    if config.trainer.fully_async.enabled and not generator.inference_engine.async_engine:
+        yield (
+            "trainer.fully_async.enabled=True and generator.inference_engine.async_engine=False: engines sample while "
+            "others train; set async_engine=True"
+        )
+
+
+def _engine_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
+    engine, trainer = config.generator.inference_engine, config.trainer
+    if trainer.strategy == "megatron" and engine.weight_sync_backend != "nccl":
+        yield (
+            f"trainer.strategy=megatron and generator.inference_engine.weight_sync_backend={engine.weight_sync_backend}"
+            ": Megatron sends weights with nccl; set nccl"
+        )
+    if not trainer.placement.colocate_all:
+        return
+    if engine.external:
+        yield (
+            "trainer.placement.colocate_all=True, but generator.inference_engine uses engines that were started "
+            "elsewhere (run_engines_locally=False, external_proxy_url or external_server_urls); set colocate_all=False"
+        )
+        return
+    gpus, engine_gpus = trainer.gpus("policy"), engine.num_engines * engine.gpus_per_engine
+    if gpus != engine_gpus:
+        yield (
+            f"trainer.placement.colocate_all=True, but the policy has {gpus} GPUs (policy_num_nodes x "
+            f"policy_num_gpus_per_node) and the engines {engine_gpus} (generator.inference_engine: num_engines="
+            f"{engine.num_engines} x {engine.gpus_per_engine} of tensor x pipeline x data parallel sizes); make them "
+            "equal, or set colocate_all=False"
+        )
+    ranks, here = (
+        engine.tensor_parallel_size * engine.pipeline_parallel_size,
+        trainer.placement.policy_num_gpus_per_node,
+    )
+    if engine.distributed_executor_backend == "mp" and ranks > here:
+        yield (
+            f"generator.inference_engine.distributed_executor_backend=mp and {ranks} GPUs of tensor x pipeline "
+            f"parallel sizes, but trainer.placement.policy_num_gpus_per_node={here}: mp stays on one machine; use ray"
+        )

@@ -1,0 +1,159 @@
+"""Configuration as text: YAML and TOML files, and `key.path=value` as people write it on a command line.
+
+Scalars follow the YAML 1.2 core schema: `1e-6` is a number; `on`, `0123` and `2024-01-01` are strings, not a boolean,
+an octal number and a date. A key that a mapping holds twice is refused.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """A configuration cannot be used as written. The message names each field, its value, the rule and a way out."""
+
+
+_SCALARS = [
+    ("tag:yaml.org,2002:null", r"(?:null|Null|NULL|~|)$", ["n", "N", "~", ""]),
+    ("tag:yaml.org,2002:bool", r"(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9]*)$", list("-+0123456789")),
+    (
+        "tag:yaml.org,2002:float",
+        r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        list("-+0123456789."),
+    ),
+]
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (the name by which PyYAML asks for it)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [self.construct_object(key, deep=True) for key, _ in node.value]  # pyright: ignore[reportUnknownMemberType]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"{name!r} is there twice{node.start_mark}; leave out one of them")
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes strings that YAML 1.1 or 1.2 would read as something else, so that any reader gets them back."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: list(resolvers) for first, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
+    }
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+for _tag, _pattern, _first in _SCALARS:
+    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), _first)
+    _Dumper.add_implicit_resolver(_tag, re.compile(_pattern), _first)
+
+
+def load_yaml(text: str) -> Any:
+    """The value of a YAML text. Raises ConfigError for a key that is there twice, yaml.YAMLError for no YAML."""
+    return yaml.load(text, _Loader)
+
+
+def dump_yaml(value: object) -> str:
+    """YAML of plain values, mappings in their own order, that `load_yaml` reads back as it was."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The mapping in a .yaml, .yml, .json or .toml file. Raises ConfigError for other contents, or OSError."""
+    path = Path(path)
+    try:
+        if path.suffix == ".toml":
+            return tomllib.loads(path.read_text())
+        if path.suffix in (".yaml", ".yml", ".json"):
+            content = load_yaml(path.read_text())
+        else:
+            raise ConfigError(f"{path}: unknown kind of file; write .yaml, .yml, .json or .toml")
+    except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: holds a {type(content).__name__}; write a mapping such as 'trainer: {{epochs: 1}}'")
+    return content
+
+
+class Written:
+    """A value from a command line: what YAML makes of it, and the text, which is what a string field gets."""
+
+    def __init__(self, text: str):
+        self.text = text
+        try:
+            self.value = load_yaml(text)
+        except yaml.YAMLError:
+            self.value = text
+
+    @property
+    def may_be_text(self) -> bool:
+        """Whether a string field may take the text itself: `run_name=123` means "123"; null means no name."""
+        return self.text == "" or isinstance(self.value, bool | int | float)
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def unwritten(value: Any) -> Any:
+    """`value` with every `Written` in it replaced by what YAML makes of it."""
+    if isinstance(value, Mapping):
+        return {key: unwritten(item) for key, item in value.items()}
+    return value.value if isinstance(value, Written) else value
+
+
+def nested(overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """The tree that `["a.b=1", ...]` or `{"a.b": 1, ...}` describes; where two say the same, the later one counts.
+
+    Values of a mapping stay what they are. Raises ConfigError for what is not `key.path=value`.
+    """
+    if isinstance(overrides, Mapping):
+        pairs = list(overrides.items())
+    elif isinstance(overrides, str):
+        raise ConfigError(f"overrides={overrides!r}: give a list of 'key.path=value', or a mapping")
+    else:
+        pairs = [_pair(argument) for argument in overrides]
+    tree: dict[str, Any] = {}
+    for key, value in pairs:
+        _refuse_prefix(str(key))
+        for part in reversed(str(key).split(".")):
+            value = {part: value}
+        tree = merged(tree, value)
+    return tree
+
+
+def merged(below: Mapping[Any, Any], above: Mapping[Any, Any]) -> dict[Any, Any]:
+    """`above` laid over `below`: mappings are merged, everything else is replaced."""
+    result = dict(below)
+    for key, value in above.items():
+        lower = result.get(key)
+        result[key] = merged(lower, value) if isinstance(lower, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def _pair(argument: str) -> tuple[str, Any]:
+    key, equals, text = argument.partition("=")
+    _refuse_prefix(key)
+    if not equals:
+        raise ConfigError(f"{argument!r} has no value; write key.path=value, such as trainer.epochs=2")
+    written = Written(text)
+    return key.strip(), written.value if isinstance(written.value, dict) else written
+
+
+def _refuse_prefix(key: str) -> None:
+    if key.startswith(("+", "~")):
+        raise ConfigError(
+            f"{key!r}: fields are not added or removed with + or ~; write {key.lstrip('+~')}=value for a field that "
+            "exists, and subclass its config class (make_config puts it into the tree) for one of your own"
+        )
+    if key.startswith("-"):
+        raise ConfigError(f"{key!r}: write {key.lstrip('-')}=value, without dashes")

@@ -1,0 +1,210 @@
+"""The trainer: strategy, batch sizes, checkpoints, evaluation and logging."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt
+
+from skyrl.train.config.algorithm import AlgorithmConfig
+from skyrl.train.config.base import BaseConfig
+from skyrl.train.config.fields import known_name, one_of
+from skyrl.train.config.models import CriticConfig, PlacementConfig, PolicyConfig, RefConfig
+from skyrl.train.config.renames import renamed
+from skyrl.train.config.trainer_rules import trainer_problems
+
+TRACKERS = ("wandb", "mlflow", "swanlab", "tensorboard", "console")
+
+
+def _all_or_some(count: int) -> int:
+    if count == -1 or count >= 1:
+        return count
+    raise ValueError("give a number from 1, or -1 to keep all of them")
+
+
+def _trackers(names: str | list[str]) -> str | list[str]:
+    for name in [names] if isinstance(names, str) else names:
+        known_name(name, TRACKERS)
+    return names
+
+
+@dataclass
+class FullyAsyncConfig(BaseConfig):
+    """Rollouts that run beside training."""
+
+    enabled: bool = False
+    """Whether rollouts run beside training rather than in turn with it."""
+
+    max_staleness_steps: NonNegativeInt = 4
+    """Optimizer steps by which the policy that sampled a rollout may lag behind."""
+
+    num_parallel_generation_workers: PositiveInt = 768
+    """Prompts that are sampled at once."""
+
+
+@dataclass
+class TrainerConfig(BaseConfig):
+    """How the policy is trained."""
+
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    """GPUs of each model."""
+
+    sequence_parallel_backend: Annotated[str, one_of("ulysses")] = "ulysses"
+    """How ranks share sequences: ulysses."""
+
+    strategy: Annotated[str, one_of("fsdp2", "fsdp", "megatron", "jax")] = "fsdp2"
+    """What computes: fsdp2 (or fsdp, which is the same), megatron, or jax."""
+
+    jax: dict[str, Any] = field(default_factory=dict)
+    """Options of the JAX backend, with strategy jax."""
+
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """The model that is trained."""
+
+    ref: RefConfig = field(default_factory=RefConfig)
+    """The model from which the policy's KL divergence is measured."""
+
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The model that estimates values."""
+
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """The RL algorithm."""
+
+    fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
+    """Rollouts that run beside training."""
+
+    gradient_checkpointing: bool = True
+    """Whether activations are computed again in the backward pass rather than kept."""
+
+    gradient_checkpointing_use_reentrant: bool = False
+    """Whether that uses torch's reentrant variant."""
+
+    seed: int = 42
+    """Seed of data order, initialisation and sampling."""
+
+    resume_mode: Annotated[str | None, one_of(None, "none", "latest", "from_path")] = "latest"
+    """Where training starts: none anew, latest from the newest checkpoint of this run, from_path from resume_path."""
+
+    resume_path: str | None = None
+    """Checkpoint, a folder named global_step_<number>, for resume_mode=from_path."""
+
+    log_path: str = "/tmp/skyrl-logs"
+    """Folder for the logs of workers and engines."""
+
+    ckpt_path: str = field(default_factory=lambda: os.path.expanduser("~/ckpts/"))
+    """Folder for checkpoints."""
+
+    max_ckpts_to_keep: Annotated[int, AfterValidator(_all_or_some)] = -1
+    """Newest checkpoints that are kept. -1: all."""
+
+    ckpt_interval: int = 10
+    """Steps between checkpoints. 0 or less: none in between."""
+
+    hf_save_interval: int = -1
+    """Steps between exports in Hugging Face format. 0 or less: none."""
+
+    export_path: str = field(default_factory=lambda: os.path.expanduser("~/exports/"))
+    """Folder for exports and dumps."""
+
+    bf16: bool = True
+    """Whether models compute in bfloat16, where that is available."""
+
+    epochs: PositiveInt = 1
+    """Passes over the data."""
+
+    update_epochs_per_batch: PositiveInt = 1
+    """Passes over each batch."""
+
+    train_batch_size: PositiveInt = 1024
+    """Prompts of a training step."""
+
+    policy_mini_batch_size: PositiveInt = 256
+    """Prompts of an optimizer step of the policy."""
+
+    critic_mini_batch_size: PositiveInt = 256
+    """Prompts of an optimizer step of the critic."""
+
+    micro_train_batch_size_per_gpu: PositiveInt = 1
+    """Sequences of which a GPU computes gradients at once."""
+
+    micro_forward_batch_size_per_gpu: PositiveInt = 1
+    """Sequences that a GPU scores at once."""
+
+    update_ref_every_epoch: bool = False
+    """Whether the policy becomes the reference after each epoch."""
+
+    use_sample_packing: bool = True
+    """Whether sequences are packed without padding, where that is available."""
+
+    eval_batch_size: PositiveInt = 1024
+    """Prompts that are evaluated at once."""
+
+    eval_before_train: bool = True
+    """Whether to evaluate before the first step."""
+
+    eval_interval: int = 5
+    """Steps between evaluations. 0 or less: none."""
+
+    max_prompt_length: PositiveInt = 512
+    """Tokens of a prompt at most; rows with longer ones are left out."""
+
+    flash_attn: bool = True
+    """Whether attention uses FlashAttention, where that is available."""
+
+    disable_fast_tokenizer: bool = False
+    """Whether to load the tokenizer that is written in Python."""
+
+    project_name: str = "skyrl"
+    """Project in the tracker."""
+
+    run_name: str = "test_run"
+    """Run in the tracker, and what its checkpoints belong to."""
+
+    logger: Annotated[str | list[str], AfterValidator(_trackers)] = "wandb"
+    """Where metrics go beside the local files: one or several of wandb, mlflow, swanlab, tensorboard, console."""
+
+    dump_data_batch: bool = False
+    """Whether every training batch is written to export_path."""
+
+    dump_eval_results: bool = True
+    """Whether results of evaluations are written to export_path."""
+
+    rope_scaling: dict[str, Any] | None = None
+    """Scaling of rotary embeddings. None: the model's."""
+
+    rope_theta: PositiveFloat | None = None
+    """Base of rotary embeddings. None: the model's."""
+
+    @classmethod
+    def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        return renamed(given, "remove_microbatch_padding", "use_sample_packing")
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether there is a critic."""
+        return self.critic.model.path is not None
+
+    @property
+    def models(self) -> list[str]:
+        """The models of this run: policy, and critic and ref where there are any."""
+        return ["policy", *["critic"] * self.has_critic, *["ref"] * self.algorithm.uses_reference]
+
+    def gpus(self, model: str) -> int:
+        """GPUs of policy, critic or ref."""
+        placement = self.placement
+        return getattr(placement, f"{model}_num_nodes") * getattr(placement, f"{model}_num_gpus_per_node")
+
+    def model_parallel_size(self, model: str) -> int:
+        """Ranks of policy, critic or ref that work on the same sequences."""
+        owner = getattr(self, model)
+        return (
+            owner.megatron_config.model_parallel_size if self.strategy == "megatron" else owner.sequence_parallel_size
+        )
+
+    def derive(self) -> None:
+        if self.ref.model.path is None:
+            self.ref.model.path = self.policy.model.path
+
+    def problems(self) -> Iterator[str]:
+        yield from trainer_problems(self)
