@@ -198,9 +198,9 @@ class TrainerConfig(BaseConfig):
     def model_parallel_size(self, model: str) -> int:
         """Ranks of policy, critic or ref that work on the same sequences."""
         owner = getattr(self, model)
-        return (
-            owner.megatron_config.model_parallel_size if self.strategy == "megatron" else owner.sequence_parallel_size
-        )
+        if self.strategy == "megatron" and model != "critic":  # which Megatron has none of
+            return owner.megatron_config.model_parallel_size
+        return owner.sequence_parallel_size
 
     def derive(self) -> None:
         if self.ref.model.path is None:

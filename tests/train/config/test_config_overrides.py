@@ -184,7 +184,7 @@ def test_a_value_of_another_type_in_a_mapping_is_refused(value, kind):
 
 
 def test_one_string_is_no_list_of_overrides():
-    with pytest.raises(ConfigError, match="give a list of 'key.path=value'"):
+    with pytest.raises(ConfigError, match=r"give a list of 'key\.path=value'"):
         SkyRLTrainConfig.from_cli_overrides("trainer.epochs=2")
 
 
