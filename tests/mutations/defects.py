@@ -33,6 +33,8 @@ TENANTS = "tests/backends/test_jax_tenants.py::"
 SAMPLER = "skyrl/backends/jax/sampler.py"
 BATCHING = "tests/backends/test_sampler_batching.py::"
 RECOVERY = "tests/tinker/test_engine_recovery.py::"
+CONFIG = "skyrl/train/config/"
+CONFIG_TESTS = "tests/train/config/"
 
 DEFECTS = [
     Defect(
@@ -444,5 +446,64 @@ DEFECTS = [
         "what gradient checkpointing decides on is not what is compiled",
         [Edit("skyrl/backends/jax/planning.py", "graphs[modes[length]]", "graphs[False]")],
         ["tests/backends/test_memory.py::test_auto_runs_the_mode_that_fits_and_short_tiles_without"],
+    ),
+    Defect(
+        "F1.7",
+        "a nested override of the training configuration drops defaults that its parent gives",
+        [
+            Edit(
+                CONFIG + "base.py",
+                "below = spec.base() if current is None else current",
+                "below = spec.config_class()",
+            )
+        ],
+        [
+            CONFIG_TESTS + "test_config_overrides.py::test_a_lora_rank_alone_keeps_the_path_of_the_policy",
+            CONFIG_TESTS + "test_config_overrides.py::test_a_weight_decay_alone_keeps_the_learning_rate_of_the_critic",
+            CONFIG_TESTS
+            + "test_config_overrides.py::test_an_evaluation_temperature_alone_keeps_the_length_of_training",
+        ],
+    ),
+    Defect(
+        "F1.7b",
+        "values of a mapping of overrides become text and are read again",
+        [
+            Edit(
+                CONFIG + "text.py",
+                "pairs = list(overrides.items())",
+                "pairs = [(key, Written(str(value))) for key, value in overrides.items()]",
+            )
+        ],
+        [CONFIG_TESTS + "test_config_overrides.py::test_values_of_a_mapping_never_become_text"],
+    ),
+    Defect(
+        "F1.13",
+        "token masks alone are not seen as corrections that need the sampler's log-probabilities",
+        [Edit(CONFIG + "corrections.py", "                self.token_mask_is_threshold_low,\n", "")],
+        [CONFIG_TESTS + "test_config_rules.py::test_what_cannot_be_done_is_refused_with_its_values"],
+    ),
+    Defect(
+        "F1.15",
+        "batch sizes that do not divide over the ranks are accepted and fail in the first step",
+        [Edit(CONFIG + "geometry.py", "if rows % self.ranks:", "if rows < self.ranks:")],
+        [CONFIG_TESTS + "test_config_geometry.py::test_validated_means_runnable_and_refused_means_not"],
+    ),
+    Defect(
+        "F1.18",
+        "validation changes the configuration that it validates",
+        [
+            Edit(
+                CONFIG + "base.py",
+                "        config = copy.deepcopy(self)\n        _raise_if_any(problem for",
+                "        config = self\n        _raise_if_any(problem for",
+            )
+        ],
+        [CONFIG_TESTS + "test_config_resolve.py::test_resolving_leaves_the_configuration_as_it_was"],
+    ),
+    Defect(
+        "F1.22",
+        "an estimator that compares samples trains on one sample without a word",
+        [Edit(CONFIG + "root_rules.py", "if samples == 1 and", "if samples == 0 and")],
+        [CONFIG_TESTS + "test_config_rules.py::test_what_is_probably_not_meant_warns"],
     ),
 ]

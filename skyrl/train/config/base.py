@@ -197,9 +197,19 @@ def _plain(value: Any) -> Any:
 
 def _unknown(cls: type[BaseConfig], name: str, where: str) -> str:
     known = list(specs_of(cls))
-    near = get_close_matches(name, known, n=1)
-    help = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+    near = get_close_matches(name, known, n=1) or list(_paths_to(cls, name, where.removesuffix(name)))
+    help = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
     return f"{where}: {cls.__name__} has no field {name!r}; {help}"
+
+
+def _paths_to(cls: type[BaseConfig], name: str, prefix: str) -> Iterator[str]:
+    """Paths of fields called `name` in the sections of `cls`, and in theirs."""
+    for spec in specs_of(cls).values():
+        if spec.config_class is not None:
+            path = f"{prefix}{spec.name}."
+            if name in specs_of(spec.config_class):
+                yield path + name
+            yield from _paths_to(spec.config_class, name, path)
 
 
 def _example(config: BaseConfig, path: str) -> str:

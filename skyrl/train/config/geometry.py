@@ -14,7 +14,7 @@ class BatchGeometry:
     """The cut of one model's batch. Rows are sequences, the samples of a prompt side by side."""
 
     model: str
-    """policy or critic."""
+    """policy, critic, or ref, which is not trained: its mini-batch is the batch."""
     prompts: int
     """Prompts of a batch (trainer.train_batch_size)."""
     samples_per_prompt: int
@@ -51,7 +51,8 @@ class BatchGeometry:
 
     def problems(self) -> Iterator[str]:
         """One message per cut that does not come out even."""
-        mini = f"trainer.{self.model}_mini_batch_size={self.mini_batch_prompts}"
+        field = "train_batch_size" if self.model == "ref" else f"{self.model}_mini_batch_size"
+        mini = f"trainer.{field}={self.mini_batch_prompts}"
         if self.prompts % self.mini_batch_prompts:
             yield (
                 f"{mini} does not divide trainer.train_batch_size={self.prompts}; use a divisor such as "

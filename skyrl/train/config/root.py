@@ -61,15 +61,18 @@ class SkyRLTrainConfig(BaseConfig):
         return given
 
     def geometry(self, model: str = "policy") -> BatchGeometry:
-        """How the batch of `model` (policy or critic) is cut. Of a resolved configuration, every cut comes out even."""
+        """How the batch of policy, critic or ref is cut. In a resolved configuration every cut comes out even."""
         trainer = self.trainer
+        scores_only = model == "ref"
         return BatchGeometry(
             model=model,
             prompts=trainer.train_batch_size,
             samples_per_prompt=self.generator.n_samples_per_prompt,
-            mini_batch_prompts=getattr(trainer, f"{model}_mini_batch_size"),
+            mini_batch_prompts=trainer.train_batch_size
+            if scores_only
+            else getattr(trainer, f"{model}_mini_batch_size"),
             ranks=trainer.gpus(model) // trainer.model_parallel_size(model),
-            micro_batch_rows=trainer.micro_train_batch_size_per_gpu,
+            micro_batch_rows=1 if scores_only else trainer.micro_train_batch_size_per_gpu,
             forward_batch_rows=trainer.micro_forward_batch_size_per_gpu,
         )
 

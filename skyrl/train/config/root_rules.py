@@ -38,18 +38,8 @@ def root_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
 def _batch_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
     trainer = config.trainer
     for model in trainer.models:
-        if trainer.gpus(model) % trainer.model_parallel_size(model):
-            continue  # reported by the trainer; there is no number of ranks
-        if model != "ref":
+        if trainer.gpus(model) % trainer.model_parallel_size(model) == 0:  # else the trainer says so
             yield from config.geometry(model).problems()
-            continue
-        ranks, rows = trainer.gpus(model) // trainer.model_parallel_size(model), config.geometry().rows
-        if rows % ranks:
-            yield (
-                f"trainer.train_batch_size={trainer.train_batch_size} x generator.n_samples_per_prompt="
-                f"{config.generator.n_samples_per_prompt} = {rows} sequences do not divide over the {ranks} "
-                f"data-parallel ranks of the reference; use a multiple of {ranks}"
-            )
 
 
 def _length_problems(config: "SkyRLTrainConfig") -> Iterator[str]:

@@ -7,7 +7,8 @@ an octal number and a date. A key that a mapping holds twice is refused.
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from enum import Enum
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -51,6 +52,9 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+_Dumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
+
 for _tag, _pattern, _first in _SCALARS:
     _Loader.add_implicit_resolver(_tag, re.compile(_pattern), _first)
     _Dumper.add_implicit_resolver(_tag, re.compile(_pattern), _first)
@@ -62,7 +66,7 @@ def load_yaml(text: str) -> Any:
 
 
 def dump_yaml(value: object) -> str:
-    """YAML of plain values, mappings in their own order, that `load_yaml` reads back as it was."""
+    """YAML of plain values, enum members and paths, mappings in their own order. `load_yaml` reads plain ones back."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

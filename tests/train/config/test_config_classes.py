@@ -95,6 +95,11 @@ def test_members_of_an_enum_and_paths_are_written_as_text():
     assert (algorithm.shape, algorithm.folder) == (Shape.COSINE, Path("there"))
 
 
+def test_members_of_an_enum_and_paths_are_text_in_yaml():
+    algorithm = MyAlgorithm.from_cli_overrides(["shape=cosine", "folder=there"])
+    assert MyAlgorithm.from_dict_config(yaml.safe_load(get_config_as_yaml_str(algorithm))) == algorithm
+
+
 def test_a_class_that_is_no_dataclass_is_refused_with_the_decorator():
     class Undecorated(AlgorithmConfig):
         extra: int = 1

@@ -135,6 +135,10 @@ def test_a_configuration_shares_nothing_with_the_mapping_it_came_from():
     [
         ("trainer.epoch=2", "trainer.epoch: TrainerConfig has no field 'epoch'; did you mean epochs?"),
         ("trainer.policy.model.lora.rnk=2", "SkyRLLoraConfig has no field 'rnk'; did you mean rank?"),
+        (
+            "trainer.lr=1",
+            "did you mean trainer.policy.optimizer_config.lr or trainer.critic.optimizer_config.lr?",
+        ),
         ("zzz=2", "zzz: SkyRLTrainConfig has no field 'zzz'; it has data, trainer, generator, environment"),
         ("trainer.epochs=1.5", "trainer.epochs=1.5: Input should be a valid integer"),
         ("trainer.epochs=true", "trainer.epochs=true: Input should be a valid integer"),

@@ -57,7 +57,7 @@ REFUSED = [
     ),
     (
         [P + "ref_num_gpus_per_node=3"],
-        "= 5120 sequences do not divide over the 3 data-parallel ranks of the reference",
+        "= 5120 sequences do not divide over the 3 data-parallel ranks of the ref",
         [P + "ref_num_gpus_per_node=2"],
     ),
     (
