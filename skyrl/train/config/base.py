@@ -69,7 +69,8 @@ class BaseConfig(Section):
     def resolve(self) -> Self:
         """A copy in which values that follow from others are filled in, and every rule holds.
 
-        The copy cannot be changed, so that nothing in it grows stale: change this configuration and resolve it again.
+        Fields of the copy cannot be set, so that nothing in it grows stale: change this configuration and resolve it
+        again.
         Resolving a resolved configuration returns it. Raises ConfigError, which names every broken rule; warns of
         what is allowed and probably not meant.
         """

@@ -5,6 +5,7 @@ ranges. Where there are no problems, every cut below comes out even: all ranks r
 the same size, so that collective operations meet, and no row is dropped, repeated or padded.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -56,21 +57,21 @@ class BatchGeometry:
         if self.prompts % self.mini_batch_prompts:
             yield (
                 f"{mini} does not divide trainer.train_batch_size={self.prompts}; use a divisor such as "
-                f"{_nearest_divisor(self.prompts, self.mini_batch_prompts)}"
+                f"{_divisor(self.prompts, self.mini_batch_prompts)}"
             )
         rows = self.mini_batch_prompts * self.samples_per_prompt
         per_prompt = f"generator.n_samples_per_prompt={self.samples_per_prompt}"
         if rows % self.ranks:
             yield (
                 f"{mini} x {per_prompt} = {rows} sequences do not divide over the {self.ranks} data-parallel ranks of "
-                f"the {self.model}; use a multiple of {self.ranks}, or {_nearest_divisor(rows, self.ranks)} ranks"
+                f"the {self.model}; use a multiple of {self.ranks}, or {_divisor(rows, self.ranks)} ranks"
             )
         elif (rows // self.ranks) % self.micro_batch_rows:
             share = rows // self.ranks
             yield (
                 f"trainer.micro_train_batch_size_per_gpu={self.micro_batch_rows} does not divide the {share} sequences "
                 f"of a rank of the {self.model} ({mini} x {per_prompt} / {self.ranks} ranks); use a divisor such as "
-                f"{_nearest_divisor(share, self.micro_batch_rows)}"
+                f"{_divisor(share, self.micro_batch_rows)}"
             )
 
 
@@ -78,5 +79,7 @@ def _cut(rows: range, size: int) -> list[range]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-def _nearest_divisor(total: int, wanted: int) -> int:
-    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - wanted), d))
+def _divisor(total: int, wanted: int) -> int:
+    """The largest divisor of `total` that is at most `wanted`, or, if that is far below, one they have in common."""
+    near = range(wanted, max(wanted - 10_000, 0), -1)
+    return next((size for size in near if total % size == 0), math.gcd(total, wanted))

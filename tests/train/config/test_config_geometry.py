@@ -123,6 +123,11 @@ def test_every_row_is_scored_once_in_parts_that_fit(geometry):
     assert max(len(part) for part in parts) <= geometry.forward_batch_rows
 
 
+def test_sizes_beyond_any_batch_are_refused_at_once():
+    (problem,) = BatchGeometry("policy", 10**30 + 1, 1, 10**20, 1, 1, 1).problems()
+    assert "trainer.policy_mini_batch_size=100000000000000000000 does not divide" in problem
+
+
 def test_the_geometry_of_the_defaults():
     config = SkyRLTrainConfig().resolve()
     geometry = config.geometry()
