@@ -70,9 +70,9 @@ class BaseConfig(Section):
         """A copy in which values that follow from others are filled in, and every rule holds.
 
         Fields of the copy cannot be set, so that nothing in it grows stale: change this configuration and resolve it
-        again.
-        Resolving a resolved configuration returns it. Raises ConfigError, which names every broken rule; warns of
-        what is allowed and probably not meant.
+        again. Resolving a resolved configuration returns it.
+
+        Raises ConfigError, which names every broken rule; warns of what is allowed and probably not meant.
         """
         if self._resolved:
             return self

@@ -5,6 +5,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from enum import Enum
@@ -76,12 +77,9 @@ class FieldSpec:
         try:
             return _validated(self.adapter, value.value)
         except ValueError:
-            if not value.may_be_text:
-                raise
-            try:
-                return _validated(self.adapter, value.text)
-            except ValueError:
-                pass
+            if value.may_be_text:
+                with suppress(ValueError):
+                    return _validated(self.adapter, value.text)
             raise
 
     def _checked_config(self, value: Any) -> Any:

@@ -4,6 +4,7 @@ Scalars follow the YAML 1.2 core schema: `1e-6` is a number; `on`, `0123` and `2
 an octal number and a date. A key that a mapping holds twice is refused.
 """
 
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -30,6 +31,9 @@ _SCALARS = [
 ]
 
 
+_LINE_BREAKS = set("\x85\u2028\u2029\ufeff")
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (the name by which PyYAML asks for it)
 
@@ -52,6 +56,12 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """A string, in double quotes where PyYAML would break its line at a character and lose it."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if set(text) & _LINE_BREAKS else None)
+
+
+_Dumper.add_representer(str, _quoted)
 _Dumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 _Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
 
@@ -61,8 +71,16 @@ for _tag, _pattern, _first in _SCALARS:
 
 
 def load_yaml(text: str) -> Any:
-    """The value of a YAML text. Raises ConfigError for a key that is there twice, yaml.YAMLError for no YAML."""
-    return yaml.load(text, _Loader)
+    """The value of a YAML text.
+
+    Raises ConfigError for a key that is there twice and for a value that contains itself, yaml.YAMLError for no YAML.
+    """
+    value = yaml.load(text, _Loader)
+    try:
+        json.dumps(value, default=str, skipkeys=True)
+    except ValueError:
+        raise ConfigError(f"{text!r}: a value contains itself; write it out, without * or &") from None
+    return value
 
 
 def dump_yaml(value: object) -> str:

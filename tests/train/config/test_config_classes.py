@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skyrl.train.config import (
@@ -188,11 +188,15 @@ PLAIN = st.recursive(
 )
 
 
+@settings(max_examples=500)
+@example({"\x85": "a\u2028b"})
 @given(PLAIN)
 def test_plain_values_come_back_from_yaml(value):
     assert load_yaml(dump_yaml(value)) == value
 
 
+@settings(max_examples=500)
+@example("\x85")
 @given(PLAIN)
 def test_other_readers_of_yaml_read_the_same(value):
     assert yaml.safe_load(dump_yaml(value)) == value

@@ -165,6 +165,7 @@ def test_a_configuration_shares_nothing_with_the_mapping_it_came_from():
         ("--trainer.epochs=1", "write trainer.epochs=value, without dashes"),
         ("trainer.epochs", "'trainer.epochs' has no value; write key.path=value"),
         ("trainer.placement={a: 1, a: 2}", "'a' is there twice"),
+        ("trainer.rope_scaling=&a {b: *a}", "a value contains itself; write it out"),
     ],
 )
 def test_a_bad_override_is_refused_with_a_way_out(override, message):
