@@ -10,6 +10,7 @@ from skyrl.train.config.base import BaseConfig
 from skyrl.train.config.corrections import OffPolicyCorrectionConfig
 from skyrl.train.config.fields import Fraction, one_of
 from skyrl.train.config.policy_losses import CISPOConfig, ClipCovConfig, KLCovConfig, SAPOConfig
+from skyrl.train.config.unread import unread
 
 
 @dataclass
@@ -190,6 +191,7 @@ class AlgorithmConfig(BaseConfig):
             )
 
     def cautions(self) -> Iterator[str]:
+        yield from unread(self)
         if self.use_tis:
             yield (
                 "use_tis and tis_imp_ratio_cap are old names of off_policy_correction.tis_ratio_type=token and "

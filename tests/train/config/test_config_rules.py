@@ -95,7 +95,7 @@ REFUSED = [
     (
         [A + "use_tis=true", A + "tis_imp_ratio_cap=2", A + "off_policy_correction.tis_ratio_type=sequence"],
         "say different things; set use_tis=False",
-        [A + "use_tis=false"],
+        [A + "use_tis=false", A + "tis_imp_ratio_cap=-1"],
     ),
     (
         [A + "off_policy_correction.tis_ratio_type=token", G + "sampling_params.logprobs=null"],
@@ -113,7 +113,7 @@ REFUSED = [
         [G + "sampling_params.logprobs=1"],
     ),
     (
-        [A + "off_policy_correction.geo_mask_low=2"],
+        [A + "off_policy_correction.sequence_mask_metric=geometric", A + "off_policy_correction.geo_mask_low=2"],
         "trainer.algorithm.off_policy_correction: geo_mask_low=2.0 is above geo_mask_high=1.01",
         [A + "off_policy_correction.geo_mask_high=3"],
     ),
@@ -136,7 +136,7 @@ REFUSED = [
         [A + "off_policy_correction.token_mask_is_threshold_high=null"],
     ),
     (
-        [A + "clip_cov.clip_cov_lb=9"],
+        [A + "policy_loss_type=clip_cov", A + "clip_cov.clip_cov_lb=9"],
         "clip_cov_lb=9.0 must be less than clip_cov_ub=5.0",
         [A + "clip_cov.clip_cov_ub=10"],
     ),
