@@ -1,8 +1,8 @@
 """The two kinds of failure: what the caller can fix, and the rest.
 
 A `RequestError` is reported to its sender word for word, so its message names the field, its value, the rule and a
-way out. Every other exception is a fault of ours: the sender reads "internal error (request ...)" and the log has the
-traceback.
+way out. A `ConfigError` is the same for a configuration. Every other exception is a fault of ours: the sender reads
+"internal error (request ...)" and the log has the traceback.
 """
 
 
@@ -16,3 +16,7 @@ class UnknownName(RequestError):
 
 class StorageError(Exception):
     """A stored file is missing, damaged or cannot be written. The message names the path and what is wrong with it."""
+
+
+class ConfigError(ValueError):
+    """A configuration cannot be used as written. The message names each field, its value, the rule and a way out."""

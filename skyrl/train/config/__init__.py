@@ -7,6 +7,7 @@ Pure data: nothing here loads a model, so that every part of the system may read
 rule and a class of your own.
 """
 
+from skyrl.errors import ConfigError
 from skyrl.train.config.algorithm import AlgorithmConfig, DynamicSamplingConfig, KLCtrlConfig
 from skyrl.train.config.base import BaseConfig, get_config_as_dict, get_config_as_yaml_str
 from skyrl.train.config.corrections import OffPolicyCorrectionConfig
@@ -41,7 +42,6 @@ from skyrl.train.config.models import (
 )
 from skyrl.train.config.policy_losses import CISPOConfig, ClipCovConfig, KLCovConfig, SAPOConfig
 from skyrl.train.config.root import DataConfig, SkyRLTrainConfig, make_config
-from skyrl.train.config.text import ConfigError
 from skyrl.train.config.trainer import FullyAsyncConfig, TrainerConfig
 
 __all__ = [

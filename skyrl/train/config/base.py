@@ -18,8 +18,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
+from skyrl.errors import ConfigError
 from skyrl.train.config.fields import FieldSpec, Section, specs_of
-from skyrl.train.config.text import ConfigError, dump_yaml, merged, nested, read_file, unwritten
+from skyrl.train.config.text import dump_yaml, merged, nested, read_file, unwritten
 
 _RESOLVED = (
     "the configuration is resolved, and other values follow from it; "
@@ -214,7 +215,7 @@ def _paths_to(cls: type[BaseConfig], name: str, prefix: str) -> Iterator[str]:
 
 
 def _example(config: BaseConfig, path: str) -> str:
-    return f"{_join(path, fields(config)[0].name)}=..."
+    return f"{_join(path, next(iter(specs_of(type(config))), 'field'))}=..."
 
 
 def _join(path: str, name: str) -> str:

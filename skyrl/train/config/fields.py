@@ -128,16 +128,18 @@ def _spec(name: str, hint: Any, base: Callable[[], Any] | None) -> FieldSpec:
     optional = type(None) in parts
     if classes:
         return FieldSpec(name, hint, classes[0], base or classes[0], None, optional)
-    return FieldSpec(name, hint, None, lambda: None, _adapter(hint, bare), optional)
+    return FieldSpec(name, hint, None, lambda: None, _adapter(hint, not any(map(_is_not_yaml, parts))), optional)
 
 
-def _adapter(hint: Any, bare: Any) -> TypeAdapter[Any]:
-    # A file has only text for an enum member and a path, so these two may be written as text.
-    from_text = isinstance(bare, type) and issubclass(bare, Enum | PurePath)
+def _is_not_yaml(hint: Any) -> bool:
+    """Whether YAML has only text or lists for values of this type, which are therefore converted."""
+    kind = get_origin(hint) or hint
+    return isinstance(kind, type) and issubclass(kind, Enum | PurePath | tuple | set | frozenset)
+
+
+def _adapter(hint: Any, strict: bool) -> TypeAdapter[Any]:
     try:
-        return TypeAdapter(
-            hint, config=ConfigDict(strict=not from_text, allow_inf_nan=False, arbitrary_types_allowed=True)
-        )
+        return TypeAdapter(hint, config=ConfigDict(strict=strict, allow_inf_nan=False, arbitrary_types_allowed=True))
     except PydanticUserError:  # a type that brings its own configuration
         return TypeAdapter(hint)
 

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl.train.config.text import ConfigError
+from skyrl.errors import ConfigError
 
 _KEPT = (
     "model_dtype run_engines_locally backend weight_sync_backend weight_transfer_threshold_cuda_ipc_GB async_engine "

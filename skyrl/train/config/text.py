@@ -14,10 +14,7 @@ from typing import Any
 
 import yaml
 
-
-class ConfigError(ValueError):
-    """A configuration cannot be used as written. The message names each field, its value, the rule and a way out."""
-
+from skyrl.errors import ConfigError
 
 _SCALARS = [
     ("tag:yaml.org,2002:null", r"(?:null|Null|NULL|~|)$", ["n", "N", "~", ""]),

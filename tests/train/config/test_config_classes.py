@@ -41,6 +41,8 @@ class MyAlgorithm(AlgorithmConfig):
     overlong: OverlongConfig = field(default_factory=lambda: OverlongConfig(length=64))
     shape: Shape = Shape.LINEAR
     folder: Path = Path("here")
+    other_shape: Shape | None = None
+    window: tuple[int, int] = (0, 1)
 
 
 @dataclass
@@ -63,7 +65,7 @@ def test_a_custom_configuration_is_a_train_configuration_with_the_same_defaults(
     config = make_config(algorithm_cls=MyAlgorithm)()
     expected = asdict(SkyRLTrainConfig())
     mine = asdict(config)
-    for name in ("overlong", "shape", "folder"):
+    for name in ("overlong", "shape", "folder", "other_shape", "window"):
         mine["trainer"]["algorithm"].pop(name)
     assert isinstance(config, SkyRLTrainConfig) and mine == expected
 
@@ -91,8 +93,21 @@ def test_a_custom_configuration_is_resolved_and_checked_as_the_usual_one():
 
 
 def test_members_of_an_enum_and_paths_are_written_as_text():
-    algorithm = MyAlgorithm.from_cli_overrides(["shape=cosine", "folder=there"])
-    assert (algorithm.shape, algorithm.folder) == (Shape.COSINE, Path("there"))
+    algorithm = MyAlgorithm.from_cli_overrides(["shape=cosine", "folder=there", "other_shape=linear"])
+    assert (algorithm.shape, algorithm.folder, algorithm.other_shape) == (Shape.COSINE, Path("there"), Shape.LINEAR)
+
+
+def test_tuples_are_written_as_lists():
+    assert MyAlgorithm.from_cli_overrides(["window=[2, 3]"]).window == (2, 3)
+
+
+def test_a_value_for_a_section_without_fields_is_refused():
+    @dataclass
+    class Empty(BaseConfig):
+        pass
+
+    with pytest.raises(ConfigError, match="holds fields of Empty"):
+        Empty.from_dict_config(3)  # pyright: ignore[reportArgumentType]
 
 
 def test_members_of_an_enum_and_paths_are_text_in_yaml():
