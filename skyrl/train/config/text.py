@@ -76,7 +76,7 @@ def load_yaml(text: str) -> Any:
     try:
         json.dumps(value, default=str, skipkeys=True)
     except ValueError:
-        raise ConfigError(f"{text!r}: a value contains itself; write it out, without * or &") from None
+        raise ConfigError("a value contains itself; write it out, without * or &") from None
     return value
 
 
@@ -88,14 +88,11 @@ def dump_yaml(value: object) -> str:
 def read_file(path: str | Path) -> dict[str, Any]:
     """The mapping in a .yaml, .yml, .json or .toml file. Raises ConfigError for other contents, or OSError."""
     path = Path(path)
+    if path.suffix not in (".toml", ".yaml", ".yml", ".json"):
+        raise ConfigError(f"{path}: unknown kind of file; write .yaml, .yml, .json or .toml")
     try:
-        if path.suffix == ".toml":
-            return tomllib.loads(path.read_text())
-        if path.suffix in (".yaml", ".yml", ".json"):
-            content = load_yaml(path.read_text())
-        else:
-            raise ConfigError(f"{path}: unknown kind of file; write .yaml, .yml, .json or .toml")
-    except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+        content = tomllib.loads(path.read_text()) if path.suffix == ".toml" else load_yaml(path.read_text())
+    except (yaml.YAMLError, tomllib.TOMLDecodeError, ConfigError) as error:
         raise ConfigError(f"{path}: {error}") from None
     if content is None:
         return {}
@@ -164,7 +161,10 @@ def _pair(argument: str) -> tuple[str, Any]:
     _refuse_prefix(key)
     if not equals:
         raise ConfigError(f"{argument!r} has no value; write key.path=value, such as trainer.epochs=2")
-    written = Written(text)
+    try:
+        written = Written(text)
+    except ConfigError as error:
+        raise ConfigError(f"{argument}: {error}") from None
     return key.strip(), written.value if isinstance(written.value, dict) else written
 
 

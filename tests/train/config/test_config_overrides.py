@@ -165,7 +165,7 @@ def test_a_configuration_shares_nothing_with_the_mapping_it_came_from():
         ("--trainer.epochs=1", "write trainer.epochs=value, without dashes"),
         ("trainer.epochs", "'trainer.epochs' has no value; write key.path=value"),
         ("trainer.placement={a: 1, a: 2}", "'a' is there twice"),
-        ("trainer.rope_scaling=&a {b: *a}", "a value contains itself; write it out"),
+        ("trainer.rope_scaling=&a {b: *a}", "trainer.rope_scaling=&a {b: *a}: a value contains itself; write it out"),
     ],
 )
 def test_a_bad_override_is_refused_with_a_way_out(override, message):
@@ -235,7 +235,7 @@ def test_a_file_that_holds_no_configuration_is_refused(tmp_path, name, text, mes
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError) as error:
         SkyRLTrainConfig.from_file(tmp_path / name)
-    assert message in str(error.value)
+    assert message in str(error.value) and name in str(error.value)
 
 
 def test_an_empty_file_is_the_defaults(tmp_path):
