@@ -18,6 +18,7 @@ import numpy as np
 from array_api_compat import array_namespace, is_jax_namespace, is_torch_namespace
 from jaxtyping import Bool, Float, Int, Num
 
+from skyrl.algorithms.arrays import Tokens
 from skyrl.errors import RequestError
 from skyrl.utils.registry import Registry
 
@@ -30,7 +31,6 @@ LARGEST = 1e9
 NUM_KNOBS = 4
 """Columns of the packed knobs, at least as many as any loss has."""
 
-Tokens = Float[Any, "batch tokens"]
 Knob = float | Float[Any, "#batch 1"]
 
 

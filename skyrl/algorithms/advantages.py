@@ -1,0 +1,206 @@
+"""Advantage estimators: from token rewards to one advantage per token, written once for NumPy, torch and JAX.
+
+An estimator sees a whole batch, because groups (all samples of one prompt) and normalisation span it. It returns
+advantages that are 0 outside the mask; neither the width of the padding nor the order of the rows matters.
+
+Adding one means adding a function here, or naming one as "module:function". Its keyword-only arguments are filled from
+the algorithm options of the same names.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from array_api_compat import array_namespace
+from jaxtyping import Bool, Float, Int
+
+from skyrl.algorithms.arrays import Mask, Tokens, is_set, place, select, whiten
+from skyrl.algorithms.options import pick_options
+from skyrl.utils.registry import Registry
+
+Rows = Float[Any, "batch"]
+
+EPSILON = 1e-6
+"""Added to standard deviations and means before dividing by them."""
+
+
+class AdvantageInputs(NamedTuple):
+    """A batch of samples, one row each. Arrays are `[batch, tokens]`; padding may be anywhere in a row."""
+
+    rewards: Tokens
+    """Reward given at each token. A sample's score is the sum of its row."""
+    mask: Mask
+    """Non-zero where the policy chose the token: neither padding nor an observation between turns."""
+    uids: Sequence[Hashable]
+    """Prompt of each row; rows of equal uid form a group, wherever they stand."""
+    values: Tokens | None = None
+    """The critic's value before each token."""
+
+
+class Advantages(NamedTuple):
+    """What an estimator returns, both `[batch, tokens]`, 0 outside the mask."""
+
+    advantages: Tokens
+    returns: Tokens
+    """Targets of a critic. Equal to the advantages for estimators that have no critic."""
+
+
+AdvantageEstimator = Callable[..., Advantages]
+
+AdvantageEstimatorRegistry: Registry[AdvantageEstimator] = Registry("advantage estimator")
+
+
+def estimate_advantages(name: str, x: AdvantageInputs, options: Mapping[str, Any]) -> Advantages:
+    """Advantages by the estimator `name` (registered, or "module:function") with its settings among `options`.
+
+    Raises KeyError for an unknown name and ValueError for a batch that the estimator cannot serve.
+    """
+    estimator = AdvantageEstimatorRegistry.get(name)
+    if len(x.uids) != x.rewards.shape[0]:
+        raise ValueError(f"{len(x.uids)} uids for {x.rewards.shape[0]} rows of rewards; give the prompt of every row")
+    return estimator(x, **pick_options(estimator, options, name))
+
+
+@AdvantageEstimatorRegistry.register("grpo")
+def grpo(x: AdvantageInputs, *, grpo_norm_by_std: bool = True) -> Advantages:
+    """Score minus the mean of its group, divided by the group's standard deviation.
+
+    A group of one has no baseline, hence advantage 0; a batch of nothing else raises ValueError. Equal scores give
+    exactly 0.
+
+    Args:
+        x: The batch.
+        grpo_norm_by_std: Whether to divide; without it this is Dr. GRPO (https://arxiv.org/abs/2503.20783).
+
+    Source: Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2 (the deviation is the unbiased one).
+    """
+    group = _Groups("grpo", x)
+    if not grpo_norm_by_std:
+        return _outcome(x, group.centred)
+    xp = array_namespace(x.rewards)
+    variance = group.sum(group.centred * group.centred) / (xp.where(group.size > 1, group.size, 2.0) - 1)
+    return _outcome(x, group.centred / (xp.sqrt(variance) + EPSILON))
+
+
+@AdvantageEstimatorRegistry.register("rloo")
+def rloo(x: AdvantageInputs) -> Advantages:
+    """Score minus the mean score of the group's other samples; 0 for a group of one.
+
+    Source: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, section 3.4.
+    """
+    group = _Groups("rloo", x)
+    xp = array_namespace(x.rewards)
+    return _outcome(x, group.centred * group.size / (xp.where(group.size > 1, group.size, 2.0) - 1))
+
+
+@AdvantageEstimatorRegistry.register("maxrl")
+def maxrl(x: AdvantageInputs) -> Advantages:
+    """Score minus the mean of its group, divided by that mean; 0 for a group of one, or without any success.
+
+    The weight of a prompt grows as it is solved more rarely. Scores are successes: raises ValueError for a negative
+    one, since a mean that is not positive would turn signs around.
+
+    Source: Tajwar et al. 2026, https://arxiv.org/abs/2602.02710.
+    """
+    group = _Groups("maxrl", x)
+    xp = array_namespace(x.rewards)
+    if bool(xp.any(group.scores < 0)):
+        row = int(xp.argmin(group.scores))
+        raise ValueError(
+            f"maxrl: row {row} scores {float(group.scores[row])}, but its scores are successes and never negative; "
+            "shift the rewards, leave KL out of them, or use grpo"
+        )
+    return _outcome(x, group.centred / (group.sum(group.scores) / group.size + EPSILON))
+
+
+@AdvantageEstimatorRegistry.register("reinforce++")
+def reinforce_plus_plus(x: AdvantageInputs, *, gamma: float = 1.0) -> Advantages:
+    """Discounted sum of the rewards from each token on, whitened over the batch. Returns are not whitened.
+
+    Args:
+        x: The batch.
+        gamma: Discount per token of the mask. A reward outside it belongs to the token of the mask before it.
+
+    Source: Hu 2025, https://arxiv.org/abs/2501.03262.
+    """
+    returns = _accumulated_errors(x, array_namespace(x.rewards).zeros_like(x.rewards), gamma, 1.0)
+    return Advantages(whiten(returns, x.mask), returns)
+
+
+@AdvantageEstimatorRegistry.register("gae")
+def gae(x: AdvantageInputs, *, gamma: float = 1.0, lambd: float = 1.0) -> Advantages:
+    """Generalised advantage estimation over the tokens of the mask, whitened over the batch.
+
+    The value that follows a token is that of the next token *of the mask*: observations between turns and padding take
+    no part, and a reward that stands on one of them belongs to the token before it. Returns are the advantages before
+    whitening plus the values. Raises ValueError without values.
+
+    Args:
+        x: The batch, with `values`.
+        gamma: Discount per token of the mask.
+        lambd: Weight of longer estimates: 0 is the one-step error, 1 the discounted return minus the value.
+
+    Source: Schulman et al. 2015, https://arxiv.org/abs/1506.02438, equation 16.
+    """
+    if x.values is None:
+        raise ValueError("advantage_estimator='gae' needs the values of a critic; set trainer.critic.model.path")
+    values = select(x.mask, x.values)
+    advantages = _accumulated_errors(x, values, gamma, lambd)
+    return Advantages(whiten(advantages, x.mask), advantages + values)
+
+
+class _Groups:
+    """Sums over the group of each row."""
+
+    def __init__(self, estimator: str, x: AdvantageInputs):
+        numbers: dict[Hashable, int] = {}
+        group = np.array([numbers.setdefault(uid, len(numbers)) for uid in x.uids], np.int32)
+        sizes = np.bincount(group)
+        if sizes.max(initial=0) < 2:
+            raise ValueError(
+                f"{estimator}: every one of the {len(sizes)} prompts has one sample, so no score can be compared with "
+                "another; set n_samples_per_prompt to 2 or more, or use reinforce++ or gae"
+            )
+        xp = array_namespace(x.rewards)
+        self._number: Int[Any, "batch"] = place(group, x.rewards)
+        self._member: Bool[Any, "batch groups"] = place(group[:, None] == np.arange(len(sizes))[None, :], x.rewards)
+        self.scores: Rows = xp.sum(x.rewards, axis=1)
+        """Sum of each row's rewards."""
+        self.size: Rows = self.sum(xp.ones_like(self.scores))
+        """Rows in each row's group."""
+        # Scores are shifted before they are averaged, so that the differences of equal scores are exactly 0.
+        lowest = xp.min(xp.where(self._member, self.scores[:, None], xp.inf), axis=0)
+        shifted = self.scores - xp.take(lowest, self._number)
+        self.centred: Rows = shifted - self.sum(shifted) / self.size
+        """Score of each row minus the mean of its group."""
+
+    def sum(self, values: Rows) -> Rows:
+        """At each row, the sum of the values of its group."""
+        xp = array_namespace(values)
+        return xp.take(xp.sum(xp.where(self._member, values[:, None], 0.0), axis=0), self._number)
+
+
+def _outcome(x: AdvantageInputs, per_row: Rows) -> Advantages:
+    """One advantage per row, at each token of its mask."""
+    advantages = select(x.mask, per_row[:, None] + array_namespace(per_row).zeros_like(x.rewards))
+    return Advantages(advantages, advantages)
+
+
+def _accumulated_errors(x: AdvantageInputs, values: Tokens, gamma: float, lambd: float) -> Tokens:
+    """Sum over the tokens i from each token on of (gamma lambd)^i times the one-step error, 0 outside the mask.
+
+    The error of a token is its reward plus gamma times the value of the mask's next token, minus its own value.
+    """
+    xp = array_namespace(x.rewards)
+    mask = is_set(x.mask)
+    zero = xp.zeros_like(x.rewards[:, 0])
+    total, next_value, reward = zero, zero, zero
+    columns = []
+    for t in reversed(range(x.rewards.shape[1])):
+        here, reward = mask[:, t], reward + x.rewards[:, t]
+        error = reward + gamma * next_value - values[:, t]
+        total = xp.where(here, error + gamma * lambd * total, total)
+        next_value = xp.where(here, values[:, t], next_value)
+        reward = xp.where(here, zero, reward)
+        columns.append(total)
+    return select(mask, xp.stack(columns[::-1], axis=1))
