@@ -10,15 +10,12 @@ the algorithm options of the same names.
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from array_api_compat import array_namespace
-from jaxtyping import Bool, Float, Int
 
-from skyrl.algorithms.arrays import Mask, Tokens, is_set, place, select, whiten
+from skyrl.algorithms.arrays import Mask, Tokens, is_set, select, whiten
+from skyrl.algorithms.groups import Groups, Rows
 from skyrl.algorithms.options import pick_options
 from skyrl.utils.registry import Registry
-
-Rows = Float[Any, "batch"]
 
 EPSILON = 1e-6
 """Added to standard deviations and means before dividing by them."""
@@ -74,12 +71,11 @@ def grpo(x: AdvantageInputs, *, grpo_norm_by_std: bool = True) -> Advantages:
 
     Source: Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2 (the deviation is the unbiased one).
     """
-    group = _Groups("grpo", x)
+    rows = _Scores("grpo", x)
     if not grpo_norm_by_std:
-        return _outcome(x, group.centred)
-    xp = array_namespace(x.rewards)
-    variance = group.sum(group.centred * group.centred) / (xp.where(group.size > 1, group.size, 2.0) - 1)
-    return _outcome(x, group.centred / (xp.sqrt(variance) + EPSILON))
+        return _outcome(x, rows.centred)
+    deviation = array_namespace(x.rewards).sqrt(rows.groups.sum(rows.centred * rows.centred) / rows.others)
+    return _outcome(x, rows.centred / (deviation + EPSILON))
 
 
 @AdvantageEstimatorRegistry.register("rloo")
@@ -88,9 +84,8 @@ def rloo(x: AdvantageInputs) -> Advantages:
 
     Source: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, section 3.4.
     """
-    group = _Groups("rloo", x)
-    xp = array_namespace(x.rewards)
-    return _outcome(x, group.centred * group.size / (xp.where(group.size > 1, group.size, 2.0) - 1))
+    rows = _Scores("rloo", x)
+    return _outcome(x, rows.centred * rows.size / rows.others)
 
 
 @AdvantageEstimatorRegistry.register("maxrl")
@@ -102,15 +97,15 @@ def maxrl(x: AdvantageInputs) -> Advantages:
 
     Source: Tajwar et al. 2026, https://arxiv.org/abs/2602.02710.
     """
-    group = _Groups("maxrl", x)
+    rows = _Scores("maxrl", x)
     xp = array_namespace(x.rewards)
-    if bool(xp.any(group.scores < 0)):
-        row = int(xp.argmin(group.scores))
+    if bool(xp.any(rows.scores < 0)):
+        row = int(xp.argmin(rows.scores))
         raise ValueError(
-            f"maxrl: row {row} scores {float(group.scores[row])}, but its scores are successes and never negative; "
+            f"maxrl: row {row} scores {float(rows.scores[row])}, but its scores are successes and never negative; "
             "shift the rewards, leave KL out of them, or use grpo"
         )
-    return _outcome(x, group.centred / (group.sum(group.scores) / group.size + EPSILON))
+    return _outcome(x, rows.centred / (rows.groups.sum(rows.scores) / rows.size + EPSILON))
 
 
 @AdvantageEstimatorRegistry.register("reinforce++")
@@ -149,35 +144,27 @@ def gae(x: AdvantageInputs, *, gamma: float = 1.0, lambd: float = 1.0) -> Advant
     return Advantages(whiten(advantages, x.mask), advantages + values)
 
 
-class _Groups:
-    """Sums over the group of each row."""
+class _Scores:
+    """The score of each row, compared with its group's."""
 
     def __init__(self, estimator: str, x: AdvantageInputs):
-        numbers: dict[Hashable, int] = {}
-        group = np.array([numbers.setdefault(uid, len(numbers)) for uid in x.uids], np.int32)
-        sizes = np.bincount(group)
-        if sizes.max(initial=0) < 2:
-            raise ValueError(
-                f"{estimator}: every one of the {len(sizes)} prompts has one sample, so no score can be compared with "
-                "another; set n_samples_per_prompt to 2 or more, or use reinforce++ or gae"
-            )
         xp = array_namespace(x.rewards)
-        self._number: Int[Any, "batch"] = place(group, x.rewards)
-        self._member: Bool[Any, "batch groups"] = place(group[:, None] == np.arange(len(sizes))[None, :], x.rewards)
         self.scores: Rows = xp.sum(x.rewards, axis=1)
         """Sum of each row's rewards."""
-        self.size: Rows = self.sum(xp.ones_like(self.scores))
+        self.groups = Groups(x.uids, self.scores)
+        if self.groups.sizes.max(initial=0) < 2:
+            raise ValueError(
+                f"{estimator}: every one of the {len(x.uids)} prompts has one sample, so no score can be compared with "
+                "another; set n_samples_per_prompt to 2 or more, or use reinforce++ or gae"
+            )
+        self.size: Rows = self.groups.sum(xp.ones_like(self.scores))
         """Rows in each row's group."""
+        self.others: Rows = xp.where(self.size > 1, self.size - 1, 1.0)
+        """Other rows in each row's group; 1 where there is none, for divisions of what is 0 anyway."""
         # Scores are shifted before they are averaged, so that the differences of equal scores are exactly 0.
-        lowest = xp.min(xp.where(self._member, self.scores[:, None], xp.inf), axis=0)
-        shifted = self.scores - xp.take(lowest, self._number)
-        self.centred: Rows = shifted - self.sum(shifted) / self.size
+        shifted = self.scores - self.groups.minimum(self.scores)
+        self.centred: Rows = shifted - self.groups.sum(shifted) / self.size
         """Score of each row minus the mean of its group."""
-
-    def sum(self, values: Rows) -> Rows:
-        """At each row, the sum of the values of its group."""
-        xp = array_namespace(values)
-        return xp.take(xp.sum(xp.where(self._member, values[:, None], 0.0), axis=0), self._number)
 
 
 def _outcome(x: AdvantageInputs, per_row: Rows) -> Advantages:

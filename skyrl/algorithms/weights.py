@@ -1,0 +1,75 @@
+"""Loss reductions as token weights, so that every objective is a plain weighted sum.
+
+The weights of a mini-batch are computed once, over all of it, from its loss mask. They sum to 1 (those of
+`seq_mean_token_sum_norm` to less). The mini-batch may then be cut in any way, into micro-batches and over devices, and
+policy, KL, entropy and value terms keep the same scale. Masks that come later, such as off-policy ones, multiply the
+weights and make the gradient smaller; nothing is divided again.
+"""
+
+from collections.abc import Hashable, Sequence
+
+from array_api_compat import array_namespace
+
+from skyrl.algorithms.arrays import Mask, Tokens, count, select
+from skyrl.algorithms.groups import Groups, Rows
+
+REDUCTIONS = ("token_mean", "sequence_mean", "prompt_mean", "seq_mean_token_sum_norm")
+
+
+def token_weights(
+    reduction: str,
+    mask: Mask,
+    like: Tokens,
+    *,
+    uids: Sequence[Hashable] | None = None,
+    max_seq_len: int | None = None,
+) -> Tokens:
+    """Weight of each token of a whole mini-batch, `[batch, tokens]`, 0 outside the mask.
+
+    Rows without a token, be they padding or filtered out, are no sequences: means leave them out.
+
+    Args:
+        reduction: `token_mean` (all tokens alike), `sequence_mean` (all sequences alike, then their tokens),
+            `prompt_mean` (all prompts alike, then the tokens of all their sequences) or `seq_mean_token_sum_norm` (the
+            mean over sequences of their sum over tokens, divided by a constant; Dr. GRPO,
+            https://arxiv.org/abs/2503.20783).
+        mask: The loss mask, non-zero where a token counts.
+        like: An array of the library, dtype and shape of the result, such as the log-probabilities.
+        uids: Prompt of each row, for `prompt_mean`.
+        max_seq_len: The constant of `seq_mean_token_sum_norm`, in tokens.
+
+    Raises ValueError for an unknown reduction and for one that lacks its argument.
+    """
+    xp = array_namespace(like)
+    counts = count(mask, like)
+    if reduction == "token_mean":
+        per_row = 1 / _at_least_one(xp.sum(counts) + xp.zeros_like(counts))
+    elif reduction == "sequence_mean":
+        per_row = 1 / (_live(counts) * _at_least_one(counts))
+    elif reduction == "prompt_mean":
+        if uids is None or len(uids) != mask.shape[0]:
+            raise ValueError("loss_reduction='prompt_mean' needs uids, the prompt of each row")
+        groups = Groups(uids, counts)
+        per_prompt = groups.sum(counts)
+        per_row = 1 / (_at_least_one(groups.number_of(per_prompt > 0)) * _at_least_one(per_prompt))
+    elif reduction == "seq_mean_token_sum_norm":
+        if max_seq_len is None or max_seq_len < 1:
+            raise ValueError(
+                f"loss_reduction='seq_mean_token_sum_norm' divides by max_seq_len={max_seq_len}; set "
+                "trainer.algorithm.max_seq_len to a positive number of tokens"
+            )
+        per_row = 1 / (_live(counts) * max_seq_len + xp.zeros_like(counts))
+    else:
+        raise ValueError(f"loss_reduction={reduction!r} is unknown; use one of {', '.join(REDUCTIONS)}")
+    return select(mask, per_row[:, None] + xp.zeros_like(like))
+
+
+def _live(counts: Rows) -> Rows:
+    """How many rows have a token, at least 1; at each row."""
+    xp = array_namespace(counts)
+    return _at_least_one(xp.sum(xp.astype(counts > 0, counts.dtype)) + xp.zeros_like(counts))
+
+
+def _at_least_one(counts: Rows) -> Rows:
+    """Divisors that make empty sums 0 rather than undefined."""
+    return array_namespace(counts).where(counts < 1, 1.0, counts)
