@@ -6,7 +6,7 @@ Where the mask is 0 nothing is read: padding may hold NaN.
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace, device, is_torch_array
 from jaxtyping import Bool, Float, Shaped
 
 Tokens = Float[Any, "batch tokens"]
@@ -30,9 +30,16 @@ def count(mask: Mask, like: Tokens) -> Float[Any, "batch"]:
     return xp.sum(xp.astype(is_set(mask), like.dtype), axis=1)
 
 
-def place(values: np.ndarray, like: Any) -> Any:
-    """A NumPy array in the library and on the device of `like`, with its own dtype."""
-    return array_namespace(like).asarray(values, device=device(like))
+def place(values: np.ndarray, like: Any, dtype: Any = None) -> Any:
+    """A NumPy array in the library and on the device of `like`, with its own dtype unless another is given."""
+    return array_namespace(like).asarray(values, dtype=dtype, device=device(like))
+
+
+def to_numpy(values: Any) -> np.ndarray:
+    """The values as NumPy float64, from any library and device."""
+    if is_torch_array(values):
+        return values.detach().cpu().double().numpy()
+    return np.asarray(values).astype(np.float64)
 
 
 def whiten(values: Tokens, mask: Mask) -> Tokens:

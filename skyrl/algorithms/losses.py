@@ -54,6 +54,20 @@ class LossInputs(NamedTuple):
     """Upper ratio bound per token, likewise."""
     sequence_ratio_mask: Tokens | None = None
     """Non-zero where a token counts in its sequence's ratio."""
+    selected: Tokens | None = None
+    """Non-zero for the tokens that `clip_cov` and `kl_cov` treat differently, chosen over a whole mini-batch."""
+    correction: Tokens | None = None
+    """Factor of the policy's term alone, not of KL and entropy: off-policy weights and masks."""
+    reference_logprobs: Tokens | None = None
+    """Log-probability under the reference model, at the same temperature, in nats."""
+    entropy: Tokens | None = None
+    """Entropy of the learner's distribution at each token, in nats. Differentiable."""
+    values: Tokens | None = None
+    """The critic's value before each token. Differentiable."""
+    old_values: Tokens | None = None
+    """The critic's values when the batch was sampled."""
+    returns: Tokens | None = None
+    """What the values should be."""
     segments: Int[Any, "batch tokens"] | None = None
     """int32 number of the sequence that a token belongs to, from 0 in each row; -1 in padding."""
     num_segments: int = 1
@@ -68,6 +82,13 @@ EMPTY = LossInputs(
     clip_low=-1.0,
     clip_high=-1.0,
     sequence_ratio_mask=0.0,
+    selected=0.0,
+    correction=1.0,
+    reference_logprobs=0.0,
+    entropy=0.0,
+    values=0.0,
+    old_values=0.0,
+    returns=0.0,
     segments=-1,
 )
 """Value of each field where there is no token, and of an optional input that a request leaves out."""
@@ -113,12 +134,27 @@ def loss(
     """Register the decorated function as the loss `name`; see the module's text for what it must look like."""
 
     def register(function: Callable[..., Tokens]) -> Loss:
-        parameters = inspect.signature(function).parameters.values()
-        knobs = {p.name: float(p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
-        assert len(knobs) <= NUM_KNOBS, f"loss {name!r} has {len(knobs)} knobs; raise NUM_KNOBS={NUM_KNOBS}"
-        return LOSSES.register(name)(Loss(name, function, needs, optional, knobs, multiple_of))
+        return LOSSES.register(name)(make_loss(name, function, needs, optional, multiple_of))
 
     return register
+
+
+def make_loss(
+    name: str,
+    function: Callable[..., Tokens],
+    needs: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
+    multiple_of: tuple[str, ...] = (),
+) -> Loss:
+    """A loss with the function's keyword-only arguments as its knobs. Raises ValueError for one without a default."""
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for parameter in parameters:
+        if parameter.default is parameter.empty:
+            raise ValueError(f"loss {name!r}: the setting {parameter.name!r} has no default; give it a number")
+    knobs = {p.name: float(p.default) for p in parameters}
+    if len(knobs) > NUM_KNOBS:
+        raise ValueError(f"loss {name!r} has {len(knobs)} settings, more than NUM_KNOBS={NUM_KNOBS}; use fewer")
+    return Loss(name, function, needs, optional, knobs, multiple_of)
 
 
 OFF_POLICY = ("sampling_logprobs", "advantages")
@@ -135,7 +171,7 @@ def cross_entropy(x: LossInputs) -> Tokens:
 @loss("importance_sampling", needs=OFF_POLICY, multiple_of=ADVANTAGES)
 def importance_sampling(x: LossInputs) -> Tokens:
     """Policy gradient on samples of another policy: minus the probability ratio times the advantage."""
-    return -_ratio(x) * x.advantages
+    return -probability_ratio(x) * x.advantages
 
 
 @loss("ppo", needs=OFF_POLICY, optional=CLIPS, multiple_of=ADVANTAGES)
@@ -149,7 +185,7 @@ def ppo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: K
 
     Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, equation 7.
     """
-    return _clipped_surrogate(x, _ratio(x), clip_low_threshold, clip_high_threshold)
+    return _clipped_surrogate(x, probability_ratio(x), clip_low_threshold, clip_high_threshold)
 
 
 @loss("cispo", needs=OFF_POLICY, optional=CLIPS, multiple_of=ADVANTAGES)
@@ -163,7 +199,7 @@ def cispo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold:
 
     Source: MiniMax-M1 2025, https://arxiv.org/abs/2506.13585, equation 4.
     """
-    clipped = _clip_ratio(x, _ratio(x), clip_low_threshold, clip_high_threshold)
+    clipped = _clip_ratio(x, probability_ratio(x), clip_low_threshold, clip_high_threshold)
     return -stop_gradient(clipped) * x.logprobs * x.advantages
 
 
@@ -270,7 +306,8 @@ def _log_ratio(x: LossInputs) -> Tokens:
     return xp.clip(x.logprobs - x.sampling_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _ratio(x: LossInputs) -> Tokens:
+def probability_ratio(x: LossInputs) -> Tokens:
+    """Probability of each token under the learner over that under the sampling policy, with the log-ratio clamped."""
     return array_namespace(x.logprobs).exp(_log_ratio(x))
 
 

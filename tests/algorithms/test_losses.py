@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as arrays
 from skyrl.algorithms.losses import (
     CLIPS,
     EMPTY,
+    INPUT_FIELDS,
     LOSSES,
     NUM_KNOBS,
     LossInputs,
@@ -27,7 +28,7 @@ from skyrl.algorithms.losses import (
 NAMES = sorted(LOSSES)
 SHAPE = (3, 7)
 SEGMENTS = np.array([[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, -1, -1], [0, 1, 2, 2, -1, -1, -1]], np.int32)
-FLOATS = [name for name in LossInputs._fields if name not in ("segments", "num_segments")]
+FLOATS = ["logprobs", *INPUT_FIELDS.values()]
 
 
 def example(dtype=np.float64, seed: int = 0) -> LossInputs:
@@ -49,7 +50,7 @@ def example(dtype=np.float64, seed: int = 0) -> LossInputs:
 
 
 def cast(x: LossInputs, asarray) -> LossInputs:
-    return x._replace(**{name: asarray(value) for name, value in x._asdict().items() if name != "num_segments"})
+    return x._replace(**{name: asarray(getattr(x, name)) for name in (*FLOATS, "segments")})
 
 
 def bounds(x: LossInputs, at: tuple[int, int], low: float = 0.8, high: float = 1.2) -> tuple[float, float]:

@@ -1,0 +1,91 @@
+"""The tokens that `clip_cov` and `kl_cov` treat differently, chosen once per mini-batch.
+
+A token's covariance is (advantage - mean) x (log-probability - mean), both means over all tokens of the mini-batch. The
+advantages are those of the estimator: a reduction is in the token weights, never in them. The choice goes into
+`LossInputs.selected`; the losses then act on single tokens, so that it does not matter how the mini-batch is cut. The
+log-probabilities come from a forward pass of the learner over the whole mini-batch: where there is none, these two
+losses cannot be used.
+"""
+
+import numpy as np
+
+from skyrl.algorithms.arrays import Mask, Tokens, place, to_numpy
+
+
+def clip_cov_tokens(
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
+    generator: np.random.Generator,
+    *,
+    clip_ratio: float = 0.0002,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+    eps_clip_low: float = 0.2,
+    eps_clip_high: float = 0.2,
+) -> Tokens:
+    """1.0 at tokens that lose their gradient, 0.0 elsewhere, `[batch, tokens]`.
+
+    They are drawn among the tokens whose covariance lies strictly between the bounds and whose gradient the clip leaves
+    alone. The draw depends on the generator and the tokens, not on padding or the order of rows.
+
+    Args:
+        logprobs: The learner's log-probabilities before the update on this mini-batch, in nats.
+        old_logprobs: Those at the start of the step.
+        advantages: The estimator's advantages.
+        mask: The loss mask, non-zero where a token counts.
+        generator: Source of the draw. One seeded by run and mini-batch makes it reproducible.
+        clip_ratio: Fraction of the tokens to draw, at least one.
+        clip_cov_lb: Covariances above this are drawn from,
+        clip_cov_ub: and below this.
+        eps_clip_low: Of the policy loss.
+        eps_clip_high: Of the policy loss.
+
+    Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617.
+    """
+    counted, values = to_numpy(mask) != 0, to_numpy(advantages)
+    log_ratio = np.where(counted, to_numpy(logprobs) - to_numpy(old_logprobs), 0)
+    clipped = ((values > 0) & (log_ratio > np.log1p(eps_clip_high))) | (
+        (values < 0) & (log_ratio < np.log1p(-eps_clip_low) if eps_clip_low < 1 else False)
+    )
+    covariance = _covariance(logprobs, advantages, counted)
+    candidates = np.flatnonzero(counted & ~clipped & (clip_cov_lb < covariance) & (covariance < clip_cov_ub))
+    # In the order of their covariances, a draw of numbers names the same tokens wherever they stand.
+    candidates = candidates[np.argsort(covariance.ravel()[candidates], kind="stable")]
+    wanted = min(max(int(clip_ratio * counted.sum()), 1), len(candidates))
+    return _marks(generator.permutation(candidates)[:wanted], logprobs)
+
+
+def kl_cov_tokens(logprobs: Tokens, advantages: Tokens, mask: Mask, *, kl_cov_frac: float = 0.2) -> Tokens:
+    """1.0 at tokens that get the KL penalty, 0.0 elsewhere, `[batch, tokens]`: those of the highest covariance.
+
+    Args:
+        logprobs: The learner's log-probabilities before the update on this mini-batch, in nats.
+        advantages: The estimator's advantages.
+        mask: The loss mask, non-zero where a token counts.
+        kl_cov_frac: Fraction of the tokens to take, at least one.
+
+    Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617.
+    """
+    counted = to_numpy(mask) != 0
+    covariance = _covariance(logprobs, advantages, counted)
+    tokens = np.flatnonzero(counted)
+    descending = tokens[np.argsort(-covariance.ravel()[tokens], kind="stable")]
+    return _marks(descending[: max(int(kl_cov_frac * len(tokens)), 1)], logprobs)
+
+
+def _covariance(logprobs: Tokens, advantages: Tokens, counted: np.ndarray) -> np.ndarray:
+    """Covariance of each token, 0 outside the mask."""
+    product = np.ones(counted.shape)
+    for values in (to_numpy(advantages), to_numpy(logprobs)):
+        mean = values[counted].mean() if counted.any() else 0.0
+        product *= np.where(counted, values - mean, 0.0)
+    return product
+
+
+def _marks(tokens: np.ndarray, like: Tokens) -> Tokens:
+    """1.0 at the tokens with these flat numbers, as an array like `like`."""
+    marks = np.zeros(int(np.prod(like.shape)))
+    marks[tokens] = 1
+    return place(marks.reshape(like.shape), like, dtype=like.dtype)

@@ -1,0 +1,105 @@
+"""What one optimizer step minimises: the sum over tokens of policy, KL and entropy terms, and the critic's loss.
+
+Every term is one number per token times the token's weight, so the sum does not change with padding, the order of rows,
+or the way in which a mini-batch is cut into micro-batches and over devices.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from array_api_compat import array_namespace
+from jaxtyping import Float
+
+from skyrl.algorithms.arrays import Tokens
+from skyrl.algorithms.kl import KL_ESTIMATORS, KLEstimator, k3
+from skyrl.algorithms.losses import Loss, LossInputs, stop_gradient
+from skyrl.algorithms.policy_losses import find_policy_loss
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """The policy's loss per token: its policy loss, plus KL, minus entropy."""
+
+    loss: Loss
+    knobs: Mapping[str, float]
+    """Settings of the loss."""
+    kl_estimator: KLEstimator = k3
+    kl_coef: float = 0.0
+    """Factor of the KL from the reference; 0 is without."""
+    entropy_coef: float = 0.0
+    """Factor of the entropy, which is rewarded; 0 is without."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """`LossInputs` fields that must be there."""
+        kl = ("reference_logprobs",) if self.kl_coef else ()
+        entropy = ("entropy",) if self.entropy_coef else ()
+        return (*self.loss.needs, *kl, *entropy)
+
+    def __call__(self, x: LossInputs) -> Tokens:
+        """Loss of each token, `[batch, tokens]`, to be summed. `x.correction` multiplies the policy loss alone."""
+        total = self.loss(x, **self.knobs)
+        if x.correction is not None:
+            total = total * stop_gradient(x.correction)
+        if self.kl_coef:
+            assert x.reference_logprobs is not None
+            total = total + self.kl_coef * x.weights * self.kl_estimator(x.logprobs, x.reference_logprobs)
+        if self.entropy_coef:
+            assert x.entropy is not None
+            total = total - self.entropy_coef * x.weights * x.entropy
+        return total
+
+
+def policy_objective(options: Mapping[str, Any]) -> PolicyObjective:
+    """The objective that the algorithm's options ask for.
+
+    Args:
+        options: `trainer.algorithm` as a mapping, its sections as mappings in it: `policy_loss_type` and its settings,
+            `use_kl_loss`, `kl_loss_coef`, `kl_estimator_type`, `use_entropy_loss`, `entropy_loss_coef`.
+
+    Raises KeyError for unknown names and ValueError for settings out of range, as `find_policy_loss`.
+    """
+    loss, knobs = find_policy_loss(options["policy_loss_type"], options)
+    return PolicyObjective(
+        loss,
+        knobs,
+        KL_ESTIMATORS.get(options["kl_estimator_type"]),
+        options["kl_loss_coef"] if options["use_kl_loss"] else 0.0,
+        options["entropy_loss_coef"] if options["use_entropy_loss"] else 0.0,
+    )
+
+
+def value_loss(x: LossInputs, *, value_clip: float | None) -> Tokens:
+    """Loss of a critic per token, times its weight, `[batch, tokens]`.
+
+    Half the squared distance of value and return, or that of the value clipped around the old one if it is larger.
+
+    Args:
+        x: Token arrays with `values`, `old_values` and `returns`.
+        value_clip: How far the clipped value may be from the old one. None is without clipping.
+
+    Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, equation 9; the clip is that of its reference code.
+    """
+    assert x.values is not None
+    assert x.returns is not None
+    xp = array_namespace(x.values)
+    squared = (x.values - x.returns) ** 2
+    if value_clip is not None:
+        assert x.old_values is not None
+        clipped = x.old_values + xp.clip(x.values - x.old_values, -value_clip, value_clip)
+        squared = xp.maximum(squared, (clipped - x.returns) ** 2)
+    return 0.5 * squared * x.weights
+
+
+def entropy(logits: Float[Any, "*batch vocab"]) -> Float[Any, "*batch"]:
+    """Entropy in nats of the distribution over the last axis. Differentiable; logits of minus infinity are impossible.
+
+    The logits are those that tokens are sampled from, already divided by the temperature.
+    """
+    xp = array_namespace(logits)
+    shifted = logits - stop_gradient(xp.max(logits, axis=-1, keepdims=True))
+    weights = xp.exp(shifted)
+    total = xp.sum(weights, axis=-1)
+    finite = xp.where(weights > 0, shifted, 0.0)
+    return xp.log(total) - xp.sum(weights * finite, axis=-1) / total
