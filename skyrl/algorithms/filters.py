@@ -1,0 +1,153 @@
+"""Which samples are trained on: prompts whose samples differ, and samples that came to an end.
+
+A prompt has a signal if the scores of its samples differ by more than TOLERANCE; without, every advantage of the group
+is 0. Rewards may be one per sample or one per token: a sample's score is their sum. Scores of a raw metric are a better
+judge than rewards that were shaped, since any penalty makes them differ.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from array_api_compat import array_namespace
+from jaxtyping import Bool, Float
+
+from skyrl.algorithms.arrays import Mask, place, to_numpy
+from skyrl.algorithms.groups import group_numbers
+
+TOLERANCE = 1e-6
+"""Scores that differ by no more are equal."""
+
+Rewards = Float[Any, "batch"] | Float[Any, "batch tokens"]
+Sample = TypeVar("Sample")
+
+
+def have_signal(
+    uids: Sequence[Hashable], rewards: Rewards, judged: Bool[np.ndarray, "batch"] | None = None
+) -> Bool[np.ndarray, "batch"]:
+    """Whether the prompt of each row has a signal. A prompt with one sample has: there is nothing to compare it with.
+
+    Args:
+        uids: Prompt of each row.
+        rewards: Of each row, or of each of its tokens.
+        judged: Rows that are looked at; all of them by default.
+    """
+    values = to_numpy(rewards)
+    scores = values.reshape(len(values), -1).sum(axis=1)
+    judged = np.ones(len(scores), bool) if judged is None else judged
+    numbers = group_numbers(uids)
+    result = np.ones(len(scores), bool)
+    for group in range(numbers.max(initial=-1) + 1):
+        members = numbers == group
+        seen = scores[members & judged]
+        result[members] = len(seen) < 2 or np.ptp(seen) > TOLERANCE
+    return result
+
+
+def filter_zero_variance(mask: Mask, rewards: Rewards, uids: Sequence[Hashable]) -> Mask:
+    """The loss mask without the samples of prompts that have no signal (`zero_variance_filter`).
+
+    Samples that have no token in the mask anyway are not looked at.
+    """
+    return _keep_rows(mask, have_signal(uids, rewards, judged=np.asarray(to_numpy(mask).any(axis=1))))
+
+
+def filter_overlong(mask: Mask, stop_reasons: Sequence[str]) -> Mask:
+    """The loss mask without samples that did not come to an end (`apply_overlong_filtering`): all but "stop"."""
+    return _keep_rows(mask, _stopped(stop_reasons))
+
+
+def zero_reward_on_non_stop(rewards: Rewards, stop_reasons: Sequence[str]) -> Rewards:
+    """The rewards, 0 for samples that did not come to an end: all but "stop"."""
+    return _keep_rows(rewards, _stopped(stop_reasons))
+
+
+class DynamicSampling(Generic[Sample]):
+    """Collects prompts that have a signal, over as many batches as that takes (`dynamic_sampling.type=filter`).
+
+    Its state is `samples`, `uids` and `batches`; a checkpoint in the middle of collecting has to keep them.
+
+    Source: DAPO, Yu et al. 2025, https://arxiv.org/abs/2503.14476, section 3.2.
+    """
+
+    def __init__(self, prompts: int, max_sample_batches: int):
+        """Collect for a step of `prompts` prompts, from at most `max_sample_batches` batches (0 or less: no limit)."""
+        self.prompts = prompts
+        self.max_sample_batches = max_sample_batches
+        self.samples: list[Sample] = []
+        self.uids: list[Hashable] = []
+        self.batches = 0
+
+    def add(self, samples: Sequence[Sample], uids: Sequence[Hashable], rewards: Rewards) -> list[Sample] | None:
+        """Take in a batch. Returns the samples of exactly `prompts` prompts once there are as many, else None.
+
+        Prompts are complete, whatever their numbers of samples, and in the order in which they came. What is beyond
+        them is dropped. Raises RuntimeError when the last batch allowed is in and prompts are lacking.
+        """
+        good = np.flatnonzero(have_signal(uids, rewards)).tolist()
+        self.samples += [samples[row] for row in good]
+        self.uids += [uids[row] for row in good]
+        self.batches += 1
+        numbers = group_numbers(self.uids)
+        found = int(numbers.max(initial=-1)) + 1
+        if found >= self.prompts:
+            complete = [self.samples[row] for row in np.flatnonzero(numbers < self.prompts).tolist()]
+            self.samples, self.uids, self.batches = [], [], 0
+            return complete
+        if 0 < self.max_sample_batches <= self.batches:
+            raise RuntimeError(
+                f"dynamic_sampling.max_sample_batches={self.max_sample_batches}: after {self.batches} batches only "
+                f"{found} of {self.prompts} prompts have samples of different scores; use easier or harder prompts, "
+                "more samples per prompt, or a higher limit"
+            )
+        return None
+
+
+class Replacement(NamedTuple):
+    """Which rows to train on in place of the batch's, group after group."""
+
+    rows: list[int]
+    """Row of the batch that each new row is."""
+    uids: list[str]
+    """Prompt of each new row. Copies of a prompt are prompts of their own, so that no statistic counts them as one."""
+
+
+def replace_groups(
+    uids: Sequence[str], rewards: Rewards, generator: np.random.Generator, min_replace_ratio: float
+) -> Replacement | None:
+    """Copies of random prompts that have a signal in place of those that have none (`dynamic_sampling.type=replace`).
+
+    None if no more than `min_replace_ratio` of the prompts have one: then sample again. A prompt is copied more than
+    once only if too few have a signal.
+
+    Source: POLARIS, An et al. 2025, https://hkunlp.github.io/blog/2025/Polaris.
+    """
+    numbers, signal = group_numbers(uids), have_signal(uids, rewards)
+    groups = [np.flatnonzero(numbers == group).tolist() for group in range(numbers.max(initial=-1) + 1)]
+    good = [group for group, members in enumerate(groups) if signal[members[0]]]
+    bad = len(groups) - len(good)
+    if bad and len(good) <= min_replace_ratio * len(groups):
+        return None
+    drawn = iter(generator.choice(good, size=bad, replace=len(good) < bad).tolist() if bad else [])
+    rows: list[int] = []
+    new_uids: list[str] = []
+    for members in groups:
+        replaced = not signal[members[0]]
+        source = groups[next(drawn)] if replaced else members
+        name = uids[source[0]]
+        rows += source
+        new_uids += [f"{name}, in place of {uids[members[0]]}" if replaced else name] * len(source)
+    return Replacement(rows, new_uids)
+
+
+def _stopped(stop_reasons: Sequence[str]) -> Bool[np.ndarray, "batch"]:
+    return np.array([reason == "stop" for reason in stop_reasons], bool)
+
+
+def _keep_rows(values: Any, keep: Bool[np.ndarray, "batch"]) -> Any:
+    """The values with 0 in all other rows."""
+    if len(keep) != values.shape[0]:
+        raise ValueError(f"{len(keep)} stop reasons or uids for {values.shape[0]} rows; give one for each row")
+    xp = array_namespace(values)
+    kept = place(keep.reshape(-1, *[1] * (values.ndim - 1)), values)
+    return xp.where(kept, values, xp.zeros_like(values))
