@@ -50,12 +50,17 @@ AdvantageEstimatorRegistry: Registry[AdvantageEstimator] = Registry("advantage e
 def estimate_advantages(name: str, x: AdvantageInputs, options: Mapping[str, Any]) -> Advantages:
     """Advantages by the estimator `name` (registered, or "module:function") with its settings among `options`.
 
+    The option `advantage_batch_normalize` whitens them over all tokens of the mask.
+
     Raises KeyError for an unknown name and ValueError for a batch that the estimator cannot serve.
     """
     estimator = AdvantageEstimatorRegistry.get(name)
     if len(x.uids) != x.rewards.shape[0]:
         raise ValueError(f"{len(x.uids)} uids for {x.rewards.shape[0]} rows of rewards; give the prompt of every row")
-    return estimator(x, **pick_options(estimator, options, name))
+    result = estimator(x, **pick_options(estimator, options, name))
+    if options.get("advantage_batch_normalize"):
+        return result._replace(advantages=whiten(result.advantages, x.mask))
+    return result
 
 
 @AdvantageEstimatorRegistry.register("grpo")

@@ -224,7 +224,7 @@ def test_a_setting_out_of_range_is_refused_by_name(name, options, message):
 
 
 def test_an_unknown_policy_loss_lists_the_known_ones():
-    with pytest.raises(KeyError, match=r"no policy loss named 'ppoo'; known: cispo, clip_cov"):
+    with pytest.raises(KeyError, match=r"no policy loss named 'ppoo'; known: .*cispo, clip_cov"):
         find_policy_loss("ppoo", {})
 
 

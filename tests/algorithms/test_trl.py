@@ -1,4 +1,4 @@
-"""The objective against TRL: losses, reductions, KL and entropy as `GRPOTrainer` computes them from the same numbers."""
+"""The objective against TRL: losses, reductions, KL and entropy as `GRPOTrainer` has them for the same numbers."""
 
 from collections import defaultdict
 from types import SimpleNamespace

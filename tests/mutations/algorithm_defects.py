@@ -1,0 +1,136 @@
+"""Defects of objectives and batches that train without an error and wrongly, in the form of `defects.py`.
+
+The numbers are those of the list of known defects of trainers, section by section.
+"""
+
+from defects import Defect, Edit
+
+ADVANTAGES = "skyrl/algorithms/advantages.py"
+ARRAYS = "skyrl/algorithms/arrays.py"
+CORRECTIONS = "skyrl/algorithms/corrections.py"
+COVARIANCE = "skyrl/algorithms/covariance.py"
+FILTERS = "skyrl/algorithms/filters.py"
+KL = "skyrl/algorithms/kl.py"
+OBJECTIVE = "skyrl/algorithms/objective.py"
+POLICY = "skyrl/algorithms/policy_losses.py"
+TESTS = "tests/algorithms/"
+THRESHOLDS = "self.token_mask_is_threshold_low, self.token_mask_is_threshold_high"
+
+ALGORITHM_DEFECTS = [
+    Defect(
+        "F1.1",
+        "the KL term has no gradient",
+        [Edit(OBJECTIVE, "self.kl_estimator(x.logprobs,", "self.kl_estimator(stop_gradient(x.logprobs),")],
+        [TESTS + "test_objective.py::test_kl_and_entropy_terms_change_the_gradient[use_kl_loss]"],
+    ),
+    Defect(
+        "F1.2a",
+        "clip_cov looks at advantages that a reduction has divided, and never engages",
+        [
+            Edit(
+                COVARIANCE,
+                "np.where(counted, values - mean, 0.0)",
+                "np.where(counted, values - mean, 0.0) / counted.sum()",
+            )
+        ],
+        [TESTS + "test_covariance.py::test_clip_cov_engages_at_its_default_bounds_on_unscaled_advantages"],
+    ),
+    Defect(
+        "F1.2b",
+        "the KL term is not reduced as the policy's",
+        [Edit(OBJECTIVE, "self.kl_coef * x.weights *", "self.kl_coef *")],
+        [TESTS + "test_objective.py::test_the_objective_is_the_reduction_of_policy_plus_kl_minus_entropy"],
+    ),
+    Defect(
+        "F1.4",
+        "copies in place of prompts without a signal bear the uid of their prompt",
+        [Edit(FILTERS, 'f"{name}, in place of {uids[members[0]]}" if replaced else name', "name")],
+        [
+            TESTS
+            + "test_filters.py::test_after_replacing_there_are_as_many_prompts_in_one_piece_each_and_all_have_a_signal",
+        ],
+    ),
+    Defect(
+        "F1.5",
+        "the zero-variance filter does nothing where rewards are per token",
+        [
+            Edit(
+                FILTERS,
+                "    judged = np.ones",
+                "    if values.ndim > 1:\n        return np.ones(len(values), bool)\n    judged = np.ones",
+            )
+        ],
+        [TESTS + "test_filters.py::test_the_zero_variance_filter_acts_on_rewards_per_sample_and_per_token"],
+    ),
+    Defect(
+        "F1.8",
+        "the mean of advantages is taken over padding too",
+        [Edit(ARRAYS, "xp.sum(select(mask, values)) / xp.maximum(total, xp.ones_like(total))", "xp.mean(values)")],
+        [TESTS + "test_advantages.py::test_whitening_ignores_padding_in_the_mean_as_well_as_in_the_variance"],
+    ),
+    Defect(
+        "F1.13",
+        "a threshold of the token mask does nothing without the other one",
+        [
+            Edit(
+                CORRECTIONS,
+                f"_within(ratio, {THRESHOLDS})",
+                f"_within(ratio, {THRESHOLDS}) if None not in ({THRESHOLDS}) else _within(ratio, None, None)",
+            )
+        ],
+        [TESTS + "test_corrections.py::test_one_threshold_of_the_token_mask_acts_without_the_other"],
+    ),
+    Defect(
+        "F1.13b",
+        "masks of tokens do not ask for the log-probabilities of rollouts",
+        [
+            Edit(
+                CORRECTIONS,
+                "(self.tis_ratio_type, self.sequence_mask_metric, *thresholds)",
+                "thresholds[:0] + (self.tis_ratio_type, self.sequence_mask_metric)",
+            )
+        ],
+        [TESTS + "test_corrections.py::test_each_option_alone_asks_for_the_rollouts_logprobs"],
+    ),
+    Defect(
+        "F1.16",
+        "the k3 estimate is clamped where the divergence is largest, and its gradient with it",
+        [
+            Edit(
+                KL,
+                "    return xp.expm1(inside) + math.exp(MAX_LOG_RATIO) * beyond - difference\n",
+                "    return xp.clip(xp.expm1(inside) + math.exp(MAX_LOG_RATIO) * beyond - difference, -10.0, 10.0)\n",
+            )
+        ],
+        [TESTS + "test_kl.py::test_k3_keeps_its_gradient_where_the_divergence_is_large"],
+    ),
+    Defect(
+        "F1.22a",
+        "a sample alone in its group trains on its raw score",
+        [
+            Edit(
+                ADVANTAGES,
+                "self.scores - self.groups.minimum(self.scores)",
+                "self.scores - self.groups.minimum(self.scores) * (self.size > 1)",
+            ),
+            Edit(
+                ADVANTAGES,
+                "shifted - self.groups.sum(shifted) / self.size\n",
+                "shifted - self.groups.sum(shifted) / self.size * (self.size > 1)\n",
+            ),
+        ],
+        [TESTS + "test_advantages.py::test_a_sample_alone_in_its_group_has_advantage_zero_not_its_score"],
+    ),
+    Defect(
+        "F1.22b",
+        "maxrl divides by means that are not positive",
+        [Edit(ADVANTAGES, "if bool(xp.any(rows.scores < 0)):", "if False:")],
+        [TESTS + "test_advantages.py::test_maxrl_refuses_negative_scores_rather_than_turning_signs_around"],
+    ),
+    Defect(
+        "F1.22c",
+        "gspo with bounds for tokens clips hardly anything, silently",
+        [Edit(POLICY, 'if name == "gspo" and', "if False and")],
+        [TESTS + "test_policy_losses.py::test_gspo_with_bounds_made_for_tokens_warns_that_it_clips_hardly_anything"],
+    ),
+]
