@@ -98,7 +98,7 @@ def maxrl(x: AdvantageInputs) -> Advantages:
     """Score minus the mean of its group, divided by that mean; 0 for a group of one, or without any success.
 
     The weight of a prompt grows as it is solved more rarely. Scores are successes: raises ValueError for a negative
-    one, since a mean that is not positive would turn signs around.
+    one, since a mean that is not positive would turn signs around (so it looks at the scores, and cannot be traced).
 
     Source: Tajwar et al. 2026, https://arxiv.org/abs/2602.02710.
     """

@@ -247,6 +247,16 @@ def test_the_gradient_of_the_value_loss_is_a_finite_difference(value_clip):
     np.testing.assert_allclose(values.grad.numpy(), (above - below) / (2 * step), rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("value_clip", [None, 0.3])
+def test_jax_and_torch_gradients_of_the_value_loss_agree(value_clip):
+    x, x_32 = critic(), critic(np.float32)
+    values = torch.tensor(x.values, requires_grad=True)
+    tensors = {k: torch.tensor(getattr(x, k)) for k in ("weights", "old_values", "returns")}
+    value_loss(x._replace(values=values, **tensors), value_clip=value_clip).sum().backward()
+    result = jax.jit(jax.grad(lambda v: value_loss(x_32._replace(values=v), value_clip=value_clip).sum()))(x_32.values)
+    np.testing.assert_allclose(np.asarray(result), values.grad.numpy(), rtol=1e-4, atol=1e-6)
+
+
 @policy_loss("test-scaled-regular")
 def scaled_regular(x: LossInputs, *, eps_clip_low: float = 0.2):
     """A loss of a user's own, made from one of ours."""
