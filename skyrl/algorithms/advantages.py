@@ -29,7 +29,8 @@ class AdvantageInputs(NamedTuple):
     mask: Mask
     """Non-zero where the policy chose the token: neither padding nor an observation between turns."""
     uids: Sequence[Hashable]
-    """Prompt of each row; rows of equal uid form a group, wherever they stand."""
+    """Prompt of each row; rows of equal uid form a group, wherever they stand. A row counts in its group even if the
+    mask has none of its tokens, so rows of padding have a uid of their own."""
     values: Tokens | None = None
     """The critic's value before each token."""
 

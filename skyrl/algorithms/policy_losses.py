@@ -183,11 +183,17 @@ def find_policy_loss(name: str, options: Mapping[str, Any]) -> tuple[Loss, dict[
             raise ValueError(f"{where} must be at least {LOWEST[knob]}; the default is {loss.knobs[knob]}")
         if value <= ABOVE.get(knob, -math.inf):
             raise ValueError(f"{where} must be above {ABOVE[knob]}; the default is {loss.knobs[knob]}")
-    _warn(name, {**loss.knobs, **knobs})
+    _warn(name, {**loss.knobs, **knobs}, options.get("loss_reduction", "sequence_mean"))
     return loss, knobs
 
 
-def _warn(name: str, knobs: Mapping[str, float]) -> None:
+def _warn(name: str, knobs: Mapping[str, float], reduction: str) -> None:
+    if name == "gspo" and reduction != "sequence_mean":
+        warnings.warn(
+            f"loss_reduction={reduction!r} does not weight sequences alike, while gspo clips them as a whole; the paper "
+            "has sequence_mean",
+            stacklevel=3,
+        )
     if name == "cispo" and knobs["cispo_eps_clip_low"] == 0:
         high = 1 + knobs["cispo_eps_clip_high"]
         warnings.warn(

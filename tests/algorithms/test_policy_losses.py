@@ -203,8 +203,14 @@ def test_gspo_with_bounds_made_for_tokens_warns_that_it_clips_hardly_anything():
         find_policy_loss("gspo", {"eps_clip_low": 0.2, "eps_clip_high": 0.2})
 
 
-def test_gspo_with_the_papers_bounds_does_not_warn():
-    find_policy_loss("gspo", {"eps_clip_low": 3e-4, "eps_clip_high": 4e-4})
+def test_gspo_with_another_reduction_than_the_mean_over_sequences_warns():
+    options = {"eps_clip_low": 3e-4, "eps_clip_high": 4e-4, "loss_reduction": "token_mean"}
+    with pytest.warns(UserWarning, match=r"loss_reduction='token_mean' .* the paper has sequence_mean"):
+        find_policy_loss("gspo", options)
+
+
+def test_gspo_as_in_its_paper_does_not_warn():
+    find_policy_loss("gspo", {"eps_clip_low": 3e-4, "eps_clip_high": 4e-4, "loss_reduction": "sequence_mean"})
 
 
 @pytest.mark.parametrize(
