@@ -16,6 +16,13 @@ from skyrl.algorithms.kl import KL_ESTIMATORS, KLEstimator, k3
 from skyrl.algorithms.losses import Loss, LossInputs, stop_gradient
 from skyrl.algorithms.policy_losses import find_policy_loss
 
+SOURCES = {
+    "selected": "the tokens chosen by a forward pass over the mini-batch; where there is none, use another loss",
+    "reference_logprobs": "those of the reference model; set use_kl_loss to false to do without",
+    "entropy": "the learner's per token; set use_entropy_loss to false to do without",
+}
+"""Where a field comes from, for the message that it is missing."""
+
 
 @dataclass(frozen=True)
 class PolicyObjective:
@@ -38,7 +45,15 @@ class PolicyObjective:
         return (*self.loss.needs, *kl, *entropy)
 
     def __call__(self, x: LossInputs) -> Tokens:
-        """Loss of each token, `[batch, tokens]`, to be summed. `x.correction` multiplies the policy loss alone."""
+        """Loss of each token, `[batch, tokens]`, to be summed. `x.correction` multiplies the policy loss alone.
+
+        Raises ValueError if a field that it needs is not there.
+        """
+        for field in self.needs:
+            if getattr(x, field) is None:
+                raise ValueError(
+                    f"policy_loss_type={self.loss.name!r} needs {field}, {SOURCES.get(field, 'per token')}"
+                )
         total = self.loss(x, **self.knobs)
         if x.correction is not None:
             total = total * stop_gradient(x.correction)

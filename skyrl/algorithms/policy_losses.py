@@ -190,8 +190,8 @@ def find_policy_loss(name: str, options: Mapping[str, Any]) -> tuple[Loss, dict[
 def _warn(name: str, knobs: Mapping[str, float], reduction: str) -> None:
     if name == "gspo" and reduction != "sequence_mean":
         warnings.warn(
-            f"loss_reduction={reduction!r} does not weight sequences alike, while gspo clips them as a whole; the paper "
-            "has sequence_mean",
+            f"loss_reduction={reduction!r} does not weight sequences alike, while gspo clips them as a whole; the "
+            "paper has sequence_mean",
             stacklevel=3,
         )
     if name == "cispo" and knobs["cispo_eps_clip_low"] == 0:

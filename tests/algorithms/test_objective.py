@@ -187,6 +187,22 @@ def test_only_the_terms_that_are_there_need_their_inputs():
     assert neither == ("sampling_logprobs", "advantages")
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "message"),
+    [
+        ("clip_cov", "selected", r"'clip_cov' needs selected, the tokens chosen by a forward pass over the mini-batch"),
+        ("kl_cov", "selected", r"'kl_cov' needs selected, the tokens chosen"),
+        ("regular", "reference_logprobs", r"needs reference_logprobs, .* set use_kl_loss to false"),
+        ("regular", "entropy", r"needs entropy, .* set use_entropy_loss to false"),
+        ("regular", "advantages", r"needs advantages, per token"),
+    ],
+)
+def test_a_missing_input_is_refused_by_name(name, field, message):
+    _, x = mini_batch(name, "token_mean")
+    with pytest.raises(ValueError, match=message):
+        policy_objective(options(name))(x._replace(**{"entropy": np.ones(MASK.shape), field: None}))
+
+
 def test_an_unknown_kl_estimator_is_refused_when_the_objective_is_made():
     with pytest.raises(KeyError, match="no KL estimator named 'k9'"):
         policy_objective({**OPTIONS, "kl_estimator_type": "k9"})
