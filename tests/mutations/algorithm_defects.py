@@ -130,7 +130,7 @@ ALGORITHM_DEFECTS = [
     Defect(
         "F1.22c",
         "gspo with bounds for tokens clips hardly anything, silently",
-        [Edit(POLICY, 'if name == "gspo" and', "if False and")],
+        [Edit(POLICY, 'if name == "gspo" and max(', "if False and max(")],
         [TESTS + "test_policy_losses.py::test_gspo_with_bounds_made_for_tokens_warns_that_it_clips_hardly_anything"],
     ),
 ]
