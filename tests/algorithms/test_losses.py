@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
 from skyrl.algorithms.losses import (
     CLIPS,
@@ -24,6 +23,7 @@ from skyrl.algorithms.losses import (
     pack_knobs,
     ppo,
 )
+from tests.algorithms.strategies import finite
 
 NAMES = sorted(LOSSES)
 SHAPE = (3, 7)
@@ -235,17 +235,6 @@ def value_and_gradient(function, logprobs) -> tuple[np.ndarray, np.ndarray]:
     value = function(logprobs)
     value.sum().backward()
     return value.detach().numpy(), logprobs.grad.numpy()
-
-
-finite = arrays.arrays(
-    np.float32,
-    (1, 3),
-    elements=st.one_of(
-        st.floats(width=32, allow_nan=False, allow_infinity=False),
-        st.sampled_from([0.0, -0.0, 1e9, -1e9, 3.4e38, -3.4e38, 1e-45]).map(np.float32).map(float),
-        st.floats(-30, 30, width=32),
-    ),
-)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
 from skyrl.algorithms.losses import LOSSES, LossInputs, Tokens
 from skyrl.algorithms.policy_losses import PolicyLossRegistry, find_policy_loss
+from tests.algorithms.strategies import finite
 
 LIBRARIES = [np.asarray, jax.numpy.asarray, torch.as_tensor, array_api_strict.asarray]
 NAMES = ["cispo", "clip_cov", "dual_clip", "gspo", "kl_cov", "regular", "sapo"]
@@ -135,17 +135,6 @@ def test_settings_may_be_arrays_with_one_value_per_row(name):
     result = loss(x, **per_row)
     np.testing.assert_allclose(result[0], loss(x, **knobs)[0])
     np.testing.assert_allclose(result[1], loss(x, **{knob: value[1, 0] for knob, value in per_row.items()})[1])
-
-
-finite = arrays.arrays(
-    np.float32,
-    (1, 3),
-    elements=st.one_of(
-        st.floats(width=32, allow_nan=False, allow_infinity=False),
-        st.sampled_from([0.0, -0.0, 1e9, -1e9, 3.4e38, -3.4e38, 1e-45]).map(np.float32).map(float),
-        st.floats(-30, 30, width=32),
-    ),
-)
 
 
 @pytest.mark.parametrize("name", NAMES)
