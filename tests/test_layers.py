@@ -89,3 +89,9 @@ def test_import_does_not_load(module: str, absent: set[str]):
     code = f"import sys, {module}; print(*sorted({absent!r} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert loaded.stdout.strip() == ""
+
+
+def test_modules_of_tests_have_different_names():
+    # pytest imports them by their last name alone: two of one name keep the whole suite from being collected.
+    names = [path.stem for path in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
