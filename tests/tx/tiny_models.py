@@ -42,7 +42,7 @@ def _compiled_gradients(model: ModelForCausalLM, chunk_size: int):
         model, adapter = nnx.merge(graph, base), Adapter(weights, scaling)
         states = model(ids, positions=positions_of(ids), adapter=adapter).last_hidden_state[:, :-1]
         rows, targets = states.reshape(-1, states.shape[-1]), ids[:, 1:].reshape(-1, 1)
-        logprobs = model.target_logprobs(rows, targets, adapter=adapter, chunk_size=chunk_size)
+        logprobs = model.target_scores(rows, targets, adapter=adapter, chunk_size=chunk_size).logprobs
         return (logprobs.reshape(token_weights.shape) * token_weights).sum()
 
     run = jax.jit(jax.value_and_grad(objective))

@@ -88,9 +88,9 @@ class TrainingPrograms:
                 tile.tokens[None], positions=tile.positions[None], segment_ids=tile.segments[None], adapter=adapter
             ).last_hidden_state[0]
             needs = Needs(*map(jnp.asarray, (tile.order, tile.trained, tile.read)))
-            logprobs = model.target_logprobs(
+            logprobs = model.target_scores(
                 hidden, tile.targets, adapter=adapter, needs=needs, chunk_size=loss_chunk_size
-            )
+            ).logprobs
             token_losses = mixed_loss(_loss_inputs(tile, logprobs), tile.loss_index[None, None], tile.knobs[None])[0]
             return token_losses.sum(), PassOutput(logprobs, token_losses)
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens without ever holding the logits of all positions.
+"""Log-probabilities of given tokens, and entropies, without ever holding the logits of all positions.
 
 Only tokens that somebody asks for reach the vocabulary projection, a chunk at a time, and only those with a gradient
 reach its backward pass: how many there are is data. The log-sum-exp is float32 whatever the base dtype: in bfloat16 it
@@ -29,12 +29,21 @@ class Needs(NamedTuple):
     trained: Int[Array, ""]
     """How many have a gradient. That of others is taken to be 0."""
     read: Int[Array, ""]
-    """How many are read, with those that have a gradient. Others get a log-probability of 0."""
+    """How many are read, with those that have a gradient. Others get scores of 0."""
 
     @classmethod
     def all(cls, tokens: int) -> "Needs":
         """Every token, with a gradient."""
         return cls(jnp.arange(tokens), jnp.asarray(tokens), jnp.asarray(tokens))
+
+
+class Scores(NamedTuple):
+    """What the vocabulary projection says about tokens, in nats. A pytree."""
+
+    logprobs: Float[Array, "tokens K"]
+    """Of each token's K targets."""
+    entropy: Float[Array, "tokens"] | None
+    """Of the distribution over what follows each token. None where nobody asked."""
 
 
 def logprobs_of(logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens K"]) -> Float[Array, "tokens K"]:
@@ -43,15 +52,17 @@ def logprobs_of(logits: Float[Array, "tokens vocab"], targets: Int[Array, "token
     return jnp.take_along_axis(logits, targets, axis=-1) - normaliser
 
 
-def projected_logprobs(
+def projected_scores(
     project: Project,
     trainable: Any,
     hidden: Float[Array, "tokens hidden"],
     targets: Int[Array, "tokens K"],
     needs: Needs,
     chunk_size: int,
-) -> Float[Array, "tokens K"]:
-    """Log-probabilities of `targets`, differentiable in `trainable` and `hidden`.
+    temperature: Float[Array, "tokens"] | None = None,
+    entropy: bool = False,
+) -> Scores:
+    """Log-probabilities of `targets`, and entropies, differentiable in `trainable` and `hidden`.
 
     Args:
         project: Maps (`trainable`, hidden states) to float32 logits. What it closes over gets no gradient.
@@ -61,6 +72,8 @@ def projected_logprobs(
         needs: Which tokens to compute.
         chunk_size: Tokens whose logits are in memory at once; the backward pass computes them again. 0, or at least
             the number of tokens: the logits of all are kept, which saves that.
+        temperature: What logits are divided by, above 0. None: 1. A constant.
+        entropy: Whether entropies are asked for.
     """
     tokens = targets.shape[0]
     keep = not 0 < chunk_size < tokens
@@ -69,10 +82,16 @@ def projected_logprobs(
     order = jnp.pad(needs.order, (0, padded - tokens), constant_values=tokens)
     sorted_hidden = jnp.take(hidden, order, axis=0, mode="fill", fill_value=0)
     sorted_targets = jnp.take(targets, order, axis=0, mode="fill", fill_value=0)
-    logprobs: Array = _chunked(
-        project, chunk, keep, trainable, sorted_hidden, sorted_targets, needs.trained, needs.read
+    if temperature is not None:
+        temperature = jnp.take(temperature, order, axis=0, mode="fill", fill_value=1)
+    scores: Scores = _chunked(
+        project, chunk, keep, entropy, trainable, sorted_hidden, sorted_targets, temperature, needs.trained, needs.read
     )
-    return jnp.zeros(targets.shape).at[needs.order].set(logprobs[:tokens], unique_indices=True)
+
+    def unsorted(values: Array) -> Array:
+        return jnp.zeros((tokens, *values.shape[1:])).at[needs.order].set(values[:tokens], unique_indices=True)
+
+    return jax.tree.map(unsorted, scores)
 
 
 def _chunks(count: Array, chunk: int) -> Array:
@@ -88,42 +107,73 @@ def _write(array: Array, index: Array, chunk: int, values: Array) -> Array:
 
 
 def _chunked_forward(
-    project: Project, chunk: int, keep: bool, trainable: Any, hidden: Array, targets: Array, trained: Array, read: Array
-) -> tuple[Array, Any]:
-    """Log-probabilities of the first `read` tokens, in whole chunks."""
+    project: Project,
+    chunk: int,
+    keep: bool,
+    entropy: bool,
+    trainable: Any,
+    hidden: Array,
+    targets: Array,
+    temperature: Array | None,
+    trained: Array,
+    read: Array,
+) -> tuple[Scores, Any]:
+    """Scores of the first `read` tokens, in whole chunks."""
     logits: Any = jax.eval_shape(project, trainable, hidden[:chunk])
 
-    def body(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        logprobs, normalisers, kept = carry
-        logits = project(trainable, _slice(hidden, index, chunk))
+    def body(index: Array, carry: tuple[Scores, Array, Array]) -> tuple[Scores, Array, Array]:
+        scores, normalisers, kept = carry
+        logits = _tempered(project(trainable, _slice(hidden, index, chunk)), temperature, index, chunk)
         normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         found = jnp.take_along_axis(logits, _slice(targets, index, chunk), axis=-1) - normaliser
+        here = Scores(found, _entropy(logits, normaliser)[:, 0] if entropy else None)
+        scores = jax.tree.map(lambda array, values: _write(array, index, chunk, values), scores, here)
         kept = _write(kept, index, chunk, logits) if keep else kept
-        return _write(logprobs, index, chunk, found), _write(normalisers, index, chunk, normaliser), kept
+        return scores, _write(normalisers, index, chunk, normaliser), kept
 
     tokens = hidden.shape[0]
-    start = jnp.zeros(targets.shape), jnp.zeros((tokens, 1)), jnp.zeros((tokens if keep else 0, logits.shape[1]))
-    logprobs, normalisers, kept = jax.lax.fori_loop(0, _chunks(read, chunk), body, start)
-    return logprobs, (trainable, hidden, targets, trained, normalisers, kept)
+    empty = Scores(jnp.zeros(targets.shape), jnp.zeros(tokens) if entropy else None)
+    start = empty, jnp.zeros((tokens, 1)), jnp.zeros((tokens if keep else 0, logits.shape[1]))
+    scores, normalisers, kept = jax.lax.fori_loop(0, _chunks(read, chunk), body, start)
+    return scores, (trainable, hidden, targets, temperature, trained, normalisers, kept)
 
 
-def _chunked_backward(project: Project, chunk: int, keep: bool, saved: Any, gradient: Array) -> tuple[Any, ...]:
-    """Gradients of the first `trained` tokens, in whole chunks: of a token's logits, g (one-hot - softmax)."""
-    trainable, hidden, targets, trained, normalisers, kept = saved
+def _chunked_backward(
+    project: Project, chunk: int, keep: bool, entropy: bool, saved: Any, gradient: Scores
+) -> tuple[Any, ...]:
+    """Gradients of the first `trained` tokens, in whole chunks.
+
+    Of a token's logits: g (one-hot - p) for a log-probability, -g p (log p + entropy) for the entropy.
+    """
+    trainable, hidden, targets, temperature, trained, normalisers, kept = saved
 
     def body(index: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
         of_trainable, of_hidden = carry
-        states, ids, g = (_slice(array, index, chunk) for array in (hidden, targets, gradient))
+        states, ids, g = (_slice(array, index, chunk) for array in (hidden, targets, gradient.logprobs))
         logits, pullback = jax.vjp(project, trainable, states)
-        logits = _slice(kept, index, chunk) if keep else logits
-        softmax = jnp.exp(logits - _slice(normalisers, index, chunk))
+        logits = _slice(kept, index, chunk) if keep else _tempered(logits, temperature, index, chunk)
+        normaliser = _slice(normalisers, index, chunk)
+        softmax = jnp.exp(logits - normaliser)
         of_logits = _at_targets(ids, g, logits.shape) - softmax * g.sum(axis=-1, keepdims=True)
-        more, here = pullback(of_logits)
+        if entropy:
+            g = _slice(gradient.entropy, index, chunk)[:, None]  # pyright: ignore[reportArgumentType]
+            of_logits -= g * softmax * (logits - normaliser + _entropy(logits, normaliser))
+        more, here = pullback(_tempered(of_logits, temperature, index, chunk))
         return jax.tree.map(jnp.add, of_trainable, more), _write(of_hidden, index, chunk, here)
 
     start = jax.tree.map(jnp.zeros_like, trainable), jnp.zeros_like(hidden)
     of_trainable, of_hidden = jax.lax.fori_loop(0, _chunks(trained, chunk), body, start)
-    return of_trainable, of_hidden, None, None, None
+    return of_trainable, of_hidden, None, None, None, None
+
+
+def _tempered(logits: Array, temperature: Array | None, index: Array, chunk: int) -> Array:
+    """The logits of a chunk divided by its tokens' temperatures."""
+    return logits if temperature is None else logits / _slice(temperature, index, chunk)[:, None]
+
+
+def _entropy(logits: Float[Array, "chunk vocab"], normaliser: Float[Array, "chunk 1"]) -> Float[Array, "chunk 1"]:
+    logprobs = logits - normaliser
+    return -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1, keepdims=True)
 
 
 def _at_targets(targets: Int[Array, "chunk K"], values: Float[Array, "chunk K"], shape: tuple[int, ...]) -> Array:
@@ -134,11 +184,9 @@ def _at_targets(targets: Int[Array, "chunk K"], values: Float[Array, "chunk K"],
     return jnp.zeros(shape).at[rows, targets].add(values)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _chunked(
-    project: Project, chunk: int, keep: bool, trainable: Any, hidden: Array, targets: Array, trained: Array, read: Array
-) -> Array:
-    return _chunked_forward(project, chunk, keep, trainable, hidden, targets, trained, read)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _chunked(project: Project, chunk: int, keep: bool, entropy: bool, *arrays: Any) -> Scores:
+    return _chunked_forward(project, chunk, keep, entropy, *arrays)[0]
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

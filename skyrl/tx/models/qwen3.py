@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from skyrl.tx.layers.cached_attention import Pages, cached_attention
 from skyrl.tx.layers.linear import Linear
-from skyrl.tx.layers.logprobs import Needs, projected_logprobs
+from skyrl.tx.layers.logprobs import Needs, Scores, projected_scores
 from skyrl.tx.layers.lora import Lora
 from skyrl.tx.layers.norm import RMSNorm
 from skyrl.tx.layers.packed_attention import packed_attention
@@ -261,14 +261,14 @@ class Qwen3ForCausalLM(ModelForCausalLM):
         """See `ModelForCausalLM.compute_logits`."""
         slots = None if adapter_index is None else adapter_index.reshape(-1)
         lora = None if adapter is None else Lora.of(adapter, slots).at("lm_head")
-        return self._logits(lora, hidden.reshape(-1, hidden.shape[-1])).reshape(*hidden.shape[:-1], -1)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        return _logits(self._vocabulary, lora, rows).reshape(*hidden.shape[:-1], -1)
 
-    def _logits(self, lora: Lora | None, hidden: Float[Array, "tokens hidden"]) -> Float[Array, "tokens vocab"]:
-        kernel = (self.embed_tokens if self.unembed is None else self.unembed)[...]
-        logits = jnp.einsum("nd,vd->nv", hidden, kernel, preferred_element_type=jnp.float32)
-        return logits if lora is None else logits + lora.delta(hidden)
+    @property
+    def _vocabulary(self) -> Float[Array, "vocab hidden"]:
+        return (self.embed_tokens if self.unembed is None else self.unembed)[...]
 
-    def target_logprobs(
+    def target_scores(
         self,
         hidden: Float[Array, "tokens hidden"],
         targets: Int[Array, "tokens K"],
@@ -276,12 +276,27 @@ class Qwen3ForCausalLM(ModelForCausalLM):
         adapter: Adapter | None = None,
         needs: Needs | None = None,
         chunk_size: int | None = None,
-    ) -> Float[Array, "tokens K"]:
-        """See `ModelForCausalLM.target_logprobs`."""
+        temperature: Float[Array, "tokens"] | None = None,
+        entropy: bool = False,
+        train_base: bool = False,
+    ) -> Scores:
+        """See `ModelForCausalLM.target_scores`."""
         lora = None if adapter is None else Lora.of(adapter, None).at("lm_head")
         size = self.config.loss_chunk_size if chunk_size is None else chunk_size
         needs = Needs.all(len(targets)) if needs is None else needs
-        return projected_logprobs(self._logits, lora, hidden, targets, needs, size)
+        vocabulary = self._vocabulary
+        if train_base:
+            project, trainable = (lambda both, states: _logits(both[0], both[1], states)), (vocabulary, lora)
+        else:
+            project, trainable = (lambda lora, states: _logits(vocabulary, lora, states)), lora
+        return projected_scores(project, trainable, hidden, targets, needs, size, temperature, entropy)
+
+
+def _logits(
+    vocabulary: Float[Array, "vocab hidden"], lora: Lora | None, hidden: Float[Array, "tokens hidden"]
+) -> Float[Array, "tokens vocab"]:
+    logits = jnp.einsum("nd,vd->nv", hidden, vocabulary, preferred_element_type=jnp.float32)
+    return logits if lora is None else logits + lora.delta(hidden)
 
 
 def _refuse_unimplemented(config: "ModelConfig") -> None:

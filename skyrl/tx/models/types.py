@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from skyrl.tx.layers.logprobs import Needs
+from skyrl.tx.layers.logprobs import Needs, Scores
 from skyrl.utils.registry import Registry
 
 if TYPE_CHECKING:  # transformers loads torch where that is installed, which array code has no use for
@@ -178,7 +178,7 @@ class ModelForCausalLM(nnx.Module):
         """float32 logits of final hidden states. `adapter_index` has one slot per hidden state."""
         raise NotImplementedError
 
-    def target_logprobs(
+    def target_scores(
         self,
         hidden: Float[Array, "tokens hidden"],
         targets: Int[Array, "tokens K"],
@@ -186,11 +186,15 @@ class ModelForCausalLM(nnx.Module):
         adapter: Adapter | None = None,
         needs: Needs | None = None,
         chunk_size: int | None = None,
-    ) -> Float[Array, "tokens K"]:
+        temperature: Float[Array, "tokens"] | None = None,
+        entropy: bool = False,
+        train_base: bool = False,
+    ) -> Scores:
         """float32 log-probabilities (nats) of K targets per token: of all tokens, or of those that `needs` names.
 
         `chunk_size` tokens at a time, so that logits never exceed `[chunk_size, vocab]`; 0 takes all tokens at once,
-        None the configured `loss_chunk_size`.
+        None the configured `loss_chunk_size`. Logits are divided by `temperature`, if there is one. With `entropy` that
+        of each distribution comes too. The model's own weights get a gradient only with `train_base`.
         """
         raise NotImplementedError
 

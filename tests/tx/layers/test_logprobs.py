@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from skyrl.tx.layers import logprobs as module
-from skyrl.tx.layers.logprobs import Needs, logprobs_of, projected_logprobs
+from skyrl.tx.layers.logprobs import Needs, Scores, logprobs_of, projected_scores
 
 TOKENS, HIDDEN, VOCAB, RANK = 14, 6, 19, 2
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
@@ -66,7 +66,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
 
     def logprobs(hidden: jax.Array, adapter: dict[str, jax.Array], needed: Needs) -> jax.Array:
         ids = jnp.asarray(targets, jnp.int32)
-        return projected_logprobs(project, adapter, hidden, ids, needed, CHUNK_SIZES[chunk])
+        return projected_scores(project, adapter, hidden, ids, needed, CHUNK_SIZES[chunk]).logprobs
 
     @jax.jit
     def ours(hidden: jax.Array, adapter: dict[str, jax.Array], needed: Needs) -> tuple[jax.Array, ...]:
@@ -113,10 +113,51 @@ def test_tokens_beyond_the_chunks_that_are_read_are_not_computed(chunk_size, mon
     hidden = jnp.tile(jnp.arange(15.0)[:, None], (1, HIDDEN))
     needs = Needs(jnp.arange(15)[::-1], jnp.asarray(0), jnp.asarray(6))
     frozen, targets = jnp.ones((HIDDEN, VOCAB)), jnp.zeros((15, 1), jnp.int32)
-    found = projected_logprobs(project, frozen, hidden, targets, needs, chunk_size)
+    found = projected_scores(project, frozen, hidden, targets, needs, chunk_size).logprobs
     jax.effects_barrier()
     assert sorted(computed) == list(range(5, 15))
     np.testing.assert_array_equal(found[:5], 0)
+
+
+@pytest.fixture(scope="module", params=[(chunk, needs) for chunk in CHUNK_SIZES for needs in ("all", "some")])
+def tempered(request: pytest.FixtureRequest) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Scores of tokens with a temperature each, and gradients of a sum of both: ours, and torch's in float64."""
+    chunk, needs = request.param
+    (trained, read), draw = NEEDS[needs], np.random.default_rng(12)
+    order, targets = draw.permutation(TOKENS), draw.integers(0, VOCAB, (TOKENS, 1))
+    arrays = [draw.normal(size=shape).astype(np.float32) for shape in ((TOKENS, HIDDEN), (HIDDEN, VOCAB))]
+    temperature = draw.uniform(0.3, 2, TOKENS).astype(np.float32)
+    cotangents = [draw.normal(size=shape).astype(np.float32) for shape in ((TOKENS, 1), (TOKENS,))]
+    for cotangent in cotangents:
+        cotangent[order[trained:]] = 0
+    needed = Needs(*(jnp.asarray(field, jnp.int32) for field in (order, trained, read)))
+
+    @jax.jit
+    def scores(hidden: jax.Array, weights: jax.Array) -> Scores:
+        ids, size, scale = jnp.asarray(targets, jnp.int32), CHUNK_SIZES[chunk], jnp.asarray(temperature)
+        return projected_scores(lambda w, h: h @ w, weights, hidden, ids, needed, size, scale, entropy=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SMALLEST_CHUNK", 2)
+        found, pullback = jax.vjp(scores, *map(jnp.asarray, arrays))
+        ours = [np.array(scored) for scored in found] + [*pullback(Scores(*map(jnp.asarray, cotangents)))]
+    leaves = [torch.tensor(array, dtype=torch.float64, requires_grad=True) for array in arrays]
+    logits = (leaves[0] @ leaves[1]) / torch.tensor(temperature, dtype=torch.float64)[:, None]
+    distribution = torch.distributions.Categorical(logits=logits)
+    expected = [distribution.log_prob(torch.tensor(targets[:, 0]))[:, None], distribution.entropy()]
+    torch.autograd.backward(expected, [torch.tensor(cotangent, dtype=torch.float64) for cotangent in cotangents])
+    expected = [tensor.detach().numpy().copy() for tensor in expected]
+    for scored in (*ours[:2], *expected):
+        scored[order[read:]] = 0
+    names = ["logprobs", "entropy", "hidden", "weights"]
+    expected += [leaf.grad.numpy() for leaf in leaves]
+    return dict(zip(names, map(np.asarray, ours), strict=True)), dict(zip(names, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["logprobs", "entropy", "hidden", "weights"])
+def test_scores_at_temperatures_and_their_gradients_are_those_of_torch(tempered, name):
+    ours, expected = tempered
+    np.testing.assert_allclose(ours[name], expected[name], rtol=1e-4, atol=1e-5)
 
 
 def test_logits_that_exp_cannot_hold_give_finite_log_probabilities():

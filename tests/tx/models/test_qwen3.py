@@ -178,7 +178,7 @@ def test_log_probabilities_of_a_bank_are_those_of_its_adapters(load, ids):
     rows, targets, slots = hidden(model, ids)[0, :5], jnp.asarray(ids[:2, :5].T), np.array([0, 1, 1, 0, 1])
     bank = bank_of(adapters, model.config.unroll_layers)
     together = logprobs_of(model.compute_logits(rows, bank, jnp.asarray(slots)), targets)
-    alone = [model.target_logprobs(rows, targets, adapter=adapter) for adapter in adapters]
+    alone = [model.target_scores(rows, targets, adapter=adapter).logprobs for adapter in adapters]
     np.testing.assert_allclose(together, np.where(slots[:, None] == 0, *alone), atol=1e-5)
 
 
@@ -233,7 +233,7 @@ def test_a_stack_of_adapters_maps_to_one_result_each(load, ids):
     def logprobs(base, adapter, row):
         model = nnx.merge(graph, base)
         states = model(row[None], positions=positions_of(row[None]), adapter=adapter).last_hidden_state[0]
-        return model.target_logprobs(states, row[:, None], adapter=adapter, chunk_size=4)
+        return model.target_scores(states, row[:, None], adapter=adapter, chunk_size=4).logprobs
 
     stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *adapters)
     together = jax.jit(jax.vmap(logprobs, in_axes=(None, 0, 0)))(base, stack, jnp.asarray(ids[:2]))
@@ -251,7 +251,7 @@ def test_log_probabilities_over_150_thousand_tokens_are_accurate_over_a_bfloat16
     logits = np.asarray(states, np.float64) @ np.asarray(model.unembed[...], np.float64).T
     expected = np.take_along_axis(logits, np.asarray(targets), 1) - np.log(np.exp(logits).sum(1, keepdims=True))
     for chunk_size in (0, 4):
-        ours = model.target_logprobs(states, targets, chunk_size=chunk_size)
+        ours = model.target_scores(states, targets, chunk_size=chunk_size).logprobs
         assert ours.dtype == jnp.float32
         np.testing.assert_allclose(ours, expected, atol=1e-4)
 
