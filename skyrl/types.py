@@ -31,8 +31,8 @@ class WireModel(BaseModel):
 class LoraConfig(WireModel):
     """Which adapter to train. `LoraConfig` of the Tinker API, plus `alpha`."""
 
-    rank: int = Field(default=32, ge=1)
-    """Inner dimension of each A B pair."""
+    rank: int = Field(default=32, ge=0)
+    """Inner dimension of each A B pair. 0 trains all weights of the base model instead of an adapter."""
     seed: int | None = None
     """Seed of the initial A matrices; None draws one."""
     train_unembed: bool = True
@@ -43,6 +43,11 @@ class LoraConfig(WireModel):
     """Adapt query, key, value and output projections."""
     alpha: float = Field(default=LORA_ALPHA, gt=0)
     """The adapter's product is multiplied by alpha / rank."""
+
+    @property
+    def scaling(self) -> float:
+        """alpha / rank; 1 where there is no adapter."""
+        return self.alpha / self.rank if self.rank else 1.0
 
 
 class AdamParams(WireModel):
@@ -90,7 +95,8 @@ class ForwardBackwardOutput:
     """What a pass returns, datum by datum in request order."""
 
     loss_fn_outputs: list[dict[str, np.ndarray]]
-    """Per datum `logprobs` (shape of its targets) and `elementwise_loss` `[tokens]`, float32."""
+    """Per datum float32 `elementwise_loss` `[tokens]` and what the loss is computed from: `logprobs` (shape of its
+    targets), or with an objective its `outputs`, `[tokens]` each."""
     metrics: dict[str, float]
     """Keys are `name:reduction`; `loss:sum` is always there."""
     loss_fn_output_type: str = "ArrayRecord"

@@ -1,12 +1,12 @@
-"""What one optimizer step minimises: the sum over tokens of policy, KL and entropy terms, and the critic's loss.
+"""What one optimizer step minimises: the sum over tokens of policy, KL and entropy terms, or the critic's loss.
 
 Every term is one number per token times the token's weight, so the sum does not change with padding, the order of rows,
 or the way in which a mini-batch is cut into micro-batches and over devices.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from array_api_compat import array_namespace
 from jaxtyping import Float
@@ -24,7 +24,71 @@ SOURCES = {
 """Where a field comes from, for the message that it is missing."""
 
 
-@dataclass(frozen=True)
+Output = Literal["logprobs", "entropy", "values"]
+"""What a learner computes of each token."""
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """The loss of a training pass, as a backend needs to know it. What is compiled is found by the object itself."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """`LossInputs` fields that must be there: given by each datum, or computed."""
+        ...
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """`LossInputs` fields that a datum may give, beside `weights`; those that it leaves out are as in `EMPTY`."""
+        ...
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """What is computed by the learner, and returned."""
+        ...
+
+    @property
+    def multiple_of(self) -> tuple[str, ...]:
+        """As `Loss.multiple_of`."""
+        ...
+
+    def __call__(self, x: LossInputs) -> Tokens:
+        """Loss of each token, `[batch, tokens]`, to be summed."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """No loss: a forward pass for what it computes, at the temperature of each token."""
+
+    outputs: tuple[Output, ...]
+    needs: tuple[str, ...] = field(default=(), init=False)
+    inputs: tuple[str, ...] = field(default=(), init=False)
+    multiple_of: tuple[str, ...] = field(default=(), init=False)
+
+    def __call__(self, x: LossInputs) -> Tokens:
+        return 0.0 * x.weights
+
+
+@dataclass(frozen=True, eq=False)
+class ValueObjective:
+    """The critic's loss per token, see `value_loss`."""
+
+    value_clip: float | None
+    outputs: tuple[Output, ...] = field(default=("values",), init=False)
+    multiple_of: tuple[str, ...] = field(default=(), init=False)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return ("returns",) if self.value_clip is None else ("returns", "old_values")
+
+    needs = inputs
+
+    def __call__(self, x: LossInputs) -> Tokens:
+        return value_loss(x, value_clip=self.value_clip)
+
+
+@dataclass(frozen=True, eq=False)
 class PolicyObjective:
     """The policy's loss per token: its policy loss, plus KL, minus entropy."""
 
@@ -44,16 +108,27 @@ class PolicyObjective:
         entropy = ("entropy",) if self.entropy_coef else ()
         return (*self.loss.needs, *kl, *entropy)
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        given = dict.fromkeys((*self.needs, *self.loss.optional, "correction"))
+        return tuple(name for name in given if name != "entropy")
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        return ("logprobs", "entropy") if self.entropy_coef else ("logprobs",)
+
+    @property
+    def multiple_of(self) -> tuple[str, ...]:
+        return () if self.kl_coef or self.entropy_coef else self.loss.multiple_of
+
     def __call__(self, x: LossInputs) -> Tokens:
         """Loss of each token, `[batch, tokens]`, to be summed. `x.correction` multiplies the policy loss alone.
 
         Raises ValueError if a field that it needs is not there.
         """
-        for field in self.needs:
-            if getattr(x, field) is None:
-                raise ValueError(
-                    f"policy_loss_type={self.loss.name!r} needs {field}, {SOURCES.get(field, 'per token')}"
-                )
+        for name in self.needs:
+            if getattr(x, name) is None:
+                raise ValueError(f"policy_loss_type={self.loss.name!r} needs {name}, {SOURCES.get(name, 'per token')}")
         total = self.loss(x, **self.knobs)
         if x.correction is not None:
             total = total * stop_gradient(x.correction)

@@ -19,6 +19,7 @@ from skyrl.backends.operations import (
     Completion,
     CreateModel,
     DeleteModel,
+    ExportModel,
     ForwardBackward,
     LoadCheckpoint,
     LoadSnapshot,
@@ -51,6 +52,7 @@ __all__ = [
     "Completion",
     "CreateModel",
     "DeleteModel",
+    "ExportModel",
     "ForwardBackward",
     "LoadCheckpoint",
     "LoadSnapshot",
@@ -107,6 +109,10 @@ class AbstractBackend(ABC):
     def has_model(self, model_id: str) -> bool:
         """Whether the model exists now."""
 
+    def has_own_base(self, model_id: str) -> bool:
+        """Whether a model that exists is trained as a whole, so that what is stored of it is large."""
+        return False
+
     def prepare(self) -> bool:
         """With nothing else to do: one piece of what later requests would wait for. False: there is none left."""
         return False
@@ -124,9 +130,12 @@ class AbstractBackend(ABC):
 
     # -- documented synchronous methods -------------------------------------------------------------------------------
 
-    def create_model(self, model_id: str, lora_config: LoraConfig) -> None:
-        """Allocate an adapter and its optimizer. Raises `RequestError` if it cannot be created."""
-        self._run(CreateModel(request_id=_new_id(), model_id=model_id, lora_config=lora_config))
+    def create_model(self, model_id: str, lora_config: LoraConfig, value_head: bool = False) -> None:
+        """Allocate an adapter (rank 0: base weights) and its optimizer, of a critic if it has a value head.
+
+        Raises `RequestError` if it cannot be created.
+        """
+        self._run(CreateModel(request_id=_new_id(), model_id=model_id, lora_config=lora_config, value_head=value_head))
 
     def delete_model(self, model_id: str) -> None:
         """Free everything of the model."""
@@ -167,6 +176,10 @@ class AbstractBackend(ABC):
         path = str(output_path)
         version = version_of(model_id, path.rstrip("/").rsplit("/", 1)[-1])
         self._run(Publish(request_id=_new_id(), model_id=model_id, version=version, path=path, persist=persist))
+
+    def export_model(self, output_path: str, model_id: str) -> None:
+        """Write the whole model to the folder `output_path` in Hugging Face format, adapters merged."""
+        self._run(ExportModel(request_id=_new_id(), model_id=model_id, path=str(output_path)))
 
     def _expect(self, operation: Operation, kind: type[T]) -> T:
         result = self._run(operation)

@@ -7,13 +7,14 @@ never on what else is running. Pure NumPy.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from skyrl.algorithms.losses import EMPTY, INPUT_FIELDS, LOSSES, NUM_KNOBS, loss_index, pack_knobs
+from skyrl.algorithms.objective import Objective
 from skyrl.types import Datum
 
 SHORTEST_TILE = 32
@@ -21,6 +22,9 @@ SHORTEST_TILE = 32
 
 MAX_SEGMENTS = 64
 """Sequences packed into one tile at most (a static bound for losses over whole sequences)."""
+
+WIRE_FIELDS = tuple(field for field in INPUT_FIELDS.values() if field != "weights")
+"""Inputs of the protocol's losses."""
 
 WIDE = 64
 """Targets per token of a tile for requests with more than one. Those with more yet take several passes."""
@@ -51,6 +55,8 @@ class TileArrays(NamedTuple):
     """int32 `[]`: how many can have a gradient."""
     read: np.ndarray
     """int32 `[]`: how many cells are used."""
+    temperature: np.ndarray | None = None
+    """float32 `[N]`, what logits are divided by. None for losses of the protocol, which have none."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +108,10 @@ class TileShape:
 
 
 def make_tiles(
-    data: list[Datum], loss_fn: str, loss_fn_config: Mapping[str, float], shape: TileShape
+    data: list[Datum], loss_fn: str | Objective, loss_fn_config: Mapping[str, float], shape: TileShape
 ) -> Iterator[Tile]:
-    """Pack the sequences of one request, checked by `check_pass`, into tiles, longest first.
+    """Pack the sequences of one request into tiles, longest first. It was checked (`check_pass`,
+    `check_objective_data`).
 
     Targets beyond the first `WIDE` of a token are in tiles of their own. Losses with several targets per token are sums
     over them, so their tiles' losses and gradients add up.
@@ -114,11 +121,17 @@ def make_tiles(
     for first_target in range(0, most, width):
         members = [i for i, datum in enumerate(data) if _targets(datum).shape[1] > first_target]
         for placements, length in _layout(data, members, shape, wide=width > 1):
-            arrays = _empty(length, width)
-            arrays.loss_index[...] = loss_index(loss_fn)
-            arrays.knobs[:] = pack_knobs(loss_fn, loss_fn_config)
-            _place(data, placements, first_target, arrays)
-            _order(arrays, loss_fn)
+            if isinstance(loss_fn, str):
+                arrays, fields = _empty(length, width), INPUT_FIELDS
+                arrays.loss_index[...] = loss_index(loss_fn)
+                arrays.knobs[:] = pack_knobs(loss_fn, loss_fn_config)
+                multiple_of = LOSSES[loss_fn].multiple_of
+            else:
+                fields = {name: name for name in (*loss_fn.inputs, "weights")}
+                arrays = _empty(length, width, loss_fn.inputs, np.ones(length, np.float32))
+                multiple_of = loss_fn.multiple_of
+            _place(data, placements, first_target, arrays, fields)
+            _order(arrays, multiple_of)
             yield Tile(arrays, placements, first_target)
 
 
@@ -145,8 +158,9 @@ def _layout(
         yield placements, shape.length_for(used, wide)
 
 
-def _empty(length: int, width: int) -> TileArrays:
-    fields = {field for field in INPUT_FIELDS.values() if field != "weights"}
+def _empty(
+    length: int, width: int, fields: Iterable[str] = WIRE_FIELDS, temperature: np.ndarray | None = None
+) -> TileArrays:
     return TileArrays(
         tokens=np.zeros(length, np.int32),
         positions=np.zeros(length, np.int32),
@@ -159,10 +173,13 @@ def _empty(length: int, width: int) -> TileArrays:
         order=np.arange(length, dtype=np.int32),
         trained=np.zeros((), np.int32),
         read=np.zeros((), np.int32),
+        temperature=temperature,
     )
 
 
-def _place(data: list[Datum], placements: list[Placement], first_target: int, arrays: TileArrays) -> None:
+def _place(
+    data: list[Datum], placements: list[Placement], first_target: int, arrays: TileArrays, fields: Mapping[str, str]
+) -> None:
     """Copy each sequence to its cells."""
     for segment, place in enumerate(placements):
         given = data[place.datum].loss_fn_inputs
@@ -175,14 +192,16 @@ def _place(data: list[Datum], placements: list[Placement], first_target: int, ar
         columns = slice(0, targets[:, part].shape[1])
         arrays.targets[cells, columns] = targets[:, part]
         arrays.weights[cells, columns] = given["weights"].reshape(targets.shape)[:, part]
-        for name in given.keys() & INPUT_FIELDS.keys() - {"weights"}:
-            arrays.inputs[INPUT_FIELDS[name]][cells] = given[name]
+        for name in given.keys() & fields.keys() - {"weights"}:
+            arrays.inputs[fields[name]][cells] = given[name]
+        if arrays.temperature is not None and "temperature" in given:
+            arrays.temperature[cells] = given["temperature"]
 
 
-def _order(arrays: TileArrays, loss_fn: str) -> None:
+def _order(arrays: TileArrays, multiple_of: tuple[str, ...]) -> None:
     """Which tokens can have a gradient: those with a weight, and with all else that the loss is a multiple of."""
     trained = (arrays.weights != 0).any(axis=1)
-    for field in LOSSES[loss_fn].multiple_of:
+    for field in multiple_of:
         trained &= arrays.inputs[field] != 0
     used = arrays.segments >= 0
     arrays.order[:] = np.argsort(np.where(trained, 0, np.where(used, 1, 2)), kind="stable")

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
+from skyrl.algorithms.objective import Objective
 from skyrl.types import AdamParams, Cells, Datum, GradientEffect, LoraConfig, Result, SamplingParams
 
 
@@ -29,9 +30,11 @@ class ModelOperation(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class CreateModel(ModelOperation):
-    """Make an adapter with fresh weights. Returns `ModelOutput`."""
+    """Make an adapter with fresh weights, or a copy of the base model (rank 0). Returns `ModelOutput`."""
 
     lora_config: LoraConfig
+    value_head: bool = False
+    """Whether it is a critic, which maps each token to a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +42,16 @@ class ForwardBackward(ModelOperation):
     """Add the gradients of a loss, summed over `data`, to the model's sums. Returns `ForwardBackwardOutput`."""
 
     data: list[Datum]
-    loss_fn: str
+    """Checked by `check_pass`; for an objective, inputs are its `inputs`, `weights`, `target_tokens` and
+    `temperature`."""
+    loss_fn: str | Objective
+    """A loss of the protocol by its name, or a trainer's objective. Keep one object of it: programs are found by it."""
     loss_fn_config: Mapping[str, float] = field(default_factory=dict)
+    """Settings of a loss of the protocol."""
     forward_only: bool = False
     """Compute outputs and metrics only; sums stay as they are."""
+    reference: bool = False
+    """Compute with the base model instead of the model, which stays as it is. `forward_only` too."""
 
     @cached_property
     def tokens(self) -> int:
@@ -55,6 +64,8 @@ class OptimStep(ModelOperation):
     """Apply the accumulated gradients with AdamW and clear them. Returns `OptimStepOutput`."""
 
     adam_params: AdamParams
+    skip_if_not_finite: bool = False
+    """Clear gradients whose norm is not finite and change nothing else, instead of applying them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +118,13 @@ class Publish(ModelOperation):
     version: str
     path: str
     persist: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportModel(ModelOperation):
+    """Write the base model with what the model has learned as a Hugging Face folder. Returns `SaveOutput`."""
+
+    path: str
 
 
 @dataclass(frozen=True, kw_only=True)

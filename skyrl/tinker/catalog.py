@@ -108,12 +108,14 @@ def _described(session: Session, caller: Caller, models: Sequence[ModelRow]) -> 
 
 
 def _training_run(model: ModelRow, caller: Caller, newest: dict[tuple[str, str], rest.Checkpoint]) -> rest.TrainingRun:
+    rank = LoraConfig(**model.lora_config).rank
     return rest.TrainingRun(
         training_run_id=model.model_id,
         base_model=model.base_model,
         model_owner=_owner(model.tenant, caller),
         corrupted=model.status == "lost",
-        lora_rank=LoraConfig(**model.lora_config).rank,
+        is_lora=rank > 0,
+        lora_rank=rank,
         last_request_time=rest.moment(model.last_request_at or model.created_at),
         last_checkpoint=newest.get((model.model_id, "weights")),
         last_sampler_checkpoint=newest.get((model.model_id, "sampler_weights")),

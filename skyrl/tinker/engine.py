@@ -184,7 +184,7 @@ class TinkerEngine:
         elif makes and isinstance(result, ErrorResponse) and not self.backend.has_model(model_id):
             self.upkeep.forget(model_id, "its model could not be made")
         elif self.scheduler.knows(model_id):
-            self.policy.note(operation)
+            self.policy.note(operation, whole=self.backend.has_own_base(model_id))
             if self.scheduler.finished(model_id) is None:
                 crash_point("engine: model half revived")
 

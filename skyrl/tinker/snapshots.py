@@ -1,5 +1,8 @@
 """When a model is snapshotted: after so many optimizer steps, requests or bytes, and after each load.
 
+A model that is trained as a whole, whose snapshots are as large as the base model, is not snapshotted every few steps
+but after each checkpoint that it saves.
+
 Counts are of what has ended since the last snapshot that succeeded. A model has at most one snapshot
 under way; one that fails is tried again after a growing pause, with what came meanwhile. Loads do not wait for a count
 because what they read may be deleted.
@@ -36,6 +39,7 @@ class _Counts:
     requests: int = 0
     bytes: int = 0
     loads: int = 0
+    checkpoints: int = 0
 
     def add(self, other: "_Counts") -> None:
         for each in fields(self):
@@ -48,6 +52,8 @@ class _Model:
     """Since the last snapshot, or since the one under way began."""
     under_way: _Counts | None = None
     """What the snapshot under way covers."""
+    whole: bool = False
+    """Whether it has base weights of its own."""
     failures: int = 0
     """Snapshots that failed in a row."""
     retry_at: float = -math.inf
@@ -62,9 +68,10 @@ class SnapshotPolicy:
         self._wanted: set[str] = set()
         """Models that have reached a limit."""
 
-    def note(self, operation: ModelOperation) -> None:
-        """An operation has ended."""
+    def note(self, operation: ModelOperation, whole: bool = False) -> None:
+        """An operation has ended, of a model that is trained as a whole or has an adapter."""
         model = self._models.setdefault(operation.model_id, _Model())
+        model.whole = whole
         model.since.add(_counts_of(operation))
         self._consider(operation.model_id)
 
@@ -119,7 +126,7 @@ class SnapshotPolicy:
         model, every = self._models[model_id], self._every
         since = model.since
         limits = (
-            since.steps >= every.steps,
+            since.checkpoints >= 1 if model.whole else since.steps >= every.steps,
             since.requests >= every.requests,
             since.bytes >= every.bytes,
             since.loads >= every.loads,
@@ -143,6 +150,7 @@ def _counts_of(operation: ModelOperation) -> _Counts:
         requests=1,
         bytes=sum(map(_bytes_of, operation.data)) if isinstance(operation, ForwardBackward) else 0,
         loads=int(isinstance(operation, LoadCheckpoint)),
+        checkpoints=int(isinstance(operation, SaveCheckpoint)),
     )
 
 

@@ -58,7 +58,7 @@ def init_adapter(model_config: "ModelConfig", lora_config: LoraConfig, seed: int
                 draws = stream.random((target.in_features, lora_config.rank), np.float32)
                 matrix[:, : lora_config.rank] = np.float32(bound) * (2 * draws - 1)
         pairs.append((target, pair))
-    return adapter_of(pairs, lora_config.alpha / lora_config.rank)
+    return adapter_of(pairs, lora_config.scaling)
 
 
 def zero_adapter(model_config: "ModelConfig", rank: int) -> Adapter:

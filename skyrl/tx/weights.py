@@ -5,6 +5,7 @@ Tensors are read, cast and placed one at a time, so that host memory holds one s
 """
 
 import json
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -72,8 +73,18 @@ def load_model(path: str | Path, **options: Any) -> ModelForCausalLM:
     return with_weights(abstract_model(path, **options), path)
 
 
-def with_weights(model: ModelForCausalLM, path: str | Path) -> ModelForCausalLM:
-    """An `abstract_model` with the weights that the folder holds. Raises StorageError for damaged or other files."""
+def stored_tensor(path: str | Path, name: str) -> np.ndarray | None:
+    """A tensor beside the model's own in its folder, float32; None if there is none of that name."""
+    with ExitStack() as stack:
+        tensors = _Tensors(Path(path), stack)
+        return tensors.whole(name).astype(np.float32) if name in tensors.names else None
+
+
+def with_weights(model: ModelForCausalLM, path: str | Path, beside: Collection[str] = ()) -> ModelForCausalLM:
+    """An `abstract_model` with the weights that the folder holds, which may hold tensors `beside` them.
+
+    Raises StorageError for damaged or other files.
+    """
     path, kind, config = Path(path), type(model), model.config
     graph, state = nnx.split(model)
     with ExitStack() as stack:
@@ -82,7 +93,7 @@ def with_weights(model: ModelForCausalLM, path: str | Path) -> ModelForCausalLM:
             (path, variable.replace(_load(tensors, kind, path, variable)))
             for path, variable in nnx.to_flat_state(state)
         ]
-        unused = tensors.names - tensors.taken - _tied_copies(config.tie_word_embeddings)
+        unused = tensors.names - tensors.taken - _tied_copies(config.tie_word_embeddings) - set(beside)
     if unused:
         raise StorageError(
             f"{path}: {len(unused)} tensors have no place in {kind.__name__}, such as {min(unused)}; "
@@ -164,6 +175,10 @@ class _Tensors:
         self.taken.add(name)
         tensor = file.get_tensor(name)
         return tensor.T if transposed else tensor
+
+    def whole(self, name: str) -> np.ndarray:
+        """The tensor as it is stored."""
+        return self._open(self.places[name]).get_tensor(name)
 
     def _open(self, file: str) -> Any:
         if file not in self.files:

@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from skyrl.backends.backend import (
     AbstractBackend,
@@ -33,6 +34,11 @@ def finish(backend: AbstractBackend, operation) -> Result:
 
 def new_id() -> str:
     return f"request-{next(_numbers)}"
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    """Those of a model's folder."""
+    return load_file(folder / "model.safetensors")
 
 
 def datum(tokens, targets=None, **inputs) -> Datum:
@@ -71,9 +77,13 @@ def forward_backward(backend, data, model_id="model", loss_fn="cross_entropy", f
     )
 
 
-def optim_step(backend, model_id: str = "model", learning_rate: float = 1e-2, **params) -> Result:
+def stepping(model_id: str = "model", learning_rate: float = 1e-2, **params) -> OptimStep:
     adam = AdamParams(learning_rate=learning_rate, **params)
-    return finish(backend, OptimStep(request_id=new_id(), model_id=model_id, adam_params=adam))
+    return OptimStep(request_id=new_id(), model_id=model_id, adam_params=adam)
+
+
+def optim_step(backend, model_id: str = "model", learning_rate: float = 1e-2, **params) -> Result:
+    return finish(backend, stepping(model_id, learning_rate, **params))
 
 
 def train(backend, model_id: str = "model", steps: int = 1, seed: int = 0, **params) -> None:
@@ -99,18 +109,19 @@ def publish(backend, version: str, path: Path, model_id: str = "model", persist:
     )
 
 
-def sample(backend, version: str | None, path: Path | None = None, num_samples: int = 1, **params) -> Result:
+def sampling(version: str | None, path: Path | None = None, num_samples: int = 1, **params) -> Sample:
     params.setdefault("max_tokens", 8)
     params.setdefault("seed", 0)
     params.setdefault("stop", [])
-    return finish(
-        backend,
-        Sample(
-            request_id=new_id(),
-            version=version,
-            path=None if path is None else str(path),
-            prompt=np.asarray(params.pop("prompt", [1, 2, 3]), np.int32),
-            params=SamplingParams(**params),
-            num_samples=num_samples,
-        ),
+    return Sample(
+        request_id=new_id(),
+        version=version,
+        path=None if path is None else str(path),
+        prompt=np.asarray(params.pop("prompt", [1, 2, 3]), np.int32),
+        params=SamplingParams(**params),
+        num_samples=num_samples,
     )
+
+
+def sample(backend, version: str | None, path: Path | None = None, num_samples: int = 1, **params) -> Result:
+    return finish(backend, sampling(version, path, num_samples, **params))

@@ -43,10 +43,10 @@ DEFECTS = [
         [
             Edit(
                 STEP,
-                "            return token_losses.sum(), PassOutput",
-                "            totals = jnp.zeros(len(tile.tokens)).at[tile.segments].add(tile.weights.sum(1))\n"
-                "            divided = token_losses / jnp.maximum(totals[tile.segments], 1e-9)\n"
-                "            return divided.sum(), PassOutput",
+                "        return token_losses.sum(), PassOutput",
+                "        totals = jnp.zeros(len(tile.tokens)).at[tile.segments].add(tile.weights.sum(1))\n"
+                "        divided = token_losses / jnp.maximum(totals[tile.segments], 1e-9)\n"
+                "        return divided.sum(), PassOutput",
             )
         ],
         [JAX_TESTS + "test_a_custom_loss_of_the_client_gets_exactly_its_gradient"],

@@ -36,10 +36,10 @@ def a_pass(tokens: int = 1, forward_only: bool = False) -> ForwardBackward:
     return ForwardBackward(request_id="r", model_id="m", data=data, loss_fn="cross_entropy", forward_only=forward_only)
 
 
-def after(*operations: ModelOperation) -> SnapshotPolicy:
+def after(*operations: ModelOperation, whole: bool = False) -> SnapshotPolicy:
     policy = SnapshotPolicy(every_steps=3, every_requests=10, every_bytes=1000)
     for operation in operations:
-        policy.note(operation)
+        policy.note(operation, whole)
     return policy
 
 
@@ -70,6 +70,22 @@ def test_a_snapshot_is_due_after_enough_steps_requests_or_bytes_of_a_model_that_
 )
 def test_a_model_has_changed_after_what_may_have_changed_it(operation, changed):
     assert after(operation).changed() == (["m"] if changed else [])
+
+
+@pytest.mark.parametrize(
+    ("operations", "due"),
+    [
+        ([STEP] * 9, False),
+        ([STEP, SAVE], True),
+        ([SAVE], False),
+        ([SAVE, STEP], True),
+        ([STEP] * 10, True),
+        ([a_pass(tokens=250)], True),
+        ([LOAD], True),
+    ],
+)
+def test_a_model_that_is_trained_as_a_whole_is_snapshotted_with_its_checkpoints(operations, due):
+    assert after(*operations, whole=True).due(0.0) == ["m"] * due
 
 
 def test_a_refused_pass_is_a_change_because_the_next_step_has_to_fail():

@@ -1,5 +1,7 @@
 """The embedded backend: one base model in memory, many LoRA adapters training and sampling, on JAX.
 
+A model of rank 0 is trained as a whole: it has base weights of its own beside those that the others share.
+
 Each operation is a generator that yields after every micro-batch, so the executor can take turns between models and
 samples. A pass collects gradients in a scratch of its own and adds them to the model's sums at its end; nothing that
 the model owns is ever donated to a program, so a failure at any point leaves the model as it was.
@@ -7,6 +9,7 @@ the model owns is ever donated to a program, so a failure at any point leaves th
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from functools import partial, singledispatchmethod
 from itertools import chain
@@ -17,9 +20,11 @@ import jax
 import numpy as np
 from flax import nnx
 
+from skyrl.algorithms.objective_checks import check_objective_data
 from skyrl.backends.backend import (
     CreateModel,
     DeleteModel,
+    ExportModel,
     ForwardBackward,
     LoadCheckpoint,
     LoadSnapshot,
@@ -32,7 +37,16 @@ from skyrl.backends.backend import (
 from skyrl.backends.batching import TileShape
 from skyrl.backends.executor import Executor, Quantum, Waiting, Work
 from skyrl.backends.jax import checkpoints
-from skyrl.backends.jax.adapters import ModelState, Tree, model_bytes, zeros_like
+from skyrl.backends.jax.adapters import (
+    Kind,
+    ModelState,
+    Tree,
+    empty_adapter,
+    fresh_adapter,
+    in_types_of,
+    model_bytes,
+    zeros_like,
+)
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.loading import keep_compiled_programs, model_folder
 from skyrl.backends.jax.passes import Passes
@@ -43,9 +57,10 @@ from skyrl.backends.jax.step import AdamScalars
 from skyrl.backends.jax.versions import VersionPool
 from skyrl.backends.prepared import version_of
 from skyrl.errors import RequestError
-from skyrl.tx.lora import init_adapter, padded_rank, zero_adapter
+from skyrl.tx.export import model_files
+from skyrl.tx.lora import padded_rank, zero_adapter
 from skyrl.tx.models.types import Adapter
-from skyrl.tx.weights import abstract_model, with_weights
+from skyrl.tx.weights import abstract_model, stored_tensor, with_weights
 from skyrl.types import (
     BackendInfo,
     LoraConfig,
@@ -110,7 +125,7 @@ class JaxBackend(Executor):
         room = Room(*plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib))
         self._models = Residence(room, self._store_state, self._stored_state, config.offload_folder)
         progress(f"reading the weights of {self._folder}")
-        self.model = with_weights(model, self._folder)
+        self.model = with_weights(model, self._folder, beside={f"{config.value_head}.weight"})
         graphdef, self._base = nnx.split(self.model)
         ranks = sorted({padded_rank(rank) for rank in range(1, config.max_lora_rank + 1)})
         self._passes = Passes(
@@ -125,7 +140,7 @@ class JaxBackend(Executor):
         self._versions = VersionPool(
             zero,
             slots=config.max_lora_adapters,
-            load=lambda path: checkpoints.load_version(path, self.model_config, config.max_lora_rank)[0],
+            load=lambda path: checkpoints.load_version(path, self.model, config.max_lora_rank)[0],
         )
         self.sampler = self._sampler = Sampler(
             graphdef,
@@ -183,6 +198,9 @@ class JaxBackend(Executor):
     def has_model(self, model_id: str) -> bool:
         return model_id in self._models
 
+    def has_own_base(self, model_id: str) -> bool:
+        return model_id in self._models and self._models.about(model_id).lora_config.rank == 0
+
     def close(self) -> None:
         super().close()
         self._models.close()
@@ -207,7 +225,7 @@ class JaxBackend(Executor):
     def load_sampler_checkpoint(self, model_id: str, checkpoint_id: str, checkpoint_path: str) -> None:
         """Make the sampler or training checkpoint in a folder samplable as `checkpoint_id` of `model_id`."""
         version = version_of(model_id, checkpoint_id)
-        adapter, _ = checkpoints.load_version(checkpoint_path, self.model_config, self.config.max_lora_rank)
+        adapter, _ = checkpoints.load_version(checkpoint_path, self.model, self.config.max_lora_rank)
         self._versions.publish(version, adapter)
         self._versions.mark_stored(version, adapter, checkpoint_path)
 
@@ -281,22 +299,30 @@ class JaxBackend(Executor):
         model_id, lora_config = operation.model_id, operation.lora_config
         if model_id in self._models:
             raise RequestError(f"model_id={model_id} exists already; choose another id or delete it first")
-        if not (lora_config.train_attn or lora_config.train_mlp or lora_config.train_unembed):
+        parts = lora_config.train_attn, lora_config.train_mlp, lora_config.train_unembed
+        if lora_config.rank == 0 and not all(parts):
+            raise RequestError(
+                f"lora_config: rank=0 trains all weights, but train_attn, train_mlp, train_unembed are {parts}; set "
+                "them to true, or ask for a rank of at least 1"
+            )
+        if not any(parts):
             raise RequestError(
                 "lora_config: train_attn, train_mlp and train_unembed are all false, so there is nothing to train; "
                 "set at least one of them"
             )
+        kind = Kind(lora_config, operation.value_head)
         seed = lora_config.seed if lora_config.seed is not None else int(np.random.SeedSequence().generate_state(1)[0])
-        with self._room_for(lora_config) as admitted:
+        with self._room_for(kind) as admitted:
             yield from admitted
-            adapter = init_adapter(self.model_config, lora_config, seed, padded_rank(lora_config.rank))
+            head = stored_tensor(self._folder, f"{self.config.value_head}.weight") if kind.value_head else None
+            adapter = fresh_adapter(self.model_config, self._base, kind, seed, None if head is None else head[0])
             self._models.put(model_id, ModelState.fresh(lora_config, adapter))
         return ModelOutput(model_id)
 
-    def _room_for(self, lora_config: LoraConfig) -> contextlib.AbstractContextManager[Turns[None]]:
+    def _room_for(self, kind: Kind) -> contextlib.AbstractContextManager[Turns[None]]:
         """Room on the device for one more model, once what this returns has waited for it."""
-        self._check_rank(lora_config.rank)
-        nbytes = model_bytes(self.model_config, padded_rank(lora_config.rank))
+        self._check_rank(kind.lora_config.rank)
+        nbytes = model_bytes(self.model_config, self._base, kind)
         self._models.check_room(nbytes)
         return self._models.reserved(nbytes)
 
@@ -311,11 +337,31 @@ class JaxBackend(Executor):
     def _forward_backward(self, operation: ForwardBackward) -> Work:
         with self._at_work(operation.model_id) as brought:
             state = yield from brought
+            operation = self._checked(operation, state)
             output, gradients = yield from self._passes.run(operation, state.adapter)
             if gradients is not None:
                 sums = state.gradient_sums
                 state.gradient_sums = gradients if sums is None else self._summed(sums, gradients)
             return output
+
+    def _checked(self, operation: ForwardBackward, state: ModelState) -> ForwardBackward:
+        """A pass of the protocol was checked before it came here; data of an objective are the trainer's."""
+        if operation.reference and not operation.forward_only:
+            raise RequestError("reference=True and forward_only=False: the base model is not trained; set forward_only")
+        if isinstance(operation.loss_fn, str):
+            return operation
+        if "values" in operation.loss_fn.outputs and (not state.value_head or operation.reference):
+            raise RequestError(
+                f"model_id={operation.model_id} has no value head, so it has no values; create a critic with "
+                "value_head=True"
+            )
+        data = check_objective_data(
+            operation.data,
+            operation.loss_fn,
+            vocab_size=self.model_config.vocab_size,
+            max_context_length=self._max_context_length,
+        )
+        return dataclasses.replace(operation, data=data)
 
     def _summed(self, sums: Tree, gradients: Tree) -> Tree:
         """Waits for the result, so that a failure shows before it is kept."""
@@ -336,9 +382,10 @@ class JaxBackend(Executor):
             )
             grad_norm = float(norm)  # waits for the step, so that a failure shows before anything is replaced
             crash_point("engine: optimizer step computed, not kept")
-            state.adapter = state.adapter._replace(weights=weights)
-            state.first_moment, state.second_moment = first, second
-            state.step += 1
+            if math.isfinite(grad_norm) or not operation.skip_if_not_finite:
+                state.adapter = state.adapter._replace(weights=weights)
+                state.first_moment, state.second_moment = first, second
+                state.step += 1
             state.gradient_sums = None
             return OptimStepOutput({"skyrl.ai/grad_norm": grad_norm, "skyrl.ai/learning_rate": params.learning_rate})
 
@@ -366,6 +413,19 @@ class JaxBackend(Executor):
         return checkpoints.load_training(path, self._empty_adapter)
 
     @_work.register
+    def _export(self, operation: ExportModel) -> Work:
+        with self._at_work(operation.model_id) as brought:
+            adapter = (yield from brought).adapter
+            yield
+        return self._writer.submit(self._write_model, operation.path, adapter)
+
+    def _write_model(self, path: str, adapter: Adapter) -> SaveOutput:
+        return SaveOutput(path, *write_folder(path, self._model_files(adapter)))
+
+    def _model_files(self, adapter: Adapter) -> dict[str, bytes]:
+        return model_files(self._folder, self.model_config, self._base, adapter, self.config.value_head)
+
+    @_work.register
     def _snapshot(self, operation: SaveSnapshot) -> Work:
         with self._at_work(operation.model_id) as brought:
             state = dataclasses.replace((yield from brought))
@@ -384,7 +444,7 @@ class JaxBackend(Executor):
 
     def _read(self, operation: LoadCheckpoint | LoadSnapshot, read: Callable[[], ModelState]) -> Work:
         """Make a model of what `read` returns."""
-        stored = partial(checkpoints.stored_config, operation.path, operation.digest)
+        stored = partial(checkpoints.stored_kind, operation.path, operation.digest)
         with self._room_for((yield from self._in_background(stored))) as admitted:
             yield from admitted
             self._models.put(operation.model_id, (yield from self._in_background(read)))
@@ -401,23 +461,29 @@ class JaxBackend(Executor):
         return checkpoints.load_training(operation.path, self._empty_adapter, digest=operation.digest)
 
     def _read_state(self, operation: LoadCheckpoint, loaded: About | None) -> ModelState:
-        def like(lora_config: LoraConfig) -> Adapter:
+        def like(kind: Kind) -> Adapter:
             if loaded is not None:
-                _check_same_adapter(operation.path, lora_config, loaded)
-            return self._empty_adapter(lora_config)
+                _check_same_kind(operation.path, kind, loaded)
+            return self._empty_adapter(kind)
 
         path, digest = operation.path, operation.digest
         return checkpoints.load_training(path, like, load_optimizer=operation.load_optimizer, digest=digest)
 
-    def _empty_adapter(self, lora_config: LoraConfig) -> Adapter:
-        self._check_rank(lora_config.rank)
-        return zero_adapter(self.model_config, padded_rank(lora_config.rank))
+    def _empty_adapter(self, kind: Kind) -> Adapter:
+        self._check_rank(kind.lora_config.rank)
+        return empty_adapter(self.model_config, self._base, kind)
 
     @_work.register
     def _publish(self, operation: Publish) -> Work:
         with self._at_work(operation.model_id) as brought:
             state = yield from brought
             adapter, lora_config = state.adapter, state.lora_config
+            if state.value_head:
+                raise RequestError(
+                    f"model_id={operation.model_id} is a critic, which is not sampled; use export_model to write it"
+                )
+            if adapter.own_base is not None:
+                adapter = adapter._replace(weights={"base": in_types_of(self._base, adapter.own_base)})
             yield
         store = partial(self._store, operation, adapter, lora_config)
         if operation.persist:
@@ -428,7 +494,10 @@ class JaxBackend(Executor):
 
     def _store(self, operation: Publish, adapter: Adapter, lora_config: LoraConfig) -> SaveOutput:
         """Write a version's files, so that it may leave memory. One that is to persist exists only from then on."""
-        files = checkpoints.pack_sampler(adapter, lora_config, self.model_config)
+        if adapter.own_base is not None:
+            files = self._model_files(adapter)
+        else:
+            files = checkpoints.pack_sampler(adapter, lora_config, self.model_config)
         saved = SaveOutput(operation.path, *write_folder(operation.path, files))
         if operation.persist:
             self._versions.publish(operation.version, adapter)
@@ -443,9 +512,14 @@ class JaxBackend(Executor):
             )
 
 
-def _check_same_adapter(path: str, stored: LoraConfig, model: About) -> None:
-    """Loading in place keeps the model's rank, and once it has taken a step its trained modules."""
-    loaded = model.lora_config
+def _check_same_kind(path: str, kind: Kind, model: About) -> None:
+    """Loading in place keeps what the model is and its rank, and once it has taken a step its trained modules."""
+    stored, loaded = kind.lora_config, model.lora_config
+    if kind.value_head != model.value_head:
+        raise RequestError(
+            f"path={path}: the checkpoint has value_head={kind.value_head} but the model was created with "
+            f"value_head={model.value_head}; create a new model from the checkpoint instead"
+        )
     modules = ("train_attn", "train_mlp", "train_unembed") if model.step else ()
     for name in ("rank", "alpha", *modules):
         if getattr(stored, name) != getattr(loaded, name):

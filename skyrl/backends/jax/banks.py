@@ -6,7 +6,7 @@ adapter stays where it is until its slot is needed, so that only what is new is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,8 @@ class Group(NamedTuple):
 
     bank: Adapter | None
     places: dict[int, int]
+    base: Any | None = None
+    """Of a version with a base of its own, which has no adapter."""
 
 
 @dataclass(eq=False)
@@ -52,7 +54,9 @@ class Banks:
 
     def groups(self, slots: Sequence[int]) -> list[Group]:
         """Banks that hold these slots of the pool, which are acquired; each slot is in one group."""
-        adapted = [slot for slot in slots if slot != BASE_SLOT]
+        own = {slot: adapter.own_base for slot in slots if (adapter := self._versions.adapter(slot)) is not None}
+        own = {slot: base for slot, base in own.items() if base is not None}
+        adapted = [slot for slot in slots if slot != BASE_SLOT and slot not in own]
         together = 1 if self._apart or len(adapted) == 1 else SLOTS
         wanted = {self._versions.content(slot): slot for slot in adapted}
         banks = self._banks[together]
@@ -70,7 +74,7 @@ class Banks:
                 groups[0].places[BASE_SLOT] = -1
             else:
                 groups.append(Group(None, {BASE_SLOT: -1}))
-        return groups
+        return groups + [Group(None, {slot: -1}, base) for slot, base in own.items()]
 
     def clear(self) -> None:
         """Free the memory."""

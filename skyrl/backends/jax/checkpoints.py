@@ -1,4 +1,5 @@
-"""Checkpoint and snapshot folders: training state as safetensors and JSON, sampler weights in PEFT layout.
+"""Checkpoint and snapshot folders: training state as safetensors and JSON, sampler weights in PEFT layout, or those of
+a model that is trained as a whole in Hugging Face's.
 
 Both kinds are self-describing and committed by a hash manifest (`skyrl.utils.storage`). `pack_*` take references to
 immutable arrays, so they may run in a background thread while training goes on.
@@ -6,18 +7,23 @@ immutable arrays, so they may run in a background thread while training goes on.
 
 import json
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from safetensors.numpy import load, save
 
-from skyrl.backends.jax.adapters import ModelState, Tree
+from skyrl.backends.jax.adapters import Kind, ModelState, Tree
 from skyrl.errors import RequestError, StorageError
+from skyrl.tx.export import WEIGHTS
 from skyrl.tx.lora import padded_rank
-from skyrl.tx.models.types import Adapter
+from skyrl.tx.models.types import Adapter, ModelForCausalLM
 from skyrl.tx.peft import adapter_from_peft, adapter_to_peft
+from skyrl.tx.weights import with_weights
 from skyrl.types import LoraConfig
 from skyrl.utils.storage import open_folder, read_folder
 
@@ -35,6 +41,7 @@ def pack_training(state: ModelState, base_model: str) -> dict[str, bytes]:
         "base_model": base_model,
         "step": state.step,
         "lora_config": state.lora_config.model_dump(),
+        "value_head": state.value_head,
     }
     return {TRAINING_TENSORS: save(_flatten(parts)), TRAINING_STATE: json.dumps(header, indent=1).encode()}
 
@@ -46,14 +53,14 @@ def pack_sampler(adapter: Adapter, lora_config: LoraConfig, model_config: Any) -
 
 
 def load_training(
-    path: str, like: Callable[[LoraConfig], Adapter], *, load_optimizer: bool = True, digest: str | None = None
+    path: str, like: Callable[[Kind], Adapter], *, load_optimizer: bool = True, digest: str | None = None
 ) -> ModelState:
     """The model that `pack_training` stored at `path`.
 
     Args:
         path: Folder of a checkpoint or snapshot.
-        like: An adapter of the loaded base model for a LoRA configuration, to compare shapes with. It may raise
-            `RequestError` for a configuration that is not wanted.
+        like: An adapter of the loaded base model for what is stored, to compare shapes with. It may raise
+            `RequestError` for what is not wanted.
         load_optimizer: False starts with zero moments at step 0.
         digest: What its manifest must hash to, where that is known.
 
@@ -63,27 +70,27 @@ def load_training(
     """
     files = read_folder(path, digest)
     header = _header(files, path)
-    lora_config = LoraConfig(**header["lora_config"])
-    expected = like(lora_config)
+    kind = _kind(header)
+    lora_config, expected = kind.lora_config, like(kind).weights
     parts = _unflatten(load(files[TRAINING_TENSORS]))
-    if jax.tree.map(np.shape, parts["weights"]) != jax.tree.map(np.shape, expected.weights):
+    if _shapes(_flatten(parts["weights"])) != _shapes(_flatten(expected)):
         raise RequestError(
             f"path={path}: this checkpoint was trained on base model {header['base_model']!r}, whose layers have other "
             "shapes than the one served here; serve that base model to load it"
         )
-    scaling = jnp.asarray(lora_config.alpha / lora_config.rank, jnp.float32)
-    state = ModelState.fresh(lora_config, Adapter(_on_device(parts["weights"]), scaling))
+    parts = {name: _on_device(tree, expected) for name, tree in parts.items()}
+    scaling = jnp.asarray(lora_config.scaling, jnp.float32)
+    state = ModelState.fresh(lora_config, Adapter(parts["weights"], scaling))
     if load_optimizer:
-        state.first_moment = _on_device(parts["first_moment"])
-        state.second_moment = _on_device(parts["second_moment"])
+        state.first_moment = parts["first_moment"]
+        state.second_moment = parts["second_moment"]
         state.step = header["step"]
-    if "gradient_sums" in parts:
-        state.gradient_sums = _on_device(parts["gradient_sums"])
+    state.gradient_sums = parts.get("gradient_sums")
     return state
 
 
-def stored_config(path: str, digest: str | None = None) -> LoraConfig:
-    """The LoRA configuration of what `pack_training` stored at `path`, of which nothing else is read.
+def stored_kind(path: str, digest: str | None = None) -> Kind:
+    """What kind of model `pack_training` stored at `path`, of which nothing else is read.
 
     Raises:
         StorageError: Missing or damaged files.
@@ -92,13 +99,14 @@ def stored_config(path: str, digest: str | None = None) -> LoraConfig:
     try:
         with open_folder(path) as files:
             header = next(file.reader.read() for file in files if file.name == TRAINING_STATE)
-        return _lora_config({TRAINING_STATE: header}, path)
+        return _kind(_header({TRAINING_STATE: header}, path))
     except (StorageError, OSError, ValueError, KeyError, TypeError, StopIteration):
-        return _lora_config(read_folder(path, digest), path)  # says what is wrong, and moves what is damaged aside
+        files = read_folder(path, digest)  # says what is wrong, and moves what is damaged aside
+        return _kind(_header(files, path))
 
 
-def load_version(path: str, model_config: Any, max_rank: int) -> tuple[Adapter, LoraConfig]:
-    """Weights of a sampler checkpoint, or those of a training checkpoint, to sample from.
+def load_version(path: str, model: ModelForCausalLM, max_rank: int) -> tuple[Adapter, LoraConfig]:
+    """Weights of a sampler checkpoint, or those of a training checkpoint, to sample from `model`, the base model.
 
     Raises:
         StorageError: Missing or damaged files.
@@ -108,12 +116,21 @@ def load_version(path: str, model_config: Any, max_rank: int) -> tuple[Adapter, 
     if PEFT_CONFIG in files:
         config = json.loads(files[PEFT_CONFIG])
         rank = _served_rank(int(config["r"]), max_rank, path)
-        return adapter_from_peft(load(files[PEFT_TENSORS]), config, model_config, rank)
-    lora_config = _lora_config(files, path)
-    _served_rank(lora_config.rank, max_rank, path)
-    weights = _unflatten(load(files[TRAINING_TENSORS]))["weights"]
-    scaling = jnp.asarray(lora_config.alpha / lora_config.rank, jnp.float32)
-    return Adapter(_on_device(weights), scaling), lora_config
+        return adapter_from_peft(load(files[PEFT_TENSORS]), config, model.config, rank)
+    if WEIGHTS in files:
+        return Adapter({"base": _whole_model(files, model)}, jnp.float32(1)), LoraConfig(rank=0)
+    kind = _kind(_header(files, path))
+    _served_rank(kind.lora_config.rank, max_rank, path)
+    weights = _on_device(_unflatten(load(files[TRAINING_TENSORS]))["weights"], {"base": nnx.split(model)[1]})
+    weights.pop("value_head", None)
+    return Adapter(weights, jnp.asarray(kind.lora_config.scaling, jnp.float32)), kind.lora_config
+
+
+def _whole_model(files: dict[str, bytes], model: ModelForCausalLM) -> Any:
+    """Parameters of a model in Hugging Face format, in the structure and the types of the base model's."""
+    with TemporaryDirectory() as folder:
+        Path(folder, WEIGHTS).write_bytes(files[WEIGHTS])
+        return nnx.split(with_weights(model, folder))[1]
 
 
 def _served_rank(rank: int, max_rank: int, path: str) -> int:
@@ -122,8 +139,8 @@ def _served_rank(rank: int, max_rank: int, path: str) -> int:
     return padded_rank(rank)
 
 
-def _lora_config(files: dict[str, bytes], path: str) -> LoraConfig:
-    return LoraConfig(**_header(files, path)["lora_config"])
+def _kind(header: dict[str, Any]) -> Kind:
+    return Kind(LoraConfig(**header["lora_config"]), header.get("value_head", False))
 
 
 def _header(files: dict[str, bytes], path: str) -> dict[str, Any]:
@@ -138,9 +155,17 @@ def _header(files: dict[str, bytes], path: str) -> dict[str, Any]:
 def _flatten(tree: Tree, prefix: str = "") -> dict[str, np.ndarray]:
     flat: dict[str, np.ndarray] = {}
     for name, child in tree.items():
-        path = f"{prefix}{name}"
+        path, child = f"{prefix}{name}", _named(child) if isinstance(child, nnx.State) else child
         flat |= _flatten(child, f"{path}/") if isinstance(child, dict) else {path: np.asarray(child)}
     return flat
+
+
+def _shapes(flat: dict[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in flat.items()}
+
+
+def _named(state: nnx.State) -> Tree:
+    return {".".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
 
 
 def _unflatten(flat: dict[str, np.ndarray]) -> Tree:
@@ -154,5 +179,11 @@ def _unflatten(flat: dict[str, np.ndarray]) -> Tree:
     return tree
 
 
-def _on_device(tree: Tree) -> Tree:
-    return jax.tree.map(jnp.asarray, tree)
+def _on_device(tree: Tree, like: Tree) -> Tree:
+    """The tree as arrays of the device, parameters of the base model in their structure."""
+    tree = jax.tree.map(jnp.asarray, tree)
+    if "base" in tree:
+        stored = nnx.to_flat_state(like["base"])
+        flat = [(path, variable.replace(tree["base"][".".join(map(str, path))])) for path, variable in stored]
+        tree["base"] = nnx.from_flat_state(flat)
+    return tree

@@ -59,6 +59,9 @@ class JaxBackendConfig(BaseModel):
     """Folder for models that memory has no room for, while the server runs. What a server that was killed left there is
     removed by the next. None: where temporary files are."""
 
+    value_head: str = "value_head"
+    """Name of a critic's value head: `<value_head>.weight` is read from the base model if it is there, and exported."""
+
     loss_chunk_size: int = Field(default=1024, ge=0)
     """Tokens whose logits are in memory at once. A longer micro-batch computes them again in its backward pass. 0: all
     tokens of a micro-batch."""

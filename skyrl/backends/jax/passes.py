@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from skyrl.algorithms.objective import Objective
 from skyrl.backends.backend import ForwardBackward
 from skyrl.backends.batching import WIDE, Tile, TileArrays, TileShape, idle_tile, make_tiles
 from skyrl.backends.executor import Quantum
@@ -31,6 +32,8 @@ class TileWork:
     adapter: Adapter
     arrays: TileArrays
     forward_only: bool
+    objective: Objective | None = None
+    """None: a loss of the protocol, which the tile names."""
 
 
 class Passes:
@@ -68,12 +71,15 @@ class Passes:
         self, operation: ForwardBackward, adapter: Adapter
     ) -> Generator[Quantum, Computed, tuple[ForwardBackwardOutput, Tree | None]]:
         """The outputs of a pass, and its gradients if it has any. Each quantum's answer is one of `compute`."""
-        if operation.forward_only:
+        if operation.reference:
+            adapter = self._widest if adapter.own_base is None else Adapter({"base": self._base}, adapter.scaling)
+        elif operation.forward_only and adapter.own_base is None and adapter.value_head is None:
             adapter = padded(adapter, self._widest)
+        objective = None if isinstance(operation.loss_fn, str) else operation.loss_fn
         outputs = [_Output(datum.loss_fn_inputs["target_tokens"]) for datum in operation.data]
         total = None
         for tile in make_tiles(operation.data, operation.loss_fn, operation.loss_fn_config, self._shape):
-            work = TileWork(adapter, tile.arrays, operation.forward_only)
+            work = TileWork(adapter, tile.arrays, operation.forward_only, objective)
             kind = None if operation.forward_only else _kind(work)
             result, gradients = yield Quantum(tile.length, kind, work)
             for place in tile.placements:
@@ -96,13 +102,14 @@ class Passes:
     def compute(self, works: list[TileWork]) -> list[Computed]:
         """Results of tiles of one kind, of different models; they are there when this returns."""
         first = works[0]
+        forward, forward_backward = self._programs.of(first.objective)
         if first.forward_only:
-            return [(jax.device_get(self._programs.forward(self._base, first.adapter, first.arrays)), None)]
+            return [(jax.device_get(forward(self._base, first.adapter, first.arrays)), None)]
         missing = next(stack for stack in self._stacks if stack >= len(works)) - len(works)
         idle = [idle_tile(*first.arrays.targets.shape)] * missing
         adapters = tuple([work.adapter for work in works] + [first.adapter] * missing)
         tiles = tuple([work.arrays for work in works] + idle)
-        results = jax.block_until_ready(self._programs.forward_backward(self._base, adapters, tiles))
+        results = jax.block_until_ready(forward_backward(self._base, adapters, tiles))
         return [(jax.device_get(output), gradients) for output, gradients in results[: len(works)]]
 
     def warm_up(self) -> Iterator[None]:
@@ -135,17 +142,23 @@ class _Output:
     def __init__(self, targets: np.ndarray):
         self.losses = np.zeros(len(targets), np.float32)
         self._shape = targets.shape
-        self._logprobs = np.zeros((len(targets), targets.size // len(targets)), np.float32)
+        self._scores: dict[str, np.ndarray] = {}
 
     def fill(self, tile: Tile, cells: slice, result: PassOutput) -> None:
-        here = self._logprobs[:, tile.first_target : tile.first_target + tile.arrays.targets.shape[1]]
-        here[...] = np.asarray(result.logprobs)[cells, : here.shape[1]]
+        for name, values in result.scores.items():
+            columns = np.asarray(values)[cells].reshape(len(self.losses), -1)
+            targets = self._shape[1:] if name == "logprobs" else ()
+            whole = self._scores.setdefault(name, np.zeros((len(self.losses), *targets), np.float32))
+            here = whole.reshape(len(self.losses), -1)[:, tile.first_target :][:, : columns.shape[1]]
+            here[...] = columns[:, : here.shape[1]]
         self.losses += np.asarray(result.losses)[cells]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return {"logprobs": self._logprobs.reshape(self._shape), "elementwise_loss": self.losses}
+        return {**self._scores, "elementwise_loss": self.losses}
 
 
-def _kind(work: TileWork) -> tuple[int, ...]:
-    """Length, targets per token and rank: tiles that agree in these may share a call."""
+def _kind(work: TileWork) -> tuple[int, ...] | None:
+    """Length, targets per token and rank: tiles that agree in these may share a call. None: it has one of its own."""
+    if work.objective is not None or work.adapter.own_base is not None or work.adapter.value_head is not None:
+        return None
     return *work.arrays.targets.shape, work.adapter.rank

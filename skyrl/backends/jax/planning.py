@@ -8,14 +8,11 @@ import jax
 from flax import nnx
 
 from skyrl.backends.batching import TileShape
-from skyrl.backends.jax.adapters import COPIES
+from skyrl.backends.jax.adapters import COPIES, NEW_IN_A_STEP
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.memory import GIB, MODES, Mode, Plan, choose_modes, choose_stacks, memory_limit, stack_bytes
 from skyrl.backends.jax.step import TrainingPrograms
 from skyrl.tx.models.types import Adapter, ModelForCausalLM
-
-NEW_IN_A_STEP = 3
-"""Weights and two moments: what optim_step makes beside those that are there."""
 
 
 def planned(

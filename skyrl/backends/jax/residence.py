@@ -55,6 +55,11 @@ class About(NamedTuple):
 
     lora_config: LoraConfig
     step: int
+    value_head: bool
+
+    @classmethod
+    def of(cls, state: ModelState) -> "About":
+        return cls(state.lora_config, state.step, state.value_head)
 
 
 @dataclass(eq=False)
@@ -131,7 +136,7 @@ class Residence:
         """What is known of a model wherever it is."""
         model = self._models[model_id]
         if model.state is not None:
-            return About(model.state.lora_config, model.state.step)
+            return About.of(model.state)
         assert model.about is not None
         return model.about
 
@@ -144,8 +149,9 @@ class Residence:
         """Raise `RequestError` if there is no place for one more model of that size."""
         if nbytes > self.room.device:
             raise RequestError(
-                f"a model of this rank takes {_mib(nbytes)} MiB and adapters may take {_mib(self.room.device)} MiB of "
-                "the device; ask for a smaller rank or fewer modules, or start the server with more adapter_memory_gib"
+                f"a model of this rank takes {_mib(nbytes)} MiB and models may take {_mib(self.room.device)} MiB of "
+                "the device; ask for a smaller rank (0 trains all weights, and takes most), or start the server with "
+                "more adapter_memory_gib"
             )
         in_memory = self.used_bytes("device") + self.used_bytes("host") + nbytes
         parent = self._files.path.parent
@@ -315,7 +321,7 @@ class Residence:
             model.state, model.place = self._valid(model, moving.result()), "host"
             model.without_sums = False
         else:
-            model.about = About(model.state.lora_config, model.state.step)
+            model.about = About.of(model.state)
             model.state, model.place = None, "disk"
 
     def _keep(self, model: _Resident) -> None:

@@ -250,7 +250,10 @@ class Sampler:
                 prompt.find_read()
                 if not prompt.is_read:
                     assert prompt.job.slot is not None
-                    left -= prompt.read_chunk(self._base, self._versions.adapter(prompt.job.slot))
+                    adapter = self._versions.adapter(prompt.job.slot)
+                    own = None if adapter is None else adapter.own_base
+                    weights = (self._base, adapter) if own is None else (own, None)
+                    left -= prompt.read_chunk(*weights)
             except Exception as error:
                 completions += self._fail([prompt.job], error)
                 continue
@@ -314,7 +317,8 @@ class Sampler:
             for group in self._banks.groups(list(by_slot)):
                 sequences = [sequence for slot in group.places for sequence in by_slot[slot]]
                 steps = steps_to_go(sequences, most)
-                drawn = decode(self._base, group, self._cache, sequences, self._counts, steps)
+                base = self._base if group.base is None else group.base
+                drawn = decode(base, group, self._cache, sequences, self._counts, steps)
                 calls.append((sequences, drawn, steps))
             before = sum(len(sequence.tokens) for sequence in self._running)
             ended = [sequence for call in calls for sequence in push(*call)]

@@ -2,11 +2,13 @@
 
 A pass maps one tile to outputs and the gradients of the adapter that it belongs to. Tiles may be stacked along a
 leading axis, one adapter each: the stack is a `vmap`, so base GEMMs see all tokens at once while each adapter's
-gradient comes out on its own and nothing contracts over adapters. A stack of one runs as plain GEMMs. Which loss, its
-settings and its inputs are data, so shapes alone decide what is compiled.
+gradient comes out on its own and nothing contracts over adapters. A stack of one runs as plain GEMMs. Which loss of the
+protocol, its settings and its inputs are data, so shapes alone decide what is compiled; a trainer's objective has
+programs of its own.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +17,10 @@ import numpy as np
 from flax import nnx
 
 from skyrl.algorithms.losses import LossInputs, mixed_loss
+from skyrl.algorithms.objective import Objective, Output
 from skyrl.backends.batching import MAX_SEGMENTS, TileArrays, idle_tile
-from skyrl.backends.jax.adapters import Tree
-from skyrl.backends.jax.compilation import Compiler
+from skyrl.backends.jax.adapters import Tree, in_types_of
+from skyrl.backends.jax.compilation import Compiler, Program
 from skyrl.tx.layers.logprobs import Needs
 from skyrl.tx.models.types import Adapter
 from skyrl.types import AdamParams
@@ -27,10 +30,11 @@ SMALLEST_EPS = float(np.finfo(np.float32).tiny)
 
 
 class PassOutput(NamedTuple):
-    """Per token: log-probability of each target `[N, K]` and loss `[N]`."""
+    """Per token: loss `[N]`, and what it is computed from."""
 
-    logprobs: jax.Array
     losses: jax.Array
+    scores: dict[Output, jax.Array]
+    """Log-probability of each target `[N, K]`, entropy and value `[N]`: those that the loss reads."""
 
 
 class AdamScalars(NamedTuple):
@@ -81,37 +85,76 @@ class TrainingPrograms:
     """
 
     def __init__(self, graphdef: Callable[[int], Any], loss_chunk_size: int):
-        def losses(weights: Tree, scaling: jax.Array, base: Any, tile: TileArrays) -> tuple[jax.Array, PassOutput]:
-            adapter = Adapter(weights, scaling)
-            model = nnx.merge(graphdef(len(tile.tokens)), base)
-            hidden = model(
-                tile.tokens[None], positions=tile.positions[None], segment_ids=tile.segments[None], adapter=adapter
-            ).last_hidden_state[0]
-            needs = Needs(*map(jnp.asarray, (tile.order, tile.trained, tile.read)))
-            logprobs = model.target_scores(
-                hidden, tile.targets, adapter=adapter, needs=needs, chunk_size=loss_chunk_size
-            ).logprobs
-            token_losses = mixed_loss(_loss_inputs(tile, logprobs), tile.loss_index[None, None], tile.knobs[None])[0]
-            return token_losses.sum(), PassOutput(logprobs, token_losses)
-
-        def forward(base: Any, adapter: Adapter, tile: TileArrays) -> PassOutput:
-            return losses(adapter.weights, adapter.scaling, base, tile)[1]
-
-        def forward_backward(base: Any, adapter: Adapter, tile: TileArrays) -> tuple[PassOutput, Tree]:
-            gradients, output = jax.grad(losses, has_aux=True)(adapter.weights, adapter.scaling, base, tile)
-            return output, gradients
-
-        def over_stack(base: Any, adapters: tuple[Adapter, ...], tiles: tuple[TileArrays, ...]) -> list[Any]:
-            return _over_stack(forward_backward, base, adapters, tiles)
-
+        self._graphdef = graphdef
+        self._loss_chunk_size = loss_chunk_size
         self._compiler = Compiler("training")
-        self.forward = self._compiler.program("forward", forward)
-        """(base, adapter, tile) -> PassOutput."""
-        self.forward_backward = self._compiler.program("forward_backward", over_stack)
-        """(base, adapters, tiles) -> (PassOutput, gradients) of each tile. Tiles have one shape, adapters one rank."""
+        self._programs: dict[Objective | None, tuple[Program, Program]] = {}
+        self.forward, self.forward_backward = self.of(None)
+        """Those for losses of the protocol, see `of`."""
         self.optim_step = self._compiler.jit("optim_step", adamw)
         self.add = self._compiler.jit("add", lambda a, b: jax.tree.map(jnp.add, a, b))
         """The sum of two trees of gradients."""
+
+    def of(self, objective: Objective | None) -> tuple[Program, Program]:
+        """The programs of a trainer's objective; None: of the losses of the protocol, which the tile names.
+
+        The first is (base, adapter, tile) -> PassOutput. The second is (base, adapters, tiles) -> (PassOutput,
+        gradients) of each tile; tiles have one shape, adapters one rank.
+        """
+        if objective not in self._programs:
+            losses = partial(self._losses, objective)
+
+            def forward(base: Any, adapter: Adapter, tile: TileArrays) -> PassOutput:
+                return losses(adapter.weights, adapter.scaling, base, tile)[1]
+
+            def forward_backward(base: Any, adapter: Adapter, tile: TileArrays) -> tuple[PassOutput, Tree]:
+                gradients, output = jax.grad(losses, has_aux=True)(adapter.weights, adapter.scaling, base, tile)
+                return output, gradients
+
+            def over_stack(base: Any, adapters: tuple[Adapter, ...], tiles: tuple[TileArrays, ...]) -> list[Any]:
+                return _over_stack(forward_backward, base, adapters, tiles)
+
+            self._programs[objective] = (
+                self._compiler.program("forward", forward),
+                self._compiler.program("forward_backward", over_stack),
+            )
+        return self._programs[objective]
+
+    def _losses(
+        self, objective: Objective | None, weights: Tree, scaling: jax.Array, base: Any, tile: TileArrays
+    ) -> tuple[jax.Array, PassOutput]:
+        """The sum of the tile's losses."""
+        outputs = ("logprobs",) if objective is None else objective.outputs
+        own = Adapter(weights, scaling)
+        adapter = own if own.own_base is None else None
+        if own.own_base is not None:
+            base = in_types_of(base, own.own_base)
+        model = nnx.merge(self._graphdef(len(tile.tokens)), base)
+        hidden = model(
+            tile.tokens[None], positions=tile.positions[None], segment_ids=tile.segments[None], adapter=adapter
+        ).last_hidden_state[0]
+        scores: dict[Output, jax.Array] = {}
+        if "logprobs" in outputs:
+            scored = model.target_scores(
+                hidden,
+                tile.targets,
+                adapter=adapter,
+                needs=Needs(*map(jnp.asarray, (tile.order, tile.trained, tile.read))),
+                chunk_size=self._loss_chunk_size,
+                temperature=tile.temperature,
+                entropy="entropy" in outputs,
+                train_base=adapter is None,
+            )
+            scores |= {"logprobs": scored.logprobs}
+            scores |= {} if scored.entropy is None else {"entropy": scored.entropy}
+        if "values" in outputs:
+            scores["values"] = hidden.astype(jnp.float32) @ weights["value_head"]
+        x = _loss_inputs(tile, scores)
+        if objective is None:
+            token_losses = mixed_loss(x, tile.loss_index[None, None], tile.knobs[None])[0]
+        else:
+            token_losses = objective(x)[0]
+        return token_losses.sum(), PassOutput(token_losses, scores)
 
     @property
     def compiled(self) -> int:
@@ -167,12 +210,14 @@ def _over_stack(function: Any, base: Any, adapters: tuple[Adapter, ...], tiles: 
     return [jax.tree.map(lambda leaf, i=i: leaf[i], results) for i in range(len(tiles))]
 
 
-def _loss_inputs(tile: TileArrays, logprobs: jax.Array) -> LossInputs:
+def _loss_inputs(tile: TileArrays, scores: dict[Output, jax.Array]) -> LossInputs:
     """What losses read, as one row. With several targets per token their weighted sum is the log-probability."""
+    logprobs = scores.get("logprobs", jnp.zeros(tile.targets.shape))
     if logprobs.shape[-1] == 1:
         logprob, weights = logprobs[:, 0], tile.weights[:, 0]
     else:
         logprob = (logprobs * tile.weights).sum(-1)
         weights = jnp.ones_like(logprob)
-    row = jax.tree.map(lambda leaf: leaf[None], {"logprobs": logprob, "weights": weights, **tile.inputs})
+    tokens = {**tile.inputs, **scores, "logprobs": logprob, "weights": weights}
+    row = jax.tree.map(lambda leaf: leaf[None], tokens)
     return LossInputs(segments=tile.segments[None], num_segments=MAX_SEGMENTS, **row)

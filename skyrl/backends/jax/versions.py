@@ -3,7 +3,7 @@
 JAX arrays never change, so publishing a version is keeping a reference to its adapter. Slots limit how many versions
 are sampled at once (slot 0 is the base model, without an adapter): a version is put into one when a sample needs it and
 stays until another version needs the slot. Versions that are also on disk may leave memory, least recently used first,
-and are read back when they are asked for.
+and are read back when they are asked for. Versions with a base of their own are large, so few of them are kept.
 """
 
 import itertools
@@ -20,6 +20,9 @@ from skyrl.errors import RequestError
 from skyrl.tx.models.types import Adapter
 
 BASE_SLOT = 0
+
+OWN_BASES = 2
+"""Versions with a base of their own to keep in memory, beside those that are nowhere else or in use."""
 
 
 @dataclass
@@ -85,6 +88,7 @@ class VersionPool:
             for slot in self._slots.values():
                 if slot.version == version:
                     slot.version = None
+            self._shed()
 
     def acquire(self, version: str | None, path: str | None = None) -> int | None:
         """Pin a version and return its slot. None (for now) if samples are running on every slot.
@@ -105,7 +109,8 @@ class VersionPool:
                 slot = self._free_slot()
                 if slot is None:
                     return None
-                adapter = padded(self._adapter(version, path), self._zero)
+                adapter = self._adapter(version, path)
+                adapter = adapter if adapter.own_base is not None else padded(adapter, self._zero)
                 self._slots[slot] = _Slot(version, 0, adapter, next(self._contents))
             self._slots[slot].pins += 1
             self._slots.move_to_end(slot)
@@ -118,6 +123,7 @@ class VersionPool:
         with self._lock:
             assert self._slots[slot].pins > 0, slot
             self._slots[slot].pins -= 1
+            self._shed()
 
     @property
     def pinned(self) -> int:
@@ -153,10 +159,15 @@ class VersionPool:
 
     def _shed(self) -> None:
         """Let stored versions go, least recently used first, while there are too many in memory."""
+        whole = {version for version, adapter in self._resident.items() if adapter.own_base is not None}
         for version in [version for version in self._resident if version in self._paths]:
-            if len(self._resident) <= self._max_resident:
-                return
-            del self._resident[version]
+            if len(self._resident) > self._max_resident or (version in whole and len(whole) > OWN_BASES):
+                del self._resident[version]
+                whole.discard(version)
+        for slot, held in self._slots.items():
+            unused = not held.pins and held.version not in self._resident
+            if unused and held.adapter is not None and held.adapter.own_base is not None:
+                self._slots[slot] = _Slot()
 
 
 def padded(adapter: Adapter, like: Adapter) -> Adapter:

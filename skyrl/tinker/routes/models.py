@@ -25,11 +25,9 @@ async def get_info(
     if row.status in ("creating", "failed"):
         raise UnknownName(f"model_id={request.model_id} has not been created (its creation is {row.status}); await it")
     data = schemas.ModelData(arch=info.architecture, model_name=row.base_model, tokenizer_id=info.tokenizer_path)
+    rank = LoraConfig(**row.lora_config).rank
     return schemas.GetInfoResponse(
-        model_id=row.model_id,
-        model_data=data,
-        model_name=row.base_model,
-        lora_rank=LoraConfig(**row.lora_config).rank,
+        model_id=row.model_id, model_data=data, model_name=row.base_model, is_lora=rank > 0, lora_rank=rank
     )
 
 
@@ -45,6 +43,7 @@ async def weights_info(
     config = LoraConfig(**row.lora_config)
     return schemas.WeightsInfoResponse(
         base_model=row.base_model,
+        is_lora=config.rank > 0,
         lora_rank=config.rank,
         train_unembed=config.train_unembed,
         train_mlp=config.train_mlp,

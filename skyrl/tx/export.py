@@ -1,0 +1,84 @@
+"""A whole model in Hugging Face format, with what was trained merged into it: weights, configuration, tokenizer."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save
+
+from skyrl.tx.lora import lora_targets, pair_at
+from skyrl.tx.models.types import MODELS, Adapter
+
+if TYPE_CHECKING:
+    from skyrl.tx.models.configs import ModelConfig
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+EMBEDDING, PROJECTION = "model.embed_tokens.weight", "lm_head.weight"
+BESIDE = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
+"""Files that are taken over as they are."""
+
+
+def model_files(
+    folder: Path, model_config: "ModelConfig", base: Any, adapter: Adapter, value_head: str
+) -> dict[str, bytes]:
+    """Files of the model that `adapter` makes of the base model, by name, as `transformers` loads them.
+
+    Weights have the types that they have in `base`; LoRA is merged, W + scaling (A B), in float32. An adapted
+    vocabulary projection is not tied to the embedding any more.
+
+    Args:
+        folder: The base model's files.
+        model_config: Of the base model.
+        base: Parameters of the split NNX model.
+        adapter: What was trained.
+        value_head: Name of a critic's tensor, `<value_head>.weight` `[1, hidden]`.
+    """
+    own, kind = adapter.own_base, MODELS[model_config.architecture]
+    tensors = _named(kind.weight_names, base if own is None else own)
+    types = {name: tensor.dtype for name, tensor in _named(kind.weight_names, base).items()}
+    config = json.loads((folder / CONFIG).read_text())
+    if own is None:
+        _merge(tensors, adapter, model_config)
+    if PROJECTION in tensors and model_config.tie_word_embeddings:
+        types[PROJECTION], config["tie_word_embeddings"] = types[EMBEDDING], False
+    weights = {name: tensor.astype(types[name]) for name, tensor in tensors.items()}
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = str(types[EMBEDDING])
+    if adapter.value_head is not None:
+        weights[f"{value_head}.weight"] = np.asarray(adapter.value_head)[None]
+    beside = {path.name: path.read_bytes() for pattern in BESIDE for path in sorted(folder.glob(pattern))}
+    return {**beside, CONFIG: json.dumps(config, indent=2).encode(), WEIGHTS: save(weights, {"format": "pt"})}
+
+
+def _named(names: Mapping[tuple[Any, ...], str], state: Any) -> dict[str, np.ndarray]:
+    """Parameters by their Hugging Face names, in Hugging Face's layout."""
+    tensors: dict[str, np.ndarray] = {}
+    for path, variable in nnx.to_flat_state(state):
+        layer = next((part for part in path if isinstance(part, int)), None)
+        template = names[tuple(part for part in path if not isinstance(part, int))]
+        array = np.asarray(variable[...])
+        array = np.swapaxes(array, -1, -2) if path[-1] == "kernel" else array
+        if "{layer}" not in template or layer is not None:
+            tensors[template.format(layer=layer)] = array
+        else:
+            tensors |= {template.format(layer=number): one for number, one in enumerate(array)}
+    return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+
+
+def _merge(tensors: dict[str, np.ndarray], adapter: Adapter, model_config: "ModelConfig") -> None:
+    """Add the adapter's products to the weights that they belong to."""
+    scaling = float(adapter.scaling)
+    for target in lora_targets(model_config):
+        pair = pair_at(adapter, target.path)
+        a, b = (np.asarray(pair[name]) for name in ("lora_A", "lora_B"))
+        if not b.any():
+            continue
+        for layer in [None] if target.layers is None else range(target.layers):
+            name = f"{target.module.format(layer=layer)}.weight"
+            at_layer = ... if layer is None else layer
+            before = tensors[EMBEDDING if name == PROJECTION and name not in tensors else name]
+            tensors[name] = before.astype(np.float32) + scaling * (a[at_layer] @ b[at_layer]).T
