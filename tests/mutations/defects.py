@@ -478,10 +478,13 @@ DEFECTS = [
         [CONFIG_TESTS + "test_config_overrides.py::test_values_of_a_mapping_never_become_text"],
     ),
     Defect(
-        "F1.13",
+        "F1.13b",
         "token masks alone are not seen as corrections that need the sampler's log-probabilities",
         [Edit(CONFIG + "corrections.py", "                self.token_mask_is_threshold_low,\n", "")],
-        [CONFIG_TESTS + "test_config_rules.py::test_what_cannot_be_done_is_refused_with_its_values"],
+        [
+            CONFIG_TESTS + "test_config_rules.py::test_what_cannot_be_done_is_refused_with_its_values",
+            "tests/algorithms/test_corrections.py::test_each_option_alone_asks_for_the_rollouts_logprobs",
+        ],
     ),
     Defect(
         "F1.15",
