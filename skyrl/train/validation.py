@@ -11,7 +11,6 @@ import netrc
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from skyrl.algorithms.advantages import AdvantageEstimatorRegistry
@@ -19,6 +18,7 @@ from skyrl.algorithms.kl import KL_ESTIMATORS
 from skyrl.algorithms.policy_losses import PolicyLossRegistry
 from skyrl.errors import ConfigError
 from skyrl.train.config import AlgorithmConfig, OptimizerConfig, SkyRLTrainConfig
+from skyrl.train.config.fields import did_you_mean
 from skyrl.utils.registry import Registry
 
 SCHEDULERS = (
@@ -139,19 +139,15 @@ def _name_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             registry.get(name)
         except KeyError as error:
             yield (
-                f"trainer.algorithm.{field}={name}: {error.args[0]}{_near(name, registry)}; one of your own is "
+                f"trainer.algorithm.{field}={name}: {error.args[0]}{did_you_mean(name, registry)}; one of your own is "
                 "registered before, or named as module:function"
             )
 
 
 def _scheduler_problems(model: str, optimizer: OptimizerConfig) -> Iterator[str]:
-    if optimizer.scheduler not in SCHEDULERS:
+    name = optimizer.scheduler
+    if name not in SCHEDULERS:
         yield (
-            f"trainer.{model}.optimizer_config.scheduler={optimizer.scheduler}: no schedule of that name follows from "
-            f"warm-up and number of steps; known: {', '.join(SCHEDULERS)}{_near(optimizer.scheduler, SCHEDULERS)}"
+            f"trainer.{model}.optimizer_config.scheduler={name}: no schedule of that name follows from warm-up and "
+            f"number of steps; known: {', '.join(SCHEDULERS)}{did_you_mean(name, SCHEDULERS)}"
         )
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
