@@ -19,6 +19,8 @@ from skyrl.algorithms.policy_losses import PolicyLossRegistry
 from skyrl.errors import ConfigError
 from skyrl.train.config import AlgorithmConfig, OptimizerConfig, SkyRLTrainConfig
 from skyrl.train.config.fields import did_you_mean
+from skyrl.train.jax_support import JAX_SUPPORT
+from skyrl.train.support import unsupported
 from skyrl.utils.registry import Registry
 
 SCHEDULERS = (
@@ -79,7 +81,9 @@ def validate(config: SkyRLTrainConfig) -> None:
     problems = [*_name_problems(trainer.algorithm)]
     for model, optimizer in (("policy", trainer.policy.optimizer_config), ("critic", trainer.critic.optimizer_config)):
         problems += _scheduler_problems(model, optimizer)
-    if trainer.strategy != "jax":
+    if trainer.strategy == "jax":
+        problems += unsupported(config, JAX_SUPPORT)
+    else:
         problems.append(
             f"trainer.strategy={trainer.strategy} is not served yet: there is no torch backend; set "
             "trainer.strategy=jax, which trains and samples on CPU, GPU and TPU"

@@ -8,7 +8,6 @@ import pytest
 from skyrl.train.config import ConfigError, SkyRLTrainConfig
 from skyrl.train.jax_options import jax_backend, policy_adapter
 
-
 SHORT = "generator.sampling_params.max_generate_length=30"
 LORA = "trainer.policy.model.lora."
 
