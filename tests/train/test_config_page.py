@@ -61,7 +61,7 @@ def keys_in_docs() -> set[tuple[str, str]]:
     """(page, key) of everything in the docs that looks like a path of the configuration; calls do not."""
     return {
         (page.name, key)
-        for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md"]
+        for page in DOCS.glob("*.md")
         for key in re.findall(
             r"\b((?:trainer|generator|environment)\.[a-z_]\w*(?:\.[a-z_]\w*)*)\b(?!\()", page.read_text()
         )
