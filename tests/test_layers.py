@@ -77,6 +77,8 @@ def test_imports_point_down():
         ("skyrl.cli", {"jax", "torch", "transformers", "tinker"}),
         ("skyrl.types", {"jax", "torch"}),
         ("skyrl.train.config", {"jax", "torch", "numpy", "transformers", "omegaconf"}),
+        ("skyrl.train.jax_options", {"jax", "torch", "transformers"}),
+        ("skyrl.train.validation", {"jax", "torch", "transformers"}),
         ("skyrl.algorithms.advantages", {"jax", "torch"}),
         ("skyrl.algorithms.corrections", {"jax", "torch"}),
         ("skyrl.algorithms.filters", {"jax", "torch"}),

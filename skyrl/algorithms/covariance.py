@@ -7,9 +7,34 @@ log-probabilities come from a forward pass of the learner over the whole mini-ba
 losses cannot be used.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from skyrl.algorithms.arrays import Mask, Tokens, place, to_numpy
+from skyrl.algorithms.options import pick_options
+
+
+def select_tokens(
+    options: Mapping[str, Any],
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
+    generator: np.random.Generator,
+) -> Tokens | None:
+    """The choice of the policy loss that `options` (`trainer.algorithm` as a mapping) name; None if it makes none.
+
+    The other arguments are those of `clip_cov_tokens`.
+    """
+    name = options["policy_loss_type"]
+    if name == "clip_cov":
+        settings = pick_options(clip_cov_tokens, options, name)
+        return clip_cov_tokens(logprobs, old_logprobs, advantages, mask, generator, **settings)
+    if name == "kl_cov":
+        return kl_cov_tokens(logprobs, advantages, mask, **pick_options(kl_cov_tokens, options, name))
+    return None
 
 
 def clip_cov_tokens(

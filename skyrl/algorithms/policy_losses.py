@@ -10,7 +10,6 @@ algorithm options of the same names.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -162,15 +161,11 @@ LOWEST = {"eps_clip_low": 0, "eps_clip_high": 0, "cispo_eps_clip_low": 0, "cispo
 ABOVE = {"clip_ratio_c": 1, "tau_pos": 0, "tau_neg": 0}
 """Settings that must be above a number."""
 
-WIDE_FOR_SEQUENCES = 0.05
-"""An epsilon from which on `gspo` hardly ever clips, since ratios of sequences are means and close to 1."""
-
 
 def find_policy_loss(name: str, options: Mapping[str, Any]) -> tuple[Loss, dict[str, float]]:
     """The policy loss `name` (registered, or "module:function") and its settings among the algorithm's options.
 
-    Warns of settings that are allowed and hardly meant. Raises KeyError for an unknown name and ValueError for a
-    setting that is not a number of its range.
+    Raises KeyError for an unknown name and ValueError for a setting that is not a number of its range.
     """
     found = PolicyLossRegistry.get(name)
     loss = found if isinstance(found, Loss) else make_loss(name, found, OFF_POLICY)
@@ -183,27 +178,4 @@ def find_policy_loss(name: str, options: Mapping[str, Any]) -> tuple[Loss, dict[
             raise ValueError(f"{where} must be at least {LOWEST[knob]}; the default is {loss.knobs[knob]}")
         if value <= ABOVE.get(knob, -math.inf):
             raise ValueError(f"{where} must be above {ABOVE[knob]}; the default is {loss.knobs[knob]}")
-    _warn(name, {**loss.knobs, **knobs}, options.get("loss_reduction", "sequence_mean"))
     return loss, knobs
-
-
-def _warn(name: str, knobs: Mapping[str, float], reduction: str) -> None:
-    if name == "gspo" and reduction != "sequence_mean":
-        warnings.warn(
-            f"loss_reduction={reduction!r} does not weight sequences alike, while gspo clips them as a whole; the "
-            "paper has sequence_mean",
-            stacklevel=3,
-        )
-    if name == "cispo" and knobs["cispo_eps_clip_low"] == 0:
-        high = 1 + knobs["cispo_eps_clip_high"]
-        warnings.warn(
-            f"cispo_eps_clip_low=0.0 clips ratios to [1, {high:g}], so that tokens which the policy now finds less "
-            "likely count fully; the paper has no lower bound: set cispo_eps_clip_low to 1.0",
-            stacklevel=3,
-        )
-    if name == "gspo" and max(knobs["eps_clip_low"], knobs["eps_clip_high"]) >= WIDE_FOR_SEQUENCES:
-        warnings.warn(
-            f"eps_clip_low={knobs['eps_clip_low']} and eps_clip_high={knobs['eps_clip_high']} clip hardly any ratio of "
-            "a whole sequence; the paper of gspo has 3e-4 and 4e-4",
-            stacklevel=3,
-        )

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl.algorithms.corrections import OffPolicyCorrection
+from skyrl.algorithms.corrections import correct_off_policy
+from skyrl.train.config import ConfigError, OffPolicyCorrectionConfig
 
 LIBRARIES = [np.asarray, jax.numpy.asarray, torch.as_tensor, array_api_strict.asarray]
 SHAPE = (6, 7)
@@ -46,7 +47,7 @@ def example(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def correct(options: dict, old, rollout, mask):
-    return OffPolicyCorrection(**options)(old, rollout, mask)
+    return correct_off_policy(OffPolicyCorrectionConfig.from_dict_config(options), old, rollout, mask)
 
 
 def oracle(options: dict, old: np.ndarray, rollout: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -112,11 +113,11 @@ def test_padding_and_order_change_nothing(case, order, left, right, seed):
 
 @pytest.mark.parametrize("case", [name for name in CASES if name != "nothing"])
 def test_each_option_alone_asks_for_the_rollouts_logprobs(case):
-    assert OffPolicyCorrection(**CASES[case]).active
+    assert OffPolicyCorrectionConfig.from_dict_config(CASES[case]).corrects
 
 
 def test_the_defaults_correct_nothing():
-    assert not OffPolicyCorrection().active
+    assert not OffPolicyCorrectionConfig().corrects
 
 
 @pytest.mark.parametrize("side", ["low", "high"])
@@ -164,9 +165,9 @@ def test_ratios_beyond_any_float_stay_finite():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tis_ratio_type": "tokens"}, r"tis_ratio_type='tokens' is unknown; use token or sequence, or null"),
-        ({"sequence_mask_metric": "mean"}, r"sequence_mask_metric='mean' is unknown; use geometric or product"),
-        ({"token_tis_ratio_clip_high": -1.0}, r"token_tis_ratio_clip_high=-1\.0 must be above 0"),
+        ({"tis_ratio_type": "tokens"}, r"tis_ratio_type='tokens': known: .*did you mean token\?"),
+        ({"sequence_mask_metric": "mean"}, r"sequence_mask_metric='mean': known: None, product, geometric"),
+        ({"token_tis_ratio_clip_high": -1.0}, r"token_tis_ratio_clip_high=-1\.0: Input should be greater than 0"),
         (
             {"token_mask_is_threshold_low": 1.2, "token_mask_is_threshold_high": 0.8},
             r"token_mask_is_threshold_low=1\.2 is above token_mask_is_threshold_high=0\.8",
@@ -175,5 +176,5 @@ def test_ratios_beyond_any_float_stay_finite():
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(options, message):
-    with pytest.raises(ValueError, match=message):
-        OffPolicyCorrection(**options)
+    with pytest.raises(ConfigError, match=message):
+        OffPolicyCorrectionConfig.from_dict_config(options).resolve()

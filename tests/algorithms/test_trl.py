@@ -138,7 +138,6 @@ def assert_same(ours: torch.Tensor, theirs: torch.Tensor, logits: torch.Tensor) 
     np.testing.assert_allclose(*gradients, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:eps_clip_low=0.1 and eps_clip_high=0.25 clip hardly any ratio")
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradient_are_trls(case, beta, grpo_trainer):

@@ -3,7 +3,7 @@
 The numbers are those of the list of known defects of trainers, section by section.
 """
 
-from defects import Defect, Edit
+from defects import CONFIG, CONFIG_TESTS, Defect, Edit
 
 ADVANTAGES = "skyrl/algorithms/advantages.py"
 ARRAYS = "skyrl/algorithms/arrays.py"
@@ -12,9 +12,8 @@ COVARIANCE = "skyrl/algorithms/covariance.py"
 FILTERS = "skyrl/algorithms/filters.py"
 KL = "skyrl/algorithms/kl.py"
 OBJECTIVE = "skyrl/algorithms/objective.py"
-POLICY = "skyrl/algorithms/policy_losses.py"
 TESTS = "tests/algorithms/"
-THRESHOLDS = "self.token_mask_is_threshold_low, self.token_mask_is_threshold_high"
+THRESHOLDS = "settings.token_mask_is_threshold_low, settings.token_mask_is_threshold_high"
 
 ALGORITHM_DEFECTS = [
     Defect(
@@ -81,18 +80,6 @@ ALGORITHM_DEFECTS = [
         [TESTS + "test_corrections.py::test_one_threshold_of_the_token_mask_acts_without_the_other"],
     ),
     Defect(
-        "F1.13b",
-        "masks of tokens do not ask for the log-probabilities of rollouts",
-        [
-            Edit(
-                CORRECTIONS,
-                "(self.tis_ratio_type, self.sequence_mask_metric, *thresholds)",
-                "thresholds[:0] + (self.tis_ratio_type, self.sequence_mask_metric)",
-            )
-        ],
-        [TESTS + "test_corrections.py::test_each_option_alone_asks_for_the_rollouts_logprobs"],
-    ),
-    Defect(
         "F1.16",
         "the k3 estimate is clamped where the divergence is largest, and its gradient with it",
         [
@@ -130,7 +117,7 @@ ALGORITHM_DEFECTS = [
     Defect(
         "F1.22c",
         "gspo with bounds for tokens clips hardly anything, silently",
-        [Edit(POLICY, 'if name == "gspo" and max(', "if False and max(")],
-        [TESTS + "test_policy_losses.py::test_gspo_with_bounds_made_for_tokens_warns_that_it_clips_hardly_anything"],
+        [Edit(CONFIG + "algorithm.py", 'if self.policy_loss_type == "gspo" and min(', "if False and min(")],
+        [CONFIG_TESTS + "test_config_rules.py::test_what_is_probably_not_meant_warns"],
     ),
 ]

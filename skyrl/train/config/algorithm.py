@@ -51,8 +51,8 @@ class AlgorithmConfig(BaseConfig):
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     """Coefficient of the KL penalty in the reward."""
 
-    kl_estimator_type: Annotated[str, one_of("k1", "k2", "k3", "abs")] = "k3"
-    """Estimator of the KL divergence per token: k1, k2, k3 or abs."""
+    kl_estimator_type: str = "k3"
+    """Estimator of the KL divergence per token: k1, k2, k3, abs, or a registered one or module:function of your own."""
 
     use_kl_in_reward: bool = False
     """Whether the KL divergence from the reference is subtracted from rewards."""
@@ -155,6 +155,11 @@ class AlgorithmConfig(BaseConfig):
             yield (
                 "kl_ctrl.type=adaptive and use_kl_in_reward=False: only the penalty in the reward is controlled; "
                 "set use_kl_in_reward=True (and use_kl_loss=False), or kl_ctrl.type=fixed"
+            )
+        if self.advantage_estimator == "maxrl" and self.use_kl_in_reward:
+            yield (
+                "advantage_estimator=maxrl and use_kl_in_reward=True: its scores are successes, and the penalty makes "
+                "them negative; set use_kl_in_reward=False (use_kl_loss=True keeps the KL), or another estimator"
             )
         if self.temperature == 0:
             yield (

@@ -4,7 +4,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -28,12 +28,17 @@ class Section:
     """Base of classes whose instances are parts of a configuration tree rather than values."""
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, or nothing if none is near."""
+    near = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def known_name(value: object, names: Sequence[str | None]) -> None:
     """Raises ValueError, with the nearest of `names`, if `value` is none of them."""
     if value not in names:
         known = [str(name) for name in names]
-        near = get_close_matches(str(value), known, n=1)
-        raise ValueError(f"known: {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else ""))
+        raise ValueError(f"known: {', '.join(known)}{did_you_mean(str(value), known)}")
 
 
 def one_of(*names: str | None) -> AfterValidator:

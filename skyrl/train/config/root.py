@@ -31,6 +31,10 @@ class DataConfig(BaseConfig):
     val_data: list[str] = field(default_factory=lambda: _gsm8k("validation"))
     """What is evaluated on."""
 
+    def problems(self) -> Iterator[str]:
+        if not self.train_data:
+            yield "train_data=[]: there is nothing to train on; name a file or a data set"
+
 
 @dataclass
 class SkyRLTrainConfig(BaseConfig):

@@ -15,18 +15,14 @@ def root_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
     yield from _batch_problems(config)
     yield from _length_problems(config)
     yield from _sampling_problems(config)
+    yield from _evaluation_problems(config)
     if config.trainer.strategy != "jax":
         yield from _engine_problems(config)
 
 
 def root_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
     """What is allowed and probably not meant."""
-    algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
-    if samples == 1 and algorithm.advantage_estimator in GROUP_ESTIMATORS:
-        yield (
-            f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} compares the samples of a prompt, "
-            "and generator.n_samples_per_prompt=1: there is no baseline; set n_samples_per_prompt to 2 or more"
-        )
+    algorithm = config.trainer.algorithm
     temperature = config.generator.sampling_params.temperature
     if algorithm.temperature != temperature:
         yield (
@@ -40,6 +36,23 @@ def _batch_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
     for model in trainer.models:
         if trainer.gpus(model) % trainer.model_parallel_size(model) == 0:  # else the trainer says so
             yield from config.geometry(model).problems()
+    control, sequences = trainer.algorithm.kl_ctrl, trainer.train_batch_size * config.generator.n_samples_per_prompt
+    if control.type == "adaptive" and sequences >= 5 * control.horizon:
+        yield (
+            f"trainer.algorithm.kl_ctrl.horizon={control.horizon} and steps of {sequences} sequences "
+            "(trainer.train_batch_size x generator.n_samples_per_prompt): one step could make the coefficient "
+            f"negative; set the horizon to more than {sequences // 5}"
+        )
+
+
+def _evaluation_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
+    trainer = config.trainer
+    if not config.data.val_data and (trainer.eval_interval > 0 or trainer.eval_before_train):
+        yield (
+            f"data.val_data=[], trainer.eval_interval={trainer.eval_interval} and trainer.eval_before_train="
+            f"{trainer.eval_before_train}: there is nothing to evaluate on; set eval_interval=0 and "
+            "eval_before_train=False, or name validation data"
+        )
 
 
 def _length_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
@@ -64,6 +77,12 @@ def _sampling_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
             "sampler's log-probabilities; set generator.sampling_params.logprobs=0"
         )
     if generator.n_samples_per_prompt == 1:
+        if algorithm.advantage_estimator in GROUP_ESTIMATORS:
+            yield (
+                f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} compares the samples of a "
+                "prompt, and generator.n_samples_per_prompt=1: there is no baseline; set that to 2 or more, or take "
+                "reinforce++ or gae"
+            )
         if algorithm.dynamic_sampling.type is not None:
             yield (
                 f"trainer.algorithm.dynamic_sampling.type={algorithm.dynamic_sampling.type} compares the samples of a "

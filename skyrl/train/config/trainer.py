@@ -93,7 +93,7 @@ class TrainerConfig(BaseConfig):
     """Folder for the logs of workers and engines."""
 
     ckpt_path: str = field(default_factory=lambda: os.path.expanduser("~/ckpts/"))
-    """Folder for checkpoints."""
+    """Folder for checkpoints. One that is given is used as it is; the default gets project_name/run_name below it."""
 
     max_ckpts_to_keep: Annotated[int, AfterValidator(_all_or_some)] = -1
     """Newest checkpoints that are kept. -1: all."""
@@ -205,6 +205,8 @@ class TrainerConfig(BaseConfig):
     def derive(self) -> None:
         if self.ref.model.path is None:
             self.ref.model.path = self.policy.model.path
+        if self.ckpt_path == TrainerConfig().ckpt_path:  # or one run would go on from another's checkpoints
+            self.ckpt_path = os.path.join(self.ckpt_path, self.project_name, self.run_name)
 
     def problems(self) -> Iterator[str]:
         yield from trainer_problems(self)

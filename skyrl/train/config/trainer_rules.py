@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 def trainer_problems(trainer: "TrainerConfig") -> Iterator[str]:
     """What a `TrainerConfig` says that cannot be done."""
+    if not trainer.policy.model.path:
+        yield f"policy.model.path={trainer.policy.model.path}: there is no model to train; name a folder or a hub id"
     if trainer.algorithm.advantage_estimator == "gae" and not trainer.has_critic:
         yield (
             "algorithm.advantage_estimator=gae and critic.model.path=None: gae needs values; set critic.model.path "
@@ -113,7 +115,7 @@ def _fully_async_problems(trainer: "TrainerConfig") -> Iterator[str]:
             f"fully_async.enabled=True and algorithm.dynamic_sampling.type={trainer.algorithm.dynamic_sampling.type}: "
             "batches are not sampled again beside training; set dynamic_sampling.type=null"
         )
-    if trainer.placement.colocate_all:
+    if trainer.placement.colocate_all and trainer.strategy != "jax":  # whose one process interleaves the two
         yield (
             "fully_async.enabled=True and placement.colocate_all=True: rollouts beside training need their own GPUs; "
             "set placement.colocate_all=False"

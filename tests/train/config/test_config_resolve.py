@@ -1,5 +1,6 @@
 """Values that follow from others: filled in by `resolve`, which changes nothing, and nothing after it."""
 
+import os
 from dataclasses import asdict
 
 import pytest
@@ -45,6 +46,15 @@ def test_the_longest_sequence_of_several_turns_is_not_guessed():
 def test_the_reference_is_the_policy_before_training():
     assert resolved("trainer.policy.model.path=mine").trainer.ref.model.path == "mine"
     assert resolved("trainer.ref.model.path=other").trainer.ref.model.path == "other"
+
+
+def test_a_run_has_a_folder_of_its_own_for_checkpoints_by_default():
+    names = ["trainer.project_name=maths", "trainer.run_name=first"]
+    assert resolved(*names).trainer.ckpt_path == os.path.expanduser("~/ckpts/maths/first")
+
+
+def test_a_folder_for_checkpoints_that_is_given_is_used_as_it_is():
+    assert resolved("trainer.ckpt_path=/mine", "trainer.run_name=first").trainer.ckpt_path == "/mine"
 
 
 def test_evaluation_is_greedy_and_as_long_as_training():

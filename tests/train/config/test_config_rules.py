@@ -71,6 +71,37 @@ REFUSED = [
         [P + "policy_num_gpus_per_node=2", E + "num_engines=2"],
     ),
     ([GAE], "algorithm.advantage_estimator=gae and critic.model.path=None", [CRITIC]),
+    (
+        [A + "advantage_estimator=maxrl", A + "use_kl_in_reward=true", A + "use_kl_loss=false"],
+        "advantage_estimator=maxrl and use_kl_in_reward=True",
+        [A + "use_kl_in_reward=false"],
+    ),
+    (
+        [A + "use_kl_in_reward=true", A + "use_kl_loss=false", A + "kl_ctrl.type=adaptive", A + "kl_ctrl.horizon=1024"],
+        "kl_ctrl.horizon=1024 and steps of 5120 sequences",
+        [A + "kl_ctrl.horizon=1025"],
+    ),
+    (
+        ["trainer.policy.model.path=null", "trainer.ref.model.path=m"],
+        "policy.model.path=None: there is no model to train",
+        ["trainer.policy.model.path=m"],
+    ),
+    (["data.train_data=[]"], "data: train_data=[]: there is nothing to train on", ["data.train_data=[a.parquet]"]),
+    (
+        ["data.val_data=[]"],
+        "data.val_data=[], trainer.eval_interval=5 and trainer.eval_before_train=True",
+        ["trainer.eval_interval=0", "trainer.eval_before_train=false"],
+    ),
+    (
+        ["data.val_data=[]", "trainer.eval_interval=0"],
+        "there is nothing to evaluate on",
+        ["data.val_data=[a.parquet]"],
+    ),
+    (
+        [G + "n_samples_per_prompt=1"],
+        "advantage_estimator=grpo compares the samples of a prompt",
+        [A + "advantage_estimator=reinforce++"],
+    ),
     ([A + "use_kl_in_reward=true"], "use_kl_in_reward=True and use_kl_loss=True", [A + "use_kl_loss=false"]),
     (
         [A + "kl_ctrl.type=adaptive"],
@@ -347,7 +378,6 @@ WARNED = [
         [A + "policy_loss_type=gspo", A + "eps_clip_low=3e-4", A + "eps_clip_high=4e-4"],
         "policy_loss_type=gspo is defined with loss_reduction=sequence_mean, not token_mean",
     ),
-    ([G + "n_samples_per_prompt=1"], "advantage_estimator=grpo compares the samples of a prompt"),
     ([A + "temperature=0.5"], "trainer.algorithm.temperature=0.5 and generator.sampling_params.temperature=1.0"),
     (
         [G + "sampling_params.stop=[a]", G + "append_eos_token_after_stop_str_in_multi_turn=false"],
@@ -375,6 +405,9 @@ def test_what_is_probably_not_meant_warns(given, message):
         [G + "max_turns=3", G + "max_input_length=4096"],
         ["trainer.logger=[wandb, console]"],
         ASYNC,
+        [*ASYNC, "trainer.strategy=jax", P + "colocate_all=true"],
+        ["data.val_data=[]", "trainer.eval_interval=0", "trainer.eval_before_train=false"],
+        [A + "kl_estimator_type=my.module:estimator"],
     ],
     ids=str,
 )

@@ -3,37 +3,16 @@
 import copy
 import json
 import os
-import re
-from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, Optional, Union, get_type_hints
+from typing import Any, Optional, Union, get_type_hints
 
 import pytest
 
 import skyrl.train.config as config_package
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.config.fields import meanings_of
+from tests.train.config.table import OWNERS, PATHS, ROWS, another
 
-
-class Row(NamedTuple):
-    owner: str
-    field: str
-    type: str
-    default: str
-
-
-def rows() -> Iterator[Row]:
-    owner = ""
-    for line in (Path(__file__).parent / "config-fields.md").read_text().splitlines():
-        if line.startswith("## "):
-            owner = line[3:]
-        elif found := re.fullmatch(r"\| `(\w+)` \| `(.+)` \| `(.+)` \|", line):
-            yield Row(owner, *found.groups())
-
-
-ROWS = list(rows())
-OWNERS = sorted({row.owner for row in ROWS})
 NAMES = {name: getattr(config_package, name) for name in config_package.__all__}
 TYPES = {"Optional": Optional, "Union": Union, "List": list, "Dict": dict, "Any": Any, "dict": dict[str, Any]} | NAMES
 WIDENED = {("TrainerConfig", "logger"): str | list[str]}
@@ -86,64 +65,6 @@ def test_megatron_defaults_are_those_of_the_table():
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
     }
-
-
-def paths(owner: str = "SkyRLTrainConfig", path: str = "") -> Iterator[tuple[str, Row]]:
-    """Every plain field of the tree, with its row; fields of a section that is None by default too."""
-    for row in ROWS:
-        if row.owner == owner:
-            section = row.type.removeprefix("Optional[").removesuffix("]")
-            if section in OWNERS:
-                yield from paths(section, f"{path}{row.field}.")
-            else:
-                yield path + row.field, row
-
-
-PATHS = list(paths())
-ONE_OF = {
-    "sequence_parallel_backend": "ulysses",
-    "strategy": "megatron",
-    "lora_type": "canonical_lora",
-    "kl_estimator_type": "k1",
-    "loss_reduction": "sequence_mean",
-    "tis_ratio_type": "token",
-    "sequence_mask_metric": "geometric",
-    "trainer.algorithm.kl_ctrl.type": "adaptive",
-    "trainer.algorithm.dynamic_sampling.type": "filter",
-    "resume_mode": "from_path",
-    "logger": "console",
-    "source": "file",
-    "backend": "vllm",
-    "weight_sync_backend": "gloo",
-    "distributed_executor_backend": "mp",
-    "override_existing_update_group": "disable",
-    "param_dtype": "fp16",
-    "reduce_dtype": "bf16",
-    "buffer_dtype": "bf16",
-    "adam_betas": [0.5, 0.75],
-    "clip_ratio_c": 1.5,
-    "logprobs": 0,
-}
-"""Another value of fields that do not take every value of their type."""
-BY_TYPE = {
-    "str": "another",
-    "int": 7,
-    "float": 0.625,
-    "dict": {"a": [1, None, "b"]},
-    "Dict[str, Any]": {"a": {"b": 0.5}},
-}
-
-
-def another(path: str, row: Row) -> Any:
-    """A value that `row` allows and that is not its default, if there is any."""
-    if path in ONE_OF or row.field in ONE_OF:
-        return ONE_OF.get(path, ONE_OF.get(row.field))
-    kind = row.type.removeprefix("Optional[").removesuffix("]") if row.type.startswith("Optional") else row.type
-    if kind in ("bool", "Union[bool, int]"):
-        return row.default != "True"
-    if kind.startswith("List["):
-        return [BY_TYPE[kind[5:-1].rstrip("]")]]
-    return BY_TYPE[kind]
 
 
 def expected_tree(path: str, value: Any) -> dict[str, Any]:

@@ -1,0 +1,95 @@
+"""What a training configuration means for the JAX backend: its base model, its options, the policy's adapter.
+
+Options under `trainer.jax` are laid over those that follow from other fields. Defaults that are made for GPUs mean
+"where available", which is logged in one line. The backend's own configuration loads jax, so it is imported when it is
+asked for, and importing this module loads neither jax nor torch.
+"""
+
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from skyrl.errors import ConfigError
+from skyrl.train.config import InferenceEngineConfig, SkyRLTrainConfig
+from skyrl.train.config.fields import did_you_mean
+from skyrl.types import LoraConfig
+
+if TYPE_CHECKING:
+    from skyrl.backends.jax import JaxBackendConfig
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def jax_backend(config: SkyRLTrainConfig) -> tuple[str, "JaxBackendConfig"]:
+    """(base model, options) with which `skyrl.backends.jax.JaxBackend` serves a resolved configuration.
+
+    Raises ConfigError for options under `trainer.jax` that the backend does not have or does not take.
+    """
+    from skyrl.backends.jax import JaxBackendConfig
+
+    trainer = config.trainer
+    assert trainer.policy.model.path is not None  # or the configuration would not have resolved
+    options = {**_following(config), **trainer.jax}
+    logger.info("%s", where_available(config))
+    return trainer.policy.model.path, _built(JaxBackendConfig, options, "trainer.jax")
+
+
+def policy_adapter(config: SkyRLTrainConfig) -> LoraConfig:
+    """The adapter of the policy of a resolved configuration. Raises ConfigError where the backend has no such one."""
+    lora = config.trainer.policy.model.lora
+    options = {"rank": lora.rank, "alpha": lora.alpha, "seed": config.trainer.seed, "train_unembed": False}
+    return _built(LoraConfig, options, "trainer.policy.model.lora")
+
+
+def where_available(config: SkyRLTrainConfig) -> str:
+    """What the defaults that are made for GPUs come to with the JAX backend, in one line."""
+    trainer, engine = config.trainer, config.generator.inference_engine
+    said = ["trainer.flash_attn: attention is the backend's own"]
+    if trainer.bf16:
+        said.append("trainer.bf16: base weights in the checkpoint's type on an accelerator, in float32 on CPU")
+    if _is_default_max_num_seqs(engine):
+        said.append("generator.inference_engine.max_num_seqs: as many sequences at once as the backend chooses")
+    return "trainer.strategy=jax: " + "; ".join(said)
+
+
+def _following(config: SkyRLTrainConfig) -> dict[str, Any]:
+    """Options that follow from fields outside `trainer.jax`."""
+    trainer, generator = config.trainer, config.generator
+    evaluation = generator.eval_sampling_params
+    assert generator.max_input_length is not None and evaluation is not None  # derived by `resolve`
+    response = max(generator.sampling_params.max_generate_length, evaluation.max_generate_length)
+    options: dict[str, Any] = {
+        "dtype": "auto" if trainer.bf16 else "float32",
+        "gradient_checkpointing": trainer.gradient_checkpointing,
+        "train_micro_batch_size": trainer.micro_train_batch_size_per_gpu,
+        "max_context_length": generator.max_input_length + response,
+    }
+    if rank := max(trainer.policy.model.lora.rank, trainer.critic.model.lora.rank):
+        options["max_lora_rank"] = rank
+    if not _is_default_max_num_seqs(generator.inference_engine):
+        options["sample_max_num_sequences"] = generator.inference_engine.max_num_seqs
+    return options
+
+
+def _is_default_max_num_seqs(engine: InferenceEngineConfig) -> bool:
+    return engine.max_num_seqs == InferenceEngineConfig().max_num_seqs
+
+
+def _built(cls: type[T], options: dict[str, Any], where: str) -> T:
+    """`cls(**options)`, with what it refuses as a ConfigError that names fields below `where`."""
+    try:
+        return cls(**options)
+    except ValidationError as error:
+        messages: list[str] = []
+        for problem in error.errors():
+            if problem["type"] == "extra_forbidden":
+                near = did_you_mean(str(problem["loc"][-1]), cls.model_fields)
+                text = f"there is no such option; known: {', '.join(cls.model_fields)}{near}"
+            else:
+                text = problem["msg"].removeprefix("Value error, ")
+            path = ".".join([where, *map(str, problem["loc"])])
+            messages.append(f"{path}={problem['input']}: {text}" if problem["loc"] else f"{path}: {text}")
+        raise ConfigError("\n".join(messages)) from None

@@ -1,0 +1,98 @@
+"""What becomes of each configuration field with a strategy: it is read, or it is refused.
+
+A table maps paths to what becomes of them; a path stands for every field below it that has no longer one of its own.
+Fields of subclasses, which are a user's own, are never refused.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from skyrl.train.config import BaseConfig, SkyRLTrainConfig
+from skyrl.train.config.fields import specs_of
+
+
+class Status(Enum):
+    """What becomes of a field."""
+
+    CONSUMED = "consumed"
+    """A module reads it."""
+    AWAITS = "awaits the trainer"
+    """The part of the trainer that will read it is not there yet."""
+    WHERE_AVAILABLE = "where available"
+    """Its default asks for what is not everywhere; what it comes to is logged."""
+    REFUSED = "refused"
+    """Nothing can honour it, so that only its default is taken."""
+
+
+class Part(Enum):
+    """Parts of the trainer that are not there yet."""
+
+    DATA = "data"
+    ENVIRONMENTS = "environments"
+    ROLLOUTS = "rollouts"
+    STEP = "training step"
+    CRITIC = "critic"
+    EVALUATION = "evaluation"
+    CHECKPOINTS = "checkpoints"
+    TRACKERS = "trackers"
+
+
+@dataclass(frozen=True)
+class Support:
+    """What becomes of a field, or of all fields of a section."""
+
+    status: Status
+    by: str
+    """The module that reads it, the part that will, or why it is refused and what to do instead."""
+
+
+def consumed(module: str) -> Support:
+    """`module` reads it."""
+    return Support(Status.CONSUMED, module)
+
+
+def awaits(part: Part) -> Support:
+    """`part` will read it."""
+    return Support(Status.AWAITS, part.value)
+
+
+def where_available(module: str) -> Support:
+    """`module` logs what it comes to."""
+    return Support(Status.WHERE_AVAILABLE, module)
+
+
+def refused(why: str) -> Support:
+    """Nothing can honour it: `why`, and a way out."""
+    return Support(Status.REFUSED, why)
+
+
+def find(table: Mapping[str, Support], path: str) -> tuple[str, Support]:
+    """The longest path in the table that is `path` or a section around it, and what it says. Raises KeyError."""
+    where = path
+    while where not in table:
+        if not where:
+            raise KeyError(path)
+        where = where.rpartition(".")[0]
+    return where, table[where]
+
+
+def unsupported(config: SkyRLTrainConfig, table: Mapping[str, Support]) -> Iterator[str]:
+    """A message for each field that is not what it is by default and that the table refuses."""
+    strategy = config.trainer.strategy
+    for path, value in _changed(config, SkyRLTrainConfig(), ""):
+        _, support = find(table, path)
+        if support.status is Status.REFUSED:
+            yield f"{path}={value} cannot be honoured with trainer.strategy={strategy}: {support.by}"
+
+
+def _changed(config: BaseConfig, defaults: BaseConfig, section: str) -> Iterator[tuple[str, Any]]:
+    """(path, value) of the fields that both have and that differ."""
+    known = specs_of(type(defaults))
+    for name, value in ((name, getattr(config, name)) for name in specs_of(type(config)) if name in known):
+        default, where = getattr(defaults, name), f"{section}.{name}" if section else name
+        if isinstance(value, BaseConfig):
+            yield from _changed(value, known[name].base() if default is None else default, where)
+        elif value != default:
+            yield where, value

@@ -1,0 +1,157 @@
+"""Whether a configuration can be run here: its names are known, its strategy is served, its trackers are there.
+
+A configuration checks its own values and rules when it is resolved. What is registered, installed and served is known
+above it only. A trainer calls `validate(config)` after `resolve()`.
+
+To add a tracker, add a row to `TRACKER_NEEDS` and its name to the configuration's `TRACKERS`.
+"""
+
+import importlib.util
+import netrc
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from skyrl.algorithms.advantages import AdvantageEstimatorRegistry
+from skyrl.algorithms.kl import KL_ESTIMATORS
+from skyrl.algorithms.policy_losses import PolicyLossRegistry
+from skyrl.errors import ConfigError
+from skyrl.train.config import AlgorithmConfig, OptimizerConfig, SkyRLTrainConfig
+from skyrl.train.config.fields import did_you_mean
+from skyrl.train.jax_support import JAX_SUPPORT
+from skyrl.train.support import unsupported
+from skyrl.utils.registry import Registry
+
+SCHEDULERS = (
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+)
+"""Schedules of transformers that follow from the numbers of warm-up steps and of all steps."""
+
+
+class TrackerNeeds(NamedTuple):
+    """What a tracker cannot do without."""
+
+    package: str
+    """Package to install and import."""
+    key: str | None = None
+    """Environment variable with its key, None if it needs none."""
+    mode: str | None = None
+    """Environment variable that may say that nothing is sent, so that no key is needed."""
+    local_modes: tuple[str, ...] = ()
+    """Its values for which that holds."""
+    host: str | None = None
+    """Host whose entry in ~/.netrc (or the file $NETRC names) is a key too."""
+
+
+TRACKER_NEEDS: dict[str, TrackerNeeds | None] = {
+    "console": None,
+    "tensorboard": TrackerNeeds("tensorboard"),
+    "mlflow": TrackerNeeds("mlflow"),
+    "swanlab": TrackerNeeds("swanlab", "SWANLAB_API_KEY", "SWANLAB_MODE", ("local", "offline", "disabled")),
+    "wandb": TrackerNeeds(
+        "wandb", "WANDB_API_KEY", "WANDB_MODE", ("offline", "dryrun", "disabled"), host="api.wandb.ai"
+    ),
+}
+"""By the names of `trainer.logger`; None for what is always there."""
+
+
+class Trackers(NamedTuple):
+    """Which of the trackers that were asked for can be used."""
+
+    usable: list[str]
+    """In the order in which they were asked for, each once."""
+    unusable: dict[str, str]
+    """Why the others cannot, with a way out."""
+
+
+def validate(config: SkyRLTrainConfig) -> None:
+    """Check that a resolved configuration can be run here.
+
+    Warns of trackers that cannot be used, without which the run goes on. Raises ConfigError, which names every unknown
+    name, a strategy that is not served, and every field that the strategy cannot honour.
+    """
+    trainer = config.trainer
+    problems = [*_name_problems(trainer.algorithm)]
+    for model, optimizer in (("policy", trainer.policy.optimizer_config), ("critic", trainer.critic.optimizer_config)):
+        problems += _scheduler_problems(model, optimizer)
+    if trainer.strategy == "jax":
+        problems += unsupported(config, JAX_SUPPORT)
+    else:
+        problems.append(
+            f"trainer.strategy={trainer.strategy} is not served yet: there is no torch backend; set "
+            "trainer.strategy=jax, which trains and samples on CPU, GPU and TPU"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    for name, reason in choose_trackers(trainer.logger).unusable.items():
+        warnings.warn(f"trainer.logger={name}: {reason}; the run goes on without it", stacklevel=2)
+
+
+def choose_trackers(logger: str | Iterable[str], environment: Mapping[str, str] = os.environ) -> Trackers:
+    """The trackers of `trainer.logger` that are installed and have a key, and what the others lack."""
+    names = [logger] if isinstance(logger, str) else list(dict.fromkeys(logger))
+    lacks = {name: _lack(TRACKER_NEEDS[name], environment) for name in names}
+    return Trackers(
+        [name for name in names if lacks[name] is None],
+        {name: lack for name, lack in lacks.items() if lack is not None},
+    )
+
+
+def _lack(needs: TrackerNeeds | None, environment: Mapping[str, str]) -> str | None:
+    if needs is None:
+        return None
+    if not _installed(needs.package):
+        return f"the package is not installed; pip install {needs.package}"
+    if needs.key is None or environment.get(needs.key):
+        return None
+    if needs.mode is not None and environment.get(needs.mode) in needs.local_modes:
+        return None
+    if needs.host is not None and _netrc_knows(needs.host, environment):
+        return None
+    return f"it has no key; set {needs.key}, or {needs.mode}={needs.local_modes[0]}"
+
+
+def _installed(package: str) -> bool:
+    """Whether the package can be imported. A folder of its name, such as one for its runs, is no package."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def _netrc_knows(host: str, environment: Mapping[str, str]) -> bool:
+    path = environment.get("NETRC") or os.path.join(environment.get("HOME", ""), ".netrc")
+    try:
+        return netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _name_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+    named: list[tuple[str, str, Registry[Any]]] = [
+        ("policy_loss_type", algorithm.policy_loss_type, PolicyLossRegistry),
+        ("advantage_estimator", algorithm.advantage_estimator, AdvantageEstimatorRegistry),
+        ("kl_estimator_type", algorithm.kl_estimator_type, KL_ESTIMATORS),
+    ]
+    for field, name, registry in named:
+        try:
+            registry.get(name)
+        except KeyError as error:
+            yield (
+                f"trainer.algorithm.{field}={name}: {error.args[0]}{did_you_mean(name, registry)}; one of your own is "
+                "registered before, or named as module:function"
+            )
+
+
+def _scheduler_problems(model: str, optimizer: OptimizerConfig) -> Iterator[str]:
+    name = optimizer.scheduler
+    if name not in SCHEDULERS:
+        yield (
+            f"trainer.{model}.optimizer_config.scheduler={name}: no schedule of that name follows from warm-up and "
+            f"number of steps; known: {', '.join(SCHEDULERS)}{did_you_mean(name, SCHEDULERS)}"
+        )

@@ -1,0 +1,86 @@
+"""docs/config.md is what the configuration says today, and has every field."""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from skyrl.backends.jax import JaxBackendConfig
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.config.help import describe_fields
+from skyrl.train.config_page import render_page
+from tests.train.config.table import ROWS
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "config.md").read_text()
+
+
+def rows() -> list[tuple[str, list[str]]]:
+    """(path, cells) of each row of the page's tables of fields."""
+    found, section = [], ""
+    for line in PAGE.splitlines():
+        if line.startswith("## "):
+            section = line[3:]
+        elif line.startswith("| `"):
+            cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            found.append((f"{section}.{cells[0].strip('`')}", cells))
+    return found
+
+
+def test_the_page_is_what_its_command_writes():
+    written = subprocess.run(
+        [sys.executable, "-m", "skyrl.train.config_page"], capture_output=True, text=True, check=True
+    )
+    assert written.stdout == PAGE, "docs/config.md is old: python -m skyrl.train.config_page > docs/config.md"
+
+
+def test_every_field_is_on_the_page_once_with_type_default_and_meaning():
+    assert [path for path, _ in sorted(rows())] == sorted(field.path for field in describe_fields(SkyRLTrainConfig()))
+    assert all(len(cells) == 5 and all(cells) for _, cells in rows())
+
+
+def test_the_page_counts_its_own_rows():
+    counts = Counter(cells[4].partition(":")[0] for _, cells in rows())
+    for status, count in counts.items():
+        assert f"| {status} | {count} |" in PAGE
+    assert f"Of {len(rows())} fields" in PAGE and counts.total() == len(rows())
+
+
+def test_the_fields_of_the_public_table_are_on_the_page():
+    names = {path.rpartition(".")[2] for path, _ in rows()}
+    sections = {part for path, _ in rows() for part in path.split(".")[:-1]}
+    assert {row.field for row in ROWS} <= names | sections
+
+
+def test_a_default_with_a_home_folder_does_not_name_whose():
+    assert str(Path.home()) not in render_page()
+
+
+def keys_in_docs() -> set[tuple[str, str]]:
+    """(page, key) of everything in the docs that looks like a path of the configuration; calls do not."""
+    return {
+        (page.name, key)
+        for page in DOCS.glob("*.md")
+        for key in re.findall(
+            r"\b((?:trainer|generator|environment)\.[a-z_]\w*(?:\.[a-z_]\w*)*)\b(?!\()", page.read_text()
+        )
+    }
+
+
+def test_keys_that_the_docs_name_exist():
+    paths = [field.path for field in describe_fields(SkyRLTrainConfig())]
+    known = {".".join(path.split(".")[:length]) for path in paths for length in range(1, path.count(".") + 2)}
+    named = {(page, key) for page, key in keys_in_docs() if not key.startswith("trainer.jax.")}
+    assert len(named) > 30
+    assert not {(page, key) for page, key in named if key not in known}
+
+
+def test_options_of_the_jax_backend_that_the_docs_name_exist():
+    prefix = "trainer.jax."
+    named = {key.removeprefix(prefix) for _, key in keys_in_docs() if key.startswith(prefix)}
+    assert named and named <= set(JaxBackendConfig.model_fields)
+
+
+def test_the_page_is_linked_from_the_front_page_of_the_docs():
+    assert "(config.md)" in (DOCS / "README.md").read_text()

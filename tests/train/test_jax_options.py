@@ -1,0 +1,106 @@
+"""What the JAX backend gets from a training configuration."""
+
+import logging
+import re
+
+import pytest
+
+from skyrl.train.config import ConfigError, SkyRLTrainConfig
+from skyrl.train.jax_options import jax_backend, policy_adapter
+
+SHORT = "generator.sampling_params.max_generate_length=30"
+LORA = "trainer.policy.model.lora."
+
+
+def resolved(*overrides: str) -> SkyRLTrainConfig:
+    return SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=jax", *overrides]).resolve()
+
+
+def options(*overrides: str) -> dict:
+    return jax_backend(resolved(*overrides))[1].model_dump()
+
+
+def test_the_base_model_is_the_policys():
+    assert jax_backend(resolved("trainer.policy.model.path=/models/mine"))[0] == "/models/mine"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "option", "value"),
+    [
+        (["trainer.bf16=true"], "dtype", "auto"),
+        (["trainer.bf16=false"], "dtype", "float32"),
+        (["trainer.gradient_checkpointing=true"], "gradient_checkpointing", True),
+        (["trainer.gradient_checkpointing=false"], "gradient_checkpointing", False),
+        (["trainer.micro_train_batch_size_per_gpu=4"], "train_micro_batch_size", 4),
+        ([LORA + "rank=0"], "max_lora_rank", 32),
+        ([LORA + "rank=64"], "max_lora_rank", 64),
+        ([LORA + "rank=8", "trainer.critic.model.lora.rank=16"], "max_lora_rank", 16),
+        (["trainer.max_prompt_length=100", SHORT], "max_context_length", 130),
+        (
+            ["generator.max_turns=2", "generator.max_input_length=600", SHORT],
+            "max_context_length",
+            630,
+        ),
+        (["generator.eval_sampling_params.max_generate_length=2000"], "max_context_length", 2512),
+        (["generator.inference_engine.max_num_seqs=7"], "sample_max_num_sequences", 7),
+        ([], "sample_max_num_sequences", 0),
+    ],
+)
+def test_an_option_follows_from_other_fields(overrides, option, value):
+    assert options(*overrides)[option] == value
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("dtype", "bfloat16"),
+        ("gradient_checkpointing", "selective"),
+        ("train_micro_batch_size", 0),
+        ("max_lora_rank", 128),
+        ("max_context_length", 4096),
+        ("sample_max_num_sequences", 3),
+        ("kv_cache_gib", 0.5),
+        ("deterministic", True),
+    ],
+)
+def test_an_option_under_trainer_jax_is_laid_over_what_follows(option, value):
+    overrides = [LORA + "rank=8", "generator.inference_engine.max_num_seqs=7"]
+    assert options(*overrides, f"trainer.jax.{option}={str(value).lower()}")[option] == value
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.jax.max_lora_rnk=8", "trainer.jax.max_lora_rnk=8: there is no such option; .*mean max_lora_rank?"),
+        ("trainer.jax.max_lora_rank=0", "trainer.jax.max_lora_rank=0: Input should be greater than or equal to 1"),
+        ("trainer.jax.tensor_parallel_size=2", "trainer.jax: tensor_parallel_size=2 is not served yet; leave it at 1"),
+    ],
+)
+def test_an_option_that_the_backend_does_not_take_is_refused_by_its_path(override, message):
+    pattern = ".*".join(re.escape(part) for part in message.split(".*"))
+    with pytest.raises(ConfigError, match=f"^{pattern}"):
+        options(override)
+
+
+def test_the_adapter_of_the_policy_has_rank_alpha_and_seed_of_the_configuration():
+    adapter = policy_adapter(resolved(LORA + "rank=16", LORA + "alpha=24", "trainer.seed=7"))
+    assert (adapter.rank, adapter.alpha, adapter.seed) == (16, 24.0, 7)
+
+
+def test_all_linear_layers_are_adapted_but_the_output_embedding():
+    adapter = policy_adapter(resolved(LORA + "rank=16"))
+    assert (adapter.train_attn, adapter.train_mlp, adapter.train_unembed) == (True, True, False)
+
+
+def test_what_where_available_comes_to_is_logged_in_one_line(caplog):
+    with caplog.at_level(logging.INFO, logger="skyrl.train.jax_options"):
+        options()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "skyrl.train.jax_options"]
+    assert "\n" not in line
+    assert all(field in line for field in ("trainer.bf16", "trainer.flash_attn", "max_num_seqs"))
+
+
+def test_what_is_not_asked_for_is_not_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="skyrl.train.jax_options"):
+        options("trainer.bf16=false", "generator.inference_engine.max_num_seqs=7")
+    assert "bf16" not in caplog.text and "max_num_seqs" not in caplog.text

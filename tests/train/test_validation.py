@@ -1,0 +1,177 @@
+"""What is refused, or said, because it is not known, not served or not installed."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from skyrl.algorithms.advantages import AdvantageEstimatorRegistry, Advantages
+from skyrl.algorithms.kl import KL_ESTIMATORS
+from skyrl.algorithms.policy_losses import PolicyLossRegistry
+from skyrl.train.config import ConfigError, SkyRLTrainConfig
+from skyrl.train.config.trainer import TRACKERS
+from skyrl.train.validation import SCHEDULERS, TRACKER_NEEDS, choose_trackers, validate
+
+A = "trainer.algorithm."
+JAX = ["trainer.strategy=jax", "trainer.logger=console"]
+
+
+def check(*overrides: str) -> None:
+    validate(SkyRLTrainConfig.from_cli_overrides([*JAX, *overrides]).resolve())
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        check(*overrides)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (A + "policy_loss_type=dual_clp", "no policy loss named 'dual_clp'; known: .*; did you mean dual_clip?"),
+        (A + "advantage_estimator=rlo", "no advantage estimator named 'rlo'; known: .*; did you mean rloo?"),
+        (A + "kl_estimator_type=k33", "no KL estimator named 'k33'; known: abs, k1, k2, k3.*did you mean k3?"),
+        (A + "policy_loss_type=nowhere:loss", "no policy loss at 'nowhere:loss' (No module named 'nowhere'); known:"),
+        (A + "advantage_estimator=json:advantage", "no advantage estimator at 'json:advantage' ("),
+        ("trainer.policy.optimizer_config.scheduler=cosin", "did you mean cosine?"),
+        ("trainer.critic.optimizer_config.scheduler=linar", "did you mean linear?"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_one(override, message):
+    pattern = re.escape(override) + ": .*" + ".*".join(re.escape(part) for part in message.split(".*"))
+    assert re.search(pattern, refusal(override))
+
+
+def test_a_way_out_is_named_with_an_unknown_name():
+    assert refusal(A + "policy_loss_type=mine").endswith("registered before, or named as module:function")
+
+
+def test_names_of_ones_own_are_accepted_when_registered():
+    PolicyLossRegistry.register("test-validated")(lambda x: x.logprobs)
+    AdvantageEstimatorRegistry.register("test-validated")(lambda x: Advantages(x.rewards, x.rewards))
+    KL_ESTIMATORS.register("test-validated")(lambda logprobs, reference: logprobs - reference)
+    check(*(A + name + "=test-validated" for name in ("policy_loss_type", "advantage_estimator", "kl_estimator_type")))
+
+
+def test_names_of_ones_own_are_accepted_as_module_and_function():
+    check(*(A + name + "=operator:add" for name in ("policy_loss_type", "advantage_estimator", "kl_estimator_type")))
+
+
+def needs_nothing_else(name: str) -> bool:
+    """Whether transformers makes and runs a schedule of warm-up and number of steps alone."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    try:
+        schedule = transformers.get_scheduler(name, optimizer, num_warmup_steps=2, num_training_steps=9)
+        optimizer.step()
+        schedule.step()
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def test_the_known_schedules_are_those_of_transformers_that_need_no_other_argument():
+    names = [kind.value for kind in transformers.SchedulerType]
+    assert sorted(SCHEDULERS) == sorted(name for name in names if needs_nothing_else(name))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "megatron"])
+def test_a_strategy_that_is_not_served_is_refused_with_the_one_that_is(strategy):
+    message = refusal(f"trainer.strategy={strategy}")
+    assert message.startswith(f"trainer.strategy={strategy} is not served yet: there is no torch backend; set")
+    assert "trainer.strategy=jax" in message
+
+
+def test_the_documented_default_strategy_is_kept_and_refused_when_it_is_to_run():
+    config = SkyRLTrainConfig().resolve()
+    assert config.trainer.strategy == "fsdp2"
+    with pytest.raises(ConfigError, match="strategy=fsdp2 is not served yet"):
+        validate(config)
+
+
+def test_every_problem_is_named_at_once():
+    overrides = [A + "policy_loss_type=x", A + "advantage_estimator=y", "trainer.strategy=fsdp"]
+    assert len(refusal(*overrides).splitlines()) == 3
+
+
+def test_the_jax_strategy_is_accepted_in_silence():
+    check()
+
+
+def install(folder: Path, *packages: str) -> None:
+    for package in packages:
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").write_text("")
+
+
+def test_every_tracker_of_the_configuration_is_known():
+    assert sorted(TRACKER_NEEDS) == sorted(TRACKERS)
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+def test_a_tracker_that_is_not_installed_is_left_out_with_the_install_command(name):
+    found = choose_trackers([name, "console"], {"WANDB_API_KEY": "k", "SWANLAB_API_KEY": "k"})
+    assert found.usable == ["console"]
+    assert found.unusable == {name: f"the package is not installed; pip install {name}"}
+
+
+def test_a_folder_that_a_tracker_left_behind_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert choose_trackers("wandb", {"WANDB_API_KEY": "k"}).usable == []
+
+
+@pytest.mark.parametrize(
+    ("name", "environment"),
+    [
+        ("wandb", {"WANDB_API_KEY": "k"}),
+        ("wandb", {"WANDB_MODE": "offline"}),
+        ("swanlab", {"SWANLAB_API_KEY": "k"}),
+        ("swanlab", {"SWANLAB_MODE": "local"}),
+        ("mlflow", {}),
+        ("tensorboard", {}),
+        ("console", {}),
+    ],
+)
+def test_an_installed_tracker_with_all_it_needs_is_used(name, environment, tmp_path, monkeypatch):
+    install(tmp_path, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert choose_trackers(name, environment) == ([name], {})
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "way_out"),
+    [
+        ("wandb", {}, "set WANDB_API_KEY, or WANDB_MODE=offline"),
+        ("wandb", {"WANDB_API_KEY": ""}, "set WANDB_API_KEY"),
+        ("wandb", {"WANDB_MODE": "online"}, "set WANDB_API_KEY"),
+        ("swanlab", {}, "set SWANLAB_API_KEY, or SWANLAB_MODE=local"),
+    ],
+)
+def test_an_installed_tracker_without_a_key_is_left_out_with_a_way_out(
+    name, environment, way_out, tmp_path, monkeypatch
+):
+    install(tmp_path, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = choose_trackers([name, "console"], environment)
+    assert found.usable == ["console"]
+    assert found.unusable[name].startswith("it has no key; ") and way_out in found.unusable[name]
+
+
+def test_a_key_may_be_in_the_file_that_logging_in_writes(tmp_path, monkeypatch):
+    install(tmp_path, "wandb")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert choose_trackers("wandb", {"HOME": str(tmp_path)}).usable == ["wandb"]
+
+
+def test_a_tracker_that_is_asked_for_twice_is_used_once():
+    assert choose_trackers(["console", "console"]).usable == ["console"]
+
+
+def test_a_run_goes_on_without_a_tracker_that_is_not_there():
+    with pytest.warns(UserWarning, match="trainer.logger=wandb: the package is not installed; .* goes on without it"):
+        check("trainer.logger=[wandb, console]")
