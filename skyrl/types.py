@@ -172,7 +172,7 @@ class SampleOutput:
 
 @dataclass(frozen=True)
 class SaveOutput:
-    """A checkpoint that is on disk (or, for an ephemeral version, published)."""
+    """A checkpoint that is on disk (or, for an ephemeral version, published). No path: it is in memory only."""
 
     path: str
     size_bytes: int | None = None

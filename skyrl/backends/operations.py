@@ -116,7 +116,8 @@ class Publish(ModelOperation):
     """
 
     version: str
-    path: str
+    path: str | None
+    """None: in memory only, until it is dropped."""
     persist: bool = True
 
 

@@ -485,23 +485,26 @@ class JaxBackend(Executor):
             if adapter.own_base is not None:
                 adapter = adapter._replace(weights={"base": in_types_of(self._base, adapter.own_base)})
             yield
-        store = partial(self._store, operation, adapter, lora_config)
+        if operation.path is None:
+            self._versions.publish(operation.version, adapter)
+            return SaveOutput("")
+        store = partial(self._store, operation, operation.path, adapter, lora_config)
         if operation.persist:
             return self._writer.submit(store)
         self._versions.publish(operation.version, adapter)
         self._writer.keep_version(operation.version, operation.model_id, store)
         return SaveOutput(operation.path)
 
-    def _store(self, operation: Publish, adapter: Adapter, lora_config: LoraConfig) -> SaveOutput:
+    def _store(self, operation: Publish, path: str, adapter: Adapter, lora_config: LoraConfig) -> SaveOutput:
         """Write a version's files, so that it may leave memory. One that is to persist exists only from then on."""
         if adapter.own_base is not None:
             files = self._model_files(adapter)
         else:
             files = checkpoints.pack_sampler(adapter, lora_config, self.model_config)
-        saved = SaveOutput(operation.path, *write_folder(operation.path, files))
+        saved = SaveOutput(path, *write_folder(path, files))
         if operation.persist:
             self._versions.publish(operation.version, adapter)
-        self._versions.mark_stored(operation.version, adapter, operation.path)
+        self._versions.mark_stored(operation.version, adapter, path)
         return saved
 
     def _check_rank(self, rank: int) -> None:

@@ -1,0 +1,113 @@
+"""The training sequences of one step as arrays, and as the data of a backend's passes.
+
+Arrays are `[rows, tokens]`, padded at the end, and aligned with what is predicted: column t is about token t + 1 of its
+row, given tokens 0 to t. A trajectory whose history was changed has several rows; what looks at whole trajectories
+sees them one after another (`by_trajectory`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from skyrl.train.rollouts.rows import Row
+from skyrl.train.rollouts.trajectory import Trajectory
+from skyrl.types import Datum
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of trajectories, those of one trajectory and of one prompt next to each other."""
+
+    rows: Sequence[Row]
+    trajectories: Sequence[Trajectory]
+    """What the rows are of: `Row.trajectory` counts them."""
+    uids: Sequence[str]
+    """Prompt of each trajectory."""
+    temperature: float
+    """At which the policy is trained."""
+
+    @cached_property
+    def lengths(self) -> Array:
+        """int `[rows]`: columns of each row."""
+        return np.array([len(row.token_ids) - 1 for row in self.rows], np.int64)
+
+    @cached_property
+    def filled(self) -> Array:
+        """bool `[rows, tokens]`: which cells are no padding."""
+        return np.arange(self.lengths.max(initial=0)) < self.lengths[:, None]
+
+    @cached_property
+    def mask(self) -> Array:
+        """bool `[rows, tokens]`: tokens that the policy chose, and that are trained on."""
+        return self.padded([row.mask[1:] for row in self.rows], bool)
+
+    @cached_property
+    def rewards(self) -> Array:
+        """float64 `[rows, tokens]`."""
+        return self.padded([row.rewards[1:] for row in self.rows], np.float64)
+
+    @cached_property
+    def rollout_logprobs(self) -> Array | None:
+        """float64 `[rows, tokens]`, those with which tokens were sampled. None if some were not kept."""
+        logprobs = [row.logprobs for row in self.rows]
+        if any(values is None for values in logprobs):
+            return None
+        return self.padded([values[1:] for values in logprobs if values is not None], np.float64)
+
+    @cached_property
+    def row_uids(self) -> list[str]:
+        """Prompt of each row."""
+        return [self.uids[row.trajectory] for row in self.rows]
+
+    def padded(self, values: Sequence[Sequence[float] | Array], dtype: type) -> Array:
+        """Values of each row's columns as one array, 0 in padding."""
+        array = np.zeros(self.filled.shape, dtype)
+        if len(values):
+            array[self.filled] = np.concatenate([np.asarray(row, dtype) for row in values])
+        return array
+
+    def by_trajectory(self, values: Array) -> Array:
+        """`[trajectories, tokens]`: the rows of each one after another, 0 where there is nothing."""
+        row, column = self._places
+        result = np.zeros((len(self.trajectories), int(column.max(initial=-1)) + 1), values.dtype)
+        result[row, column] = values[self.filled]
+        return result
+
+    def by_row(self, values: Array) -> Array:
+        """The inverse of `by_trajectory`."""
+        row, column = self._places
+        result = np.zeros(self.filled.shape, values.dtype)
+        result[self.filled] = values[row, column]
+        return result
+
+    def mini_batches(self, prompts: int) -> list[Array]:
+        """Indices of the rows of each optimizer step: those of so many prompts, in their order."""
+        numbers = {uid: number // prompts for number, uid in enumerate(dict.fromkeys(self.uids))}
+        of_row = np.array([numbers[uid] for uid in self.row_uids], np.int64)
+        return [rows for mini in range(max(numbers.values(), default=-1) + 1) if len(rows := np.flatnonzero(of_row == mini))]
+
+    def data(self, rows: Array | None = None, **inputs: Array) -> list[Datum]:
+        """Rows as a backend trains on them, with `inputs` `[rows, tokens]` by their names."""
+        chosen = range(len(self.rows)) if rows is None else rows.tolist()
+        inputs["temperature"] = np.full(self.filled.shape, self.temperature)
+        data = []
+        for row in chosen:
+            tokens = np.asarray(self.rows[row].token_ids, np.int32)
+            given = {name: values[row, : len(tokens) - 1].astype(np.float32) for name, values in inputs.items()}
+            data.append(Datum(tokens[:-1], {"target_tokens": tokens[1:], **given}))
+        return data
+
+    @cached_property
+    def _places(self) -> tuple[Array, Array]:
+        """Trajectory, and column in it, of each filled cell."""
+        starts = np.zeros(len(self.rows), np.int64)
+        for index in range(1, len(self.rows)):
+            if self.rows[index].trajectory == self.rows[index - 1].trajectory:
+                starts[index] = starts[index - 1] + self.lengths[index - 1]
+        of_row = np.array([row.trajectory for row in self.rows], np.int64)
+        columns = starts[:, None] + np.arange(self.filled.shape[1])
+        return np.repeat(of_row, self.lengths), columns[self.filled]

@@ -1,0 +1,254 @@
+"""One training step on a batch: scores, advantages, and the optimizer steps of critic and policy.
+
+Everything that spans the batch (groups, normalisation, masks, the reduction's weights) is computed here, before passes
+are cut in any way; what goes to the backend is one number per token.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from skyrl.algorithms.advantages import AdvantageInputs, Advantages, estimate_advantages
+from skyrl.algorithms.corrections import correct_off_policy
+from skyrl.algorithms.covariance import select_tokens
+from skyrl.algorithms.filters import filter_zero_variance
+from skyrl.algorithms.kl import KL_ESTIMATORS, kl_controller, mean_kl, penalise_rewards
+from skyrl.algorithms.objective import Scores, ValueObjective, policy_objective
+from skyrl.algorithms.weights import token_weights
+from skyrl.train.batch import Array, Batch
+from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, get_config_as_dict
+from skyrl.train.learner import Learner, Policy
+from skyrl.types import AdamParams, ForwardBackwardOutput
+
+Metrics = dict[str, float]
+COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
+
+
+class _Scored(NamedTuple):
+    """What the models say of the batch before it is trained on, each `[rows, tokens]`."""
+
+    logprobs: Array
+    entropy: Array
+    reference: Array | None
+    values: Array | None
+
+
+class Update:
+    """Trains on batches.
+
+    Args:
+        config: Resolved.
+        policy: What is trained.
+        critic: What estimates values, where the advantage estimator needs them.
+        schedule: Factor of a model's learning rate at an optimizer step, from 0: (optimizer_config, step) -> factor.
+    """
+
+    def __init__(
+        self,
+        config: SkyRLTrainConfig,
+        policy: Policy,
+        critic: Learner | None,
+        schedule: Callable[[OptimizerConfig, int], float] = lambda optimizer, step: 1.0,
+    ):
+        self._trainer = config.trainer
+        self._algorithm = config.trainer.algorithm
+        self._options: dict[str, Any] = get_config_as_dict(self._algorithm)
+        self._policy = policy
+        self._critic = critic
+        self._schedule = schedule
+        self._objective = policy_objective(self._options)
+        self._kl = KL_ESTIMATORS.get(self._algorithm.kl_estimator_type)
+        self._value_objective = ValueObjective(self._algorithm.value_clip)
+        self._scores, self._logprobs, self._values = Scores(("logprobs", "entropy")), Scores(("logprobs",)), Scores(("values",))
+        control = self._algorithm.kl_ctrl
+        self.kl_controller = kl_controller(
+            control.type, self._algorithm.kl_loss_coef, kl_target=control.kl_target, horizon=control.horizon
+        )
+        self.generator = np.random.default_rng(config.trainer.seed)
+        """Draws the tokens of clip_cov."""
+        self.reference: Learner | None = None
+        """A frozen model in the place of the base model, once there is one (update_ref_every_epoch)."""
+        self.policy_steps = 0
+        """Optimizer steps of the policy so far."""
+        self.critic_steps = 0
+
+    async def __call__(self, batch: Batch) -> Metrics:
+        """Train on a batch. Returns metrics by name."""
+        scored = await self._score(batch)
+        metrics: Metrics = {"policy/entropy": _mean(scored.entropy, batch.mask)}
+        rewards = batch.rewards
+        if self._algorithm.use_kl_in_reward:
+            assert scored.reference is not None
+            kl = self._kl(scored.logprobs, scored.reference)
+            rewards = penalise_rewards(rewards, kl, batch.mask, self.kl_controller.value)
+            metrics |= {"loss/kl_coefficient": self.kl_controller.value, "loss/avg_kl": mean_kl(kl, batch.mask)}
+            self.kl_controller.update(metrics["loss/avg_kl"], len(batch.trajectories))
+        elif scored.reference is not None:
+            metrics["loss/avg_kl"] = mean_kl(self._kl(scored.logprobs, scored.reference), batch.mask)
+        estimated = self._advantages(batch, rewards, scored.values)
+        metrics["loss/avg_raw_advantages_abs"] = _mean(np.abs(estimated.advantages), batch.mask)
+        mask = batch.mask
+        if self._algorithm.zero_variance_filter:
+            totals = batch.by_trajectory(batch.rewards)
+            kept = filter_zero_variance(batch.by_trajectory(mask), totals, list(batch.uids))
+            mask = batch.by_row(kept)
+        fields, corrections = self._fields(batch, mask, scored, estimated)
+        metrics |= corrections
+        trained = [self._train_policy(batch, mask, fields)]
+        if self._critic is not None:
+            trained.append(self._train_critic(batch, mask, scored, estimated))
+        for more in await asyncio.gather(*trained):
+            metrics |= more
+        return metrics
+
+    async def _score(self, batch: Batch) -> _Scored:
+        data = batch.data()
+        algorithm = self._algorithm
+        passes = [self._policy.forward(data, self._scores)]
+        if algorithm.uses_reference:
+            if self.reference is None:
+                passes.append(self._policy.forward(data, self._logprobs, reference=True))
+            else:
+                passes.append(self.reference.forward(data, self._logprobs))
+        if self._critic is not None:
+            passes.append(self._critic.forward(data, self._values))
+        outputs = list(await asyncio.gather(*passes))
+        policy = outputs.pop(0)
+        reference = _column(batch, outputs.pop(0), "logprobs") if algorithm.uses_reference else None
+        values = _column(batch, outputs.pop(0), "values") if outputs else None
+        return _Scored(_column(batch, policy, "logprobs"), _column(batch, policy, "entropy"), reference, values)
+
+    def _advantages(self, batch: Batch, rewards: Array, values: Array | None) -> Advantages:
+        """Advantages and returns of each token. Estimators see the tokens of whole trajectories."""
+        inputs = AdvantageInputs(
+            batch.by_trajectory(rewards),
+            batch.by_trajectory(batch.mask),
+            list(batch.uids),
+            None if values is None else batch.by_trajectory(values),
+        )
+        found = estimate_advantages(self._algorithm.advantage_estimator, inputs, self._options)
+        return Advantages(batch.by_row(np.asarray(found.advantages)), batch.by_row(np.asarray(found.returns)))
+
+    def _fields(
+        self, batch: Batch, mask: Array, scored: _Scored, estimated: Advantages
+    ) -> tuple[dict[str, Array], Metrics]:
+        """What the policy's objective reads, and metrics of the mismatch between sampler and trainer."""
+        fields = {"sampling_logprobs": scored.logprobs, "advantages": estimated.advantages}
+        metrics: Metrics = {}
+        rollout = batch.rollout_logprobs
+        if rollout is not None:
+            difference = np.abs(scored.logprobs - rollout)[batch.mask]
+            metrics["policy/rollout_train_logprobs_abs_diff_mean"] = float(difference.mean()) if difference.size else 0.0
+            metrics["policy/rollout_train_logprobs_abs_diff_max"] = float(difference.max(initial=0.0))
+        if self._algorithm.off_policy_correction.corrects:
+            assert rollout is not None, "a configuration that corrects keeps logprobs"
+            correction = correct_off_policy(self._algorithm.off_policy_correction, scored.logprobs, rollout, mask)
+            fields["correction"] = np.asarray(correction.factor)
+            metrics |= {f"off_policy/{name}": value for name, value in correction.metrics.items()}
+        if scored.reference is not None and "reference_logprobs" in self._objective.inputs:
+            fields["reference_logprobs"] = scored.reference
+        if "sequence_ratio_mask" in self._objective.inputs:
+            fields["sequence_ratio_mask"] = mask.astype(np.float64)
+        return {name: fields[name] for name in fields if name in self._objective.inputs}, metrics
+
+    async def _train_policy(self, batch: Batch, mask: Array, fields: dict[str, Array]) -> Metrics:
+        optimizer = self._trainer.policy.optimizer_config
+        found: list[Metrics] = []
+        for rows in self._mini_batches(batch, self._trainer.policy_mini_batch_size):
+            weights = self._weights(batch, mask, rows)
+            given = dict(fields)
+            if self._algorithm.policy_loss_type in COVARIANCE_LOSSES:
+                given["selected"] = await self._selected(batch, mask, fields, rows)
+            output = await self._policy.forward_backward(
+                batch.data(rows, weights=weights, **given), self._objective
+            )
+            metrics = _policy_metrics(output, [fields["sampling_logprobs"][row, mask[row]] for row in rows], mask[rows])
+            adam = _adam(optimizer, self._schedule(optimizer, self.policy_steps))
+            stepped = await self._policy.optim_step(adam)
+            self.policy_steps += 1
+            found.append(metrics | {"loss": output.metrics["loss:sum"], **_step_metrics(stepped)})
+        return _averaged("policy", found)
+
+    async def _train_critic(self, batch: Batch, mask: Array, scored: _Scored, estimated: Advantages) -> Metrics:
+        assert self._critic is not None and scored.values is not None
+        optimizer = self._trainer.critic.optimizer_config
+        fields = {"returns": estimated.returns, "old_values": scored.values}
+        found: list[Metrics] = []
+        for rows in self._mini_batches(batch, self._trainer.critic_mini_batch_size):
+            data = batch.data(rows, weights=self._weights(batch, mask, rows), **fields)
+            output = await self._critic.forward_backward(data, self._value_objective)
+            adam = _adam(optimizer, self._schedule(optimizer, self.critic_steps))
+            stepped = await self._critic.optim_step(adam)
+            self.critic_steps += 1
+            found.append({"loss": output.metrics["loss:sum"], **_step_metrics(stepped)})
+        values = {"values_mean": _mean(scored.values, mask), "returns_mean": _mean(estimated.returns, mask)}
+        return _averaged("critic", found) | {f"critic/{name}": value for name, value in values.items()}
+
+    def _mini_batches(self, batch: Batch, prompts: int) -> list[Array]:
+        """Rows of each optimizer step on a batch."""
+        return batch.mini_batches(prompts) * self._trainer.update_epochs_per_batch
+
+    def _weights(self, batch: Batch, mask: Array, rows: Array) -> Array:
+        """`[rows of the batch, tokens]`: weights of a mini-batch by the loss's reduction, 0 in other rows."""
+        weights = np.zeros(mask.shape)
+        weights[rows] = token_weights(
+            self._algorithm.loss_reduction,
+            mask[rows],
+            weights[rows],
+            uids=[batch.row_uids[row] for row in rows],
+            max_seq_len=self._algorithm.max_seq_len,
+        )
+        return weights
+
+    async def _selected(self, batch: Batch, mask: Array, fields: dict[str, Array], rows: Array) -> Array:
+        """The tokens that the loss treats differently, chosen by what the policy says of the mini-batch now."""
+        output = await self._policy.forward(batch.data(rows), self._logprobs)
+        logprobs = np.zeros(mask.shape)
+        for row, scores in zip(rows, output.loss_fn_outputs, strict=True):
+            logprobs[row, : batch.lengths[row]] = scores["logprobs"]
+        chosen = np.zeros(mask.shape)
+        arrays = (logprobs[rows], fields["sampling_logprobs"][rows], fields["advantages"][rows], mask[rows])
+        chosen[rows] = np.asarray(select_tokens(self._options, *arrays, self.generator))
+        return chosen
+
+
+def _column(batch: Batch, output: ForwardBackwardOutput, name: str) -> Array:
+    return batch.padded([scores[name] for scores in output.loss_fn_outputs], np.float64)
+
+
+def _adam(optimizer: OptimizerConfig, factor: float) -> AdamParams:
+    beta1, beta2 = optimizer.adam_betas
+    return AdamParams(
+        learning_rate=optimizer.lr * factor,
+        beta1=beta1,
+        beta2=beta2,
+        eps=1e-8,
+        weight_decay=optimizer.weight_decay,
+        grad_clip_norm=max(optimizer.max_grad_norm, 0.0),
+    )
+
+
+def _policy_metrics(output: ForwardBackwardOutput, old: list[Array], mask: Array) -> Metrics:
+    """How far the policy has moved from where the step began."""
+    new = [scores["logprobs"][row[: len(scores["logprobs"])]] for scores, row in zip(output.loss_fn_outputs, mask, strict=True)]
+    moved = np.concatenate([*new, np.zeros(0)]) - np.concatenate([*old, np.zeros(0)])
+    if not moved.size:
+        return {}
+    ratio = np.exp(np.clip(moved, -20, 20))
+    return {"ratio_mean": float(ratio.mean()), "ratio_max": float(ratio.max()), "approx_kl": float((ratio - 1 - moved).mean())}
+
+
+def _step_metrics(metrics: Metrics) -> Metrics:
+    return {name.removeprefix("skyrl.ai/").replace("learning_rate", "lr"): value for name, value in metrics.items()}
+
+
+def _averaged(model: str, found: list[Metrics]) -> Metrics:
+    """Means over the optimizer steps of a batch."""
+    names = dict.fromkeys(name for metrics in found for name in metrics)
+    return {f"{model}/{name}": float(np.mean([m[name] for m in found if name in m])) for name in names}
+
+
+def _mean(values: Array, mask: Array) -> float:
+    return float(values[mask].mean()) if mask.any() else 0.0
