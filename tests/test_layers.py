@@ -81,6 +81,7 @@ def test_imports_point_down():
         ("skyrl.algorithms.corrections", {"jax", "torch"}),
         ("skyrl.algorithms.filters", {"jax", "torch"}),
         ("skyrl.algorithms.objective", {"jax", "torch"}),
+        ("skyrl.envs", {"jax", "torch", "numpy", "transformers", "fastapi"}),
         ("skyrl.backends.backend", {"jax", "torch"}),
         ("skyrl.backends.jax", {"torch", "transformers"}),
     ],
