@@ -82,6 +82,8 @@ def test_imports_point_down():
         ("skyrl.algorithms.filters", {"jax", "torch"}),
         ("skyrl.algorithms.objective", {"jax", "torch"}),
         ("skyrl.envs", {"jax", "torch", "numpy", "transformers", "fastapi"}),
+        ("skyrl.train.rollouts.rollouts", {"jax", "torch", "transformers"}),
+        ("skyrl.train.rollouts.metrics", {"jax", "torch", "transformers"}),
         ("skyrl.backends.backend", {"jax", "torch"}),
         ("skyrl.backends.jax", {"torch", "transformers"}),
     ],

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
+from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
-from skyrl.train.rollouts.trajectory import Message
 
 MARKER = "THE-ANSWER-4f1c9b"
 SHORT: list[Message] = [{"role": "user", "content": "A"}, {"role": "assistant", "content": MARKER}]

@@ -12,10 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from skyrl.envs.env import Message
 from skyrl.train.config import GeneratorConfig
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.sampler import Sampled
-from skyrl.train.rollouts.trajectory import Message
 
 
 class History(ABC):

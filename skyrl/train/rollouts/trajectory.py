@@ -6,11 +6,11 @@ What the sampler was given and what it gave are kept as tokens, so that nothing 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from skyrl.envs.env import Message
 from skyrl.train.rollouts.sampler import Sampled
 
-Message = dict[str, Any]
 FailureKind = Literal["env_error", "sampler_error", "template_error", "timeout"]
 TrajectoryStopReason = Literal["stop", "length", "max_turns", "failed"]
 
@@ -49,6 +49,9 @@ class Turn:
     observations: Sequence[Message] = ()
     """What the environment answered."""
 
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The environment's numbers of this turn."""
+
     sampler_s: float = 0.0
     """Seconds in the sampler."""
 
@@ -86,7 +89,7 @@ class Trajectory:
     """The prompt, as the environment gave it."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The environment's own."""
+    """The environment's: means over the turns, and those of the whole episode."""
 
     failure: Failure | None = None
     """Why it failed at the last attempt. Such a trajectory has no reward and is not trained on."""

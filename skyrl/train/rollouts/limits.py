@@ -1,0 +1,51 @@
+"""How many trajectories begin in a second, and how many run at a time: for quotas of providers and sandboxes."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+
+class RateLimiter:
+    """`async with limiter:` waits until one more may begin, in the order of arrival.
+
+    First for the rate: a bucket that gets `per_second` tokens in a second, holds as many, and is full at first. Then
+    for one of `max_concurrent` places, which is given back at the end.
+    """
+
+    def __init__(
+        self,
+        per_second: float | None = None,
+        max_concurrent: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ):
+        """Limit neither, either or both. None: no limit."""
+        self._per_second = per_second
+        self._tokens = per_second or 0.0
+        self._filled_at = clock()
+        self._clock = clock
+        self._sleep = sleep
+        self._places = None if max_concurrent is None else asyncio.Semaphore(max_concurrent)
+
+    async def __aenter__(self) -> None:
+        if self._per_second is not None:
+            await self._take_token(self._per_second)
+        if self._places is not None:
+            await self._places.acquire()
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._places is not None:
+            self._places.release()
+
+    async def _take_token(self, per_second: float) -> None:
+        """Take a token at once, perhaps one that is not there yet, and wait until it is."""
+        now = self._clock()
+        self._tokens = min(per_second, self._tokens + (now - self._filled_at) * per_second)
+        self._filled_at = now
+        self._tokens -= 1
+        if self._tokens < 0:
+            try:
+                await self._sleep(-self._tokens / per_second)
+            except asyncio.CancelledError:
+                self._tokens += 1
+                raise
