@@ -1,8 +1,6 @@
 """How many trajectories begin in a second, and how many run at a time: for quotas of providers and sandboxes."""
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
 
 
 class RateLimiter:
@@ -12,19 +10,11 @@ class RateLimiter:
     for one of `max_concurrent` places, which is given back at the end.
     """
 
-    def __init__(
-        self,
-        per_second: float | None = None,
-        max_concurrent: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ):
+    def __init__(self, per_second: float | None = None, max_concurrent: int | None = None):
         """Limit neither, either or both. None: no limit."""
         self._per_second = per_second
         self._tokens = per_second or 0.0
-        self._filled_at = clock()
-        self._clock = clock
-        self._sleep = sleep
+        self._filled_at: float | None = None
         self._places = None if max_concurrent is None else asyncio.Semaphore(max_concurrent)
 
     async def __aenter__(self) -> None:
@@ -39,13 +29,13 @@ class RateLimiter:
 
     async def _take_token(self, per_second: float) -> None:
         """Take a token at once, perhaps one that is not there yet, and wait until it is."""
-        now = self._clock()
-        self._tokens = min(per_second, self._tokens + (now - self._filled_at) * per_second)
+        now = asyncio.get_running_loop().time()
+        passed = 0.0 if self._filled_at is None else now - self._filled_at
+        self._tokens = min(per_second, self._tokens + passed * per_second) - 1
         self._filled_at = now
-        self._tokens -= 1
         if self._tokens < 0:
             try:
-                await self._sleep(-self._tokens / per_second)
+                await asyncio.sleep(-self._tokens / per_second)
             except asyncio.CancelledError:
                 self._tokens += 1
                 raise

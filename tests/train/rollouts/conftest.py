@@ -31,4 +31,4 @@ def chatml(tokenizers) -> PreTrainedTokenizerFast:
 def fresh_records():
     """What environments were made and closed in this test only."""
     ScriptedEnv.made, ScriptedEnv.closed = Counter(), Counter()
-    ScriptedEnv.actions = []
+    ScriptedEnv.actions, ScriptedEnv.columns = [], []

@@ -1,8 +1,9 @@
 """A sampler and environments that follow a script, and chat templates of several families."""
 
 import asyncio
+import selectors
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,6 +56,36 @@ QWEN3 = """\
 {%- endif %}"""
 
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3}
+
+
+class _Selector(selectors.DefaultSelector):
+    def select(self, timeout=None):
+        found = super().select(0)
+        if not found and timeout is None:
+            raise RuntimeError("everything waits, and nothing will ever happen")
+        self.slept = 0.0 if found else timeout
+        return found
+
+
+class SwiftLoop(asyncio.SelectorEventLoop):
+    """An event loop in which time passes only while everything waits, and then at once."""
+
+    def __init__(self):
+        self._now = 0.0
+        self._slow = _Selector()
+        self._slow.slept = 0.0
+        super().__init__(self._slow)
+
+    def time(self) -> float:
+        self._now += self._slow.slept
+        self._slow.slept = 0.0
+        return self._now
+
+
+def run(work: Coroutine) -> Any:
+    """Like `asyncio.run`, without waiting: what hangs runs into its timeout at once, and nothing else does."""
+    with asyncio.Runner(loop_factory=SwiftLoop) as runner:
+        return runner.run(work)
 
 
 def user(text: str) -> Message:
@@ -146,6 +177,7 @@ class ScriptedEnv(Env):
     made: Counter[str]
     closed: Counter[str]
     actions: list[str]
+    columns: list[Mapping[str, Any]]
 
     def __init__(self, config, extras):
         super().__init__(config, extras)
@@ -153,6 +185,7 @@ class ScriptedEnv(Env):
         scripts = extras.get("attempts", [extras.get("script", [])])
         self.script = list(scripts[min(ScriptedEnv.made[self.name], len(scripts) - 1)])
         ScriptedEnv.made[self.name] += 1
+        ScriptedEnv.columns.append(extras)
         self.stop = tuple(extras.get("stop", ()))
 
     async def init(self, prompt):
@@ -197,5 +230,5 @@ def rollouts(tokenizer, sampler, **options: Any) -> Rollouts:
 def run_one(tokenizer, answers: Sequence[Answer], row: Prompt, **options: Any) -> tuple[Trajectory, list[Row]]:
     """The trajectory of one prompt, and its rows."""
     sampler = ScriptedSampler(tokenizer, answers)
-    (trajectory,) = asyncio.run(rollouts(tokenizer, sampler, **options).collect([row]))
+    (trajectory,) = run(rollouts(tokenizer, sampler, **options).collect([row]))
     return trajectory, rows_of([trajectory], generator(**options))
