@@ -34,7 +34,7 @@ class ChatTokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> Any: ...
 
     def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any: ...
 
@@ -96,7 +96,7 @@ class Chat:
 
     def text(self, response: Sequence[int]) -> str:
         """Text of a response, without special tokens."""
-        return self._tokenizer.decode(list(response), skip_special_tokens=True)
+        return self._tokenizer.decode(list(response), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, answering: bool = True) -> str:
         options = {"add_generation_prompt": answering} | ({"tools": list(tools)} if tools else {})
