@@ -141,6 +141,8 @@ def _append(row: list[Segment], segment: Segment) -> None:
 
 
 def _shaped(row: Row, config: GeneratorConfig) -> Row:
+    if not (config.apply_overlong_filtering or config.zero_reward_on_non_stop):
+        return row
     masks = np.array([segment.mask for segment in row.segments])[None]
     rewards = np.array([segment.reward for segment in row.segments], np.float64)[None]
     if config.apply_overlong_filtering:

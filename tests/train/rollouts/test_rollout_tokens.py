@@ -88,20 +88,68 @@ def test_without_thinking_the_empty_thought_is_given_not_sampled(tokenizers):
     assert got(row) == expected(qwen, f"{ASK}{empty}[[One.<|im_end|>]]{MORE}{empty}[[Two.<|im_end|>]]")
 
 
+SYSTEM = {"role": "system", "content": "Be brief."}
+SAID = ["One.", "Two and", "Three, at last."]
+REPLIES = [[user("More.")], [user("And"), user("more.")]]
+every_end = pytest.mark.parametrize("end", ["eos", "stop", "length"])
+
+
+def ending(tokenizer, end: str) -> str:
+    return {"eos": tokenizer.eos_token, "stop": STOP[0], "length": ""}[end]
+
+
+def three_turns(tokenizer, end: str, **options) -> list[Row]:
+    """Rows of three turns that all end in the same way."""
+    stop_reason = "length" if end == "length" else "stop"
+    answers = [Answer(text + ending(tokenizer, end), stop_reason) for text in SAID]
+    script = [*(Reply(messages) for messages in REPLIES), Reply(done=True)]
+    _, rows = run_one(tokenizer, answers, prompt(SYSTEM, user("Go."), script=script, stop=STOP), **options)
+    return rows
+
+
+def conversation(end: str, turns: int) -> list[dict]:
+    """The messages of as many of the three turns, with the answers to them."""
+    messages = [SYSTEM, user("Go.")]
+    for text, replies in zip(SAID[:turns], [*REPLIES, []], strict=False):
+        messages += [{"role": "assistant", "content": text + (STOP[0] if end == "stop" else "")}, *replies]
+    return messages
+
+
 @pytest.mark.parametrize("family", ["chatml", "llama3"])
-def test_tokens_in_tokens_out_gives_the_tokens_of_the_whole_conversation(tokenizers, family):
+@every_end
+def test_tokens_in_tokens_out_gives_the_tokens_of_the_whole_conversation(tokenizers, family, end):
     tokenizer = tokenizers[family]
-    answers = [Answer(text + tokenizer.eos_token) for text in ("One.", "Two.", "Three, at last.")]
-    script = [Reply([user("More.")]), Reply([user("And"), user("more.")]), Reply(done=True)]
-    _, (row,) = run_one(
-        tokenizer, answers, prompt({"role": "system", "content": "Be brief."}, user("Go."), script=script)
-    )
-    messages = [{"role": "system", "content": "Be brief."}, user("Go.")]
-    for text, reply in zip(("One.", "Two.", "Three, at last."), script, strict=True):
-        messages += [{"role": "assistant", "content": text}, *reply.observations]
-    whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    (row,) = three_turns(tokenizer, end)
+    whole = tokenizer.apply_chat_template(conversation(end, 3), tokenize=True, return_dict=False)
     assert row.token_ids == whole[: len(row.token_ids)]
-    assert tokenizer.decode(whole[len(row.token_ids) :]).strip() == ""
+    left = tokenizer.decode(whole[len(row.token_ids) :]).strip()
+    assert left == (tokenizer.eos_token if end == "length" else "")
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3", "qwen3"])
+@every_end
+def test_each_step_has_the_input_that_transformers_renders(tokenizers, family, end):
+    tokenizer = tokenizers[family]
+    rows = three_turns(tokenizer, end, **STEPS)
+    inputs = [
+        tokenizer.apply_chat_template(
+            conversation(end, turns), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        for turns in range(3)
+    ]
+    assert [row.token_ids[: row.prompt_length] for row in rows] == inputs
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3"])
+@every_end
+def test_a_rendered_history_and_one_of_tokens_give_the_same_rows_where_nothing_changes(
+    tokenizers, family, end, tmp_path
+):
+    tokenizer = tokenizers[family]
+    (tmp_path / "own.jinja").write_text(tokenizer.chat_template)
+    template = {"source": "file", "name_or_path": str(tmp_path / "own.jinja")}
+    rendered = three_turns(tokenizer, end, chat_template=template)
+    assert [got(row) for row in rendered] == [got(row) for row in three_turns(tokenizer, end)]
 
 
 def test_sampled_tokens_stay_as_they_are_where_the_tokenizer_would_choose_others(chatml):
@@ -260,21 +308,16 @@ def test_an_end_of_sequence_token_within_a_single_message_was_sampled_once_and_i
 
 @pytest.mark.parametrize("options", [{}, SINGLE, STEPS], ids=["tokens", "single", "steps"])
 @pytest.mark.parametrize("family", ["chatml", "llama3", "qwen3"])
-@pytest.mark.parametrize("end", ["eos", "stop", "length"])
+@every_end
 def test_every_sampled_token_is_trained_on_once_with_its_logprob(tokenizers, options, family, end):
     tokenizer = tokenizers[family]
-    ending = {"eos": tokenizer.eos_token, "stop": "</go>", "length": ""}[end]
-    texts = [text + ending for text in ("One.", "Two and", "Three")]
-    answers = [Answer(text, "length" if end == "length" else "stop") for text in texts]
-    script = [Reply([user("More.")]), Reply([user("More.")]), Reply(done=True)]
-    _, rows = run_one(tokenizer, answers, prompt(script=script, stop=STOP), **options)
     trained = [
         (token, logprob)
-        for row in rows
+        for row in three_turns(tokenizer, end, **options)
         for token, mask, logprob in zip(row.token_ids, row.mask, row.logprobs or [], strict=True)
         if mask
     ]
-    ids = [encode(tokenizer, text) for text in texts]
+    ids = [encode(tokenizer, text + ending(tokenizer, end)) for text in SAID]
     assert trained == [
         pair for call, own in enumerate(ids) for pair in zip(own, logprobs_of(call, len(own)), strict=True)
     ]
