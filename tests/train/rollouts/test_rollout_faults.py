@@ -4,6 +4,8 @@ import asyncio
 import re
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from scripted import Answer, Prompt, Reply, ScriptedEnv, ScriptedSampler, generator, prompt, rollouts, run, user
 
 from skyrl.errors import ConfigError
@@ -163,6 +165,30 @@ def test_a_run_with_too_many_failures_does_not_wait_for_what_still_runs(chatml):
     with pytest.raises(RolloutError):
         collected(chatml, rows, max_failed_fraction=0.0, trajectory_timeout_s=None)
     assert ScriptedEnv.closed == {"bad": 1, "slow": 1}
+
+
+ATTEMPTS = {"good": GOOD, "raises": RAISES_AT_1, "hangs": HANGS_AT_0, "cut": [GOOD[0]]}
+
+
+@given(
+    plans=st.lists(st.lists(st.sampled_from(sorted(ATTEMPTS)), min_size=3, max_size=3), max_size=6),
+    at_close=st.sampled_from([None, RuntimeError("stuck"), "hang"]),
+    places=st.sampled_from([None, 1, 2]),
+)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_fails_the_first_good_attempt_counts_and_every_environment_is_closed(chatml, plans, at_close, places):
+    ScriptedEnv.made.clear()
+    ScriptedEnv.closed.clear()
+    rows = [
+        prompt(name=str(i), attempts=[ATTEMPTS[name] for name in plan], at_close=at_close)
+        for i, plan in enumerate(plans)
+    ]
+    trajectories = collected(chatml, rows, trajectory_retries=2, max_concurrent_trajectories=places)
+    tries = [plan.index("good") + 1 if "good" in plan else 3 for plan in plans]
+    assert [trajectory.id.instance_id for trajectory in trajectories] == [str(i) for i in range(len(plans))]
+    assert [trajectory.failure is None for trajectory in trajectories] == ["good" in plan for plan in plans]
+    assert [trajectory.attempts for trajectory in trajectories] == tries
+    assert ScriptedEnv.made == ScriptedEnv.closed == {str(i): number for i, number in enumerate(tries)}
 
 
 def test_a_budget_counts_failures_only():
