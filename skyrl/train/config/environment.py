@@ -1,6 +1,8 @@
 """Environments: which one rows use, and what each of the built-in ones can be told."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
@@ -45,7 +47,7 @@ class SearchEnvConfig(BaseConfig):
 
 @dataclass
 class SkyRLGymConfig(BaseConfig):
-    """Options of the environments by their names. For an environment of your own, add a field in a subclass."""
+    """Options of the environments by their names."""
 
     max_env_workers: NonNegativeInt = 32
     """Threads that run environments. 0: they run on the event loop itself, one after another."""
@@ -58,6 +60,17 @@ class SkyRLGymConfig(BaseConfig):
 
     search: SearchEnvConfig = field(default_factory=SearchEnvConfig)
     """Options of `search`."""
+
+    others: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Options of further environments by their names: `environment.skyrl_gym.my_env.level=3` is put here. Those of
+    "module:Class" are under `Class`. The environment checks them."""
+
+    @classmethod
+    def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        own = {spec.name for spec in fields(cls)}
+        others = {name: value for name, value in given.items() if name not in own and isinstance(value, Mapping)}
+        rest = {name: value for name, value in given.items() if name not in others}
+        return {**rest, "others": {**rest.get("others", {}), **others}} if others else given
 
 
 @dataclass

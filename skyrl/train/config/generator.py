@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from skyrl.train.config.base import BaseConfig
 from skyrl.train.config.fields import Fraction, one_of
@@ -131,6 +131,21 @@ class GeneratorConfig(BaseConfig):
     step_wise_trajectories: bool = False
     """Whether each turn is a training sequence of its own."""
 
+    trajectory_timeout_s: PositiveFloat | None = 3600.0
+    """Seconds that one attempt at a trajectory may take, the sampler's included. None: no limit."""
+
+    trajectory_retries: NonNegativeInt = 2
+    """How often a trajectory that failed is begun again, each time with a fresh environment."""
+
+    max_failed_fraction: Fraction = 0.1
+    """Fraction of a batch's trajectories that may fail for good. They are left out; if more fail, the run stops."""
+
+    max_concurrent_trajectories: PositiveInt | None = None
+    """Trajectories that run at a time. None: all."""
+
+    trajectories_per_second: Annotated[float, Field(ge=1)] | None = None
+    """Trajectories that are begun in a second; as many may begin at once. None: no limit."""
+
     @classmethod
     def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
         return from_flat_generator(given)
@@ -149,7 +164,7 @@ class GeneratorConfig(BaseConfig):
         if self.chat_template.name_or_path is not None:
             yield (
                 f"step_wise_trajectories=True and chat_template.name_or_path={self.chat_template.name_or_path}: steps "
-                "are kept as tokens, never rendered again; leave the template out"
+                "are rendered with the tokenizer's own template; leave the template out"
             )
         if not self.use_conversation_multi_turn:
             yield (

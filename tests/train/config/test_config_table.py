@@ -17,7 +17,18 @@ NAMES = {name: getattr(config_package, name) for name in config_package.__all__}
 TYPES = {"Optional": Optional, "Union": Union, "List": list, "Dict": dict, "Any": Any, "dict": dict[str, Any]} | NAMES
 WIDENED = {("TrainerConfig", "logger"): str | list[str]}
 """Fields that take what the table says and more."""
-ADDED = {"TrainerConfig": {"jax"}, "FullyAsyncConfig": {"enabled"}}
+ADDED = {
+    "TrainerConfig": {"jax"},
+    "FullyAsyncConfig": {"enabled"},
+    "SkyRLGymConfig": {"others"},
+    "GeneratorConfig": {
+        "trajectory_timeout_s",
+        "trajectory_retries",
+        "max_failed_fraction",
+        "max_concurrent_trajectories",
+        "trajectories_per_second",
+    },
+}
 """Fields that the table does not have."""
 ids = [f"{row.owner}.{row.field}" for row in ROWS]
 

@@ -1,0 +1,20 @@
+"""Environments: what a rollout acts in. `env.py` has the protocol; each environment is a file beside it."""
+
+from skyrl.envs import arithmetic, gsm8k, gsm8k_multi_turn
+from skyrl.envs.env import ENVS, Env, EnvError, Message, StepResult, check_settings, make_env, settings_of
+from skyrl.envs.threads import EnvWorkers
+
+__all__ = [
+    "ENVS",
+    "Env",
+    "EnvError",
+    "EnvWorkers",
+    "Message",
+    "StepResult",
+    "arithmetic",
+    "check_settings",
+    "gsm8k",
+    "gsm8k_multi_turn",
+    "make_env",
+    "settings_of",
+]

@@ -1,0 +1,131 @@
+"""Synchronous environments in the style of skyrl-gym, run in threads.
+
+    class Multiply(BaseTextEnv):
+        def __init__(self, env_config, extras): ...
+        def step(self, action): return {"observations": [], "reward": 1.0, "done": True, "metadata": {}}
+
+    MultiplyEnv = adapted(Multiply)     # environment.env_class=my_package.my_module:MultiplyEnv
+
+The class need not inherit from `BaseTextEnv`: whatever has these methods will do, such as a class written against
+skyrl-gym itself. Its calls run in at most `environment.skyrl_gym.max_env_workers` threads, one at a time per episode.
+A thread cannot be stopped: a step that never returns keeps its thread, so what may hang belongs into an async `Env`.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+from numbers import Real
+from typing import Any, Protocol
+
+from skyrl.envs.env import Env, Message, NoSettings, StepResult
+from skyrl.envs.tools import ToolGroup
+from skyrl.errors import ConfigError
+from skyrl.train.config.base import BaseConfig
+
+RESULT_KEYS = {"observations", "reward", "done", "metadata"}
+
+
+class TextEnv(Protocol):
+    """What `adapted` asks of an environment."""
+
+    def init(self, prompt: list[Message]) -> tuple[list[Message], Mapping[str, Any]]: ...
+    def step(self, action: str) -> Mapping[str, Any]: ...
+    def close(self) -> None: ...
+    def get_metrics(self) -> Mapping[str, Any]: ...
+
+
+class BaseTextEnv:
+    """A base for synchronous environments: `step` is left to write, the rest has defaults."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.max_turns = 1
+        self.tool_groups: list[ToolGroup] = []
+
+    def init_tool_groups(self, tool_groups: list[ToolGroup]) -> None:
+        """The groups whose tools `_execute_tool` finds."""
+        self.tool_groups = tool_groups
+
+    def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: list[Any] | tuple[Any, ...]) -> Any:
+        for group in self.tool_groups:
+            if group.name == tool_group_name:
+                return group.execute_tool(tool_name, *tool_input)
+        known = ", ".join(group.name for group in self.tool_groups)
+        raise ValueError(f"no tool group named {tool_group_name!r}; known: {known}")
+
+    def init(self, prompt: list[Message]) -> tuple[list[Message], Mapping[str, Any]]:
+        """The conversation to begin with, and facts about it, which are not used."""
+        return prompt, {}
+
+    def step(self, action: str) -> Mapping[str, Any]:
+        """`{"observations": [messages], "reward": number, "done": bool, "metadata": {...}}`."""
+        raise NotImplementedError(f"{type(self).__name__} has no step; write one")
+
+    def close(self) -> None:
+        """Release what the environment holds."""
+
+    def get_metrics(self) -> Mapping[str, Any]:
+        """Numbers of the whole episode."""
+        return {}
+
+
+class ThreadedEnv(Env[BaseConfig]):
+    """An episode of the synchronous environment `wrapped`, which is made as `wrapped(env_config=..., extras=...)`."""
+
+    wrapped: Any
+
+    def __init__(self, config: BaseConfig, extras: Mapping[str, Any]):
+        super().__init__(config, extras)
+        self._env: TextEnv = self.wrapped(env_config=config, extras=dict(extras))
+        self._call: Future[Any] | None = None
+
+    async def init(self, prompt: list[Message]) -> list[Message]:
+        messages, _ = await self._run(partial(self._env.init, prompt))
+        return messages
+
+    async def step(self, action: str) -> StepResult:
+        result = await self._run(partial(self._env.step, action))
+        return _step_result(type(self._env).__name__, result)
+
+    async def close(self) -> None:
+        """Closes the environment. One whose step was given up and still runs is closed when that step ends."""
+        if self._call is None or self._call.done():
+            await self._run(self._env.close)
+        else:
+            self._call.add_done_callback(lambda _: self._env.close())
+
+    def metrics(self) -> dict[str, float]:
+        return _numbers(self._env.get_metrics())
+
+    async def _run(self, call: Any) -> Any:
+        self._call = self.workers.submit(call)
+        return await asyncio.wrap_future(self._call)
+
+
+def adapted(cls: type, config: type[BaseConfig] = NoSettings) -> type[Env[Any]]:
+    """An `Env` class that runs episodes of the synchronous environment `cls` in threads.
+
+    Args:
+        cls: Class with the methods of `TextEnv`, made as `cls(env_config=..., extras=...)`.
+        config: Class of its settings.
+    """
+    return type(cls.__name__, (ThreadedEnv,), {"wrapped": cls, "Config": config, "__doc__": cls.__doc__})
+
+
+def _step_result(name: str, result: Any) -> StepResult:
+    """Numbers of the metadata become metrics; the rest of it is for people and left out."""
+    if not isinstance(result, Mapping) or not {"observations", "reward", "done"} <= set(result):
+        raise ConfigError(f"{name}.step returned {result!r}; return a dict with observations, reward and done")
+    unknown = sorted(key for key in set(result) - RESULT_KEYS if result[key] is not None)
+    if unknown:
+        raise ConfigError(
+            f"{name}.step returned {', '.join(unknown)}, which would train the model on "
+            "something that it did not generate; end its turns with stop strings instead"
+        )
+    metrics = _numbers(result.get("metadata") or {})
+    return StepResult(list(result["observations"]), float(result["reward"]), bool(result["done"]), metrics)
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if isinstance(value, Real)}

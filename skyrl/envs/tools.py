@@ -1,0 +1,70 @@
+"""Tools that a model may call: methods of a group, found by their names.
+
+class Clock(ToolGroup):
+    @tool
+    async def time(self, zone: str) -> str: ...
+
+text = await Tools([Clock("clock")]).call("time", "UTC")
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def tool(method: F) -> F:
+    """Marks a method of a `ToolGroup`, a plain one or a coroutine, as a tool of its name."""
+    method.__dict__["is_tool"] = True
+    return method
+
+
+class ToolGroup:
+    """Tools that share a state, such as the address of a server."""
+
+    def __init__(self, name: str):
+        self.name = name
+        cls = type(self)
+        self._tools = {
+            key: getattr(self, key) for key in dir(cls) if getattr(inspect.getattr_static(cls, key), "is_tool", False)
+        }
+
+    def get_tool_names(self) -> list[str]:
+        """Names of the group's tools, sorted."""
+        return sorted(self._tools)
+
+    def get_tool_to_group_mapping(self) -> dict[str, str]:
+        """This group's name by the name of each tool."""
+        return dict.fromkeys(self.get_tool_names(), self.name)
+
+    def execute_tool(self, name: str, *args: Any) -> Any:
+        """What the tool returns; a coroutine for one that is written as such. Raises ValueError for an unknown name."""
+        if name not in self._tools:
+            raise ValueError(f"no tool named {name!r} in the group {self.name!r}; known: {', '.join(self._tools)}")
+        return self._tools[name](*args)
+
+
+class Tools:
+    """The tools of several groups. Raises ValueError if two groups have a tool of the same name."""
+
+    def __init__(self, groups: Iterable[ToolGroup]):
+        self._group_of: dict[str, ToolGroup] = {}
+        for group in groups:
+            for name in group.get_tool_names():
+                if name in self._group_of:
+                    raise ValueError(f"groups {self._group_of[name].name!r} and {group.name!r} both have {name!r}")
+                self._group_of[name] = group
+
+    def __iter__(self):
+        return iter(sorted(self._group_of))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._group_of
+
+    async def call(self, name: str, *args: Any) -> Any:
+        """What the tool returns, awaited if it is a coroutine. Raises ValueError for an unknown name."""
+        if name not in self._group_of:
+            raise ValueError(f"no tool named {name!r}; known: {', '.join(self)}")
+        result = self._group_of[name].execute_tool(name, *args)
+        return await result if inspect.isawaitable(result) else result

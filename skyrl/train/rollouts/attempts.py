@@ -1,0 +1,162 @@
+"""A trajectory whatever happens: timeouts, environments that are closed, failures that are data, and new attempts.
+
+A failure ends its attempt, not the run. Another attempt gets a fresh environment; when there are none left, the
+trajectory says why. Only what would fail for every trajectory alike (`FATAL`) is raised.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from skyrl.envs.env import Env
+from skyrl.errors import ConfigError
+from skyrl.train.rollouts.episode import Episode, Prompt, Stage
+from skyrl.train.rollouts.trajectory import (
+    Failure,
+    FailureKind,
+    Trajectory,
+    TrajectoryId,
+    TrajectoryStopReason,
+    Turn,
+)
+
+FATAL = (ConfigError, ImportError, NotImplementedError)
+"""Errors of the program or its configuration: another attempt would fail again, and so would the other trajectories."""
+
+CLOSE_S = 30.0
+"""Seconds that an environment may take to close."""
+
+KINDS: dict[Stage, FailureKind] = {
+    "environment": "env_error",
+    "sampler": "sampler_error",
+    "template": "template_error",
+}
+
+log = logging.getLogger(__name__)
+
+
+class RolloutError(Exception):
+    """Too many trajectories failed. The message has the numbers, the kinds and the first error."""
+
+
+async def run_trajectory(
+    identity: TrajectoryId,
+    prompt: Prompt,
+    make_env: Callable[[], Env[Any]],
+    make_episode: Callable[[], Episode],
+    *,
+    timeout_s: float | None,
+    retries: int,
+) -> Trajectory:
+    """The trajectory of the first attempt that does not fail, or of the last one.
+
+    Args:
+        identity: What to call it.
+        prompt: What it is of.
+        make_env: Makes a fresh environment; it is closed exactly once, whatever happens.
+        make_episode: Makes what plays it.
+        timeout_s: Seconds that an attempt may take. None: no limit.
+        retries: Attempts after the first.
+
+    Raises the errors in `FATAL`.
+    """
+    for number in range(1, retries + 2):
+        trajectory = await _attempt(identity, prompt, make_env, make_episode(), timeout_s, number)
+        if trajectory.failure is None:
+            break
+        log.warning("trajectory %s, attempt %d of %d: %s", identity, number, retries + 1, trajectory.failure.message)
+    return trajectory  # pyright: ignore[reportPossiblyUnboundVariable] (there is at least one attempt)
+
+
+async def _attempt(
+    identity: TrajectoryId,
+    prompt: Prompt,
+    make_env: Callable[[], Env[Any]],
+    episode: Episode,
+    timeout_s: float | None,
+    number: int,
+) -> Trajectory:
+    start = time.perf_counter()
+    stop_reason: TrajectoryStopReason = "failed"
+    metrics: dict[str, float] = {}
+    failure, env = None, None
+    clock = asyncio.timeout(timeout_s)
+    try:
+        async with clock:
+            env = make_env()
+            stop_reason = await episode.run(env, prompt)
+            metrics = {**_means(episode.turns), **env.metrics()}
+    except FATAL:
+        raise
+    except Exception as error:
+        kind = "timeout" if clock.expired() else KINDS[episode.stage]
+        what = f"it took longer than trajectory_timeout_s={timeout_s}" if clock.expired() else repr(error)
+        where = f"at turn {len(episode.turns)}, in the {episode.stage}"
+        stop_reason, failure = "failed", Failure(kind, f"{what} ({where})", error)
+    finally:
+        if env is not None:
+            await _close(env, identity)
+    return Trajectory(
+        identity,
+        tuple(episode.turns),
+        stop_reason,
+        episode.messages,
+        metrics,
+        failure,
+        attempts=number,
+        seconds=time.perf_counter() - start,
+    )
+
+
+async def _close(env: Env[Any], identity: TrajectoryId) -> None:
+    """What an environment does wrong while it closes changes nothing about its trajectory."""
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await env.close()
+    except Exception:
+        log.warning("trajectory %s: its environment did not close", identity, exc_info=True)
+
+
+def _means(turns: Sequence[Turn]) -> dict[str, float]:
+    """Mean of each metric over the turns that have it."""
+    numbers: Counter[str] = Counter()
+    sums: dict[str, float] = {}
+    for turn in turns:
+        for name, value in turn.metrics.items():
+            numbers[name] += 1
+            sums[name] = sums.get(name, 0.0) + value
+    return {name: total / numbers[name] for name, total in sums.items()}
+
+
+class FailureBudget:
+    """How many of some trajectories may fail."""
+
+    def __init__(self, max_failed_fraction: float, trajectories: int):
+        """Allow a fraction of a known number of trajectories."""
+        self._fraction = max_failed_fraction
+        self._trajectories = trajectories
+        self._failures: list[Trajectory] = []
+
+    def count(self, trajectory: Trajectory) -> None:
+        """Note how one ended. Raises RolloutError as soon as too many have failed."""
+        if trajectory.failure is None:
+            return
+        self._failures.append(trajectory)
+        failed = len(self._failures)
+        if failed <= self._fraction * self._trajectories:
+            return
+        first = self._failures[0]
+        assert first.failure is not None
+        kinds = Counter(item.failure.kind for item in self._failures if item.failure is not None)
+        raise RolloutError(
+            f"{failed} of {self._trajectories} trajectories failed ({_listed(kinds)}), more than "
+            f"generator.max_failed_fraction={self._fraction} allows; the first, {first.id}, after {first.attempts} "
+            f"attempts: {first.failure.message}; mend the cause, or allow more"
+        ) from first.failure.error
+
+
+def _listed(kinds: Counter[str]) -> str:
+    return ", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items()))

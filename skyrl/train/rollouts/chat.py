@@ -1,0 +1,124 @@
+"""Messages as tokens and tokens as messages, with a model's tokenizer and chat template.
+
+A conversation is rendered as text and encoded as a whole, or continued: given the tokens up to a response, what does
+the template put between that response and the next one? To find out, a small conversation is rendered whose last
+answer is a marker; what follows the marker is what the template puts after any answer. That text begins with the token
+that ends a turn (a special token, at which tokenizers cut before they do anything else), so that encoding it alone
+gives the tokens that it would have in the whole conversation.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+
+from skyrl.envs.env import Message
+from skyrl.errors import ConfigError
+
+MARKER = "THE-ANSWER-4f1c9b"
+SHORT: list[Message] = [{"role": "user", "content": "A"}, {"role": "assistant", "content": MARKER}]
+LONG: list[Message] = [{"role": "user", "content": "B"}, {"role": "assistant", "content": "C"}, *SHORT]
+"""Two conversations: what follows the answer has to be the same in both."""
+
+
+class ChatTokenizer(Protocol):
+    """What is used of a `transformers` tokenizer."""
+
+    @property
+    def eos_token_id(self) -> Any: ...
+
+    @property
+    def all_special_ids(self) -> list[int]: ...
+
+    def get_added_vocab(self) -> dict[str, int]: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> Any: ...
+
+    def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any: ...
+
+
+class Chat:
+    """A tokenizer with a template.
+
+    Raises ConfigError if the tokenizer has no end-of-sequence token, or the template cannot be rendered.
+    """
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, template: str | None = None, variables: Mapping[str, Any] | None = None
+    ):
+        """Render with `template` (None: the tokenizer's own) and `variables` (`chat_template_kwargs`)."""
+        self._tokenizer = tokenizer
+        self._options = {**(variables or {}), "tokenize": False}
+        if template is not None:
+            self._options["chat_template"] = template
+        self._added = frozenset(tokenizer.get_added_vocab().values()) | frozenset(tokenizer.all_special_ids)
+        if not isinstance(tokenizer.eos_token_id, int):
+            raise ConfigError("the tokenizer has no eos_token, so that no turn can end; set eos_token in its folder")
+        try:
+            after_answer = self._after_marker(SHORT, answering=False)
+        except (TemplateError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"the chat template cannot be rendered with chat_template_kwargs={dict(variables or {})}: {error}; "
+                "set generator.chat_template, or use a tokenizer that has a template"
+            ) from error
+        first = self._encode(after_answer or "")[:1]
+        self.end_of_turn: int = first[0] if first and first[0] in self._added else tokenizer.eos_token_id
+        """The token that the template puts after an assistant's message; the tokenizer's eos_token if it puts none."""
+        self._ends = {self.end_of_turn, tokenizer.eos_token_id}
+        self._checked: set[tuple[str, ...]] = set()
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+        """Tokens of a conversation, up to where the model's next message begins."""
+        return self._encode(self._text(messages, tools))
+
+    def continuation(self, observations: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+        """What stands between a response and the next one: the end of the turn, messages, the next turn's beginning.
+
+        The first token is `end_of_turn`. Raises ConfigError if the template does not allow it: if what it puts there
+        depends on what came before, or does not begin with a token that ends a turn.
+        """
+        text = self._after_marker([*SHORT, *observations], tools)
+        roles = tuple(str(message.get("role")) for message in observations)
+        if roles not in self._checked:
+            self._check(text, self._after_marker([*LONG, *observations], tools), roles)
+            self._checked.add(roles)
+        return self._encode(text or "")
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of bare text."""
+        return self._encode(text)
+
+    def ended(self, response: Sequence[int]) -> bool:
+        """Whether the last token of a response is one that ends a turn."""
+        return bool(response) and response[-1] in self._ends
+
+    def text(self, response: Sequence[int]) -> str:
+        """Text of a response, without special tokens."""
+        return self._tokenizer.decode(list(response), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, answering: bool = True) -> str:
+        options = {"add_generation_prompt": answering} | ({"tools": list(tools)} if tools else {})
+        return self._tokenizer.apply_chat_template(list(messages), **{**self._options, **options})
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _after_marker(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, answering: bool = True
+    ) -> str | None:
+        """What is rendered after the marker; None if the marker itself is not rendered."""
+        _, found, after = self._text(messages, tools, answering).partition(MARKER)
+        return after if found else None
+
+    def _check(self, short: str | None, long: str | None, roles: tuple[str, ...]) -> None:
+        way_out = "; set generator.step_wise_trajectories=True, or generator.chat_template, to render each turn anew"
+        what = f"the chat template cannot be continued after a response (messages: {', '.join(roles) or 'none'}): "
+        if short is None or long is None:
+            raise ConfigError(f"{what}it does not render an assistant's content as it is{way_out}")
+        if short != long:
+            raise ConfigError(f"{what}it renders them differently after another conversation{way_out}")
+        if self._encode(short)[:1] != [self.end_of_turn]:
+            start = short[:20]
+            raise ConfigError(f"{what}after it comes {start!r}, not a token that ends a turn{way_out}")

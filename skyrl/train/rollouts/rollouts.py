@@ -1,0 +1,147 @@
+"""Trajectories of many prompts at a time.
+
+    rollouts = Rollouts(config.generator, config.environment, tokenizer, sampler)
+    trajectories = await rollouts.collect(prompts)          # in the order of the prompts
+    rows = rows_of(trajectories, config.generator)
+    metrics = rollout_metrics(trajectories)
+
+A trainer that trains while others sample takes groups as they finish (`stream`), or one at a time (`group`).
+"""
+
+import asyncio
+import copy
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any, Literal, TypeVar
+
+from skyrl.envs.env import Env, Message, make_env, settings_of
+from skyrl.envs.threads import EnvWorkers
+from skyrl.errors import ConfigError
+from skyrl.train.config import EnvironmentConfig, GeneratorConfig, SamplingParams
+from skyrl.train.rollouts.attempts import FailureBudget, run_trajectory
+from skyrl.train.rollouts.chat import Chat, ChatTokenizer
+from skyrl.train.rollouts.episode import Episode, Prompt
+from skyrl.train.rollouts.history import TokenHistory, history_class
+from skyrl.train.rollouts.limits import RateLimiter
+from skyrl.train.rollouts.sampler import Sampler
+from skyrl.train.rollouts.templates import load_template
+from skyrl.train.rollouts.trajectory import Trajectory, TrajectoryId
+
+Phase = Literal["train", "eval"]
+Group = list[Trajectory]
+"""All samples of one prompt, by repetition."""
+
+T = TypeVar("T")
+
+
+class Rollouts:
+    """Runs environments with a sampler. An instance belongs to one event loop.
+
+    Args:
+        config: The `generator` section of a resolved configuration.
+        environment: Its `environment` section.
+        tokenizer: The model's, as `transformers` loads it.
+        sampler: What continues tokens.
+
+    Raises ConfigError if the chat template cannot be used as the configuration asks.
+    """
+
+    def __init__(
+        self, config: GeneratorConfig, environment: EnvironmentConfig, tokenizer: ChatTokenizer, sampler: Sampler
+    ) -> None:
+        if config.max_input_length is None:
+            raise ConfigError("generator.max_input_length=None: resolve the whole configuration first, or set it")
+        self.chat = Chat(tokenizer, load_template(config.chat_template), config.chat_template_kwargs)
+        if config.max_turns > 1 and history_class(config) is TokenHistory:
+            self.chat.continuation([{"role": "user", "content": "A"}])
+        self._config = config
+        self._environment = environment
+        self._sampler = sampler
+        self._workers = EnvWorkers(environment.skyrl_gym.max_env_workers)
+        self._limiter = RateLimiter(config.trajectories_per_second, config.max_concurrent_trajectories)
+
+    def prompt_length(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> int:
+        """Tokens of a prompt, rendered as rollouts render it."""
+        return len(self.chat.render(messages, tools))
+
+    async def collect(self, prompts: Sequence[Prompt], phase: Phase = "train") -> list[Trajectory]:
+        """All samples of all prompts: prompt after prompt in their order, each by repetition.
+
+        Failed ones are among them. Raises RolloutError as soon as too many of them have failed, and errors of the
+        program and its configuration; all that still runs is cancelled then.
+        """
+        groups: list[Group] = [[] for _ in prompts]
+        async with aclosing(self._finished(prompts, phase)) as finished:
+            async for index, group in finished:
+                groups[index] = group
+        return [trajectory for group in groups for trajectory in group]
+
+    async def stream(self, prompts: Sequence[Prompt], phase: Phase = "train") -> AsyncGenerator[Group, None]:
+        """The samples of each prompt, as soon as they are complete. Raises as `collect` does.
+
+        Closing the iterator cancels what still runs: use `contextlib.aclosing` where it may not be exhausted.
+        """
+        async with aclosing(self._finished(prompts, phase)) as finished:
+            async for _, group in finished:
+                yield group
+
+    async def group(self, prompt: Prompt, phase: Phase = "train") -> Group:
+        """All samples of one prompt. Failures are not counted: see `FailureBudget`."""
+        samples, params = self._sampling(phase)
+        runs = (self._trajectory(prompt, number, params) for number in range(samples))
+        async with aclosing(_as_finished(runs)) as finished:
+            group = [trajectory async for trajectory in finished]
+        return sorted(group, key=lambda trajectory: trajectory.id.repetition_id)
+
+    async def _finished(self, prompts: Sequence[Prompt], phase: Phase) -> AsyncGenerator[tuple[int, Group], None]:
+        samples, _ = self._sampling(phase)
+        budget = FailureBudget(self._config.max_failed_fraction, samples * len(prompts))
+        runs = (self._numbered_group(index, prompt, phase) for index, prompt in enumerate(prompts))
+        async with aclosing(_as_finished(runs)) as finished:
+            async for index, group in finished:
+                for trajectory in group:
+                    budget.count(trajectory)
+                yield index, group
+
+    async def _numbered_group(self, index: int, prompt: Prompt, phase: Phase) -> tuple[int, Group]:
+        return index, await self.group(prompt, phase)
+
+    async def _trajectory(self, prompt: Prompt, repetition: int, params: SamplingParams) -> Trajectory:
+        identity = TrajectoryId(prompt.instance_id, repetition)
+        async with self._limiter:
+            return await run_trajectory(
+                identity,
+                prompt,
+                make_env=lambda: self._make_env(prompt),
+                make_episode=lambda: Episode(self._sampler, self.chat, self._config, params, str(identity)),
+                timeout_s=self._config.trajectory_timeout_s,
+                retries=self._config.trajectory_retries,
+            )
+
+    def _make_env(self, prompt: Prompt) -> Env[Any]:
+        extras = {**copy.deepcopy(dict(prompt.extras)), "max_turns": self._config.max_turns}
+        settings = settings_of(self._environment.skyrl_gym, prompt.env_class)
+        return make_env(prompt.env_class, settings, extras, self._workers)
+
+    def _sampling(self, phase: Phase) -> tuple[int, SamplingParams]:
+        """Samples of each prompt, and how to sample."""
+        config = self._config
+        if phase == "train":
+            return config.n_samples_per_prompt, config.sampling_params
+        assert config.eval_sampling_params is not None, "the configuration is resolved"
+        return config.eval_n_samples_per_prompt, config.eval_sampling_params
+
+
+async def _as_finished(runs: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
+    """Results as they come. At the first error, and when the iterator is closed, the others are cancelled."""
+    finished: asyncio.Queue[asyncio.Task[T]] = asyncio.Queue()
+    tasks = [asyncio.create_task(run) for run in runs]
+    for task in tasks:
+        task.add_done_callback(finished.put_nowait)
+    try:
+        for _ in tasks:
+            yield (await finished.get()).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

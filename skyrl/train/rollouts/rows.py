@@ -1,0 +1,153 @@
+"""Training sequences of a trajectory, by prefix merge.
+
+A turn whose input begins with all the tokens of the row so far continues that row: what is new in its input was given
+to the model, not sampled, and is not trained on. A turn with any other input starts a new row. So one rule serves
+histories that are kept as tokens (one row), that are rendered anew and come out the same (one row) or different (a
+row per change), and that are compacted.
+
+Every sampled token is in exactly one row with mask 1 and the log-probability that it was sampled with; a token that
+was not sampled always has mask 0. Rewards stand at the last sampled token of their turn.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from skyrl.algorithms.filters import filter_overlong, zero_reward_on_non_stop
+from skyrl.train.config import GeneratorConfig
+from skyrl.train.rollouts.trajectory import Trajectory, Turn
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of one origin."""
+
+    token_ids: Sequence[int]
+    """At least one."""
+
+    mask: bool = False
+    """Whether these tokens are trained on. Tokens that were not sampled never are."""
+
+    logprobs: Sequence[float] | None = None
+    """Of sampled tokens, in nats. None: not sampled, or not kept."""
+
+    policy_version: int | None = None
+    """Version of the weights that sampled. None: not sampled."""
+
+    reward: float = 0.0
+    """Reward at the last token."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training sequence. Per-token lists have the length of `token_ids`."""
+
+    segments: Sequence[Segment]
+    """The first is the prompt."""
+
+    trajectory: int = 0
+    """Index of the trajectory that it is of, among those that rows were made of."""
+
+    is_last_step: bool = True
+    """Whether it is the last row of its trajectory."""
+
+    stop_reason: str = "stop"
+    """That of the trajectory."""
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        """Prompt and response."""
+        return [token for segment in self.segments for token in segment.token_ids]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first response."""
+        return len(self.segments[0].token_ids)
+
+    @cached_property
+    def mask(self) -> list[bool]:
+        """Which tokens are trained on."""
+        return [segment.mask for segment in self.segments for _ in segment.token_ids]
+
+    @cached_property
+    def logprobs(self) -> list[float] | None:
+        """Log-probability of each sampled token, 0 for others. None: some were not kept."""
+        if any(segment.policy_version is not None and segment.logprobs is None for segment in self.segments):
+            return None
+        return [lp for segment in self.segments for lp in segment.logprobs or [0.0] * len(segment.token_ids)]
+
+    @cached_property
+    def rewards(self) -> list[float]:
+        """Reward of each turn at its last sampled token, 0 elsewhere."""
+        rewards: list[float] = []
+        for segment in self.segments:
+            rewards += [0.0] * (len(segment.token_ids) - 1) + [segment.reward]
+        return rewards
+
+    @cached_property
+    def policy_versions(self) -> list[int | None]:
+        """Version of the weights that sampled each token; None for those that were not sampled."""
+        return [segment.policy_version for segment in self.segments for _ in segment.token_ids]
+
+
+def rows_of(trajectories: Iterable[Trajectory], config: GeneratorConfig) -> list[Row]:
+    """Training sequences of each trajectory, those of one trajectory next to each other and in the order of its turns.
+
+    A trajectory that failed, or has no turn because its prompt is too long, has none. With `step_wise_trajectories`
+    each turn is a row of its own. `zero_reward_on_non_stop` and `apply_overlong_filtering` look at how the whole
+    trajectory ended, and concern all its rows.
+    """
+    rows: list[Row] = []
+    for index, trajectory in enumerate(trajectories):
+        if trajectory.failure is not None:
+            continue
+        own = merge_turns(trajectory.turns, merge=not config.step_wise_trajectories)
+        for number, segments in enumerate(own):
+            row = Row(segments, index, number == len(own) - 1, trajectory.stop_reason)
+            rows.append(_shaped(row, config))
+    return rows
+
+
+def merge_turns(turns: Iterable[Turn], *, merge: bool = True) -> list[list[Segment]]:
+    """The segments of each row. `merge=False`: each turn is a row, whatever its input begins with."""
+    rows: list[list[Segment]] = []
+    tokens: list[int] = []
+    closing: Sequence[int] = ()
+    for turn in turns:
+        prompt = list(turn.prompt_ids)
+        if merge and rows and prompt[: len(tokens)] == tokens:
+            _append(rows[-1], Segment(prompt[len(tokens) :]))
+        else:
+            if rows:
+                _append(rows[-1], Segment(closing))
+            rows.append([Segment(prompt)])
+        sampled = turn.sampled
+        _append(rows[-1], Segment(sampled.token_ids, True, sampled.logprobs, sampled.policy_version, turn.reward))
+        tokens = prompt + list(sampled.token_ids)
+        closing = turn.closing_ids
+    if rows:
+        _append(rows[-1], Segment(closing))
+    return rows
+
+
+def _append(row: list[Segment], segment: Segment) -> None:
+    """Add a segment; of one without tokens only the reward is kept, at the last token there is."""
+    if segment.token_ids:
+        row.append(segment)
+    elif segment.reward:
+        row[-1] = replace(row[-1], reward=row[-1].reward + segment.reward)
+
+
+def _shaped(row: Row, config: GeneratorConfig) -> Row:
+    if not (config.apply_overlong_filtering or config.zero_reward_on_non_stop):
+        return row
+    masks = np.array([segment.mask for segment in row.segments])[None]
+    rewards = np.array([segment.reward for segment in row.segments], np.float64)[None]
+    if config.apply_overlong_filtering:
+        masks = filter_overlong(masks, [row.stop_reason])
+    if config.zero_reward_on_non_stop:
+        rewards = zero_reward_on_non_stop(rewards, [row.stop_reason])
+    shaped = zip(row.segments, masks[0].tolist(), rewards[0].tolist(), strict=True)
+    return replace(row, segments=[replace(segment, mask=mask, reward=reward) for segment, mask, reward in shaped])
