@@ -1,6 +1,6 @@
 """Environments: what a rollout acts in. `env.py` has the protocol; each environment is a file beside it."""
 
-from skyrl.envs import arithmetic, gsm8k, gsm8k_multi_turn
+from skyrl.envs import aime, arithmetic, gsm8k, gsm8k_multi_turn, lcb, llm_as_a_judge, search, searchcode, text2sql
 from skyrl.envs.env import ENVS, Env, EnvError, Message, StepResult, check_settings, make_env, settings_of
 from skyrl.envs.threads import EnvWorkers
 
@@ -11,10 +11,16 @@ __all__ = [
     "EnvWorkers",
     "Message",
     "StepResult",
+    "aime",
     "arithmetic",
     "check_settings",
     "gsm8k",
     "gsm8k_multi_turn",
+    "lcb",
+    "llm_as_a_judge",
     "make_env",
+    "search",
+    "searchcode",
     "settings_of",
+    "text2sql",
 ]

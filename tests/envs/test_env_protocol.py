@@ -73,7 +73,7 @@ def test_a_class_that_is_no_environment_is_refused():
         make_env(f"{__name__}:NotAnEnv", None, {})
 
 
-@pytest.mark.parametrize("env_id", ["gsm8k", "gsm8k_multi_turn", "arithmetic"])
+@pytest.mark.parametrize("env_id", ["gsm8k", "gsm8k_multi_turn", "arithmetic", "lcb", "llm_as_a_judge", "searchcode"])
 def test_a_missing_column_is_named(env_id):
     with pytest.raises(ConfigError, match=rf"'{env_id}': the row has no reward_spec.ground_truth \(it has answer\)"):
         make_env(env_id, None, {"answer": "42"})
@@ -123,8 +123,17 @@ def test_unknown_settings_of_an_environment_are_refused_before_any_row():
 
 
 def test_every_environment_is_registered():
-    known = {"arithmetic", "gsm8k", "gsm8k_multi_turn"}
-    assert set(ENVS) == known
+    assert list(ENVS) == [
+        "aime",
+        "arithmetic",
+        "gsm8k",
+        "gsm8k_multi_turn",
+        "lcb",
+        "llm_as_a_judge",
+        "search",
+        "searchcode",
+        "text2sql",
+    ]
 
 
 def test_processes_are_no_more_at_a_time_than_allowed():

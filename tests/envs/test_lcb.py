@@ -1,0 +1,196 @@
+"""The environment `lcb`: which solutions pass, compared with skyrl-gym where it agrees, and which cannot be faked."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from episodes import play, reward
+from hypothesis import given
+from hypothesis import strategies as st
+from skyrl_gym.envs.lcb.livecodebench import convert_line_to_decimals, extract_code_from_model, get_stripped_lines
+
+from skyrl.envs import make_env
+from skyrl.envs.lcb import extract_code, is_same_output, is_same_value
+from skyrl.errors import ConfigError
+
+SUMS = [
+    {"input": "1 2\n", "output": "3\n", "testtype": "stdin"},
+    {"input": "2 2\n", "output": "4.0", "testtype": "stdin"},
+]
+PAIRS = [
+    {"input": "[3, 1]\n2", "output": "[1, 3]", "testtype": "functional", "metadata": {"func_name": "top"}},
+    {"input": "[5]\n1", "output": "[5]", "testtype": "functional", "metadata": {"func_name": "top"}},
+]
+PROGRAMS = {
+    "reads and prints": (SUMS, "print(sum(map(int, input().split())))"),
+    "reads a whole": (SUMS, "import sys\nprint(sum(map(int, sys.stdin.read().split())))"),
+    "has a main block": (
+        SUMS,
+        "def f():\n    print(sum(map(int, input().split())))\nif __name__ == '__main__':\n    f()",
+    ),
+    "writes numbers differently": (SUMS, "print('%.3f' % sum(map(int, input().split())))"),
+    "ends itself": (SUMS, "import sys\nprint(sum(map(int, input().split())))\nsys.exit()"),
+    "is wrong": (SUMS, "print(3)"),
+    "prints too much": (SUMS, "print(sum(map(int, input().split())), 'is it')"),
+    "raises": (SUMS, "print(sum(map(int, input().split())))\n1 / 0"),
+    "does not parse": (SUMS, "print("),
+    "is empty": (SUMS, ""),
+    "reads more than there is": (SUMS, "print(sum(map(int, input().split())))\ninput()"),
+    "is a method": (PAIRS, "class Solution:\n    def top(self, a: List[int], n: int):\n        return sorted(a)[:n]"),
+    "is a function": (PAIRS, "def top(a, n):\n    return nsmallest(n, a)"),
+    "returns a tuple": (PAIRS, "def top(a, n):\n    return tuple(sorted(a))"),
+    "returns something else": (PAIRS, "def top(a, n):\n    return a"),
+    "has another name": (PAIRS, "def best(a, n):\n    return sorted(a)"),
+    "takes other arguments": (PAIRS, "def top(a):\n    return sorted(a)"),
+    "raises in the function": (PAIRS, "def top(a, n):\n    raise ValueError"),
+}
+THEIRS = """
+import json, sys
+from skyrl_gym.envs.lcb.livecodebench import compute_score
+print(json.dumps({name: compute_score(text, tests)[1] for name, (tests, text) in json.load(sys.stdin).items()}))
+"""
+
+
+def answer(code: str) -> str:
+    return f"I think:\n```python\n{code}\n```\nDone."
+
+
+def row(tests: list) -> dict:
+    return {"reward_spec": {"ground_truth": json.dumps(tests)}}
+
+
+def judged(tests: list, code: str) -> float:
+    return reward("lcb", None, row(tests), answer(code))
+
+
+@pytest.fixture(scope="module")
+def their_rewards() -> dict[str, float]:
+    # In a process of its own: it forks, which the libraries that other tests loaded warn of.
+    given = json.dumps({name: (tests, answer(code)) for name, (tests, code) in PROGRAMS.items()})
+    run = subprocess.run([sys.executable, "-c", THEIRS], input=given, capture_output=True, text=True, check=True)
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_solution_is_rewarded_as_by_skyrl_gym(name, their_rewards):
+    tests, code = PROGRAMS[name]
+    assert judged(tests, code) == their_rewards[name]
+
+
+def test_solutions_of_both_kinds_pass_and_fail(their_rewards):
+    kinds = {(len(PROGRAMS[name][0][0]), value) for name, value in their_rewards.items()}
+    assert len(kinds) == 4
+
+
+@given(st.text("`\n apython1", max_size=40))
+def test_the_same_block_of_code_is_taken(text):
+    assert extract_code(text) == extract_code_from_model(text)
+
+
+def their_comparison(printed: str, expected: str) -> bool:
+    lines, wanted = get_stripped_lines(printed), get_stripped_lines(expected)
+    if len(lines) != len(wanted):
+        return False
+    for line, other in zip(lines, wanted, strict=True):
+        numbers = [convert_line_to_decimals(text) for text in (line, other)]
+        if line != other and not (numbers[0][0] and numbers[1][0] and numbers[0][1] == numbers[1][1]):
+            return False
+    return True
+
+
+lines = st.lists(st.sampled_from(["1", "1.0", "1e0", " ", "\n", "a", "-0", "0", "0.10", ".1", "nan"]), max_size=5).map(
+    "".join
+)
+
+
+@given(lines, lines)
+def test_outputs_are_compared_as_by_skyrl_gym(printed, expected):
+    assert is_same_output(printed, expected) == their_comparison(printed, expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "same"),
+    [
+        ("[[1, 2], 3.0]", [[1, 2], 3], True),
+        ("[1]", [1, 1], False),
+        ("null", None, True),
+        (None, None, False),
+        ("{", {}, False),
+        ("[" * 100_000, [], False),
+        ("1" * 5000, 1, False),
+        ("NaN", 0, False),
+    ],
+)
+def test_values_are_compared_by_their_json(value, expected, same):
+    assert is_same_value(value, expected) is same
+
+
+def test_a_program_is_run_once_per_test_and_not_after_a_failure(tmp_path):
+    # Writing is only possible without namespaces.
+    log = tmp_path / "log"
+    tests = [{"input": str(i), "output": "0", "testtype": "stdin"} for i in (0, 1, 0)]
+    code = f"text = input()\nopen({str(log)!r}, 'a').write(text)\nprint(text)"
+    assert reward("lcb", {"isolation": "limited"}, row(tests), answer(code)) == 0.0
+    assert log.read_text() == "01"
+
+
+def test_an_answer_without_code_is_wrong_and_says_so():
+    (step,) = play("lcb", None, row(SUMS), "print(3)")
+    assert (step.reward, step.metrics) == (0.0, {"has_code": 0.0})
+
+
+def test_a_solution_that_takes_too_long_is_wrong_and_says_so():
+    (step,) = play("lcb", {"timeout": 0.2}, row(SUMS), answer("while True: pass"))
+    assert (step.reward, step.metrics) == (0.0, {"has_code": 1.0, "timeout": 1.0})
+
+
+SEARCH = """
+import gc, re, sys
+frame, found = sys._getframe(), []
+while frame:
+    found.append(str(frame.f_locals) + str(frame.f_globals))
+    frame = frame.f_back
+found += [str(item) for item in gc.get_objects() if isinstance(item, (dict, list, tuple, str))]
+print(chr(52) + "24242" if any(re.search("4{1}24242", text) for text in found) else "not there")
+"""
+EQUAL_TO_ALL = """
+class Yes(list):
+    def __eq__(self, other): return True
+def top(a, n): return Yes()
+"""
+FORGE = """
+import os, json
+for file in range(256):
+    try:
+        os.write(file, json.dumps({"status": "ok", "stdout": "3", "stderr": "", "value": "[1, 3]"}).encode() + b"\\n")
+    except OSError:
+        pass
+os._exit(0)
+"""
+PATCH = """
+import builtins, json
+json.dumps = lambda *_, **__: '[1, 3]'
+def top(a, n): return object()
+"""
+
+
+@pytest.mark.parametrize(("given", "expected"), [("", 0.0), ("424242", 1.0)], ids=["not there", "would be found"])
+def test_the_expected_output_is_not_where_the_solution_runs(given, expected):
+    assert judged([{"input": given, "output": "424242", "testtype": "stdin"}], SEARCH) == expected
+
+
+@pytest.mark.parametrize("code", [EQUAL_TO_ALL, FORGE, PATCH])
+@pytest.mark.parametrize("tests", [SUMS, PAIRS], ids=["stdin", "functional"])
+def test_a_solution_that_cheats_is_wrong(tests, code):
+    assert judged(tests, code) == 0.0
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [[], [{"output": "3"}], [{"input": "1", "output": "3", "testtype": "functional"}], {"input": "1"}, "no JSON"],
+)
+def test_tests_of_another_form_are_refused(tests):
+    truth = tests if isinstance(tests, str) else json.dumps(tests)
+    with pytest.raises(ConfigError, match=r"environment 'lcb': reward_spec.ground_truth=.* is no list of tests"):
+        make_env("lcb", None, {"reward_spec": {"ground_truth": truth}})

@@ -1,0 +1,272 @@
+"""Code of a model: what it can do, and what it cannot.
+
+Each attack is run for what it is, and judged by what it printed or left behind.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from skyrl.utils.sandbox.child import private_files
+from skyrl.utils.sandbox.run import Isolation, Limits, Outcome, run_code
+
+SMALL = Limits(cpu_s=1, memory_mb=512, file_mb=1)
+BOTH = pytest.mark.parametrize("isolation", ["full", "limited"])
+
+
+def run(code: str, *inputs: str, isolation: Isolation = "full", limits: Limits = SMALL, **options) -> list[Outcome]:
+    cases = [{"stdin": text} for text in inputs or [""]]
+    return asyncio.run(run_code(code, cases, limits=limits, isolation=isolation, **options))
+
+
+def printed(code: str, isolation: Isolation = "full") -> str:
+    """What a program prints that must come to its end."""
+    (outcome,) = run(code, isolation=isolation)
+    assert outcome.status == "ok", outcome
+    return outcome.stdout.strip()
+
+
+@BOTH
+def test_a_program_reads_its_input_and_prints(isolation):
+    outcomes = run("import sys\na = input()\nprint(a, sys.stdin.read(), sep='|')", "1\n2", "é\n", isolation=isolation)
+    assert [(outcome.status, outcome.stdout) for outcome in outcomes] == [("ok", "1|2\n"), ("ok", "é|\n")]
+
+
+def test_a_program_is_the_main_module():
+    assert printed("if __name__ == '__main__':\n    print('main')") == "main"
+
+
+def test_cases_share_nothing_in_memory():
+    outcomes = run("import math\nprint(hasattr(math, 'seen'))\nmath.seen = 1", "", "")
+    assert [outcome.stdout for outcome in outcomes] == ["False\n", "False\n"]
+
+
+def test_an_exception_is_an_error_with_the_codes_own_traceback():
+    (outcome,) = run("print('before')\n1 / 0")
+    assert (outcome.status, outcome.stdout) == ("error", "before\n")
+    assert outcome.stderr.startswith("Traceback") and "ZeroDivisionError" in outcome.stderr
+    assert "child.py" not in outcome.stderr
+
+
+def test_code_that_does_not_parse_is_an_error():
+    assert "SyntaxError" in run("def")[0].stderr
+
+
+@pytest.mark.parametrize("end", ["raise SystemExit", "import sys; sys.exit(3)", "exit()"])
+def test_a_program_may_end_itself(end):
+    (outcome,) = run(f"print('before')\n{end}")
+    assert (outcome.status, outcome.stdout) == ("ok", "before\n")
+
+
+def test_a_function_gets_arguments_and_returns_json():
+    code = "def pair(a, b):\n    return {'sum': a + b}, (1, 2), inf"
+    cases = [{"arguments": [1, 2]}, {"arguments": ["x", "y"]}]
+    outcomes = asyncio.run(run_code(code, cases, function="pair", prelude=True, limits=SMALL))
+    assert [outcome.value for outcome in outcomes] == [
+        '[{"sum": 3}, [1, 2], Infinity]',
+        '[{"sum": "xy"}, [1, 2], Infinity]',
+    ]
+
+
+def test_a_method_of_the_class_solution_is_called():
+    code = "class Solution:\n    def f(self, a: List[int]): return max(a)\n\nif __name__ == '__main__': input()"
+    (outcome,) = asyncio.run(run_code(code, [{"arguments": [[1, 3]]}], function="f", prelude=True, limits=SMALL))
+    assert outcome.value == "3"
+
+
+@pytest.mark.parametrize("code", ["def g(): pass", "def f(): return {1}", "def f(): return object()"])
+def test_a_function_that_is_missing_or_returns_no_json_is_an_error(code):
+    (outcome,) = asyncio.run(run_code(code, [{"arguments": []}], function="f", limits=SMALL))
+    assert (outcome.status, outcome.value) == ("error", None)
+
+
+def test_no_case_is_run_after_one_that_decides():
+    code = "print(input())"
+    outcomes = run(code, "a", "b", "c", go_on=lambda index, outcome: outcome.stdout != "b\n")
+    assert [outcome.stdout for outcome in outcomes] == ["a\n", "b\n"]
+
+
+# Attacks on the machine.
+
+NEW_PROCESSES = [
+    "import os; os.fork()",
+    "import os; os.posix_spawn('/bin/true', ['true'], {})",
+    "import os; os.execv('/bin/true', ['true'])",
+    "import subprocess; subprocess.run(['true'])",
+    "import os; raise OSError(os.system('true'))",
+    "import multiprocessing as m; m.get_context('fork').Process(target=print).start()",
+    "import ctypes, os\nif ctypes.CDLL(None).fork() < 0: raise OSError",
+    "import ctypes, os\nif ctypes.CDLL(None).syscall(57) < 0: raise OSError",
+]
+NETWORK = [
+    "import socket; socket.socket()",
+    "import socket; socket.socket(socket.AF_UNIX)",
+    "import socket; socket.create_connection(('127.0.0.1', 80))",
+    "import urllib.request; urllib.request.urlopen('http://127.0.0.1/')",
+    "import ctypes\nif ctypes.CDLL(None).socket(2, 1, 0) < 0: raise OSError",
+    "import ctypes\nif ctypes.CDLL(None).syscall(425, 1, ctypes.create_string_buffer(120)) < 0: raise OSError",
+]
+OTHERS = [
+    "import os; os.kill(os.getppid(), 9)",
+    "import os; os.kill(-1, 9)",
+    "import os; os.setsid()",
+    "import os; os.setpgid(0, 0)",
+    "import resource; resource.prlimit(1, resource.RLIMIT_CPU, (1, 1))",
+    "import ctypes\nif ctypes.CDLL(None).ptrace(16, 1, 0, 0) < 0: raise OSError",
+    "import ctypes\nif ctypes.CDLL(None).unshare(0x10000000) < 0: raise OSError",
+    "import ctypes\nif ctypes.CDLL(None).mount(b'tmpfs', b'/tmp', b'tmpfs', 0, None) < 0: raise OSError",
+]
+
+
+@BOTH
+@pytest.mark.parametrize("code", [*NEW_PROCESSES, *NETWORK, *OTHERS])
+def test_the_kernel_refuses(code, isolation):
+    (outcome,) = run(f"try:\n{indented(code)}\nexcept OSError as error:\n    print('refused')", isolation=isolation)
+    assert (outcome.status, outcome.stdout) == ("ok", "refused\n"), outcome
+
+
+def indented(code: str) -> str:
+    return "\n".join(f"    {line}" for line in code.split("\n"))
+
+
+@BOTH
+def test_memory_is_bounded(isolation):
+    code = "try:\n    bytearray(2**30)\nexcept MemoryError:\n    print('refused')"
+    assert printed(code, isolation) == "refused"
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "code",
+    ["while True: pass", "import time; time.sleep(10**6)", "input_ = [0]\nfor i in input_: input_.append(0 and i)"],
+)
+def test_time_and_memory_of_a_loop_are_bounded(code, isolation):
+    (outcome,) = run(code, isolation=isolation, limits=Limits(cpu_s=0.2, memory_mb=512))
+    assert outcome.status in ("timeout", "error")
+    assert outcome.status == "timeout" or "MemoryError" in outcome.stderr
+
+
+@BOTH
+def test_a_case_that_takes_too_long_leaves_the_others(isolation):
+    code = "import time\nif input() == 'wait': time.sleep(10**6)\nprint('done')"
+    outcomes = run(code, "go\n", "wait\n", "go\n", isolation=isolation, limits=Limits(cpu_s=0.2))
+    assert [outcome.status for outcome in outcomes] == ["ok", "timeout", "ok"]
+
+
+@BOTH
+@pytest.mark.parametrize("code", ["while True: print('x' * 1000)", "open('big', 'wb').write(bytes(2**21))"])
+def test_output_and_files_are_bounded(code, isolation):
+    (outcome,) = run(code, isolation=isolation, limits=Limits(cpu_s=20, file_mb=1))
+    assert outcome.status == "error" and "File too large" in outcome.stderr
+    assert len(outcome.stdout) <= 2**20
+
+
+@BOTH
+def test_open_files_are_bounded(isolation):
+    assert "Too many open files" in run("files = [open('/dev/null') for _ in range(99)]", isolation=isolation)[0].stderr
+
+
+@BOTH
+def test_threads_work(isolation):
+    assert (
+        printed("import threading as t; x = t.Thread(target=print, args=(7,)); x.start(); x.join()", isolation) == "7"
+    )
+
+
+@BOTH
+def test_a_crash_is_told(isolation):
+    assert run("import ctypes; ctypes.string_at(0)", isolation=isolation)[0].status == "killed"
+
+
+@BOTH
+def test_our_environment_is_not_passed_on(isolation, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    assert "sk-secret" not in printed("import os; print(dict(os.environ))", isolation)
+
+
+READ_ENVIRONMENTS = """
+import glob
+for path in glob.glob("/proc/*/environ") + glob.glob("/proc/*/task/*/environ"):
+    try:
+        print(open(path, "rb").read())
+    except OSError:
+        pass
+print("done")
+"""
+
+
+def test_no_environment_of_another_process_can_be_read():
+    # A process of the same user whose environment is what it was started with.
+    environment = {**os.environ, "OPENAI_API_KEY": "sk-secret"}
+
+    async def beside() -> str:
+        other = await asyncio.create_subprocess_exec("sleep", "1000", env=environment)
+        try:
+            (outcome,) = await run_code(READ_ENVIRONMENTS, [{"stdin": ""}], limits=SMALL)
+        finally:
+            other.kill()
+            await other.wait()
+        return outcome.stdout
+
+    seen = asyncio.run(beside())
+    assert "done" in seen and "sk-secret" not in seen
+
+
+def test_no_process_outside_is_in_sight():
+    pids = printed("import os; print([int(name) for name in os.listdir('/proc') if name.isdigit()])")
+    assert len(eval(pids)) == 2  # the one that starts cases, and this case
+
+
+def test_there_is_no_network_interface_but_the_loopback():
+    code = "print([line.split(':')[0].strip() for line in open('/proc/self/net/dev') if ':' in line])"
+    assert printed(code) == "['lo']"
+
+
+def test_the_folder_starts_empty_and_is_gone_afterwards():
+    folder, listed = printed("import os; print(os.getcwd(), os.listdir()); open('left', 'w').write('x')").split(
+        maxsplit=1
+    )
+    assert listed == "[]" and not Path(folder).exists()
+
+
+def test_nothing_is_written_outside_of_the_folder(tmp_path):
+    places = [tmp_path, Path.home(), Path("/tmp"), Path("/dev/shm"), Path("/var/tmp"), Path.cwd()]
+    code = f"""
+for place in {[str(place) for place in places]}:
+    for mode in ("w", "a"):
+        try:
+            open(place + "/skyrl-was-here", mode)
+        except OSError as error:
+            continue
+        print("wrote", place)
+print("done")
+"""
+    assert printed(code) == "done"
+    assert not any((place / "skyrl-was-here").exists() for place in places)
+
+
+def test_a_file_of_the_user_cannot_be_changed(tmp_path):
+    (tmp_path / "data").write_text("before")
+    code = f"import os\ntry: os.remove({str(tmp_path / 'data')!r})\nexcept OSError: print('refused')"
+    assert printed(code) == "refused" and (tmp_path / "data").read_text() == "before"
+
+
+def test_the_home_folder_is_hidden(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".netrc").write_text("password")
+    code = f"import os; print(os.listdir({str(tmp_path)!r}))"
+    assert printed(code) == "[]"
+
+
+def test_a_home_folder_with_python_in_it_is_hidden_save_that(tmp_path):
+    for name in (".ssh", "python", "python-old"):
+        (tmp_path / name / "lib").mkdir(parents=True)
+    (tmp_path / ".netrc").touch()
+    hidden = set(private_files(str(tmp_path), ["/usr/lib", str(tmp_path / "python/lib")]))
+    assert hidden == {str(tmp_path / name) for name in (".ssh", ".netrc", "python-old")}
+
+
+def test_other_folders_can_be_read():
+    assert printed("print(open('/etc/passwd').read().count('root:') > 0)") == "True"
