@@ -111,7 +111,7 @@ class Outcomes:
         operation = owed.accepted.operation if owed.accepted else None
         self._service.directory.forget(owed.model_id, *(owed.accepted.changes if owed.accepted else ()))
         self._service.futures.set(owed.request_id, outcome)
-        if isinstance(outcome, Failure) and isinstance(operation, SaveCheckpoint | Publish):
+        if isinstance(outcome, Failure) and isinstance(operation, SaveCheckpoint | Publish) and operation.path:
             await asyncio.to_thread(remove_folder, operation.path)
         if obsolete is not None:
             await self.discard(obsolete)

@@ -88,7 +88,9 @@ class Batch:
         """Indices of the rows of each optimizer step: those of so many prompts, in their order."""
         numbers = {uid: number // prompts for number, uid in enumerate(dict.fromkeys(self.uids))}
         of_row = np.array([numbers[uid] for uid in self.row_uids], np.int64)
-        return [rows for mini in range(max(numbers.values(), default=-1) + 1) if len(rows := np.flatnonzero(of_row == mini))]
+        return [
+            rows for mini in range(max(numbers.values(), default=-1) + 1) if len(rows := np.flatnonzero(of_row == mini))
+        ]
 
     def data(self, rows: Array | None = None, **inputs: Array) -> list[Datum]:
         """Rows as a backend trains on them, with `inputs` `[rows, tokens]` by their names."""

@@ -32,7 +32,6 @@ from skyrl.types import (
     SamplingParams,
 )
 
-
 T = TypeVar("T")
 
 
@@ -51,9 +50,7 @@ class Learner:
     async def create(self, lora_config: LoraConfig, value_head: bool = False) -> None:
         """Make the model with fresh weights."""
         await self._client.run(
-            CreateModel(
-                request_id=_new_id(), model_id=self.model_id, lora_config=lora_config, value_head=value_head
-            )
+            CreateModel(request_id=_new_id(), model_id=self.model_id, lora_config=lora_config, value_head=value_head)
         )
 
     async def forward_backward(self, data: list[Datum], loss: str | Objective) -> ForwardBackwardOutput:
@@ -64,9 +61,16 @@ class Learner:
         """What the loss is computed from, by the model or by the base model that it started from."""
         return await self._pass(data, loss, forward_only=True, reference=reference)
 
-    async def _pass(self, data: list[Datum], loss: str | Objective, **options: bool) -> ForwardBackwardOutput:
+    async def _pass(
+        self, data: list[Datum], loss: str | Objective, forward_only: bool, reference: bool = False
+    ) -> ForwardBackwardOutput:
         operation = ForwardBackward(
-            request_id=_new_id(), model_id=self.model_id, data=data, loss_fn=loss, **options
+            request_id=_new_id(),
+            model_id=self.model_id,
+            data=data,
+            loss_fn=loss,
+            forward_only=forward_only,
+            reference=reference,
         )
         return await self._expect(operation, ForwardBackwardOutput)
 

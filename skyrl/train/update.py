@@ -61,7 +61,11 @@ class Update:
         self._objective = policy_objective(self._options)
         self._kl = KL_ESTIMATORS.get(self._algorithm.kl_estimator_type)
         self._value_objective = ValueObjective(self._algorithm.value_clip)
-        self._scores, self._logprobs, self._values = Scores(("logprobs", "entropy")), Scores(("logprobs",)), Scores(("values",))
+        self._scores, self._logprobs, self._values = (
+            Scores(("logprobs", "entropy")),
+            Scores(("logprobs",)),
+            Scores(("values",)),
+        )
         control = self._algorithm.kl_ctrl
         self.kl_controller = kl_controller(
             control.type, self._algorithm.kl_loss_coef, kl_target=control.kl_target, horizon=control.horizon
@@ -140,7 +144,9 @@ class Update:
         rollout = batch.rollout_logprobs
         if rollout is not None:
             difference = np.abs(scored.logprobs - rollout)[batch.mask]
-            metrics["policy/rollout_train_logprobs_abs_diff_mean"] = float(difference.mean()) if difference.size else 0.0
+            metrics["policy/rollout_train_logprobs_abs_diff_mean"] = (
+                float(difference.mean()) if difference.size else 0.0
+            )
             metrics["policy/rollout_train_logprobs_abs_diff_max"] = float(difference.max(initial=0.0))
         if self._algorithm.off_policy_correction.corrects:
             assert rollout is not None, "a configuration that corrects keeps logprobs"
@@ -161,9 +167,7 @@ class Update:
             given = dict(fields)
             if self._algorithm.policy_loss_type in COVARIANCE_LOSSES:
                 given["selected"] = await self._selected(batch, mask, fields, rows)
-            output = await self._policy.forward_backward(
-                batch.data(rows, weights=weights, **given), self._objective
-            )
+            output = await self._policy.forward_backward(batch.data(rows, weights=weights, **given), self._objective)
             metrics = _policy_metrics(output, [fields["sampling_logprobs"][row, mask[row]] for row in rows], mask[rows])
             adam = _adam(optimizer, self._schedule(optimizer, self.policy_steps))
             stepped = await self._policy.optim_step(adam)
@@ -232,12 +236,19 @@ def _adam(optimizer: OptimizerConfig, factor: float) -> AdamParams:
 
 def _policy_metrics(output: ForwardBackwardOutput, old: list[Array], mask: Array) -> Metrics:
     """How far the policy has moved from where the step began."""
-    new = [scores["logprobs"][row[: len(scores["logprobs"])]] for scores, row in zip(output.loss_fn_outputs, mask, strict=True)]
+    new = [
+        scores["logprobs"][row[: len(scores["logprobs"])]]
+        for scores, row in zip(output.loss_fn_outputs, mask, strict=True)
+    ]
     moved = np.concatenate([*new, np.zeros(0)]) - np.concatenate([*old, np.zeros(0)])
     if not moved.size:
         return {}
     ratio = np.exp(np.clip(moved, -20, 20))
-    return {"ratio_mean": float(ratio.mean()), "ratio_max": float(ratio.max()), "approx_kl": float((ratio - 1 - moved).mean())}
+    return {
+        "ratio_mean": float(ratio.mean()),
+        "ratio_max": float(ratio.max()),
+        "approx_kl": float((ratio - 1 - moved).mean()),
+    }
 
 
 def _step_metrics(metrics: Metrics) -> Metrics:

@@ -1,0 +1,124 @@
+"""RL: sample, score, train, publish; evaluate and checkpoint in between."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from skyrl.algorithms.filters import DynamicSampling, replace_groups
+from skyrl.train.batch import Batch
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.learner import Learner, Policy
+from skyrl.train.rollouts.metrics import reward_metrics, rollout_metrics
+from skyrl.train.rollouts.rows import rows_of
+from skyrl.train.rollouts.trajectory import Trajectory
+from skyrl.train.sources import Beside, Source
+from skyrl.train.update import Update
+
+Metrics = dict[str, float]
+
+
+class RLTrainer:
+    """Trains a policy, one step after another. What happens around a step is up to whoever calls `step`.
+
+    Args:
+        config: Resolved and validated.
+        policy: What is trained and samples; it exists.
+        critic: What estimates values, if there is one.
+        source: Of trajectories.
+        update: What a batch does to policy and critic.
+    """
+
+    def __init__(
+        self, config: SkyRLTrainConfig, policy: Policy, critic: Learner | None, source: Source, update: Update
+    ):
+        self._config = config
+        self.policy = policy
+        self.critic = critic
+        self.source = source
+        self.update = update
+        self.global_step = 0
+        """Steps taken."""
+        self._dynamic = config.trainer.algorithm.dynamic_sampling
+        prompts = config.trainer.train_batch_size
+        self.collected: DynamicSampling[Trajectory] = DynamicSampling(prompts, self._dynamic.max_sample_batches)
+        """What dynamic sampling has kept for the next step."""
+        self.generator = np.random.default_rng([config.trainer.seed, 1])
+        """Draws replacements of dynamic sampling."""
+
+    async def step(self) -> tuple[Metrics, Sequence[Trajectory]]:
+        """One step: metrics, and the trajectories that it trained on."""
+        begun = time.monotonic()
+        trajectories, uids, metrics = await self._sample()
+        sampled = time.monotonic()
+        rows = rows_of(trajectories, self._config.generator)
+        algorithm = self._config.trainer.algorithm
+        assert algorithm.temperature is not None, "the configuration is resolved"
+        kept = sorted({row.trajectory for row in rows})
+        numbers = {index: number for number, index in enumerate(kept)}
+        batch = Batch(
+            [replace(row, trajectory=numbers[row.trajectory]) for row in rows],
+            [trajectories[index] for index in kept],
+            [uids[index] for index in kept],
+            algorithm.temperature,
+        )
+        if batch.mask.any():
+            metrics |= await self.update(batch)
+        self.global_step += 1
+        trained = time.monotonic()
+        await self.policy.publish(self.global_step)
+        if isinstance(self.source, Beside):
+            self.source.stepped()
+        ended = time.monotonic()
+        metrics |= {
+            "trainer/global_step": float(self.global_step),
+            "generate/batch_num_seq": float(len(rows)),
+            "generate/tokens_trained": float(batch.mask.sum()) if rows else 0.0,
+            "timing/sample": sampled - begun,
+            "timing/train": trained - sampled,
+            "timing/publish": ended - trained,
+            "timing/step": ended - begun,
+        }
+        return metrics, trajectories
+
+    async def _sample(self) -> tuple[list[Trajectory], list[str], Metrics]:
+        """Trajectories of a step with the prompt of each, and metrics of all that was sampled for it."""
+        everything: list[Trajectory] = []
+        batches = 0
+        while True:
+            trajectories = await self.source.take()
+            everything += trajectories
+            batches += 1
+            chosen = self._chosen(trajectories, batches)
+            if chosen is not None:
+                metrics = rollout_metrics(everything) | reward_metrics(everything)
+                versions = [turn.sampled.policy_version for item in chosen[0] for turn in item.turns]
+                if versions:
+                    staleness = self.global_step - np.asarray(versions)
+                    metrics |= {
+                        "async/staleness_max": float(staleness.max()),
+                        "async/staleness_mean": float(staleness.mean()),
+                    }
+                return *chosen, metrics | {"generate/sample_batches": float(batches)}
+
+    def _chosen(self, trajectories: list[Trajectory], batches: int) -> tuple[list[Trajectory], list[str]] | None:
+        """What to train on, or None where more has to be sampled first."""
+        usable = [item for item in trajectories if item.failure is None]
+        uids = [item.id.instance_id for item in usable]
+        rewards = np.array([item.reward for item in usable])
+        if self._dynamic.type == "filter":
+            kept = self.collected.add(usable, uids, rewards)
+            return None if kept is None else (kept, [item.id.instance_id for item in kept])
+        if self._dynamic.type == "replace":
+            replaced = replace_groups(uids, rewards, self.generator, self._dynamic.min_replace_ratio)
+            if replaced is not None:
+                return [usable[row] for row in replaced.rows], replaced.uids
+            if 0 < self._dynamic.max_sample_batches <= batches:
+                raise RuntimeError(
+                    f"dynamic_sampling.max_sample_batches={self._dynamic.max_sample_batches}: none of so many batches "
+                    f"had more than min_replace_ratio={self._dynamic.min_replace_ratio} of prompts with samples of "
+                    "different scores; use easier or harder prompts, more samples per prompt, or a higher limit"
+                )
+            return None
+        return usable, uids
