@@ -79,6 +79,7 @@ def test_imports_point_down():
         ("skyrl.train.config", {"jax", "torch", "numpy", "transformers", "omegaconf"}),
         ("skyrl.train.data", {"jax", "torch", "transformers", "datasets", "pyarrow"}),
         ("skyrl.train.jax_options", {"jax", "torch", "transformers"}),
+        ("skyrl.train.schedules", {"jax", "torch", "transformers"}),
         ("skyrl.train.validation", {"jax", "torch", "transformers"}),
         ("skyrl.algorithms.advantages", {"jax", "torch"}),
         ("skyrl.algorithms.corrections", {"jax", "torch"}),
