@@ -20,19 +20,9 @@ from skyrl.errors import ConfigError
 from skyrl.train.config import AlgorithmConfig, OptimizerConfig, SkyRLTrainConfig
 from skyrl.train.config.fields import did_you_mean
 from skyrl.train.jax_support import JAX_SUPPORT
+from skyrl.train.schedules import POLYNOMIAL_END, SCHEDULES
 from skyrl.train.support import unsupported
 from skyrl.utils.registry import Registry
-
-SCHEDULERS = (
-    "constant",
-    "constant_with_warmup",
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "inverse_sqrt",
-)
-"""Schedules of transformers that follow from the numbers of warm-up steps and of all steps."""
 
 
 class TrackerNeeds(NamedTuple):
@@ -150,8 +140,13 @@ def _name_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _scheduler_problems(model: str, optimizer: OptimizerConfig) -> Iterator[str]:
     name = optimizer.scheduler
-    if name not in SCHEDULERS:
+    if name not in SCHEDULES:
         yield (
             f"trainer.{model}.optimizer_config.scheduler={name}: no schedule of that name follows from warm-up and "
-            f"number of steps; known: {', '.join(SCHEDULERS)}{did_you_mean(name, SCHEDULERS)}"
+            f"number of steps; known: {', '.join(SCHEDULES)}{did_you_mean(name, SCHEDULES)}"
+        )
+    elif name == "polynomial" and optimizer.lr <= POLYNOMIAL_END:
+        yield (
+            f"trainer.{model}.optimizer_config.lr={optimizer.lr} is not above {POLYNOMIAL_END}, where "
+            "scheduler=polynomial ends; raise it, or use scheduler=linear"
         )

@@ -12,7 +12,8 @@ from skyrl.algorithms.kl import KL_ESTIMATORS
 from skyrl.algorithms.policy_losses import PolicyLossRegistry
 from skyrl.train.config import ConfigError, SkyRLTrainConfig
 from skyrl.train.config.trainer import TRACKERS
-from skyrl.train.validation import SCHEDULERS, TRACKER_NEEDS, choose_trackers, validate
+from skyrl.train.schedules import SCHEDULES
+from skyrl.train.validation import TRACKER_NEEDS, choose_trackers, validate
 
 A = "trainer.algorithm."
 JAX = ["trainer.strategy=jax", "trainer.logger=console"]
@@ -74,7 +75,7 @@ def needs_nothing_else(name: str) -> bool:
 
 def test_the_known_schedules_are_those_of_transformers_that_need_no_other_argument():
     names = [kind.value for kind in transformers.SchedulerType]
-    assert sorted(SCHEDULERS) == sorted(name for name in names if needs_nothing_else(name))
+    assert sorted(SCHEDULES) == sorted(name for name in names if needs_nothing_else(name))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "megatron"])
