@@ -1,0 +1,243 @@
+"""One training step of the RL trainer on hand-made trajectories, against the same step written in torch."""
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+import oracle
+from skyrl.backends.client import BackendClient
+from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+from skyrl.train.batch import Batch
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.learner import Learner, Policy
+from skyrl.train.rollouts.rows import rows_of
+from skyrl.train.rollouts.sampler import Sampled
+from skyrl.train.rollouts.trajectory import Trajectory, TrajectoryId, Turn
+from skyrl.train.update import Update
+from skyrl.types import LoraConfig
+
+TEMPERATURE = 0.8
+LEARNING_RATE = 1e-2
+BACKEND = {"train_tile_tokens": 64, "compilation_cache": False, "warm_up": False}
+
+
+@pytest.fixture(scope="module")
+def client(tiny_model) -> Iterator[BackendClient]:
+    with BackendClient(JaxBackend(str(tiny_model), JaxBackendConfig(**BACKEND))) as client:
+        yield client
+
+
+def configured(tiny_model, *overrides: str) -> SkyRLTrainConfig:
+    return SkyRLTrainConfig.from_cli_overrides(
+        [
+            f"trainer.policy.model.path={tiny_model}",
+            "trainer.strategy=jax",
+            "trainer.train_batch_size=2",
+            "trainer.policy_mini_batch_size=2",
+            "trainer.critic_mini_batch_size=2",
+            "generator.n_samples_per_prompt=3",
+            f"generator.sampling_params.temperature={TEMPERATURE}",
+            f"trainer.policy.optimizer_config.lr={LEARNING_RATE}",
+            "trainer.policy.optimizer_config.weight_decay=0.1",
+            "trainer.algorithm.use_kl_loss=false",
+            *overrides,
+        ]
+    ).resolve()
+
+
+def turn(prompt: list[int], response: list[int], reward: float = 0.0) -> Turn:
+    return Turn(prompt, Sampled(response, [-1.0] * len(response), "stop", 0), reward=reward)
+
+
+def trajectories(seed: int = 0) -> list[Trajectory]:
+    """Two prompts with three samples each: of one turn, of two with an observation, and of two with a new history."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for prompt in range(2):
+        for repetition in range(3):
+            tokens = [draw.integers(0, 256, n).tolist() for n in (5, 4, 3, 6)]
+            start, first, observation, second = tokens
+            reward = float(draw.integers(0, 5))
+            turns = [turn(start, first, 0.0 if repetition else reward)]
+            if repetition == 1:
+                turns.append(turn(start + first + observation, second, reward))
+            if repetition == 2:
+                turns.append(turn(start + observation, second, reward))
+            found.append(Trajectory(TrajectoryId(str(prompt), repetition), turns, "stop"))
+    return found
+
+
+def batch_of(config: SkyRLTrainConfig, items: list[Trajectory]) -> Batch:
+    return Batch(rows_of(items, config.generator), items, [item.id.instance_id for item in items], TEMPERATURE)
+
+
+def sampled_tokens(item: Trajectory) -> list[tuple[list[int], int]]:
+    """(context, token) of each token that was sampled, in order: what a trajectory is, without rows."""
+    return [
+        (list(one.prompt_ids) + list(one.sampled.token_ids[:index]), token)
+        for one in item.turns
+        for index, token in enumerate(one.sampled.token_ids)
+    ]
+
+
+def torch_logprobs(model, item: Trajectory) -> torch.Tensor:
+    found = []
+    for context, token in sampled_tokens(item):
+        row = torch.log_softmax(oracle.logits(model, context)[-1] / TEMPERATURE, -1)
+        found.append(row[token])
+    return torch.stack(found)
+
+
+def scores_of(items: list[Trajectory]) -> torch.Tensor:
+    return torch.tensor([item.reward for item in items]).reshape(2, 3)
+
+
+def stepped(client: BackendClient, config: SkyRLTrainConfig, items: list[Trajectory], folder, steps: int = 1):
+    """The policy after some steps on a batch, as a torch model, and the last step's metrics."""
+
+    async def run():
+        policy = Policy(client, f"policy-{folder.name}", seed=0)
+        await policy.create(LoraConfig(rank=0, seed=0))
+        update = Update(config, policy, None)
+        for _ in range(steps):
+            metrics = await update(batch_of(config, items))
+        await policy.export(str(folder))
+        return metrics
+
+    metrics = asyncio.run(run())
+    return oracle.load(folder), metrics
+
+
+def optimizer_of(model) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+
+
+def assert_same_policy(ours, expected, items: list[Trajectory]) -> None:
+    for item in items:
+        with torch.no_grad():
+            np.testing.assert_allclose(torch_logprobs(ours, item), torch_logprobs(expected, item), atol=2e-2)
+
+
+def test_a_grpo_step_is_that_of_torch(client, tiny_model, tmp_path):
+    config, items = configured(tiny_model), trajectories()
+    ours, metrics = stepped(client, config, items, tmp_path / "grpo", steps=2)
+    model = oracle.load(tiny_model)
+    scores = scores_of(items)
+    advantages = ((scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-6)).reshape(-1)
+    optimizer = optimizer_of(model)
+    for _ in range(2):
+        with torch.no_grad():
+            old = [torch_logprobs(model, item) for item in items]
+        tokens = sum(len(logprobs) for logprobs in old)
+        loss = torch.zeros(())
+        for item, before, advantage in zip(items, old, advantages, strict=True):
+            ratio = torch.exp(torch_logprobs(model, item) - before)
+            loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / tokens
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert metrics["policy/grad_norm"] == pytest.approx(float(norm), rel=2e-3)
+    assert_same_policy(ours, model, items)
+
+
+def test_kl_and_two_epochs_of_two_mini_batches_are_those_of_torch(client, tiny_model, tmp_path):
+    config = configured(
+        tiny_model,
+        "trainer.algorithm.use_kl_loss=true",
+        "trainer.algorithm.kl_loss_coef=0.5",
+        "trainer.algorithm.kl_estimator_type=k2",
+        "trainer.algorithm.advantage_estimator=rloo",
+        "trainer.algorithm.loss_reduction=sequence_mean",
+        "trainer.policy_mini_batch_size=1",
+        "trainer.update_epochs_per_batch=2",
+    )
+    items = [item for item in trajectories(3) if item.id.repetition_id < 2]
+    ours, _ = stepped(client, config, items, tmp_path / "kl")
+    model, reference = oracle.load(tiny_model), oracle.load(tiny_model)
+    optimizer = optimizer_of(model)
+    scores = torch.tensor([item.reward for item in items]).reshape(2, 2)
+    advantages = (scores - scores.flip(1)).reshape(-1)
+    with torch.no_grad():
+        old = [torch_logprobs(model, item) for item in items]
+        base = [torch_logprobs(reference, item) for item in items]
+    for _ in range(2):
+        for mini in ((0, 1), (2, 3)):
+            loss = torch.zeros(())
+            for index in mini:
+                new = torch_logprobs(model, items[index])
+                ratio, advantage = torch.exp(new - old[index]), advantages[index]
+                policy = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                loss = loss + (policy + 0.5 * 0.5 * (new - base[index]) ** 2).mean() / len(mini)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    assert_same_policy(ours, model, items)
+
+
+def test_a_kl_of_a_fresh_policy_in_the_reward_is_0_at_any_temperature(client, tiny_model, tmp_path):
+    config = configured(tiny_model, "trainer.algorithm.use_kl_in_reward=true")
+    _, metrics = stepped(client, config, trajectories(1), tmp_path / "fresh")
+    assert metrics["loss/avg_kl"] == 0.0
+
+
+def test_gae_follows_a_trajectory_over_its_observations_and_rows(client, tiny_model):
+    """Returns and advantages of a critic, by the definition over the sampled tokens in their order."""
+    config = configured(
+        tiny_model,
+        f"trainer.critic.model.path={tiny_model}",
+        "trainer.algorithm.advantage_estimator=gae",
+        "trainer.algorithm.gamma=0.9",
+        "trainer.algorithm.lambd=0.8",
+    )
+    items = trajectories(5)
+
+    async def run():
+        policy, critic = Policy(client, "gae-policy", seed=0), Learner(client, "gae-critic")
+        await policy.create(LoraConfig(rank=4, seed=0))
+        await critic.create(LoraConfig(rank=4, seed=1), value_head=True)
+        update, batch = Update(config, policy, critic), batch_of(config, items)
+        scored = await update._score(batch)
+        estimated = update._advantages(batch, batch.rewards, scored.values)
+        metrics = await update(batch)
+        return batch, scored.values, estimated.returns, metrics
+
+    batch, values, returns, metrics = asyncio.run(run())
+    for number, item in enumerate(items):
+        rows = [index for index, row in enumerate(batch.rows) if row.trajectory == number]
+        own = np.concatenate([values[row][batch.mask[row]] for row in rows])
+        found = np.concatenate([returns[row][batch.mask[row]] for row in rows])
+        rewards = np.zeros(len(own))
+        ends = np.cumsum([len(one.sampled.token_ids) for one in item.turns]) - 1
+        rewards[ends] = [one.reward for one in item.turns]
+        advantage, expected = 0.0, np.zeros(len(own))
+        for index in reversed(range(len(own))):
+            following = own[index + 1] if index + 1 < len(own) else 0.0
+            advantage = rewards[index] + 0.9 * following - own[index] + 0.9 * 0.8 * advantage
+            expected[index] = advantage + own[index]
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert metrics["critic/loss"] > 0 and np.isfinite(metrics["policy/loss"])
+
+
+def test_a_forked_history_is_trained_on_once_per_token(tiny_model):
+    config = configured(tiny_model)
+    items = trajectories()
+    batch = batch_of(config, items)
+    trained = {
+        (tuple(datum.tokens[: index + 1]), int(datum.loss_fn_inputs["target_tokens"][index]))
+        for datum, mask in zip(batch.data(), batch.mask, strict=True)
+        for index in np.flatnonzero(mask)
+    }
+    sampled = [(tuple(context), token) for item in items for context, token in sampled_tokens(item)]
+    assert trained == set(sampled) and batch.mask.sum() == len(sampled)
+
+
+def test_rows_and_trajectories_are_two_views_of_the_same_numbers(tiny_model):
+    batch = batch_of(configured(tiny_model), trajectories(2))
+    numbers = np.where(batch.filled, np.random.default_rng(0).normal(size=batch.filled.shape), 0)
+    np.testing.assert_array_equal(batch.by_row(batch.by_trajectory(numbers)), numbers)
+    assert batch.by_trajectory(batch.rewards).sum(1).tolist() == [item.reward for item in batch.trajectories]
