@@ -77,6 +77,7 @@ def test_imports_point_down():
         ("skyrl.cli", {"jax", "torch", "transformers", "tinker"}),
         ("skyrl.types", {"jax", "torch"}),
         ("skyrl.train.config", {"jax", "torch", "numpy", "transformers", "omegaconf"}),
+        ("skyrl.train.checkpoints", {"jax", "torch", "transformers"}),
         ("skyrl.train.data", {"jax", "torch", "transformers", "datasets", "pyarrow"}),
         ("skyrl.train.jax_options", {"jax", "torch", "transformers"}),
         ("skyrl.train.schedules", {"jax", "torch", "transformers"}),

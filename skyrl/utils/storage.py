@@ -60,14 +60,35 @@ def write_folder(path: str | Path, files: Mapping[str, bytes | Callable[[BinaryI
     Raises:
         StorageError: The disk refuses a write. What was at `path` is unchanged.
     """
-    with _replacing(local_path(path)) as temporary:
-        entries = {}
-        for name, content in files.items():
-            entries[name] = _write_file(temporary / name, content)
-            crash_point("storage: files half written")
-        manifest = json.dumps(entries, indent=1).encode()
-        _write_file(temporary / MANIFEST, manifest)
+    with replacing_folder(path) as temporary:
+        return write_files(temporary, files)
+
+
+def write_files(folder: Path, files: Mapping[str, bytes | Callable[[BinaryIO], object]]) -> Written:
+    """Write these files and their manifest to a folder that `replacing_folder` gave."""
+    entries = {}
+    for name, content in files.items():
+        entries[name] = _write_file(folder / name, content)
+        crash_point("storage: files half written")
+    manifest = json.dumps(entries, indent=1).encode()
+    _write_file(folder / MANIFEST, manifest)
     return Written(sum(entry["bytes"] for entry in entries.values()), hashlib.sha256(manifest).hexdigest())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Put a file of this content at `path`, wholly or not at all.
+
+    Raises:
+        StorageError: The disk refuses it. What was at `path` is unchanged.
+    """
+    temporary = path.with_name(f".{path.name}{TEMPORARY}")
+    try:
+        _make_folder(path.parent)
+        _write_file(temporary, content)
+        os.replace(temporary, path)
+        _flush_folder(path.parent)
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def copy_folder(source: str | Path, path: str | Path) -> None:
@@ -76,7 +97,7 @@ def copy_folder(source: str | Path, path: str | Path) -> None:
     Raises:
         StorageError: The source is missing or incomplete, or the disk refuses a write.
     """
-    with _opened(local_path(source)) as (_, handle), _replacing(local_path(path)) as temporary:
+    with _opened(local_path(source)) as (_, handle), replacing_folder(path) as temporary:
         try:
             manifest = _read_file(handle, MANIFEST)
             for name in _entries(manifest):
@@ -84,6 +105,28 @@ def copy_folder(source: str | Path, path: str | Path) -> None:
         except _Damaged as damage:
             raise StorageError(f"{source} is damaged: {damage}; use another checkpoint") from damage
         _write_file(temporary / MANIFEST, manifest)
+
+
+@contextmanager
+def replacing_folder(path: str | Path) -> Iterator[Path]:
+    """A new folder to write into, which is put in the place of `path` if all went well.
+
+    Raises:
+        StorageError: The disk refuses a write. What was at `path` is unchanged.
+    """
+    target = local_path(path)
+    temporary = target.with_name(f".{uuid4().hex}{TEMPORARY}")
+    try:
+        _make_folder(target.parent)
+        temporary.mkdir()
+        yield temporary
+        _flush_folder(temporary)
+        crash_point("storage: files written, not in place")
+        _put_in_place(temporary, target)
+    except OSError as error:
+        raise _unwritable(target, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 class StoredFile(NamedTuple):
@@ -313,23 +356,8 @@ def _share_file(folder: int, name: str, path: Path) -> None:
             _write_file(path, lambda target: shutil.copyfileobj(source, target))
 
 
-@contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """A new folder to write into, which is put in the place of `target` if all went well."""
-    temporary = target.with_name(f".{uuid4().hex}{TEMPORARY}")
-    try:
-        _make_folder(target.parent)
-        temporary.mkdir()
-        yield temporary
-        _flush_folder(temporary)
-        crash_point("storage: files written, not in place")
-        _put_in_place(temporary, target)
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {target}: {error.strerror or error}; free space or check permissions"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+def _unwritable(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"cannot write {path}: {error.strerror or error}; free space or check permissions")
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:

@@ -12,7 +12,15 @@ import pytest
 
 from skyrl.errors import RequestError, StorageError
 from skyrl.utils.crash_points import CRASH_POINTS
-from skyrl.utils.storage import MANIFEST, inspect_folder, read_folder, remove_folder, tidy, write_folder
+from skyrl.utils.storage import (
+    MANIFEST,
+    inspect_folder,
+    read_folder,
+    remove_folder,
+    replace_file,
+    tidy,
+    write_folder,
+)
 
 OLD = {"a": b"old"}
 NEW = {"a": b"new", "b": b"more"}
@@ -89,6 +97,19 @@ def test_files_are_on_disk_before_their_folder_is_in_place_and_its_name_after(tm
     write_folder(tmp_path / "models" / "x", OLD)
     temporary = next(call for call in calls if call.endswith(".tmp"))
     assert calls == [tmp_path.name, "a", MANIFEST, temporary, "rename to x", "models"]
+
+
+def test_a_file_that_cannot_be_replaced_stays_what_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "made" / "x"
+    replace_file(path, b"old")
+
+    def full_disk(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(StorageError, match="made/x: No space left on device; free space"):
+        replace_file(path, b"new")
+    assert path.read_bytes() == b"old"
 
 
 # -- killed -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,369 @@
+"""Checkpoints of a run: whole or not there whenever the process is killed, found again, and nobody else's touched."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skyrl.errors import ConfigError, StorageError
+from skyrl.train.checkpoints import ARRAYS, MARKER, STATE, Checkpoint, CheckpointStore, identity_of
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.utils.crash_points import CRASH_POINTS
+from skyrl.utils.storage import read_folder, write_folder
+
+IDENTITY = {"trainer.policy.model.path": "tiny", "trainer.algorithm.advantage_estimator": "grpo"}
+POINTS = sorted(name for name in CRASH_POINTS if name.startswith(("storage: ", "trainer: ")))
+
+
+def store(folder: Path, keep: int = -1, **identity: Any) -> CheckpointStore:
+    return CheckpointStore(folder, identity={**IDENTITY, **identity}, max_to_keep=keep)
+
+
+def save(run: CheckpointStore, step: int, content: str = "weights") -> None:
+    """What a trainer does, with a backend that writes one file."""
+    with run.saving(step, {"content": content}, {"noise": np.arange(step)}) as folder:
+        write_folder(folder / "policy", {"model": f"{content} {step}".encode()})
+
+
+def resumed(folder: Path, **options: Any) -> Checkpoint:
+    found = store(folder, **options).resume("latest")
+    assert found is not None
+    return found
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def check_whole(checkpoint: Checkpoint) -> None:
+    content = f"{checkpoint.state['content']} {checkpoint.step}"
+    assert read_folder(checkpoint.model_path("policy")) == {"model": content.encode()}
+    np.testing.assert_array_equal(checkpoint.arrays["noise"], np.arange(checkpoint.step))
+
+
+def test_what_was_saved_is_found_again(tmp_path):
+    state = {"order": {"taken": 2**70, "seed": -1}, "kl": 0.1, "random": np.random.default_rng(1).bit_generator.state}
+    arrays = {"buffer": np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3)), "empty": np.zeros((0, 2))}
+    with store(tmp_path).saving(7, state, arrays) as folder:
+        write_folder(folder / "policy", {"model": b"p"})
+        write_folder(folder / "critic", {"model": b"c"})
+    found = resumed(tmp_path)
+    assert (found.step, found.state) == (7, state)
+    assert read_folder(found.model_path("critic")) == {"model": b"c"}
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], array)
+        assert found.arrays[name].dtype == array.dtype
+
+
+def test_the_layout_is_the_documented_one(tmp_path):
+    save(store(tmp_path), 3)
+    assert names(tmp_path) == ["global_step_3", MARKER]
+    assert (tmp_path / MARKER).read_text() == "3"
+    assert names(tmp_path / "global_step_3") == ["manifest.json", "policy", STATE, ARRAYS]
+
+
+def test_the_state_is_that_at_the_beginning_of_the_save(tmp_path):
+    state = {"content": {"value": 1}}
+    with store(tmp_path).saving(1, state):
+        state["content"]["value"] = 2
+    assert resumed(tmp_path).state == {"content": {"value": 1}}
+
+
+def test_an_empty_folder_has_nothing_to_go_on_from(tmp_path):
+    assert store(tmp_path / "new").resume("latest") is None
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("mode", [None, "none"])
+def test_a_run_that_is_to_begin_anew_does(tmp_path, mode):
+    save(store(tmp_path), 3)
+    assert store(tmp_path).resume(mode) is None
+
+
+def test_latest_looks_into_its_own_folder_only(tmp_path):
+    save(store(tmp_path / "ckpts" / "one"), 3)
+    assert store(tmp_path / "ckpts").resume("latest") is None
+    assert store(tmp_path / "ckpts" / "two").resume("latest") is None
+
+
+def test_a_run_goes_on_from_the_path_that_it_is_given(tmp_path):
+    run = store(tmp_path / "one")
+    save(run, 1)
+    save(run, 2)
+    found = store(tmp_path / "two").resume("from_path", str(tmp_path / "one" / "global_step_1"))
+    assert found is not None and found.step == 1
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_another_model_or_algorithm_is_refused_with_both_values(tmp_path):
+    save(store(tmp_path), 3)
+    other = {"trainer.policy.model.path": "large", "trainer.algorithm.advantage_estimator": "rloo"}
+    with pytest.raises(ConfigError) as error:
+        resumed(tmp_path, **other)
+    assert "advantage_estimator=grpo there and rloo here; trainer.policy.model.path=tiny there and large here" in str(
+        error.value
+    )
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.policy.model.path=other",
+        "trainer.policy.model.lora.rank=8",
+        "trainer.critic.model.path=other",
+        "trainer.algorithm.advantage_estimator=rloo",
+        "trainer.algorithm.policy_loss_type=gspo",
+        "trainer.algorithm.use_kl_loss=false",
+    ],
+)
+def test_models_and_algorithm_are_what_a_checkpoint_is_of(override):
+    config = SkyRLTrainConfig.from_cli_overrides([override])
+    path, value = override.split("=")
+    changed = {name for name, value in identity_of(config).items() if value != identity_of(SkyRLTrainConfig())[name]}
+    assert changed == {path}
+    assert str(identity_of(config)[path]).lower() == value
+
+
+def test_a_bucket_is_refused_rather_than_made_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"trainer\.ckpt_path: path=s3://bucket/run: s3:// is not served yet; use a"):
+        CheckpointStore("s3://bucket/run", identity=IDENTITY)
+    assert names(tmp_path) == []
+
+
+def test_a_checkpoint_that_is_missing_is_not_replaced_by_a_fresh_start(tmp_path):
+    run = store(tmp_path)
+    save(run, 1)
+    (tmp_path / MARKER).write_text("4")
+    with pytest.raises(
+        StorageError, match=r"global_step_4 is missing; .* holds global_step_1: set trainer\.resume_mod"
+    ):
+        resumed(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"three", b"-1", b"\xff"])
+def test_a_damaged_marker_is_refused(tmp_path, content):
+    save(store(tmp_path), 1)
+    (tmp_path / MARKER).write_bytes(content)
+    with pytest.raises(StorageError, match=rf"{MARKER} (holds|cannot be read)"):
+        resumed(tmp_path)
+
+
+@pytest.mark.parametrize("name", [STATE, ARRAYS])
+def test_a_damaged_state_is_refused(tmp_path, name):
+    save(store(tmp_path), 1)
+    path = tmp_path / "global_step_1" / name
+    path.write_bytes(path.read_bytes().replace(b"1", b"2"))
+    with pytest.raises(StorageError, match=f"is damaged: the hash of {name} differs"):
+        resumed(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, {"model": b"weights 1 of another checkpoint"}], ids=["missing", "exchanged"])
+def test_a_model_that_is_not_the_one_that_was_saved_is_refused(tmp_path, content):
+    save(store(tmp_path), 1)
+    policy = tmp_path / "global_step_1" / "policy"
+    if content is None:
+        policy.rename(tmp_path / "elsewhere")
+    else:
+        write_folder(policy, content)
+    with pytest.raises(StorageError, match="policy is missing or is not what was saved there"):
+        resumed(tmp_path)
+
+
+def test_a_folder_of_another_program_is_refused_and_left_as_it_is(tmp_path):
+    foreign = tmp_path / "elsewhere" / "global_step_5"
+    foreign.mkdir(parents=True)
+    (foreign / "trainer_state.pt").touch()
+    with pytest.raises(
+        ConfigError, match=r"global_step_5 is no checkpoint of this trainer: it has no trainer_state\.json"
+    ):
+        store(tmp_path / "own").resume("from_path", str(foreign))
+    assert names(foreign) == ["trainer_state.pt"]
+
+
+def test_a_model_that_the_checkpoint_does_not_hold_is_refused(tmp_path):
+    save(store(tmp_path), 1)
+    with pytest.raises(StorageError, match="holds no critic"):
+        resumed(tmp_path).model_path("critic")
+
+
+# -- how many are kept, and whose -------------------------------------------------------------------------------------
+
+
+def steps(folder: Path) -> list[int]:
+    return store(folder).steps()
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(-1, [1, 2, 3, 10]), (1, [10]), (3, [2, 3, 10]), (9, [1, 2, 3, 10])])
+def test_the_newest_checkpoints_are_kept(tmp_path, keep, kept):
+    run = store(tmp_path, keep)
+    for step in (1, 2, 3, 10):
+        save(run, step)
+    assert steps(tmp_path) == kept
+
+
+def test_a_resumed_run_counts_the_checkpoints_that_it_made_before(tmp_path):
+    save(store(tmp_path), 1)
+    run = store(tmp_path, keep=1)
+    run.resume("latest")
+    save(run, 2)
+    assert steps(tmp_path) == [2]
+
+
+def test_checkpoints_of_another_run_and_folders_of_others_are_never_removed(tmp_path):
+    save(store(tmp_path), 1)
+    for name in ("global_step_0", "global_step_2_best", "notes"):
+        (tmp_path / name).mkdir()
+    run = store(tmp_path, keep=1)
+    run.resume("none")
+    for step in (2, 3):
+        save(run, step)
+    assert steps(tmp_path) == [0, 1, 3]
+    assert {"global_step_2_best", "notes"} <= set(names(tmp_path))
+
+
+def test_a_run_that_begins_anew_moves_another_runs_checkpoint_out_of_its_way(tmp_path, caplog):
+    save(store(tmp_path), 1, "theirs")
+    run = store(tmp_path)
+    run.resume("none")
+    save(run, 1, "ours")
+    check_whole(resumed(tmp_path))
+    (aside,) = tmp_path.glob("global_step_1.of-*")
+    assert read_folder(aside / "policy") == {"model": b"theirs 1"}
+    assert f"it is at {aside} now" in caplog.text
+
+
+def test_checkpoints_that_are_newer_are_said_and_stay(tmp_path, caplog):
+    run = store(tmp_path)
+    for step in (1, 2, 3):
+        save(run, step)
+    again = store(tmp_path, keep=1)
+    again.resume("from_path", str(tmp_path / "global_step_1"))
+    assert "continues from step 1 and does not go on from global_step_2, global_step_3, which" in caplog.text
+    save(again, 2, "again")
+    assert steps(tmp_path) == [2, 3]
+    found = resumed(tmp_path)
+    assert (found.step, found.state["content"]) == (2, "again")
+
+
+def test_a_resume_with_nothing_left_over_says_nothing(tmp_path, caplog):
+    save(store(tmp_path), 1)
+    resumed(tmp_path)
+    assert caplog.text == ""
+
+
+# -- killed, or out of room -------------------------------------------------------------------------------------------
+
+RUN = """
+import json, sys
+from pathlib import Path
+from skyrl.train.checkpoints import CheckpointStore
+from skyrl.utils.storage import write_folder
+import numpy as np
+
+folder, points, identity, point, when, again = sys.argv[1:]
+run = CheckpointStore(folder, identity=json.loads(identity), max_to_keep=1)
+run.resume("latest")
+
+def save(step, content, arm=""):
+    if arm == "models":
+        Path(points, point).touch()
+    with run.saving(step, {"content": content}, {"noise": np.arange(step)}) as models:
+        write_folder(models / "policy", {"model": f"{content} {step}".encode()})
+        if arm == "state":
+            Path(points, point).touch()
+
+save(1, "old")
+if again == "again":
+    save(2, "old")
+save(2, "new", when)
+sys.exit(3)
+"""
+
+
+def killed_run(folder: Path, points: Path, *arguments: str) -> None:
+    points.mkdir()
+    environment = {**os.environ, "SKYRL_CRASH_POINTS": str(points)}
+    command = [sys.executable, "-c", RUN, str(folder), str(points), json.dumps(IDENTITY), *arguments]
+    assert subprocess.run(command, env=environment, timeout=60).returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("point", "when", "again"),
+    [
+        (point, when, again)
+        for point in POINTS
+        for when in ("models", "state")
+        for again in ("first", "again")
+        # Only a folder that is replaced is moved aside; models go into a new one.
+        if (again == "again" and when == "state") or point != "storage: older folder moved aside"
+    ],
+)
+def test_a_killed_save_leaves_the_newest_checkpoint_whole(tmp_path, point, when, again):
+    folder = tmp_path / "run"
+    killed_run(folder, tmp_path / "points", point, when, again)
+    run = store(folder, keep=1)
+    found = run.resume("latest")
+    assert found is not None
+    check_whole(found)
+    assert found.step == 2 if again == "again" or "newest named" in point else found.step == 1
+    save(run, 3, "after")
+    check_whole(resumed(folder))
+    # A checkpoint that was in place and not yet the newest is newer than what is gone on from: it counts as the run's.
+    assert names(folder) == ["global_step_3", MARKER]
+
+
+FULL_DISK = """
+import resource, sys
+from skyrl.errors import StorageError
+from tests.train.test_train_checkpoints import Path, save, store
+run = store(Path(sys.argv[1]), keep=1)
+save(run, 1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    save(run, 10_000)
+except StorageError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path):
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert "global_step_10000: File too large; free space or check permissions" in run.stdout, run.stderr
+    assert names(tmp_path) == ["global_step_1", MARKER]
+    check_whole(resumed(tmp_path))
+
+
+def test_a_model_that_was_not_written_wholly_makes_no_checkpoint(tmp_path):
+    with pytest.raises(StorageError, match="policy was not written wholly"), store(tmp_path).saving(1, {}) as folder:
+        (folder / "policy").mkdir()
+    assert names(tmp_path) == []
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path):
+    with pytest.raises(RuntimeError, match="the backend failed"), store(tmp_path).saving(1, {}):
+        raise RuntimeError("the backend failed")
+    assert names(tmp_path) == []
+
+
+def test_what_json_does_not_have_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(TypeError, match="not JSON serializable"), store(tmp_path).saving(1, {"rows": {1, 2}}):
+        raise AssertionError("unreachable")
+    assert names(tmp_path) == []
+
+
+def test_the_state_is_text_that_people_can_read(tmp_path):
+    save(store(tmp_path), 1)
+    content = json.loads((tmp_path / "global_step_1" / STATE).read_text())
+    assert (content["global_step"], content["identity"], content["state"]) == (1, IDENTITY, {"content": "weights"})
