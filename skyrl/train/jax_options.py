@@ -61,9 +61,9 @@ def where_available(config: SkyRLTrainConfig) -> str:
 def _following(config: SkyRLTrainConfig) -> dict[str, Any]:
     """Options that follow from fields outside `trainer.jax`."""
     trainer, generator = config.trainer, config.generator
-    evaluation = generator.eval_sampling_params
-    assert generator.max_input_length is not None and evaluation is not None  # derived by `resolve`
-    response = max(generator.sampling_params.max_generate_length, evaluation.max_generate_length)
+    eval_sampling_params = generator.eval_sampling_params
+    assert generator.max_input_length is not None and eval_sampling_params is not None  # derived by `resolve`
+    response = max(generator.sampling_params.max_generate_length, eval_sampling_params.max_generate_length)
     options: dict[str, Any] = {
         "dtype": "auto" if trainer.bf16 else "float32",
         "gradient_checkpointing": trainer.gradient_checkpointing,
