@@ -38,9 +38,12 @@ def jax_backend(config: SkyRLTrainConfig) -> tuple[str, "JaxBackendConfig"]:
 
 
 def policy_adapter(config: SkyRLTrainConfig) -> LoraConfig:
-    """The adapter of the policy of a resolved configuration. Raises ConfigError where the backend has no such one."""
+    """The adapter of the policy of a resolved configuration, on all linear layers but the output embedding.
+
+    Rank 0 is no adapter: all weights are trained. Raises ConfigError where the backend has no such one.
+    """
     lora = config.trainer.policy.model.lora
-    options = {"rank": lora.rank, "alpha": lora.alpha, "seed": config.trainer.seed, "train_unembed": False}
+    options = {"rank": lora.rank, "alpha": lora.alpha, "seed": config.trainer.seed, "train_unembed": lora.rank == 0}
     return _built(LoraConfig, options, "trainer.policy.model.lora")
 
 
@@ -58,14 +61,15 @@ def where_available(config: SkyRLTrainConfig) -> str:
 def _following(config: SkyRLTrainConfig) -> dict[str, Any]:
     """Options that follow from fields outside `trainer.jax`."""
     trainer, generator = config.trainer, config.generator
-    evaluation = generator.eval_sampling_params
-    assert generator.max_input_length is not None and evaluation is not None  # derived by `resolve`
-    response = max(generator.sampling_params.max_generate_length, evaluation.max_generate_length)
+    eval_sampling_params = generator.eval_sampling_params
+    assert generator.max_input_length is not None and eval_sampling_params is not None  # derived by `resolve`
+    response = max(generator.sampling_params.max_generate_length, eval_sampling_params.max_generate_length)
     options: dict[str, Any] = {
         "dtype": "auto" if trainer.bf16 else "float32",
         "gradient_checkpointing": trainer.gradient_checkpointing,
         "train_micro_batch_size": trainer.micro_train_batch_size_per_gpu,
         "max_context_length": generator.max_input_length + response,
+        "value_head": trainer.algorithm.value_head_prefix,
     }
     if rank := max(trainer.policy.model.lora.rank, trainer.critic.model.lora.rank):
         options["max_lora_rank"] = rank

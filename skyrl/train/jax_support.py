@@ -102,7 +102,7 @@ JAX_SUPPORT: dict[str, Support] = {
     "trainer.algorithm.off_policy_correction": CORRECTIONS,
     "trainer.algorithm.use_tis": OLD_NAMES,
     "trainer.algorithm.tis_imp_ratio_cap": OLD_NAMES,
-    "trainer.algorithm.value_head_prefix": CRITIC,
+    "trainer.algorithm.value_head_prefix": OPTIONS,
     "trainer.algorithm.value_clip": CRITIC,
     # The step.
     "trainer.fully_async": ROLLOUTS,

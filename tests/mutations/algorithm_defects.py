@@ -3,7 +3,8 @@
 The numbers are those of the list of known defects of trainers, section by section.
 """
 
-from defects import CONFIG, CONFIG_TESTS, Defect, Edit
+from config_defects import CONFIG, CONFIG_TESTS
+from defects import Defect, Edit
 
 ADVANTAGES = "skyrl/algorithms/advantages.py"
 ARRAYS = "skyrl/algorithms/arrays.py"

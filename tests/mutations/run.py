@@ -1,9 +1,9 @@
 """Puts known defects back, one at a time, and shows that a named test turns red for each.
 
-Run: `python tests/mutations/run.py [id ...]`. Each defect of `defects.py`, `algorithm_defects.py` and
-`rollout_defects.py` is applied to a copy of the project, and only its tests run there. A defect fails the script if its
-text is not found exactly once, if one of its tests stays green, or if a test breaks before it could judge (an error
-while importing or in a fixture proves nothing). The same tests must be green on the unchanged copy first.
+Run: `python tests/mutations/run.py [id ...]`. Each defect of `defects.py` and of the files beside it is applied to a
+copy of the project, and only its tests run there. A defect fails the script if its text is not found exactly once, if
+one of its tests stays green, or if a test breaks before it could judge (an error while importing or in a fixture proves
+nothing). The same tests must be green on the unchanged copy first.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from algorithm_defects import ALGORITHM_DEFECTS
+from config_defects import CONFIG_DEFECTS
 from defects import DEFECTS, Defect
 from rollout_defects import ROLLOUT_DEFECTS
 
@@ -93,7 +94,7 @@ def main() -> int:
     parser.add_argument("ids", nargs="*", help="only these defects")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     arguments = parser.parse_args()
-    known = (*DEFECTS, *ALGORITHM_DEFECTS, *ROLLOUT_DEFECTS)
+    known = (*DEFECTS, *ALGORITHM_DEFECTS, *CONFIG_DEFECTS, *ROLLOUT_DEFECTS)
     chosen = [defect for defect in known if not arguments.ids or defect.id in arguments.ids]
     with tempfile.TemporaryDirectory(prefix="skyrl-mutations-") as scratch:
         project = copy_project(Path(scratch) / "unchanged")

@@ -2,9 +2,11 @@
 
 import logging
 import re
+from contextlib import closing
 
 import pytest
 
+from skyrl.backends.jax import JaxBackend
 from skyrl.train.config import ConfigError, SkyRLTrainConfig
 from skyrl.train.jax_options import jax_backend, policy_adapter
 
@@ -104,3 +106,20 @@ def test_what_is_not_asked_for_is_not_logged(caplog):
     with caplog.at_level(logging.INFO, logger="skyrl.train.jax_options"):
         options("trainer.bf16=false", "generator.inference_engine.max_num_seqs=7")
     assert "bf16" not in caplog.text and "max_num_seqs" not in caplog.text
+
+
+def test_the_backend_starts_as_the_configuration_says_and_makes_the_adapter_of_the_policy(tiny_model):
+    config = resolved(
+        f"trainer.policy.model.path={tiny_model}",
+        "trainer.max_prompt_length=40",
+        SHORT,
+        LORA + "rank=4",
+        LORA + "alpha=6",
+        "trainer.jax.warm_up=false",
+        "trainer.jax.compilation_cache=false",
+    )
+    with closing(JaxBackend(*jax_backend(config))) as backend:
+        backend.create_model("policy", policy_adapter(config))
+        adapter = backend.models["policy"].lora_config
+        assert (adapter.rank, adapter.alpha, adapter.seed) == (4, 6.0, 42)
+        assert backend.config.max_context_length == 70

@@ -4,9 +4,9 @@ A configuration is a tree of dataclasses. A value is checked when it is set (its
 about several fields are checked by `resolve`, because a program sets fields one after another. Overrides are laid over
 the tree of default instances, so that a nested override keeps the defaults beside it.
 
-To add a field, add it with a docstring under it to the class that owns it. To add a rule, yield a message from
-`problems` of the smallest class that holds all fields it is about. A class of your own is a `@dataclass` that inherits
-from the one it extends.
+To add a field, add it with a docstring under it to the class that owns it; a row of `skyrl.train.jax_support` says what
+becomes of it, and docs/config.md is written again. To add a rule, yield a message from `problems` of the smallest class
+that holds all fields it is about. A class of your own is a `@dataclass` that inherits from the one it extends.
 """
 
 import copy
