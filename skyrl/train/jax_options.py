@@ -42,9 +42,18 @@ def policy_adapter(config: SkyRLTrainConfig) -> LoraConfig:
 
     Rank 0 is no adapter: all weights are trained. Raises ConfigError where the backend has no such one.
     """
-    lora = config.trainer.policy.model.lora
+    return _adapter(config, "policy")
+
+
+def critic_adapter(config: SkyRLTrainConfig) -> LoraConfig:
+    """The same of the critic."""
+    return _adapter(config, "critic")
+
+
+def _adapter(config: SkyRLTrainConfig, model: str) -> LoraConfig:
+    lora = getattr(config.trainer, model).model.lora
     options = {"rank": lora.rank, "alpha": lora.alpha, "seed": config.trainer.seed, "train_unembed": lora.rank == 0}
-    return _built(LoraConfig, options, "trainer.policy.model.lora")
+    return _built(LoraConfig, options, f"trainer.{model}.model.lora")
 
 
 def where_available(config: SkyRLTrainConfig) -> str:

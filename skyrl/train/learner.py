@@ -44,12 +44,12 @@ class Learner:
     """
 
     def __init__(self, client: BackendClient, model_id: str):
-        self._client = client
+        self.client = client
         self.model_id = model_id
 
     async def create(self, lora_config: LoraConfig, value_head: bool = False) -> None:
         """Make the model with fresh weights."""
-        await self._client.run(
+        await self.client.run(
             CreateModel(request_id=_new_id(), model_id=self.model_id, lora_config=lora_config, value_head=value_head)
         )
 
@@ -81,18 +81,18 @@ class Learner:
 
     async def save(self, path: str) -> None:
         """Write weights and optimizer state to a folder."""
-        await self._client.run(SaveCheckpoint(request_id=_new_id(), model_id=self.model_id, path=path))
+        await self.client.run(SaveCheckpoint(request_id=_new_id(), model_id=self.model_id, path=path))
 
     async def load(self, path: str) -> None:
         """The inverse of `save`; makes the model if there is none."""
-        await self._client.run(LoadCheckpoint(request_id=_new_id(), model_id=self.model_id, path=path))
+        await self.client.run(LoadCheckpoint(request_id=_new_id(), model_id=self.model_id, path=path))
 
     async def export(self, path: str) -> None:
         """Write the whole model in Hugging Face format, adapters merged."""
-        await self._client.run(ExportModel(request_id=_new_id(), model_id=self.model_id, path=path))
+        await self.client.run(ExportModel(request_id=_new_id(), model_id=self.model_id, path=path))
 
     async def _expect(self, operation: Operation, kind: type[T]) -> T:
-        result = await self._client.run(operation)
+        result = await self.client.run(operation)
         assert isinstance(result, kind), result
         return result
 
@@ -116,12 +116,12 @@ class Policy(Learner):
 
     async def publish(self, version: int) -> None:
         """Sample with the current weights from now on; what is being sampled goes on with those it began with."""
-        await self._client.run(
+        await self.client.run(
             Publish(request_id=_new_id(), model_id=self.model_id, version=self._name(version), path=None)
         )
         before, self.version = self.version, version
         if before not in (-1, version):
-            self._client.drop_version(self._name(before))
+            self.client.drop_version(self._name(before))
 
     async def sample(self, prompt_token_ids: Sequence[int], params: SamplingConfig, session_id: str) -> Sampled:
         """See `rollouts.Sampler`. Log-probabilities are at the temperature, as the trainer computes them."""

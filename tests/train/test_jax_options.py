@@ -46,6 +46,7 @@ def test_the_base_model_is_the_policys():
         (["generator.eval_sampling_params.max_generate_length=2000"], "max_context_length", 2512),
         (["generator.inference_engine.max_num_seqs=7"], "sample_max_num_sequences", 7),
         ([], "sample_max_num_sequences", 0),
+        (["trainer.algorithm.value_head_prefix=score"], "value_head", "score"),
     ],
 )
 def test_an_option_follows_from_other_fields(overrides, option, value):
@@ -87,6 +88,11 @@ def test_an_option_that_the_backend_does_not_take_is_refused_by_its_path(overrid
 def test_the_adapter_of_the_policy_has_rank_alpha_and_seed_of_the_configuration():
     adapter = policy_adapter(resolved(LORA + "rank=16", LORA + "alpha=24", "trainer.seed=7"))
     assert (adapter.rank, adapter.alpha, adapter.seed) == (16, 24.0, 7)
+
+
+def test_rank_0_trains_all_weights():
+    adapter = policy_adapter(resolved(LORA + "rank=0"))
+    assert (adapter.rank, adapter.train_attn, adapter.train_mlp, adapter.train_unembed) == (0, True, True, True)
 
 
 def test_all_linear_layers_are_adapted_but_the_output_embedding():

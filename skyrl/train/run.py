@@ -1,0 +1,281 @@
+"""A whole RL run: models, data, the loop around steps, and what it leaves behind.
+
+`skyrl train rl` calls `train_rl`. Everything that decides how a run goes on is in its checkpoints, so that one that is
+killed and resumed ends as if it had not been.
+"""
+
+import asyncio
+import logging
+import math
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from skyrl.backends.client import BackendClient
+from skyrl.backends.jax import JaxBackend
+from skyrl.errors import ConfigError
+from skyrl.train.checkpoints import Checkpoint, CheckpointStore, identity_of
+from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig
+from skyrl.train.data import PromptDataset
+from skyrl.train.evaluate import evaluate
+from skyrl.train.jax_options import critic_adapter, jax_backend, policy_adapter
+from skyrl.train.learner import Learner, Policy
+from skyrl.train.order import PromptOrder
+from skyrl.train.rollouts.episode import Prompt
+from skyrl.train.rollouts.rollouts import Rollouts
+from skyrl.train.schedules import learning_rate_factor
+from skyrl.train.sources import Beside, InTurn, Source
+from skyrl.train.trainer import Metrics, RLTrainer
+from skyrl.train.update import Update
+from skyrl.train.validation import validate
+
+log = logging.getLogger(__name__)
+
+POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
+
+
+class TrainingPrompts:
+    """The rows of the training data in the order of the epochs. A row has another name in each of them."""
+
+    def __init__(self, dataset: PromptDataset, order: PromptOrder):
+        self._dataset = dataset
+        self.order = order
+
+    def next_batch(self, count: int) -> list[Prompt]:
+        epoch = self.order.epoch
+        rows = [self._dataset[index] for index in self.order.next_batch(count)]
+        return [replace(row, instance_id=f"{row.instance_id}.{epoch}") for row in rows]
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.order.state())
+
+
+class Run:
+    """A run that is set up. `open` makes one; close it with the stack that it was made in.
+
+    Args:
+        config: Resolved and validated.
+        trainer: What takes steps.
+        prompts: Training data.
+        evaluation: Prompts that are evaluated on; none where there is no evaluation.
+        rollouts: What samples them.
+        store: Of checkpoints.
+    """
+
+    def __init__(
+        self,
+        config: SkyRLTrainConfig,
+        trainer: RLTrainer,
+        prompts: TrainingPrompts,
+        evaluation: list[Prompt],
+        rollouts: Rollouts,
+        store: CheckpointStore,
+    ):
+        self.config = config
+        self.trainer = trainer
+        self.prompts = prompts
+        self._evaluation = evaluation
+        self._rollouts = rollouts
+        self._store = store
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all epochs."""
+        return self.prompts.order.steps_per_epoch * self.config.trainer.epochs
+
+    async def train(self, report: Callable[[Metrics, int], None]) -> None:
+        """Take all steps that are left. `report` gets the metrics of each, and of evaluations, with its number."""
+        settings, trainer = self.config.trainer, self.trainer
+        if trainer.global_step == 0 and settings.eval_before_train and self._evaluation:
+            report(await self.evaluate(), 0)
+        while trainer.global_step < self.total_steps:
+            metrics, _ = await trainer.step()
+            step, last = trainer.global_step, trainer.global_step == self.total_steps
+            epoch_ends = step % self.prompts.order.steps_per_epoch == 0
+            if epoch_ends and settings.update_ref_every_epoch and not last:
+                await self._renew_reference()
+            if self._evaluation and (_due(step, settings.eval_interval) or last):
+                metrics |= await self.evaluate()
+            if _due(step, settings.ckpt_interval) or epoch_ends:
+                await self.save()
+            if _due(step, settings.hf_save_interval) or (last and settings.hf_save_interval > 0):
+                await self.export()
+            report(metrics | {"trainer/epoch": step / self.prompts.order.steps_per_epoch}, step)
+
+    async def evaluate(self) -> Metrics:
+        """Metrics of the policy on the evaluation prompts."""
+        metrics, _ = await evaluate(self._rollouts, self._evaluation, self.config.trainer.eval_batch_size)
+        return metrics
+
+    async def export(self) -> None:
+        """Write the models in Hugging Face format."""
+        folder = Path(self.config.trainer.export_path) / f"global_step_{self.trainer.global_step}"
+        for name, model in self._models().items():
+            await model.export(str(folder / name))
+
+    async def save(self) -> None:
+        """Write a checkpoint."""
+        trainer, update = self.trainer, self.trainer.update
+        state = {
+            "order": trainer.source.state(),
+            "policy_steps": update.policy_steps,
+            "critic_steps": update.critic_steps,
+            "kl_coefficient": update.kl_controller.value,
+            "generators": [update.generator.bit_generator.state, trainer.generator.bit_generator.state],
+        }
+        with self._store.saving(trainer.global_step, state) as folder:
+            for name, model in self._models().items():
+                await model.save(str(folder / name))
+
+    async def restore(self, checkpoint: Checkpoint) -> None:
+        """Be what the checkpoint's run was."""
+        trainer, update, state = self.trainer, self.trainer.update, checkpoint.state
+        for name, model in self._models().items():
+            await model.load(checkpoint.model_path(name))
+        if (checkpoint.path / REFERENCE).is_dir():
+            update.reference = Learner(trainer.policy.client, REFERENCE)
+            await update.reference.load(checkpoint.model_path(REFERENCE))
+        self.prompts.order.restore(state["order"])
+        update.policy_steps, update.critic_steps = state["policy_steps"], state["critic_steps"]
+        update.kl_controller.value = state["kl_coefficient"]
+        for generator, saved in zip((update.generator, trainer.generator), state["generators"], strict=True):
+            generator.bit_generator.state = saved
+        trainer.global_step = checkpoint.step
+
+    def _models(self) -> dict[str, Learner]:
+        models = {POLICY: self.trainer.policy, CRITIC: self.trainer.critic, REFERENCE: self.trainer.update.reference}
+        return {name: model for name, model in models.items() if model is not None}
+
+    async def _renew_reference(self) -> None:
+        """The policy as it is now becomes the reference."""
+        folder = tempfile.mkdtemp(prefix="skyrl-reference-")
+        try:
+            await self.trainer.policy.save(f"{folder}/policy")
+            reference = self.trainer.update.reference or Learner(self.trainer.policy.client, REFERENCE)
+            await reference.load(f"{folder}/policy")
+            self.trainer.update.reference = reference
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+async def open_run(config: SkyRLTrainConfig, stack: ExitStack) -> Run:
+    """Set up models and data, from a checkpoint if the configuration says so. `stack` frees what it takes.
+
+    Raises ConfigError for what cannot be run.
+    """
+    validate(config)
+    settings = config.trainer
+    if settings.critic.model.path not in (None, settings.policy.model.path):
+        raise ConfigError(
+            f"trainer.critic.model.path={settings.critic.model.path} is not "
+            f"trainer.policy.model.path={settings.policy.model.path}: with strategy=jax both share one base model; "
+            "set it to the policy's"
+        )
+    if settings.ref.model.path != settings.policy.model.path:
+        raise ConfigError(
+            f"trainer.ref.model.path={settings.ref.model.path} is not "
+            f"trainer.policy.model.path={settings.policy.model.path}: with strategy=jax the reference is the base "
+            "model that the policy started from; leave it out"
+        )
+    base_model, options = jax_backend(config)
+    backend = JaxBackend(base_model, options, lambda message: log.info("%s", message))
+    client = stack.enter_context(BackendClient(backend))
+    tokenizer = AutoTokenizer.from_pretrained(backend.info().tokenizer_path, local_files_only=True)
+    policy = Policy(client, POLICY, settings.seed)
+    critic = Learner(client, CRITIC) if settings.has_critic else None
+    rollouts = Rollouts(config.generator, config.environment, tokenizer, policy)
+    prompts = _training_prompts(config, rollouts)
+    evaluation = _evaluation_prompts(config, rollouts)
+    total = prompts.order.steps_per_epoch * settings.epochs
+    update = Update(config, policy, critic, _schedule(config, total))
+    trainer = RLTrainer(config, policy, critic, _source(config, rollouts, prompts), update)
+    store = CheckpointStore(settings.ckpt_path, identity=identity_of(config), max_to_keep=settings.max_ckpts_to_keep)
+    run = Run(config, trainer, prompts, evaluation, rollouts, store)
+    checkpoint = store.resume(settings.resume_mode, settings.resume_path)
+    if checkpoint is not None:
+        await run.restore(checkpoint)
+        log.info("going on from %s", checkpoint.path)
+    else:
+        await policy.create(policy_adapter(config))
+        if critic is not None:
+            await critic.create(critic_adapter(config), value_head=True)
+    await policy.publish(trainer.global_step)
+    return run
+
+
+async def train_rl(config: SkyRLTrainConfig, report: Callable[[Metrics, int], None]) -> Run:
+    """Train as a resolved configuration says. Returns the run, whose backend is closed."""
+    with ExitStack() as stack:
+        run = await open_run(config, stack)
+        try:
+            await run.train(report)
+        finally:
+            await run.trainer.source.close()
+        return run
+
+
+def main(config: SkyRLTrainConfig, report: Callable[[Metrics, int], None]) -> None:
+    """`train_rl` from a program without an event loop."""
+    asyncio.run(train_rl(config, report))
+
+
+def _training_prompts(config: SkyRLTrainConfig, rollouts: Rollouts) -> TrainingPrompts:
+    dataset = _dataset(config, config.data.train_data, rollouts)
+    settings = config.trainer
+    order = PromptOrder(
+        len(dataset), batch_size=settings.train_batch_size, seed=settings.seed, fingerprint=dataset.fingerprint
+    )
+    return TrainingPrompts(dataset, order)
+
+
+def _evaluation_prompts(config: SkyRLTrainConfig, rollouts: Rollouts) -> list[Prompt]:
+    settings = config.trainer
+    if settings.eval_interval <= 0 or not config.data.val_data:
+        return []
+    return [*_dataset(config, config.data.val_data, rollouts)]
+
+
+def _dataset(config: SkyRLTrainConfig, sources: list[str], rollouts: Rollouts) -> PromptDataset:
+    return PromptDataset(
+        sources,
+        default_env_class=config.environment.env_class,
+        prompt_length=lambda prompt: rollouts.prompt_length(prompt.messages, prompt.extras.get("tools") or ()),
+        max_prompt_length=config.trainer.max_prompt_length,
+    )
+
+
+def _source(config: SkyRLTrainConfig, rollouts: Rollouts, prompts: TrainingPrompts) -> Source:
+    settings, parallel = config.trainer, config.trainer.fully_async
+    if not parallel.enabled:
+        return InTurn(rollouts, prompts, settings.train_batch_size)
+    return Beside(
+        rollouts,
+        prompts,
+        settings.train_batch_size,
+        workers=parallel.num_parallel_generation_workers,
+        max_staleness_steps=parallel.max_staleness_steps,
+        max_failed_fraction=config.generator.max_failed_fraction,
+    )
+
+
+def _schedule(config: SkyRLTrainConfig, steps: int) -> Callable[[OptimizerConfig, int], float]:
+    """Learning rates over all optimizer steps of a run of so many steps."""
+    settings = config.trainer
+
+    def factor(optimizer: OptimizerConfig, step: int) -> float:
+        is_policy = optimizer is settings.policy.optimizer_config
+        mini = settings.policy_mini_batch_size if is_policy else settings.critic_mini_batch_size
+        per_step = math.ceil(settings.train_batch_size / mini) * settings.update_epochs_per_batch
+        return learning_rate_factor(optimizer, step, steps * per_step)
+
+    return factor
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0

@@ -1,0 +1,19 @@
+"""An environment in which any model gets different rewards, so that every step moves it."""
+
+import zlib
+
+from skyrl.envs.env import Env, NoSettings, StepResult
+
+
+class Hashed(Env[NoSettings]):
+    """The reward is a hash of what the model said, from 0 to 1."""
+
+    async def step(self, action: str) -> StepResult:
+        return StepResult([], zlib.crc32(action.encode()) % 11 / 10, done=True)
+
+
+class Vowels(Env[NoSettings]):
+    """The reward is the share of vowels in what the model said: something that a model can learn."""
+
+    async def step(self, action: str) -> StepResult:
+        return StepResult([], sum(letter in "aeiou" for letter in action) / max(len(action), 1), done=True)

@@ -1,0 +1,180 @@
+"""Whole RL runs on a tiny model: they go through, resume as if nothing had happened, and keep what they should."""
+
+import asyncio
+import contextlib
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from skyrl.envs.arithmetic_data import arithmetic_rows, write_rows
+from skyrl.errors import ConfigError
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.run import Run, open_run, train_rl
+
+STEPS = 4
+
+
+class Killed(Exception):
+    """What ends a run in the middle."""
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    rows = prompts(24, seed=0)
+    write_rows(tmp_path / "train.jsonl", rows[:16])
+    write_rows(tmp_path / "validation.jsonl", rows[16:])
+    return tmp_path
+
+
+def prompts(count: int, seed: int) -> list[dict]:
+    return [{"prompt": row["prompt"]} for row in arithmetic_rows(count, seed=seed, largest=9)]
+
+
+def configured(data: Path, tiny_model: Path, *overrides: str) -> SkyRLTrainConfig:
+    return SkyRLTrainConfig.from_cli_overrides(
+        [
+            f"data.train_data=[{data}/train.jsonl]",
+            f"data.val_data=[{data}/validation.jsonl]",
+            "environment.env_class=rewarding:Hashed",
+            "trainer.strategy=jax",
+            f"trainer.policy.model.path={tiny_model}",
+            "trainer.policy.model.lora.rank=4",
+            "trainer.policy.optimizer_config.lr=1e-2",
+            "trainer.train_batch_size=4",
+            "trainer.policy_mini_batch_size=2",
+            "trainer.critic_mini_batch_size=2",
+            "trainer.micro_train_batch_size_per_gpu=3",
+            "trainer.eval_interval=2",
+            "trainer.ckpt_interval=1",
+            f"trainer.ckpt_path={data}/checkpoints",
+            f"trainer.export_path={data}/exports",
+            "trainer.logger=console",
+            "generator.n_samples_per_prompt=3",
+            "generator.sampling_params.max_generate_length=4",
+            "trainer.jax.deterministic=true",
+            "trainer.jax.warm_up=false",
+            "trainer.jax.compilation_cache=false",
+            *overrides,
+        ]
+    ).resolve()
+
+
+def run(config: SkyRLTrainConfig, kill_at: int | None = None) -> list[tuple[int, dict[str, float]]]:
+    """The metrics of a run, which may be ended after a step."""
+    reports: list[tuple[int, dict[str, float]]] = []
+
+    def report(metrics: dict[str, float], step: int) -> None:
+        reports.append((step, metrics))
+        if step == kill_at:
+            raise Killed
+
+    with contextlib.suppress(Killed):
+        asyncio.run(train_rl(config, report))
+    return reports
+
+
+def weights(folder: Path, model: str = "policy", step: int = STEPS) -> dict[str, np.ndarray]:
+    """All that is stored of a model, moments included."""
+    return load_file(folder / "checkpoints" / f"global_step_{step}" / model / "training_state.safetensors")
+
+
+ALGORITHMS = {
+    "grpo": ["trainer.algorithm.use_kl_loss=true"],
+    "ppo": [
+        "trainer.algorithm.advantage_estimator=gae",
+        "trainer.algorithm.use_kl_loss=false",
+        "trainer.algorithm.use_kl_in_reward=true",
+        "trainer.algorithm.kl_ctrl.type=adaptive",
+        "trainer.critic.model.lora.rank=4",
+        "trainer.policy.optimizer_config.scheduler=linear",
+    ],
+    "clip_cov, whole": [
+        "trainer.algorithm.policy_loss_type=clip_cov",
+        "trainer.policy.model.lora.rank=0",
+        "trainer.update_epochs_per_batch=2",
+    ],
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(data, tiny_model, tmp_path, algorithm):
+    options = ALGORITHMS[algorithm]
+    if algorithm == "ppo":
+        options = [*options, f"trainer.critic.model.path={tiny_model}"]
+    whole, cut = (
+        configured(data, tiny_model, *options, f"trainer.ckpt_path={tmp_path}/{name}/checkpoints")
+        for name in ("whole", "cut")
+    )
+    undisturbed = run(whole)
+    assert [step for step, _ in undisturbed] == [0, 1, 2, 3, 4]
+    run(cut, kill_at=2)
+    resumed = run(cut)
+    assert [step for step, _ in resumed] == [3, 4]
+    assert all(metrics["policy/grad_norm"] > 0 for step, metrics in undisturbed if step)
+    for (_, ours), (_, expected) in zip(resumed, undisturbed[3:], strict=True):
+        same = {name for name in expected if not name.startswith("timing/") and "_time_" not in name}
+        assert {name: ours[name] for name in same} == {name: expected[name] for name in same}
+    for model in ("policy", "critic") if algorithm == "ppo" else ("policy",):
+        ours, expected = weights(tmp_path / "cut", model), weights(tmp_path / "whole", model)
+        assert ours.keys() == expected.keys()
+        for name in expected:
+            np.testing.assert_array_equal(ours[name], expected[name])
+
+
+def test_rollouts_beside_training_are_as_old_as_they_may_be(data, tiny_model):
+    config = configured(
+        data,
+        tiny_model,
+        "trainer.policy_mini_batch_size=4",
+        "trainer.fully_async.enabled=true",
+        "trainer.fully_async.max_staleness_steps=1",
+        "trainer.fully_async.num_parallel_generation_workers=4",
+        "trainer.epochs=2",
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+    )
+    reports = run(config)
+    ages = [metrics["async/staleness_max"] for step, metrics in reports if step > 0]
+    assert len(ages) == 8 and max(ages) == 1 and min(ages) >= 0
+
+
+def test_the_reference_of_a_new_epoch_is_the_policy_of_the_last_and_is_resumed(data, tiny_model, tmp_path):
+    options = ["trainer.update_ref_every_epoch=true", "trainer.epochs=2", "trainer.algorithm.use_kl_loss=true"]
+    config = configured(data, tiny_model, *options)
+    run(config, kill_at=5)
+    reference, policy = weights(data, "reference", 5), weights(data, "policy", 4)
+    for name in reference:
+        if name.startswith("weights/"):
+            np.testing.assert_array_equal(reference[name], policy[name])
+    reports = dict(run(config))
+    assert min(reports) == 6 and reports[6]["loss/avg_kl"] > 0
+
+
+def test_an_export_is_a_folder_for_transformers(data, tiny_model):
+    run(configured(data, tiny_model, "trainer.hf_save_interval=4", "trainer.eval_interval=0"))
+    exported = data / "exports" / "global_step_4" / "policy"
+    assert json.loads((exported / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    assert (exported / "model.safetensors").exists() and (exported / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("model", ["critic", "ref"])
+def test_another_base_model_beside_the_policys_is_refused(data, tiny_model, tmp_path, model):
+    other = tmp_path / "other"
+    config = configured(data, tiny_model, f"trainer.{model}.model.path={other}")
+
+    async def opened() -> Run:
+        with ExitStack() as stack:
+            return await open_run(config, stack)
+
+    with pytest.raises(ConfigError, match=str(other)):
+        asyncio.run(opened())
+
+
+def test_data_of_another_run_are_not_continued(data, tiny_model):
+    run(configured(data, tiny_model), kill_at=1)
+    write_rows(data / "train.jsonl", prompts(16, seed=5))
+    with pytest.raises(ConfigError, match=r"data\.train_data"):
+        run(configured(data, tiny_model))
