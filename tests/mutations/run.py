@@ -1,6 +1,6 @@
 """Puts known defects back, one at a time, and shows that a named test turns red for each.
 
-Run: `python tests/mutations/run.py [id ...]`. Each defect of `defects.py` and `algorithm_defects.py` is applied to a
+Run: `python tests/mutations/run.py [id ...]`. Each defect of the `*defects.py` beside this file is applied to a
 copy of the project, and only its tests run there. A defect fails the script if its text is not found exactly once, if
 one of its tests stays green, or if a test breaks before it could judge (an error while importing or in a fixture proves
 nothing). The same tests must be green on the unchanged copy first.
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from algorithm_defects import ALGORITHM_DEFECTS
 from defects import DEFECTS, Defect
+from env_defects import ENV_DEFECTS
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("skyrl", "tests", "benchmarks", "docs", "pyproject.toml")
@@ -92,7 +93,11 @@ def main() -> int:
     parser.add_argument("ids", nargs="*", help="only these defects")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     arguments = parser.parse_args()
-    chosen = [defect for defect in (*DEFECTS, *ALGORITHM_DEFECTS) if not arguments.ids or defect.id in arguments.ids]
+    chosen = [
+        defect
+        for defect in (*DEFECTS, *ALGORITHM_DEFECTS, *ENV_DEFECTS)
+        if not arguments.ids or defect.id in arguments.ids
+    ]
     with tempfile.TemporaryDirectory(prefix="skyrl-mutations-") as scratch:
         project = copy_project(Path(scratch) / "unchanged")
         tests = sorted({test for defect in chosen for test in defect.tests})

@@ -90,40 +90,47 @@ def test_no_case_is_run_after_one_that_decides():
 
 # Attacks on the machine.
 
+# What a call would do if it were not refused is harmless: signal 0, a limit that is only read.
+CALLS = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+
+def call(name, *arguments):
+    if getattr(libc, name)(*arguments) < 0:
+        raise OSError(ctypes.get_errno(), name)
+"""
 NEW_PROCESSES = [
     "import os; os.fork()",
     "import os; os.posix_spawn('/bin/true', ['true'], {})",
     "import os; os.execv('/bin/true', ['true'])",
     "import subprocess; subprocess.run(['true'])",
-    "import os; raise OSError(os.system('true'))",
     "import multiprocessing as m; m.get_context('fork').Process(target=print).start()",
-    "import ctypes, os\nif ctypes.CDLL(None).fork() < 0: raise OSError",
-    "import ctypes, os\nif ctypes.CDLL(None).syscall(57) < 0: raise OSError",
+    "call('fork')",
+    "call('syscall', 57)",
 ]
 NETWORK = [
     "import socket; socket.socket()",
     "import socket; socket.socket(socket.AF_UNIX)",
     "import socket; socket.create_connection(('127.0.0.1', 80))",
-    "import urllib.request; urllib.request.urlopen('http://127.0.0.1/')",
-    "import ctypes\nif ctypes.CDLL(None).socket(2, 1, 0) < 0: raise OSError",
-    "import ctypes\nif ctypes.CDLL(None).syscall(425, 1, ctypes.create_string_buffer(120)) < 0: raise OSError",
+    "call('socket', 2, 1, 0)",
+    "call('syscall', 425, 1, ctypes.create_string_buffer(120))",
 ]
 OTHERS = [
-    "import os; os.kill(os.getppid(), 9)",
-    "import os; os.kill(-1, 9)",
+    "import os; os.kill(os.getppid(), 0)",
     "import os; os.setsid()",
     "import os; os.setpgid(0, 0)",
-    "import resource; resource.prlimit(1, resource.RLIMIT_CPU, (1, 1))",
-    "import ctypes\nif ctypes.CDLL(None).ptrace(16, 1, 0, 0) < 0: raise OSError",
-    "import ctypes\nif ctypes.CDLL(None).unshare(0x10000000) < 0: raise OSError",
-    "import ctypes\nif ctypes.CDLL(None).mount(b'tmpfs', b'/tmp', b'tmpfs', 0, None) < 0: raise OSError",
+    "import os, resource; resource.prlimit(os.getppid(), resource.RLIMIT_CPU)",
+    "call('ptrace', 2, 1, 0, 0)",
+    "call('unshare', 0x10000000)",
+    "import os; os.mkdir('here'); call('mount', b'tmpfs', b'here', b'tmpfs', 0, None)",
 ]
 
 
 @BOTH
 @pytest.mark.parametrize("code", [*NEW_PROCESSES, *NETWORK, *OTHERS])
 def test_the_kernel_refuses(code, isolation):
-    (outcome,) = run(f"try:\n{indented(code)}\nexcept OSError as error:\n    print('refused')", isolation=isolation)
+    attack = f"{CALLS}\ntry:\n{indented(code)}\nexcept PermissionError:\n    print('refused')"
+    (outcome,) = run(attack, isolation=isolation)
     assert (outcome.status, outcome.stdout) == ("ok", "refused\n"), outcome
 
 
@@ -243,8 +250,12 @@ for place in {[str(place) for place in places]}:
         print("wrote", place)
 print("done")
 """
-    assert printed(code) == "done"
-    assert not any((place / "skyrl-was-here").exists() for place in places)
+    try:
+        assert printed(code) == "done"
+        assert not any((place / "skyrl-was-here").exists() for place in places)
+    finally:
+        for place in places:
+            (place / "skyrl-was-here").unlink(missing_ok=True)
 
 
 def test_a_file_of_the_user_cannot_be_changed(tmp_path):
