@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from episodes import play, reward
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from skyrl_gym.envs.lcb.livecodebench import convert_line_to_decimals, extract_code_from_model, get_stripped_lines
 
@@ -83,6 +83,7 @@ def test_solutions_of_both_kinds_pass_and_fail(their_rewards):
     assert len(kinds) == 4
 
 
+@settings(deadline=None)
 @given(st.text("`\n apython1", max_size=40))
 def test_the_same_block_of_code_is_taken(text):
     assert extract_code(text) == extract_code_from_model(text)
@@ -104,6 +105,7 @@ lines = st.lists(st.sampled_from(["1", "1.0", "1e0", " ", "\n", "a", "-0", "0", 
 )
 
 
+@settings(deadline=None)
 @given(lines, lines)
 def test_outputs_are_compared_as_by_skyrl_gym(printed, expected):
     assert is_same_output(printed, expected) == their_comparison(printed, expected)
