@@ -28,7 +28,7 @@ class LCBConfig(BaseConfig):
     """Settings of `lcb`."""
 
     timeout: PositiveFloat = 6.0
-    """Seconds of CPU time for a test. One that waits is stopped after three times as long."""
+    """Seconds of CPU time for a test. One that waits is stopped after three times as long and 5 s."""
 
     memory_mb: PositiveInt = 2048
     """MiB of address space for a test."""

@@ -31,7 +31,7 @@ class SearchCodeConfig(SearchEnvConfig):
     """Settings of `searchcode`: those of `search`, and of the Python tool."""
 
     code_timeout: PositiveFloat = 10.0
-    """Seconds of CPU time for a program. One that waits is stopped after three times as long."""
+    """Seconds of CPU time for a program. One that waits is stopped after three times as long and 5 s."""
 
     memory_mb: PositiveInt = 1024
     """MiB of address space for a program."""

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 MAX_ROWS = 100_000
 """Rows that a result may have."""
-MAX_CELL_BYTES = 1_000_000
-"""Length that a text, a blob or a statement may have."""
+MAX_CELL_BYTES = 2**18
+"""Length that a text, a blob, a row or a statement may have. The clock is not looked at within a function of SQLite,
+and some take as long as the square of it: half a second at this length."""
 MAX_RESULT_BYTES = 64_000_000
 """Text and blobs that a result may hold, in all."""
 STEPS_BETWEEN_CHECKS = 10_000

@@ -1,6 +1,12 @@
-"""Rewards compared with those of skyrl-gym 0.4.0, on random inputs; where they differ on purpose, by one table."""
+"""Rewards compared with those of skyrl-gym 0.4.0, on random inputs; where they differ on purpose, by one table.
 
+Those of `lcb` are in test_lcb.py, with a table of their own. That `aime` reads another column, and needs a text there,
+is in test_single_turn_maths.py.
+"""
+
+import os
 import sqlite3
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,10 +52,12 @@ def spec(truth: object) -> dict:
     return {"reward_spec": {"ground_truth": truth}}
 
 
+@pytest.mark.parametrize("env_id", ["gsm8k", "searchcode"])
 @few
-@given(solutions, st.sampled_from(["42", "-42", "1000", "4.2", ".", ""]))
-def test_gsm8k_rewards_the_same(text, truth):
-    assert ours("gsm8k", None, spec(truth), text) == theirs("gsm8k", None, spec(truth), text)
+@given(text=solutions, truth=st.sampled_from(["42", "-42", "1000", "4.2", ".", ""]))
+def test_the_number_after_the_mark_is_rewarded_the_same(env_id, text, truth):
+    extras = {**spec(truth), "max_turns": 1}
+    assert ours(env_id, None, extras, text) == theirs(env_id, None, extras, text)
 
 
 @few
@@ -212,6 +220,14 @@ DIFFERENCES = [
     Difference("search", "an empty answer equals no target", spec({"target": "the"}), ("<answer></answer>",), 1.0, 0.0),
     Difference("search", "articles count if alone", spec({"target": "A"}), ("<answer>The</answer>",), 1.0, 0.0),
     Difference(
+        "searchcode", "what a program prints is not read for the reward",
+        {**spec("42"), "max_turns": 2}, ("<tool><python>print('#### ' + str(42))</python></tool>", "above"), 1.0, 0.0,
+    ),
+    Difference(
+        "searchcode", "a mark in an earlier turn is no answer",
+        {**spec("42"), "max_turns": 2}, ("#### 1 is my plan", "<solution>#### 42</solution>"), 0.0, 1.0,
+    ),
+    Difference(
         "text2sql", "order counts if asked for",
         sql_row("select b from t order by b"), (solved("select b from t order by b desc"),), 1.0, 0.0,
     ),
@@ -238,7 +254,10 @@ DIFFERENCES = [
 
 
 @pytest.mark.parametrize("case", DIFFERENCES, ids=lambda case: f"{case.env_id}: {case.why}")
-def test_a_difference_is_as_documented(case, sql_config):
+def test_a_difference_is_as_documented(case, sql_config, monkeypatch):
+    monkeypatch.setenv(
+        "PATH", str(Path(sys.executable).parent), prepend=os.pathsep
+    )  # for their tool, which runs "python"
     search = OmegaConf.create({"search_url": "http://127.0.0.1:1/", "topk": 3, "timeout": 1, "log_requests": False})
     config = {"text2sql": sql_config, "search": search}.get(case.env_id)
     assert theirs(case.env_id, config, case.extras, *case.turns)[-1][0] == case.theirs

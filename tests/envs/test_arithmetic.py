@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl.envs import make_env
@@ -19,6 +19,7 @@ def reward(row: dict, action: str) -> float:
     return asyncio.run(make_env(row["env_class"], None, extras).step(action)).reward
 
 
+@settings(deadline=None)
 @given(st.integers(0, 50), st.integers(0, 2**32), st.integers(6, 500))
 def test_gold_answers_are_those_of_python(count, seed, largest):
     for row in arithmetic_rows(count, seed=seed, largest=largest):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from episodes import play, reward
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from skyrl_gym.envs.lcb.livecodebench import convert_line_to_decimals, extract_code_from_model, get_stripped_lines
 
@@ -45,6 +45,18 @@ PROGRAMS = {
     "takes other arguments": (PAIRS, "def top(a):\n    return sorted(a)"),
     "raises in the function": (PAIRS, "def top(a, n):\n    raise ValueError"),
 }
+EQUAL_TO_ALL = """
+class Yes(list):
+    def __eq__(self, other): return True
+def top(a, n): return Yes()
+"""
+NESTED = [{**PAIRS[0], "output": "[[1, 3]]"}]
+DIFFERENCES = {
+    "its result claims to be equal to everything": (PAIRS, EQUAL_TO_ALL, 1.0, 0.0),
+    "a tuple within its result counts as a list": (NESTED, "def top(a, n):\n    return [(1, 3)]", 0.0, 1.0),
+    "NumPy is not there unless it is imported": (PAIRS, "def top(a, n):\n    return np.sort(a)[:n].tolist()", 1.0, 0.0),
+}
+"""Why, tests, code, skyrl-gym's reward, ours."""
 THEIRS = """
 import json, sys
 from skyrl_gym.envs.lcb.livecodebench import compute_score
@@ -67,7 +79,8 @@ def judged(tests: list, code: str) -> float:
 @pytest.fixture(scope="module")
 def their_rewards() -> dict[str, float]:
     # In a process of its own: it forks, which the libraries that other tests loaded warn of.
-    given = json.dumps({name: (tests, answer(code)) for name, (tests, code) in PROGRAMS.items()})
+    cases = PROGRAMS | {name: case[:2] for name, case in DIFFERENCES.items()}
+    given = json.dumps({name: (tests, answer(code)) for name, (tests, code) in cases.items()})
     run = subprocess.run([sys.executable, "-c", THEIRS], input=given, capture_output=True, text=True, check=True)
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -78,11 +91,18 @@ def test_a_solution_is_rewarded_as_by_skyrl_gym(name, their_rewards):
     assert judged(tests, code) == their_rewards[name]
 
 
+@pytest.mark.parametrize("why", DIFFERENCES)
+def test_a_difference_from_skyrl_gym_is_as_documented(why, their_rewards):
+    tests, code, theirs, ours = DIFFERENCES[why]
+    assert (their_rewards[why], judged(tests, code)) == (theirs, ours)
+
+
 def test_solutions_of_both_kinds_pass_and_fail(their_rewards):
-    kinds = {(len(PROGRAMS[name][0][0]), value) for name, value in their_rewards.items()}
+    kinds = {(PROGRAMS[name][0][0]["testtype"], their_rewards[name]) for name in PROGRAMS}
     assert len(kinds) == 4
 
 
+@settings(deadline=None)
 @given(st.text("`\n apython1", max_size=40))
 def test_the_same_block_of_code_is_taken(text):
     assert extract_code(text) == extract_code_from_model(text)
@@ -104,6 +124,7 @@ lines = st.lists(st.sampled_from(["1", "1.0", "1e0", " ", "\n", "a", "-0", "0", 
 )
 
 
+@settings(deadline=None)
 @given(lines, lines)
 def test_outputs_are_compared_as_by_skyrl_gym(printed, expected):
     assert is_same_output(printed, expected) == their_comparison(printed, expected)
@@ -153,11 +174,6 @@ while frame:
     frame = frame.f_back
 found += [str(item) for item in gc.get_objects() if isinstance(item, (dict, list, tuple, str))]
 print(chr(52) + "24242" if any(re.search("4{1}24242", text) for text in found) else "not there")
-"""
-EQUAL_TO_ALL = """
-class Yes(list):
-    def __eq__(self, other): return True
-def top(a, n): return Yes()
 """
 FORGE = """
 import os, json

@@ -59,7 +59,7 @@ class Limits:
     @property
     def wall_s(self) -> float:
         """Seconds that pass until a case is stopped that waits rather than computes."""
-        return 3 * self.cpu_s + 2
+        return 3 * self.cpu_s + 5
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,109 @@
+"""Defects of environments that reward the wrong thing or let a model out, in the form of `defects.py`.
+
+The numbers are those of the list of known defects of trainers, section by section.
+"""
+
+from defects import Defect, Edit
+
+AIME = "skyrl/envs/aime.py"
+JUDGE = "skyrl/envs/llm_as_a_judge.py"
+SANDBOX = "skyrl/utils/sandbox/"
+SEARCH = "skyrl/envs/search.py"
+SEARCHCODE = "skyrl/envs/searchcode.py"
+SQLITE = "skyrl/envs/sqlite.py"
+TESTS = "tests/envs/"
+SANDBOX_TESTS = "tests/utils/test_sandbox.py::"
+
+ENV_DEFECTS = [
+    Defect(
+        "D5.1a",
+        "results of queries are compared as sets, so duplicates do not count",
+        [Edit(SQLITE, "Counter(gold.rows) == Counter(other.rows)", "frozenset(gold.rows) == frozenset(other.rows)")],
+        [
+            TESTS + "test_text2sql.py::test_results_are_compared_as_the_gold_query_asks",
+            TESTS + "test_text2sql.py::test_unordered_results_are_equal_if_python_counts_the_same_rows",
+        ],
+    ),
+    Defect(
+        "D5.1b",
+        "the order of rows does not count where the gold query asks for one",
+        [Edit(SQLITE, "    if has_top_level_order(gold_sql):\n        return gold.rows == other.rows\n", "")],
+        [TESTS + "test_text2sql.py::test_results_are_compared_as_the_gold_query_asks"],
+    ),
+    Defect(
+        "D5.1c",
+        "a query of the model can change the database",
+        [
+            Edit(SQLITE, "mode=ro{immutable}", "mode=rw"),
+            Edit(SQLITE, "        connection.set_authorizer(_authorize)\n", ""),
+        ],
+        [TESTS + "test_text2sql.py::test_a_query_that_does_more_than_read_is_refused"],
+    ),
+    Defect(
+        "D5.2a",
+        "an answer that a document holds is rewarded",
+        [
+            Edit(SEARCH, "content = f", "self.heard = content = f"),
+            Edit(SEARCH, "extract_answer(action)", 'extract_answer(getattr(self, "heard", "") + action)'),
+        ],
+        [TESTS + "test_search.py::test_an_answer_in_a_document_is_not_rewarded"],
+    ),
+    Defect(
+        "D5.2b",
+        "an answer that a program prints is rewarded",
+        [
+            Edit(
+                SEARCHCODE,
+                "return await self.tools.call(name, text.strip())",
+                "self.heard = await self.tools.call(name, text.strip())\n            return self.heard",
+            ),
+            Edit(SEARCHCODE, "is_correct(action,", 'is_correct(getattr(self, "heard", "") + action,'),
+        ],
+        [TESTS + "test_searchcode.py::test_an_answer_that_a_program_prints_is_not_rewarded"],
+    ),
+    Defect(
+        "D5.5",
+        "aime reads another column than every other environment",
+        [Edit(AIME, '"reward_spec.ground_truth", "reward_model.ground_truth"', '"reward_model.ground_truth"')],
+        [TESTS + "test_single_turn_maths.py::test_aime_takes_the_answer_from_either_column"],
+    ),
+    Defect(
+        "D2.8",
+        "a judge that says nothing useful is a reward of 0",
+        [Edit(JUDGE, "if not scores:", "if not scores:\n            return StepResult([], 0.0, done=True)")],
+        [TESTS + "test_llm_as_a_judge.py::test_a_verdict_without_a_score_is_a_failure_and_no_reward"],
+    ),
+    Defect(
+        "F1.24a",
+        "code of the model gets our environment, with its keys",
+        [Edit(SANDBOX + "run.py", "env=_environment(folder)", "env=dict(os.environ)")],
+        [SANDBOX_TESTS + "test_our_environment_is_not_passed_on"],
+    ),
+    Defect(
+        "F1.24b",
+        "code of the model may open sockets and start processes",
+        [Edit(SANDBOX + "child.py", "        confinement.forbid_calls()\n", "")],
+        [SANDBOX_TESTS + "test_the_kernel_refuses"],
+    ),
+    Defect(
+        "F1.24c",
+        "code of the model may write to our files",
+        [Edit(SANDBOX + "confinement.py", "attr_set=_MOUNT_ATTR_RDONLY, ", "")],
+        [
+            SANDBOX_TESTS + "test_nothing_is_written_outside_of_the_folder",
+            SANDBOX_TESTS + "test_a_file_of_the_user_cannot_be_changed",
+        ],
+    ),
+    Defect(
+        "F1.24d",
+        "code of the model may take all memory",
+        [
+            Edit(
+                SANDBOX + "confinement.py",
+                "    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))\n",
+                "",
+            )
+        ],
+        [SANDBOX_TESTS + "test_memory_is_bounded"],
+    ),
+]
