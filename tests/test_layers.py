@@ -81,6 +81,7 @@ def test_imports_point_down():
         ("skyrl.train.data", {"jax", "torch", "transformers", "datasets", "pyarrow"}),
         ("skyrl.train.jax_options", {"jax", "torch", "transformers"}),
         ("skyrl.train.schedules", {"jax", "torch", "transformers"}),
+        ("skyrl.train.sft", {"jax", "torch", "transformers"}),
         ("skyrl.train.validation", {"jax", "torch", "transformers"}),
         ("skyrl.algorithms.advantages", {"jax", "torch"}),
         ("skyrl.algorithms.corrections", {"jax", "torch"}),

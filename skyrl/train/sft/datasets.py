@@ -1,0 +1,150 @@
+"""Files of rows as data sets of examples, with an account of what was cut and what was left out."""
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl.errors import ConfigError
+from skyrl.train.config.sft import SFTConfig
+from skyrl.train.sft.conversations import ChatTokenizer, Conversations
+from skyrl.train.sft.examples import Example, RowReader
+
+logger = logging.getLogger(__name__)
+
+NAMED = 5
+"""Rows that a summary names of those that were left out for the same reason."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Examples, in the order of the rows."""
+
+    name: str
+    examples: list[Example]
+    rows: int
+    """Rows that were read."""
+    left_out: Mapping[str, list[int]]
+    """Numbers of the rows (from 0) that are not trained on, by the reason."""
+
+    @property
+    def truncated(self) -> int:
+        """Examples that lost their end."""
+        return sum(example.truncated for example in self.examples)
+
+    def summary(self) -> str:
+        """One line: how many rows, how many are used, cut, and left out, and why."""
+        trained = sum(example.trained_tokens for example in self.examples)
+        parts = [f"{self.name}: {len(self.examples)} of {self.rows} rows used, {trained} tokens trained on"]
+        if self.truncated:
+            parts.append(f"{self.truncated} cut to max_length")
+        for reason, rows in self.left_out.items():
+            named = ", ".join(map(str, rows[:NAMED])) + (", ..." if len(rows) > NAMED else "")
+            parts.append(f"{len(rows)} left out that {reason} (row {named})")
+        return "; ".join(parts)
+
+
+def load_datasets(config: SFTConfig, tokenizer: ChatTokenizer) -> tuple[list[Dataset], list[Dataset]]:
+    """(training data sets, evaluation data sets) of a resolved configuration; logs a summary of each.
+
+    Raises ConfigError for a file that cannot be read, a row that cannot be used (it names file and row), and a data
+    set of which nothing is left.
+    """
+    reader = RowReader(
+        conversations=Conversations(
+            tokenizer, config.train_on_what, config.chat_template, variables=config.chat_template_kwargs
+        ),
+        train_on_what=config.train_on_what,
+        max_length=config.max_length,
+        messages_key=config.messages_key,
+        tools_key=config.tools_key,
+        system_key=config.system_key,
+    )
+    train = [read_dataset(path, read_rows(path), reader) for path in config.train_datasets]
+    names = config.eval_dataset_names or []
+    evaluation = [
+        read_dataset(name, read_rows(path), reader) for name, path in zip(names, config.eval_datasets, strict=True)
+    ]
+    for dataset in (*train, *evaluation):
+        logger.info("%s", dataset.summary())
+    return train, evaluation
+
+
+def read_dataset(name: str, rows: Iterable[Mapping[str, Any]], reader: RowReader) -> Dataset:
+    """The examples of `rows`. Raises ConfigError, which names the row, and if there is no example at all."""
+    examples: list[Example] = []
+    left_out: dict[str, list[int]] = {}
+    number = -1
+    for number, row in enumerate(rows):
+        try:
+            example = reader.example(row)
+        except ConfigError as error:
+            raise ConfigError(f"{name}, row {number}: {error}") from error
+        if isinstance(example, Example):
+            examples.append(example)
+        else:
+            left_out.setdefault(example, []).append(number)
+    dataset = Dataset(name, examples, number + 1, left_out)
+    if not examples:
+        raise ConfigError(f"{dataset.summary()}; give other data, or another train_on_what or max_length")
+    return dataset
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a .jsonl, .json (a list of objects) or .parquet file. Raises ConfigError if there are none."""
+    path = Path(path).expanduser()
+    readers = {".jsonl": _json_lines, ".json": _json_list, ".parquet": _parquet}
+    if path.suffix not in readers:
+        raise ConfigError(f"{path}: unknown kind of file; give .jsonl, .json or .parquet")
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file; give the path of one")
+    try:
+        return readers[path.suffix](path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); give a readable file") from error
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                rows.append(_object(line, f"{path}, line {number}"))
+    return rows
+
+
+def _json_list(path: Path) -> list[dict[str, Any]]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: no JSON ({error}); one object a line is .jsonl") from None
+    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+        raise ConfigError(f"{path}: holds no list of objects; write [{{...}}, ...]")
+    return content
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: no JSON ({error}); write one object a line") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f'{where}: holds a {type(row).__name__}; write an object, such as {{"messages": [...]}}')
+    return row
+
+
+def _parquet(path: Path) -> list[dict[str, Any]]:
+    try:
+        import pyarrow.parquet as parquet
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"{path}: reading .parquet needs pyarrow; pip install 'skyrl[train]', or give .jsonl"
+        ) from None
+    from pyarrow import ArrowException
+
+    try:
+        return parquet.ParquetFile(path).read().to_pylist()
+    except ArrowException as error:
+        raise ConfigError(f"{path}: no readable Parquet ({error}); write it anew") from error
