@@ -33,16 +33,17 @@ class SFTConfig(BaseConfig):
     """Options of the JAX backend."""
 
     train_datasets: list[str] = field(default_factory=list)
-    """What is trained on: .jsonl, .json or .parquet files of conversations, Alpaca rows or tokens."""
+    """What is trained on: conversations, Alpaca rows or tokens in .parquet, .json or .jsonl files, or data sets of the
+    Hugging Face hub (name, or name:split)."""
 
     train_dataset_weights: list[PositiveFloat] | None = None
     """Share of each data set in the rows of an epoch, up to a common factor. None: each row is there once."""
 
     eval_datasets: list[str] = field(default_factory=list)
-    """Files whose loss is measured."""
+    """Data sets whose loss is measured."""
 
     eval_dataset_names: list[str] | None = None
-    """Names of those in metrics. None: their file names without the ending."""
+    """Names of those in metrics. None: their last parts without the ending of a file."""
 
     messages_key: str = "messages"
     """Column of conversations."""
@@ -126,7 +127,7 @@ class SFTConfig(BaseConfig):
         if not self.model.path:
             yield "model.path=None: there is no model; give a folder or the id of one"
         if not self.train_datasets:
-            yield "train_datasets=[]: there is nothing to train on; name a file"
+            yield "train_datasets=[]: there is nothing to train on; name a file or a data set"
         weights = self.train_dataset_weights
         if weights is not None and len(weights) != len(self.train_datasets):
             yield (

@@ -1,14 +1,13 @@
-"""Files of rows as data sets of examples, with an account of what was cut and what was left out."""
+"""Sources of rows as data sets of examples, with an account of what was cut and what was left out."""
 
-import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from skyrl.errors import ConfigError
 from skyrl.train.config.sft import SFTConfig
+from skyrl.train.data_files import read_rows
 from skyrl.train.sft.conversations import ChatTokenizer, Conversations
 from skyrl.train.sft.examples import Example, RowReader
 
@@ -49,8 +48,8 @@ class Dataset:
 def load_datasets(config: SFTConfig, tokenizer: ChatTokenizer) -> tuple[list[Dataset], list[Dataset]]:
     """(training data sets, evaluation data sets) of a resolved configuration; logs a summary of each.
 
-    Raises ConfigError for a file that cannot be read, a row that cannot be used (it names file and row), and a data
-    set of which nothing is left.
+    Raises ConfigError for a source that cannot be read, a row that cannot be used (it names source and row), and a
+    data set of which nothing is left.
     """
     reader = RowReader(
         conversations=Conversations(
@@ -90,61 +89,3 @@ def read_dataset(name: str, rows: Iterable[Mapping[str, Any]], reader: RowReader
     if not examples:
         raise ConfigError(f"{dataset.summary()}; give other data, or another train_on_what or max_length")
     return dataset
-
-
-def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl, .json (a list of objects) or .parquet file. Raises ConfigError if there are none."""
-    path = Path(path).expanduser()
-    readers = {".jsonl": _json_lines, ".json": _json_list, ".parquet": _parquet}
-    if path.suffix not in readers:
-        raise ConfigError(f"{path}: unknown kind of file; give .jsonl, .json or .parquet")
-    if not path.is_file():
-        raise ConfigError(f"{path}: there is no such file; give the path of one")
-    try:
-        return readers[path.suffix](path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); give a readable file") from error
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                rows.append(_object(line, f"{path}, line {number}"))
-    return rows
-
-
-def _json_list(path: Path) -> list[dict[str, Any]]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path}: no JSON ({error}); one object a line is .jsonl") from None
-    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
-        raise ConfigError(f"{path}: holds no list of objects; write [{{...}}, ...]")
-    return content
-
-
-def _object(text: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{where}: no JSON ({error}); write one object a line") from None
-    if not isinstance(row, dict):
-        raise ConfigError(f'{where}: holds a {type(row).__name__}; write an object, such as {{"messages": [...]}}')
-    return row
-
-
-def _parquet(path: Path) -> list[dict[str, Any]]:
-    try:
-        import pyarrow.parquet as parquet
-    except ModuleNotFoundError:
-        raise ConfigError(
-            f"{path}: reading .parquet needs pyarrow; pip install 'skyrl[train]', or give .jsonl"
-        ) from None
-    from pyarrow import ArrowException
-
-    try:
-        return parquet.ParquetFile(path).read().to_pylist()
-    except ArrowException as error:
-        raise ConfigError(f"{path}: no readable Parquet ({error}); write it anew") from error
