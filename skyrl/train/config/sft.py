@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, Posit
 
 from skyrl.train.config.base import BaseConfig
 from skyrl.train.config.fields import one_of
+from skyrl.train.config.generator import ChatTemplateConfig
 from skyrl.train.config.models import ModelConfig, OptimizerConfig
 from skyrl.train.config.trainer import Trackers, all_or_some
 
@@ -54,8 +55,8 @@ class SFTConfig(BaseConfig):
     system_key: str = "system"
     """Column of system messages, which are put in front of conversations."""
 
-    chat_template: str | None = None
-    """Chat template, as text. None: that of the model's tokenizer."""
+    chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
+    """The template that turns messages into text."""
 
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as enable_thinking."""

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError
 
+from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
 
-Message = dict[str, Any]
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 

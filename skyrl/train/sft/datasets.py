@@ -8,6 +8,7 @@ from typing import Any
 from skyrl.errors import ConfigError
 from skyrl.train.config.sft import SFTConfig
 from skyrl.train.data_files import read_rows
+from skyrl.train.rollouts.templates import load_template
 from skyrl.train.sft.conversations import ChatTokenizer, Conversations
 from skyrl.train.sft.examples import Example, RowReader
 
@@ -53,7 +54,7 @@ def load_datasets(config: SFTConfig, tokenizer: ChatTokenizer) -> tuple[list[Dat
     """
     reader = RowReader(
         conversations=Conversations(
-            tokenizer, config.train_on_what, config.chat_template, variables=config.chat_template_kwargs
+            tokenizer, config.train_on_what, load_template(config.chat_template), config.chat_template_kwargs
         ),
         train_on_what=config.train_on_what,
         max_length=config.max_length,

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
-from skyrl.train.sft.conversations import Conversations, Masked, Message
+from skyrl.train.sft.conversations import Conversations, Masked
 
 IGNORED = -100
 """Label of a token that is not trained on."""
