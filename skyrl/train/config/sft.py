@@ -146,5 +146,5 @@ class SFTConfig(BaseConfig):
         for interval, folder in (("ckpt_interval", "ckpt_path"), ("hf_save_interval", "export_path")):
             if getattr(self, interval) and not getattr(self, folder):
                 yield f"{interval}={getattr(self, interval)}: there is nowhere to write to; set {folder}"
-        if self.resume_from == "latest" and not self.ckpt_path:
-            yield "resume_from=latest: there is no folder with checkpoints; set ckpt_path"
+        if self.resume_from and not self.ckpt_path:
+            yield f"resume_from={self.resume_from}: there is no folder for this run's own checkpoints; set ckpt_path"

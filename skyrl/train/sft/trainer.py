@@ -7,15 +7,14 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from skyrl.errors import ConfigError
+from skyrl.train.checkpoints import CheckpointStore
 from skyrl.train.config.sft import SFTConfig
 from skyrl.train.learner import Learner
 from skyrl.train.schedules import learning_rate_factor
@@ -28,32 +27,9 @@ logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 LOSS = "cross_entropy"
+RESUME_MODES = {"": "none", "latest": "latest"}
 MODEL = "policy"
 """The learner's folder in a checkpoint and in an export."""
-
-
-class Checkpoint(Protocol):
-    """What a run goes on from."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def state(self) -> Mapping[str, Any]: ...
-
-    def model_path(self, model: str) -> str: ...
-
-
-class Checkpoints(Protocol):
-    """Where the checkpoints of a run are."""
-
-    def resume(self, mode: str | None, path: str | None = None) -> Checkpoint | None:
-        """The checkpoint to go on from, with mode none, latest or from_path; None to begin anew."""
-        ...
-
-    def saving(self, step: int, state: Mapping[str, Any]) -> AbstractContextManager[Path]:
-        """Write the checkpoint of a step; yields the folder into which models are written."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -83,10 +59,9 @@ class SFTTrainer:
         learner: What is trained; it exists, with the weights that a new run begins with.
         train: Data sets that are trained on, as `load_datasets` gives them.
         evaluation: Data sets whose loss is measured.
-        checkpoints: Where they are. None: none are written, and the run begins anew.
         on_metrics: Called with the steps taken and the metrics of the last one, or of the evaluation before the first.
 
-    Raises ConfigError for weights that leave a data set no row in an epoch.
+    Raises ConfigError for weights that leave a data set no row in an epoch, and a `ckpt_path` that is on no disk.
     """
 
     def __init__(
@@ -96,18 +71,17 @@ class SFTTrainer:
         train: Sequence[Dataset],
         evaluation: Sequence[Dataset] = (),
         *,
-        checkpoints: Checkpoints | None = None,
         on_metrics: Callable[[int, Metrics], None] = lambda step, metrics: None,
     ):
         self._config = config
         self._learner = learner
         self._train = train
         self._evaluation = evaluation
-        self._checkpoints = checkpoints
+        self._checkpoints = _store(config) if config.ckpt_path else None
         self._on_metrics = on_metrics
         sizes = [len(dataset.examples) for dataset in train]
         self.order = Order(sizes, config.batch_size, config.seed, config.train_dataset_weights)
-        self._state = {
+        self._state: dict[str, Any] = {
             "batch_size": config.batch_size,
             "seed": config.seed,
             "rows of train_datasets": self.order.sizes,
@@ -122,7 +96,8 @@ class SFTTrainer:
     async def run(self) -> Summary:
         """Train to the end, from a checkpoint if `resume_from` says so.
 
-        Raises ConfigError if the checkpoint is one of other data, or of another order of them.
+        Raises ConfigError if the checkpoint is of another model, of other data, or of another order of them, and
+        StorageError if it is missing or damaged, or a new one cannot be written.
         """
         await self._resume()
         resumed_from, trained_tokens = self.global_step, 0
@@ -189,14 +164,10 @@ class SFTTrainer:
 
     async def _resume(self) -> None:
         wanted = self._config.resume_from
-        if self._checkpoints is None or not wanted:
+        if self._checkpoints is None:
             return
-        if wanted == "latest":
-            found = self._checkpoints.resume("latest")
-        else:
-            found = self._checkpoints.resume("from_path", wanted)
+        found = self._checkpoints.resume(RESUME_MODES.get(wanted, "from_path"), wanted)
         if found is None:
-            logger.info("resume_from=%s: there is no checkpoint yet; training begins anew", wanted)
             return
         for name, value in self._state.items():
             if found.state[name] != value:
@@ -206,6 +177,17 @@ class SFTTrainer:
                 )
         await self._learner.load(found.model_path(MODEL))
         self.global_step = found.step
+
+
+def _store(config: SFTConfig) -> CheckpointStore:
+    model = config.model
+    identity = {
+        "loss": LOSS,
+        "model.path": model.path,
+        "model.lora.rank": model.lora.rank,
+        "model.lora.alpha": model.lora.alpha,
+    }
+    return CheckpointStore(config.ckpt_path, identity=identity, max_to_keep=config.max_ckpts_to_keep)
 
 
 def _fingerprint(datasets: Sequence[Dataset]) -> str:
