@@ -84,6 +84,7 @@ def test_imports_point_down():
         ("skyrl.train.plots", {"jax", "torch", "transformers", "matplotlib"}),
         ("skyrl.train.schedules", {"jax", "torch", "transformers"}),
         ("skyrl.train.tracker_clients", {"jax", "torch", "transformers", "wandb", "mlflow", "swanlab", "tensorboard"}),
+        ("skyrl.train.sft", {"jax", "torch", "transformers"}),
         ("skyrl.train.validation", {"jax", "torch", "transformers"}),
         ("skyrl.algorithms.advantages", {"jax", "torch"}),
         ("skyrl.algorithms.corrections", {"jax", "torch"}),

@@ -169,7 +169,7 @@ class Update:
                 given["selected"] = await self._selected(batch, mask, fields, rows)
             output = await self._policy.forward_backward(batch.data(rows, weights=weights, **given), self._objective)
             metrics = _policy_metrics(output, [fields["sampling_logprobs"][row, mask[row]] for row in rows], mask[rows])
-            adam = _adam(optimizer, self._schedule(optimizer, self.policy_steps))
+            adam = adam_params(optimizer, self._schedule(optimizer, self.policy_steps))
             stepped = await self._policy.optim_step(adam)
             self.policy_steps += 1
             found.append(metrics | {"loss": output.metrics["loss:sum"], **_step_metrics(stepped)})
@@ -183,7 +183,7 @@ class Update:
         for rows in self._mini_batches(batch, self._trainer.critic_mini_batch_size):
             data = batch.data(rows, weights=self._weights(batch, mask, rows), **fields)
             output = await self._critic.forward_backward(data, self._value_objective)
-            adam = _adam(optimizer, self._schedule(optimizer, self.critic_steps))
+            adam = adam_params(optimizer, self._schedule(optimizer, self.critic_steps))
             stepped = await self._critic.optim_step(adam)
             self.critic_steps += 1
             found.append({"loss": output.metrics["loss:sum"], **_step_metrics(stepped)})
@@ -222,7 +222,8 @@ def _column(batch: Batch, output: ForwardBackwardOutput, name: str) -> Array:
     return batch.padded([scores[name] for scores in output.loss_fn_outputs], np.float64)
 
 
-def _adam(optimizer: OptimizerConfig, factor: float) -> AdamParams:
+def adam_params(optimizer: OptimizerConfig, factor: float) -> AdamParams:
+    """Those of a step whose learning rate is `optimizer.lr` times `factor`; epsilon is torch's default."""
     beta1, beta2 = optimizer.adam_betas
     return AdamParams(
         learning_rate=optimizer.lr * factor,

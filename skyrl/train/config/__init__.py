@@ -42,6 +42,7 @@ from skyrl.train.config.models import (
 )
 from skyrl.train.config.policy_losses import CISPOConfig, ClipCovConfig, KLCovConfig, SAPOConfig
 from skyrl.train.config.root import DataConfig, SkyRLTrainConfig, make_config
+from skyrl.train.config.sft import SFTConfig
 from skyrl.train.config.trainer import FullyAsyncConfig, TrainerConfig
 
 __all__ = [
@@ -78,6 +79,7 @@ __all__ = [
     "PolicyConfig",
     "RefConfig",
     "SAPOConfig",
+    "SFTConfig",
     "SamplingParams",
     "SearchEnvConfig",
     "SkyRLGymConfig",

@@ -17,7 +17,8 @@ from skyrl.train.config.trainer_rules import trainer_problems
 TRACKERS = ("wandb", "mlflow", "swanlab", "tensorboard", "console")
 
 
-def _all_or_some(count: int) -> int:
+def all_or_some(count: int) -> int:
+    """A count of things to keep: from 1, or -1 for all. Raises ValueError for another."""
     if count == -1 or count >= 1:
         return count
     raise ValueError("give a number from 1, or -1 to keep all of them")
@@ -27,6 +28,10 @@ def _trackers(names: str | list[str]) -> str | list[str]:
     for name in [names] if isinstance(names, str) else names:
         known_name(name, TRACKERS)
     return names
+
+
+Trackers = Annotated[str | list[str], AfterValidator(_trackers)]
+"""One or several names of trackers."""
 
 
 @dataclass
@@ -95,7 +100,7 @@ class TrainerConfig(BaseConfig):
     ckpt_path: str = field(default_factory=lambda: os.path.expanduser("~/ckpts/"))
     """Folder for checkpoints. One that is given is used as it is; the default gets project_name/run_name below it."""
 
-    max_ckpts_to_keep: Annotated[int, AfterValidator(_all_or_some)] = -1
+    max_ckpts_to_keep: Annotated[int, AfterValidator(all_or_some)] = -1
     """Newest checkpoints that are kept. -1: all."""
 
     ckpt_interval: int = 10
@@ -161,7 +166,7 @@ class TrainerConfig(BaseConfig):
     run_name: str = "test_run"
     """Run in the tracker, and what its checkpoints belong to."""
 
-    logger: Annotated[str | list[str], AfterValidator(_trackers)] = "wandb"
+    logger: Trackers = "wandb"
     """Where metrics go beside the local files: one or several of wandb, mlflow, swanlab, tensorboard, console."""
 
     dump_data_batch: bool = False

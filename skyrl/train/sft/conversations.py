@@ -1,0 +1,173 @@
+"""Which tokens of a conversation are trained on.
+
+A template that marks what an assistant says (`{% generation %}`) is believed. With any other, an assistant's message
+is what a conversation has more than the prompt for it, which holds only if the prompt's tokens are the first ones of
+the conversation's. A template may render the past differently once there is more (Qwen3 leaves out old thoughts), so
+that is checked for each message, and a conversation of which it is not true is refused.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from jinja2 import TemplateError
+
+from skyrl.envs.env import Message
+from skyrl.errors import ConfigError
+
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatTokenizer(Protocol):
+    """What is used of a `transformers` tokenizer."""
+
+    @property
+    def all_special_ids(self) -> list[int]: ...
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: list[int]) -> Any: ...
+
+    def get_chat_template(self, chat_template: str | None = None, tools: list[Any] | None = None) -> str: ...
+
+    def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any: ...
+
+
+class Masked(NamedTuple):
+    """A conversation."""
+
+    token_ids: list[int]
+    mask: list[bool]
+    """Whether each token is trained on."""
+
+
+class Conversations:
+    """Conversations as tokens, with the chat template of a tokenizer or another one."""
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        train_on_what: str,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ):
+        """Mask conversations for `train_on_what`, one of `TRAIN_ON_WHAT`.
+
+        Args:
+            tokenizer: Encodes and renders.
+            train_on_what: What is trained on.
+            template: Chat template. None: the tokenizer's own.
+            variables: Further variables of the template, such as `enable_thinking`.
+        """
+        self._tokenizer = tokenizer
+        self._what = train_on_what
+        self._template = template
+        self._options = dict(variables or {}) | ({} if template is None else {"chat_template": template})
+        special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = special | set(tokenizer.all_special_ids)
+
+    def masked(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Masked:
+        """Tokens of a whole conversation.
+
+        The token that ends a turn is part of an assistant's message; white space that the template puts after it is
+        not. Raises ConfigError if the template cannot be rendered, or if messages cannot be told apart.
+        """
+        shown = list(tools) if tools else None
+        try:
+            if self._what == "all_tokens":
+                token_ids = self._encode(self._text(messages, shown))
+                return Masked(token_ids, [True] * len(token_ids))
+            if _MARKER.search(self._tokenizer.get_chat_template(self._template, tools=shown)):
+                return self._marked(messages, shown)
+            return self._by_prefixes(messages, shown)
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"the chat template cannot be rendered with chat_template_kwargs={self._options}: "
+                f"{type(error).__name__}: {error}; change the messages, or set chat_template"
+            ) from error
+
+    def _chosen(self, messages: Sequence[Message]) -> list[int]:
+        """Numbers of the messages that are trained on."""
+        said = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
+        if self._what == "last_assistant_message":
+            return said[-1:]
+        if self._what == "last_assistant_turn":
+            asked = [number for number, message in enumerate(messages) if message.get("role") == "user"]
+            return [number for number in said if number > max(asked, default=-1)]
+        return said
+
+    def _marked(self, messages: Sequence[Message], tools: list[Any] | None) -> Masked:
+        """By the template's own markers."""
+        rendered = self._tokenizer.apply_chat_template(
+            list(messages), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+            **self._options,
+        )  # fmt: skip
+        token_ids, marked = list(rendered["input_ids"]), [bool(one) for one in rendered["assistant_masks"]]
+        chosen = self._chosen(messages)
+        said = sum(message.get("role") == "assistant" for message in messages)
+        if len(chosen) == said:
+            return Masked(token_ids, marked)
+        starts = [at for at, one in enumerate(marked) if one and not (at and marked[at - 1])]
+        if len(starts) != said:
+            raise ConfigError(
+                f"the chat template marks {len(starts)} stretches of tokens as an assistant's, in a conversation with "
+                f"{said} messages of assistants, so that train_on_what={self._what} cannot be told from the rest; "
+                "set train_on_what=all_assistant_messages, or a chat_template that marks each message once"
+            )
+        first = starts[-len(chosen)] if chosen else len(marked)
+        return Masked(token_ids, [one and at >= first for at, one in enumerate(marked)])
+
+    def _by_prefixes(self, messages: Sequence[Message], tools: list[Any] | None) -> Masked:
+        """By what each message adds to the prompt for it."""
+        token_ids = self._encode(self._text(messages, tools))
+        mask = [False] * len(token_ids)
+        for number in self._chosen(messages):
+            if number == 0:
+                raise ConfigError(
+                    "messages[0] is an assistant's, so that there is no prompt for it; begin with a message of "
+                    "another role, or use a chat_template with {% generation %} markers"
+                )
+            start = self._prefix(token_ids, messages, number, tools, prompt=True)
+            last = number == len(messages) - 1
+            end = len(token_ids) if last else self._prefix(token_ids, messages, number + 1, tools, prompt=False)
+            for at in range(start, self._without_glue(token_ids, start, end)):
+                mask[at] = True
+        return Masked(token_ids, mask)
+
+    def _prefix(
+        self, token_ids: list[int], messages: Sequence[Message], count: int, tools: list[Any] | None, prompt: bool
+    ) -> int:
+        """Tokens of the first `count` messages, which are the first ones of the whole, or ConfigError."""
+        before = self._encode(self._text(messages[:count], tools, prompt))
+        if token_ids[: len(before)] == before:
+            return len(before)
+        agree = next((at for at, (one, other) in enumerate(zip(before, token_ids, strict=False)) if one != other), None)
+        agree = min(len(before), len(token_ids)) if agree is None else agree
+        what = f"the prompt for messages[{count}]" if prompt else f"the conversation up to messages[{count - 1}]"
+        raise ConfigError(
+            f"the chat template renders {what} differently within the whole conversation: from token {agree} on, "
+            f"{self._at(before, agree)} became {self._at(token_ids, agree)}, so that train_on_what={self._what} "
+            "cannot be told from the rest; use a chat_template with {% generation %} markers, set "
+            "train_on_what=last_assistant_message and give each answer a row of its own, or change the message"
+        )
+
+    def _at(self, token_ids: list[int], start: int) -> str:
+        return repr(self._tokenizer.decode(token_ids[start : start + 8])) if start < len(token_ids) else "nothing"
+
+    def _without_glue(self, token_ids: list[int], start: int, end: int) -> int:
+        """Where a message ends: after its last special token, if there is only white space behind that."""
+        last = next((at for at in range(end - 1, start - 1, -1) if token_ids[at] in self._special), end - 1)
+        return end if self._tokenizer.decode(token_ids[last + 1 : end]).strip() else last + 1
+
+    def _text(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
+        return self._tokenizer.apply_chat_template(
+            list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, **self._options
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))

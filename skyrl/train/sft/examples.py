@@ -1,0 +1,174 @@
+"""Rows of a data set as examples: token ids, and which of them are trained on.
+
+What a row is, its columns say: `input_ids` with `labels` or `loss_mask` (tokens already), `messages` (a conversation),
+or `instruction`, `input` and `output` (Alpaca). To add a kind, add a branch to `RowReader.example`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from skyrl.envs.env import Message
+from skyrl.errors import ConfigError
+from skyrl.train.sft.conversations import Conversations, Masked
+
+IGNORED = -100
+"""Label of a token that is not trained on."""
+
+NO_ANSWER = "do not end with an assistant's message"
+NOTHING_TRAINED = "have nothing that is trained on"
+CUT = "have nothing that is trained on within max_length"
+"""Why rows are left out."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A sequence to train on."""
+
+    token_ids: np.ndarray
+    """int32 `[tokens]`."""
+    mask: np.ndarray
+    """bool `[tokens]`: whether each token is trained on. The first never is: nothing comes before it."""
+    truncated: bool = False
+    """Whether tokens at the end were cut off."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that are trained on."""
+        return int(self.mask.sum())
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """What makes examples of rows."""
+
+    conversations: Conversations
+    train_on_what: str
+    max_length: int | None = None
+    """Tokens of an example at most; what is behind is cut off. None: any number."""
+    messages_key: str = "messages"
+    tools_key: str = "tools"
+    system_key: str = "system"
+    """Columns."""
+
+    def example(self, row: Mapping[str, Any]) -> Example | str:
+        """The example, or why the row is left out. Raises ConfigError for a row that is of no kind, or malformed."""
+        if row.get("input_ids") is not None:
+            masked = _pretokenized(row)
+        elif row.get(self.messages_key) is not None:
+            messages = self._with_system(_messages(row[self.messages_key], self.messages_key), row)
+            if self.train_on_what != "all_tokens" and messages[-1]["role"] != "assistant":
+                return NO_ANSWER
+            masked = self.conversations.masked(messages, self._tools(row))
+        elif row.get("instruction") is not None and row.get("output") is not None:
+            masked = self.conversations.masked(self._with_system(_alpaca(row), row), self._tools(row))
+        else:
+            raise ConfigError(
+                f"columns {', '.join(sorted(row)) or 'none'}: of no known kind; give {self.messages_key} (a list of "
+                "messages), instruction and output, or input_ids with labels or loss_mask; messages_key names another "
+                "column of messages"
+            )
+        return self._cut(masked)
+
+    def _cut(self, masked: Masked) -> Example | str:
+        token_ids = np.asarray(masked.token_ids, np.int32)
+        mask = np.asarray(masked.mask, np.bool_)
+        mask[:1] = False
+        if not mask.any():
+            return NOTHING_TRAINED
+        truncated = self.max_length is not None and len(token_ids) > self.max_length
+        example = Example(token_ids[: self.max_length], mask[: self.max_length], truncated)
+        return example if example.trained_tokens else CUT
+
+    def _with_system(self, messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
+        system = row.get(self.system_key)
+        if not system:
+            return messages
+        if not isinstance(system, str):
+            raise ConfigError(f"{self.system_key}={system!r}: give a string")
+        if messages[0]["role"] == "system":
+            raise ConfigError(f"{self.system_key}={system!r}: the messages begin with a system message; leave out one")
+        return [{"role": "system", "content": system}, *messages]
+
+    def _tools(self, row: Mapping[str, Any]) -> list[Any] | None:
+        tools = row.get(self.tools_key)
+        if isinstance(tools, str) and tools:
+            try:
+                tools = json.loads(tools)
+            except ValueError as error:
+                raise ConfigError(f"{self.tools_key}={tools[:80]!r}: no JSON ({error}); give a list of tools") from None
+        if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise ConfigError(f"{self.tools_key}={str(tools)[:80]}: give a list of tools, each a JSON schema")
+        return tools or None
+
+
+def _messages(given: Any, key: str) -> list[Message]:
+    """Messages without the members that a table fills in with nulls. Raises ConfigError for anything else."""
+    if not isinstance(given, list) or not given:
+        raise ConfigError(f"{key}={str(given)[:80]}: give a list of messages, at least one")
+    for number, message in enumerate(given):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ConfigError(
+                f"{key}[{number}]={str(message)[:80]}: has no role; give {{'role': 'user', 'content': '...'}}"
+            )
+    return [{name: value for name, value in one.items() if value is not None or name == "content"} for one in given]
+
+
+def _alpaca(row: Mapping[str, Any]) -> list[Message]:
+    """A question, with the input below the instruction if there is one, and the answer."""
+    parts = {name: row.get(name) or "" for name in ("instruction", "input", "output")}
+    for name, value in parts.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{name}={str(value)[:80]}: give a string")
+    question = "\n\n".join(part for part in (parts["instruction"], parts["input"]) if part)
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": parts["output"]}]
+
+
+def _pretokenized(row: Mapping[str, Any]) -> Masked:
+    """Tokens as they are; those where `attention_mask` is 0 are padding and left out."""
+    token_ids = _numbers(row, "input_ids")
+    if (token_ids < 0).any():
+        raise ConfigError(f"input_ids has {token_ids.min()}: token ids are 0 or more")
+    labels, loss_mask = row.get("labels"), row.get("loss_mask")
+    if (labels is None) == (loss_mask is None):
+        given = "neither labels nor loss_mask" if labels is None else "labels and loss_mask"
+        raise ConfigError(f"input_ids comes with {given}; give one of them, which says what is trained on")
+    if labels is None:
+        trained = _flags(row, "loss_mask", len(token_ids))
+    else:
+        labels = _numbers(row, "labels", len(token_ids))
+        trained = labels != IGNORED
+        wrong = np.flatnonzero(trained & (labels != token_ids))
+        if wrong.size:
+            at = int(wrong[0])
+            raise ConfigError(
+                f"labels[{at}]={labels[at]} but input_ids[{at}]={token_ids[at]}; a label is the token at its own place "
+                f"(not shifted), or {IGNORED}"
+            )
+    kept = np.ones(len(token_ids), np.bool_)
+    if row.get("attention_mask") is not None:
+        kept = _flags(row, "attention_mask", len(token_ids))
+    return Masked(token_ids[kept].tolist(), trained[kept].tolist())
+
+
+def _flags(row: Mapping[str, Any], name: str, length: int) -> np.ndarray:
+    flags = _numbers(row, name, length)
+    if not np.isin(flags, (0, 1)).all():
+        raise ConfigError(f"{name} has values other than 0 and 1; give 1 where it holds and 0 where it does not")
+    return flags.astype(np.bool_)
+
+
+def _numbers(row: Mapping[str, Any], name: str, length: int | None = None) -> np.ndarray:
+    """An int64 `[tokens]` column, which must have `length` entries. Booleans count as 0 and 1."""
+    try:
+        array = np.asarray(row[name])
+    except ValueError:
+        array = np.asarray(None)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
+        raise ConfigError(f"{name}={str(row[name])[:80]}: give a flat list of integers")
+    if length is not None and len(array) != length:
+        raise ConfigError(f"{name} has {len(array)} entries but input_ids has {length}; give one for each token")
+    return array.astype(np.int64)

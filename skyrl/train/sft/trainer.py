@@ -1,0 +1,199 @@
+"""Supervised fine-tuning: one optimizer step after another; evaluation, checkpoints and exports in between.
+
+What a run is made of beside the learner is one number, its steps: order of the data and learning rate follow from it.
+"""
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from skyrl.errors import ConfigError
+from skyrl.train.checkpoints import CheckpointStore
+from skyrl.train.config.sft import SFTConfig
+from skyrl.train.learner import Learner
+from skyrl.train.schedules import learning_rate_factor
+from skyrl.train.sft.batches import scoring_data, training_data
+from skyrl.train.sft.datasets import Dataset
+from skyrl.train.sft.order import Order
+from skyrl.train.update import adam_params
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+LOSS = "cross_entropy"
+RESUME_MODES = {"": "none", "latest": "latest"}
+MODEL = "policy"
+"""The learner's folder in a checkpoint and in an export."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to."""
+
+    steps: int
+    """Optimizer steps taken, those before it was resumed too."""
+    resumed_from: int
+    """Optimizer steps that were taken before it was resumed."""
+    trained_tokens: int
+    """Tokens that were trained on since then, counted each time."""
+    metrics: Metrics
+    """Of the last step, with the losses of the last evaluation; empty if there was nothing left to do."""
+
+    def __str__(self) -> str:
+        begun = f" (resumed from {self.resumed_from})" if self.resumed_from else ""
+        losses = [f"{name} {value:.4f}" for name, value in self.metrics.items() if name.endswith("/loss")]
+        return ", ".join([f"{self.steps} steps{begun}", f"{self.trained_tokens} tokens trained on", *losses])
+
+
+class SFTTrainer:
+    """Trains a learner on data sets.
+
+    Args:
+        config: Resolved.
+        learner: What is trained; it exists, with the weights that a new run begins with.
+        train: Data sets that are trained on, as `load_datasets` gives them.
+        evaluation: Data sets whose loss is measured.
+        on_metrics: Called with the steps taken and the metrics of the last one, or of the evaluation before the first.
+
+    Raises ConfigError for weights that leave a data set no row in an epoch, and a `ckpt_path` that is on no disk.
+    """
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        learner: Learner,
+        train: Sequence[Dataset],
+        evaluation: Sequence[Dataset] = (),
+        *,
+        on_metrics: Callable[[int, Metrics], None] = lambda step, metrics: None,
+    ):
+        self._config = config
+        self._learner = learner
+        self._train = train
+        self._evaluation = evaluation
+        self._checkpoints = _store(config) if config.ckpt_path else None
+        self._on_metrics = on_metrics
+        sizes = [len(dataset.examples) for dataset in train]
+        self.order = Order(sizes, config.batch_size, config.seed, config.train_dataset_weights)
+        self._state: dict[str, Any] = {
+            "batch_size": config.batch_size,
+            "seed": config.seed,
+            "rows of train_datasets": self.order.sizes,
+            "rows of train_datasets in an epoch": self.order.counts,
+            "contents of train_datasets": _fingerprint(train),
+        }
+        self.total_steps = config.steps(self.order.steps_per_epoch)
+        """Optimizer steps of the whole run."""
+        self.global_step = 0
+        """Optimizer steps taken."""
+
+    async def run(self) -> Summary:
+        """Train to the end, from a checkpoint if `resume_from` says so.
+
+        Raises ConfigError if the checkpoint is of another model, of other data, or of another order of them, and
+        StorageError if it is missing or damaged, or a new one cannot be written.
+        """
+        await self._resume()
+        resumed_from, trained_tokens = self.global_step, 0
+        metrics: Metrics = {}
+        if self._config.eval_before_train and not self.global_step:
+            self._on_metrics(0, await self.evaluate())
+        while self.global_step < self.total_steps:
+            metrics = await self.step()
+            trained_tokens += int(metrics["data/trained_tokens"])
+            if self._is_due(self._config.eval_interval, at_end=True):
+                metrics |= await self.evaluate()
+            self._on_metrics(self.global_step, metrics)
+            if self._is_due(self._config.ckpt_interval):
+                await self._save()
+            if self._is_due(self._config.hf_save_interval):
+                folder = os.path.join(self._config.export_path, f"global_step_{self.global_step}", MODEL)
+                await self._learner.export(folder)
+        summary = Summary(self.global_step, resumed_from, trained_tokens, metrics)
+        logger.info("%s", summary)
+        return summary
+
+    async def step(self) -> Metrics:
+        """One optimizer step, and its metrics: the loss is the mean over the batch's trained tokens, in nats."""
+        begun = time.monotonic()
+        step = self.global_step
+        batch = [self._train[dataset].examples[row] for dataset, row in self.order.batch(step)]
+        output = await self._learner.forward_backward(training_data(batch), LOSS)
+        optimizer = self._config.optimizer_config
+        adam = adam_params(optimizer, learning_rate_factor(optimizer, step, self.total_steps))
+        stepped = await self._learner.optim_step(adam)
+        self.global_step += 1
+        return {
+            "trainer/global_step": float(self.global_step),
+            "trainer/epoch": self.global_step / self.order.steps_per_epoch,
+            "policy/loss": output.metrics["loss:sum"],
+            "policy/lr": adam.learning_rate,
+            "policy/grad_norm": stepped["skyrl.ai/grad_norm"],
+            "data/tokens": float(sum(len(example.token_ids) for example in batch)),
+            "data/trained_tokens": float(sum(example.trained_tokens for example in batch)),
+            "timing/step": time.monotonic() - begun,
+        }
+
+    async def evaluate(self) -> Metrics:
+        """`eval/{name}/loss` of each evaluation data set: the mean over all its trained tokens, in nats."""
+        metrics: Metrics = {}
+        for dataset in self._evaluation:
+            total, size = 0.0, self._config.batch_size
+            for start in range(0, len(dataset.examples), size):
+                data = scoring_data(dataset.examples[start : start + size])
+                total += (await self._learner.forward(data, LOSS)).metrics["loss:sum"]
+            metrics[f"eval/{dataset.name}/loss"] = total / sum(one.trained_tokens for one in dataset.examples)
+        return metrics
+
+    def _is_due(self, interval: int, at_end: bool = False) -> bool:
+        """Whether something that is done every `interval` steps, and after the last one, is due now."""
+        if self.global_step == self.total_steps:
+            return at_end or interval > 0
+        return interval > 0 and self.global_step % interval == 0
+
+    async def _save(self) -> None:
+        if self._checkpoints is not None:
+            with self._checkpoints.saving(self.global_step, self._state) as folder:
+                await self._learner.save(str(folder / MODEL))
+
+    async def _resume(self) -> None:
+        wanted = self._config.resume_from
+        if self._checkpoints is None:
+            return
+        found = self._checkpoints.resume(RESUME_MODES.get(wanted, "from_path"), wanted)
+        if found is None:
+            return
+        for name, value in self._state.items():
+            if found.state[name] != value:
+                raise ConfigError(
+                    f"resume_from={wanted}: the checkpoint's {name} is {found.state[name]} and this run's is {value}, "
+                    "so that the order of the data cannot be continued; use the checkpoint's, or leave out resume_from"
+                )
+        await self._learner.load(found.model_path(MODEL))
+        self.global_step = found.step
+
+
+def _store(config: SFTConfig) -> CheckpointStore:
+    model = config.model
+    identity = {
+        "loss": LOSS,
+        "model.path": model.path,
+        "model.lora.rank": model.lora.rank,
+        "model.lora.alpha": model.lora.alpha,
+    }
+    return CheckpointStore(config.ckpt_path, identity=identity, max_to_keep=config.max_ckpts_to_keep)
+
+
+def _fingerprint(datasets: Sequence[Dataset]) -> str:
+    digest = hashlib.sha256()
+    for dataset in datasets:
+        for example in dataset.examples:
+            digest.update(np.int64(len(example.token_ids)).tobytes())
+            digest.update(example.token_ids.tobytes() + example.mask.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,45 @@
+"""The code of docs/sft.md runs as it stands and does what it says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+(CODE,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sft.md").read_text(), re.DOTALL)
+
+
+def run(code: str, folder: Path) -> list[str]:
+    """Lines that a program prints."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("page")
+
+
+@pytest.fixture(scope="module")
+def lines(folder) -> list[str]:
+    return run(CODE, folder)
+
+
+def test_the_model_of_the_page_learns_the_answers(lines):
+    losses = [float(line.split()[1]) for line in lines[:-1]]
+    assert [line.split()[0] for line in lines[:-1]] == ["1", "10", "20", "30", "40"]
+    held = re.search(r"eval/capitals/loss ([\d.]+)", lines[-1])
+    assert losses[0] > 5.0 and held and float(held[1]) < 0.1
+
+
+def test_the_program_of_the_page_goes_on_from_its_newest_checkpoint(lines, folder):
+    longer = CODE.replace("num_epochs=40", "num_epochs=41").replace(
+        "ckpt_path=ckpts", 'ckpt_path=ckpts", "resume_from=latest'
+    )
+    assert run(longer, folder)[-1].startswith("41 steps (resumed from 40), ")

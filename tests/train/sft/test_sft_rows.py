@@ -1,0 +1,166 @@
+"""Rows of every kind, from every kind of file; truncation; what is left out; what is refused."""
+
+import json
+import logging
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from chats import assistant, golden, reader, rendered, system, tokenizer, user
+
+from skyrl.errors import ConfigError
+from skyrl.train.config import SFTConfig
+from skyrl.train.data_files import read_rows
+from skyrl.train.sft import Example, load_datasets
+from skyrl.train.sft.datasets import read_dataset
+
+TALK = [user("Go."), assistant("One.")]
+ROWS = [{"messages": TALK}, {"messages": [user("And?"), assistant("Two, or three.")]}]
+QUESTION = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n[[{}<|im_end|>]]\n"
+
+
+def example(row: dict, **options) -> Example:
+    found = reader(**options).example(row)
+    assert isinstance(found, Example), found
+    return found
+
+
+def plain(found: Example) -> tuple[list[int], list[bool]]:
+    return found.token_ids.tolist(), found.mask.tolist()
+
+
+def test_an_alpaca_row_is_a_question_with_its_input_and_an_answer():
+    row = {"instruction": "Add.", "input": "1 and 1", "output": "2"}
+    assert plain(example(row)) == golden("chatml", QUESTION.format("Add.\n\n1 and 1", "2"))
+
+
+def test_an_alpaca_row_without_input_is_the_instruction_alone():
+    row = {"instruction": "Speak.", "input": "", "output": "Hi."}
+    assert plain(example(row)) == golden("chatml", QUESTION.format("Speak.", "Hi."))
+
+
+def test_a_system_column_is_put_in_front_of_the_messages():
+    row = {"messages": TALK, "system": "Be brief."}
+    assert plain(example(row)) == plain(example({"messages": [system("Be brief."), *TALK]}))
+
+
+def test_tools_may_be_json_text():
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    found = example({"messages": TALK, "tools": json.dumps(tools)})
+    assert found.token_ids.tolist() == rendered("chatml", TALK, tools=tools)
+
+
+def test_tokens_are_taken_as_they_are_with_labels():
+    found = example({"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]})
+    assert plain(found) == ([5, 6, 7, 8], [False, False, True, True])
+
+
+def test_tokens_are_taken_as_they_are_with_a_loss_mask():
+    found = example({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]})
+    assert plain(found) == ([5, 6, 7], [False, True, False])
+
+
+def test_padding_of_tokens_is_left_out():
+    row = {"input_ids": [0, 5, 6, 0], "labels": [-100, -100, 6, -100], "attention_mask": [0, 1, 1, 0]}
+    assert plain(example(row)) == ([5, 6], [False, True])
+
+
+def test_the_first_token_is_never_trained_on():
+    assert plain(example({"input_ids": [5, 6], "loss_mask": [1, 1]}))[1] == [False, True]
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_truncation_cuts_tokens_and_mask_at_the_same_place(kept):
+    whole = example(ROWS[1])
+    length = whole.mask.tolist().index(True) + kept
+    cut = example(ROWS[1], max_length=length)
+    assert cut.truncated and cut.trained_tokens == kept
+    assert plain(cut) == (whole.token_ids[:length].tolist(), whole.mask[:length].tolist())
+
+
+def test_a_row_of_exactly_max_length_is_whole():
+    length = len(example(ROWS[1]).token_ids)
+    assert not example(ROWS[1], max_length=length).truncated
+
+
+def test_rows_that_are_left_out_are_counted_by_reason_and_named():
+    rows = [
+        {"messages": TALK},
+        {"messages": [*TALK, user("More.")]},
+        {"messages": [user("A long question. " * 10), assistant("One.")]},
+        {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]},
+        {"messages": [*TALK, user("More.")]},
+    ]
+    dataset = read_dataset("talk", rows, reader(max_length=20))
+    assert dataset.left_out == {
+        "do not end with an assistant's message": [1, 4],
+        "have nothing that is trained on within max_length": [2],
+        "have nothing that is trained on": [3],
+    }
+    trained = dataset.examples[0].trained_tokens
+    assert dataset.summary() == (
+        f"talk: 1 of 5 rows used, {trained} tokens trained on; 2 left out that do not end with an assistant's message "
+        "(row 1, 4); 1 left out that have nothing that is trained on within max_length (row 2); 1 left out that have "
+        "nothing that is trained on (row 3)"
+    )
+
+
+def test_a_data_set_of_which_nothing_is_left_is_refused():
+    with pytest.raises(ConfigError, match=r"talk: 0 of 1 rows used.*\(row 0\); give other data"):
+        read_dataset("talk", [{"messages": [user("Go.")]}], reader())
+
+
+def test_a_row_that_is_refused_is_named():
+    with pytest.raises(ConfigError, match=r"talk, row 1: messages\[0\]=.*has no role"):
+        read_dataset("talk", [ROWS[0], {"messages": [{"from": "human", "value": "Go."}]}], reader())
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "Go."}, "columns text: of no known kind"),
+        ({"messages": []}, r"messages=\[\]: give a list of messages"),
+        ({"messages": [system("A"), *TALK], "system": "B"}, "the messages begin with a system message"),
+        ({"messages": TALK, "tools": "{"}, "tools='{': no JSON"),
+        ({"messages": TALK, "tools": {"name": "add"}}, "give a list of tools"),
+        ({"instruction": "Go.", "output": 3}, "output=3: give a string"),
+        ({"input_ids": [1, 2]}, "neither labels nor loss_mask"),
+        ({"input_ids": [1, 2], "labels": [1, 2], "loss_mask": [1, 1]}, "labels and loss_mask; give one"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, r"labels\[0\]=2 but input_ids\[0\]=1;.*not shifted"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "loss_mask has 1 entries but input_ids has 2"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "values other than 0 and 1"),
+        ({"input_ids": [1, -2], "loss_mask": [0, 1]}, "input_ids has -2"),
+        ({"input_ids": [[1], [2, 3]], "loss_mask": [0, 1]}, "give a flat list of integers"),
+    ],
+)
+def test_a_malformed_row_is_refused(row, message):
+    with pytest.raises(ConfigError, match=message):
+        reader().example(row)
+
+
+def write(folder, kind: str, rows: list[dict]) -> str:
+    path = folder / f"rows.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)) + "\n" if kind == "jsonl" else json.dumps(rows))
+    return str(path)
+
+
+def test_members_that_a_table_fills_with_nulls_are_no_part_of_messages(tmp_path):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": "{}"}}]}
+    rows = [{"messages": TALK}, {"messages": [user("Time?"), call]}]
+    plain_row, row = read_rows(write(tmp_path, "parquet", rows))
+    assert "tool_calls" in plain_row["messages"][0]  # null
+    assert plain(example(plain_row)) == plain(example(rows[0])) and plain(example(row)) == plain(example(rows[1]))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+def test_data_sets_of_a_configuration_are_read_and_summed_up_in_the_log(tmp_path, caplog, kind):
+    path = write(tmp_path, kind, ROWS)
+    overrides = [f"train_datasets=[{path}]", f"eval_datasets=[{path}]", "train_on_what=all_assistant_messages"]
+    with caplog.at_level(logging.INFO):
+        (train,), (held_out,) = load_datasets(SFTConfig.from_cli_overrides(overrides).resolve(), tokenizer("chatml"))
+    assert (train.name, held_out.name) == (path, "rows")
+    assert [plain(one) for one in train.examples] == [plain(example(row)) for row in ROWS]
+    assert [record.message for record in caplog.records] == [train.summary(), held_out.summary()]

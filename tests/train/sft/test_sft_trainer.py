@@ -1,0 +1,222 @@
+"""The loop with the JAX backend: against torch, resumed, evaluated, and what it writes."""
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+import oracle
+from skyrl.backends.client import BackendClient
+from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+from skyrl.errors import ConfigError
+from skyrl.train.config import SFTConfig
+from skyrl.train.learner import Learner
+from skyrl.train.sft import Dataset, Example
+from skyrl.train.sft.trainer import SFTTrainer, Summary
+from skyrl.types import LoraConfig
+
+BACKEND = {"train_tile_tokens": 64, "compilation_cache": False, "warm_up": False}
+NUMBERS = itertools.count()
+Trace = list[tuple[int, dict[str, float]]]
+
+
+@pytest.fixture(scope="module")
+def client(tiny_model) -> Iterator[BackendClient]:
+    with BackendClient(JaxBackend(str(tiny_model), JaxBackendConfig(**BACKEND))) as client:
+        yield client
+
+
+def dataset(name: str, rows: int, seed: int) -> Dataset:
+    """Random tokens, of which the last few of each row are trained on."""
+    draw = np.random.default_rng(seed)
+    examples = []
+    for _ in range(rows):
+        length = int(draw.integers(3, 30))
+        mask = np.arange(length) >= int(draw.integers(1, length))
+        examples.append(Example(draw.integers(0, 256, length).astype(np.int32), mask))
+    return Dataset(name, examples, rows, {})
+
+
+TRAIN = [dataset("a", 9, 1), dataset("b", 4, 2)]
+HELD_OUT = [dataset("c", 5, 3), dataset("d", 3, 4)]
+
+
+def config(model: Path, *overrides: str) -> SFTConfig:
+    given = [f"model.path={model}", "train_datasets=[a, b]", "eval_datasets=[c, d]", "optimizer_config.lr=1e-3"]
+    return SFTConfig.from_cli_overrides([*given, *overrides]).resolve()
+
+
+def train(client: BackendClient, config: SFTConfig, rank: int = 0, killed=None) -> tuple[Summary, Trace, Learner]:
+    """A run with a model of its own, and what was measured in it. `killed`: the step after which it ends."""
+    trace: Trace = []
+
+    def measured(step: int, metrics: dict[str, float]) -> None:
+        trace.append((step, metrics))
+        if step == killed:
+            raise Killed
+
+    async def run() -> tuple[Summary, Learner]:
+        learner = Learner(client, f"model-{next(NUMBERS)}")
+        await learner.create(LoraConfig(rank=rank, seed=0))
+        trainer = SFTTrainer(config, learner, TRAIN, HELD_OUT, on_metrics=measured)
+        return await trainer.run(), learner
+
+    summary, learner = asyncio.run(run())
+    return summary, trace, learner
+
+
+def values(trace: Trace, name: str) -> list[float]:
+    return [metrics[name] for _, metrics in trace if name in metrics]
+
+
+def without_times(trace: Trace) -> Trace:
+    return [(step, {name: one for name, one in metrics.items() if name != "timing/step"}) for step, metrics in trace]
+
+
+def mean_loss(model, examples: list[Example]) -> torch.Tensor:
+    """As is usual in torch: padded rows, labels of -100, one mean over all labels."""
+    length = max(len(one.token_ids) for one in examples)
+    token_ids, labels = (torch.full((len(examples), length), fill) for fill in (0, -100))
+    for row, one in enumerate(examples):
+        size = len(one.token_ids)
+        token_ids[row, :size] = torch.tensor(one.token_ids)
+        labels[row, :size] = torch.where(torch.tensor(one.mask), token_ids[row, :size], -100)
+    logits = model(token_ids).logits[:, :-1]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def test_20_steps_equal_torch(client, tiny_model):
+    options = [
+        "num_steps=20",
+        "batch_size=4",
+        "optimizer_config.scheduler=linear",
+        "optimizer_config.num_warmup_steps=3",
+    ]
+    settings = config(tiny_model, *options)
+    _, trace, learner = train(client, settings)
+    model = oracle.load(tiny_model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 3 if step < 3 else (20 - step) / 17)
+    order = SFTTrainer(settings, learner, TRAIN).order
+    losses, norms = [], []
+    for step in range(20):
+        optimizer.zero_grad()
+        loss = mean_loss(model, [TRAIN[one].examples[row] for one, row in order.batch(step)])
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    np.testing.assert_allclose(values(trace, "policy/loss"), losses, atol=1e-3)
+    np.testing.assert_allclose(values(trace, "policy/grad_norm"), norms, rtol=1e-2)
+    assert losses[-1] < losses[0] - 0.1
+    with torch.no_grad():
+        for held_out in HELD_OUT:
+            expected = mean_loss(model, held_out.examples).item()
+            assert values(trace, f"eval/{held_out.name}/loss") == [pytest.approx(expected, abs=1e-3)]
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_run_killed_after_any_step_and_resumed_equals_the_uninterrupted_one_bit_for_bit(
+    client, tiny_model, tmp_path, rank
+):
+    options = ["batch_size=3", "optimizer_config.scheduler=cosine", "num_steps=7", "ckpt_interval=2", "eval_interval=3"]
+    options += [f"model.lora.rank={rank}", "resume_from=latest"]
+    _, whole, _ = train(client, config(tiny_model, *options, f"ckpt_path={tmp_path / 'whole'}"), rank)
+    for killed in range(1, 7):
+        settings = config(tiny_model, *options, f"ckpt_path={tmp_path / str(killed)}")
+        with pytest.raises(Killed):
+            train(client, settings, rank, killed)
+        summary, trace, _ = train(client, settings, rank)
+        assert summary.resumed_from == (killed - 1) // 2 * 2  # the step itself is not saved yet
+        assert without_times(trace) == without_times(whole)[summary.resumed_from :]
+
+
+def test_a_run_goes_on_from_a_checkpoint_that_is_named(client, tiny_model, tmp_path):
+    options = ["num_steps=3", "ckpt_interval=1", f"ckpt_path={tmp_path}"]
+    _, whole, _ = train(client, config(tiny_model, *options), 4)
+    _, trace, _ = train(client, config(tiny_model, *options, f"resume_from={tmp_path}/global_step_1"), 4)
+    assert without_times(trace) == without_times(whole)[1:]
+
+
+def test_the_last_step_is_checkpointed_whatever_the_interval(client, tiny_model, tmp_path):
+    train(
+        client, config(tiny_model, "num_steps=3", "ckpt_interval=2", f"ckpt_path={tmp_path}", "max_ckpts_to_keep=1"), 4
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_3", "latest_ckpt_global_step.txt"]
+
+
+def test_a_run_that_is_complete_is_resumed_without_another_step(client, tiny_model, tmp_path):
+    options = ["num_steps=2", "ckpt_interval=2", f"ckpt_path={tmp_path}", "resume_from=latest"]
+    train(client, config(tiny_model, *options), 4)
+    summary, trace, _ = train(client, config(tiny_model, *options), 4)
+    assert (summary, trace) == (Summary(2, 2, 0, {}), [])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("batch_size=5", "the checkpoint's batch_size is 4 and this run's is 5"),
+        ("seed=7", "the checkpoint's seed is 42 and this run's is 7"),
+        (
+            "train_dataset_weights=[1.0, 1.0]",
+            r"rows of train_datasets in an epoch is \[9, 4\] and this run's is \[7, 6\]",
+        ),
+        ("model.lora.rank=8", "checkpoint of another model.*model.lora.rank"),
+    ],
+)
+def test_a_checkpoint_of_another_order_or_model_is_refused(client, tiny_model, tmp_path, change, message):
+    options = ["num_steps=1", "ckpt_interval=1", f"ckpt_path={tmp_path}", "resume_from=latest", "model.lora.rank=4"]
+    train(client, config(tiny_model, *options), 4)
+    with pytest.raises(ConfigError, match=message):
+        train(client, config(tiny_model, *options, change), 4)
+
+
+def test_losses_are_measured_before_between_and_after_the_steps(client, tiny_model):
+    _, trace, _ = train(client, config(tiny_model, "num_steps=5", "eval_interval=2", "eval_before_train=true"), 4)
+    assert [step for step, metrics in trace if "eval/c/loss" in metrics and "eval/d/loss" in metrics] == [0, 2, 4, 5]
+
+
+def test_evaluation_does_not_depend_on_how_it_is_cut(client, tiny_model):
+    options = ["num_steps=1", "eval_before_train=true"]
+    (one, other) = (train(client, config(tiny_model, *options, f"batch_size={size}"), 4)[1] for size in (2, 5))
+    assert one[0][1] == pytest.approx(other[0][1], rel=1e-5)
+
+
+def test_a_short_batch_at_the_end_of_an_epoch_trains_on_what_is_there(client, tiny_model):
+    summary, trace, _ = train(client, config(tiny_model, "num_epochs=2", "batch_size=5"), 4)
+    everything = sum(one.trained_tokens for part in TRAIN for one in part.examples)
+    trained = values(trace, "data/trained_tokens")
+    assert summary.steps == 6 and sum(trained[:3]) == sum(trained[3:]) == everything
+    assert summary.trained_tokens == 2 * everything
+    assert values(trace, "trainer/epoch") == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
+
+
+def test_models_are_exported_at_intervals_and_at_the_end(client, tiny_model, tmp_path):
+    options = ["num_steps=3", "hf_save_interval=2", f"export_path={tmp_path}", "optimizer_config.scheduler=constant"]
+    _, trace, _ = train(client, config(tiny_model, *options))
+    folders = [tmp_path / f"global_step_{step}" / "policy" for step in (2, 3)]
+    assert sorted(tmp_path.iterdir()) == [folder.parent for folder in folders]
+    with torch.no_grad():
+        expected = mean_loss(oracle.load(folders[1]), HELD_OUT[0].examples).item()
+    assert trace[-1][1]["eval/c/loss"] == pytest.approx(expected, abs=1e-4)
+    first, last = (load_file(folder / "model.safetensors") for folder in folders)
+    assert any((first[name] != last[name]).any() for name in first)
+
+
+def test_the_summary_says_what_the_run_came_to(client, tiny_model):
+    summary, trace, _ = train(client, config(tiny_model, "num_steps=2"), 4)
+    last = trace[-1][1]
+    assert str(summary) == (
+        f"2 steps, {summary.trained_tokens} tokens trained on, policy/loss {last['policy/loss']:.4f}, "
+        f"eval/c/loss {last['eval/c/loss']:.4f}, eval/d/loss {last['eval/d/loss']:.4f}"
+    )
