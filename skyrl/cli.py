@@ -75,6 +75,13 @@ def make_model(argv: Sequence[str]) -> int:
     return 0
 
 
+def train(argv: Sequence[str]) -> int:
+    """train a model as a typed configuration says: skyrl train rl, skyrl train sft"""
+    from skyrl.train.commands import main
+
+    return main(argv)
+
+
 def demo(argv: Sequence[str]) -> int:
     """train two adapters on a local server and sample them (skyrl demo --help)"""
     from skyrl.demo import main
@@ -94,6 +101,7 @@ def show_version(argv: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": serve,
     "gc": gc,
+    "train": train,
     "make-model": make_model,
     "demo": demo,
     "version": show_version,

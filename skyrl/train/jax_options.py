@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from skyrl.errors import ConfigError
-from skyrl.train.config import InferenceEngineConfig, SkyRLTrainConfig
+from skyrl.train.config import InferenceEngineConfig, SFTConfig, SkyRLTrainConfig
+from skyrl.train.config import SkyRLLoraConfig as LoraOptions
 from skyrl.train.config.fields import did_you_mean
+from skyrl.train.jax_support import JAX_SUPPORT
+from skyrl.train.support import unsupported_in_sft
 from skyrl.types import LoraConfig
 
 if TYPE_CHECKING:
@@ -52,8 +55,32 @@ def critic_adapter(config: SkyRLTrainConfig) -> LoraConfig:
 
 def _adapter(config: SkyRLTrainConfig, model: str) -> LoraConfig:
     lora = getattr(config.trainer, model).model.lora
-    options = {"rank": lora.rank, "alpha": lora.alpha, "seed": config.trainer.seed, "train_unembed": lora.rank == 0}
-    return _built(LoraConfig, options, f"trainer.{model}.model.lora")
+    return _built(LoraConfig, _adapter_options(lora, config.trainer.seed), f"trainer.{model}.model.lora")
+
+
+def _adapter_options(lora: LoraOptions, seed: int) -> dict[str, Any]:
+    return {"rank": lora.rank, "alpha": lora.alpha, "seed": seed, "train_unembed": lora.rank == 0}
+
+
+def sft_backend(config: SFTConfig) -> tuple[str, "JaxBackendConfig"]:
+    """(base model, options) for supervised fine-tuning.
+
+    Raises ConfigError for fields that the backend cannot honour, and for options that it does not have or take.
+    """
+    from skyrl.backends.jax import JaxBackendConfig
+
+    if problems := [*unsupported_in_sft(config, JAX_SUPPORT)]:
+        raise ConfigError("\n".join(problems))
+    assert config.model.path is not None  # or the configuration would not have resolved
+    options: dict[str, Any] = {"max_context_length": config.max_length or 0, "warm_up": False}
+    if config.model.lora.rank:
+        options["max_lora_rank"] = config.model.lora.rank
+    return config.model.path, _built(JaxBackendConfig, {**options, **config.jax}, "jax")
+
+
+def sft_adapter(config: SFTConfig) -> LoraConfig:
+    """The adapter that supervised fine-tuning trains, as `policy_adapter`."""
+    return _built(LoraConfig, _adapter_options(config.model.lora, config.seed), "model.lora")
 
 
 def where_available(config: SkyRLTrainConfig) -> str:

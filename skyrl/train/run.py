@@ -4,7 +4,6 @@
 killed and resumed ends as if it had not been.
 """
 
-import asyncio
 import logging
 import math
 import shutil
@@ -19,23 +18,32 @@ from transformers import AutoTokenizer
 
 from skyrl.backends.client import BackendClient
 from skyrl.backends.jax import JaxBackend
-from skyrl.errors import ConfigError
+from skyrl.envs import check_settings
+from skyrl.errors import ConfigError, StorageError
 from skyrl.train.checkpoints import Checkpoint, CheckpointStore, identity_of
-from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig
+from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, get_config_as_dict
 from skyrl.train.data import PromptDataset
+from skyrl.train.dumps import EvalRow, dump_eval_results, dump_rollouts
 from skyrl.train.evaluate import evaluate
 from skyrl.train.jax_options import critic_adapter, jax_backend, policy_adapter
 from skyrl.train.learner import Learner, Policy
 from skyrl.train.order import PromptOrder
 from skyrl.train.rollouts.episode import Prompt
+from skyrl.train.rollouts.records import as_record
 from skyrl.train.rollouts.rollouts import Rollouts
+from skyrl.train.rollouts.trajectory import Trajectory
 from skyrl.train.schedules import learning_rate_factor
 from skyrl.train.sources import Beside, InTurn, Source
+from skyrl.train.tracker_clients import RunInfo, tracker_clients
+from skyrl.train.tracking import Tracker
 from skyrl.train.trainer import Metrics, RLTrainer
 from skyrl.train.update import Update
-from skyrl.train.validation import validate
+from skyrl.train.validation import choose_trackers, validate
 
 log = logging.getLogger(__name__)
+
+Report = Callable[[Metrics, int], None]
+"""Gets metrics by name, and the number of the step that they are of."""
 
 POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
 
@@ -54,6 +62,11 @@ class TrainingPrompts:
 
     def state(self) -> dict[str, Any]:
         return dict(self.order.state())
+
+    @property
+    def env_classes(self) -> tuple[str, ...]:
+        """Environments of all rows."""
+        return tuple(dict.fromkeys(prompt.env_class for prompt in self._dataset))
 
 
 class Run:
@@ -89,13 +102,18 @@ class Run:
         """Steps of all epochs."""
         return self.prompts.order.steps_per_epoch * self.config.trainer.epochs
 
-    async def train(self, report: Callable[[Metrics, int], None]) -> None:
+    @property
+    def run_id(self) -> str:
+        """Of this run, also when it is resumed."""
+        return self._store.run_id
+
+    async def train(self, report: Report) -> None:
         """Take all steps that are left. `report` gets the metrics of each, and of evaluations, with its number."""
         settings, trainer = self.config.trainer, self.trainer
         if trainer.global_step == 0 and settings.eval_before_train and self._evaluation:
             report(await self.evaluate(), 0)
         while trainer.global_step < self.total_steps:
-            metrics, _ = await trainer.step()
+            metrics, trajectories = await trainer.step()
             step, last = trainer.global_step, trainer.global_step == self.total_steps
             epoch_ends = step % self.prompts.order.steps_per_epoch == 0
             if epoch_ends and settings.update_ref_every_epoch and not last:
@@ -106,11 +124,18 @@ class Run:
                 await self.save()
             if _due(step, settings.hf_save_interval) or (last and settings.hf_save_interval > 0):
                 await self.export()
+            if settings.dump_data_batch:
+                _kept(dump_rollouts, settings.export_path, step, [as_record(item) for item in trajectories])
             report(metrics | {"trainer/epoch": step / self.prompts.order.steps_per_epoch}, step)
 
     async def evaluate(self) -> Metrics:
         """Metrics of the policy on the evaluation prompts."""
-        metrics, _ = await evaluate(self._rollouts, self._evaluation, self.config.trainer.eval_batch_size)
+        settings = self.config.trainer
+        metrics, trajectories = await evaluate(self._rollouts, self._evaluation, settings.eval_batch_size)
+        if settings.dump_eval_results:
+            prompts = {prompt.instance_id: prompt for prompt in self._evaluation}
+            rows = [_eval_row(item, prompts[item.id.instance_id]) for item in trajectories if item.failure is None]
+            _kept(dump_eval_results, settings.export_path, self.trainer.global_step, rows, metrics)
         return metrics
 
     async def export(self) -> None:
@@ -191,6 +216,7 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack) -> Run:
     critic = Learner(client, CRITIC) if settings.has_critic else None
     rollouts = Rollouts(config.generator, config.environment, tokenizer, policy)
     prompts = _training_prompts(config, rollouts)
+    check_settings(config.environment.skyrl_gym, prompts.env_classes)
     evaluation = _evaluation_prompts(config, rollouts)
     total = prompts.order.steps_per_epoch * settings.epochs
     update = Update(config, policy, critic, _schedule(config, total))
@@ -209,20 +235,49 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack) -> Run:
     return run
 
 
-async def train_rl(config: SkyRLTrainConfig, report: Callable[[Metrics, int], None]) -> Run:
-    """Train as a resolved configuration says. Returns the run, whose backend is closed."""
+async def train_rl(config: SkyRLTrainConfig, report: Report = lambda metrics, step: None) -> Run:
+    """Train as a resolved configuration says. Returns the run, whose backend is closed.
+
+    Metrics go to `metrics.jsonl` in the run's checkpoints and to its trackers, and to `report`.
+    """
     with ExitStack() as stack:
         run = await open_run(config, stack)
+        settings, step = config.trainer, run.trainer.global_step
+        info = RunInfo(settings.project_name, settings.run_name, run.run_id, get_config_as_dict(config))
+        trackers = tracker_clients(choose_trackers(settings.logger).usable, info)
+        tracker = Tracker(settings.ckpt_path, trackers, resumed_step=step or None)
+        stack.callback(tracker.finish)
+
+        def told(metrics: Metrics, step: int) -> None:
+            tracker.log(metrics, step)
+            report(metrics, step)
+
         try:
-            await run.train(report)
+            await run.train(told)
         finally:
             await run.trainer.source.close()
         return run
 
 
-def main(config: SkyRLTrainConfig, report: Callable[[Metrics, int], None]) -> None:
-    """`train_rl` from a program without an event loop."""
-    asyncio.run(train_rl(config, report))
+def _kept(dump: Callable[..., Path], *arguments: Any) -> None:
+    """Write a dump; a disk that refuses it is no reason to stop training."""
+    try:
+        dump(*arguments)
+    except StorageError as error:
+        log.warning("%s", error)
+
+
+def _eval_row(trajectory: Trajectory, prompt: Prompt) -> EvalRow:
+    said = [turn.action for turn in trajectory.turns]
+    return EvalRow(
+        list(trajectory.messages) or list(prompt.messages),
+        said[0] if len(said) == 1 else said,
+        trajectory.reward,
+        trajectory.stop_reason,
+        prompt.env_class,
+        prompt.extras,
+        prompt.extras.get("data_source"),
+    )
 
 
 def _training_prompts(config: SkyRLTrainConfig, rollouts: Rollouts) -> TrainingPrompts:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from skyrl.train.config import BaseConfig, SkyRLTrainConfig
+from skyrl.train.config import BaseConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.config.fields import specs_of
 
 
@@ -85,6 +85,15 @@ def unsupported(config: SkyRLTrainConfig, table: Mapping[str, Support]) -> Itera
         _, support = find(table, path)
         if support.status is Status.REFUSED:
             yield f"{path}={value} cannot be honoured with trainer.strategy={strategy}: {support.by}"
+
+
+def unsupported_in_sft(config: SFTConfig, table: Mapping[str, Support]) -> Iterator[str]:
+    """The same for supervised fine-tuning, whose model and optimizer are those of a policy."""
+    for path, value in _changed(config, SFTConfig(), ""):
+        if path.startswith(("model.", "optimizer_config.")):
+            _, support = find(table, f"trainer.policy.{path}")
+            if support.status is Status.REFUSED:
+                yield f"{path}={value} cannot be honoured with strategy={config.strategy}: {support.by}"
 
 
 def _changed(config: BaseConfig, defaults: BaseConfig, section: str) -> Iterator[tuple[str, Any]]:

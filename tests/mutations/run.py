@@ -96,6 +96,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     arguments = parser.parse_args()
     known = (*DEFECTS, *ALGORITHM_DEFECTS, *CONFIG_DEFECTS, *ROLLOUT_DEFECTS, *ENV_DEFECTS)
+    chosen = [defect for defect in known if not arguments.ids or defect.id in arguments.ids]
     with tempfile.TemporaryDirectory(prefix="skyrl-mutations-") as scratch:
         project = copy_project(Path(scratch) / "unchanged")
         tests = sorted({test for defect in chosen for test in defect.tests})

@@ -1,0 +1,78 @@
+"""`skyrl train rl` and `skyrl train sft`: a configuration from a file and overrides, then the run."""
+
+import argparse
+import asyncio
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from skyrl.errors import ConfigError, RequestError, StorageError
+from skyrl.train.config import SFTConfig, SkyRLTrainConfig
+from skyrl.train.config.base import BaseConfig
+from skyrl.train.config.help import render_help
+from skyrl.utils.log import setup_logging
+
+C = TypeVar("C", bound=BaseConfig)
+
+
+def rl(argv: Sequence[str]) -> int:
+    """train a policy by reinforcement learning"""
+    return _run("rl", SkyRLTrainConfig, argv, _train_rl)
+
+
+def sft(argv: Sequence[str]) -> int:
+    """fine-tune a model on examples"""
+    return _run("sft", SFTConfig, argv, _train_sft)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"rl": rl, "sft": sft}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the kind of training that `argv` names. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="skyrl train",
+        description="Train a model as a typed configuration says.",
+        epilog="kinds:\n" + "\n".join(f"  {name:<5}{run.__doc__}" for name, run in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="skyrl train [-h] {" + ",".join(COMMANDS) + "} [--config FILE] [key.path=value ...]",
+    )
+    parser.add_argument("kind", choices=COMMANDS, help=argparse.SUPPRESS)
+    return COMMANDS[parser.parse_args(argv[:1]).kind](argv[1:])
+
+
+def _run(kind: str, cls: type[C], argv: Sequence[str], train: Callable[[C], None]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"skyrl train {kind}",
+        description=f"{COMMANDS[kind].__doc__}; --fields lists what can be set".capitalize(),
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML, JSON or TOML file; overrides are laid over it")
+    parser.add_argument("--fields", action="store_true", help="list every field with type, default and meaning")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values are YAML")
+    given = parser.parse_args(argv)
+    if given.fields:
+        print(render_help(cls), end="")
+        return 0
+    setup_logging("info", process="train")
+    warnings.simplefilter("default")
+    try:
+        made = cls.from_cli_overrides if given.config is None else lambda args: cls.from_file(given.config, args)
+        train(made(given.overrides).resolve())
+    except (ConfigError, RequestError, StorageError) as error:
+        print(f"skyrl train {kind}: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _train_rl(config: SkyRLTrainConfig) -> None:
+    from skyrl.train.run import train_rl
+
+    asyncio.run(train_rl(config))
+
+
+def _train_sft(config: SFTConfig) -> None:
+    from skyrl.train.sft_run import train_sft
+
+    asyncio.run(train_sft(config))
