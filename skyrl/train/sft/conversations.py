@@ -152,8 +152,8 @@ class Conversations:
         raise ConfigError(
             f"the chat template renders {what} differently within the whole conversation: from token {agree} on, "
             f"{self._at(before, agree)} became {self._at(token_ids, agree)}, so that train_on_what={self._what} "
-            "cannot be told from the rest; use a chat_template with {% generation %} markers, set "
-            "train_on_what=last_assistant_message and give each answer a row of its own, or change the message"
+            "cannot be told from the rest; set a chat_template that renders the past as it was (such as "
+            "qwen3_with_thinking) or has {% generation %} markers, or change the messages"
         )
 
     def _at(self, token_ids: list[int], start: int) -> str:

@@ -7,7 +7,9 @@ import pytest
 from chats import assistant, golden, reader, rendered, system, tokenizer, tool, user
 
 from skyrl.errors import ConfigError
+from skyrl.train.config import ChatTemplateConfig
 from skyrl.train.config.sft import TRAIN_ON_WHAT
+from skyrl.train.rollouts.templates import load_template
 from skyrl.train.sft import Conversations, Example
 
 TWO_TURNS = [system("Be brief."), user("Go."), assistant("One."), user("More."), assistant("Two.")]
@@ -74,9 +76,19 @@ def test_a_message_that_the_template_renders_differently_once_there_is_more_is_r
         got("qwen3", TWO_TURNS, "all_assistant_messages")
 
 
+@pytest.mark.parametrize("thought", ["", "<think>\nHm.\n</think>\n\n"])
+def test_templates_that_render_the_past_as_it_was_allow_all_messages(thought):
+    template = load_template(ChatTemplateConfig(name_or_path="qwen3_with_thinking"))
+    messages = [user("Go."), assistant(f"{thought}One."), user("More."), assistant(f"{thought}Two.")]
+    masked = Conversations(tokenizer("qwen3"), "all_assistant_messages", template).masked(messages)
+    asked, more = bubble("user", "Go."), bubble("user", "More.")
+    expected = asked + SAID.format(f"{thought}One.") + more + SAID.format(f"{thought}Two.")
+    assert masked == golden("qwen3", expected)
+
+
 def test_a_prompt_that_is_not_the_beginning_of_the_conversation_is_refused():
     messages = [user("Go."), assistant("<think>\nHm.\n</think>\n\nOne.")]
-    with pytest.raises(ConfigError, match=r"the prompt for messages\[1\] differently.*generation %\} markers"):
+    with pytest.raises(ConfigError, match=r"the prompt for messages\[1\] differently.*set a chat_template"):
         got("qwen3", messages, "last_assistant_message", enable_thinking=False)
 
 

@@ -1,0 +1,80 @@
+"""Defects of supervised fine-tuning, which train on the wrong tokens or with the wrong weight, as in `defects.py`."""
+
+from defects import Defect, Edit
+
+SFT = "skyrl/train/sft/"
+TESTS = "tests/train/sft/"
+MASKS = TESTS + "test_sft_masks.py::"
+ROWS = TESTS + "test_sft_rows.py::"
+BATCHES = TESTS + "test_sft_batches.py::"
+TRAINER = TESTS + "test_sft_trainer.py::"
+
+SFT_DEFECTS = [
+    Defect(
+        "SFT.1",
+        "the prompt is taken for the beginning of the conversation without looking",
+        [Edit(SFT + "conversations.py", "if token_ids[: len(before)] == before:", "if True:")],
+        [
+            MASKS + "test_a_message_that_the_template_renders_differently_once_there_is_more_is_refused",
+            MASKS + "test_a_prompt_that_is_not_the_beginning_of_the_conversation_is_refused",
+            MASKS + "test_a_message_whose_first_letters_share_a_token_with_the_prompt_is_refused",
+        ],
+    ),
+    Defect(
+        "SFT.2",
+        "rows that have nothing to train on disappear without a word",
+        [Edit(SFT + "datasets.py", "left_out.setdefault(example, []).append(number)", "continue")],
+        [ROWS + "test_rows_that_are_left_out_are_counted_by_reason_and_named"],
+    ),
+    Defect(
+        "SFT.3",
+        "the mask is not cut with the tokens",
+        [Edit(SFT + "examples.py", "mask[: self.max_length], truncated", "mask, truncated")],
+        [ROWS + "test_truncation_cuts_tokens_and_mask_at_the_same_place"],
+    ),
+    Defect(
+        "SFT.4",
+        "each row's loss is a mean of its own, so that short answers count for more",
+        [
+            Edit(
+                SFT + "batches.py",
+                "return [_datum(example, scale) for example in examples]",
+                "return [_datum(example, 1.0 / len(examples) / example.trained_tokens) for example in examples]",
+            )
+        ],
+        [
+            BATCHES + "test_the_loss_of_a_batch_is_the_mean_over_trained_tokens_in_any_order_and_however_it_is_cut",
+            TRAINER + "test_20_steps_equal_torch",
+        ],
+    ),
+    Defect(
+        "SFT.5",
+        "the mask is that of the token that predicts instead of the token that is predicted",
+        [Edit(SFT + "batches.py", "example.mask[1:].astype", "example.mask[:-1].astype")],
+        [BATCHES + "test_each_token_predicts_the_next_one", TRAINER + "test_20_steps_equal_torch"],
+    ),
+    Defect(
+        "SFT.6",
+        "a short batch at the end of an epoch is left out",
+        [
+            Edit(
+                SFT + "order.py",
+                "return -(-self.rows_per_epoch // self.batch_size)",
+                "return self.rows_per_epoch // self.batch_size",
+            )
+        ],
+        [TRAINER + "test_a_short_batch_at_the_end_of_an_epoch_trains_on_what_is_there"],
+    ),
+    Defect(
+        "SFT.7",
+        "a resumed run has the weights of its checkpoint but begins with the first step",
+        [Edit(SFT + "trainer.py", "self.global_step = found.step", "self.global_step = 0")],
+        [TRAINER + "test_a_run_killed_after_any_step_and_resumed_equals_the_uninterrupted_one_bit_for_bit"],
+    ),
+    Defect(
+        "SFT.8",
+        "a trailing question of the user is left in the row, and nothing is said of it",
+        [Edit(SFT + "examples.py", 'messages[-1]["role"] != "assistant"', "not messages")],
+        [ROWS + "test_rows_that_are_left_out_are_counted_by_reason_and_named"],
+    ),
+]
