@@ -7,7 +7,7 @@
     {ckpt_path}/global_step_N/manifest.json               hashes of the two
 
 A checkpoint is written under a temporary name and renamed once all of it is on disk. A run finds its own by the id that
-they hold: others' in the same folder are never removed, nor taken for the newest. One run writes to a folder at a time.
+they hold: others' in the same folder are never removed, nor taken for the newest. One process at a time uses a folder.
 """
 
 import json
@@ -25,6 +25,7 @@ from safetensors.numpy import load, save
 from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.utils.crash_points import crash_point
+from skyrl.utils.folder_claim import claim_folder
 from skyrl.utils.storage import (
     MANIFEST,
     inspect_folder,
@@ -88,7 +89,7 @@ class CheckpointStore:
         max_to_keep: Newest checkpoints of this run that are kept. -1: all.
 
     Raises:
-        ConfigError: The folder is on no disk, such as s3://.
+        ConfigError: The folder is on no disk, such as s3://, or another run is using it.
     """
 
     def __init__(self, ckpt_path: str | Path, *, identity: Mapping[str, Any], max_to_keep: int = -1):
@@ -101,6 +102,7 @@ class CheckpointStore:
         self.run_id = uuid4().hex
         """Of this run; that of the run before it when it goes on from a checkpoint in its own folder."""
         if self.folder.is_dir():
+            self._claim()
             tidy(self.folder)
 
     def resume(self, mode: str | None, path: str | None = None) -> Checkpoint | None:
@@ -142,7 +144,9 @@ class CheckpointStore:
 
         Raises:
             StorageError: The disk refuses a write, or a model is not whole. The checkpoint before is still there.
+            ConfigError: Another run is using the folder.
         """
+        self._claim()
         files = {ARRAYS: save({name: np.ascontiguousarray(array) for name, array in arrays.items()})} if arrays else {}
         head = {"format": FORMAT, "global_step": step, "run_id": self.run_id, "identity": self._identity}
         copied = json.loads(json.dumps(dict(state)))
@@ -164,6 +168,13 @@ class CheckpointStore:
             return []
         names = [match for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
         return sorted(int(name[1]) for name in names)
+
+    def _claim(self) -> None:
+        if not claim_folder(self.folder):
+            raise ConfigError(
+                f"trainer.ckpt_path={self.folder}: another run is using this folder; wait for its end, or give each "
+                "run a trainer.run_name or a trainer.ckpt_path of its own"
+            )
 
     def _folder(self, step: int) -> Path:
         return self.folder / f"global_step_{step}"

@@ -15,6 +15,7 @@ from skyrl.errors import ConfigError, StorageError
 from skyrl.train.checkpoints import ARRAYS, MARKER, STATE, Checkpoint, CheckpointStore, identity_of
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.utils.crash_points import CRASH_POINTS
+from skyrl.utils.folder_claim import LOCK
 from skyrl.utils.storage import read_folder, write_folder
 
 IDENTITY = {"trainer.policy.model.path": "tiny", "trainer.algorithm.advantage_estimator": "grpo"}
@@ -38,7 +39,7 @@ def resumed(folder: Path, **options: Any) -> Checkpoint:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
 
 def check_whole(checkpoint: Checkpoint) -> None:
@@ -258,6 +259,28 @@ def test_a_resume_with_nothing_left_over_says_nothing(tmp_path, caplog):
     save(store(tmp_path), 1)
     resumed(tmp_path)
     assert caplog.text == ""
+
+
+OTHER_RUN = """
+import sys
+from skyrl.train.checkpoints import CheckpointStore
+with CheckpointStore(sys.argv[1], identity={}).saving(1, {}) as folder:
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_that_another_run_is_using_is_refused_and_nothing_in_it_tidied_up(tmp_path):
+    command = [sys.executable, "-c", OTHER_RUN, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        temporary = Path(other.stdout.readline().strip())
+        with pytest.raises(ConfigError, match=r"ckpt_path=.*/run: another run is using this folder; wait for its end"):
+            store(tmp_path / "run")
+        assert temporary.is_dir()
+        other.stdin.close()
+    assert other.returncode == 0
+    assert store(tmp_path / "run").steps() == [1]
 
 
 # -- killed, or out of room -------------------------------------------------------------------------------------------
