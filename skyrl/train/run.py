@@ -14,16 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import AutoTokenizer
 
 from skyrl.backends.client import BackendClient
 from skyrl.backends.jax import JaxBackend
 from skyrl.envs import check_settings
 from skyrl.errors import ConfigError, StorageError
+from skyrl.train.batch import Array, Batch
 from skyrl.train.checkpoints import Checkpoint, CheckpointStore, identity_of
 from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, get_config_as_dict
 from skyrl.train.data import PromptDataset
-from skyrl.train.dumps import EvalRow, dump_eval_results, dump_rollouts
+from skyrl.train.dumps import EvalRow, dump_data_batch, dump_eval_results, dump_rollouts
 from skyrl.train.evaluate import evaluate
 from skyrl.train.jax_options import critic_adapter, jax_backend, policy_adapter
 from skyrl.train.learner import Learner, Policy
@@ -113,20 +115,21 @@ class Run:
         if trainer.global_step == 0 and settings.eval_before_train and self._evaluation:
             report(await self.evaluate(), 0)
         while trainer.global_step < self.total_steps:
-            metrics, trajectories = await trainer.step()
+            metrics, batch = await trainer.step()
             step, last = trainer.global_step, trainer.global_step == self.total_steps
             epoch_ends = step % self.prompts.order.steps_per_epoch == 0
             if epoch_ends and settings.update_ref_every_epoch and not last:
                 await self._renew_reference()
             if self._evaluation and (_due(step, settings.eval_interval) or last):
                 metrics |= await self.evaluate()
-            if _due(step, settings.ckpt_interval) or epoch_ends:
-                await self.save()
+            if settings.dump_data_batch:
+                _kept(dump_rollouts, settings.export_path, step, [as_record(item) for item in batch.trajectories])
+                _kept(dump_data_batch, settings.export_path, step, _arrays(batch), {"uids": batch.row_uids})
+            report(metrics | {"trainer/epoch": step / self.prompts.order.steps_per_epoch}, step)
             if _due(step, settings.hf_save_interval) or (last and settings.hf_save_interval > 0):
                 await self.export()
-            if settings.dump_data_batch:
-                _kept(dump_rollouts, settings.export_path, step, [as_record(item) for item in trajectories])
-            report(metrics | {"trainer/epoch": step / self.prompts.order.steps_per_epoch}, step)
+            if _due(step, settings.ckpt_interval) or epoch_ends:  # last: what came before is not done again
+                await self.save()
 
     async def evaluate(self) -> Metrics:
         """Metrics of the policy on the evaluation prompts."""
@@ -265,6 +268,13 @@ def _kept(dump: Callable[..., Path], *arguments: Any) -> None:
         dump(*arguments)
     except StorageError as error:
         log.warning("%s", error)
+
+
+def _arrays(batch: Batch) -> dict[str, Array]:
+    tokens = batch.padded([row.token_ids[1:] for row in batch.rows], np.int32)
+    arrays = {"target_tokens": tokens, "filled": batch.filled, "mask": batch.mask, "rewards": batch.rewards}
+    logprobs = batch.rollout_logprobs
+    return arrays if logprobs is None else {**arrays, "rollout_logprobs": logprobs}
 
 
 def _eval_row(trajectory: Trajectory, prompt: Prompt) -> EvalRow:

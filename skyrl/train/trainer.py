@@ -1,7 +1,6 @@
 """RL: sample, score, train, publish; evaluate and checkpoint in between."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -47,8 +46,8 @@ class RLTrainer:
         self.generator = np.random.default_rng([config.trainer.seed, 1])
         """Draws replacements of dynamic sampling."""
 
-    async def step(self) -> tuple[Metrics, Sequence[Trajectory]]:
-        """One step: metrics, and the trajectories that it trained on."""
+    async def step(self) -> tuple[Metrics, Batch]:
+        """One step: metrics, and what it trained on."""
         begun = time.monotonic()
         trajectories, uids, metrics = await self._sample()
         sampled = time.monotonic()
@@ -80,7 +79,7 @@ class RLTrainer:
             "timing/publish": ended - trained,
             "timing/step": ended - begun,
         }
-        return metrics, trajectories
+        return metrics, batch
 
     async def _sample(self) -> tuple[list[Trajectory], list[str], Metrics]:
         """Trajectories of a step with the prompt of each, and metrics of all that was sampled for it."""

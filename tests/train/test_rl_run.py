@@ -111,7 +111,7 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(data, tiny_m
     )
     undisturbed = run(whole)
     assert [step for step, _ in undisturbed] == [0, 1, 2, 3, 4]
-    run(cut, kill_at=2)
+    run(cut, kill_at=3)
     resumed = run(cut)
     assert [step for step, _ in resumed] == [3, 4]
     assert all(metrics["policy/grad_norm"] > 0 for step, metrics in undisturbed if step)
@@ -144,13 +144,37 @@ def test_rollouts_beside_training_are_as_old_as_they_may_be(data, tiny_model):
 def test_the_reference_of_a_new_epoch_is_the_policy_of_the_last_and_is_resumed(data, tiny_model, tmp_path):
     options = ["trainer.update_ref_every_epoch=true", "trainer.epochs=2", "trainer.algorithm.use_kl_loss=true"]
     config = configured(data, tiny_model, *options)
-    run(config, kill_at=5)
+    run(config, kill_at=6)
     reference, policy = weights(data, "reference", 5), weights(data, "policy", 4)
     for name in reference:
         if name.startswith("weights/"):
             np.testing.assert_array_equal(reference[name], policy[name])
     reports = dict(run(config))
     assert min(reports) == 6 and reports[6]["loss/avg_kl"] > 0
+
+
+def test_dumps_hold_what_was_said_and_what_was_trained_on(data, tiny_model):
+    run(configured(data, tiny_model, "trainer.dump_data_batch=true"), kill_at=2)
+    exports = data / "exports"
+    said = [json.loads(line) for line in (exports / "dumped_rollouts" / "global_step_2.jsonl").read_text().splitlines()]
+    assert len(said) == 12 and all(record["turns"][0]["action"] for record in said)
+    batch = load_file(exports / "dumped_data" / "global_step_2_training_input.safetensors")
+    sampled = [token for record in said for turn in record["turns"] for token in turn["token_ids"]]
+    assert batch["target_tokens"][batch["mask"]].tolist() == sampled
+    scores = (exports / "dumped_evals" / "global_step_2_evals" / "unknown.jsonl").read_text().splitlines()
+    assert len(scores) == 8 and {"input_prompt", "output_response", "score"} <= json.loads(scores[0]).keys()
+
+
+def test_metrics_of_every_step_are_there_once_after_a_resume(data, tiny_model):
+    run(configured(data, tiny_model), kill_at=3)
+    run(configured(data, tiny_model))
+    lines = (data / "checkpoints" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
+
+
+def test_settings_of_an_environment_that_is_not_there_are_refused(data, tiny_model):
+    with pytest.raises(ConfigError, match=r"environment\.skyrl_gym\.serach"):
+        run(configured(data, tiny_model, "environment.skyrl_gym.serach.topk=3"))
 
 
 def test_an_export_is_a_folder_for_transformers(data, tiny_model):
@@ -174,7 +198,7 @@ def test_another_base_model_beside_the_policys_is_refused(data, tiny_model, tmp_
 
 
 def test_data_of_another_run_are_not_continued(data, tiny_model):
-    run(configured(data, tiny_model), kill_at=1)
+    run(configured(data, tiny_model), kill_at=2)
     write_rows(data / "train.jsonl", prompts(16, seed=5))
     with pytest.raises(ConfigError, match=r"data\.train_data"):
         run(configured(data, tiny_model))

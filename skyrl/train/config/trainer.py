@@ -110,7 +110,8 @@ class TrainerConfig(BaseConfig):
     """Steps between exports in Hugging Face format. 0 or less: none."""
 
     export_path: str = field(default_factory=lambda: os.path.expanduser("~/exports/"))
-    """Folder for exports and dumps."""
+    """Folder for exports and dumps. One that is given is used as it is; the default gets project_name/run_name below
+    it."""
 
     bf16: bool = True
     """Whether models compute in bfloat16, where that is available."""
@@ -212,6 +213,8 @@ class TrainerConfig(BaseConfig):
             self.ref.model.path = self.policy.model.path
         if self.ckpt_path == TrainerConfig().ckpt_path:  # or one run would go on from another's checkpoints
             self.ckpt_path = os.path.join(self.ckpt_path, self.project_name, self.run_name)
+        if self.export_path == TrainerConfig().export_path:
+            self.export_path = os.path.join(self.export_path, self.project_name, self.run_name)
 
     def problems(self) -> Iterator[str]:
         yield from trainer_problems(self)

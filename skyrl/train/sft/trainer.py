@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -92,6 +93,13 @@ class SFTTrainer:
         """Optimizer steps of the whole run."""
         self.global_step = 0
         """Optimizer steps taken."""
+        self.resumed_from = 0
+        """Those that were taken before `run` went on."""
+
+    @property
+    def run_id(self) -> str:
+        """Of this run, also when it is resumed."""
+        return uuid4().hex if self._checkpoints is None else self._checkpoints.run_id
 
     async def run(self) -> Summary:
         """Train to the end, from a checkpoint if `resume_from` says so.
@@ -100,7 +108,7 @@ class SFTTrainer:
         StorageError if it is missing or damaged, or a new one cannot be written.
         """
         await self._resume()
-        resumed_from, trained_tokens = self.global_step, 0
+        self.resumed_from, trained_tokens = self.global_step, 0
         metrics: Metrics = {}
         if self._config.eval_before_train and not self.global_step:
             self._on_metrics(0, await self.evaluate())
@@ -115,7 +123,7 @@ class SFTTrainer:
             if self._is_due(self._config.hf_save_interval):
                 folder = os.path.join(self._config.export_path, f"global_step_{self.global_step}", MODEL)
                 await self._learner.export(folder)
-        summary = Summary(self.global_step, resumed_from, trained_tokens, metrics)
+        summary = Summary(self.global_step, self.resumed_from, trained_tokens, metrics)
         logger.info("%s", summary)
         return summary
 
