@@ -38,9 +38,12 @@ def jax_backend(config: SkyRLTrainConfig) -> tuple[str, "JaxBackendConfig"]:
 
 
 def policy_adapter(config: SkyRLTrainConfig) -> LoraConfig:
-    """The adapter of the policy of a resolved configuration. Raises ConfigError where the backend has no such one."""
+    """The adapter of the policy of a resolved configuration; without one, rank 0, all weights are trained.
+
+    Raises ConfigError where the backend has no such adapter.
+    """
     lora = config.trainer.policy.model.lora
-    options = {"rank": lora.rank, "alpha": lora.alpha, "seed": config.trainer.seed, "train_unembed": False}
+    options = {"rank": lora.rank, "alpha": lora.alpha, "seed": config.trainer.seed, "train_unembed": lora.rank == 0}
     return _built(LoraConfig, options, "trainer.policy.model.lora")
 
 
