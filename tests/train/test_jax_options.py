@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from skyrl.backends.jax import JaxBackend
+from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.train.config import ConfigError, SkyRLTrainConfig
 from skyrl.train.jax_options import jax_backend, policy_adapter
 
@@ -98,6 +98,17 @@ def test_rank_0_trains_all_weights():
 def test_all_linear_layers_are_adapted_but_the_output_embedding():
     adapter = policy_adapter(resolved(LORA + "rank=16"))
     assert (adapter.train_attn, adapter.train_mlp, adapter.train_unembed) == (True, True, False)
+
+
+@pytest.mark.parametrize("overrides", [[], [LORA + "rank=4"]])
+def test_the_backend_makes_the_policy_of_a_configuration(tiny_model, overrides):
+    lora_config = policy_adapter(resolved(*overrides))
+    backend = JaxBackend(str(tiny_model), JaxBackendConfig(warm_up=False, compilation_cache=False))
+    try:
+        backend.create_model("policy", lora_config)
+        assert backend.models["policy"].lora_config == lora_config
+    finally:
+        backend.close()
 
 
 def test_what_where_available_comes_to_is_logged_in_one_line(caplog):
