@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,6 +147,33 @@ def test_a_run_goes_on_from_a_checkpoint_that_is_named(client, tiny_model, tmp_p
     _, whole, _ = train(client, config(tiny_model, *options), 4)
     _, trace, _ = train(client, config(tiny_model, *options, f"resume_from={tmp_path}/global_step_1"), 4)
     assert without_times(trace) == without_times(whole)[1:]
+
+
+def test_where_a_run_goes_on_is_known_before_it_does(client, tiny_model, tmp_path):
+    settings = config(tiny_model, "num_steps=3", "ckpt_interval=2", f"ckpt_path={tmp_path}", "resume_from=latest")
+    with pytest.raises(Killed):
+        train(client, settings, 4, killed=3)
+
+    async def resumed() -> tuple[int | None, str | None, Summary]:
+        learner = Learner(client, f"model-{next(NUMBERS)}")
+        trainer = SFTTrainer(settings, learner, TRAIN)
+        return await trainer.resume(), trainer.run_id, await trainer.run()
+
+    step, run_id, summary = asyncio.run(resumed())
+    written = json.loads((tmp_path / "global_step_2" / "trainer_state.json").read_text())
+    assert (step, run_id, summary.resumed_from, summary.steps) == (2, written["run_id"], 2, 3)
+
+
+def test_rows_that_are_longer_than_the_backend_takes_are_refused_before_training(client, tiny_model):
+    limit = client.backend.info().max_context_length
+
+    def trainer(length: int) -> SFTTrainer:
+        example = Example(np.zeros(length, np.int32), np.arange(length) > 0)
+        return SFTTrainer(config(tiny_model), Learner(client, "none"), [*TRAIN, Dataset("long", [example], 1, {})])
+
+    assert trainer(limit + 1).total_steps == 4
+    with pytest.raises(ConfigError, match=f"row of long has {limit + 2} tokens.*; set max_length={limit + 1}"):
+        trainer(limit + 2)
 
 
 def test_the_last_step_is_checkpointed_whatever_the_interval(client, tiny_model, tmp_path):
