@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from transformers import AutoTokenizer
 
 import oracle
 from skyrl.backends.client import BackendClient
@@ -17,7 +18,8 @@ from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.errors import ConfigError
 from skyrl.train.config import SFTConfig
 from skyrl.train.learner import Learner
-from skyrl.train.sft import Dataset, Example
+from skyrl.train.sft import Conversations, Dataset, Example, RowReader
+from skyrl.train.sft.datasets import read_dataset
 from skyrl.train.sft.trainer import SFTTrainer, Summary
 from skyrl.types import LoraConfig
 
@@ -52,8 +54,22 @@ def config(model: Path, *overrides: str) -> SFTConfig:
     return SFTConfig.from_cli_overrides([*given, *overrides]).resolve()
 
 
-def train(client: BackendClient, config: SFTConfig, rank: int = 0, killed=None) -> tuple[Summary, Trace, Learner]:
-    """A run with a model of its own, and what was measured in it. `killed`: the step after which it ends."""
+def train(
+    client: BackendClient,
+    config: SFTConfig,
+    rank: int = 0,
+    killed: int | None = None,
+    data: list[Dataset] | None = None,
+) -> tuple[Summary, Trace, Learner]:
+    """A run with a model of its own, and what was measured in it.
+
+    Args:
+        client: Of the backend.
+        config: Of the run.
+        rank: Of the adapter; 0 trains all weights.
+        killed: The step after which it ends.
+        data: What it is trained on, and evaluated on; the data sets above by default.
+    """
     trace: Trace = []
 
     def measured(step: int, metrics: dict[str, float]) -> None:
@@ -63,8 +79,8 @@ def train(client: BackendClient, config: SFTConfig, rank: int = 0, killed=None) 
 
     async def run() -> tuple[Summary, Learner]:
         learner = Learner(client, f"model-{next(NUMBERS)}")
-        await learner.create(LoraConfig(rank=rank, seed=0))
-        trainer = SFTTrainer(config, learner, TRAIN, HELD_OUT, on_metrics=measured)
+        await learner.create(LoraConfig(rank=rank, seed=config.seed))
+        trainer = SFTTrainer(config, learner, data or TRAIN, data or HELD_OUT, on_metrics=measured)
         return await trainer.run(), learner
 
     summary, learner = asyncio.run(run())
@@ -207,6 +223,22 @@ def test_a_checkpoint_of_another_order_or_model_is_refused(client, tiny_model, t
     train(client, config(tiny_model, *options), 4)
     with pytest.raises(ConfigError, match=message):
         train(client, config(tiny_model, *options, change), 4)
+
+
+CITIES = {"France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "Egypt": "Cairo", "Norway": "Oslo", "Kenya": "Nairobi"}
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_model_learns_to_answer(client, tiny_model, seed, rank):
+    rows = [{"instruction": f"What is the capital of {land}?", "output": f"{city}."} for land, city in CITIES.items()]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    reader = RowReader(Conversations(tokenizer, "last_assistant_message"), "last_assistant_message")
+    options = ["optimizer_config.lr=1e-2", "num_epochs=60", "batch_size=4", f"seed={seed}", "eval_before_train=true"]
+    settings = config(tiny_model, *options, "train_datasets=[cities]", "eval_datasets=[cities]")
+    _, trace, _ = train(client, settings, rank, data=[read_dataset("cities", rows, reader)])
+    first, last = values(trace, "eval/cities/loss")
+    assert first > 4 and last < 0.1
 
 
 def test_losses_are_measured_before_between_and_after_the_steps(client, tiny_model):
