@@ -62,7 +62,7 @@ class SFTTrainer:
         on_metrics: Called with the steps taken and the metrics of the last one, or of the evaluation before the first.
 
     Raises ConfigError for rows that are longer than the backend takes, weights that leave a data set no row in an
-    epoch, and a `ckpt_path` that is on no disk.
+    epoch, and a `ckpt_path` that is on no disk or in use.
     """
 
     def __init__(
