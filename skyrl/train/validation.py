@@ -17,7 +17,7 @@ from skyrl.algorithms.advantages import AdvantageEstimatorRegistry
 from skyrl.algorithms.kl import KL_ESTIMATORS
 from skyrl.algorithms.policy_losses import PolicyLossRegistry
 from skyrl.errors import ConfigError
-from skyrl.train.config import AlgorithmConfig, OptimizerConfig, SkyRLTrainConfig
+from skyrl.train.config import AlgorithmConfig, OptimizerConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.config.fields import did_you_mean
 from skyrl.train.jax_support import JAX_SUPPORT
 from skyrl.train.schedules import POLYNOMIAL_END, SCHEDULES
@@ -70,7 +70,7 @@ def validate(config: SkyRLTrainConfig) -> None:
     trainer = config.trainer
     problems = [*_name_problems(trainer.algorithm)]
     for model, optimizer in (("policy", trainer.policy.optimizer_config), ("critic", trainer.critic.optimizer_config)):
-        problems += _scheduler_problems(model, optimizer)
+        problems += _scheduler_problems(f"trainer.{model}.", optimizer)
     if trainer.strategy == "jax":
         problems += unsupported(config, JAX_SUPPORT)
     else:
@@ -80,8 +80,24 @@ def validate(config: SkyRLTrainConfig) -> None:
         )
     if problems:
         raise ConfigError("\n".join(problems))
-    for name, reason in choose_trackers(trainer.logger).unusable.items():
-        warnings.warn(f"trainer.logger={name}: {reason}; the run goes on without it", stacklevel=2)
+    _warn_of_trackers("trainer.logger", trainer.logger)
+
+
+def validate_sft(config: SFTConfig) -> None:
+    """As `validate`, for supervised fine-tuning; what its model cannot honour is refused where the backend is made."""
+    if problems := [*_scheduler_problems("", config.optimizer_config)]:
+        raise ConfigError("\n".join(problems))
+    _warn_of_trackers("logger", config.logger)
+
+
+def usable_trackers(logger: str | Iterable[str]) -> list[str]:
+    """The trackers that were asked for and can be used."""
+    return choose_trackers(logger).usable
+
+
+def _warn_of_trackers(field: str, logger: str | Iterable[str]) -> None:
+    for name, reason in choose_trackers(logger).unusable.items():
+        warnings.warn(f"{field}={name}: {reason}; the run goes on without it", stacklevel=3)
 
 
 def choose_trackers(logger: str | Iterable[str], environment: Mapping[str, str] = os.environ) -> Trackers:
@@ -138,15 +154,15 @@ def _name_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             )
 
 
-def _scheduler_problems(model: str, optimizer: OptimizerConfig) -> Iterator[str]:
+def _scheduler_problems(section: str, optimizer: OptimizerConfig) -> Iterator[str]:
     name = optimizer.scheduler
     if name not in SCHEDULES:
         yield (
-            f"trainer.{model}.optimizer_config.scheduler={name}: no schedule of that name follows from warm-up and "
+            f"{section}optimizer_config.scheduler={name}: no schedule of that name follows from warm-up and "
             f"number of steps; known: {', '.join(SCHEDULES)}{did_you_mean(name, SCHEDULES)}"
         )
     elif name == "polynomial" and optimizer.lr <= POLYNOMIAL_END:
         yield (
-            f"trainer.{model}.optimizer_config.lr={optimizer.lr} is not above {POLYNOMIAL_END}, where "
+            f"{section}optimizer_config.lr={optimizer.lr} is not above {POLYNOMIAL_END}, where "
             "scheduler=polynomial ends; raise it, or use scheduler=linear"
         )

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
@@ -62,7 +61,8 @@ class SFTTrainer:
         evaluation: Data sets whose loss is measured.
         on_metrics: Called with the steps taken and the metrics of the last one, or of the evaluation before the first.
 
-    Raises ConfigError for weights that leave a data set no row in an epoch, and a `ckpt_path` that is on no disk.
+    Raises ConfigError for rows that are longer than the backend takes, weights that leave a data set no row in an
+    epoch, and a `ckpt_path` that is on no disk or in use.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class SFTTrainer:
         self._evaluation = evaluation
         self._checkpoints = _store(config) if config.ckpt_path else None
         self._on_metrics = on_metrics
+        self._check_lengths(learner.client.backend.info().max_context_length)
         sizes = [len(dataset.examples) for dataset in train]
         self.order = Order(sizes, config.batch_size, config.seed, config.train_dataset_weights)
         self._state: dict[str, Any] = {
@@ -93,22 +94,21 @@ class SFTTrainer:
         """Optimizer steps of the whole run."""
         self.global_step = 0
         """Optimizer steps taken."""
-        self.resumed_from = 0
-        """Those that were taken before `run` went on."""
+        self._is_ready = False
 
     @property
-    def run_id(self) -> str:
-        """Of this run, also when it is resumed."""
-        return uuid4().hex if self._checkpoints is None else self._checkpoints.run_id
+    def run_id(self) -> str | None:
+        """Of this run, also when it is resumed; None if it has no checkpoints."""
+        return None if self._checkpoints is None else self._checkpoints.run_id
 
     async def run(self) -> Summary:
-        """Train to the end, from a checkpoint if `resume_from` says so.
+        """Train to the end, after `resume` if that was not called before.
 
-        Raises ConfigError if the checkpoint is of another model, of other data, or of another order of them, and
-        StorageError if it is missing or damaged, or a new one cannot be written.
+        Raises as `resume` does, and StorageError if a checkpoint cannot be written.
         """
-        await self._resume()
-        self.resumed_from, trained_tokens = self.global_step, 0
+        if not self._is_ready:
+            await self.resume()
+        resumed_from, trained_tokens = self.global_step, 0
         metrics: Metrics = {}
         if self._config.eval_before_train and not self.global_step:
             self._on_metrics(0, await self.evaluate())
@@ -123,7 +123,7 @@ class SFTTrainer:
             if self._is_due(self._config.hf_save_interval):
                 folder = os.path.join(self._config.export_path, f"global_step_{self.global_step}", MODEL)
                 await self._learner.export(folder)
-        summary = Summary(self.global_step, self.resumed_from, trained_tokens, metrics)
+        summary = Summary(self.global_step, resumed_from, trained_tokens, metrics)
         logger.info("%s", summary)
         return summary
 
@@ -170,13 +170,19 @@ class SFTTrainer:
             with self._checkpoints.saving(self.global_step, self._state) as folder:
                 await self._learner.save(str(folder / MODEL))
 
-    async def _resume(self) -> None:
+    async def resume(self) -> int | None:
+        """Be where the run was at the checkpoint that `resume_from` names. Returns its step; None to begin anew.
+
+        Raises ConfigError if the checkpoint is of another model, of other data, or of another order of them, and
+        StorageError if it is missing or damaged.
+        """
+        self._is_ready = True
         wanted = self._config.resume_from
         if self._checkpoints is None:
-            return
+            return None
         found = self._checkpoints.resume(RESUME_MODES.get(wanted, "from_path"), wanted)
         if found is None:
-            return
+            return None
         for name, value in self._state.items():
             if found.state[name] != value:
                 raise ConfigError(
@@ -185,6 +191,18 @@ class SFTTrainer:
                 )
         await self._learner.load(found.model_path(MODEL))
         self.global_step = found.step
+        return found.step
+
+    def _check_lengths(self, limit: int) -> None:
+        """Raises ConfigError for a row that has more than `limit` tokens to predict from."""
+        for dataset in (*self._train, *self._evaluation):
+            longest = max(len(example.token_ids) for example in dataset.examples)
+            if longest - 1 > limit:
+                raise ConfigError(
+                    f"max_length={self._config.max_length}: a row of {dataset.name} has {longest} tokens, and the "
+                    f"backend takes {limit + 1}; set max_length={limit + 1}, or raise jax.max_context_length as far as "
+                    "the model goes"
+                )
 
 
 def _store(config: SFTConfig) -> CheckpointStore:

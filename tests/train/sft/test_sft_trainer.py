@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from transformers import AutoTokenizer
 
 import oracle
 from skyrl.backends.client import BackendClient
@@ -16,7 +18,8 @@ from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.errors import ConfigError
 from skyrl.train.config import SFTConfig
 from skyrl.train.learner import Learner
-from skyrl.train.sft import Dataset, Example
+from skyrl.train.sft import Conversations, Dataset, Example, RowReader
+from skyrl.train.sft.datasets import read_dataset
 from skyrl.train.sft.trainer import SFTTrainer, Summary
 from skyrl.types import LoraConfig
 
@@ -51,8 +54,22 @@ def config(model: Path, *overrides: str) -> SFTConfig:
     return SFTConfig.from_cli_overrides([*given, *overrides]).resolve()
 
 
-def train(client: BackendClient, config: SFTConfig, rank: int = 0, killed=None) -> tuple[Summary, Trace, Learner]:
-    """A run with a model of its own, and what was measured in it. `killed`: the step after which it ends."""
+def train(
+    client: BackendClient,
+    config: SFTConfig,
+    rank: int = 0,
+    killed: int | None = None,
+    data: list[Dataset] | None = None,
+) -> tuple[Summary, Trace, Learner]:
+    """A run with a model of its own, and what was measured in it.
+
+    Args:
+        client: Of the backend.
+        config: Of the run.
+        rank: Of the adapter; 0 trains all weights.
+        killed: The step after which it ends.
+        data: What it is trained on, and evaluated on; the data sets above by default.
+    """
     trace: Trace = []
 
     def measured(step: int, metrics: dict[str, float]) -> None:
@@ -62,8 +79,8 @@ def train(client: BackendClient, config: SFTConfig, rank: int = 0, killed=None) 
 
     async def run() -> tuple[Summary, Learner]:
         learner = Learner(client, f"model-{next(NUMBERS)}")
-        await learner.create(LoraConfig(rank=rank, seed=0))
-        trainer = SFTTrainer(config, learner, TRAIN, HELD_OUT, on_metrics=measured)
+        await learner.create(LoraConfig(rank=rank, seed=config.seed))
+        trainer = SFTTrainer(config, learner, data or TRAIN, data or HELD_OUT, on_metrics=measured)
         return await trainer.run(), learner
 
     summary, learner = asyncio.run(run())
@@ -148,11 +165,39 @@ def test_a_run_goes_on_from_a_checkpoint_that_is_named(client, tiny_model, tmp_p
     assert without_times(trace) == without_times(whole)[1:]
 
 
+def test_where_a_run_goes_on_is_known_before_it_does(client, tiny_model, tmp_path):
+    settings = config(tiny_model, "num_steps=3", "ckpt_interval=2", f"ckpt_path={tmp_path}", "resume_from=latest")
+    with pytest.raises(Killed):
+        train(client, settings, 4, killed=3)
+
+    async def resumed() -> tuple[int | None, str | None, Summary]:
+        learner = Learner(client, f"model-{next(NUMBERS)}")
+        trainer = SFTTrainer(settings, learner, TRAIN)
+        return await trainer.resume(), trainer.run_id, await trainer.run()
+
+    step, run_id, summary = asyncio.run(resumed())
+    written = json.loads((tmp_path / "global_step_2" / "trainer_state.json").read_text())
+    assert (step, run_id, summary.resumed_from, summary.steps) == (2, written["run_id"], 2, 3)
+
+
+def test_rows_that_are_longer_than_the_backend_takes_are_refused_before_training(client, tiny_model):
+    limit = client.backend.info().max_context_length
+
+    def trainer(length: int) -> SFTTrainer:
+        example = Example(np.zeros(length, np.int32), np.arange(length) > 0)
+        return SFTTrainer(config(tiny_model), Learner(client, "none"), [*TRAIN, Dataset("long", [example], 1, {})])
+
+    assert trainer(limit + 1).total_steps == 4
+    with pytest.raises(ConfigError, match=f"row of long has {limit + 2} tokens.*; set max_length={limit + 1}"):
+        trainer(limit + 2)
+
+
 def test_the_last_step_is_checkpointed_whatever_the_interval(client, tiny_model, tmp_path):
     train(
         client, config(tiny_model, "num_steps=3", "ckpt_interval=2", f"ckpt_path={tmp_path}", "max_ckpts_to_keep=1"), 4
     )
-    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["global_step_3", "latest_ckpt_global_step.txt"]
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_3"]
+    assert (tmp_path / "latest_ckpt_global_step.txt").read_text() == "3"
 
 
 def test_a_run_that_is_complete_is_resumed_without_another_step(client, tiny_model, tmp_path):
@@ -179,6 +224,22 @@ def test_a_checkpoint_of_another_order_or_model_is_refused(client, tiny_model, t
     train(client, config(tiny_model, *options), 4)
     with pytest.raises(ConfigError, match=message):
         train(client, config(tiny_model, *options, change), 4)
+
+
+CITIES = {"France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "Egypt": "Cairo", "Norway": "Oslo", "Kenya": "Nairobi"}
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_model_learns_to_answer(client, tiny_model, seed, rank):
+    rows = [{"instruction": f"What is the capital of {land}?", "output": f"{city}."} for land, city in CITIES.items()]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    reader = RowReader(Conversations(tokenizer, "last_assistant_message"), "last_assistant_message")
+    options = ["optimizer_config.lr=1e-2", "num_epochs=60", "batch_size=4", f"seed={seed}", "eval_before_train=true"]
+    settings = config(tiny_model, *options, "train_datasets=[cities]", "eval_datasets=[cities]")
+    _, trace, _ = train(client, settings, rank, data=[read_dataset("cities", rows, reader)])
+    first, last = values(trace, "eval/cities/loss")
+    assert first > 4 and last < 0.1
 
 
 def test_losses_are_measured_before_between_and_after_the_steps(client, tiny_model):
