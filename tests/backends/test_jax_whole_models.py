@@ -17,7 +17,7 @@ from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.jax.versions import OWN_BASES
 from skyrl.tx.export import WEIGHTS
 from skyrl.tx.make_model import make_model
-from skyrl.types import ErrorResponse, ModelOutput, SaveOutput
+from skyrl.types import ErrorResponse, LoraConfig, ModelOutput, SaveOutput
 
 SIZE = {"hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48, "vocab": 320}
 MODELS = {"untied": {"layers": 2}, "tied": {"layers": 2, "tied": True}, "scanned": {"layers": 12}}
@@ -243,6 +243,40 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path):
         train(backend, "lora")
     finally:
         backend.close()
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory):
+    """A backend whose base model is bfloat16."""
+    folder = make_model(tmp_path_factory.mktemp("half") / "half", **SIZE, layers=2, dtype="bfloat16")
+    backend = JaxBackend(str(folder), JaxBackendConfig(**CONFIG | {"train_tile_tokens": 512}, dtype="bfloat16"))
+    yield backend
+    backend.close()
+
+
+def test_a_token_that_occurs_often_has_the_gradient_of_torch_over_a_bfloat16_base(half):
+    half.create_model("often", LoraConfig(rank=0))
+    often = datum(np.full(512, 7), np.full(512, 9))
+    forward_backward(half, [often], "often")
+    model = oracle.load(half.base_model)
+    loss(model, [often]).backward()
+    ours = as_in_files(half, half.accumulated_grads["often"])
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        value = dict(model.named_parameters())[name].grad.numpy()
+        assert np.linalg.norm(ours[name] - value) < 0.02 * np.linalg.norm(value), name
+
+
+def test_a_training_checkpoint_is_sampled_as_what_was_published_over_a_bfloat16_base(half, tmp_path):
+    half.create_model("stored", LoraConfig(rank=0))
+    train(half, "stored", steps=2)
+    publish(half, "published", tmp_path / "published", "stored")
+    driver.save(half, tmp_path / "state", "stored")
+    published = sample(half, "published").sequences[0]
+    programs = half.metrics["sampling_programs"]
+    stored = sample(half, "state", tmp_path / "state").sequences[0]
+    np.testing.assert_array_equal(stored.tokens, published.tokens)
+    np.testing.assert_array_equal(stored.logprobs, published.logprobs)
+    assert half.metrics["sampling_programs"] == programs
 
 
 def test_masters_are_float32_over_a_bfloat16_base(tmp_path):

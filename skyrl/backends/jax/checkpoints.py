@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load, save
 
-from skyrl.backends.jax.adapters import Kind, ModelState, Tree
+from skyrl.backends.jax.adapters import Kind, ModelState, Tree, in_types_of
 from skyrl.errors import RequestError, StorageError
 from skyrl.tx.export import WEIGHTS
 from skyrl.tx.lora import padded_rank
@@ -43,7 +43,8 @@ def pack_training(state: ModelState, base_model: str) -> dict[str, bytes]:
         "lora_config": state.lora_config.model_dump(),
         "value_head": state.value_head,
     }
-    return {TRAINING_TENSORS: save(_flatten(parts)), TRAINING_STATE: json.dumps(header, indent=1).encode()}
+    tensors = {name: np.asarray(array) for name, array in _flatten(parts).items()}
+    return {TRAINING_TENSORS: save(tensors), TRAINING_STATE: json.dumps(header, indent=1).encode()}
 
 
 def pack_sampler(adapter: Adapter, lora_config: LoraConfig, model_config: Any) -> dict[str, bytes]:
@@ -121,8 +122,11 @@ def load_version(path: str, model: ModelForCausalLM, max_rank: int) -> tuple[Ada
         return Adapter({"base": _whole_model(files, model)}, jnp.float32(1)), LoraConfig(rank=0)
     kind = _kind(_header(files, path))
     _served_rank(kind.lora_config.rank, max_rank, path)
-    weights = _on_device(_unflatten(load(files[TRAINING_TENSORS]))["weights"], {"base": nnx.split(model)[1]})
+    base = nnx.split(model)[1]
+    weights = _on_device(_unflatten(load(files[TRAINING_TENSORS]))["weights"], {"base": base})
     weights.pop("value_head", None)
+    if "base" in weights:
+        weights["base"] = in_types_of(base, weights["base"])
     return Adapter(weights, jnp.asarray(kind.lora_config.scaling, jnp.float32)), kind.lora_config
 
 
@@ -152,15 +156,16 @@ def _header(files: dict[str, bytes], path: str) -> dict[str, Any]:
     return header
 
 
-def _flatten(tree: Tree, prefix: str = "") -> dict[str, np.ndarray]:
-    flat: dict[str, np.ndarray] = {}
+def _flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
+    """The tree's arrays, wherever they are, by their paths."""
+    flat: dict[str, Any] = {}
     for name, child in tree.items():
         path, child = f"{prefix}{name}", _named(child) if isinstance(child, nnx.State) else child
-        flat |= _flatten(child, f"{path}/") if isinstance(child, dict) else {path: np.asarray(child)}
+        flat |= _flatten(child, f"{path}/") if isinstance(child, dict) else {path: child}
     return flat
 
 
-def _shapes(flat: dict[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+def _shapes(flat: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: array.shape for name, array in flat.items()}
 
 

@@ -87,8 +87,8 @@ def _attend_one(
 
     Such products are bound by memory. As sums of element-wise products, the compiler reads the pages where they are.
     """
-    key, value = pages.keys[page[:, 0]][:, :, None], pages.values[page[:, 0]][:, :, None]
-    scores = jnp.sum(query[:, 0, :, :, :, None] * key, axis=-2)
+    key, value = (part[page[:, 0]][:, :, None].astype(jnp.float32) for part in (pages.keys, pages.values))
+    scores = jnp.sum(query[:, 0, :, :, :, None].astype(jnp.float32) * key, axis=-2)
     scores = jnp.where(stored[:, None], scores, MASKED)
     peak = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
     weights, kept = jnp.where(stored[:, None], jnp.exp(scores - peak), 0.0), jnp.exp(highest - peak)

@@ -141,7 +141,7 @@ def _chunked_forward(
 def _chunked_backward(
     project: Project, chunk: int, keep: bool, entropy: bool, saved: Any, gradient: Scores
 ) -> tuple[Any, ...]:
-    """Gradients of the first `trained` tokens, in whole chunks.
+    """Gradients of the first `trained` tokens, in whole chunks that are added up in float32.
 
     Of a token's logits: g (one-hot - p) for a log-probability, -g p (log p + entropy) for the entropy.
     """
@@ -159,10 +159,12 @@ def _chunked_backward(
             g = _slice(gradient.entropy, index, chunk)[:, None]  # pyright: ignore[reportArgumentType]
             of_logits -= g * softmax * (logits - normaliser + _entropy(logits, normaliser))
         more, here = pullback(_tempered(of_logits, temperature, index, chunk))
-        return jax.tree.map(jnp.add, of_trainable, more), _write(of_hidden, index, chunk, here)
+        of_trainable = jax.tree.map(lambda total, part: total + part.astype(jnp.float32), of_trainable, more)
+        return of_trainable, _write(of_hidden, index, chunk, here)
 
-    start = jax.tree.map(jnp.zeros_like, trainable), jnp.zeros_like(hidden)
+    start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trainable), jnp.zeros_like(hidden)
     of_trainable, of_hidden = jax.lax.fori_loop(0, _chunks(trained, chunk), body, start)
+    of_trainable = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), of_trainable, trainable)
     return of_trainable, of_hidden, None, None, None, None
 
 

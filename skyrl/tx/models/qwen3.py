@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from skyrl.tx.layers.cached_attention import Pages, cached_attention
+from skyrl.tx.layers.embedding import rows_of
 from skyrl.tx.layers.linear import Linear
 from skyrl.tx.layers.logprobs import Needs, Scores, projected_scores
 from skyrl.tx.layers.lora import Lora
@@ -193,7 +194,7 @@ class Qwen3ForCausalLM(ModelForCausalLM):
             positions=positions,
             segments=jnp.zeros_like(positions) if segment_ids is None else segment_ids,
         )
-        embedded = self.embed_tokens[...][input_ids]
+        embedded = rows_of(self.embed_tokens[...], input_ids)
         # What is computed again is freed in between only if layers are a loop: else the compiler merges both times.
         looped = kv_cache is None and self.config.gradient_checkpointing
         run = self._unrolled if isinstance(self.layers, nnx.List) and not looped else self._scanned

@@ -100,6 +100,20 @@ def test_gradients_are_those_of_the_log_softmax(case, name):
     np.testing.assert_allclose(ours, expected, rtol=case.tolerance, atol=case.tolerance * np.abs(expected).max() / 4)
 
 
+def test_many_chunks_are_added_up_in_float32_whatever_the_type_of_what_is_trained():
+    hidden, weights = jnp.ones((600, 1)), jnp.zeros((1, 2), jnp.bfloat16)
+    targets, needs = jnp.zeros((600, 1), jnp.int32), Needs.all(600)
+
+    def total(weights: jax.Array) -> jax.Array:
+        return projected_scores(
+            lambda w, h: h @ w.astype(jnp.float32), weights, hidden, targets, needs, 1
+        ).logprobs.sum()
+
+    found = jax.grad(total)(weights)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(found, np.float32), [[300, -300]])
+
+
 @pytest.mark.parametrize("chunk_size", [0, 5])
 def test_tokens_beyond_the_chunks_that_are_read_are_not_computed(chunk_size, monkeypatch):
     """The projection is told by its own effect on the host."""
