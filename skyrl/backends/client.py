@@ -5,6 +5,7 @@ as soon as it is complete, while other requests go on.
 """
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from skyrl.backends.operations import Operation, Sample
 from skyrl.errors import RequestError
 from skyrl.types import ErrorResponse, Result
 
+log = logging.getLogger(__name__)
+
 
 class BackendClient:
     """Steps a backend in a thread. Close it, or use it as a context manager; the backend is closed with it."""
@@ -22,10 +25,14 @@ class BackendClient:
     def __init__(self, backend: Executor):
         self.backend = backend
         self._inbox: deque[Callable[[], None]] = deque()
+        """What the thread is to do between two steps."""
         self._futures: dict[str, Future[Result]] = {}
         self._wake = threading.Event()
         self._closing = False
-        self._failure: BaseException | None = None
+        self._end: BaseException | None = None
+        """Why nothing is done any more, once that is so."""
+        self._lock = threading.Lock()
+        """Of the inbox, and of who still gets a future, until the end."""
         backend.on_wake = self._wake.set
         self._thread = threading.Thread(target=self._run, name="backend", daemon=True)
         self._thread.start()
@@ -42,12 +49,13 @@ class BackendClient:
         Operations of one model take effect in the order of these calls. A sample whose task is cancelled is dropped.
         """
         future: Future[Result] = Future()
-        self._call(lambda: self._submit(operation, future))
+        self._call(lambda: self.backend.submit(operation), (operation.request_id, future))
         try:
             result = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            if isinstance(operation, Sample):
-                self._call(lambda: self._cancel(operation.request_id))
+            if isinstance(operation, Sample) and self._end is None:
+                self._inbox.append(lambda: self._cancel(operation.request_id))
+                self._wake.set()
             raise
         if isinstance(result, ErrorResponse):
             raise RequestError(result.error) if result.status == "user" else RuntimeError(result.error)
@@ -58,22 +66,22 @@ class BackendClient:
         self._call(lambda: self.backend.drop_version(version))
 
     def close(self) -> None:
-        """Stop, finish background writes, and fail what is not complete."""
+        """Stop, fail what is not complete, and finish background writes. What is asked for later fails at once."""
+        if self._closing:
+            return
         self._closing = True
         self._wake.set()
         self._thread.join()
-        self._fail(RuntimeError("the backend was closed"))
+        self._stop(RuntimeError("the client was closed"))
         self.backend.close()
 
-    def _call(self, call: Callable[[], None]) -> None:
-        if self._failure is not None:
-            raise RuntimeError("the backend has stopped") from self._failure
-        self._inbox.append(call)
+    def _call(self, call: Callable[[], None], *futures: tuple[str, "Future[Result]"]) -> None:
+        with self._lock:
+            if self._end is not None:
+                raise _stopped(self._end)
+            self._futures.update(futures)
+            self._inbox.append(call)
         self._wake.set()
-
-    def _submit(self, operation: Operation, future: "Future[Result]") -> None:
-        self._futures[operation.request_id] = future
-        self.backend.submit(operation)
 
     def _cancel(self, request_id: str) -> None:
         if self._futures.pop(request_id, None) is not None:
@@ -93,13 +101,22 @@ class BackendClient:
                     if future is not None and future.set_running_or_notify_cancel():
                         future.set_result(completion.result)
         except BaseException as error:
-            self._failure = error
-            self._fail(error)
+            log.exception("the backend has stopped")
+            self._stop(error)
 
-    def _fail(self, error: BaseException) -> None:
-        while self._inbox:
-            self._inbox.popleft()()
+    def _stop(self, error: BaseException) -> None:
+        """From now on nothing is done, and whoever waits is told why."""
+        with self._lock:
+            self._end = self._end or error
+        self._inbox.clear()
         for future in self._futures.values():
             if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+                future.set_exception(_stopped(self._end))
         self._futures.clear()
+
+
+def _stopped(why: BaseException) -> RuntimeError:
+    """An error of its own for each who is told, as tracebacks are added to it."""
+    error = RuntimeError(f"the backend has stopped: {why or type(why).__name__}")
+    error.__cause__ = why
+    return error
