@@ -4,7 +4,7 @@ The numbers are those of the list of known defects of trainers, section by secti
 """
 
 from config_defects import CONFIG, CONFIG_TESTS
-from defects import Defect, Edit
+from defects import PASSES, Defect, Edit
 
 ADVANTAGES = "skyrl/algorithms/advantages.py"
 ARRAYS = "skyrl/algorithms/arrays.py"
@@ -40,6 +40,19 @@ ALGORITHM_DEFECTS = [
         "the KL term is not reduced as the policy's",
         [Edit(OBJECTIVE, "self.kl_coef * x.weights *", "self.kl_coef *")],
         [TESTS + "test_objective.py::test_the_objective_is_the_reduction_of_policy_plus_kl_minus_entropy"],
+    ),
+    Defect(
+        "F1.3",
+        "the reference is computed at temperature 1, so that a fresh policy has a divergence from it",
+        [
+            Edit(
+                PASSES,
+                "work = TileWork(adapter, tile.arrays, operation",
+                "arrays = tile.arrays._replace(temperature=None) if operation.reference else tile.arrays\n"
+                "            work = TileWork(adapter, arrays, operation",
+            )
+        ],
+        ["tests/backends/test_jax_objectives.py::test_the_reference_is_the_base_model_whatever_was_trained[adapter]"],
     ),
     Defect(
         "F1.4",
