@@ -45,13 +45,16 @@ class Writer:
         """Call `write` after all that came before."""
         return self._thread.submit(write, *arguments)
 
-    def keep_version(self, version: str, model_id: str, write: Callable[[], SaveOutput]) -> None:
-        """Write a version that is in use already; try again before each snapshot of its model until it is written."""
+    def keep_version(self, version: str, model_id: str, write: Callable[[], SaveOutput]) -> "Future[Exception | None]":
+        """Write a version that is in use already; try again before each snapshot of its model until it is written.
+
+        The future is done after the first time.
+        """
         entry = _Unwritten(model_id, write)
         with self._lock:
             self._unwritten.pop(version, None)
             self._unwritten[version] = entry
-        self._thread.submit(self._write_version, version, entry)
+        return self._thread.submit(self._write_version, version, entry)
 
     def forget_version(self, version: str) -> None:
         """The version was deleted; nobody waits for it any more."""

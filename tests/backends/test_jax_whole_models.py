@@ -1,5 +1,7 @@
 """Models of rank 0, which are trained as a whole, against torch; what they publish, store and export."""
 
+import threading
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -12,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import driver
 import oracle
 from driver import create, datum, finish, forward_backward, new_id, optim_step, publish, random_datum, sample, train
-from skyrl.backends.backend import ExportModel, LoadSnapshot, SaveSnapshot
+from skyrl.backends.backend import ExportModel, LoadSnapshot, Publish, SaveCheckpoint, SaveSnapshot
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.jax.versions import OWN_BASES
 from skyrl.tx.export import WEIGHTS
@@ -217,6 +219,39 @@ def test_a_stored_model_goes_on_as_if_nothing_had_happened(backend, tmp_path, wa
     train(backend, steps=2, seed=9)
     for ours, theirs in zip(leaves(backend.adapter("model").weights), expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+WRITING = {
+    "checkpoint": SaveCheckpoint,
+    "snapshot": SaveSnapshot,
+    "version": partial(Publish, version="written"),
+    "version at once": partial(Publish, version="at once", persist=False),
+    "export": ExportModel,
+}
+
+
+@pytest.mark.parametrize("kind", WRITING)
+def test_a_whole_model_goes_on_when_it_is_written_so_that_copies_do_not_pile_up(backend, tmp_path, kind):
+    create(backend, "lora", rank=4)
+    disk = threading.Event()
+    backend._writer.submit(disk.wait)
+    passes = {}
+    for model_id in ("model", "lora"):
+        backend.submit(WRITING[kind](request_id=new_id(), model_id=model_id, path=str(tmp_path / model_id)))
+        passes[model_id] = driver.stepping(model_id)
+        backend.submit(passes[model_id])
+    done: set[str] = set()
+    try:
+        while passes["lora"].request_id not in done:
+            done |= {completion.request_id for completion in backend.step()}
+        for _ in range(10):
+            done |= {completion.request_id for completion in backend.step()}
+        assert passes["model"].request_id not in done
+    finally:
+        disk.set()
+    while len(done) < 4:
+        backend.wait()
+        done |= {completion.request_id for completion in backend.step()}
 
 
 def test_a_checkpoint_is_not_loaded_into_a_model_of_another_kind(backend, tmp_path):

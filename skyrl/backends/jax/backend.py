@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial, singledispatchmethod
 from itertools import chain
 from pathlib import Path
@@ -401,7 +402,14 @@ class JaxBackend(Executor):
         with self._at_work(operation.model_id) as brought:
             state = dataclasses.replace((yield from brought), gradient_sums=None)
             yield
-            return self._writer.submit(self._write_state, operation.path, state)
+            writing = self._writer.submit(self._write_state, operation.path, state)
+            return (yield from self._in_turn(writing, state.adapter))
+
+    def _in_turn(self, writing: "Future[Any]", adapter: Adapter) -> "Turns[Future[Any]]":
+        """A write in the background. A model that is trained as a whole waits for it: each holds a copy in memory."""
+        while adapter.own_base is not None and not writing.done():
+            yield Waiting(writing.done)
+        return writing
 
     def _write_state(self, path: str, state: ModelState) -> SaveOutput:
         return SaveOutput(path, *self._store_state(path, state))
@@ -417,7 +425,8 @@ class JaxBackend(Executor):
         with self._at_work(operation.model_id) as brought:
             adapter = (yield from brought).adapter
             yield
-        return self._writer.submit(self._write_model, operation.path, adapter)
+            writing = self._writer.submit(self._write_model, operation.path, adapter)
+            return (yield from self._in_turn(writing, adapter))
 
     def _write_model(self, path: str, adapter: Adapter) -> SaveOutput:
         return SaveOutput(path, *write_folder(path, self._model_files(adapter)))
@@ -430,7 +439,8 @@ class JaxBackend(Executor):
         with self._at_work(operation.model_id) as brought:
             state = dataclasses.replace((yield from brought))
             yield
-            return self._writer.snapshot(operation.model_id, partial(self._write_state, operation.path, state))
+            writing = self._writer.snapshot(operation.model_id, partial(self._write_state, operation.path, state))
+            return (yield from self._in_turn(writing, state.adapter))
 
     @_work.register
     def _load(self, operation: LoadCheckpoint) -> Work:
@@ -485,15 +495,16 @@ class JaxBackend(Executor):
             if adapter.own_base is not None:
                 adapter = adapter._replace(weights={"base": in_types_of(self._base, adapter.own_base)})
             yield
-        if operation.path is None:
+            if operation.path is None:
+                self._versions.publish(operation.version, adapter)
+                return SaveOutput("")
+            store = partial(self._store, operation, operation.path, adapter, lora_config)
+            if operation.persist:
+                return (yield from self._in_turn(self._writer.submit(store), adapter))
             self._versions.publish(operation.version, adapter)
-            return SaveOutput("")
-        store = partial(self._store, operation, operation.path, adapter, lora_config)
-        if operation.persist:
-            return self._writer.submit(store)
-        self._versions.publish(operation.version, adapter)
-        self._writer.keep_version(operation.version, operation.model_id, store)
-        return SaveOutput(operation.path)
+            writing = self._writer.keep_version(operation.version, operation.model_id, store)
+            yield from self._in_turn(writing, adapter)
+            return SaveOutput(operation.path)
 
     def _store(self, operation: Publish, path: str, adapter: Adapter, lora_config: LoraConfig) -> SaveOutput:
         """Write a version's files, so that it may leave memory. One that is to persist exists only from then on."""
