@@ -33,7 +33,6 @@ computes:
 
 STATUSES = {
     Status.CONSUMED: "read by the module that is named",
-    Status.AWAITS: "will be read by the part of the trainer that is named, which is not there yet",
     Status.WHERE_AVAILABLE: "the default asks for what is not everywhere; what it comes to is logged",
     Status.REFUSED: "cannot be honoured: anything but the default is refused",
 }
@@ -54,10 +53,9 @@ def _counts(rows: list[Row]) -> Iterator[str]:
     yield "| status | fields | meaning |\n| --- | --- | --- |"
     for status, meaning in STATUSES.items():
         yield f"| {status.value} | {counts[status]} | {meaning} |"
-    for status, title in ((Status.AWAITS, "What awaits the trainer"), (Status.REFUSED, "What is refused, and why")):
-        yield f"\n{title}:\n\n| fields | |\n| --- | --- |"
-        for by, count in Counter(support.by for _, support in rows if support.status is status).most_common():
-            yield f"| {count} | {by} |"
+    yield "\nWhat is refused, and why:\n\n| fields | |\n| --- | --- |"
+    for by, count in Counter(support.by for _, support in rows if support.status is Status.REFUSED).most_common():
+        yield f"| {count} | {by} |"
     yield ""
 
 

@@ -104,6 +104,7 @@ def _following(config: SkyRLTrainConfig) -> dict[str, Any]:
         "dtype": "auto" if trainer.bf16 else "float32",
         "gradient_checkpointing": trainer.gradient_checkpointing,
         "train_micro_batch_size": trainer.micro_train_batch_size_per_gpu,
+        "forward_micro_batch_size": trainer.micro_forward_batch_size_per_gpu,
         "max_context_length": generator.max_input_length + response,
         "value_head": trainer.algorithm.value_head_prefix,
     }

@@ -1,6 +1,6 @@
 """What becomes of each configuration field with `trainer.strategy=jax`. `support` says how to read the table."""
 
-from skyrl.train.support import Part, Support, awaits, consumed, refused, where_available
+from skyrl.train.support import Support, consumed, refused, where_available
 
 ADVANTAGES = consumed("skyrl.algorithms.advantages")
 CORRECTIONS = consumed("skyrl.algorithms.corrections")
@@ -13,14 +13,23 @@ VALIDATION = consumed("skyrl.train.validation")
 
 WHERE_AVAILABLE = where_available("skyrl.train.jax_options")
 
-CHECKPOINTS, CRITIC, DATA = awaits(Part.CHECKPOINTS), awaits(Part.CRITIC), awaits(Part.DATA)
-ENVIRONMENTS, EVALUATION, ROLLOUTS = awaits(Part.ENVIRONMENTS), awaits(Part.EVALUATION), awaits(Part.ROLLOUTS)
-STEP, TRACKERS = awaits(Part.STEP), awaits(Part.TRACKERS)
+ENV = consumed("skyrl.envs.env")
+EPISODE = consumed("skyrl.train.rollouts.episode")
+HISTORY = consumed("skyrl.train.rollouts.history")
+ROLLOUTS = consumed("skyrl.train.rollouts.rollouts")
+ROWS = consumed("skyrl.train.rollouts.rows")
+RUN = consumed("skyrl.train.run")
+SAMPLING = consumed("skyrl.train.learner", "params")
+SCHEDULES = consumed("skyrl.train.schedules")
+TEMPLATES = consumed("skyrl.train.rollouts.templates")
+TRAINER = consumed("skyrl.train.trainer")
+UPDATE = consumed("skyrl.train.update")
 
 NO_ADAPTER = refused("a reference is never trained, so that it has no adapter; leave it out")
 NO_DROPOUT = refused("adapters are trained without dropout; leave it at 0")
 NO_ENGINES = refused("the policy samples in the trainer's own process, and there are no vLLM engines; leave it out")
 NO_FSDP = refused("this is an option of FSDP, which is torch's; leave it out")
+NO_LOGS = refused("logs of the one process go to standard error, where a shell can keep them; leave it out")
 NO_KWARGS = refused("a model is loaded as its folder says; write the values into its config.json")
 NO_MEGATRON = refused("this is an option of Megatron; leave it out")
 NO_MIN_P = refused("the sampler has no such limit; use top_p or top_k")
@@ -37,8 +46,13 @@ ONE_INITIALISATION = refused("the backend initialises adapters as PEFT does by d
 ONE_VALUE = refused("it takes one value, which means nothing here; leave it out")
 
 JAX_SUPPORT: dict[str, Support] = {
-    "data": DATA,
-    "environment": ENVIRONMENTS,
+    "data": RUN,
+    "environment.env_class": RUN,
+    "environment.skyrl_gym.max_env_workers": ROLLOUTS,
+    "environment.skyrl_gym.text2sql": consumed("skyrl.envs.text2sql"),
+    "environment.skyrl_gym.llm_as_a_judge": consumed("skyrl.envs.llm_as_a_judge"),
+    "environment.skyrl_gym.search": consumed("skyrl.envs.search"),
+    "environment.skyrl_gym.others": ENV,
     "trainer.placement": refused("one process uses the device that it finds, for every model; leave it out"),
     "trainer.sequence_parallel_backend": ONE_VALUE,
     "trainer.strategy": VALIDATION,
@@ -47,14 +61,14 @@ JAX_SUPPORT: dict[str, Support] = {
     "trainer.policy.model.path": OPTIONS,
     "trainer.policy.model.lora.rank": OPTIONS,
     "trainer.policy.model.lora.alpha": OPTIONS,
-    "trainer.policy.optimizer_config": STEP,
+    "trainer.policy.optimizer_config": UPDATE,
     "trainer.policy.use_torch_compile": NO_TORCH,
     "trainer.policy.record_memory": NO_TORCH,
-    "trainer.critic.model.path": CRITIC,
-    "trainer.critic.model.lora.rank": CRITIC,
-    "trainer.critic.model.lora.alpha": CRITIC,
-    "trainer.critic.optimizer_config": CRITIC,
-    "trainer.ref.model.path": STEP,
+    "trainer.critic.model.path": RUN,
+    "trainer.critic.model.lora.rank": OPTIONS,
+    "trainer.critic.model.lora.alpha": OPTIONS,
+    "trainer.critic.optimizer_config": UPDATE,
+    "trainer.ref.model.path": RUN,
     "trainer.ref.model.lora": NO_ADAPTER,
     **{
         f"trainer.{model}.{field}": support
@@ -66,6 +80,8 @@ JAX_SUPPORT: dict[str, Support] = {
             "model.lora.exclude_modules": NO_MODULES,
             "model.lora.init_method": ONE_INITIALISATION,
             "optimizer_config.offload_after_step": NO_OFFLOADING,
+            "optimizer_config.scheduler": SCHEDULES,
+            "optimizer_config.num_warmup_steps": SCHEDULES,
         }.items()
     },
     **{
@@ -80,7 +96,11 @@ JAX_SUPPORT: dict[str, Support] = {
     "trainer.policy.megatron_config": NO_MEGATRON,
     "trainer.ref.megatron_config": NO_MEGATRON,
     # The algorithm.
-    "trainer.algorithm": STEP,
+    "trainer.algorithm": UPDATE,
+    "trainer.algorithm.temperature": TRAINER,
+    "trainer.algorithm.dynamic_sampling.type": TRAINER,
+    "trainer.algorithm.dynamic_sampling.max_sample_batches": TRAINER,
+    "trainer.algorithm.dynamic_sampling.min_replace_ratio": TRAINER,
     "trainer.algorithm.kl_estimator_type": OBJECTIVE,
     "trainer.algorithm.use_kl_loss": OBJECTIVE,
     "trainer.algorithm.kl_loss_coef": OBJECTIVE,
@@ -103,54 +123,67 @@ JAX_SUPPORT: dict[str, Support] = {
     "trainer.algorithm.use_tis": OLD_NAMES,
     "trainer.algorithm.tis_imp_ratio_cap": OLD_NAMES,
     "trainer.algorithm.value_head_prefix": OPTIONS,
-    "trainer.algorithm.value_clip": CRITIC,
+    "trainer.algorithm.value_clip": UPDATE,
     # The step.
-    "trainer.fully_async": ROLLOUTS,
+    "trainer.fully_async": RUN,
     "trainer.gradient_checkpointing": OPTIONS,
     "trainer.gradient_checkpointing_use_reentrant": NO_TORCH,
     "trainer.seed": OPTIONS,
     "trainer.bf16": WHERE_AVAILABLE,
     "trainer.flash_attn": WHERE_AVAILABLE,
-    "trainer.epochs": STEP,
-    "trainer.update_epochs_per_batch": STEP,
-    "trainer.train_batch_size": STEP,
-    "trainer.policy_mini_batch_size": STEP,
-    "trainer.critic_mini_batch_size": CRITIC,
+    "trainer.epochs": RUN,
+    "trainer.update_epochs_per_batch": UPDATE,
+    "trainer.train_batch_size": RUN,
+    "trainer.policy_mini_batch_size": UPDATE,
+    "trainer.critic_mini_batch_size": UPDATE,
     "trainer.micro_train_batch_size_per_gpu": OPTIONS,
-    "trainer.micro_forward_batch_size_per_gpu": STEP,
-    "trainer.update_ref_every_epoch": STEP,
+    "trainer.micro_forward_batch_size_per_gpu": OPTIONS,
+    "trainer.update_ref_every_epoch": RUN,
     "trainer.use_sample_packing": refused(
         "sequences are always packed; micro_train_batch_size_per_gpu=1 puts each into a micro-batch of its own"
     ),
-    "trainer.max_prompt_length": DATA,
+    "trainer.max_prompt_length": RUN,
     "trainer.disable_fast_tokenizer": refused("tokenizers are read from tokenizer.json; leave it at False"),
     "trainer.rope_scaling": NO_ROPE,
     "trainer.rope_theta": NO_ROPE,
     # What is kept and said.
-    "trainer.resume_mode": CHECKPOINTS,
-    "trainer.resume_path": CHECKPOINTS,
-    "trainer.ckpt_path": CHECKPOINTS,
-    "trainer.max_ckpts_to_keep": CHECKPOINTS,
-    "trainer.ckpt_interval": CHECKPOINTS,
-    "trainer.hf_save_interval": CHECKPOINTS,
-    "trainer.export_path": CHECKPOINTS,
-    "trainer.eval_batch_size": EVALUATION,
-    "trainer.eval_before_train": EVALUATION,
-    "trainer.eval_interval": EVALUATION,
-    "trainer.dump_eval_results": EVALUATION,
-    "trainer.dump_data_batch": STEP,
-    "trainer.log_path": TRACKERS,
-    "trainer.project_name": TRACKERS,
-    "trainer.run_name": TRACKERS,
-    "trainer.logger": TRACKERS,
+    "trainer.resume_mode": RUN,
+    "trainer.resume_path": RUN,
+    "trainer.ckpt_path": RUN,
+    "trainer.max_ckpts_to_keep": RUN,
+    "trainer.ckpt_interval": RUN,
+    "trainer.hf_save_interval": RUN,
+    "trainer.export_path": RUN,
+    "trainer.eval_batch_size": RUN,
+    "trainer.eval_before_train": RUN,
+    "trainer.eval_interval": RUN,
+    "trainer.dump_eval_results": RUN,
+    "trainer.dump_data_batch": RUN,
+    "trainer.log_path": NO_LOGS,
+    "trainer.project_name": RUN,
+    "trainer.run_name": RUN,
+    "trainer.logger": VALIDATION,
     # Rollouts.
     "generator": ROLLOUTS,
+    "generator.max_turns": ROLLOUTS,
+    "generator.chat_template": TEMPLATES,
+    "generator.use_conversation_multi_turn": HISTORY,
+    "generator.append_eos_token_after_stop_str_in_multi_turn": EPISODE,
+    "generator.zero_reward_on_non_stop": ROWS,
+    "generator.apply_overlong_filtering": ROWS,
+    "generator.step_wise_trajectories": ROWS,
+    "generator.max_failed_fraction": RUN,
+    "generator.sampling_params": SAMPLING,
     "generator.batched": refused("prompts are sampled together as they come; leave it at False"),
     "generator.max_input_length": OPTIONS,
     "generator.rope_scaling": NO_ROPE,
     "generator.rope_theta": NO_ROPE,
-    "generator.eval_sampling_params": EVALUATION,
-    "generator.eval_n_samples_per_prompt": EVALUATION,
+    "generator.eval_sampling_params": ROLLOUTS,
+    **{
+        f"generator.eval_sampling_params.{name}": SAMPLING
+        for name in ("temperature", "top_p", "top_k", "logprobs", "stop")
+    },
+    "generator.eval_n_samples_per_prompt": ROLLOUTS,
     **{
         f"generator.{section}.{field}": support
         for section in ("sampling_params", "eval_sampling_params")

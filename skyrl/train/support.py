@@ -18,25 +18,10 @@ class Status(Enum):
 
     CONSUMED = "consumed"
     """A module reads it."""
-    AWAITS = "awaits the trainer"
-    """The part of the trainer that will read it is not there yet."""
     WHERE_AVAILABLE = "where available"
     """Its default asks for what is not everywhere; what it comes to is logged."""
     REFUSED = "refused"
     """Nothing can honour it, so that only its default is taken."""
-
-
-class Part(Enum):
-    """Parts of the trainer that are not there yet."""
-
-    DATA = "data"
-    ENVIRONMENTS = "environments"
-    ROLLOUTS = "rollouts"
-    STEP = "training step"
-    CRITIC = "critic"
-    EVALUATION = "evaluation"
-    CHECKPOINTS = "checkpoints"
-    TRACKERS = "trackers"
 
 
 @dataclass(frozen=True)
@@ -45,17 +30,14 @@ class Support:
 
     status: Status
     by: str
-    """The module that reads it, the part that will, or why it is refused and what to do instead."""
+    """The module that reads it, or why it is refused and what to do instead."""
+    section: str | None = None
+    """What the module calls the section that the field is in, where that is not its name."""
 
 
-def consumed(module: str) -> Support:
-    """`module` reads it."""
-    return Support(Status.CONSUMED, module)
-
-
-def awaits(part: Part) -> Support:
-    """`part` will read it."""
-    return Support(Status.AWAITS, part.value)
+def consumed(module: str, section: str | None = None) -> Support:
+    """`module` reads it, from what it calls `section`."""
+    return Support(Status.CONSUMED, module, section)
 
 
 def where_available(module: str) -> Support:

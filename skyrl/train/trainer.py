@@ -39,9 +39,11 @@ class RLTrainer:
         self.update = update
         self.global_step = 0
         """Steps taken."""
-        self._dynamic = config.trainer.algorithm.dynamic_sampling
+        self._algorithm = config.trainer.algorithm
         prompts = config.trainer.train_batch_size
-        self.collected: DynamicSampling[Trajectory] = DynamicSampling(prompts, self._dynamic.max_sample_batches)
+        self.collected: DynamicSampling[Trajectory] = DynamicSampling(
+            prompts, self._algorithm.dynamic_sampling.max_sample_batches
+        )
         """What dynamic sampling has kept for the next step."""
         self.generator = np.random.default_rng([config.trainer.seed, 1])
         """Draws replacements of dynamic sampling."""
@@ -52,7 +54,7 @@ class RLTrainer:
         trajectories, uids, metrics = await self._sample()
         sampled = time.monotonic()
         rows = rows_of(trajectories, self._config.generator)
-        algorithm = self._config.trainer.algorithm
+        algorithm = self._algorithm
         assert algorithm.temperature is not None, "the configuration is resolved"
         kept = sorted({row.trajectory for row in rows})
         numbers = {index: number for number, index in enumerate(kept)}
@@ -106,17 +108,18 @@ class RLTrainer:
         usable = [item for item in trajectories if item.failure is None]
         uids = [item.id.instance_id for item in usable]
         rewards = np.array([item.reward for item in usable])
-        if self._dynamic.type == "filter":
+        dynamic = self._algorithm.dynamic_sampling
+        if self._algorithm.dynamic_sampling.type == "filter":
             kept = self.collected.add(usable, uids, rewards)
             return None if kept is None else (kept, [item.id.instance_id for item in kept])
-        if self._dynamic.type == "replace":
-            replaced = replace_groups(uids, rewards, self.generator, self._dynamic.min_replace_ratio)
+        if dynamic.type == "replace":
+            replaced = replace_groups(uids, rewards, self.generator, dynamic.min_replace_ratio)
             if replaced is not None:
                 return [usable[row] for row in replaced.rows], replaced.uids
-            if 0 < self._dynamic.max_sample_batches <= batches:
+            if 0 < dynamic.max_sample_batches <= batches:
                 raise RuntimeError(
-                    f"dynamic_sampling.max_sample_batches={self._dynamic.max_sample_batches}: none of so many batches "
-                    f"had more than min_replace_ratio={self._dynamic.min_replace_ratio} of prompts with samples of "
+                    f"dynamic_sampling.max_sample_batches={dynamic.max_sample_batches}: none of so many batches "
+                    f"had more than min_replace_ratio={dynamic.min_replace_ratio} of prompts with samples of "
                     "different scores; use easier or harder prompts, more samples per prompt, or a higher limit"
                 )
             return None

@@ -66,9 +66,11 @@ class Update:
             Scores(("logprobs",)),
             Scores(("values",)),
         )
-        control = self._algorithm.kl_ctrl
         self.kl_controller = kl_controller(
-            control.type, self._algorithm.kl_loss_coef, kl_target=control.kl_target, horizon=control.horizon
+            self._algorithm.kl_ctrl.type,
+            self._algorithm.kl_loss_coef,
+            kl_target=self._algorithm.kl_ctrl.kl_target,
+            horizon=self._algorithm.kl_ctrl.horizon,
         )
         self.generator = np.random.default_rng(config.trainer.seed)
         """Draws the tokens of clip_cov."""

@@ -34,6 +34,7 @@ def test_the_base_model_is_the_policys():
         (["trainer.gradient_checkpointing=true"], "gradient_checkpointing", True),
         (["trainer.gradient_checkpointing=false"], "gradient_checkpointing", False),
         (["trainer.micro_train_batch_size_per_gpu=4"], "train_micro_batch_size", 4),
+        (["trainer.micro_forward_batch_size_per_gpu=3"], "forward_micro_batch_size", 3),
         ([LORA + "rank=0"], "max_lora_rank", 32),
         ([LORA + "rank=64"], "max_lora_rank", 64),
         ([LORA + "rank=8", "trainer.critic.model.lora.rank=16"], "max_lora_rank", 16),

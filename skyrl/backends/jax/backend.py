@@ -137,6 +137,7 @@ class JaxBackend(Executor):
             empty=partial(zero_adapter, self.model_config),
             ranks=ranks,
             stacks=(1,) if config.deterministic else stacks,
+            forward_shape=TileShape(tile_tokens, config.forward_micro_batch_size or config.train_micro_batch_size),
         )
         self._versions = VersionPool(
             zero,

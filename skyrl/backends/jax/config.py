@@ -29,6 +29,9 @@ class JaxBackendConfig(BaseModel):
     train_micro_batch_size: int = Field(default=0, ge=0)
     """Sequences per training micro-batch at most. 0: as many as fit into `train_tile_tokens`."""
 
+    forward_micro_batch_size: int = Field(default=0, ge=0)
+    """The same for passes without gradients. 0: as `train_micro_batch_size`."""
+
     train_tile_tokens: int = Field(default=0, ge=0)
     """Tokens per training micro-batch, from 32 on; a longer sequence has one of its own. 0: 512 on CPU, else 4096."""
 

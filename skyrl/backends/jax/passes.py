@@ -46,6 +46,7 @@ class Passes:
         longest: Tokens of the longest sequence.
         empty: For a padded rank, an adapter of that rank which changes nothing; `ranks` are all there are, ascending.
         stacks: Tiles that a call may have, ascending; there is a 1.
+        forward_shape: How large tiles are that have no gradient; those of `shape` if it is None.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class Passes:
         empty: Callable[[int], Adapter],
         ranks: list[int],
         stacks: tuple[int, ...],
+        forward_shape: TileShape | None = None,
     ):
         self._programs = programs
         self._base = base
         self._shape = shape
+        self._forward_shape = shape if forward_shape is None else forward_shape
         self._longest = longest
         self._empty = empty
         self._ranks = ranks
@@ -78,7 +81,8 @@ class Passes:
         objective = None if isinstance(operation.loss_fn, str) else operation.loss_fn
         outputs = [_Output(datum.loss_fn_inputs["target_tokens"]) for datum in operation.data]
         total = None
-        for tile in make_tiles(operation.data, operation.loss_fn, operation.loss_fn_config, self._shape):
+        shape = self._forward_shape if operation.forward_only else self._shape
+        for tile in make_tiles(operation.data, operation.loss_fn, operation.loss_fn_config, shape):
             work = TileWork(adapter, tile.arrays, operation.forward_only, objective)
             kind = None if operation.forward_only else _kind(work)
             result, gradients = yield Quantum(tile.length, kind, work)
