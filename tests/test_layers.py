@@ -21,7 +21,7 @@ LAYERS = [
     {"backends"},
     {"tinker", "train"},
     {"local_server"},
-    {"demo"},
+    {"demo", "demo_rl"},
     {"cli"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
