@@ -1,23 +1,32 @@
-"""`skyrl demo-rl`: a small model learns to calculate, first from examples, then by reinforcement learning.
+"""`skyrl demo-rl`: a small model learns to add, first from a careless teacher's examples, then by trying.
 
-A transformer with random weights is shown worked problems until it answers some that it has not seen. Then it only
-tries: GRPO samples answers, the environment `arithmetic` scores them, and no right answer is shown any more. Both
-parts are what `skyrl train sft` and `skyrl train rl` run.
+A transformer with random weights is shown worked sums whose teacher often forgets to carry, and forgets as often. Then
+it only tries: GRPO samples answers to sums, the environment `arithmetic` scores them, and nothing else is shown. It
+becomes better than its teacher, on sums that it never saw as well. Both parts are what `skyrl train sft` and
+`skyrl train rl` run.
 """
 
 import argparse
 import asyncio
-import json
+import random
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl.demo_rl_files import Files, write_sample
+
 RIGHT = "eval/all/avg_score"
+"""Metric: the fraction of held-out sums whose most likely answer is right."""
 REWARD = "reward/avg_raw_reward"
+"""Metric: the fraction of sampled answers that are right."""
+WARM_EVAL_INTERVAL = 50
+"""Optimizer steps of the warm start between evaluations."""
+SUM = re.compile(r"\d\d\+\d\d=")
+"""Sums of two numbers of two digits each."""
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
 """A problem and its answer, nothing else: "17+25=42" and the end."""
 
@@ -33,69 +42,33 @@ class Settings:
     seed: int = 0
     """Of problems, weights and everything drawn."""
     largest: int = 49
-    """Operands are from 0 to this."""
+    """Operands are from 10 to this."""
     training_problems: int = 1280
-    """Problems of both parts."""
+    """Sums that are taught and tried."""
     heldout_problems: int = 256
-    """Problems that are only evaluated on."""
+    """Sums that are only evaluated on."""
     hidden: int = 64
     """Width of the model."""
-    warm_until: float = 0.25
-    """Fraction of held-out problems that examples are shown up to."""
+    lessons: int = 4
+    """Worked examples of each."""
+    careless: float = 0.7
+    """How often the teacher forgets to carry."""
     warm_batch_size: int = 128
     """Examples of an optimizer step."""
-    warm_round: int = 10
-    """Optimizer steps between evaluations of the warm start."""
-    warm_rounds: int = 100
-    """Rounds at most."""
+    warm_steps: int = 300
+    """Optimizer steps of the warm start."""
     warm_learning_rate: float = 3e-3
+    """Of the warm start."""
     batch_size: int = 64
-    """Problems of a step of RL."""
+    """Sums of a step of RL."""
     samples: int = 8
     """Answers to each of them."""
-    epochs: int = 4
-    """Passes of RL over the training problems."""
-    learning_rate: float = 1e-3
+    epochs: int = 3
+    """Passes of RL over the sums that are tried."""
+    learning_rate: float = 3e-4
     """Of RL."""
     least_gain: float = 0.2
-    """Fraction of held-out problems by which RL has to better the model."""
-
-
-@dataclass(frozen=True)
-class Files:
-    """What the demo leaves in a folder."""
-
-    folder: Path
-
-    @property
-    def plot(self) -> Path:
-        return self.folder / "reward.png"
-
-    @property
-    def sample(self) -> Path:
-        return self.folder / "rollouts.txt"
-
-    @property
-    def rollouts(self) -> Path:
-        """A JSON line per answer, a file per step."""
-        return self.folder / "rl" / "dumped_rollouts"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.folder / "rl" / "dumped_evals"
-
-    @property
-    def model(self) -> Path:
-        """The model with random weights."""
-        return self.folder / "model"
-
-    @property
-    def warm_model(self) -> Path:
-        """The model after the warm start."""
-        return self.folder / "warm"
-
-    def data(self, name: str) -> Path:
-        return self.folder / f"{name}.jsonl"
+    """By which the fraction of right held-out answers has to grow in RL."""
 
 
 def prepare(settings: Settings, files: Files) -> int:
@@ -107,11 +80,17 @@ def prepare(settings: Settings, files: Files) -> int:
 
     count = settings.training_problems + settings.heldout_problems
     everything = arithmetic_rows(2 * (settings.largest + 1) ** 2, seed=settings.seed, largest=settings.largest)
-    rows = [row for row in everything if re.fullmatch(r"\d\d\+\d\d=", row["prompt"][0]["content"])][:count]
+    rows = [row for row in everything if SUM.fullmatch(row["prompt"][0]["content"])][:count]
     training, heldout = rows[: settings.training_problems], rows[settings.training_problems :]
     write_rows(files.data("problems"), training)
     write_rows(files.data("heldout"), heldout)
-    write_rows(files.data("examples"), map(as_example, training))
+    drawn = random.Random(settings.seed)
+    examples = [
+        as_example(row, careless=drawn.random() < settings.careless)
+        for _ in range(settings.lessons)
+        for row in training
+    ]
+    write_rows(files.data("examples"), examples)
     (files.folder / "template.jinja").write_text(TEMPLATE)
     heads = settings.hidden // 32
     make_model(
@@ -130,9 +109,13 @@ def prepare(settings: Settings, files: Files) -> int:
         return sum(weights.get_tensor(name).size for name in weights.keys())  # noqa: SIM118 (it is no mapping)
 
 
-def as_example(row: dict[str, Any]) -> dict[str, Any]:
-    """A problem with its answer, as a conversation."""
-    return {"messages": [*row["prompt"], {"role": "assistant", "content": row["reward_spec"]["ground_truth"]}]}
+def as_example(row: dict[str, Any], careless: bool) -> dict[str, Any]:
+    """A problem with the teacher's answer, as a conversation. A careless one forgets to carry."""
+    answer = int(row["reward_spec"]["ground_truth"])
+    a, b = map(int, row["prompt"][0]["content"].rstrip("=").split("+"))
+    if careless and a % 10 + b % 10 >= 10:
+        answer -= 10
+    return {"messages": [*row["prompt"], {"role": "assistant", "content": str(answer)}]}
 
 
 def template_options(prefix: str, files: Files) -> list[str]:
@@ -170,8 +153,8 @@ def rl_options(settings: Settings, files: Files, model: Path) -> list[str]:
     ]
 
 
-async def warm_start(settings: Settings, files: Files) -> float:
-    """Train on examples until enough held-out problems are answered. Returns which fraction is."""
+async def warm_start(settings: Settings, files: Files) -> None:
+    """Train on the teacher's examples."""
     from transformers import AutoTokenizer
 
     from skyrl.backends.client import BackendClient
@@ -191,7 +174,7 @@ async def warm_start(settings: Settings, files: Files) -> float:
             f"train_datasets=[{files.data('examples')}]",
             *template_options("", files),
             f"batch_size={settings.warm_batch_size}",
-            f"num_steps={settings.warm_round * settings.warm_rounds}",
+            f"num_steps={settings.warm_steps}",
             f"optimizer_config.lr={settings.warm_learning_rate}",
             "max_length=16",
             f"seed={settings.seed}",
@@ -214,19 +197,18 @@ async def warm_start(settings: Settings, files: Files) -> float:
                 max_prompt_length=tried.trainer.max_prompt_length,
             )
         ]
-        right = 0.0
-        while right < settings.warm_until and trainer.global_step < trainer.total_steps:
-            for _ in range(settings.warm_round):
-                metrics = await trainer.step()
+        while trainer.global_step < trainer.total_steps:
+            metrics = await trainer.step()
+            if trainer.global_step % WARM_EVAL_INTERVAL and trainer.global_step < trainer.total_steps:
+                continue
             await policy.publish(trainer.global_step)
             right = (await evaluate(rollouts, heldout, len(heldout)))[0][RIGHT]
             print(
                 f"  step {trainer.global_step:>4}   loss {metrics['policy/loss']:.3f} nats/token   "
-                f"held-out problems right {right:.1%}",
+                f"held-out sums right {right:.1%}",
                 flush=True,
             )
         await policy.export(str(files.warm_model))
-    return right
 
 
 async def reinforce(settings: Settings, files: Files) -> list[dict[str, Any]]:
@@ -240,59 +222,10 @@ async def reinforce(settings: Settings, files: Files) -> list[dict[str, Any]]:
     def report(metrics: dict[str, float], step: int) -> None:
         if RIGHT in metrics:
             reward = f"{metrics[REWARD]:.3f}" if REWARD in metrics else "    -"
-            print(f"  step {step:>4}   mean reward {reward}   held-out problems right {metrics[RIGHT]:.1%}", flush=True)
+            print(f"  step {step:>4}   mean reward {reward}   held-out sums right {metrics[RIGHT]:.1%}", flush=True)
 
     await train_rl(config, report)
     return read_metrics(config.trainer.ckpt_path)
-
-
-def first_and_last(folder: Path) -> tuple[Path, Path]:
-    """What was dumped under the lowest and under the highest number of a step."""
-    paths = sorted(folder.iterdir(), key=lambda path: int(path.stem.split("_")[2]))
-    return paths[0], paths[-1]
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def sampled_answers(rollouts: Iterable[dict[str, Any]]) -> list[str]:
-    """A line per problem of a step: what was sampled for it, the right answers in brackets."""
-    answers: dict[str, list[str]] = {}
-    for rollout in rollouts:
-        said = rollout["turns"][0]["action"].strip()
-        answers.setdefault(rollout["messages"][0]["content"], []).append(f"[{said}]" if rollout["reward"] else said)
-    return [f"  {problem:<8}{'  '.join(said)}" for problem, said in answers.items()]
-
-
-def heldout_answers(before: Path, after: Path) -> list[str]:
-    """A line per held-out problem: the right answer, and the model's before and after RL."""
-    answers = {
-        row["input_prompt"][0]["content"]: [row["env_extras"]["reward_spec"]["ground_truth"]]
-        for row in read_lines(before / "unknown.jsonl")
-    }
-    for folder in (before, after):
-        for row in read_lines(folder / "unknown.jsonl"):
-            answers[row["input_prompt"][0]["content"]].append(row["output_response"].strip())
-    return [f"  {problem:<8}{'  '.join(f'{answer:<6}' for answer in said)}" for problem, said in answers.items()]
-
-
-def write_sample(files: Files, problems: int = 20) -> list[str]:
-    """Write what was sampled first and last, and held-out answers, for people to read. Returns some of the latter."""
-    first, last = first_and_last(files.rollouts)
-    heldout = heldout_answers(*first_and_last(files.evaluations))
-    lines = [
-        "Sampled in the first step of RL, right answers in brackets:",
-        *sampled_answers(read_lines(first))[:problems],
-        "",
-        "Sampled in the last step:",
-        *sampled_answers(read_lines(last))[:problems],
-        "",
-        "Held-out problems: right answer, the model's before RL and after it:",
-        *heldout[:problems],
-    ]
-    files.sample.write_text("\n".join(lines) + "\n")
-    return heldout
 
 
 def run(settings: Settings, files: Files) -> None:
@@ -301,29 +234,28 @@ def run(settings: Settings, files: Files) -> None:
 
     begun = time.monotonic()
     parameters = prepare(settings, files)
-    print(f"1. Warm start: {parameters:,} random weights learn from worked problems", flush=True)
-    warm = asyncio.run(warm_start(settings, files))
-    if warm < settings.warm_until:
-        raise DemoError(
-            f"after all examples {warm:.1%} of the held-out problems are right, not {settings.warm_until:.0%}"
-        )
-    print("2. GRPO: it only tries, and is told what was right", flush=True)
+    print(f"1. Warm start: {parameters:,} random weights learn from a teacher who often forgets to carry", flush=True)
+    asyncio.run(warm_start(settings, files))
+    print("2. GRPO: the model only tries, and is told which answers were right", flush=True)
     rows = asyncio.run(reinforce(settings, files))
     evaluated = [row[RIGHT] for row in rows if RIGHT in row]
     before, after = evaluated[0], evaluated[-1]
     heldout = write_sample(files)
     drawn = plot_metrics(rows, [REWARD, RIGHT], files.plot, title="GRPO on sums", label="fraction right")
     seconds = time.monotonic() - begun
-    print(f"\nDone in {seconds:.0f} s. Held-out problems right: {before:.1%} before RL, {after:.1%} after.\n")
-    print("problem, right answer, before RL, after RL (the most likely answers)")
+    print(f"\nDone in {seconds:.0f} s. Held-out sums right: {before:.1%} before RL, {after:.1%} after.\n")
+    print("  held-out: right answer, the model's before RL and after it")
     print("\n".join(heldout[:8]), end="\n\n")
     print(
-        f"plot of the reward      {files.plot}" if drawn else "plot of the reward      left out: pip install matplotlib"
+        f"plot of the reward      {files.plot}"
+        if drawn
+        else "plot of the reward      left out, as matplotlib is missing: pip install 'skyrl[train]'"
     )
     print(f"rollouts, a line each   {files.rollouts}")
     print(f"rollouts to read        {files.sample}")
-    if after - before < settings.least_gain:
-        raise DemoError(f"RL made held-out accuracy {after - before:+.1%} better, not {settings.least_gain:+.0%}")
+    gain = after - before
+    if gain < settings.least_gain:
+        raise DemoError(f"RL added {100 * gain:.1f} points to held-out accuracy, not {100 * settings.least_gain:.0f}")
 
 
 def main(argv: Sequence[str] = (), settings: Settings | None = None) -> int:

@@ -14,9 +14,8 @@ SMALL = Settings(
     training_problems=16,
     heldout_problems=8,
     hidden=32,
-    warm_until=0.0,
     warm_batch_size=8,
-    warm_round=2,
+    warm_steps=2,
     batch_size=8,
     samples=4,
     epochs=1,
@@ -45,11 +44,11 @@ def test_the_demo_goes_through(ended):
     assert ended.code == 0
 
 
-def test_the_summary_says_how_many_heldout_problems_are_right_before_and_after(ended):
-    metrics = [json.loads(line) for line in (ended.folder / "rl/checkpoints/metrics.jsonl").read_text().splitlines()]
+def test_the_summary_says_how_many_heldout_sums_are_right_before_and_after(ended):
+    metrics = [json.loads(line) for line in (ended.folder / "rl/checkpoints/metrics.jsonl").read_bytes().splitlines()]
     before, after = (row["eval/all/avg_score"] for row in (metrics[0], metrics[-1]))
     assert [row["step"] for row in metrics] == [0, 1, STEPS]
-    assert f"Held-out problems right: {before:.1%} before RL, {after:.1%} after." in ended.said
+    assert f"Held-out sums right: {before:.1%} before RL, {after:.1%} after." in ended.said
 
 
 def test_the_summary_names_files_that_are_there(ended):
@@ -65,11 +64,11 @@ def test_the_plot_is_a_png(ended):
 def test_each_step_leaves_a_line_for_each_answer(ended):
     for step in range(1, STEPS + 1):
         path = ended.folder / f"rl/dumped_rollouts/global_step_{step}.jsonl"
-        assert len(path.read_text().splitlines()) == SMALL.batch_size * SMALL.samples
+        assert len(path.read_bytes().splitlines()) == SMALL.batch_size * SMALL.samples
 
 
 def test_the_readable_sample_has_every_problem_of_the_last_step(ended):
-    lines = (ended.folder / f"rl/dumped_rollouts/global_step_{STEPS}.jsonl").read_text().splitlines()
+    lines = (ended.folder / f"rl/dumped_rollouts/global_step_{STEPS}.jsonl").read_bytes().splitlines()
     problems = {json.loads(line)["messages"][0]["content"] for line in lines}
     assert len(problems) == SMALL.batch_size
     last = (ended.folder / "rollouts.txt").read_text().split("Sampled in the last step:")[1].split("\n\n")[0]
@@ -78,7 +77,7 @@ def test_the_readable_sample_has_every_problem_of_the_last_step(ended):
 
 def test_training_and_heldout_problems_are_different_ones(ended):
     shown, heldout = (
-        {json.loads(line)["prompt"][0]["content"] for line in (ended.folder / name).read_text().splitlines()}
+        {json.loads(line)["prompt"][0]["content"] for line in (ended.folder / name).read_bytes().splitlines()}
         for name in ("problems.jsonl", "heldout.jsonl")
     )
     assert len(shown) == SMALL.training_problems and len(heldout) == SMALL.heldout_problems

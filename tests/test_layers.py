@@ -21,6 +21,7 @@ LAYERS = [
     {"backends"},
     {"tinker", "train"},
     {"local_server"},
+    {"demo_rl_files"},
     {"demo", "demo_rl"},
     {"cli"},
 ]
