@@ -264,7 +264,7 @@ def main(argv: Sequence[str] = (), settings: Settings | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("skyrl-demo-rl"), metavar="FOLDER", help="what it leaves")
     parser.add_argument("--seed", type=int, default=0, help="of problems, weights and everything drawn")
     options = parser.parse_args(argv)
-    files = Files(options.output.absolute())
+    files = Files(options.output)
     files.folder.mkdir(parents=True, exist_ok=True)
     if any(files.folder.iterdir()):
         print(f"{files.folder} is not empty; remove it, or name another folder with --output", file=sys.stderr)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from skyrl.demo_rl import Settings, main
+from skyrl.demo_rl import Settings, as_example, main
 
 SMALL = Settings(
     training_problems=16,
@@ -89,3 +89,12 @@ def test_a_folder_that_is_in_use_is_left_alone(tmp_path, capsys):
     assert main(["--output", str(tmp_path)], SMALL) == 1
     assert "is not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "right", "careless"), [("47+15=", "62", "52"), ("42+15=", "57", "57"), ("45+15=", "60", "50")]
+)
+def test_a_careless_teacher_forgets_to_carry_and_nothing_else(problem, right, careless):
+    row = {"prompt": [{"role": "user", "content": problem}], "reward_spec": {"ground_truth": right}}
+    answers = [as_example(row, careless=forgets)["messages"][-1]["content"] for forgets in (False, True)]
+    assert answers == [right, careless]
