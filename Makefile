@@ -12,11 +12,12 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow matrix cookbook mutations check bench proto clean
+.PHONY: help setup demo demo-rl test test-slow matrix cookbook mutations check bench proto clean
 
 help:
 	@echo "setup      install into $(VENV)"
 	@echo "demo       train two adapters through the Tinker SDK against a local server"
+	@echo "demo-rl    teach a small model to add: examples first, then GRPO; minutes on two cores"
 	@echo "test       the test suite (20 to 35 minutes on two cores)"
 	@echo "test-slow  the tests marked slow: 200 kills of a working server, long random histories; about an hour"
 	@echo "matrix     every SDK from 0.7.0 to 0.38.0 against one server; makes their environments in .sdk"
@@ -37,6 +38,10 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP)
 	$(BIN)/skyrl demo
+
+demo-rl: $(STAMP)
+	rm -rf build/demo-rl
+	$(BIN)/skyrl demo-rl --output build/demo-rl
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

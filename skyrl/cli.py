@@ -89,6 +89,13 @@ def demo(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def demo_rl(argv: Sequence[str]) -> int:
+    """train a small model to add, by examples and then by RL (skyrl demo-rl --help)"""
+    from skyrl.demo_rl import main
+
+    return main(argv)
+
+
 def show_version(argv: Sequence[str]) -> int:
     """print the version"""
     argparse.ArgumentParser(prog="skyrl version").parse_args(argv)
@@ -104,6 +111,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "make-model": make_model,
     "demo": demo,
+    "demo-rl": demo_rl,
     "version": show_version,
 }
 

@@ -21,7 +21,8 @@ LAYERS = [
     {"backends"},
     {"tinker", "train"},
     {"local_server"},
-    {"demo"},
+    {"demo_rl_files"},
+    {"demo", "demo_rl"},
     {"cli"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}

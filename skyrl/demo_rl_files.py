@@ -1,0 +1,100 @@
+"""What `skyrl demo-rl` leaves in its folder, and how it is made readable."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Files:
+    """What the demo leaves in a folder."""
+
+    folder: Path
+
+    @property
+    def plot(self) -> Path:
+        return self.folder / "reward.png"
+
+    @property
+    def sample(self) -> Path:
+        return self.folder / "rollouts.txt"
+
+    @property
+    def rollouts(self) -> Path:
+        """A JSON line per answer, a file per step."""
+        return self.folder / "rl" / "dumped_rollouts"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.folder / "rl" / "dumped_evals"
+
+    @property
+    def model(self) -> Path:
+        """The model with random weights."""
+        return self.folder / "model"
+
+    @property
+    def warm_model(self) -> Path:
+        """The model after the warm start."""
+        return self.folder / "warm"
+
+    def data(self, name: str) -> Path:
+        return self.folder / f"{name}.jsonl"
+
+
+def first_and_last(folder: Path) -> tuple[Path, Path]:
+    """What was dumped under the lowest and under the highest number of a step."""
+    paths = sorted(folder.iterdir(), key=lambda path: int(path.stem.split("_")[2]))
+    return paths[0], paths[-1]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def printable(answer: str) -> str:
+    """The answer on one line, whatever was sampled."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in answer.strip())
+
+
+def sampled_answers(rollouts: Iterable[dict[str, Any]]) -> list[str]:
+    """A line per problem of a step: what was sampled for it, the right answers in brackets."""
+    answers: dict[str, list[str]] = {}
+    for rollout in rollouts:
+        said = printable(rollout["turns"][0]["action"])
+        answers.setdefault(rollout["messages"][0]["content"], []).append(f"[{said}]" if rollout["reward"] else said)
+    return [f"  {problem:<8}{'  '.join(said)}" for problem, said in answers.items()]
+
+
+def heldout_answers(before: Path, after: Path) -> list[str]:
+    """A line per held-out problem: the right answer, and the model's before and after RL."""
+    answers = {
+        row["input_prompt"][0]["content"]: [row["env_extras"]["reward_spec"]["ground_truth"]]
+        for row in read_lines(before / "unknown.jsonl")
+    }
+    for folder in (before, after):
+        for row in read_lines(folder / "unknown.jsonl"):
+            answers[row["input_prompt"][0]["content"]].append(printable(row["output_response"]))
+    return [
+        f"  {problem:<8}{'  '.join(f'{answer:<6}' for answer in said)}".rstrip() for problem, said in answers.items()
+    ]
+
+
+def write_sample(files: Files, problems: int = 20) -> list[str]:
+    """Write what was sampled first and last, and held-out answers, for people to read. Returns some of the latter."""
+    first, last = first_and_last(files.rollouts)
+    heldout = heldout_answers(*first_and_last(files.evaluations))
+    lines = [
+        "Sampled in the first step of RL, right answers in brackets:",
+        *sampled_answers(read_lines(first))[:problems],
+        "",
+        "Sampled in the last step:",
+        *sampled_answers(read_lines(last))[:problems],
+        "",
+        "Held-out sums: right answer, the model's before RL and after it:",
+        *heldout[:problems],
+    ]
+    files.sample.write_text("\n".join(lines) + "\n")
+    return heldout
