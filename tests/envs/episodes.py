@@ -4,11 +4,16 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from isolation import strongest
+
 from skyrl.envs import StepResult, make_env
 
 
 def play(env_id: str, settings: Mapping[str, Any] | None, extras: Mapping[str, Any], *turns: str) -> list[StepResult]:
     """The steps of an episode in which the model says `turns`. All but the last must leave it going."""
+
+    if env_id in ("lcb", "searchcode"):
+        settings = {"isolation": strongest(), **(settings or {})}
 
     async def episode() -> list[StepResult]:
         env = make_env(env_id, settings, extras)

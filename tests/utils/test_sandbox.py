@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from isolation import require, strongest
 
 from skyrl.utils.sandbox.child import private_files
 from skyrl.utils.sandbox.run import Isolation, Limits, Outcome, run_code
@@ -20,6 +21,7 @@ BOTH = pytest.mark.parametrize("isolation", ["full", "limited"])
 
 
 def run(code: str, *inputs: str, isolation: Isolation = "full", limits: Limits = SMALL, **options) -> list[Outcome]:
+    require(isolation)
     cases = [{"stdin": text} for text in inputs or [""]]
     return asyncio.run(run_code(code, cases, limits=limits, isolation=isolation, **options))
 
@@ -66,7 +68,7 @@ def test_a_program_may_end_itself(end):
 def test_a_function_gets_arguments_and_returns_json():
     code = "def pair(a, b):\n    return {'sum': a + b}, (1, 2), inf"
     cases = [{"arguments": [1, 2]}, {"arguments": ["x", "y"]}]
-    outcomes = asyncio.run(run_code(code, cases, function="pair", prelude=True, limits=SMALL))
+    outcomes = asyncio.run(run_code(code, cases, function="pair", prelude=True, limits=SMALL, isolation=strongest()))
     assert [outcome.value for outcome in outcomes] == [
         '[{"sum": 3}, [1, 2], Infinity]',
         '[{"sum": "xy"}, [1, 2], Infinity]',
@@ -75,13 +77,15 @@ def test_a_function_gets_arguments_and_returns_json():
 
 def test_a_method_of_the_class_solution_is_called():
     code = "class Solution:\n    def f(self, a: List[int]): return max(a)\n\nif __name__ == '__main__': input()"
-    (outcome,) = asyncio.run(run_code(code, [{"arguments": [[1, 3]]}], function="f", prelude=True, limits=SMALL))
+    (outcome,) = asyncio.run(
+        run_code(code, [{"arguments": [[1, 3]]}], function="f", prelude=True, limits=SMALL, isolation=strongest())
+    )
     assert outcome.value == "3"
 
 
 @pytest.mark.parametrize("code", ["def g(): pass", "def f(): return {1}", "def f(): return object()"])
 def test_a_function_that_is_missing_or_returns_no_json_is_an_error(code):
-    (outcome,) = asyncio.run(run_code(code, [{"arguments": []}], function="f", limits=SMALL))
+    (outcome,) = asyncio.run(run_code(code, [{"arguments": []}], function="f", limits=SMALL, isolation=strongest()))
     assert (outcome.status, outcome.value) == ("error", None)
 
 
@@ -214,6 +218,8 @@ def test_no_environment_of_another_process_can_be_read():
     # A process of the same user whose environment is what it was started with.
     environment = {**os.environ, "OPENAI_API_KEY": "sk-secret"}
 
+    require("full")
+
     async def beside() -> str:
         other = await asyncio.create_subprocess_exec("sleep", "1000", env=environment)
         try:
@@ -303,6 +309,7 @@ for isolation in ("full", "limited"):
 
 def within(*namespace: str) -> list[str]:
     """Lines that a run of each isolation prints in a user namespace of its own."""
+    require("full")
     command = ["unshare", *namespace, sys.executable, "-c", ONE_OF_EACH]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
@@ -327,6 +334,8 @@ def test_nothing_goes_on_after_a_caller_who_gave_up(isolation):
             if "skyrl.utils.sandbox.child" in command and process.info["status"] != psutil.STATUS_ZOMBIE:
                 found.add(process.pid)
         return found
+
+    require(isolation)
 
     async def give_up() -> None:
         before = running()
