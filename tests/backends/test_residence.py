@@ -217,7 +217,8 @@ def test_what_is_known_of_a_model_on_disk_is_known_without_reading_it(tmp_path):
         put(models, name, model(i + 7))
         settle(models)
     assert [models.place(name) for name in "ab"] == ["disk", "device"]
-    assert [models.about(name) for name in "ab"] == [(LoraConfig(rank=4), 7), (LoraConfig(rank=4), 8)]
+    about = [models.about(name) for name in "ab"]
+    assert about == [(LoraConfig(rank=4), step, False) for step in (7, 8)]
     models.close()
 
 
