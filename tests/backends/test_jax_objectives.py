@@ -316,6 +316,33 @@ def test_values_and_gradients_of_a_whole_critic_equal_torch(backend, tmp_path):
         np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-4 * max(1, np.abs(value).max()), err_msg=name)
 
 
+def test_values_and_gradients_of_a_critic_with_an_adapter_equal_torch(backend, tmp_path):
+    """torch has the adapter merged, W + s (A B)^T, so the gradients are s dW^T B^T and s A^T dW^T."""
+    critic(backend, rank=4)
+    for seed in range(2):
+        run(backend, CRITIC, valued(seed))
+        optim_step(backend)
+    finish(backend, ExportModel(request_id=new_id(), model_id="model", path=str(tmp_path / "critic")))
+    model, data = TorchCritic(tmp_path / "critic"), valued(5)
+    output = run(backend, CRITIC, data)
+    sum(model.loss(item) for item in data).backward()
+    for item, ours in zip(data, output.loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(ours["values"], model.values(item).detach(), atol=1e-4)
+    adapter, sums = backend.adapter("model"), backend.accumulated_grads["model"]
+    np.testing.assert_allclose(sums["value_head"], model.head.grad[0], rtol=1e-4, atol=1e-3)
+    gradients = {name: parameter.grad for name, parameter in model.decoder.named_parameters()}
+    scaling = float(adapter.scaling)
+    for block, module in (("self_attn", "q_proj"), ("self_attn", "o_proj"), ("mlp", "down_proj")):
+        pair, found = adapter.weights["layers"][block][module], sums["layers"][block][module]
+        for layer in range(2):
+            whole = gradients[f"model.layers.{layer}.{block}.{module}.weight"].numpy()
+            a, b = np.asarray(pair["lora_A"][layer]), np.asarray(pair["lora_B"][layer])
+            for ours, expected in ((found["lora_A"], whole.T @ b.T), (found["lora_B"], a.T @ whole.T)):
+                expected = scaling * expected
+                atol = 1e-4 * max(1, np.abs(expected).max())
+                np.testing.assert_allclose(ours[layer], expected, rtol=1e-3, atol=atol)
+
+
 def test_a_critic_with_an_adapter_learns_returns_it_can_see(backend):
     critic(backend, rank=8)
     data = valued(3)
