@@ -27,12 +27,18 @@ class RunInfo(NamedTuple):
     """Its configuration as plain nested dicts."""
 
 
+DETAILS = re.compile(r"(^|/)(std|min)_|_(std|min|p90)$|_time_|per_turn|stop_reason|no_turns|retries|unknown/")
+"""Metrics that the console leaves out."""
+
+
 class Console:
-    """Prints each step: a line per group of metrics, what stands before their first slash."""
+    """Prints each step: a line per group of metrics, what stands before their first slash; details are left out."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         groups: dict[str, list[str]] = {}
         for name, value in sorted(metrics.items()):
+            if DETAILS.search(name):
+                continue
             group, _, rest = name.partition("/")
             groups.setdefault(group if rest else "", []).append(f"{rest or name} {_short(value)}")
         width = max(map(len, groups), default=0)

@@ -266,7 +266,8 @@ def test_every_tracker_that_can_be_configured_is_there():
 
 def test_the_console_shows_a_line_per_group(capsys):
     console = CLIENTS["console"](RUN)
-    console.log({"policy/loss": 0.123456, "policy/kl": 1e-9, "epoch": 2, "eval/all/score": 1.0}, 7)
+    details = {"generate/std_num_tokens": 1.0, "generate/trajectory_time_llm_p90": 2.0, "eval/unknown/score": 1.0}
+    console.log({"policy/loss": 0.123456, "policy/kl": 1e-9, "epoch": 2, "eval/all/score": 1.0, **details}, 7)
     assert capsys.readouterr().out.splitlines() == [
         "step 7",
         "          epoch 2",
