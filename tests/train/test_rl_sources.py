@@ -109,7 +109,7 @@ def test_samples_for_later_steps_run_while_one_is_trained_on():
 
 def test_closing_cancels_what_runs():
     async def run() -> None:
-        rollouts = Timed([1000])
+        rollouts = Timed([10**9])  # they do not end by themselves
         source = beside(rollouts, Numbers())
         taking = asyncio.create_task(source.take())
         await asyncio.sleep(0.01)
