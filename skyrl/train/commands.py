@@ -11,6 +11,7 @@ from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
 from skyrl.train.config.base import BaseConfig
 from skyrl.train.config.help import render_help
+from skyrl.train.rollouts.attempts import RolloutError
 from skyrl.utils.log import setup_logging
 
 C = TypeVar("C", bound=BaseConfig)
@@ -60,7 +61,7 @@ def _run(kind: str, cls: type[C], argv: Sequence[str], train: Callable[[C], None
     try:
         made = cls.from_cli_overrides if given.config is None else lambda args: cls.from_file(given.config, args)
         train(made(given.overrides).resolve())
-    except (ConfigError, RequestError, StorageError) as error:
+    except (ConfigError, RequestError, RolloutError, StorageError) as error:
         print(f"skyrl train {kind}: error: {error}", file=sys.stderr)
         return 1
     return 0

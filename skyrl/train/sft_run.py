@@ -13,7 +13,7 @@ from skyrl.train.sft import load_datasets
 from skyrl.train.sft.trainer import SFTTrainer, Summary
 from skyrl.train.tracker_clients import RunInfo, tracker_clients
 from skyrl.train.tracking import Tracker
-from skyrl.train.validation import usable_trackers, validate_sft
+from skyrl.train.validation import choose_trackers, validate_sft
 
 
 async def train_sft(config: SFTConfig) -> Summary:
@@ -25,15 +25,16 @@ async def train_sft(config: SFTConfig) -> Summary:
         tokenizer = AutoTokenizer.from_pretrained(client.backend.info().tokenizer_path, local_files_only=True)
         train, evaluation = load_datasets(config, tokenizer)
         learner = Learner(client, "policy")
-        await learner.create(sft_adapter(config))
         trainer = SFTTrainer(
             config, learner, train, evaluation, on_metrics=lambda step, metrics: tracker.log(metrics, step)
         )
         resumed = await trainer.resume()
+        if resumed is None:
+            await learner.create(sft_adapter(config))
         info = RunInfo(
             config.project_name, config.run_name, trainer.run_id or config.run_name, get_config_as_dict(config)
         )
-        clients = tracker_clients(usable_trackers(config.logger), info)
+        clients = tracker_clients(choose_trackers(config.logger).usable, info)
         tracker = Tracker(config.ckpt_path or config.export_path or config.run_name, clients, resumed_step=resumed)
         stack.callback(tracker.finish)
         summary = await trainer.run()

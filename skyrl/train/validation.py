@@ -90,11 +90,6 @@ def validate_sft(config: SFTConfig) -> None:
     _warn_of_trackers("logger", config.logger)
 
 
-def usable_trackers(logger: str | Iterable[str]) -> list[str]:
-    """The trackers that were asked for and can be used."""
-    return choose_trackers(logger).usable
-
-
 def _warn_of_trackers(field: str, logger: str | Iterable[str]) -> None:
     for name, reason in choose_trackers(logger).unusable.items():
         warnings.warn(f"{field}={name}: {reason}; the run goes on without it", stacklevel=3)

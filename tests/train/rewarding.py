@@ -17,3 +17,10 @@ class Vowels(Env[NoSettings]):
 
     async def step(self, action: str) -> StepResult:
         return StepResult([], sum(letter in "aeiou" for letter in action) / max(len(action), 1), done=True)
+
+
+class Broken(Env[NoSettings]):
+    """Every step fails."""
+
+    async def step(self, action: str) -> StepResult:
+        raise RuntimeError("the world ended")

@@ -86,13 +86,16 @@ def dump_yaml(value: object) -> str:
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """The mapping in a .yaml, .yml, .json or .toml file. Raises ConfigError for other contents, or OSError."""
+    """The mapping in a .yaml, .yml, .json or .toml file. Raises ConfigError if there is none that can be read."""
     path = Path(path)
     if path.suffix not in (".toml", ".yaml", ".yml", ".json"):
         raise ConfigError(f"{path}: unknown kind of file; write .yaml, .yml, .json or .toml")
     try:
-        content = tomllib.loads(path.read_text()) if path.suffix == ".toml" else load_yaml(path.read_text())
-    except (yaml.YAMLError, tomllib.TOMLDecodeError, ConfigError) as error:
+        text = path.read_text(encoding="utf-8")
+        content = tomllib.loads(text) if path.suffix == ".toml" else load_yaml(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}; name a file that is there") from None
+    except (UnicodeDecodeError, yaml.YAMLError, tomllib.TOMLDecodeError, ConfigError) as error:
         raise ConfigError(f"{path}: {error}") from None
     if content is None:
         return {}

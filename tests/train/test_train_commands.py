@@ -1,0 +1,113 @@
+"""`skyrl train`, as people call it: what it prints, where it stops, and what it leaves."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl.cli import main
+from skyrl.train.config import SFTConfig, SkyRLTrainConfig
+from skyrl.train.config.help import describe_fields
+
+SFT = ["optimizer_config.lr=1e-2", "model.lora.rank=4", "num_epochs=2", "batch_size=2", "ckpt_interval=1"]
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """A command sets up the logging of its process."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def examples(tmp_path, tiny_model) -> list[str]:
+    """Overrides for a short run on two conversations."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"{word}?"}, {"role": "assistant", "content": f"{word}!"}]}
+        for word in ("a", "b", "c", "d")
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    folders = [f"model.path={tiny_model}", f"train_datasets=[{tmp_path}/rows.jsonl]", f"ckpt_path={tmp_path}/ckpts"]
+    return ["train", "sft", *SFT, *folders]
+
+
+def steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "ckpts" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_sft_ends_with_a_summary_and_goes_on_from_its_checkpoint(examples, tmp_path, capfd):
+    assert main(examples) == 0
+    assert capfd.readouterr().out.splitlines()[-1].startswith("4 steps, ")
+    assert main([*examples, "num_epochs=3", "resume_from=latest"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1].startswith("6 steps (resumed from 4), ")
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_file_is_the_configuration_and_overrides_win(examples, tmp_path, capfd):
+    (tmp_path / "sft.yaml").write_text("num_steps: 9\nbatch_size: 4\n")
+    overrides = [one for one in examples[2:] if not one.startswith("num_epochs")]
+    assert main(["train", "sft", "--config", str(tmp_path / "sft.yaml"), *overrides, "num_steps=1"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1].startswith("1 steps, ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rl", "trainer.epochs=x"], ["trainer.epochs=x", "integer"]),
+        (["rl", "trainer.epoch=1"], ["epoch", "did you mean epochs?"]),
+        (["rl"], ["trainer.strategy=fsdp2", "set trainer.strategy=jax"]),
+        (["rl", "--config", "/nowhere.yaml"], ["/nowhere.yaml"]),
+        (["sft", "train_datasets=[x.jsonl]", "model.lora.dropout=0.1"], ["model.lora.dropout=0.1", "leave it at 0"]),
+        (["sft", "train_datasets=[x.jsonl]", "optimizer_config.scheduler=linea"], ["linea", "did you mean linear?"]),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_in_one_message_without_a_traceback(arguments, words, capfd):
+    assert main(["train", *arguments]) == 1
+    said = capfd.readouterr().err
+    (message,) = [line for line in said.splitlines() if line.startswith(f"skyrl train {arguments[0]}: error: ")]
+    assert all(word in message for word in words) and "Traceback" not in said
+
+
+@pytest.mark.parametrize(("kind", "config"), [("rl", SkyRLTrainConfig), ("sft", SFTConfig)])
+def test_every_field_is_listed(kind, config, capfd):
+    assert main(["train", kind, "--fields"]) == 0
+    listed = {line.partition(":")[0] for line in capfd.readouterr().out.splitlines() if not line.startswith(" ")}
+    assert {field.path for field in describe_fields(config())} <= listed
+
+
+def test_help_names_both_kinds_and_how_to_list_fields():
+    def said(*arguments: str) -> str:
+        command = [sys.executable, "-m", "skyrl.cli", "train", *arguments, "--help"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert "rl " in said() and "sft " in said()
+    assert "--fields" in said("rl") and "--config FILE" in said("sft")
+
+
+def test_rollouts_that_fail_end_a_run_with_the_first_failure(tmp_path, tiny_model, capfd):
+    row = {"prompt": [{"role": "user", "content": "?"}], "env_class": "rewarding:Broken"}
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 2))
+    overrides = [
+        "trainer.strategy=jax",
+        f"trainer.policy.model.path={tiny_model}",
+        "trainer.policy.model.lora.rank=4",
+        f"data.train_data=[{tmp_path}/rows.jsonl]",
+        "trainer.train_batch_size=2",
+        "trainer.policy_mini_batch_size=2",
+        "trainer.critic_mini_batch_size=2",
+        "trainer.eval_interval=0",
+        f"trainer.ckpt_path={tmp_path}/ckpts",
+        "trainer.logger=console",
+        "generator.n_samples_per_prompt=2",
+        "generator.trajectory_retries=0",
+        "generator.sampling_params.max_generate_length=2",
+    ]
+    assert main(["train", "rl", *overrides]) == 1
+    said = capfd.readouterr().err
+    assert "max_failed_fraction" in said and "the world ended" in said and "Traceback" not in said.split("error: ")[-1]
