@@ -3,7 +3,7 @@
     {ckpt_path}/latest_ckpt_global_step.txt               the newest checkpoint's step, written last
     {ckpt_path}/global_step_N/policy/, critic/, ...       models, as the backend writes them
     {ckpt_path}/global_step_N/trainer_state.json          what else a run is made of, and hashes of the models
-    {ckpt_path}/global_step_N/trainer_state.safetensors   its arrays, if it has any
+    {ckpt_path}/global_step_N/rollouts.jsonl              what was sampled and not trained on, if there is any
     {ckpt_path}/global_step_N/manifest.json               hashes of the two
 
 A checkpoint is written under a temporary name and renamed once all of it is on disk. A run finds its own by the id that
@@ -13,14 +13,11 @@ they hold: others' in the same folder are never removed, nor taken for the newes
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
-
-import numpy as np
-from safetensors.numpy import load, save
 
 from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.config import SkyRLTrainConfig
@@ -41,7 +38,7 @@ from skyrl.utils.storage import (
 logger = logging.getLogger(__name__)
 
 MARKER = "latest_ckpt_global_step.txt"
-STATE, ARRAYS = "trainer_state.json", "trainer_state.safetensors"
+STATE, ROLLOUTS = "trainer_state.json", "rollouts.jsonl"
 FORMAT = 1
 _NAME = re.compile(r"global_step_(0|[1-9]\d*)")
 
@@ -54,7 +51,7 @@ class Checkpoint(NamedTuple):
     run_id: str
     """Of the run that wrote it."""
     state: dict[str, Any]
-    arrays: dict[str, np.ndarray]
+    rollouts: list[dict[str, Any]]
 
     def model_path(self, model: str) -> str:
         """Where a model is, such as policy. Raises StorageError if the checkpoint has none of that name."""
@@ -130,9 +127,7 @@ class CheckpointStore:
         return found
 
     @contextmanager
-    def saving(
-        self, step: int, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None
-    ) -> Iterator[Path]:
+    def saving(self, step: int, state: Mapping[str, Any], rollouts: Sequence[Mapping[str, Any]] = ()) -> Iterator[Path]:
         """Write the checkpoint of a step. Afterwards it is the newest, and those that are too many are gone.
 
         Yields the folder into which the models are to be written, each into a folder named after it.
@@ -140,14 +135,14 @@ class CheckpointStore:
         Args:
             step: Global steps that are done.
             state: What else is to be restored, as values that JSON has. It is copied at once.
-            arrays: What of it is arrays.
+            rollouts: What was sampled and not trained on, an object each.
 
         Raises:
             StorageError: The disk refuses a write, or a model is not whole. The checkpoint before is still there.
             ConfigError: Another run is using the folder.
         """
         self._claim()
-        files = {ARRAYS: save({name: np.ascontiguousarray(array) for name, array in arrays.items()})} if arrays else {}
+        files = {ROLLOUTS: b"".join(json.dumps(dict(one)).encode() + b"\n" for one in rollouts)} if rollouts else {}
         head = {"format": FORMAT, "global_step": step, "run_id": self.run_id, "identity": self._identity}
         copied = json.loads(json.dumps(dict(state)))
         target = self._folder(step)
@@ -206,8 +201,8 @@ class CheckpointStore:
             written = inspect_folder(path / model)
             if written is None or written.digest != digest:
                 raise StorageError(f"{path / model} is missing or is not what was saved there; {self._way_out()}")
-        arrays = load(files[ARRAYS]) if ARRAYS in files else {}
-        return Checkpoint(int(match[1]), path, content["run_id"], content["state"], arrays)
+        rollouts = [json.loads(line) for line in files.get(ROLLOUTS, b"").splitlines()]
+        return Checkpoint(int(match[1]), path, content["run_id"], content["state"], rollouts)
 
     def _way_out(self) -> str:
         steps = ", ".join(f"global_step_{step}" for step in self.steps()) or "nothing"

@@ -19,12 +19,12 @@ C = TypeVar("C", bound=BaseConfig)
 
 def rl(argv: Sequence[str]) -> int:
     """train a policy by reinforcement learning"""
-    return _run("rl", SkyRLTrainConfig, argv, _train_rl)
+    return run("skyrl train rl", rl.__doc__, SkyRLTrainConfig, _train_rl, argv)
 
 
 def sft(argv: Sequence[str]) -> int:
     """fine-tune a model on examples"""
-    return _run("sft", SFTConfig, argv, _train_sft)
+    return run("skyrl train sft", sft.__doc__, SFTConfig, _train_sft, argv)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"rl": rl, "sft": sft}
@@ -43,11 +43,21 @@ def main(argv: Sequence[str]) -> int:
     return COMMANDS[parser.parse_args(argv[:1]).kind](argv[1:])
 
 
-def _run(kind: str, cls: type[C], argv: Sequence[str], train: Callable[[C], None]) -> int:
+def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], None], argv: Sequence[str]) -> int:
+    """A command line of overrides, for a class of configurations and what trains as one says.
+
+    Args:
+        prog: Name of the program, in messages.
+        description: What it does, for `--help`.
+        cls: Class of the configuration.
+        train: Gets it, resolved.
+        argv: Arguments.
+
+    Returns the exit status. What a user can mend is one message.
+    """
+    what = (description or "").strip()
     parser = argparse.ArgumentParser(
-        prog=f"skyrl train {kind}",
-        description=f"{COMMANDS[kind].__doc__}; --fields lists what can be set".capitalize(),
-        allow_abbrev=False,
+        prog=prog, description=f"{what[:1].upper()}{what[1:]}; --fields lists what can be set", allow_abbrev=False
     )
     parser.add_argument("--config", metavar="FILE", help="YAML, JSON or TOML file; overrides are laid over it")
     parser.add_argument("--fields", action="store_true", help="list every field with type, default and meaning")
@@ -62,7 +72,7 @@ def _run(kind: str, cls: type[C], argv: Sequence[str], train: Callable[[C], None
         made = cls.from_cli_overrides if given.config is None else lambda args: cls.from_file(given.config, args)
         train(made(given.overrides).resolve())
     except (ConfigError, RequestError, RolloutError, StorageError) as error:
-        print(f"skyrl train {kind}: error: {error}", file=sys.stderr)
+        print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
     return 0
 

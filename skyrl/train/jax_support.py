@@ -126,6 +126,7 @@ JAX_SUPPORT: dict[str, Support] = {
     "trainer.algorithm.value_clip": UPDATE,
     # The step.
     "trainer.fully_async": RUN,
+    "trainer.one_step_off": RUN,
     "trainer.gradient_checkpointing": OPTIONS,
     "trainer.gradient_checkpointing_use_reentrant": NO_TORCH,
     "trainer.seed": OPTIONS,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -29,17 +29,17 @@ from skyrl.train.dumps import EvalRow, dump_data_batch, dump_eval_results, dump_
 from skyrl.train.evaluate import evaluate
 from skyrl.train.jax_options import critic_adapter, jax_backend, policy_adapter
 from skyrl.train.learner import Learner, Policy
-from skyrl.train.order import PromptOrder
+from skyrl.train.order import OrderState, PromptOrder
 from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.records import as_record
 from skyrl.train.rollouts.rollouts import Rollouts
 from skyrl.train.rollouts.trajectory import Trajectory
 from skyrl.train.schedules import learning_rate_factor
-from skyrl.train.sources import Beside, InTurn, Source
+from skyrl.train.sources import Source, SourceState, StalenessPolicy
 from skyrl.train.tracker_clients import RunInfo, tracker_clients
 from skyrl.train.tracking import Tracker
 from skyrl.train.trainer import Metrics, RLTrainer
-from skyrl.train.update import Update
+from skyrl.train.update import RewardShaping, Update, env_rewards
 from skyrl.train.validation import choose_trackers, validate
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,9 @@ class TrainingPrompts:
 
     def state(self) -> dict[str, Any]:
         return dict(self.order.state())
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.order.restore(OrderState(**state))
 
     @property
     def env_classes(self) -> tuple[str, ...]:
@@ -150,14 +153,15 @@ class Run:
     async def save(self) -> None:
         """Write a checkpoint."""
         trainer, update = self.trainer, self.trainer.update
+        source, waiting = trainer.source.state().as_json()
         state = {
-            "order": trainer.source.state(),
+            "source": source,
             "policy_steps": update.policy_steps,
             "critic_steps": update.critic_steps,
             "kl_coefficient": update.kl_controller.value,
             "generators": [update.generator.bit_generator.state, trainer.generator.bit_generator.state],
         }
-        with self._store.saving(trainer.global_step, state) as folder:
+        with self._store.saving(trainer.global_step, state, waiting) as folder:
             for name, model in self._models().items():
                 await model.save(str(folder / name))
 
@@ -169,7 +173,7 @@ class Run:
         if (checkpoint.path / REFERENCE).is_dir():
             update.reference = Learner(trainer.policy.client, REFERENCE)
             await update.reference.load(checkpoint.model_path(REFERENCE))
-        self.prompts.order.restore(state["order"])
+        trainer.source.restore(SourceState.from_json(state["source"], checkpoint.rollouts), checkpoint.step)
         update.policy_steps, update.critic_steps = state["policy_steps"], state["critic_steps"]
         update.kl_controller.value = state["kl_coefficient"]
         for generator, saved in zip((update.generator, trainer.generator), state["generators"], strict=True):
@@ -192,7 +196,7 @@ class Run:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-async def open_run(config: SkyRLTrainConfig, stack: ExitStack) -> Run:
+async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: RewardShaping = env_rewards) -> Run:
     """Set up models and data, from a checkpoint if the configuration says so. `stack` frees what it takes.
 
     Raises ConfigError for what cannot be run.
@@ -222,7 +226,7 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack) -> Run:
     check_settings(config.environment.skyrl_gym, prompts.env_classes)
     evaluation = _evaluation_prompts(config, rollouts)
     total = prompts.order.steps_per_epoch * settings.epochs
-    update = Update(config, policy, critic, _schedule(config, total))
+    update = Update(config, policy, critic, _schedule(config, total), shape_rewards)
     trainer = RLTrainer(config, policy, critic, _source(config, rollouts, prompts), update)
     store = CheckpointStore(settings.ckpt_path, identity=identity_of(config), max_to_keep=settings.max_ckpts_to_keep)
     run = Run(config, trainer, prompts, evaluation, rollouts, store)
@@ -238,13 +242,18 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack) -> Run:
     return run
 
 
-async def train_rl(config: SkyRLTrainConfig, report: Report = lambda metrics, step: None) -> Run:
+async def train_rl(
+    config: SkyRLTrainConfig,
+    report: Report = lambda metrics, step: None,
+    shape_rewards: RewardShaping = env_rewards,
+) -> Run:
     """Train as a resolved configuration says. Returns the run, whose backend is closed.
 
-    Metrics go to `metrics.jsonl` in the run's checkpoints and to its trackers, and to `report`.
+    Metrics go to `metrics.jsonl` in the run's checkpoints and to its trackers, and to `report`. `shape_rewards` makes
+    the rewards to train with of those that the environment gave.
     """
     with ExitStack() as stack:
-        run = await open_run(config, stack)
+        run = await open_run(config, stack, shape_rewards)
         settings, step = config.trainer, run.trainer.global_step
         info = RunInfo(settings.project_name, settings.run_name, run.run_id, get_config_as_dict(config))
         trackers = tracker_clients(choose_trackers(settings.logger).usable, info)
@@ -317,15 +326,18 @@ def _dataset(config: SkyRLTrainConfig, sources: list[str], rollouts: Rollouts) -
 
 def _source(config: SkyRLTrainConfig, rollouts: Rollouts, prompts: TrainingPrompts) -> Source:
     settings, parallel = config.trainer, config.trainer.fully_async
-    if not parallel.enabled:
-        return InTurn(rollouts, prompts, settings.train_batch_size)
-    return Beside(
+    staleness = parallel.max_staleness_steps if parallel.enabled else int(settings.one_step_off)
+    batch = settings.train_batch_size
+    return Source(
         rollouts,
         prompts,
-        settings.train_batch_size,
-        workers=parallel.num_parallel_generation_workers,
-        max_staleness_steps=parallel.max_staleness_steps,
+        batch,
+        workers=parallel.num_parallel_generation_workers if parallel.enabled else batch * (staleness + 1),
         max_failed_fraction=config.generator.max_failed_fraction,
+        steps=prompts.order.steps_per_epoch * settings.epochs,
+        max_staleness_steps=staleness,
+        synchronous=not parallel.enabled,
+        staleness_policy=cast(StalenessPolicy, parallel.staleness_policy) if parallel.enabled else "block",
     )
 
 

@@ -1,18 +1,39 @@
-"""Where a trainer's trajectories come from: sampled in turn with training, or beside it.
+"""Where a trainer's trajectories come from: sampled in turn with training, one step ahead of it, or beside it.
 
-Beside it, prompts are numbered as they are begun, and trained on in that order, so neither short nor lucky samples come
-first. A prompt's number says which step it is for, and it is begun only when that step is at most
-`max_staleness_steps` away: no sample is ever older, and none is thrown away.
+One class does all three. It draws prompts in their order, begins them while workers are free, and no earlier than
+`max_staleness_steps` before the step that they are for:
+
+| mode | max_staleness_steps | synchronous | samples are old by |
+| --- | --- | --- | --- |
+| in turn | 0 | yes | 0 steps |
+| one step off | 1 | yes | 1 step; 0 in the first |
+| beside (fully asynchronous) | as configured | no | at most `max_staleness_steps` |
+
+A synchronous source lets all that was begun end before the weights change: what is sampled with which weights does not
+depend on how long anything takes. The other does not wait, and `staleness_policy` says what becomes of slow prompts:
+
+- block: prompts are trained on in the order in which they were begun, and a step waits for its slowest. So neither
+  short nor lucky samples come first, and nothing is thrown away or ever too old.
+- drop: a step takes what has ended. A prompt that has become too old is cancelled and left out.
+- mask: a step takes what has ended. Of what comes late, tokens that are too old are not trained on
+  (`rows.mask_stale`).
 """
 
 import asyncio
 from collections import deque
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
 
 from skyrl.train.rollouts.attempts import FailureBudget
 from skyrl.train.rollouts.episode import Prompt
+from skyrl.train.rollouts.records import as_state, from_state
 from skyrl.train.rollouts.rollouts import Group, Rollouts
 from skyrl.train.rollouts.trajectory import Trajectory
+
+StalenessPolicy = Literal["block", "drop", "mask"]
+Outcome = Literal["open", "settled"] | Group
+"""Of a prompt: yet to be sampled, trained on or left out, or its samples, which wait to be trained on."""
 
 
 class Order(Protocol):
@@ -26,57 +47,75 @@ class Order(Protocol):
         """All that decides what comes next, as JSON has it."""
         ...
 
-
-class Source(Protocol):
-    """What gives the trajectories of one step after another."""
-
-    async def take(self) -> list[Trajectory]:
-        """All samples of the next prompts, prompt after prompt."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """The state of the order before everything that was not taken yet."""
-        ...
-
-    async def close(self) -> None:
-        """Drop what is being sampled."""
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where the order was that gave `state`."""
         ...
 
 
-class InTurn:
-    """Samples a batch when it is asked for.
+class SourceState(NamedTuple):
+    """What a source has in hand between two steps. Sources of all modes take each other's."""
 
-    Args:
-        rollouts: What samples.
-        order: Of the prompts.
-        prompts: In a batch.
-    """
+    order: dict[str, Any]
+    """State of the order before the first prompt that is not settled."""
+    prompts: Sequence[Outcome]
+    """What became of the prompts that the order gave since then."""
 
-    def __init__(self, rollouts: Rollouts, order: Order, prompts: int):
-        self._rollouts = rollouts
-        self._order = order
-        self._prompts = prompts
+    def as_json(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The state without samples, and an object for each sample."""
+        named = ["sampled" if isinstance(outcome, list) else outcome for outcome in self.prompts]
+        groups = [(index, outcome) for index, outcome in enumerate(self.prompts) if isinstance(outcome, list)]
+        samples = [{"prompt": index, **as_state(item)} for index, group in groups for item in group]
+        return {"order": self.order, "prompts": named}, samples
 
-    async def take(self) -> list[Trajectory]:
-        return await self._rollouts.collect(self._order.next_batch(self._prompts))
+    @classmethod
+    def from_json(cls, state: dict[str, Any], samples: Iterable[dict[str, Any]]) -> "SourceState":
+        """The state that `as_json` gave."""
+        groups: dict[int, Group] = {}
+        for sample in samples:
+            groups.setdefault(sample["prompt"], []).append(from_state(sample))
+        named = enumerate(state["prompts"])
+        return cls(state["order"], [groups[index] if name == "sampled" else name for index, name in named])
 
-    def state(self) -> dict[str, Any]:
-        return self._order.state()
 
-    async def close(self) -> None:
-        pass
+@dataclass(eq=False)
+class _Drawn:
+    """A prompt that the order has given."""
+
+    prompt: Prompt
+    before: dict[str, Any]
+    """State of the order before it."""
+    step: int = 0
+    """Of the weights that it was begun with."""
+    group: "asyncio.Future[Group] | None" = None
+    """None: not begun."""
+    settled: bool = False
+    """Trained on, or left out."""
+
+    @property
+    def running(self) -> bool:
+        return self.group is not None and not self.group.done()
+
+    def outcome(self) -> Outcome:
+        if self.settled:
+            return "settled"
+        if self.group is None or not self.group.done() or self.group.cancelled() or self.group.exception():
+            return "open"
+        return self.group.result()
 
 
-class Beside:
-    """Samples while its taker trains.
+class Source:
+    """Gives the trajectories of one step after another.
 
     Args:
         rollouts: What samples.
         order: Of the prompts.
         prompts: In a batch.
         workers: Prompts that are sampled at once, at most.
-        max_staleness_steps: Steps that may be taken between the beginning of a sample and the step it is for.
         max_failed_fraction: Of the trajectories of a batch.
+        steps: In the run: no prompts are begun for later ones.
+        max_staleness_steps: Steps that may be taken between the beginning of a sample and the step it is for.
+        synchronous: Whether all that was begun ends before the weights change.
+        staleness_policy: What becomes of prompts that are slow.
     """
 
     def __init__(
@@ -86,64 +125,141 @@ class Beside:
         prompts: int,
         *,
         workers: int,
-        max_staleness_steps: int,
         max_failed_fraction: float,
+        steps: int,
+        max_staleness_steps: int = 0,
+        synchronous: bool = True,
+        staleness_policy: StalenessPolicy = "block",
     ):
         self._rollouts = rollouts
         self._order = order
         self._prompts = prompts
         self._workers = workers
-        self._ahead = max_staleness_steps + 1
         self._max_failed_fraction = max_failed_fraction
-        self._batches: deque[list[asyncio.Task[Group] | Prompt]] = deque()
-        """What was drawn and not taken: prompts, and groups of those that were begun."""
-        self._states: deque[dict[str, Any]] = deque()
-        """The state of the order before each of these."""
+        self._steps = steps
+        self._staleness = max_staleness_steps
+        self._synchronous = synchronous
+        self._policy = staleness_policy
+        self._step = 0
+        self._drawn: deque[_Drawn] = deque()
+        """From the first that is not settled."""
+        self._tasks: set[asyncio.Task[Group]] = set()
+        self._ended = asyncio.Event()
+        self._dropped = 0
 
     async def take(self) -> list[Trajectory]:
-        self._begin()
-        batch = self._batches[0]
-        groups: list[Group] = []
-        for index in range(len(batch)):
-            while isinstance(batch[index], Prompt):  # until others have ended, all workers are at work
-                await asyncio.wait(self._running(), return_when=asyncio.FIRST_COMPLETED)
-                self._begin()
-            group = batch[index]
-            assert isinstance(group, asyncio.Task)
-            groups.append(await group)
+        """All samples of as many prompts as a step takes, prompt after prompt.
+
+        Raises RolloutError as soon as too many of them have failed, and what rollouts raise.
+        """
+        while True:
+            self._ended.clear()
             self._begin()
-        self._batches.popleft()
-        self._states.popleft()
-        trajectories = [trajectory for group in groups for trajectory in group]
-        budget = FailureBudget(self._max_failed_fraction, len(trajectories))
-        for trajectory in trajectories:
-            budget.count(trajectory)
-        return trajectories
+            batch = self._ready()
+            groups = [one.group.result() for one in batch if one.group is not None]
+            self._count_failures(groups)
+            if len(batch) == self._prompts:
+                break
+            await self._ended.wait()
+        for one in batch:
+            one.settled = True
+        self._forget_settled()
+        return [trajectory for group in groups for trajectory in group]
 
-    def stepped(self) -> None:
-        """A step was taken: what is for a later one may begin."""
-        self._begin()
+    async def trained(self) -> None:
+        """Wait for what has to be sampled with the weights that are about to be replaced."""
+        if self._synchronous and self._tasks:
+            await asyncio.wait(self._tasks)  # `take` raises what went wrong
 
-    def state(self) -> dict[str, Any]:
-        return self._states[0] if self._states else self._order.state()
+    def published(self, step: int) -> None:
+        """The weights after `step` steps are sampled from now on."""
+        self._step = step
+        if self._policy == "drop":
+            self._drop_stale()
+        if self._staleness > 0 and step < self._steps:
+            self._begin()
+
+    def metrics(self) -> dict[str, float]:
+        """Of what happened since they were asked for last."""
+        dropped, self._dropped = self._dropped, 0
+        return {"async/dropped_prompts": float(dropped)} if self._policy == "drop" else {}
+
+    def state(self) -> SourceState:
+        """What `restore` goes on from."""
+        before = self._drawn[0].before if self._drawn else self._order.state()
+        return SourceState(before, [one.outcome() for one in self._drawn])
+
+    def restore(self, state: SourceState, step: int) -> None:
+        """Go on where a source was after `step` steps. What was open is begun anew."""
+        self._step = step
+        self._order.restore(state.order)
+        for outcome in state.prompts:
+            one = self._draw()
+            if outcome == "settled":
+                one.settled = True
+            elif outcome != "open":
+                versions = [turn.sampled.policy_version for trajectory in outcome for turn in trajectory.turns]
+                one.step = min(versions, default=step)
+                one.group = asyncio.get_running_loop().create_future()
+                one.group.set_result(outcome)
 
     async def close(self) -> None:
-        tasks = self._running()
-        for task in tasks:
+        """Drop what is being sampled."""
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _running(self) -> list["asyncio.Task[Group]"]:
-        return [one for batch in self._batches for one in batch if isinstance(one, asyncio.Task) and not one.done()]
+    def _ready(self) -> list[_Drawn]:
+        """What the next batch is made of, as far as it has ended."""
+        waiting = [one for one in self._drawn if not one.settled]
+        if self._policy == "block":
+            waiting = waiting[: self._prompts]
+        return [one for one in waiting if one.group is not None and one.group.done()][: self._prompts]
 
     def _begin(self) -> None:
-        """Begin prompts, the first first, while workers are free and their step is near."""
-        while len(self._batches) < self._ahead:
-            self._states.append(self._order.state())
-            self._batches.append([*self._order.next_batch(self._prompts)])
-        free = self._workers - len(self._running())
-        for batch in self._batches:
-            for index, prompt in enumerate(batch):
-                if free > 0 and isinstance(prompt, Prompt):
-                    batch[index] = asyncio.create_task(self._rollouts.group(prompt))
-                    free -= 1
+        """Begin prompts, the first first, while workers are free and the step they are for is near."""
+        free = self._workers - sum(one.running for one in self._drawn)
+        most = self._prompts * min(self._staleness + 1, max(self._steps - self._step, 1))
+        unsettled = [one for one in self._drawn if not one.settled]
+        waiting = deque(one for one in unsettled if one.group is None)
+        more = most - len(unsettled)
+        while free > 0 and (waiting or more > 0):
+            if waiting:
+                one = waiting.popleft()
+            else:
+                one, more = self._draw(), more - 1
+            one.step = self._step
+            one.group = task = asyncio.create_task(self._rollouts.group(one.prompt))
+            self._tasks.add(task)
+            task.add_done_callback(self._has_ended)
+            free -= 1
+
+    def _has_ended(self, task: "asyncio.Task[Group]") -> None:
+        self._tasks.discard(task)
+        self._ended.set()
+        if not task.cancelled():
+            task.exception()  # `take` raises it, unless the run ends before
+
+    def _draw(self) -> _Drawn:
+        before = self._order.state()
+        (prompt,) = self._order.next_batch(1)
+        self._drawn.append(_Drawn(prompt, before))
+        return self._drawn[-1]
+
+    def _drop_stale(self) -> None:
+        for one in self._drawn:
+            if not one.settled and one.group is not None and self._step - one.step > self._staleness:
+                one.group.cancel()
+                one.settled = True
+                self._dropped += 1
+        self._forget_settled()
+
+    def _forget_settled(self) -> None:
+        while self._drawn and self._drawn[0].settled:
+            self._drawn.popleft()
+
+    def _count_failures(self, groups: Sequence[Group]) -> None:
+        budget = FailureBudget(self._max_failed_fraction, self._prompts * max(map(len, groups), default=0))
+        for group in groups:
+            for trajectory in group:
+                budget.count(trajectory)

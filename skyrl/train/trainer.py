@@ -10,9 +10,9 @@ from skyrl.train.batch import Batch
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.learner import Learner, Policy
 from skyrl.train.rollouts.metrics import reward_metrics, rollout_metrics
-from skyrl.train.rollouts.rows import rows_of
+from skyrl.train.rollouts.rows import mask_stale, rows_of
 from skyrl.train.rollouts.trajectory import Trajectory
-from skyrl.train.sources import Beside, Source
+from skyrl.train.sources import Source
 from skyrl.train.update import Update
 
 Metrics = dict[str, float]
@@ -54,6 +54,9 @@ class RLTrainer:
         trajectories, uids, metrics = await self._sample()
         sampled = time.monotonic()
         rows = rows_of(trajectories, self._config.generator)
+        parallel = self._config.trainer.fully_async
+        if parallel.enabled and parallel.staleness_policy == "mask":
+            rows = mask_stale(rows, self.global_step - parallel.max_staleness_steps)
         algorithm = self._algorithm
         assert algorithm.temperature is not None, "the configuration is resolved"
         kept = sorted({row.trajectory for row in rows})
@@ -68,17 +71,18 @@ class RLTrainer:
             metrics |= await self.update(batch)
         self.global_step += 1
         trained = time.monotonic()
+        await self.source.trained()
+        settled = time.monotonic()
         await self.policy.publish(self.global_step)
-        if isinstance(self.source, Beside):
-            self.source.stepped()
+        self.source.published(self.global_step)
         ended = time.monotonic()
-        metrics |= {
+        metrics |= self.source.metrics() | {
             "trainer/global_step": float(self.global_step),
             "generate/batch_num_seq": float(len(rows)),
             "generate/tokens_trained": float(batch.mask.sum()) if rows else 0.0,
-            "timing/sample": sampled - begun,
+            "timing/sample": sampled - begun + settled - trained,
             "timing/train": trained - sampled,
-            "timing/publish": ended - trained,
+            "timing/publish": ended - settled,
             "timing/step": ended - begun,
         }
         return metrics, batch

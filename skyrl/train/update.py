@@ -23,7 +23,15 @@ from skyrl.train.learner import Learner, Policy
 from skyrl.types import AdamParams, ForwardBackwardOutput
 
 Metrics = dict[str, float]
+RewardShaping = Callable[[Batch], Array]
+"""Rewards `[rows, tokens]` to train with. Filters, and metrics of rewards, look at those of the environment."""
+
 COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
+
+
+def env_rewards(batch: Batch) -> Array:
+    """The environment's rewards as they are."""
+    return batch.rewards
 
 
 class _Scored(NamedTuple):
@@ -43,6 +51,7 @@ class Update:
         policy: What is trained.
         critic: What estimates values, where the advantage estimator needs them.
         schedule: Factor of a model's learning rate at an optimizer step, from 0: (optimizer_config, step) -> factor.
+        shape_rewards: What is trained with in the place of the environment's rewards.
     """
 
     def __init__(
@@ -51,6 +60,7 @@ class Update:
         policy: Policy,
         critic: Learner | None,
         schedule: Callable[[OptimizerConfig, int], float] = lambda optimizer, step: 1.0,
+        shape_rewards: RewardShaping = env_rewards,
     ):
         self._trainer = config.trainer
         self._algorithm = config.trainer.algorithm
@@ -58,6 +68,7 @@ class Update:
         self._policy = policy
         self._critic = critic
         self._schedule = schedule
+        self._shape_rewards = shape_rewards
         self._objective = policy_objective(self._options)
         self._kl = KL_ESTIMATORS.get(self._algorithm.kl_estimator_type)
         self._value_objective = ValueObjective(self._algorithm.value_clip)
@@ -84,7 +95,7 @@ class Update:
         """Train on a batch. Returns metrics by name."""
         scored = await self._score(batch)
         metrics: Metrics = {"policy/entropy": _mean(scored.entropy, batch.mask)}
-        rewards = batch.rewards
+        rewards = self._shape_rewards(batch)
         if self._algorithm.use_kl_in_reward:
             assert scored.reference is not None
             kl = self._kl(scored.logprobs, scored.reference)
@@ -93,6 +104,7 @@ class Update:
             self.kl_controller.update(metrics["loss/avg_kl"], len(batch.trajectories))
         elif scored.reference is not None:
             metrics["loss/avg_kl"] = mean_kl(self._kl(scored.logprobs, scored.reference), batch.mask)
+        metrics["loss/avg_final_rewards"] = float(batch.by_trajectory(rewards).sum(axis=1).mean())
         estimated = self._advantages(batch, rewards, scored.values)
         metrics["loss/avg_raw_advantages_abs"] = _mean(np.abs(estimated.advantages), batch.mask)
         mask = batch.mask

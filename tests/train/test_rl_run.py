@@ -97,6 +97,7 @@ ALGORITHMS = {
         "trainer.policy.model.lora.rank=0",
         "trainer.update_epochs_per_batch=2",
     ],
+    "one step off": ["trainer.one_step_off=true", "trainer.algorithm.off_policy_correction.tis_ratio_type=token"],
 }
 
 
@@ -125,7 +126,14 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(data, tiny_m
             np.testing.assert_array_equal(ours[name], expected[name])
 
 
-def test_rollouts_beside_training_are_as_old_as_they_may_be(data, tiny_model):
+def test_one_step_off_rollouts_are_one_step_old(data, tiny_model):
+    reports = run(configured(data, tiny_model, *ALGORITHMS["one step off"]))
+    ages = [(metrics["async/staleness_mean"], metrics["async/staleness_max"]) for step, metrics in reports if step]
+    assert ages == [(0, 0), (1, 1), (1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("policy", ["block", "drop", "mask"])
+def test_rollouts_beside_training_are_as_old_as_they_may_be(data, tiny_model, policy):
     config = configured(
         data,
         tiny_model,
@@ -133,12 +141,26 @@ def test_rollouts_beside_training_are_as_old_as_they_may_be(data, tiny_model):
         "trainer.fully_async.enabled=true",
         "trainer.fully_async.max_staleness_steps=1",
         "trainer.fully_async.num_parallel_generation_workers=4",
+        f"trainer.fully_async.staleness_policy={policy}",
         "trainer.epochs=2",
         "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
     )
     reports = run(config)
     ages = [metrics["async/staleness_max"] for step, metrics in reports if step > 0]
-    assert len(ages) == 8 and max(ages) == 1 and min(ages) >= 0
+    assert len(ages) == 8 and min(ages) >= 0 and (policy == "mask" or max(ages) <= 1)
+    trained = [metrics["generate/tokens_trained"] for step, metrics in reports if step > 0]
+    assert all(count > 0 for count in trained)
+
+
+def test_samples_that_wait_for_their_step_are_in_the_checkpoint(data, tiny_model):
+    options = [*ALGORITHMS["one step off"], f"trainer.export_path={data}/exports", "trainer.dump_data_batch=true"]
+    run(configured(data, tiny_model, *options), kill_at=3)
+    waiting = (data / "checkpoints" / "global_step_2" / "rollouts.jsonl").read_text().splitlines()
+    trained = (data / "exports" / "dumped_rollouts" / "global_step_3.jsonl").read_text().splitlines()
+    assert len(trained) == 12
+    for kept, dumped in zip(waiting, trained, strict=False):
+        record = {name: value for name, value in json.loads(kept).items() if name not in ("prompt", "inputs")}
+        assert record == json.loads(dumped)
 
 
 def test_the_reference_of_a_new_epoch_is_the_policy_of_the_last_and_is_resumed(data, tiny_model, tmp_path):

@@ -33,6 +33,7 @@ NAMED = [
     "trainer.critic.optimizer_config.lr",
     "trainer.algorithm",
     "trainer.fully_async",
+    "trainer.one_step_off",
     "trainer.seed",
     "trainer.resume_mode",
     "trainer.resume_path",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from skyrl.errors import ConfigError, StorageError
-from skyrl.train.checkpoints import ARRAYS, MARKER, STATE, Checkpoint, CheckpointStore, identity_of
+from skyrl.train.checkpoints import MARKER, ROLLOUTS, STATE, Checkpoint, CheckpointStore, identity_of
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.utils.crash_points import CRASH_POINTS
 from skyrl.utils.folder_claim import LOCK
@@ -28,7 +28,7 @@ def store(folder: Path, keep: int = -1, **identity: Any) -> CheckpointStore:
 
 def save(run: CheckpointStore, step: int, content: str = "weights") -> None:
     """What a trainer does, with a backend that writes one file."""
-    with run.saving(step, {"content": content}, {"noise": np.arange(step)}) as folder:
+    with run.saving(step, {"content": content}, [{"step": step}] * step) as folder:
         write_folder(folder / "policy", {"model": f"{content} {step}".encode()})
 
 
@@ -45,28 +45,26 @@ def names(folder: Path) -> list[str]:
 def check_whole(checkpoint: Checkpoint) -> None:
     content = f"{checkpoint.state['content']} {checkpoint.step}"
     assert read_folder(checkpoint.model_path("policy")) == {"model": content.encode()}
-    np.testing.assert_array_equal(checkpoint.arrays["noise"], np.arange(checkpoint.step))
+    assert checkpoint.rollouts == [{"step": checkpoint.step}] * checkpoint.step
 
 
 def test_what_was_saved_is_found_again(tmp_path):
     state = {"order": {"taken": 2**70, "seed": -1}, "kl": 0.1, "random": np.random.default_rng(1).bit_generator.state}
-    arrays = {"buffer": np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3)), "empty": np.zeros((0, 2))}
-    with store(tmp_path).saving(7, state, arrays) as folder:
+    rollouts = [{"text": "two\nlines", "logprobs": [0.1, -1e-300]}, {"text": ""}]
+    with store(tmp_path).saving(7, state, rollouts) as folder:
         write_folder(folder / "policy", {"model": b"p"})
         write_folder(folder / "critic", {"model": b"c"})
     found = resumed(tmp_path)
     assert (found.step, found.state) == (7, state)
     assert read_folder(found.model_path("critic")) == {"model": b"c"}
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(found.arrays[name], array)
-        assert found.arrays[name].dtype == array.dtype
+    assert found.rollouts == rollouts
 
 
 def test_the_layout_is_the_documented_one(tmp_path):
     save(store(tmp_path), 3)
     assert names(tmp_path) == ["global_step_3", MARKER]
     assert (tmp_path / MARKER).read_text() == "3"
-    assert names(tmp_path / "global_step_3") == ["manifest.json", "policy", STATE, ARRAYS]
+    assert names(tmp_path / "global_step_3") == ["manifest.json", "policy", ROLLOUTS, STATE]
 
 
 def test_the_state_is_that_at_the_beginning_of_the_save(tmp_path):
@@ -158,7 +156,7 @@ def test_a_damaged_marker_is_refused(tmp_path, content):
         resumed(tmp_path)
 
 
-@pytest.mark.parametrize("name", [STATE, ARRAYS])
+@pytest.mark.parametrize("name", [STATE, ROLLOUTS])
 def test_a_damaged_state_is_refused(tmp_path, name):
     save(store(tmp_path), 1)
     path = tmp_path / "global_step_1" / name
@@ -299,7 +297,7 @@ run.resume("latest")
 def save(step, content, arm=""):
     if arm == "models":
         Path(points, point).touch()
-    with run.saving(step, {"content": content}, {"noise": np.arange(step)}) as models:
+    with run.saving(step, {"content": content}, [{"step": step}] * step) as models:
         write_folder(models / "policy", {"model": f"{content} {step}".encode()})
         if arm == "state":
             Path(points, point).touch()

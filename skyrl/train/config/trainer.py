@@ -47,6 +47,10 @@ class FullyAsyncConfig(BaseConfig):
     num_parallel_generation_workers: PositiveInt = 768
     """Prompts that are sampled at once."""
 
+    staleness_policy: Annotated[str, one_of("block", "drop", "mask")] = "block"
+    """What becomes of slow prompts. block: they are waited for. drop: they are left out once they are too old. mask:
+    they come late, and tokens that are too old are not trained on."""
+
 
 @dataclass
 class TrainerConfig(BaseConfig):
@@ -78,6 +82,9 @@ class TrainerConfig(BaseConfig):
 
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
     """Rollouts that run beside training."""
+
+    one_step_off: bool = False
+    """Whether the next batch is sampled while one is trained on, by weights that are one step old."""
 
     gradient_checkpointing: bool = True
     """Whether activations are computed again in the backward pass rather than kept."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,17 @@ def trainer_problems(trainer: "TrainerConfig") -> Iterator[str]:
     yield from _placement_problems(trainer)
     if trainer.fully_async.enabled:
         yield from _fully_async_problems(trainer)
+    if trainer.fully_async.enabled and trainer.one_step_off:
+        yield (
+            "fully_async.enabled=True and one_step_off=True are two ways to sample beside training; set one of them to "
+            "False"
+        )
+    beside = [name for name in ("fully_async.enabled", "one_step_off") if attrgetter(name)(trainer)]
+    if beside and trainer.placement.colocate_all and trainer.strategy != "jax":  # whose one process interleaves the two
+        yield (
+            f"{beside[0]}=True and placement.colocate_all=True: rollouts beside training need their own GPUs; set "
+            "placement.colocate_all=False"
+        )
 
 
 def _resume_problems(trainer: "TrainerConfig") -> Iterator[str]:
@@ -114,9 +126,4 @@ def _fully_async_problems(trainer: "TrainerConfig") -> Iterator[str]:
         yield (
             f"fully_async.enabled=True and algorithm.dynamic_sampling.type={trainer.algorithm.dynamic_sampling.type}: "
             "batches are not sampled again beside training; set dynamic_sampling.type=null"
-        )
-    if trainer.placement.colocate_all and trainer.strategy != "jax":  # whose one process interleaves the two
-        yield (
-            "fully_async.enabled=True and placement.colocate_all=True: rollouts beside training need their own GPUs; "
-            "set placement.colocate_all=False"
         )

@@ -1,9 +1,10 @@
-"""Trajectories for people and programs to read: a JSON object each, or plain text."""
+"""Trajectories for people and programs to read, a JSON object each or plain text, and to be restored from."""
 
 from dataclasses import asdict
 from typing import Any
 
-from skyrl.train.rollouts.trajectory import Trajectory, Turn
+from skyrl.train.rollouts.sampler import Sampled
+from skyrl.train.rollouts.trajectory import Failure, Trajectory, TrajectoryId, Turn
 
 
 def as_record(trajectory: Trajectory) -> dict[str, Any]:
@@ -20,6 +21,26 @@ def as_record(trajectory: Trajectory) -> dict[str, Any]:
         "attempts": trajectory.attempts,
         "seconds": trajectory.seconds,
     }
+
+
+def as_state(trajectory: Trajectory) -> dict[str, Any]:
+    """A record with the inputs too: all of a trajectory, but for the error object of a failure."""
+    return {**as_record(trajectory), "inputs": [list(turn.prompt_ids) for turn in trajectory.turns]}
+
+
+def from_state(state: dict[str, Any]) -> Trajectory:
+    """The trajectory that `as_state` gave, after any number of ways through JSON."""
+    failure = state["failure"]
+    return Trajectory(
+        TrajectoryId(state["instance_id"], state["repetition_id"]),
+        tuple(_restored(turn, prompt_ids) for turn, prompt_ids in zip(state["turns"], state["inputs"], strict=True)),
+        state["stop_reason"],
+        tuple(state["messages"]),
+        state["metrics"],
+        None if failure is None else Failure(failure["kind"], failure["message"]),
+        state["attempts"],
+        state["seconds"],
+    )
 
 
 def as_text(trajectory: Trajectory) -> str:
@@ -46,3 +67,9 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "sampler_s": turn.sampler_s,
         "env_s": turn.env_s,
     }
+
+
+def _restored(turn: dict[str, Any], prompt_ids: list[int]) -> Turn:
+    names = ("closing_ids", "reward", "action", "observations", "metrics", "sampler_s", "env_s")
+    sampled = Sampled(turn["token_ids"], turn["logprobs"], turn["stop_reason"], turn["policy_version"])
+    return Turn(prompt_ids, sampled, **{name: turn[name] for name in names})

@@ -110,6 +110,16 @@ def rows_of(trajectories: Iterable[Trajectory], config: GeneratorConfig) -> list
     return rows
 
 
+def mask_stale(rows: Iterable[Row], oldest: int) -> list[Row]:
+    """The rows, without training on tokens that weights of a version below `oldest` sampled."""
+
+    def shown(segment: Segment) -> Segment:
+        stale = segment.policy_version is not None and segment.policy_version < oldest
+        return replace(segment, mask=False) if stale else segment
+
+    return [replace(row, segments=[shown(segment) for segment in row.segments]) for row in rows]
+
+
 def merge_turns(turns: Iterable[Turn], *, merge: bool = True) -> list[list[Segment]]:
     """The segments of each row. `merge=False`: each turn is a row, whatever its input begins with."""
     rows: list[list[Segment]] = []

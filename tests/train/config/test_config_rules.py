@@ -333,6 +333,8 @@ REFUSED = [
         "batches are not sampled again beside training",
         [A + "dynamic_sampling.type=null"],
     ),
+    ([*ASYNC, "trainer.one_step_off=true"], "two ways to sample beside training", ["trainer.one_step_off=false"]),
+    (["trainer.one_step_off=true"], "one_step_off=True and placement.colocate_all=True", [APART]),
     ([*ASYNC, P + "colocate_all=true"], "rollouts beside training need their own GPUs", [APART]),
     (
         [*ASYNC, G + "batched=true"],

@@ -2,7 +2,9 @@ import json
 
 from scripted import Answer, Reply, encode, logprobs_of, prompt, run_one, user
 
-from skyrl.train.rollouts.records import as_record, as_text
+from skyrl.train.config import GeneratorConfig
+from skyrl.train.rollouts.records import as_record, as_state, as_text, from_state
+from skyrl.train.rollouts.rows import rows_of
 from skyrl.train.rollouts.trajectory import Failure, Trajectory, TrajectoryId
 
 SCRIPT = [Reply([user("More.")], reward=0.25), Reply(reward=1.0, done=True)]
@@ -35,6 +37,14 @@ def test_a_record_survives_json_and_holds_what_was_said_sampled_and_rewarded(cha
 def test_a_record_says_why_a_trajectory_failed():
     record = as_record(Trajectory(TrajectoryId("p", 0), (), "failed", failure=Failure("timeout", "slow", OSError())))
     assert json.loads(json.dumps(record))["failure"] == {"kind": "timeout", "message": "slow"}
+
+
+def test_a_trajectory_is_restored_from_its_state(chatml):
+    failed = Trajectory(TrajectoryId("p", 1), (), "failed", failure=Failure("timeout", "slow"), attempts=2, seconds=0.5)
+    for trajectory in (two_turns(chatml), failed):
+        restored = from_state(json.loads(json.dumps(as_state(trajectory))))
+        assert as_state(restored) == as_state(trajectory)
+        assert rows_of([restored], GeneratorConfig()) == rows_of([trajectory], GeneratorConfig())
 
 
 def test_as_text_a_trajectory_is_a_conversation(chatml):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl.train.config import GeneratorConfig
-from skyrl.train.rollouts.rows import Row, merge_turns, rows_of
+from skyrl.train.rollouts.rows import Row, mask_stale, merge_turns, rows_of
 from skyrl.train.rollouts.sampler import Sampled
 from skyrl.train.rollouts.trajectory import Failure, Trajectory, TrajectoryId, Turn
 
@@ -146,6 +146,14 @@ def test_rewards_of_a_trajectory_that_did_not_end_are_zeroed_on_demand():
     rows = rows_of([trajectory(forked, "length"), trajectory(forked)], config)
     assert [sum(row.rewards) for row in rows] == [0, 0, 1.0, 0]
     assert all(any(row.mask) for row in rows)
+
+
+def test_tokens_of_weights_that_are_too_old_are_not_trained_on_and_stay_where_they_are():
+    old, new = (Sampled([number], [-0.5], "stop", number) for number in (3, 4))
+    turns = [Turn([1], old, reward=1.0), Turn([1, 3, 2], new, reward=2.0)]
+    (row,) = mask_stale(rows_of([trajectory(turns)], GeneratorConfig()), oldest=4)
+    assert (row.token_ids, row.mask) == ([1, 3, 2, 4], [False, False, False, True])
+    assert (row.rewards, row.logprobs) == ([0.0, 1.0, 0.0, 2.0], [0.0, -0.5, 0.0, -0.5])
 
 
 def test_a_failed_trajectory_and_one_without_a_turn_have_no_rows():
