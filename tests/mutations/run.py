@@ -24,7 +24,18 @@ from env_defects import ENV_DEFECTS
 from rollout_defects import ROLLOUT_DEFECTS
 from run_defects import RUN_DEFECTS
 from sft_defects import SFT_DEFECTS
+from source_defects import SOURCE_DEFECTS
 
+KNOWN = (
+    DEFECTS,
+    ALGORITHM_DEFECTS,
+    CONFIG_DEFECTS,
+    ROLLOUT_DEFECTS,
+    ENV_DEFECTS,
+    RUN_DEFECTS,
+    SFT_DEFECTS,
+    SOURCE_DEFECTS,
+)
 ROOT = Path(__file__).parents[2]
 COPIED = ("skyrl", "tests", "benchmarks", "docs", "pyproject.toml")
 
@@ -97,7 +108,7 @@ def main() -> int:
     parser.add_argument("ids", nargs="*", help="only these defects")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     arguments = parser.parse_args()
-    known = [*DEFECTS, *ALGORITHM_DEFECTS, *CONFIG_DEFECTS, *ROLLOUT_DEFECTS, *ENV_DEFECTS, *RUN_DEFECTS, *SFT_DEFECTS]
+    known = [defect for defects in KNOWN for defect in defects]
     chosen = [defect for defect in known if not arguments.ids or defect.id in arguments.ids]
     with tempfile.TemporaryDirectory(prefix="skyrl-mutations-") as scratch:
         project = copy_project(Path(scratch) / "unchanged")
