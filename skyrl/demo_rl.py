@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from skyrl.demo_rl_files import Files, write_sample
 
 RIGHT = "eval/all/avg_score"
@@ -222,7 +224,8 @@ async def reinforce(settings: Settings, files: Files) -> list[dict[str, Any]]:
     def report(metrics: dict[str, float], step: int) -> None:
         if RIGHT in metrics:
             reward = f"{metrics[REWARD]:.3f}" if REWARD in metrics else "    -"
-            print(f"  step {step:>4}   mean reward {reward}   held-out sums right {metrics[RIGHT]:.1%}", flush=True)
+            tqdm.write(f"  step {step:>4}   mean reward {reward}   held-out sums right {metrics[RIGHT]:.1%}")
+            sys.stdout.flush()
 
     await train_rl(config, report)
     return read_metrics(config.trainer.ckpt_path)

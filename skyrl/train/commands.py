@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from tqdm.contrib.logging import logging_redirect_tqdm
+
 from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
 from skyrl.train.config.base import BaseConfig
@@ -70,7 +72,9 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
     warnings.simplefilter("default")
     try:
         made = cls.from_cli_overrides if given.config is None else lambda args: cls.from_file(given.config, args)
-        train(made(given.overrides).resolve())
+        config = made(given.overrides).resolve()
+        with logging_redirect_tqdm():
+            train(config)
     except (ConfigError, RequestError, RolloutError, StorageError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1

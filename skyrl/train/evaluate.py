@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from skyrl.train.progress import batch_bar
 from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.metrics import reward_metrics, rollout_metrics
 from skyrl.train.rollouts.rollouts import Rollouts
@@ -19,8 +20,11 @@ async def evaluate(
     mean positive reward; and those of the rollouts for all.
     """
     trajectories: list[Trajectory] = []
-    for start in range(0, len(prompts), batch_size):
-        trajectories += await rollouts.collect(prompts[start : start + batch_size], phase="eval")
+    with batch_bar("evaluating", len(prompts)) as bar:
+        for start in range(0, len(prompts), batch_size):
+            batch = prompts[start : start + batch_size]
+            trajectories += await rollouts.collect(batch, phase="eval")
+            bar.update(len(batch))
     sources = {prompt.instance_id: str(prompt.extras.get("data_source") or "unknown") for prompt in prompts}
     groups = {EVERYTHING: trajectories}
     for trajectory in trajectories:

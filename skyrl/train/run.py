@@ -30,6 +30,7 @@ from skyrl.train.evaluate import evaluate
 from skyrl.train.jax_options import critic_adapter, jax_backend, policy_adapter
 from skyrl.train.learner import Learner, Policy
 from skyrl.train.order import OrderState, PromptOrder
+from skyrl.train.progress import RunBar
 from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.records import as_record
 from skyrl.train.rollouts.rollouts import Rollouts
@@ -46,6 +47,9 @@ log = logging.getLogger(__name__)
 
 Report = Callable[[Metrics, int], None]
 """Gets metrics by name, and the number of the step that they are of."""
+
+SHOWN = {"reward/avg_raw_reward": "reward", "eval/all/avg_score": "eval"}
+"""Metrics beside the progress bar."""
 
 POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
 
@@ -260,8 +264,11 @@ async def train_rl(
         tracker = Tracker(settings.ckpt_path, trackers, resumed_step=step or None)
         stack.callback(tracker.finish)
 
+        bar = stack.enter_context(RunBar(run.total_steps, step, SHOWN))
+
         def told(metrics: Metrics, step: int) -> None:
             tracker.log(metrics, step)
+            bar.update(step, metrics)
             report(metrics, step)
 
         try:

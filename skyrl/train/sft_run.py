@@ -9,6 +9,7 @@ from skyrl.backends.jax import JaxBackend
 from skyrl.train.config import SFTConfig, get_config_as_dict
 from skyrl.train.jax_options import sft_adapter, sft_backend
 from skyrl.train.learner import Learner
+from skyrl.train.progress import RunBar
 from skyrl.train.sft import load_datasets
 from skyrl.train.sft.trainer import SFTTrainer, Summary
 from skyrl.train.tracker_clients import RunInfo, tracker_clients
@@ -25,9 +26,12 @@ async def train_sft(config: SFTConfig) -> Summary:
         tokenizer = AutoTokenizer.from_pretrained(client.backend.info().tokenizer_path, local_files_only=True)
         train, evaluation = load_datasets(config, tokenizer)
         learner = Learner(client, "policy")
-        trainer = SFTTrainer(
-            config, learner, train, evaluation, on_metrics=lambda step, metrics: tracker.log(metrics, step)
-        )
+
+        def told(step: int, metrics: dict[str, float]) -> None:
+            tracker.log(metrics, step)
+            bar.update(step, metrics)
+
+        trainer = SFTTrainer(config, learner, train, evaluation, on_metrics=told)
         resumed = await trainer.resume()
         if resumed is None:
             await learner.create(sft_adapter(config))
@@ -37,6 +41,7 @@ async def train_sft(config: SFTConfig) -> Summary:
         clients = tracker_clients(choose_trackers(config.logger).usable, info)
         tracker = Tracker(config.ckpt_path or config.export_path or config.run_name, clients, resumed_step=resumed)
         stack.callback(tracker.finish)
+        bar = stack.enter_context(RunBar(trainer.total_steps, trainer.global_step, {"policy/loss": "loss"}))
         summary = await trainer.run()
     print(summary)
     return summary

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+from skyrl.train.progress import batch_bar
 from skyrl.train.rollouts.attempts import FailureBudget
 from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.records import as_state, from_state
@@ -152,15 +153,17 @@ class Source:
 
         Raises RolloutError as soon as too many of them have failed, and what rollouts raise.
         """
-        while True:
-            self._ended.clear()
-            self._begin()
-            batch = self._ready()
-            groups = [one.group.result() for one in batch if one.group is not None]
-            self._count_failures(groups)
-            if len(batch) == self._prompts:
-                break
-            await self._ended.wait()
+        with batch_bar("sampling", self._prompts) as bar:
+            while True:
+                self._ended.clear()
+                self._begin()
+                batch = self._ready()
+                groups = [one.group.result() for one in batch if one.group is not None]
+                self._count_failures(groups)
+                bar.update(len(batch) - bar.n)
+                if len(batch) == self._prompts:
+                    break
+                await self._ended.wait()
         for one in batch:
             one.settled = True
         self._forget_settled()

@@ -5,10 +5,13 @@ To add one, add a class with `log` and `finish`, a row to `CLIENTS`, and what it
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tqdm import tqdm
 
 from skyrl.train.tracking import TrackerClient
 
@@ -43,7 +46,8 @@ class Console:
             groups.setdefault(group if rest else "", []).append(f"{rest or name} {_short(value)}")
         width = max(map(len, groups), default=0)
         lines = [f"  {group:<{width}}  {'  '.join(parts)}" for group, parts in groups.items()]
-        print("\n".join([f"step {step}", *lines]), flush=True)
+        tqdm.write("\n".join([f"step {step}", *lines]))
+        sys.stdout.flush()
 
     def finish(self) -> None:
         pass
