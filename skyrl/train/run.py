@@ -41,6 +41,7 @@ from skyrl.train.tracking import Tracker
 from skyrl.train.trainer import Metrics, RLTrainer
 from skyrl.train.update import Update
 from skyrl.train.validation import choose_trackers, validate
+from skyrl.utils.garbage import collecting_seldom
 
 log = logging.getLogger(__name__)
 
@@ -250,6 +251,7 @@ async def train_rl(config: SkyRLTrainConfig, report: Report = lambda metrics, st
         trackers = tracker_clients(choose_trackers(settings.logger).usable, info)
         tracker = Tracker(settings.ckpt_path, trackers, resumed_step=step or None)
         stack.callback(tracker.finish)
+        stack.enter_context(collecting_seldom())
 
         def told(metrics: Metrics, step: int) -> None:
             tracker.log(metrics, step)
