@@ -70,6 +70,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_fairness.py
 	$(BIN)/python benchmarks/bench_sampling.py
 	$(BIN)/python benchmarks/bench_rl.py
+	$(BIN)/python benchmarks/bench_trainer.py
 	$(BIN)/python benchmarks/bench_codec.py
 	$(BIN)/python benchmarks/bench_memory.py
 	$(BIN)/python benchmarks/bench_start.py

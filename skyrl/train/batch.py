@@ -33,7 +33,12 @@ class Batch:
     @cached_property
     def lengths(self) -> Array:
         """int `[rows]`: columns of each row."""
-        return np.array([len(row.token_ids) - 1 for row in self.rows], np.int64)
+        return np.array([len(tokens) - 1 for tokens in self.token_ids], np.int64)
+
+    @cached_property
+    def token_ids(self) -> list[Array]:
+        """int32 `[columns + 1]` of each row."""
+        return [np.asarray(row.token_ids, np.int32) for row in self.rows]
 
     @cached_property
     def filled(self) -> Array:
@@ -94,12 +99,13 @@ class Batch:
 
     def data(self, rows: Array | None = None, **inputs: Array) -> list[Datum]:
         """Rows as a backend trains on them, with `inputs` `[rows, tokens]` by their names."""
-        chosen = range(len(self.rows)) if rows is None else rows.tolist()
+        chosen = np.arange(len(self.rows)) if rows is None else rows
         inputs["temperature"] = np.full(self.filled.shape, self.temperature)
+        arrays = {name: values[chosen].astype(np.float32) for name, values in inputs.items()}
         data = []
-        for row in chosen:
-            tokens = np.asarray(self.rows[row].token_ids, np.int32)
-            given = {name: values[row, : len(tokens) - 1].astype(np.float32) for name, values in inputs.items()}
+        for place, row in enumerate(chosen.tolist()):
+            tokens, columns = self.token_ids[row], slice(int(self.lengths[row]))
+            given = {name: array[place, columns] for name, array in arrays.items()}
             data.append(Datum(tokens[:-1], {"target_tokens": tokens[1:], **given}))
         return data
 

@@ -2,8 +2,8 @@
 
 import zlib
 from collections.abc import Sequence
+from itertools import count
 from typing import TypeVar
-from uuid import uuid4
 
 import numpy as np
 
@@ -33,6 +33,8 @@ from skyrl.types import (
 )
 
 T = TypeVar("T")
+
+_numbers = count()
 
 
 class Learner:
@@ -157,4 +159,5 @@ class Policy(Learner):
 
 
 def _new_id() -> str:
-    return uuid4().hex
+    """Unique in this process, as a backend is."""
+    return str(next(_numbers))

@@ -42,6 +42,7 @@ from skyrl.train.tracking import Tracker
 from skyrl.train.trainer import Metrics, RLTrainer
 from skyrl.train.update import RewardShaping, Update, env_rewards
 from skyrl.train.validation import choose_trackers, validate
+from skyrl.utils.garbage import collecting_seldom
 
 log = logging.getLogger(__name__)
 
@@ -263,6 +264,7 @@ async def train_rl(
         trackers = tracker_clients(choose_trackers(settings.logger).usable, info)
         tracker = Tracker(settings.ckpt_path, trackers, resumed_step=step or None)
         stack.callback(tracker.finish)
+        stack.enter_context(collecting_seldom())
 
         bar = stack.enter_context(RunBar(run.total_steps, step, SHOWN))
 

@@ -8,8 +8,10 @@ gives the tokens that it would have in the whole conversation.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
+import numpy as np
 from jinja2 import TemplateError
 
 from skyrl.envs.env import Message
@@ -19,6 +21,8 @@ MARKER = "THE-ANSWER-4f1c9b"
 SHORT: list[Message] = [{"role": "user", "content": "A"}, {"role": "assistant", "content": MARKER}]
 LONG: list[Message] = [{"role": "user", "content": "B"}, {"role": "assistant", "content": "C"}, *SHORT]
 """Two conversations: what follows the answer has to be the same in both."""
+REMEMBERED = 256
+"""Texts whose tokens are kept: the samples of a prompt begin alike, and many turns are answered alike."""
 
 
 class ChatTokenizer(Protocol):
@@ -34,7 +38,9 @@ class ChatTokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> Any: ...
+    def decode(
+        self, token_ids: np.ndarray, *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> Any: ...
 
     def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any: ...
 
@@ -50,6 +56,7 @@ class Chat:
     ):
         """Render with `template` (None: the tokenizer's own) and `variables` (`chat_template_kwargs`)."""
         self._tokenizer = tokenizer
+        self._tokens = lru_cache(REMEMBERED)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
         self._options = {**(variables or {}), "tokenize": False}
         if template is not None:
             self._options["chat_template"] = template
@@ -96,14 +103,15 @@ class Chat:
 
     def text(self, response: Sequence[int]) -> str:
         """Text of a response, without special tokens."""
-        return self._tokenizer.decode(list(response), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ids = np.asarray(response, np.int64)  # transformers looks at each item of a list
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, answering: bool = True) -> str:
         options = {"add_generation_prompt": answering} | ({"tools": list(tools)} if tools else {})
         return self._tokenizer.apply_chat_template(list(messages), **{**self._options, **options})
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return list(self._tokens(text))
 
     def _after_marker(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, answering: bool = True

@@ -9,15 +9,19 @@ Every sampled token is in exactly one row with mask 1 and the log-probability th
 was not sampled always has mask 0. Rewards stand at the last sampled token of their turn.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, repeat
+from typing import TypeVar
 
 import numpy as np
 
 from skyrl.algorithms.filters import filter_overlong, zero_reward_on_non_stop
 from skyrl.train.config import GeneratorConfig
 from skyrl.train.rollouts.trajectory import Trajectory, Turn
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Row:
     @cached_property
     def token_ids(self) -> list[int]:
         """Prompt and response."""
-        return [token for segment in self.segments for token in segment.token_ids]
+        return list(chain.from_iterable(segment.token_ids for segment in self.segments))
 
     @property
     def prompt_length(self) -> int:
@@ -69,14 +73,15 @@ class Row:
     @cached_property
     def mask(self) -> list[bool]:
         """Which tokens are trained on."""
-        return [segment.mask for segment in self.segments for _ in segment.token_ids]
+        return self._of_tokens(lambda segment: segment.mask)
 
     @cached_property
     def logprobs(self) -> list[float] | None:
         """Log-probability of each sampled token, 0 for others. None: some were not kept."""
         if any(segment.policy_version is not None and segment.logprobs is None for segment in self.segments):
             return None
-        return [lp for segment in self.segments for lp in segment.logprobs or [0.0] * len(segment.token_ids)]
+        parts = (segment.logprobs or [0.0] * len(segment.token_ids) for segment in self.segments)
+        return list(chain.from_iterable(parts))
 
     @cached_property
     def rewards(self) -> list[float]:
@@ -89,7 +94,11 @@ class Row:
     @cached_property
     def policy_versions(self) -> list[int | None]:
         """Version of the weights that sampled each token; None for those that were not sampled."""
-        return [segment.policy_version for segment in self.segments for _ in segment.token_ids]
+        return self._of_tokens(lambda segment: segment.policy_version)
+
+    def _of_tokens(self, value: Callable[[Segment], T]) -> list[T]:
+        """A segment's value at each of its tokens."""
+        return list(chain.from_iterable(repeat(value(segment), len(segment.token_ids)) for segment in self.segments))
 
 
 def rows_of(trajectories: Iterable[Trajectory], config: GeneratorConfig) -> list[Row]:

@@ -25,6 +25,13 @@ def test_a_prompt_has_the_tokens_that_transformers_gives_it(tokenizers, family):
     assert Chat(tokenizer).render(messages) == whole
 
 
+def test_tokens_that_are_asked_for_again_are_a_list_of_their_own(chatml):
+    chat = Chat(chatml)
+    first = chat.encode("Go.")
+    first.append(0)
+    assert chat.encode("Go.") == encode(chatml, "Go.")
+
+
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, QWEN3], ids=["chatml", "llama3", "qwen3"])
 @pytest.mark.parametrize(
     "messages", [[user("Go on.")], [tool("3")], [user("A"), user("B")], []], ids=["user", "tool", "two", "none"]
