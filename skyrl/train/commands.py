@@ -16,6 +16,9 @@ from skyrl.utils.log import setup_logging
 
 C = TypeVar("C", bound=BaseConfig)
 
+REPORTED = (ConfigError, RequestError, RolloutError, StorageError)
+"""What ends a run with its message alone; everything else keeps its traceback."""
+
 
 def rl(argv: Sequence[str]) -> int:
     """train a policy by reinforcement learning"""
@@ -61,7 +64,7 @@ def _run(kind: str, cls: type[C], argv: Sequence[str], train: Callable[[C], None
     try:
         made = cls.from_cli_overrides if given.config is None else lambda args: cls.from_file(given.config, args)
         train(made(given.overrides).resolve())
-    except (ConfigError, RequestError, RolloutError, StorageError) as error:
+    except REPORTED as error:
         print(f"skyrl train {kind}: error: {error}", file=sys.stderr)
         return 1
     return 0
