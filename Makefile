@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # Tests compare with torch on the CPU. An exact version lets pip take a CPU build where its index has one.
 TORCH ?= torch==2.13.0
+# Processes that tests run in, side by side; a file's tests stay together. 0: pytest's own. Each has models in memory.
+JOBS ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +20,7 @@ help:
 	@echo "setup      install into $(VENV)"
 	@echo "demo       train two adapters through the Tinker SDK against a local server"
 	@echo "demo-rl    teach a small model to add: examples first, then GRPO; minutes on two cores"
-	@echo "test       the test suite (20 to 35 minutes on two cores)"
+	@echo "test       the test suite (20 to 35 minutes on two cores); JOBS=2 runs it in two processes"
 	@echo "test-slow  the tests marked slow: 200 kills of a working server, long random histories; about an hour"
 	@echo "matrix     every SDK from 0.7.0 to 0.38.0 against one server; makes their environments in .sdk"
 	@echo "cookbook   recipes of tinker-cookbook against a server, offline"
@@ -44,7 +46,7 @@ demo-rl: $(STAMP)
 	$(BIN)/skyrl demo-rl --output build/demo-rl
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

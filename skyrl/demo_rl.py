@@ -20,6 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from skyrl.demo_rl_files import Files, write_sample
+from skyrl.train.commands import REPORTED
 
 RIGHT = "eval/all/avg_score"
 """Metric: the fraction of held-out sums whose most likely answer is right."""
@@ -233,19 +234,31 @@ async def reinforce(settings: Settings, files: Files) -> list[dict[str, Any]]:
 
 def run(settings: Settings, files: Files) -> None:
     """The whole demo. Raises DemoError if a part does not reach what it should."""
-    from skyrl.train.plots import plot_metrics
-
     begun = time.monotonic()
     parameters = prepare(settings, files)
     print(f"1. Warm start: {parameters:,} random weights learn from a teacher who often forgets to carry", flush=True)
     asyncio.run(warm_start(settings, files))
     print("2. GRPO: the model only tries, and is told which answers were right", flush=True)
     rows = asyncio.run(reinforce(settings, files))
+    gain = summarize(files, rows, time.monotonic() - begun)
+    if gain < settings.least_gain:
+        raise DemoError(f"RL added {100 * gain:.1f} points to held-out accuracy, not {100 * settings.least_gain:.0f}")
+
+
+def summarize(files: Files, rows: list[dict[str, Any]], seconds: float) -> float:
+    """Print what RL came to and draw it. Returns by how much the fraction of right held-out answers grew.
+
+    Args:
+        files: Of a demo whose parts have ended.
+        rows: Metrics of the run.
+        seconds: That it took.
+    """
+    from skyrl.train.plots import plot_metrics
+
     evaluated = [row[RIGHT] for row in rows if RIGHT in row]
     before, after = evaluated[0], evaluated[-1]
     heldout = write_sample(files)
     drawn = plot_metrics(rows, [REWARD, RIGHT], files.plot, title="GRPO on sums", label="fraction right")
-    seconds = time.monotonic() - begun
     print(f"\nDone in {seconds:.0f} s. Held-out sums right: {before:.1%} before RL, {after:.1%} after.\n")
     print("  held-out: right answer, the model's before RL and after it")
     print("\n".join(heldout[:8]), end="\n\n")
@@ -256,9 +269,7 @@ def run(settings: Settings, files: Files) -> None:
     )
     print(f"rollouts, a line each   {files.rollouts}")
     print(f"rollouts to read        {files.sample}")
-    gain = after - before
-    if gain < settings.least_gain:
-        raise DemoError(f"RL added {100 * gain:.1f} points to held-out accuracy, not {100 * settings.least_gain:.0f}")
+    return after - before
 
 
 def main(argv: Sequence[str] = (), settings: Settings | None = None) -> int:
@@ -274,7 +285,7 @@ def main(argv: Sequence[str] = (), settings: Settings | None = None) -> int:
         return 1
     try:
         run(settings or Settings(seed=options.seed), files)
-    except DemoError as error:
+    except (DemoError, *REPORTED) as error:
         print(f"The demo failed: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,8 +1,12 @@
 """The demo of RL in a much smaller form: it goes through and leaves what its summary names."""
 
 import contextlib
+import dataclasses
 import io
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +65,35 @@ def test_the_plot_is_a_png(ended):
     assert (ended.folder / "reward.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+WITHOUT_MATPLOTLIB = """
+import sys
+from pathlib import Path
+
+class NotInstalled:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, NotInstalled())
+from skyrl.demo_rl import summarize
+from skyrl.demo_rl_files import Files
+from skyrl.train.tracking import read_metrics
+
+folder = Path(sys.argv[1])
+summarize(Files(folder), read_metrics(folder / "rl/checkpoints"), 1.0)
+"""
+
+
+def test_without_matplotlib_the_summary_says_so_and_names_the_rest(ended, tmp_path):
+    folder = shutil.copytree(ended.folder, tmp_path / "out", ignore=shutil.ignore_patterns("reward.png"))
+    command = [sys.executable, "-c", WITHOUT_MATPLOTLIB, str(folder)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert "plot of the reward      left out, as matplotlib is missing: pip install 'skyrl[train]'" in said
+    assert not (folder / "reward.png").exists()
+    named = [Path(line.split()[-1]) for line in said.splitlines() if str(folder) in line]
+    assert [path.name for path in named] == ["dumped_rollouts", "rollouts.txt"]
+
+
 def test_each_step_leaves_a_line_for_each_answer(ended):
     for step in range(1, STEPS + 1):
         path = ended.folder / f"rl/dumped_rollouts/global_step_{step}.jsonl"
@@ -89,6 +122,11 @@ def test_a_folder_that_is_in_use_is_left_alone(tmp_path, capsys):
     assert main(["--output", str(tmp_path)], SMALL) == 1
     assert "is not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_what_cannot_be_run_is_one_message_and_status_1(tmp_path, capsys):
+    assert main(["--output", str(tmp_path / "out")], dataclasses.replace(SMALL, epochs=0)) == 1
+    assert capsys.readouterr().err == "The demo failed: trainer.epochs=0: Input should be greater than 0\n"
 
 
 @pytest.mark.parametrize(

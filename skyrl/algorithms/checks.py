@@ -5,11 +5,12 @@ request fails alone and with a message that names the datum, the field, its valu
 whole arrays, never at single tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from skyrl.algorithms.array_checks import check_token_ids, numbers, refuse_where, token_ids
 from skyrl.algorithms.losses import EMPTY, INPUT_FIELDS, LARGEST, LOSSES, Loss, refuse_unserved
 from skyrl.errors import RequestError
 from skyrl.types import Datum, SamplingParams
@@ -45,7 +46,7 @@ def check_pass(
     if not data:
         raise RequestError("data is empty; send at least one datum")
     _check_names(spec, data)
-    tokens = _token_ids("model_input", [datum.tokens for datum in data], vocab_size)
+    tokens = token_ids("model_input", [datum.tokens for datum in data], vocab_size)
     _check_lengths(data, max_context_length)
     columns = {"target_tokens": _targets(data, loss_fn, vocab_size)}
     for name in INPUT_FIELDS:
@@ -98,7 +99,7 @@ def check_sample(
     length = len(prompt)
     if length == 0:
         raise RequestError("prompt is empty; send at least one token (a beginning-of-sequence token will do)")
-    _check_tokens("prompt", prompt, [prompt], vocab_size)
+    check_token_ids("prompt", prompt, vocab_size)
     if length >= max_context_length:
         raise RequestError(
             f"prompt has {length} tokens, which leaves no room to generate in the model's context of "
@@ -140,7 +141,7 @@ def _check_stops(params: SamplingParams, vocab_size: int) -> None:
             ids = np.asarray(stops, np.int64)
         except OverflowError:
             raise RequestError(f"stop={stops!r}: token ids must be in [0, {vocab_size})") from None
-        _check_tokens("stop", ids, [ids], vocab_size)
+        check_token_ids("stop", ids, vocab_size)
 
 
 def _check_names(spec: Loss, data: Sequence[Datum]) -> None:
@@ -201,7 +202,7 @@ def _targets(data: Sequence[Datum], loss_fn: str, vocab_size: int) -> list[np.nd
             raise RequestError(
                 f"datum {i}: target_tokens has shape {list(targets.shape)}; send [tokens], or [tokens, K] with K >= 1"
             )
-    return _token_ids("target_tokens", arrays, vocab_size)
+    return token_ids("target_tokens", arrays, vocab_size)
 
 
 def _float_inputs(name: str, data: Sequence[Datum], targets: list[np.ndarray]) -> list[np.ndarray]:
@@ -221,20 +222,11 @@ def _float_inputs(name: str, data: Sequence[Datum], targets: list[np.ndarray]) -
             )
         arrays.append(values)
         given.add(i)
-    with np.errstate(over="ignore"):
-        flat = np.concatenate([values.reshape(-1) for values in arrays], dtype=np.float32, casting="unsafe")
-    arrays = _cut(flat, arrays)
-    _refuse_where(
-        name,
-        flat,
-        arrays,
-        lambda values: ~(np.abs(values) <= LARGEST),
-        f"must be finite and at most {LARGEST:g} in magnitude; mask the token with weight 0 and send 0 here",
-    )
+    arrays = numbers(name, arrays)
     if name.startswith("clip_"):
         given_only = [values if i in given else np.zeros_like(values) for i, values in enumerate(arrays)]
         bounds = np.concatenate(given_only)
-        _refuse_where(name, bounds, arrays, lambda values: values < 0, "bounds a probability ratio; use 0 or more")
+        refuse_where(name, bounds, arrays, lambda values: values < 0, "bounds a probability ratio; use 0 or more")
     return arrays
 
 
@@ -255,47 +247,3 @@ def _check_clips(spec: Loss, columns: Mapping[str, list[np.ndarray]], config: Ma
                 f"datum {i}: clip_low_threshold={low[at]:g} is above clip_high_threshold={high[at]:g} at position "
                 f"{at}; both are ratios around 1, such as 0.8 and 1.2"
             )
-
-
-def _check_tokens(field: str, flat: np.ndarray, arrays: Sequence[np.ndarray], vocab_size: int) -> None:
-    _refuse_where(
-        field,
-        flat,
-        arrays,
-        lambda tokens: (tokens < 0) | (tokens >= vocab_size),
-        f"is outside the vocabulary [0, {vocab_size}); use the tokenizer of this model",
-    )
-
-
-def _token_ids(field: str, arrays: Sequence[np.ndarray], vocab_size: int) -> list[np.ndarray]:
-    """The arrays as int32, all of it token ids."""
-    flat = np.concatenate([values.reshape(-1) for values in arrays])
-    _check_tokens(field, flat, arrays, vocab_size)
-    return _cut(flat.astype(np.int32), arrays)
-
-
-def _cut(flat: np.ndarray, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Parts of `flat` in the shapes of the arrays, one after the other. Not copied."""
-    parts, start = [], 0
-    for values in arrays:
-        end = start + values.size
-        part = flat[start:end]
-        parts.append(part if values.ndim == 1 else part.reshape(values.shape))
-        start = end
-    return parts
-
-
-def _refuse_where(
-    field: str, flat: np.ndarray, arrays: Sequence[np.ndarray], bad: Callable[[np.ndarray], np.ndarray], rule: str
-) -> None:
-    """Raise `RequestError` naming the first value, over all arrays, that is `bad`. `flat` holds their values."""
-    wrong = bad(flat)
-    if not wrong.any():
-        return
-    at = int(np.argmax(wrong))
-    ends = np.cumsum([values.size for values in arrays])
-    datum = int(np.searchsorted(ends, at, side="right"))
-    position = np.unravel_index(at - int(ends[datum] - arrays[datum].size), arrays[datum].shape)
-    where = ", ".join(str(int(index)) for index in position)
-    prefix = f"datum {datum}: " if field not in ("prompt", "stop") else ""
-    raise RequestError(f"{prefix}{field}[{where}]={flat[at]} {rule}")

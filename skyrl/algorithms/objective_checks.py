@@ -4,12 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from skyrl.algorithms.losses import LARGEST
+from skyrl.algorithms.array_checks import numbers, refuse_where, token_ids
 from skyrl.algorithms.objective import Objective
 from skyrl.errors import RequestError
 from skyrl.types import Datum
 
 TARGETS = "target_tokens"
+NOTHING = np.zeros(0, np.float32)
+"""In the place of an input that a datum leaves out."""
 
 
 def check_objective_data(
@@ -24,10 +26,25 @@ def check_objective_data(
     """
     if not data:
         raise RequestError("data is empty; send at least one datum")
-    return [_checked(f"datum {i}", datum, objective, vocab_size, max_context_length) for i, datum in enumerate(data)]
+    for i, datum in enumerate(data):
+        _check_form(f"datum {i}", datum, objective, max_context_length)
+    tokens = token_ids("tokens", [datum.tokens for datum in data], vocab_size)
+    targets = token_ids(TARGETS, [datum.loss_fn_inputs[TARGETS] for datum in data], vocab_size)
+    names = sorted({name for datum in data for name in datum.loss_fn_inputs} - {TARGETS})
+    columns = {name: numbers(name, [datum.loss_fn_inputs.get(name, NOTHING) for datum in data]) for name in names}
+    if (column := columns.get("temperature")) is not None:
+        rule = "must be above 0, as log-probabilities at 0 are not defined; use 1"
+        refuse_where("temperature", np.concatenate(column), column, lambda values: values <= 0, rule)
+    checked = []
+    for i, datum in enumerate(data):
+        given = {name: column[i] for name, column in columns.items() if name in datum.loss_fn_inputs}
+        given.setdefault("weights", np.ones(len(tokens[i]), np.float32))
+        checked.append(Datum(tokens[i], {TARGETS: targets[i], **given}))
+    return checked
 
 
-def _checked(where: str, datum: Datum, objective: Objective, vocab_size: int, max_context_length: int) -> Datum:
+def _check_form(where: str, datum: Datum, objective: Objective, max_context_length: int) -> None:
+    """Lengths agree, every required input is there and every input is known."""
     length, given = len(datum.tokens), datum.loss_fn_inputs
     if not 0 < length <= max_context_length:
         raise RequestError(
@@ -44,30 +61,3 @@ def _checked(where: str, datum: Datum, objective: Objective, vocab_size: int, ma
             raise RequestError(
                 f"{where}: {name} has shape {list(values.shape)} but there are {length} tokens; send {length} entries"
             )
-    ids = {
-        name: _token_ids(f"{where}: {name}", given.get(name, datum.tokens), vocab_size) for name in (TARGETS, "tokens")
-    }
-    floats = {name: _numbers(f"{where}: {name}", values) for name, values in given.items() if name != TARGETS}
-    floats.setdefault("weights", np.ones(length, np.float32))
-    if (floats.get("temperature", np.ones(1)) <= 0).any():
-        raise RequestError(f"{where}: temperature must be above 0, as log-probabilities at 0 are not defined; use 1")
-    return Datum(ids["tokens"], {TARGETS: ids[TARGETS], **floats})
-
-
-def _token_ids(where: str, values: np.ndarray, vocab_size: int) -> np.ndarray:
-    wrong = (values < 0) | (values >= vocab_size)
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        raise RequestError(f"{where}[{at}]={values[at]} is outside the vocabulary [0, {vocab_size}); tokenize anew")
-    return np.ascontiguousarray(values, np.int32)
-
-
-def _numbers(where: str, values: np.ndarray) -> np.ndarray:
-    wrong = ~(np.abs(values) <= LARGEST)
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        raise RequestError(
-            f"{where}[{at}]={values[at]} must be finite and at most {LARGEST:g}; mask the token with weight 0 and send "
-            "0 here"
-        )
-    return np.ascontiguousarray(values, np.float32)

@@ -18,6 +18,9 @@ from skyrl.utils.log import setup_logging
 
 C = TypeVar("C", bound=BaseConfig)
 
+REPORTED = (ConfigError, RequestError, RolloutError, StorageError)
+"""What ends a run with its message alone; everything else keeps its traceback."""
+
 
 def rl(argv: Sequence[str]) -> int:
     """train a policy by reinforcement learning"""
@@ -75,7 +78,7 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
         config = made(given.overrides).resolve()
         with logging_redirect_tqdm():
             train(config)
-    except (ConfigError, RequestError, RolloutError, StorageError) as error:
+    except REPORTED as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
     return 0

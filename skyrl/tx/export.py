@@ -37,8 +37,8 @@ def model_files(
         value_head: Name of a critic's tensor, `<value_head>.weight` `[1, hidden]`.
     """
     own, kind = adapter.own_base, MODELS[model_config.architecture]
-    tensors = _named(kind.weight_names, base if own is None else own)
-    types = {name: tensor.dtype for name, tensor in _named(kind.weight_names, base).items()}
+    tensors = named_tensors(kind.weight_names, base if own is None else own)
+    types = {name: tensor.dtype for name, tensor in named_tensors(kind.weight_names, base).items()}
     config = json.loads((folder / CONFIG).read_text())
     if own is None:
         _merge(tensors, adapter, model_config)
@@ -54,8 +54,14 @@ def model_files(
     return {**beside, CONFIG: json.dumps(config, indent=2).encode(), WEIGHTS: save(weights, {"format": "pt"})}
 
 
-def _named(names: Mapping[tuple[Any, ...], str], state: Any) -> dict[str, np.ndarray]:
-    """Parameters by their Hugging Face names, in Hugging Face's layout."""
+def named_tensors(names: Mapping[tuple[Any, ...], str], state: Any) -> dict[str, np.ndarray]:
+    """Parameters by their Hugging Face names, in Hugging Face's layout, each of stacked layers by itself.
+
+    Args:
+        names: Hugging Face's name of each path without the layer's number, for which it has `{layer}`, as
+            `ModelForCausalLM.weight_names` has them.
+        state: Parameters of a split NNX model, or other arrays in their structure.
+    """
     tensors: dict[str, np.ndarray] = {}
     for path, variable in nnx.to_flat_state(state):
         layer = next((part for part in path if isinstance(part, int)), None)

@@ -17,8 +17,9 @@ from driver import create, datum, finish, forward_backward, new_id, optim_step, 
 from skyrl.backends.backend import ExportModel, LoadSnapshot, Publish, SaveCheckpoint, SaveSnapshot
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.jax.versions import OWN_BASES
-from skyrl.tx.export import WEIGHTS
+from skyrl.tx.export import WEIGHTS, named_tensors
 from skyrl.tx.make_model import make_model
+from skyrl.tx.models.types import MODELS as KINDS
 from skyrl.types import ErrorResponse, LoraConfig, ModelOutput, SaveOutput
 
 SIZE = {"hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48, "vocab": 320}
@@ -75,10 +76,7 @@ def batch(seed: int) -> list:
 
 def as_in_files(backend, tree) -> dict[str, np.ndarray]:
     """The arrays of a tree under Hugging Face's names."""
-    from skyrl.tx.export import _named
-    from skyrl.tx.models.types import MODELS as KINDS
-
-    return _named(KINDS[backend.model_config.architecture].weight_names, tree["base"])
+    return named_tensors(KINDS[backend.model_config.architecture].weight_names, tree["base"])
 
 
 @pytest.mark.parametrize("folder", MODELS, indirect=True)

@@ -274,9 +274,9 @@ DEFECTS = [
         "a snapshot lacks the gradients that no optimizer step has taken yet",
         [
             Edit(
-                BACKEND,
-                "            state = dataclasses.replace((yield from brought))\n",
-                "            state = dataclasses.replace((yield from brought), gradient_sums=None)\n",
+                "skyrl/backends/jax/storage.py",
+                "        state = dataclasses.replace(state)\n",
+                "        state = dataclasses.replace(state, gradient_sums=None)\n",
             )
         ],
         [

@@ -25,7 +25,7 @@ SOURCE_DEFECTS = [
         [TESTS + "test_who_drops_trains_on_nothing_older_than_allowed_and_says_what_is_left_out"],
     ),
     Defect(
-        "F1.12h",
+        "F1.12k",
         "what was sampled for later steps is lost in a restart",
         [Edit(SOURCES, 'groups[index] if name == "sampled" else name', '"open" if name == "sampled" else name')],
         [TESTS + "test_what_was_sampled_is_restored_and_what_was_open_is_begun_again"],

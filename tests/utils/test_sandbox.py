@@ -7,6 +7,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -325,28 +326,42 @@ def test_a_system_that_refuses_namespaces_is_told_with_a_way_out():
     assert "set isolation=limited" in full and limited == "limited 0"
 
 
+def test_a_case_is_run_only_after_the_outcome_before_it_was_judged(tmp_path):
+    log = tmp_path / "log"
+
+    def judge_slowly(index: int, outcome: Outcome) -> bool:
+        time.sleep(1)
+        return False
+
+    code = f"open({str(log)!r}, 'a').write('ran ')"  # which is only possible without namespaces
+    asyncio.run(run_code(code, [{}, {}], limits=SMALL, isolation="limited", go_on=judge_slowly))
+    assert log.read_text() == "ran "
+
+
 @BOTH
 def test_nothing_goes_on_after_a_caller_who_gave_up(isolation):
-    def running() -> set[int]:
-        found = set()
-        for process in psutil.process_iter(["cmdline", "status"]):
-            command = " ".join(process.info["cmdline"] or ())
-            if "skyrl.utils.sandbox.child" in command and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.add(process.pid)
-        return found
+    def running() -> set[psutil.Process]:
+        """Of this test: other tests may run code at the same time."""
+        return {process for process in psutil.Process().children(recursive=True) if goes_on(process)}
+
+    def goes_on(process: psutil.Process) -> bool:
+        try:
+            runs_code = "skyrl.utils.sandbox.child" in " ".join(process.cmdline())
+            return runs_code and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
 
     require(isolation)
 
     async def give_up() -> None:
-        before = running()
         limits = Limits(cpu_s=10_000)
         code = run_code("while True: pass", [{}], limits=limits, isolation=isolation)
         task = asyncio.create_task(code)
-        while len(running() - before) < (3 if isolation == "full" else 2):
+        while len(begun := running()) < (3 if isolation == "full" else 2):
             await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        while running() - before:
+        while running() or any(map(goes_on, begun)):
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(give_up(), 120))

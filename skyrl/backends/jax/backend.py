@@ -11,11 +11,10 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from functools import partial, singledispatchmethod
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,7 +35,7 @@ from skyrl.backends.backend import (
     SaveSnapshot,
 )
 from skyrl.backends.batching import TileShape
-from skyrl.backends.executor import Executor, Quantum, Waiting, Work
+from skyrl.backends.executor import Executor, Quantum, Work
 from skyrl.backends.jax import checkpoints
 from skyrl.backends.jax.adapters import (
     Kind,
@@ -44,7 +43,6 @@ from skyrl.backends.jax.adapters import (
     Tree,
     empty_adapter,
     fresh_adapter,
-    in_types_of,
     model_bytes,
     zeros_like,
 )
@@ -52,30 +50,25 @@ from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.loading import keep_compiled_programs, model_folder
 from skyrl.backends.jax.passes import Passes
 from skyrl.backends.jax.planning import planned
-from skyrl.backends.jax.residence import About, Residence, Room, Turns
+from skyrl.backends.jax.residence import Residence, Room, Turns
 from skyrl.backends.jax.sampler import Sampler
 from skyrl.backends.jax.step import AdamScalars
+from skyrl.backends.jax.storage import Storage
 from skyrl.backends.jax.versions import VersionPool
 from skyrl.backends.prepared import version_of
 from skyrl.errors import RequestError
-from skyrl.tx.export import model_files
 from skyrl.tx.lora import padded_rank, zero_adapter
 from skyrl.tx.models.types import Adapter
 from skyrl.tx.weights import abstract_model, stored_tensor, with_weights
 from skyrl.types import (
     BackendInfo,
-    LoraConfig,
     ModelMetadata,
     ModelOutput,
     OptimStepOutput,
     PreparedSampleBatch,
-    SaveOutput,
 )
 from skyrl.utils.crash_points import crash_point
-from skyrl.utils.storage import Written, write_folder
 from skyrl.utils.tokenizer import Tokenizer
-
-T = TypeVar("T")
 
 LONGEST_DEFAULT_CONTEXT = 8192
 """Limit of sequence length unless `max_context_length` asks for more."""
@@ -124,7 +117,12 @@ class JaxBackend(Executor):
             self._programs, plan, stacks = planned(model, config, shape, self._max_context_length, zero)
         progress(str(plan))
         room = Room(*plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib))
-        self._models = Residence(room, self._store_state, self._stored_state, config.offload_folder)
+        self._models = Residence(
+            room,
+            lambda path, state: self._storage.write_state(path, state),
+            lambda path: self._storage.read_state(path),
+            config.offload_folder,
+        )
         progress(f"reading the weights of {self._folder}")
         self.model = with_weights(model, self._folder, beside={f"{config.value_head}.weight"})
         graphdef, self._base = nnx.split(self.model)
@@ -143,6 +141,16 @@ class JaxBackend(Executor):
             zero,
             slots=config.max_lora_adapters,
             load=lambda path: checkpoints.load_version(path, self.model, config.max_lora_rank)[0],
+        )
+        self._storage = Storage(
+            base_model=self.info().base_model,
+            folder=self._folder,
+            model_config=self.model_config,
+            base=self._base,
+            value_head=config.value_head,
+            like=self._empty_adapter,
+            writer=self._writer,
+            versions=self._versions,
         )
         self.sampler = self._sampler = Sampler(
             graphdef,
@@ -399,146 +407,26 @@ class JaxBackend(Executor):
             yield brought
 
     @_work.register
-    def _save(self, operation: SaveCheckpoint) -> Work:
+    def _write(self, operation: SaveCheckpoint | SaveSnapshot | ExportModel | Publish) -> Work:
         with self._at_work(operation.model_id) as brought:
-            state = dataclasses.replace((yield from brought), gradient_sums=None)
-            yield
-            writing = self._writer.submit(self._write_state, operation.path, state)
-            return (yield from self._in_turn(writing, state.adapter))
-
-    def _in_turn(self, writing: "Future[Any]", adapter: Adapter) -> "Turns[Future[Any]]":
-        """A write in the background. A model that is trained as a whole waits for it: each holds a copy in memory."""
-        while adapter.own_base is not None and not writing.done():
-            yield Waiting(writing.done)
-        return writing
-
-    def _write_state(self, path: str, state: ModelState) -> SaveOutput:
-        return SaveOutput(path, *self._store_state(path, state))
-
-    def _store_state(self, path: str, state: ModelState) -> Written:
-        return write_folder(path, checkpoints.pack_training(state, self.info().base_model))
-
-    def _stored_state(self, path: str) -> ModelState:
-        return checkpoints.load_training(path, self._empty_adapter)
+            return (yield from self._storage.write(operation, (yield from brought)))
 
     @_work.register
-    def _export(self, operation: ExportModel) -> Work:
-        with self._at_work(operation.model_id) as brought:
-            adapter = (yield from brought).adapter
-            yield
-            writing = self._writer.submit(self._write_model, operation.path, adapter)
-            return (yield from self._in_turn(writing, adapter))
-
-    def _write_model(self, path: str, adapter: Adapter) -> SaveOutput:
-        return SaveOutput(path, *write_folder(path, self._model_files(adapter)))
-
-    def _model_files(self, adapter: Adapter) -> dict[str, bytes]:
-        return model_files(self._folder, self.model_config, self._base, adapter, self.config.value_head)
-
-    @_work.register
-    def _snapshot(self, operation: SaveSnapshot) -> Work:
-        with self._at_work(operation.model_id) as brought:
-            state = dataclasses.replace((yield from brought))
-            yield
-            writing = self._writer.snapshot(operation.model_id, partial(self._write_state, operation.path, state))
-            return (yield from self._in_turn(writing, state.adapter))
-
-    @_work.register
-    def _load(self, operation: LoadCheckpoint) -> Work:
+    def _load(self, operation: LoadCheckpoint | LoadSnapshot) -> Work:
         model_id = operation.model_id
         loaded = self._models.about(model_id) if model_id in self._models else None
-        return (yield from self._read(operation, partial(self._read_state, operation, loaded)))
-
-    @_work.register
-    def _load_snapshot(self, operation: LoadSnapshot) -> Work:
-        return (yield from self._read(operation, partial(self._read_snapshot, operation)))
-
-    def _read(self, operation: LoadCheckpoint | LoadSnapshot, read: Callable[[], ModelState]) -> Work:
-        """Make a model of what `read` returns."""
-        stored = partial(checkpoints.stored_kind, operation.path, operation.digest)
-        with self._room_for((yield from self._in_background(stored))) as admitted:
+        with self._room_for((yield from self._storage.stored_kind(operation))) as admitted:
             yield from admitted
-            self._models.put(operation.model_id, (yield from self._in_background(read)))
-        return ModelOutput(operation.model_id)
-
-    def _in_background(self, read: Callable[[], T]) -> Turns[T]:
-        """What `read` returns, after the writes that are under way."""
-        reading = self._writer.submit(read)
-        while not reading.done():
-            yield Waiting(reading.done)
-        return reading.result()
-
-    def _read_snapshot(self, operation: LoadSnapshot) -> ModelState:
-        return checkpoints.load_training(operation.path, self._empty_adapter, digest=operation.digest)
-
-    def _read_state(self, operation: LoadCheckpoint, loaded: About | None) -> ModelState:
-        def like(kind: Kind) -> Adapter:
-            if loaded is not None:
-                _check_same_kind(operation.path, kind, loaded)
-            return self._empty_adapter(kind)
-
-        path, digest = operation.path, operation.digest
-        return checkpoints.load_training(path, like, load_optimizer=operation.load_optimizer, digest=digest)
+            self._models.put(model_id, (yield from self._storage.read(operation, loaded)))
+        return ModelOutput(model_id)
 
     def _empty_adapter(self, kind: Kind) -> Adapter:
         self._check_rank(kind.lora_config.rank)
         return empty_adapter(self.model_config, self._base, kind)
-
-    @_work.register
-    def _publish(self, operation: Publish) -> Work:
-        with self._at_work(operation.model_id) as brought:
-            state = yield from brought
-            adapter, lora_config = state.adapter, state.lora_config
-            if state.value_head:
-                raise RequestError(
-                    f"model_id={operation.model_id} is a critic, which is not sampled; use export_model to write it"
-                )
-            if adapter.own_base is not None:
-                adapter = adapter._replace(weights={"base": in_types_of(self._base, adapter.own_base)})
-            yield
-            if operation.path is None:
-                self._versions.publish(operation.version, adapter)
-                return SaveOutput("")
-            store = partial(self._store, operation, operation.path, adapter, lora_config)
-            if operation.persist:
-                return (yield from self._in_turn(self._writer.submit(store), adapter))
-            self._versions.publish(operation.version, adapter)
-            writing = self._writer.keep_version(operation.version, operation.model_id, store)
-            yield from self._in_turn(writing, adapter)
-            return SaveOutput(operation.path)
-
-    def _store(self, operation: Publish, path: str, adapter: Adapter, lora_config: LoraConfig) -> SaveOutput:
-        """Write a version's files, so that it may leave memory. One that is to persist exists only from then on."""
-        if adapter.own_base is not None:
-            files = self._model_files(adapter)
-        else:
-            files = checkpoints.pack_sampler(adapter, lora_config, self.model_config)
-        saved = SaveOutput(path, *write_folder(path, files))
-        if operation.persist:
-            self._versions.publish(operation.version, adapter)
-        self._versions.mark_stored(operation.version, adapter, path)
-        return saved
 
     def _check_rank(self, rank: int) -> None:
         if rank > self.config.max_lora_rank:
             raise RequestError(
                 f"lora_config.rank={rank} is above this server's max_lora_rank={self.config.max_lora_rank}; "
                 "ask for a smaller rank, or start the server with a larger one"
-            )
-
-
-def _check_same_kind(path: str, kind: Kind, model: About) -> None:
-    """Loading in place keeps what the model is and its rank, and once it has taken a step its trained modules."""
-    stored, loaded = kind.lora_config, model.lora_config
-    if kind.value_head != model.value_head:
-        raise RequestError(
-            f"path={path}: the checkpoint has value_head={kind.value_head} but the model was created with "
-            f"value_head={model.value_head}; create a new model from the checkpoint instead"
-        )
-    modules = ("train_attn", "train_mlp", "train_unembed") if model.step else ()
-    for name in ("rank", "alpha", *modules):
-        if getattr(stored, name) != getattr(loaded, name):
-            raise RequestError(
-                f"path={path}: the checkpoint has {name}={getattr(stored, name)} but the model was created with "
-                f"{name}={getattr(loaded, name)}; create a new model from the checkpoint instead"
             )

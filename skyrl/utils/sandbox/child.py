@@ -36,8 +36,11 @@ from typing import *
 
 
 def main() -> None:
-    """Do the job on standard input; answers are lines of JSON on standard output, one per case."""
-    job = json.load(sys.stdin)
+    """Do the job on standard input; answers are lines of JSON on standard output, one per case.
+
+    The job is a line of JSON. Each case after the first waits for one more line.
+    """
+    job = json.loads(sys.stdin.readline())
     confinement.die_with_parent()
     if job["isolation"] == "full":
         hidden = list(private_files(job["home"], [*job["needed"], *sys.path, sys.prefix, sys.base_prefix]))
@@ -57,7 +60,9 @@ def main() -> None:
     names: dict[str, Any] = {}
     if job["prelude"]:
         exec(PRELUDE, names)
-    for case in job["cases"]:
+    for number, case in enumerate(job["cases"]):
+        if number and not sys.stdin.readline():
+            break
         print(json.dumps(_run(job, case, names)), flush=True)
     os._exit(0)
 

@@ -141,12 +141,11 @@ async def _converse(
     process: asyncio.subprocess.Process, job: bytes, count: int, go_on: Callable[[int, Outcome], bool]
 ) -> list[Outcome]:
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    with suppress(ConnectionError):  # one that ended early says why on standard error
-        process.stdin.write(job)
-        await process.stdin.drain()
-    process.stdin.close()
     outcomes: list[Outcome] = []
     while len(outcomes) < count:
+        with suppress(ConnectionError):  # one that ended early says why on standard error
+            process.stdin.write(b"\n" if outcomes else job + b"\n")
+            await process.stdin.drain()
         line = await process.stdout.readline()
         if not line:
             said = (await process.stderr.read()).decode(errors="replace")

@@ -1,0 +1,171 @@
+"""Models as files: what is saved, published and exported of them, and what is loaded again.
+
+All files are written and read by the backend's writer, in order, while other models have their turns. What is written
+is of the moment at which the operation had its turn: arrays are never changed, so keeping them is enough.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from skyrl.backends.backend import ExportModel, LoadCheckpoint, LoadSnapshot, Publish, SaveCheckpoint, SaveSnapshot
+from skyrl.backends.executor import Waiting, Work
+from skyrl.backends.jax import checkpoints
+from skyrl.backends.jax.adapters import Kind, ModelState, in_types_of
+from skyrl.backends.jax.residence import About, Turns
+from skyrl.backends.jax.versions import VersionPool
+from skyrl.backends.writer import Writer
+from skyrl.errors import RequestError
+from skyrl.tx.export import model_files
+from skyrl.tx.models.types import Adapter
+from skyrl.types import LoraConfig, SaveOutput
+from skyrl.utils.storage import write_folder
+
+if TYPE_CHECKING:
+    from skyrl.tx.models.configs import ModelConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Writes and reads models of one base model."""
+
+    base_model: str
+    """What checkpoints call the base model."""
+    folder: Path
+    """Its files."""
+    model_config: "ModelConfig"
+    """Of the base model."""
+    base: Any
+    """Parameters of the split NNX model."""
+    value_head: str
+    """An exported critic's tensor is `<value_head>.weight`."""
+    like: Callable[[Kind], Adapter]
+    """An adapter of what is stored, to compare shapes with. Raises `RequestError` for what is not served here."""
+    writer: Writer
+    versions: VersionPool
+
+    # -- operations, in turns with others -----------------------------------------------------------------------------
+
+    def write(self, operation: SaveCheckpoint | SaveSnapshot | ExportModel | Publish, state: ModelState) -> Work:
+        """What the operation asks for, of the model as it is now."""
+        if isinstance(operation, Publish):
+            return (yield from self._publish(operation, state))
+        state = dataclasses.replace(state)
+        yield
+        match operation:
+            case SaveCheckpoint(path=path):
+                kept = dataclasses.replace(state, gradient_sums=None)
+                writing = self.writer.submit(self.write_state, path, kept)
+            case SaveSnapshot(path=path):
+                writing = self.writer.snapshot(operation.model_id, partial(self.write_state, path, state))
+            case ExportModel(path=path):
+                writing = self.writer.submit(self._write_model, path, state.adapter)
+        return (yield from _in_turn(writing, state.adapter))
+
+    def _publish(self, operation: Publish, state: ModelState) -> Work:
+        adapter, lora_config = state.adapter, state.lora_config
+        if state.value_head:
+            raise RequestError(
+                f"model_id={operation.model_id} is a critic, which is not sampled; use export_model to write it"
+            )
+        if adapter.own_base is not None:
+            adapter = adapter._replace(weights={"base": in_types_of(self.base, adapter.own_base)})
+        yield
+        if operation.path is None:
+            self.versions.publish(operation.version, adapter)
+            return SaveOutput("")
+        write = partial(self._write_version, operation, operation.path, adapter, lora_config)
+        if operation.persist:
+            return (yield from _in_turn(self.writer.submit(write), adapter))
+        self.versions.publish(operation.version, adapter)
+        writing = self.writer.keep_version(operation.version, operation.model_id, write)
+        yield from _in_turn(writing, adapter)
+        return SaveOutput(operation.path)
+
+    def stored_kind(self, operation: LoadCheckpoint | LoadSnapshot) -> Turns[Kind]:
+        """What the operation would load. Raises as `checkpoints.stored_kind`."""
+        return self._in_background(partial(checkpoints.stored_kind, operation.path, operation.digest))
+
+    def read(self, operation: LoadCheckpoint | LoadSnapshot, loaded: About | None) -> Turns[ModelState]:
+        """What the operation loads, a checkpoint in place of the model `loaded` if there is one.
+
+        Raises as `checkpoints.load_training`, and `RequestError` if it cannot be in that model's place.
+        """
+        return self._in_background(partial(self._read, operation, loaded))
+
+    def _in_background(self, read: Callable[[], T]) -> Turns[T]:
+        """What `read` returns, after the writes that are under way."""
+        reading = self.writer.submit(read)
+        while not reading.done():
+            yield Waiting(reading.done)
+        return reading.result()
+
+    # -- files, in any thread -----------------------------------------------------------------------------------------
+
+    def write_state(self, path: str, state: ModelState) -> SaveOutput:
+        """All that the model is, to a folder. Raises `StorageError`."""
+        return SaveOutput(path, *write_folder(path, checkpoints.pack_training(state, self.base_model)))
+
+    def read_state(self, path: str) -> ModelState:
+        """The inverse. Raises as `checkpoints.load_training`."""
+        return checkpoints.load_training(path, self.like)
+
+    def _read(self, operation: LoadCheckpoint | LoadSnapshot, loaded: About | None) -> ModelState:
+        path, digest = operation.path, operation.digest
+        if isinstance(operation, LoadSnapshot):
+            return checkpoints.load_training(path, self.like, digest=digest)
+
+        def like(kind: Kind) -> Adapter:
+            if loaded is not None:
+                _check_same_kind(path, kind, loaded)
+            return self.like(kind)
+
+        return checkpoints.load_training(path, like, load_optimizer=operation.load_optimizer, digest=digest)
+
+    def _write_version(self, operation: Publish, path: str, adapter: Adapter, lora_config: LoraConfig) -> SaveOutput:
+        """A version's files, so that it may leave memory. One that is to persist exists only from then on."""
+        if adapter.own_base is not None:
+            files = self._model_files(adapter)
+        else:
+            files = checkpoints.pack_sampler(adapter, lora_config, self.model_config)
+        saved = SaveOutput(path, *write_folder(path, files))
+        if operation.persist:
+            self.versions.publish(operation.version, adapter)
+        self.versions.mark_stored(operation.version, adapter, path)
+        return saved
+
+    def _write_model(self, path: str, adapter: Adapter) -> SaveOutput:
+        return SaveOutput(path, *write_folder(path, self._model_files(adapter)))
+
+    def _model_files(self, adapter: Adapter) -> dict[str, bytes]:
+        return model_files(self.folder, self.model_config, self.base, adapter, self.value_head)
+
+
+def _in_turn(writing: Future[Any], adapter: Adapter) -> Turns[Future[Any]]:
+    """A write in the background. A model that is trained as a whole waits for it: each holds a copy in memory."""
+    while adapter.own_base is not None and not writing.done():
+        yield Waiting(writing.done)
+    return writing
+
+
+def _check_same_kind(path: str, kind: Kind, model: About) -> None:
+    """Loading in place keeps what the model is and its rank, and once it has taken a step its trained modules."""
+    stored, loaded = kind.lora_config, model.lora_config
+    if kind.value_head != model.value_head:
+        raise RequestError(
+            f"path={path}: the checkpoint has value_head={kind.value_head} but the model was created with "
+            f"value_head={model.value_head}; create a new model from the checkpoint instead"
+        )
+    modules = ("train_attn", "train_mlp", "train_unembed") if model.step else ()
+    for name in ("rank", "alpha", *modules):
+        if getattr(stored, name) != getattr(loaded, name):
+            raise RequestError(
+                f"path={path}: the checkpoint has {name}={getattr(stored, name)} but the model was created with "
+                f"{name}={getattr(loaded, name)}; create a new model from the checkpoint instead"
+            )
