@@ -12,6 +12,13 @@ class Hashed(Env[NoSettings]):
         return StepResult([], zlib.crc32(action.encode()) % 11 / 10, done=True)
 
 
+class Tossed(Env[NoSettings]):
+    """The reward is 0 or 1, by a hash of what the model said: samples of a prompt are often alike."""
+
+    async def step(self, action: str) -> StepResult:
+        return StepResult([], zlib.crc32(action.encode()) % 2, done=True)
+
+
 class Vowels(Env[NoSettings]):
     """The reward is the share of vowels in what the model said: something that a model can learn."""
 
