@@ -5,6 +5,7 @@ It forks before JAX has begun to work, so that a run finds what a new process do
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import traceback
@@ -21,10 +22,13 @@ class Forks:
     def __init__(self, server: "subprocess.Popen[str]"):
         self._server = server
 
-    def run(self, *arguments: str, output: Path) -> int:
-        """The exit status of `skyrl` with these arguments, -9 if it was killed. What it says is in `output`."""
+    def run(self, *arguments: str, output: Path, largest_file: int | None = None) -> int:
+        """The exit status of `skyrl` with these arguments, -9 if it was killed. What it says is in `output`.
+
+        A disk is full, as far as the run can tell, after `largest_file` bytes of a file.
+        """
         assert self._server.stdin is not None and self._server.stdout is not None
-        print(json.dumps([arguments, str(output)]), file=self._server.stdin, flush=True)
+        print(json.dumps([arguments, str(output), largest_file]), file=self._server.stdin, flush=True)
         return int(self._server.stdout.readline())
 
 
@@ -48,7 +52,7 @@ def _serve() -> None:
     from skyrl.cli import main
 
     for line in sys.stdin:
-        arguments, output = json.loads(line)
+        arguments, output, largest_file = json.loads(line)
         child = os.fork()
         if child == 0:
             status = 1
@@ -56,6 +60,8 @@ def _serve() -> None:
                 file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(file, 1)
                 os.dup2(file, 2)
+                if largest_file is not None:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
                 status = main(arguments)
             except BaseException:
                 traceback.print_exc()

@@ -26,6 +26,13 @@ class Vowels(Env[NoSettings]):
         return StepResult([], sum(letter in "aeiou" for letter in action) / max(len(action), 1), done=True)
 
 
+class Content(Env[NoSettings]):
+    """The reward is 1 whatever the model says."""
+
+    async def step(self, action: str) -> StepResult:
+        return StepResult([], 1.0, done=True)
+
+
 class Broken(Env[NoSettings]):
     """Every step fails."""
 

@@ -1,17 +1,14 @@
 """Runs whose processes are killed, again and again: they end as if nothing had happened, bit for bit."""
 
-import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from forked_runs import Forks, forks
-from safetensors.numpy import load_file
+from short_runs import RL, check_equal, metrics
 
 from skyrl.envs.arithmetic_data import arithmetic_rows, write_rows
-from skyrl.train.checkpoints import MARKER
 from skyrl.utils.crash_points import CRASH_POINTS
 
 STEPS = 4
@@ -25,25 +22,7 @@ AT_EVERY_POINT = [
     *("storage: older folder moved aside", SAVED),  # there is one since the kill before
     *("storage: folder in place", SAVED),
 ]
-RL = [
-    "environment.env_class=rewarding:Tossed",
-    "trainer.strategy=jax",
-    "trainer.policy.model.lora.rank=4",
-    "trainer.policy.optimizer_config.lr=1e-2",
-    "trainer.train_batch_size=4",
-    "trainer.policy_mini_batch_size=2",
-    "trainer.critic_mini_batch_size=2",
-    "trainer.micro_train_batch_size_per_gpu=3",
-    "trainer.eval_interval=2",
-    "trainer.ckpt_interval=1",
-    "trainer.max_ckpts_to_keep=1",
-    "trainer.logger=console",
-    "generator.n_samples_per_prompt=3",
-    "generator.sampling_params.max_generate_length=4",
-    "trainer.jax.deterministic=true",
-    "trainer.jax.warm_up=false",
-    "trainer.jax.compilation_cache=false",  # the suite has its own
-]
+RL_HERE = [*RL, "environment.env_class=rewarding:Tossed", "trainer.eval_interval=2", "trainer.max_ckpts_to_keep=1"]
 GRPO = ["trainer.algorithm.use_kl_loss=true", "trainer.algorithm.dynamic_sampling.type=filter"]
 PPO = [
     "trainer.algorithm.advantage_estimator=gae",
@@ -99,35 +78,7 @@ def command(kind: str, data: Path, model: Path, folder: Path) -> list[str]:
     paths = [f"trainer.policy.model.path={model}", f"trainer.ckpt_path={folder}", f"trainer.export_path={folder}-out"]
     paths += [f"data.train_data=[{data}/prompts.jsonl]", f"data.val_data=[{data}/prompts-held-out.jsonl]"]
     own = GRPO if kind == "grpo" else [*PPO, f"trainer.critic.model.path={model}"]
-    return ["train", "rl", *RL, *own, *paths]
-
-
-def metrics(folder: Path) -> list[dict[str, float]]:
-    """Rows of what a run has recorded, without durations."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: value for name, value in row.items() if not name.startswith("timing/") and "_time_" not in name}
-        for row in rows
-    ]
-
-
-def end(folder: Path) -> Path:
-    """The last checkpoint."""
-    assert (folder / MARKER).read_text() == str(STEPS)
-    return folder / f"global_step_{STEPS}"
-
-
-def check_equal(ours: Path, expected: Path, models: list[str]) -> None:
-    """Two runs have recorded the same metrics and ended with the same models, moments included, and the same state."""
-    assert metrics(ours) == metrics(expected)
-    states = [json.loads((end(folder) / "trainer_state.json").read_text()) for folder in (ours, expected)]
-    assert states[0]["state"] == states[1]["state"]
-    assert sorted(states[0]["models"]) == sorted(states[1]["models"]) == models
-    for model in models:
-        left, right = (load_file(end(folder) / model / "training_state.safetensors") for folder in (ours, expected))
-        assert left.keys() == right.keys()
-        for name in left:
-            np.testing.assert_array_equal(left[name], right[name])
+    return ["train", "rl", *RL_HERE, *own, *paths]
 
 
 @pytest.mark.timeout(900)
@@ -154,7 +105,7 @@ def test_a_run_that_is_killed_again_and_again_equals_the_uninterrupted_one(
     assert processes.run(*command(kind, data, tiny_model, killed), output=output) == 0, output.read_text()
     first = 0 if kind != "sft" else 1  # there is an evaluation before the first step
     assert [row["step"] for row in metrics(killed)] == [*range(first, STEPS + 1)]
-    check_equal(killed, whole, MODELS[kind])
+    check_equal(killed, whole, STEPS, MODELS[kind])
     if kind == "grpo":
         assert max(row.get("generate/sample_batches", 0) for row in metrics(whole)) > 1  # the filter left prompts out
 
