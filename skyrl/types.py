@@ -194,6 +194,8 @@ class ErrorResponse:
     error: str
     status: ErrorCategory = "server"
     gradients: GradientEffect = "kept"
+    of_storage: bool = field(default=False, compare=False)
+    """Whether a file is missing, damaged or cannot be written."""
 
 
 Result = ForwardBackwardOutput | OptimStepOutput | SampleOutput | SaveOutput | ModelOutput | ErrorResponse

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from skyrl.backends.executor import Executor
 from skyrl.backends.operations import Operation, Sample
-from skyrl.errors import RequestError
+from skyrl.errors import RequestError, StorageError
 from skyrl.types import ErrorResponse, Result
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class BackendClient:
         self.close()
 
     async def run(self, operation: Operation) -> Result:
-        """Its result, or its error: `RequestError` for what is wrong with it, else `RuntimeError`.
+        """Its result, or its error: `RequestError` for what is wrong with it, `StorageError`, or `RuntimeError`.
 
         Operations of one model take effect in the order of these calls. A sample whose task is cancelled is dropped.
         """
@@ -58,7 +58,7 @@ class BackendClient:
                 self._wake.set()
             raise
         if isinstance(result, ErrorResponse):
-            raise RequestError(result.error) if result.status == "user" else RuntimeError(result.error)
+            raise _error(result)
         return result
 
     def drop_version(self, version: str) -> None:
@@ -113,6 +113,12 @@ class BackendClient:
             if future.set_running_or_notify_cancel():
                 future.set_exception(_stopped(self._end))
         self._futures.clear()
+
+
+def _error(failed: ErrorResponse) -> Exception:
+    if failed.status == "user":
+        return RequestError(failed.error)
+    return StorageError(failed.error) if failed.of_storage else RuntimeError(failed.error)
 
 
 def _stopped(why: BaseException) -> RuntimeError:

@@ -259,7 +259,7 @@ def failure(operation: Operation | str, error: BaseException) -> ErrorResponse:
     if isinstance(error, RequestError):
         return ErrorResponse(str(error), "user")
     if isinstance(error, StorageError):
-        return ErrorResponse(str(error), "server")
+        return ErrorResponse(str(error), "server", of_storage=True)
     request_id = operation if isinstance(operation, str) else operation.request_id
     kind = "" if isinstance(operation, str) else f"{type(operation).__name__} "
     log.error("internal error (%srequest %s)", kind, request_id, exc_info=error)

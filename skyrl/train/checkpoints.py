@@ -147,7 +147,10 @@ class CheckpointStore:
         copied = json.loads(json.dumps(dict(state)))
         target = self._folder(step)
         with replacing_folder(target) as folder:
-            yield folder
+            try:
+                yield folder
+            except StorageError as error:  # which knows the name for now only
+                raise StorageError(str(error).replace(str(folder), str(target))) from error
             crash_point("trainer: models written, state not")
             text = json.dumps({**head, "models": _digests(folder), "state": copied}, indent=1)
             write_files(folder, {STATE: text.encode(), **files})

@@ -42,6 +42,7 @@ from skyrl.train.tracking import Tracker
 from skyrl.train.trainer import Metrics, RLTrainer
 from skyrl.train.update import RewardShaping, Update, env_rewards
 from skyrl.train.validation import choose_trackers, validate
+from skyrl.utils.crash_points import crash_point
 from skyrl.utils.garbage import collecting_seldom
 
 log = logging.getLogger(__name__)
@@ -124,6 +125,7 @@ class Run:
             report(await self.evaluate(), 0)
         while trainer.global_step < self.total_steps:
             metrics, batch = await trainer.step()
+            crash_point("trainer: step taken, not recorded")
             step, last = trainer.global_step, trainer.global_step == self.total_steps
             epoch_ends = step % self.prompts.order.steps_per_epoch == 0
             if epoch_ends and settings.update_ref_every_epoch and not last:

@@ -26,6 +26,7 @@ CRASH_POINTS = {
     "storage: files written, not in place",
     "storage: older folder moved aside",
     "storage: folder in place",
+    "trainer: step taken, not recorded",
     "trainer: models written, state not",
     "trainer: checkpoint in place, not the newest",
     "trainer: newest named, older ones still there",

@@ -13,7 +13,7 @@ import driver
 from driver import new_id, random_datum
 from skyrl.backends.backend import CreateModel, DeleteModel, ForwardBackward
 from skyrl.backends.client import BackendClient
-from skyrl.errors import RequestError
+from skyrl.errors import RequestError, StorageError
 from skyrl.types import ErrorResponse, ForwardBackwardOutput, LoraConfig, ModelOutput, SampleOutput
 from tests.fakes import FakeBackend, FakeConfig
 
@@ -84,6 +84,14 @@ def test_what_is_wrong_with_the_backend_is_a_runtime_error(client):
     with pytest.raises(RuntimeError, match="internal error") as error:
         run(client.run(driver.sampling(None, prompt=[13])))
     assert not isinstance(error.value, RequestError)
+
+
+def test_a_disk_that_refuses_a_checkpoint_is_a_storage_error(client, tmp_path):
+    (tmp_path / "file").touch()
+    save = driver.SaveCheckpoint(request_id=new_id(), model_id="model", path=str(tmp_path / "file" / "below"))
+    run(client.run(create()))
+    with pytest.raises(StorageError, match=r"cannot write .*/file/below: .*; free space or check permissions"):
+        run(client.run(save))
 
 
 def test_a_cancelled_sample_is_dropped_and_others_go_on(client):

@@ -10,9 +10,9 @@ from fastapi import FastAPI
 
 
 @contextlib.contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
-    """The address of `app` while the block runs."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+def serving(app: FastAPI, port: int = 0) -> Iterator[str]:
+    """The address of `app` while the block runs, on a port that is given or a free one."""
+    with socket.create_server(("127.0.0.1", port)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()

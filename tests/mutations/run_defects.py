@@ -6,11 +6,51 @@ The numbers are those of the list of known defects of trainers.
 from defects import Defect, Edit
 
 CHECKPOINTS = "skyrl/train/checkpoints.py"
+RUN = "skyrl/train/run.py"
+RENEWAL = """\
+            if epoch_ends and settings.update_ref_every_epoch and not last:
+                await self._renew_reference()
+"""
 TESTS = "tests/train/"
 CHECKPOINT_TESTS = TESTS + "test_train_checkpoints.py::"
+OPTION_TESTS = TESTS + "test_rl_options.py::"
+REFERENCE_TEST = OPTION_TESTS + "test_a_reference_that_follows_the_policy_is_resumed_and_leaves_exports_alone"
+RESUME_TEST = TESTS + "test_rl_run.py::test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted"
 TRACKING_TESTS = TESTS + "test_tracking.py::"
 
 RUN_DEFECTS = [
+    Defect(
+        "F1.5b",
+        "the zero-variance filter does nothing in a run",
+        [Edit("skyrl/train/update.py", "if self._algorithm.zero_variance_filter:", "if False:")],
+        [OPTION_TESTS + "test_the_zero_variance_filter_leaves_prompts_whose_samples_are_alike_out_of_the_loss[True]"],
+    ),
+    Defect(
+        "F1.6a",
+        "a reference that follows the policy is in no checkpoint",
+        [Edit(RUN, ", REFERENCE: self.trainer.update.reference}", "}")],
+        [REFERENCE_TEST],
+    ),
+    Defect(
+        "F1.6b",
+        "a resumed run measures divergence from the base model again",
+        [Edit(RUN, "if (checkpoint.path / REFERENCE).is_dir():", "if False:")],
+        [REFERENCE_TEST],
+    ),
+    Defect(
+        "F1.6c",
+        "the policy becomes the reference by way of the folder of exports, which is removed",
+        [
+            Edit(RUN, RENEWAL, ""),
+            Edit(RUN, "                await self.save()\n", f"                await self.save()\n{RENEWAL}"),
+            Edit(
+                RUN,
+                'tempfile.mkdtemp(prefix="skyrl-reference-")',
+                'f"{self.config.trainer.export_path}/global_step_{self.trainer.global_step}"',
+            ),
+        ],
+        [REFERENCE_TEST],
+    ),
     Defect(
         "F1.12c",
         "a run goes on from a checkpoint of another model or algorithm",
@@ -47,6 +87,33 @@ RUN_DEFECTS = [
         "the checkpoints of another run in the same folder are removed",
         [Edit(CHECKPOINTS, "if old <= step and _run_of(self._folder(old)) == self.run_id]", "if old <= step]")],
         [CHECKPOINT_TESTS + "test_checkpoints_of_another_run_and_folders_of_others_are_never_removed"],
+    ),
+    Defect(
+        "F1.12h",
+        "the coefficient that KL control has come to is not resumed",
+        [Edit(RUN, '        update.kl_controller.value = state["kl_coefficient"]\n', "")],
+        [RESUME_TEST + "[ppo]"],
+    ),
+    Defect(
+        "F1.12i",
+        "generators of random numbers begin anew in a resumed run",
+        [Edit(RUN, "            generator.bit_generator.state = saved\n", "            pass\n")],
+        [
+            RESUME_TEST + "[clip_cov, whole]",
+            OPTION_TESTS + "test_every_step_has_all_its_prompts_where_those_without_a_signal_are_replaced",
+        ],
+    ),
+    Defect(
+        "F1.12j",
+        "a resumed run leaves the metrics of those before it behind",
+        [Edit(RUN, "resumed_step=step or None", "resumed_step=None")],
+        [TESTS + "test_rl_run.py::test_metrics_of_every_step_are_there_once_after_a_resume"],
+    ),
+    Defect(
+        "C.9a",
+        "a disk that is full at a checkpoint is an internal error with a traceback",
+        [Edit("skyrl/backends/executor.py", ", of_storage=True", "")],
+        ["tests/backends/test_client.py::test_a_disk_that_refuses_a_checkpoint_is_a_storage_error"],
     ),
     Defect(
         "C.10a",

@@ -12,11 +12,25 @@ class Hashed(Env[NoSettings]):
         return StepResult([], zlib.crc32(action.encode()) % 11 / 10, done=True)
 
 
+class Tossed(Env[NoSettings]):
+    """The reward is 0 or 1, by a hash of what the model said: samples of a prompt are often alike."""
+
+    async def step(self, action: str) -> StepResult:
+        return StepResult([], zlib.crc32(action.encode()) % 2, done=True)
+
+
 class Vowels(Env[NoSettings]):
     """The reward is the share of vowels in what the model said: something that a model can learn."""
 
     async def step(self, action: str) -> StepResult:
         return StepResult([], sum(letter in "aeiou" for letter in action) / max(len(action), 1), done=True)
+
+
+class Content(Env[NoSettings]):
+    """The reward is 1 whatever the model says."""
+
+    async def step(self, action: str) -> StepResult:
+        return StepResult([], 1.0, done=True)
 
 
 class Broken(Env[NoSettings]):

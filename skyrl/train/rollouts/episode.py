@@ -96,7 +96,7 @@ class Episode:
                 prompt_ids,
                 sampled,
                 history.closing_ids(sampled),
-                result.reward,
+                float(result.reward),  # an environment may give an integer, or a number of an array library
                 action,
                 result.observations,
                 result.metrics,

@@ -22,6 +22,7 @@ from skyrl.train.sft.batches import scoring_data, training_data
 from skyrl.train.sft.datasets import Dataset
 from skyrl.train.sft.order import Order
 from skyrl.train.update import adam_params
+from skyrl.utils.crash_points import crash_point
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class SFTTrainer:
             self._on_metrics(0, await self.evaluate())
         while self.global_step < self.total_steps:
             metrics = await self.step()
+            crash_point("trainer: step taken, not recorded")
             trained_tokens += int(metrics["data/trained_tokens"])
             if self._is_due(self._config.eval_interval, at_end=True):
                 metrics |= await self.evaluate()

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from scripted import (
     Answer,
@@ -58,6 +59,12 @@ def test_a_prompt_that_is_too_long_is_a_trajectory_without_turns(chatml):
     assert (first.stop_reason, first.turns, first.failure) == ("length", (), None)
     assert (second.stop_reason, second.reward) == ("stop", 1.0)
     assert ScriptedEnv.closed.total() == 2
+
+
+@pytest.mark.parametrize("reward", [1, True, np.float32(0.5), np.int64(2)])
+def test_a_reward_of_any_kind_of_number_becomes_a_float(chatml, reward):
+    trajectory, _ = run_one(chatml, [ANSWER], prompt(script=[Reply(reward=reward, done=True)]))
+    assert (type(trajectory.reward), trajectory.reward) == (float, float(reward))
 
 
 def test_an_environment_that_never_ends_has_max_turns(chatml):

@@ -1,0 +1,75 @@
+"""Runs of `skyrl` that are processes of their own and begin at once: forks of one that has imported the trainers.
+
+It forks before JAX has begun to work, so that a run finds what a new process does.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+class Forks:
+    """Runs one command after another."""
+
+    def __init__(self, server: "subprocess.Popen[str]"):
+        self._server = server
+
+    def run(self, *arguments: str, output: Path, largest_file: int | None = None) -> int:
+        """The exit status of `skyrl` with these arguments, -9 if it was killed. What it says is in `output`.
+
+        A disk is full, as far as the run can tell, after `largest_file` bytes of a file.
+        """
+        assert self._server.stdin is not None and self._server.stdout is not None
+        print(json.dumps([arguments, str(output), largest_file]), file=self._server.stdin, flush=True)
+        return int(self._server.stdout.readline())
+
+
+@contextmanager
+def forks(crash_points: Path) -> Iterator[Forks]:
+    """What runs commands, which look for crash points in a folder."""
+    paths = [ROOT, ROOT / "tests" / "train", os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "SKYRL_CRASH_POINTS": str(crash_points),
+    }
+    command = [sys.executable, __file__]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        yield Forks(server)  # the end of its input is the end of it
+
+
+def _serve() -> None:
+    import skyrl.train.run
+    import skyrl.train.sft_run  # noqa: F401
+    from skyrl.cli import main
+
+    for line in sys.stdin:
+        arguments, output, largest_file = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(file, 1)
+                os.dup2(file, 2)
+                if largest_file is not None:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+                status = main(arguments)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

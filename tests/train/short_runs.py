@@ -1,0 +1,83 @@
+"""What short RL runs on a tiny model are told, and how two of them are compared."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from faulty import SkippingLoop
+from safetensors.numpy import load_file
+
+from skyrl.train.checkpoints import MARKER
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.run import train_rl
+
+RL = [
+    "trainer.strategy=jax",
+    "trainer.policy.model.lora.rank=4",
+    "trainer.policy.optimizer_config.lr=1e-2",
+    "trainer.train_batch_size=4",
+    "trainer.policy_mini_batch_size=2",
+    "trainer.critic_mini_batch_size=2",
+    "trainer.micro_train_batch_size_per_gpu=3",
+    "trainer.ckpt_interval=1",
+    "trainer.logger=console",
+    "generator.n_samples_per_prompt=3",
+    "generator.sampling_params.max_generate_length=4",
+    "trainer.jax.deterministic=true",
+    "trainer.jax.warm_up=false",
+    "trainer.jax.compilation_cache=false",  # the suite has its own
+]
+
+
+def command(rows: Path, model: Path, folder: Path, *overrides: str) -> list[str]:
+    """Overrides of a run on the rows of a file that keeps its checkpoints in a folder."""
+    return [
+        *RL,
+        f"data.train_data=[{rows}]",
+        f"trainer.policy.model.path={model}",
+        f"trainer.ckpt_path={folder}",
+        f"trainer.export_path={folder}-exports",
+        "trainer.eval_interval=0",
+        *overrides,
+    ]
+
+
+def train(
+    arguments: Sequence[str], report: Callable[[dict[str, float], int], None] = lambda metrics, step: None
+) -> None:
+    """A whole run in this process."""
+    config = SkyRLTrainConfig.from_cli_overrides(list(arguments)).resolve()
+    with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+        runner.run(train_rl(config, report))
+
+
+def metrics(folder: Path, ignored: Sequence[str] = ()) -> list[dict[str, float]]:
+    """Rows of what a run has recorded, without durations."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not _varies(name) and name not in ignored} for row in rows]
+
+
+def newest(folder: Path) -> int:
+    """Step of the newest checkpoint."""
+    return int((folder / MARKER).read_text())
+
+
+def check_equal(ours: Path, expected: Path, steps: int, models: Sequence[str], ignored: Sequence[str] = ()) -> None:
+    """Two runs have recorded the same metrics and ended with the same models, moments included, and the same state."""
+    assert metrics(ours, ignored) == metrics(expected, ignored)
+    assert newest(ours) == newest(expected) == steps
+    ends = [folder / f"global_step_{steps}" for folder in (ours, expected)]
+    states = [json.loads((end / "trainer_state.json").read_text()) for end in ends]
+    assert states[0]["state"] == states[1]["state"]
+    assert sorted(states[0]["models"]) == sorted(states[1]["models"]) == [*models]
+    for model in models:
+        left, right = (load_file(end / model / "training_state.safetensors") for end in ends)
+        assert left.keys() == right.keys()
+        for name in left:
+            np.testing.assert_array_equal(left[name], right[name])
+
+
+def _varies(name: str) -> bool:
+    return name.startswith("timing/") or "_time_" in name
