@@ -18,6 +18,7 @@ EPISODE = consumed("skyrl.train.rollouts.episode")
 HISTORY = consumed("skyrl.train.rollouts.history")
 ROLLOUTS = consumed("skyrl.train.rollouts.rollouts")
 ROWS = consumed("skyrl.train.rollouts.rows")
+PROMPTS = consumed("skyrl.train.prompts")
 RUN = consumed("skyrl.train.run")
 SAMPLING = consumed("skyrl.train.learner", "params")
 SCHEDULES = consumed("skyrl.train.schedules")
@@ -46,8 +47,8 @@ ONE_INITIALISATION = refused("the backend initialises adapters as PEFT does by d
 ONE_VALUE = refused("it takes one value, which means nothing here; leave it out")
 
 JAX_SUPPORT: dict[str, Support] = {
-    "data": RUN,
-    "environment.env_class": RUN,
+    "data": PROMPTS,
+    "environment.env_class": PROMPTS,
     "environment.skyrl_gym.max_env_workers": ROLLOUTS,
     "environment.skyrl_gym.text2sql": consumed("skyrl.envs.text2sql"),
     "environment.skyrl_gym.llm_as_a_judge": consumed("skyrl.envs.llm_as_a_judge"),
@@ -143,7 +144,7 @@ JAX_SUPPORT: dict[str, Support] = {
     "trainer.use_sample_packing": refused(
         "sequences are always packed; micro_train_batch_size_per_gpu=1 puts each into a micro-batch of its own"
     ),
-    "trainer.max_prompt_length": RUN,
+    "trainer.max_prompt_length": PROMPTS,
     "trainer.disable_fast_tokenizer": refused("tokenizers are read from tokenizer.json; leave it at False"),
     "trainer.rope_scaling": NO_ROPE,
     "trainer.rope_theta": NO_ROPE,

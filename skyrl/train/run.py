@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,13 +23,12 @@ from skyrl.errors import ConfigError, StorageError
 from skyrl.train.batch import Array, Batch
 from skyrl.train.checkpoints import Checkpoint, CheckpointStore, identity_of
 from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, get_config_as_dict
-from skyrl.train.data import PromptDataset
 from skyrl.train.dumps import EvalRow, dump_data_batch, dump_eval_results, dump_rollouts
 from skyrl.train.evaluate import evaluate
 from skyrl.train.jax_options import critic_adapter, jax_backend, policy_adapter
 from skyrl.train.learner import Learner, Policy
-from skyrl.train.order import OrderState, PromptOrder
 from skyrl.train.progress import RunBar
+from skyrl.train.prompts import TrainingPrompts, evaluation_prompts, training_prompts
 from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.records import as_record
 from skyrl.train.rollouts.rollouts import Rollouts
@@ -54,30 +52,6 @@ SHOWN = {"reward/avg_raw_reward": "reward", "eval/all/avg_score": "eval"}
 """Metrics beside the progress bar."""
 
 POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
-
-
-class TrainingPrompts:
-    """The rows of the training data in the order of the epochs. A row has another name in each of them."""
-
-    def __init__(self, dataset: PromptDataset, order: PromptOrder):
-        self._dataset = dataset
-        self.order = order
-
-    def next_batch(self, count: int) -> list[Prompt]:
-        epoch = self.order.epoch
-        rows = [self._dataset[index] for index in self.order.next_batch(count)]
-        return [replace(row, instance_id=f"{row.instance_id}.{epoch}") for row in rows]
-
-    def state(self) -> dict[str, Any]:
-        return dict(self.order.state())
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.order.restore(OrderState(**state))
-
-    @property
-    def env_classes(self) -> tuple[str, ...]:
-        """Environments of all rows."""
-        return tuple(dict.fromkeys(prompt.env_class for prompt in self._dataset))
 
 
 class Run:
@@ -229,9 +203,9 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: Re
     policy = Policy(client, POLICY, settings.seed)
     critic = Learner(client, CRITIC) if settings.has_critic else None
     rollouts = Rollouts(config.generator, config.environment, tokenizer, policy)
-    prompts = _training_prompts(config, rollouts)
+    prompts = training_prompts(config, rollouts)
     check_settings(config.environment.skyrl_gym, prompts.env_classes)
-    evaluation = _evaluation_prompts(config, rollouts)
+    evaluation = evaluation_prompts(config, rollouts)
     total = prompts.order.steps_per_epoch * settings.epochs
     update = Update(config, policy, critic, _schedule(config, total), shape_rewards)
     trainer = RLTrainer(config, policy, critic, _source(config, rollouts, prompts), update)
@@ -307,31 +281,6 @@ def _eval_row(trajectory: Trajectory, prompt: Prompt) -> EvalRow:
         prompt.env_class,
         prompt.extras,
         prompt.extras.get("data_source"),
-    )
-
-
-def _training_prompts(config: SkyRLTrainConfig, rollouts: Rollouts) -> TrainingPrompts:
-    dataset = _dataset(config, config.data.train_data, rollouts)
-    settings = config.trainer
-    order = PromptOrder(
-        len(dataset), batch_size=settings.train_batch_size, seed=settings.seed, fingerprint=dataset.fingerprint
-    )
-    return TrainingPrompts(dataset, order)
-
-
-def _evaluation_prompts(config: SkyRLTrainConfig, rollouts: Rollouts) -> list[Prompt]:
-    settings = config.trainer
-    if settings.eval_interval <= 0 or not config.data.val_data:
-        return []
-    return [*_dataset(config, config.data.val_data, rollouts)]
-
-
-def _dataset(config: SkyRLTrainConfig, sources: list[str], rollouts: Rollouts) -> PromptDataset:
-    return PromptDataset(
-        sources,
-        default_env_class=config.environment.env_class,
-        prompt_length=lambda prompt: rollouts.prompt_length(prompt.messages, prompt.extras.get("tools") or ()),
-        max_prompt_length=config.trainer.max_prompt_length,
     )
 
 

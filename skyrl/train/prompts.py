@@ -1,0 +1,61 @@
+"""The prompts of a run: those that it trains on, in the order of its epochs, and those that it is evaluated on."""
+
+from dataclasses import replace
+from typing import Any
+
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.data import PromptDataset
+from skyrl.train.order import OrderState, PromptOrder
+from skyrl.train.rollouts.episode import Prompt
+from skyrl.train.rollouts.rollouts import Rollouts
+
+
+class TrainingPrompts:
+    """The rows of the training data in the order of the epochs. A row has another name in each of them."""
+
+    def __init__(self, dataset: PromptDataset, order: PromptOrder):
+        self._dataset = dataset
+        self.order = order
+
+    def next_batch(self, count: int) -> list[Prompt]:
+        epoch = self.order.epoch
+        rows = [self._dataset[index] for index in self.order.next_batch(count)]
+        return [replace(row, instance_id=f"{row.instance_id}.{epoch}") for row in rows]
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.order.state())
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.order.restore(OrderState(**state))
+
+    @property
+    def env_classes(self) -> tuple[str, ...]:
+        """Environments of all rows."""
+        return tuple(dict.fromkeys(prompt.env_class for prompt in self._dataset))
+
+
+def training_prompts(config: SkyRLTrainConfig, rollouts: Rollouts) -> TrainingPrompts:
+    """Those of a run from its beginning. Raises ConfigError for data that are not there or not enough."""
+    dataset = _dataset(config, config.data.train_data, rollouts)
+    settings = config.trainer
+    order = PromptOrder(
+        len(dataset), batch_size=settings.train_batch_size, seed=settings.seed, fingerprint=dataset.fingerprint
+    )
+    return TrainingPrompts(dataset, order)
+
+
+def evaluation_prompts(config: SkyRLTrainConfig, rollouts: Rollouts) -> list[Prompt]:
+    """Those that a run is evaluated on; none where there is no evaluation."""
+    settings = config.trainer
+    if settings.eval_interval <= 0 or not config.data.val_data:
+        return []
+    return [*_dataset(config, config.data.val_data, rollouts)]
+
+
+def _dataset(config: SkyRLTrainConfig, sources: list[str], rollouts: Rollouts) -> PromptDataset:
+    return PromptDataset(
+        sources,
+        default_env_class=config.environment.env_class,
+        prompt_length=lambda prompt: rollouts.prompt_length(prompt.messages, prompt.extras.get("tools") or ()),
+        max_prompt_length=config.trainer.max_prompt_length,
+    )
