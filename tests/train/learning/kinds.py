@@ -30,24 +30,19 @@ def make_pupil(folder: Path, seed: int) -> Path:
     return folder
 
 
-def words(count: int, seed: int, kinds: int = 3) -> list[tuple[str, str]]:
-    """Different words of the first kinds, which come in turn, and the kind of each."""
+def words(count: int, seed: int) -> list[tuple[str, str]]:
+    """Different words with their kinds, which come in turn."""
     drawn = random.Random(seed)
     found: dict[str, str] = {}
     while len(found) < count:
-        kind = [*KINDS][len(found) % kinds]
+        kind = [*KINDS][len(found) % len(KINDS)]
         found["".join(drawn.choices(KINDS[kind][:8], k=3))] = kind
     return [*found.items()]
 
 
-def task_rows(count: int, seed: int, kinds: int = 3) -> list[dict[str, Any]]:
-    """Prompts of one word. The column `then` is another word, of any kind."""
-    firsts = [word for word, _ in words(count, seed, kinds)]
-    others = random.Random(seed).sample(firsts, count)
-    return [
-        {"prompt": [{"role": "user", "content": word}], "word": word, "then": then}
-        for word, then in zip(firsts, others, strict=True)
-    ]
+def task_rows(count: int, seed: int) -> list[dict[str, Any]]:
+    """Prompts of one word."""
+    return [{"prompt": [{"role": "user", "content": word}], "word": word} for word, _ in words(count, seed)]
 
 
 def lesson_rows(count: int, seed: int) -> list[dict[str, Any]]:
@@ -92,17 +87,17 @@ class Ended(Env[NoSettings]):
         return StepResult([], share(action[-1:], self.column("word")), done=True)
 
 
-class Relay(Env[NoSettings]):
-    """Two turns, half of the reward each. After the first the model is told the word `then`, and is to answer that."""
+class Told(Env[NoSettings]):
+    """Two turns, the second as `InKind`: the model learns the word only after its first, which can say anything."""
+
+    told = False
 
     async def init(self, prompt: list[Message]) -> list[Message]:
-        self.turn = 0
-        return prompt
+        return [{"role": "user", "content": "?"}]
 
     async def step(self, action: str) -> StepResult:
-        self.turn += 1
-        if self.turn == 1:
-            told = [{"role": "user", "content": self.column("then")}]
-            return StepResult(told, share(action, self.column("word")) / 2, done=False)
-        right = share(action, self.column("then"))
-        return StepResult([], right / 2, done=True, metrics={"told": right})
+        word = self.column("word")
+        if self.told:
+            return StepResult([], share(action, word), done=True)
+        self.told = True
+        return StepResult([{"role": "user", "content": word}], 0.0, done=False)
