@@ -23,7 +23,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '<|im_end|>' if m.role == '
 
 
 def make_pupil(folder: Path, seed: int) -> Path:
-    """A random model of 30 thousand weights, whose template renders a word and its answer as "abc=x<|im_end|>"."""
+    """A random model of 40 thousand weights, whose template renders a word and its answer as "abc=x<|im_end|>"."""
     make_model(folder, hidden=32, layers=2, heads=2, kv_heads=2, head_dim=16, intermediate=64, vocab=300, seed=seed)
     settings = folder / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
