@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from pydantic import NonNegativeFloat, PositiveInt
 
+from skyrl.errors import ConfigError
 from skyrl.train.batch import Batch
 from skyrl.train.commands import run
 from skyrl.train.config import AlgorithmConfig, DynamicSamplingConfig, SkyRLTrainConfig, make_config
@@ -56,6 +57,11 @@ def train(config: SkyRLTrainConfig) -> None:
     algorithm = config.trainer.algorithm
     assert isinstance(algorithm, DAPOAlgorithmConfig)
     longest = config.generator.sampling_params.max_generate_length
+    if algorithm.overlong_buffer_len >= longest:
+        raise ConfigError(
+            f"trainer.algorithm.overlong_buffer_len={algorithm.overlong_buffer_len} is not below "
+            f"generator.sampling_params.max_generate_length={longest}: every answer would be penalised; lower it"
+        )
 
     def shaped(batch: Batch) -> np.ndarray:
         """The environment's rewards, and the penalty at the last token of each answer."""

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 
 from skyrl.algorithms.arrays import Mask, place, to_numpy
 from skyrl.algorithms.groups import group_numbers
+from skyrl.errors import ConfigError
 
 TOLERANCE = 1e-6
 """Scores that differ by no more are equal."""
@@ -33,7 +34,7 @@ def have_signal(
         judged: Rows that are looked at; all of them by default.
     """
     values = to_numpy(rewards)
-    scores = values.reshape(len(values), -1).sum(axis=1)
+    scores = values.reshape(len(values), int(np.prod(values.shape[1:]))).sum(axis=1)
     judged = np.ones(len(scores), bool) if judged is None else judged
     numbers = group_numbers(uids)
     result = np.ones(len(scores), bool)
@@ -82,7 +83,7 @@ class DynamicSampling(Generic[Sample]):
         """Take in a batch. Returns the samples of exactly `prompts` prompts once there are as many, else None.
 
         Prompts are complete, whatever their numbers of samples, and in the order in which they came. What is beyond
-        them is dropped. Raises RuntimeError when the last batch allowed is in and prompts are lacking.
+        them is dropped. Raises ConfigError when the last batch allowed is in and prompts are lacking.
         """
         good = np.flatnonzero(have_signal(uids, rewards)).tolist()
         self.samples += [samples[row] for row in good]
@@ -95,7 +96,7 @@ class DynamicSampling(Generic[Sample]):
             self.samples, self.uids, self.batches = [], [], 0
             return complete
         if 0 < self.max_sample_batches <= self.batches:
-            raise RuntimeError(
+            raise ConfigError(
                 f"dynamic_sampling.max_sample_batches={self.max_sample_batches}: after {self.batches} batches only "
                 f"{found} of {self.prompts} prompts have samples of different scores; use easier or harder prompts, "
                 "more samples per prompt, or a higher limit"

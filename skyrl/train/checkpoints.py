@@ -21,6 +21,7 @@ from uuid import uuid4
 
 from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.dumps import plain
 from skyrl.utils.crash_points import crash_point
 from skyrl.utils.folder_claim import claim_folder
 from skyrl.utils.storage import (
@@ -142,7 +143,8 @@ class CheckpointStore:
             ConfigError: Another run is using the folder.
         """
         self._claim()
-        files = {ROLLOUTS: b"".join(json.dumps(dict(one)).encode() + b"\n" for one in rollouts)} if rollouts else {}
+        lines = [json.dumps(dict(one), default=plain).encode() + b"\n" for one in rollouts]
+        files = {ROLLOUTS: b"".join(lines)} if lines else {}
         head = {"format": FORMAT, "global_step": step, "run_id": self.run_id, "identity": self._identity}
         copied = json.loads(json.dumps(dict(state)))
         target = self._folder(step)

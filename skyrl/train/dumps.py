@@ -99,13 +99,13 @@ def _source_name(data_source: str) -> str:
 def _line(record: Mapping[str, Any]) -> bytes:
     """A line of strict JSON."""
     try:
-        text = json.dumps(record, default=_plain, allow_nan=False, ensure_ascii=False)
+        text = json.dumps(record, default=plain, allow_nan=False, ensure_ascii=False)
     except (ValueError, TypeError):  # it holds what is no number, or keys that are no text: rare, and slower
-        text = json.dumps(_plain(record), allow_nan=False, ensure_ascii=False)
+        text = json.dumps(plain(record), allow_nan=False, ensure_ascii=False)
     return text.encode(errors="replace") + b"\n"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value as JSON has it: null for what is no finite number, text for what it has no form of."""
     match value:
         case bool() | int() | str() | None:
@@ -113,13 +113,13 @@ def _plain(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else None
         case Mapping():
-            return {key if isinstance(key, str) else str(key): _plain(part) for key, part in value.items()}
+            return {key if isinstance(key, str) else str(key): plain(part) for key, part in value.items()}
         case np.ndarray() | np.generic():
-            return _plain(value.tolist())
+            return plain(value.tolist())
         case date() | time():
             return value.isoformat()
         case bytes():
             return value.decode(errors="replace")
         case Sequence() | Set():
-            return [_plain(part) for part in value]
+            return [plain(part) for part in value]
     return str(value)

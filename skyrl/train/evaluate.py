@@ -25,8 +25,8 @@ async def evaluate(
             batch = prompts[start : start + batch_size]
             trajectories += await rollouts.collect(batch, phase="eval")
             bar.update(len(batch))
-    sources = {prompt.instance_id: str(prompt.extras.get("data_source") or "unknown") for prompt in prompts}
-    groups = {EVERYTHING: trajectories}
+    sources = {prompt.instance_id: _source(prompt) for prompt in prompts}
+    groups: dict[str, list[Trajectory]] = {EVERYTHING: trajectories}
     for trajectory in trajectories:
         groups.setdefault(sources[trajectory.id.instance_id], []).append(trajectory)
     metrics = {f"eval/{EVERYTHING}/{name}": value for name, value in rollout_metrics(trajectories).items()}
@@ -34,6 +34,12 @@ async def evaluate(
         for name, value in reward_metrics(found).items():
             metrics[f"eval/{source}/{_named(name)}"] = value
     return metrics, trajectories
+
+
+def _source(prompt: Prompt) -> str:
+    """The prompt's data source, by a name that is not that of all of them."""
+    name = str(prompt.extras.get("data_source") or "unknown")
+    return f"_{name}" if name == EVERYTHING else name
 
 
 def _named(reward: str) -> str:

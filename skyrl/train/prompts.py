@@ -17,10 +17,11 @@ class TrainingPrompts:
         self._dataset = dataset
         self.order = order
 
-    def next_batch(self, count: int) -> list[Prompt]:
+    def next(self) -> Prompt:
         epoch = self.order.epoch
-        rows = [self._dataset[index] for index in self.order.next_batch(count)]
-        return [replace(row, instance_id=f"{row.instance_id}.{epoch}") for row in rows]
+        (index,) = self.order.next_batch(1)
+        row = self._dataset[index]
+        return replace(row, instance_id=f"{row.instance_id}.{epoch}")
 
     def state(self) -> dict[str, Any]:
         return dict(self.order.state())

@@ -1,7 +1,7 @@
 """A whole RL run: models, data, the loop around steps, and what it leaves behind.
 
 `skyrl train rl` calls `train_rl`. Everything that decides how a run goes on is in its checkpoints, so that one that is
-killed and resumed ends as if it had not been.
+killed and resumed ends as if it had not been (bit for bit with `trainer.jax.deterministic` and a synchronous source).
 """
 
 import logging
@@ -102,7 +102,7 @@ class Run:
             crash_point("trainer: step taken, not recorded")
             step, last = trainer.global_step, trainer.global_step == self.total_steps
             epoch_ends = step % self.prompts.order.steps_per_epoch == 0
-            if epoch_ends and settings.update_ref_every_epoch and not last:
+            if epoch_ends and settings.update_ref_every_epoch:
                 await self._renew_reference()
             if self._evaluation and (_due(step, settings.eval_interval) or last):
                 metrics |= await self.evaluate()

@@ -40,8 +40,8 @@ Outcome = Literal["open", "settled"] | Group
 class Order(Protocol):
     """Which prompts come when."""
 
-    def next_batch(self, count: int) -> list[Prompt]:
-        """The next prompts, of the following epoch too where one ends."""
+    def next(self) -> Prompt:
+        """The next prompt, of the following epoch where one has ended."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class Source:
         return SourceState(before, [one.outcome() for one in self._drawn])
 
     def restore(self, state: SourceState, step: int) -> None:
-        """Go on where a source was after `step` steps. What was open is begun anew."""
+        """Go on where a source was after `step` steps. What was open, or is too old here, is begun anew."""
         self._step = step
         self._order.restore(state.order)
         for outcome in state.prompts:
@@ -203,8 +203,9 @@ class Source:
             elif outcome != "open":
                 versions = [turn.sampled.policy_version for trajectory in outcome for turn in trajectory.turns]
                 one.step = min(versions, default=step)
-                one.group = asyncio.get_running_loop().create_future()
-                one.group.set_result(outcome)
+                if step - one.step <= self._staleness or self._policy == "mask":
+                    one.group = asyncio.get_running_loop().create_future()
+                    one.group.set_result(outcome)
 
     async def close(self) -> None:
         """Drop what is being sampled."""
@@ -245,8 +246,7 @@ class Source:
 
     def _draw(self) -> _Drawn:
         before = self._order.state()
-        (prompt,) = self._order.next_batch(1)
-        self._drawn.append(_Drawn(prompt, before))
+        self._drawn.append(_Drawn(self._order.next(), before))
         return self._drawn[-1]
 
     def _drop_stale(self) -> None:

@@ -1,11 +1,13 @@
 """RL: sample, score, train, publish; evaluate and checkpoint in between."""
 
+import logging
 import time
 from dataclasses import replace
 
 import numpy as np
 
 from skyrl.algorithms.filters import DynamicSampling, replace_groups
+from skyrl.errors import ConfigError
 from skyrl.train.batch import Batch
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.learner import Learner, Policy
@@ -14,6 +16,8 @@ from skyrl.train.rollouts.rows import mask_stale, rows_of
 from skyrl.train.rollouts.trajectory import Trajectory
 from skyrl.train.sources import Source
 from skyrl.train.update import Update
+
+log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
@@ -69,6 +73,8 @@ class RLTrainer:
         )
         if batch.mask.any():
             metrics |= await self.update(batch)
+        else:
+            log.warning("step %d: there is no token to train on; the weights stay as they are", self.global_step + 1)
         self.global_step += 1
         trained = time.monotonic()
         await self.source.trained()
@@ -113,7 +119,7 @@ class RLTrainer:
         uids = [item.id.instance_id for item in usable]
         rewards = np.array([item.reward for item in usable])
         dynamic = self._algorithm.dynamic_sampling
-        if self._algorithm.dynamic_sampling.type == "filter":
+        if dynamic.type == "filter":
             kept = self.collected.add(usable, uids, rewards)
             return None if kept is None else (kept, [item.id.instance_id for item in kept])
         if dynamic.type == "replace":
@@ -121,7 +127,7 @@ class RLTrainer:
             if replaced is not None:
                 return [usable[row] for row in replaced.rows], replaced.uids
             if 0 < dynamic.max_sample_batches <= batches:
-                raise RuntimeError(
+                raise ConfigError(
                     f"dynamic_sampling.max_sample_batches={dynamic.max_sample_batches}: none of so many batches "
                     f"had more than min_replace_ratio={dynamic.min_replace_ratio} of prompts with samples of "
                     "different scores; use easier or harder prompts, more samples per prompt, or a higher limit"

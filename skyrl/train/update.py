@@ -17,6 +17,7 @@ from skyrl.algorithms.filters import filter_zero_variance
 from skyrl.algorithms.kl import KL_ESTIMATORS, kl_controller, mean_kl, penalise_rewards
 from skyrl.algorithms.objective import Scores, ValueObjective, policy_objective
 from skyrl.algorithms.weights import token_weights
+from skyrl.errors import ConfigError
 from skyrl.train.batch import Array, Batch
 from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, get_config_as_dict
 from skyrl.train.learner import Learner, Policy
@@ -146,7 +147,13 @@ class Update:
             list(batch.uids),
             None if values is None else batch.by_trajectory(values),
         )
-        found = estimate_advantages(self._algorithm.advantage_estimator, inputs, self._options)
+        try:
+            found = estimate_advantages(self._algorithm.advantage_estimator, inputs, self._options)
+        except ValueError as error:
+            raise ConfigError(
+                f"trainer.algorithm.advantage_estimator cannot be used on this batch (samples that failed are not in "
+                f"it): {error}"
+            ) from None
         return Advantages(batch.by_row(np.asarray(found.advantages)), batch.by_row(np.asarray(found.returns)))
 
     def _fields(

@@ -17,6 +17,7 @@ from skyrl.algorithms.filters import (
     replace_groups,
     zero_reward_on_non_stop,
 )
+from skyrl.errors import ConfigError
 
 LIBRARIES = [np.asarray, jax.numpy.asarray, torch.as_tensor, array_api_strict.asarray]
 UIDS = ["a", "b", "a", "c", "b", "d"]
@@ -110,7 +111,7 @@ def test_dynamic_sampling_gives_whole_prompts_of_any_size():
 def test_dynamic_sampling_gives_up_after_its_last_batch():
     sampling = DynamicSampling(prompts=2, max_sample_batches=2)
     sampling.add(["x"], ["a"], np.array([1.0]))
-    with pytest.raises(RuntimeError, match=r"max_sample_batches=2: after 2 batches only 1 of 2 prompts"):
+    with pytest.raises(ConfigError, match=r"max_sample_batches=2: after 2 batches only 1 of 2 prompts"):
         sampling.add(["x", "y"], ["b", "b"], np.array([1.0, 1.0]))
 
 
@@ -172,3 +173,7 @@ def test_too_few_prompts_with_a_signal_ask_for_another_batch(ratio, replaced):
 def test_a_batch_that_is_good_throughout_stays_as_it_is():
     result = replace(["a", "a", "b", "b"], [0.0, 1.0, 1.0, 0.0], ratio=1.0)
     assert (result.rows, result.uids) == ([0, 1, 2, 3], ["a", "a", "b", "b"])
+
+
+def test_no_samples_have_no_signal():
+    assert have_signal([], np.zeros(0)).tolist() == have_signal([], np.zeros((0, 3))).tolist() == []

@@ -8,7 +8,7 @@ from defects import Defect, Edit
 CHECKPOINTS = "skyrl/train/checkpoints.py"
 RUN = "skyrl/train/run.py"
 RENEWAL = """\
-            if epoch_ends and settings.update_ref_every_epoch and not last:
+            if epoch_ends and settings.update_ref_every_epoch:
                 await self._renew_reference()
 """
 TESTS = "tests/train/"

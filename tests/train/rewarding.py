@@ -2,6 +2,8 @@
 
 import zlib
 
+import numpy as np
+
 from skyrl.envs.env import Env, NoSettings, StepResult
 
 
@@ -31,6 +33,14 @@ class Content(Env[NoSettings]):
 
     async def step(self, action: str) -> StepResult:
         return StepResult([], 1.0, done=True)
+
+
+class Sized(Env[NoSettings]):
+    """Its numbers are those of NumPy."""
+
+    async def step(self, action: str) -> StepResult:
+        size = np.float32(1 + len(action))
+        return StepResult([], np.int64(len(action) % 2), done=True, metrics={"size": size})  # pyright: ignore
 
 
 class Broken(Env[NoSettings]):

@@ -13,6 +13,7 @@ from skyrl.algorithms.kl import kl_controller
 from skyrl.algorithms.losses import LossInputs
 from skyrl.algorithms.objective import policy_objective, value_loss
 from skyrl.algorithms.weights import token_weights
+from skyrl.errors import ConfigError
 from skyrl.train.config import AlgorithmConfig, get_config_as_dict
 
 ROWS, TOKENS = 4, 5
@@ -288,7 +289,7 @@ def test_dynamic_sampling_stops_after_the_batches_of_the_configuration():
     settings = algorithm("dynamic_sampling.type=filter", "dynamic_sampling.max_sample_batches=2").dynamic_sampling
     sampling = DynamicSampling(prompts=2, max_sample_batches=settings.max_sample_batches)
     sampling.add(["x", "y"], ["a", "a"], np.array([0.0, 1.0]))
-    with pytest.raises(RuntimeError, match="max_sample_batches=2"):
+    with pytest.raises(ConfigError, match="max_sample_batches=2"):
         sampling.add(["x", "y"], ["b", "b"], np.array([1.0, 1.0]))
 
 

@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 from short_runs import check_equal, command, metrics, train
 
 from skyrl.envs.arithmetic_data import arithmetic_rows, write_rows
+from skyrl.errors import ConfigError
 
 
 class Interrupted(Exception):
@@ -85,3 +86,53 @@ def test_a_reference_that_follows_the_policy_is_resumed_and_leaves_exports_alone
     interrupted(cut, at=4)
     train(cut)
     check_equal(tmp_path / "cut", tmp_path / "whole", 4, ["policy", "reference"])
+
+
+def test_a_run_that_is_made_longer_goes_on_with_the_reference_of_its_new_epoch(rows, tiny_model, tmp_path):
+    options = ["environment.env_class=rewarding:Hashed", "trainer.algorithm.use_kl_loss=true"]
+    options += ["trainer.update_ref_every_epoch=true"]
+    train(command(rows, tiny_model, tmp_path / "whole", *options, "trainer.epochs=2"))
+    longer = command(rows, tiny_model, tmp_path / "longer", *options)
+    train(longer)
+    train([*longer, "trainer.epochs=2"])
+    check_equal(tmp_path / "longer", tmp_path / "whole", 4, ["policy", "reference"], ["trainer/epoch"])
+
+
+@pytest.mark.parametrize("kind", ["filter", "replace"])
+def test_one_step_off_with_dynamic_sampling_is_resumed_bit_for_bit(rows, tiny_model, tmp_path, kind):
+    options = ["environment.env_class=rewarding:Tossed", f"trainer.algorithm.dynamic_sampling.type={kind}"]
+    options += ["trainer.epochs=2", "trainer.one_step_off=true"]
+    train(command(rows, tiny_model, tmp_path / "whole", *options))
+    cut = command(rows, tiny_model, tmp_path / "cut", *options)
+    interrupted(cut, at=3)
+    train(cut)
+    check_equal(tmp_path / "cut", tmp_path / "whole", 4, ["policy"])
+
+
+def test_samples_of_an_environment_with_numbers_of_an_array_library_are_kept(rows, tiny_model, tmp_path):
+    train(
+        command(
+            rows, tiny_model, tmp_path / "run", "environment.env_class=rewarding:Sized", "trainer.one_step_off=true"
+        )
+    )
+    assert all(row["environment/size"] > 0 for row in metrics(tmp_path / "run"))
+
+
+def test_every_source_of_evaluations_is_told_apart_whatever_it_is_called(rows, tiny_model, tmp_path):
+    held_out = [{"prompt": row["prompt"]} for row in arithmetic_rows(6, seed=1, largest=9)]
+    named = zip(held_out, ["all", "all", "all", "one", None, None], strict=True)
+    write_rows(tmp_path / "held-out.jsonl", ({**row, "data_source": name} for row, name in named))
+    options = ["environment.env_class=rewarding:Content", f"data.val_data=[{tmp_path}/held-out.jsonl]"]
+    train([*command(rows, tiny_model, tmp_path / "run", *options), "trainer.eval_interval=5"])
+    scores = {name for name in metrics(tmp_path / "run")[0] if name.endswith("avg_score")}
+    assert scores == {f"eval/{source}/avg_score" for source in ("all", "_all", "one", "unknown")}
+
+
+def test_prompts_that_never_differ_end_a_run_with_one_message(rows, tiny_model, tmp_path):
+    options = ["environment.env_class=rewarding:Content", "trainer.algorithm.dynamic_sampling.type=filter"]
+    with pytest.raises(ConfigError, match=r"max_sample_batches=2: .*use easier or harder prompts"):
+        train(
+            command(
+                rows, tiny_model, tmp_path / "run", *options, "trainer.algorithm.dynamic_sampling.max_sample_batches=2"
+            )
+        )

@@ -147,7 +147,7 @@ def test_rollouts_beside_training_are_as_old_as_they_may_be(data, tiny_model, po
     )
     reports = run(config)
     ages = [metrics["async/staleness_max"] for step, metrics in reports if step > 0]
-    assert len(ages) == 8 and min(ages) >= 0 and (policy == "mask" or max(ages) <= 1)
+    assert len(ages) == 8 and min(ages) >= 0 and (max(ages) >= 1 if policy == "mask" else max(ages) == 1)
     trained = [metrics["generate/tokens_trained"] for step, metrics in reports if step > 0]
     assert all(count > 0 for count in trained)
 
@@ -157,7 +157,7 @@ def test_samples_that_wait_for_their_step_are_in_the_checkpoint(data, tiny_model
     run(configured(data, tiny_model, *options), kill_at=3)
     waiting = (data / "checkpoints" / "global_step_2" / "rollouts.jsonl").read_text().splitlines()
     trained = (data / "exports" / "dumped_rollouts" / "global_step_3.jsonl").read_text().splitlines()
-    assert len(trained) == 12
+    assert len(trained) == 12 and len(waiting) >= 12
     for kept, dumped in zip(waiting, trained, strict=False):
         record = {name: value for name, value in json.loads(kept).items() if name not in ("prompt", "inputs")}
         assert record == json.loads(dumped)

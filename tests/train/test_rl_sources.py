@@ -26,9 +26,9 @@ class Numbers:
     def __init__(self) -> None:
         self.taken = 0
 
-    def next_batch(self, count: int) -> list[Prompt]:
-        self.taken += count
-        return [Prompt([], "none", str(number), {}) for number in range(self.taken - count, self.taken)]
+    def next(self) -> Prompt:
+        self.taken += 1
+        return Prompt([], "none", str(self.taken - 1), {})
 
     def state(self) -> dict[str, Any]:
         return {"taken": self.taken}
@@ -291,6 +291,33 @@ def test_what_was_sampled_is_restored_and_what_was_open_is_begun_again(turns, po
             known = {item.id for item in waiting}
             assert [as_state(item) for item in taken if item.id in known] == [as_state(item) for item in waiting]
         assert not dropped & set(again.begun)
+
+    run(test)
+
+
+@pytest.mark.parametrize("policy", ["block", "drop"])
+def test_who_may_not_train_on_samples_as_old_as_those_of_a_checkpoint_samples_them_again(policy):
+    async def test() -> None:
+        rollouts = Timed([0])
+        one = beside(rollouts, Numbers(), 2, workers=6, max_staleness_steps=2)
+        await one.take()
+        await stepped(rollouts, one, 1)
+        await one.take()
+        await stepped(rollouts, one, 2)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        state = restored(one)
+        ages = [2 - version for outcome in state.prompts if isinstance(outcome, list) for version in versions(outcome)]
+        assert max(ages) == 2
+        await one.close()
+        again = Timed([0])
+        again.version = 2
+        other = beside(again, Numbers(), 2, workers=4, max_staleness_steps=1, staleness_policy=policy)
+        other.restore(state, 2)
+        for step in (2, 3):
+            assert all(step - version <= 1 for version in versions(await other.take()))
+            await stepped(again, other, step + 1)
+        await other.close()
 
     run(test)
 

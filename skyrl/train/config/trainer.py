@@ -154,7 +154,7 @@ class TrainerConfig(BaseConfig):
     """Prompts that are evaluated at once."""
 
     eval_before_train: bool = True
-    """Whether to evaluate before the first step."""
+    """Whether to evaluate before the first step too, where eval_interval is above 0."""
 
     eval_interval: int = 5
     """Steps between evaluations. 0 or less: none."""

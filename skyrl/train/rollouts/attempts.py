@@ -88,7 +88,7 @@ async def _attempt(
         async with clock:
             env = make_env()
             stop_reason = await episode.run(env, prompt)
-            metrics = {**_means(episode.turns), **env.metrics()}
+            metrics = _means(episode.turns) | {name: float(value) for name, value in env.metrics().items()}
     except FATAL:
         raise
     except Exception as error:

@@ -96,10 +96,10 @@ class Episode:
                 prompt_ids,
                 sampled,
                 history.closing_ids(sampled),
-                float(result.reward),  # an environment may give an integer, or a number of an array library
+                float(result.reward),  # environments may give integers, or numbers of an array library
                 action,
                 result.observations,
-                result.metrics,
+                {name: float(value) for name, value in result.metrics.items()},
                 sampler_s=sampled_at - start,
                 env_s=time.perf_counter() - sampled_at,
             )

@@ -5,7 +5,7 @@
     rows = rows_of(trajectories, config.generator)
     metrics = rollout_metrics(trajectories)
 
-A trainer that trains while others sample takes groups as they finish (`stream`), or one at a time (`group`).
+`stream` gives the samples of each prompt as they finish; `group` samples one prompt, as trainers ask for it.
 """
 
 import asyncio
