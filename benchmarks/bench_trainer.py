@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, wraps
 from inspect import iscoroutinefunction
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -105,16 +106,18 @@ class Rows:
 
         texts = [PROMPT.format(ours=number % ANSWER, theirs=ANSWER - number % ANSWER) for number in range(count)]
         extras = {"reward_spec": {"method": "rule", "ground_truth": str(ANSWER)}, "data_source": "apples"}
-        self._rows = [
+        self._rows = cycle(
             Prompt([{"role": "user", "content": text}], env, str(number), extras) for number, text in enumerate(texts)
-        ]
+        )
 
-    def next_batch(self, count: int) -> list:
-        assert count == len(self._rows)
-        return self._rows
+    def next(self) -> Any:
+        return next(self._rows)
 
     def state(self) -> dict[str, Any]:
         return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
 
 
 def responses(tokenizer, count: int, length: int, answer: int) -> np.ndarray:
@@ -139,7 +142,7 @@ def trainer_of(case: Case, size: Size, folder: Path, model_s: float = 0.0) -> It
     from skyrl.train.config import SkyRLTrainConfig
     from skyrl.train.learner import Learner, Policy
     from skyrl.train.rollouts.rollouts import Rollouts
-    from skyrl.train.sources import InTurn
+    from skyrl.train.sources import Source
     from skyrl.train.trainer import RLTrainer
     from skyrl.train.update import Update
     from skyrl.utils.garbage import collecting_seldom
@@ -164,10 +167,13 @@ def trainer_of(case: Case, size: Size, folder: Path, model_s: float = 0.0) -> It
     with BackendClient(backend) as client, collecting_seldom():
         policy = Policy(client, "policy", seed=0)
         critic = Learner(client, "critic") if config.trainer.has_critic else None
-        source = InTurn(
+        source = Source(
             Rollouts(config.generator, config.environment, tokenizer, policy),
             Rows(size.prompts, case.env),
             size.prompts,
+            workers=size.prompts,
+            max_failed_fraction=0.0,
+            steps=1_000_000,
         )
         yield RLTrainer(config, policy, critic, source, Update(config, policy, critic)), backend
 
@@ -260,13 +266,13 @@ def watched_parts() -> Parts:
     from skyrl.train.batch import Batch
     from skyrl.train.rollouts.chat import Chat
     from skyrl.train.rollouts.rollouts import Rollouts
-    from skyrl.train.sources import InTurn
+    from skyrl.train.sources import Source
     from skyrl.train.trainer import RLTrainer
     from skyrl.train.update import Update
 
     parts = Parts()
     parts.watch("the step itself", RLTrainer, "step")
-    parts.watch("rollouts: tasks, calls of the sampler, all else", InTurn, "take")
+    parts.watch("rollouts: tasks, calls of the sampler, all else", Source, "take")
     parts.watch("rollouts: templates and tokenizing", Chat, "render", "continuation")
     parts.watch("rollouts: text of responses", Chat, "text")
     parts.watch("rollouts: environments", Rollouts, "_make_env")

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,8 @@ KNOWN = (
     SOURCE_DEFECTS,
 )
 ROOT = Path(__file__).parents[2]
+PROGRAMS = "programs"
+"""Folder for what the unchanged project has compiled: most of it is the same with a defect."""
 COPIED = ("skyrl", "tests", "benchmarks", "docs", "pyproject.toml")
 
 
@@ -63,11 +66,19 @@ def apply(defect: Defect, project: Path) -> str | None:
     return None
 
 
-def outcomes(project: Path, tests: list[str]) -> dict[str, str]:
-    """ "red", "green" or "broken" for each test (all its parameters together), as run in `project`."""
+def outcomes(project: Path, tests: list[str], programs: Path) -> dict[str, str]:
+    """ "red", "green" or "broken" for each test (all its parameters together), as run in `project`.
+
+    Compiled programs are kept in the folder `programs`, which one process at a time may use.
+    """
     report = project / "report.xml"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "", f"--junitxml={report}", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(project),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(programs),
+    }
     run = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
     found: dict[str, set[str]] = {test: set() for test in tests}
     cases = ET.parse(report).iter("testcase") if report.exists() else []
@@ -96,8 +107,11 @@ def judge(defect: Defect, scratch: Path) -> tuple[Defect, str, float]:
     start = time.monotonic()
     project = copy_project(scratch / defect.id)
     problem = apply(defect, project)
+    programs = scratch / f"programs-{threading.get_ident()}"
+    if not programs.exists():
+        shutil.copytree(scratch / PROGRAMS, programs)
     if problem is None:
-        results = outcomes(project, defect.tests)
+        results = outcomes(project, defect.tests, programs)
         problem = "; ".join(f"{test} is {result}" for test, result in results.items() if result != "red")
     shutil.rmtree(project)
     return defect, problem, time.monotonic() - start
@@ -113,7 +127,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="skyrl-mutations-") as scratch:
         project = copy_project(Path(scratch) / "unchanged")
         tests = sorted({test for defect in chosen for test in defect.tests})
-        wrong = {test: result for test, result in outcomes(project, tests).items() if result != "green"}
+        (programs := Path(scratch) / PROGRAMS).mkdir()
+        wrong = {test: result for test, result in outcomes(project, tests, programs).items() if result != "green"}
         if wrong:
             print("Not green on the unchanged project:", *wrong.items(), sep="\n  ")
             return 1

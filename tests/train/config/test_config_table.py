@@ -18,8 +18,8 @@ TYPES = {"Optional": Optional, "Union": Union, "List": list, "Dict": dict, "Any"
 WIDENED = {("TrainerConfig", "logger"): str | list[str]}
 """Fields that take what the table says and more."""
 ADDED = {
-    "TrainerConfig": {"jax"},
-    "FullyAsyncConfig": {"enabled"},
+    "TrainerConfig": {"jax", "one_step_off"},
+    "FullyAsyncConfig": {"enabled", "staleness_policy"},
     "SkyRLGymConfig": {"others"},
     "GeneratorConfig": {
         "trajectory_timeout_s",
