@@ -120,11 +120,12 @@ class SFTTrainer:
             if self._is_due(self._config.eval_interval, at_end=True):
                 metrics |= await self.evaluate()
             self._on_metrics(self.global_step, metrics)
-            if self._is_due(self._config.ckpt_interval):
-                await self._save()
+            # Exports come first: a run that is resumed after the last checkpoint has no step left to export after.
             if self._is_due(self._config.hf_save_interval):
                 folder = os.path.join(self._config.export_path, f"global_step_{self.global_step}", MODEL)
                 await self._learner.export(folder)
+            if self._is_due(self._config.ckpt_interval):
+                await self._save()
         summary = Summary(self.global_step, resumed_from, trained_tokens, metrics)
         logger.info("%s", summary)
         return summary

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 import oracle
 from skyrl.backends.client import BackendClient
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.errors import ConfigError
+from skyrl.errors import ConfigError, StorageError
 from skyrl.train.config import SFTConfig
 from skyrl.train.learner import Learner
 from skyrl.train.sft import Conversations, Dataset, Example, RowReader
@@ -272,6 +272,20 @@ def test_models_are_exported_at_intervals_and_at_the_end(client, tiny_model, tmp
     assert trace[-1][1]["eval/c/loss"] == pytest.approx(expected, abs=1e-4)
     first, last = (load_file(folder / "model.safetensors") for folder in folders)
     assert any((first[name] != last[name]).any() for name in first)
+
+
+def test_a_run_that_ended_during_its_last_export_makes_it_when_it_is_resumed(client, tiny_model, tmp_path):
+    options = ["num_steps=2", "ckpt_interval=1", f"ckpt_path={tmp_path}/checkpoints", "resume_from=latest"]
+    settings = config(tiny_model, *options, "hf_save_interval=2", f"export_path={tmp_path}/exports")
+    in_the_way = tmp_path / "exports" / "global_step_2"
+    in_the_way.parent.mkdir()
+    in_the_way.touch()
+    with pytest.raises(StorageError, match="global_step_2"):
+        train(client, settings)
+    in_the_way.unlink()
+    summary, _, _ = train(client, settings)
+    assert (summary.resumed_from, summary.steps) == (1, 2)
+    assert (in_the_way / "policy" / "model.safetensors").is_file()
 
 
 def test_the_summary_says_what_the_run_came_to(client, tiny_model):
