@@ -62,8 +62,8 @@ class SFTTrainer:
         evaluation: Data sets whose loss is measured.
         on_metrics: Called with the steps taken and the metrics of the last one, or of the evaluation before the first.
 
-    Raises ConfigError for rows that are longer than the backend takes, weights that leave a data set no row in an
-    epoch, and a `ckpt_path` that is on no disk or in use.
+    Raises ConfigError for rows that are longer than the backend takes or have tokens that the model does not know,
+    weights that leave a data set no row in an epoch, and a `ckpt_path` that is on no disk or in use.
     """
 
     def __init__(
@@ -81,7 +81,9 @@ class SFTTrainer:
         self._evaluation = evaluation
         self._checkpoints = _store(config) if config.ckpt_path else None
         self._on_metrics = on_metrics
-        self._check_lengths(learner.client.backend.info().max_context_length)
+        info = learner.client.backend.info()
+        self._check_lengths(info.max_context_length)
+        self._check_token_ids(info.vocab_size)
         sizes = [len(dataset.examples) for dataset in train]
         self.order = Order(sizes, config.batch_size, config.seed, config.train_dataset_weights)
         self._state: dict[str, Any] = {
@@ -206,6 +208,17 @@ class SFTTrainer:
                     f"backend takes {limit + 1}; set max_length={limit + 1}, or raise jax.max_context_length as far as "
                     "the model goes"
                 )
+
+    def _check_token_ids(self, vocab_size: int) -> None:
+        """Raises ConfigError for a row with a token that is not in the model's vocabulary."""
+        for dataset in (*self._train, *self._evaluation):
+            for number, example in enumerate(dataset.examples):
+                unknown = example.token_ids[(example.token_ids < 0) | (example.token_ids >= vocab_size)]
+                if unknown.size:
+                    raise ConfigError(
+                        f"{dataset.name}, row {dataset.row(number)}: token id {unknown[0]} is outside the vocabulary "
+                        f"[0, {vocab_size}) of model.path={self._config.model.path}; use the tokenizer of this model"
+                    )
 
 
 def _store(config: SFTConfig) -> CheckpointStore:

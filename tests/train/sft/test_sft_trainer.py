@@ -192,6 +192,24 @@ def test_rows_that_are_longer_than_the_backend_takes_are_refused_before_training
         trainer(limit + 2)
 
 
+@pytest.mark.parametrize("place", ["trained on", "evaluated on"])
+def test_tokens_that_the_model_does_not_know_are_refused_before_training(client, tiny_model, place):
+    vocab_size = oracle.load(tiny_model).config.vocab_size
+
+    def trainer(token_id: int) -> SFTTrainer:
+        rows = [[3, 4], [], [5, token_id]]  # the second is left out
+        columns = [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in rows]
+        reader = RowReader(Conversations(AutoTokenizer.from_pretrained(tiny_model), "all_tokens"), "all_tokens")
+        given = [read_dataset("given", columns, reader)]
+        data = ([*TRAIN, *given], HELD_OUT) if place == "trained on" else (TRAIN, given)
+        return SFTTrainer(config(tiny_model), Learner(client, "none"), *data)
+
+    assert trainer(vocab_size - 1).total_steps
+    message = rf"given, row 2: token id {vocab_size} is outside the vocabulary \[0, {vocab_size}\) of model.path="
+    with pytest.raises(ConfigError, match=message):
+        trainer(vocab_size)
+
+
 def test_the_last_step_is_checkpointed_whatever_the_interval(client, tiny_model, tmp_path):
     train(
         client, config(tiny_model, "num_steps=3", "ckpt_interval=2", f"ckpt_path={tmp_path}", "max_ckpts_to_keep=1"), 4
