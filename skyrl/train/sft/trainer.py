@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from skyrl.errors import ConfigError
-from skyrl.train.checkpoints import CheckpointStore
+from skyrl.train.checkpoints import CheckpointStore, Fields
 from skyrl.train.config.sft import SFTConfig
 from skyrl.train.learner import Learner
 from skyrl.train.schedules import learning_rate_factor
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
 LOSS = "cross_entropy"
 RESUME_MODES = {"": "none", "latest": "latest"}
+FIELDS = Fields(ckpt_path="ckpt_path", own_folder="ckpt_path", resume_path="resume_from", anew="resume_from=''")
 MODEL = "policy"
 """The learner's folder in a checkpoint and in an export."""
 
@@ -229,7 +230,7 @@ def _store(config: SFTConfig) -> CheckpointStore:
         "model.lora.rank": model.lora.rank,
         "model.lora.alpha": model.lora.alpha,
     }
-    return CheckpointStore(config.ckpt_path, identity=identity, max_to_keep=config.max_ckpts_to_keep)
+    return CheckpointStore(config.ckpt_path, identity=identity, max_to_keep=config.max_ckpts_to_keep, fields=FIELDS)
 
 
 def _fingerprint(datasets: Sequence[Dataset]) -> str:

@@ -3,6 +3,9 @@
 import asyncio
 import itertools
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -242,6 +245,44 @@ def test_a_checkpoint_of_another_order_or_model_is_refused(client, tiny_model, t
     train(client, config(tiny_model, *options), 4)
     with pytest.raises(ConfigError, match=message):
         train(client, config(tiny_model, *options, change), 4)
+
+
+CLAIM = """
+import sys
+from pathlib import Path
+from skyrl.utils.folder_claim import claim_folder
+print(claim_folder(Path(sys.argv[1])), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_messages_about_checkpoints_name_fields_that_sft_has(client, tiny_model, tmp_path, caplog):
+    options = ["num_steps=1", "ckpt_interval=1", f"ckpt_path={tmp_path}/run"]
+
+    def refused(*changes: str) -> str:
+        with pytest.raises((ConfigError, StorageError)) as raised:
+            train(client, config(tiny_model, *options, *changes), 4)
+        return str(raised.value)
+
+    elsewhere = refused("ckpt_path=s3://bucket/run")
+    with subprocess.Popen(
+        [sys.executable, "-c", CLAIM, str(tmp_path / "other")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"True\n"
+        in_use = refused(f"ckpt_path={tmp_path}/other")
+        other.communicate()
+    train(client, config(tiny_model, *options), 4)
+    missing = refused(f"resume_from={tmp_path}/global_step_7")
+    other_model = refused("resume_from=latest", "model.lora.rank=8")
+    train(client, config(tiny_model, *options), 4)
+    assert elsewhere.startswith("ckpt_path: ")
+    assert in_use.startswith(f"ckpt_path={tmp_path}/other: ") and "give each run a ckpt_path of its own" in in_use
+    assert "set resume_from to one, or train anew with resume_from=''" in missing
+    assert "train anew with resume_from='' and a ckpt_path of its own" in other_model
+    warned = "\n".join(caplog.messages)
+    assert "Give each run a ckpt_path of its own" in warned
+    for said in (elsewhere, in_use, missing, other_model, warned):
+        assert not re.search(r"trainer\.|run_name|resume_mode|resume_path", said)
 
 
 CITIES = {"France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "Egypt": "Cairo", "Norway": "Oslo", "Kenya": "Nairobi"}
