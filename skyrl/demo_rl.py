@@ -11,6 +11,7 @@ import asyncio
 import random
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -278,10 +279,18 @@ def main(argv: Sequence[str] = (), settings: Settings | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("skyrl-demo-rl"), metavar="FOLDER", help="what it leaves")
     parser.add_argument("--seed", type=int, default=0, help="of problems, weights and everything drawn")
     options = parser.parse_args(argv)
-    files = Files(options.output)
-    files.folder.mkdir(parents=True, exist_ok=True)
-    if any(files.folder.iterdir()):
-        print(f"{files.folder} is not empty; remove it, or name another folder with --output", file=sys.stderr)
+    files = Files(options.output.resolve())
+    try:
+        files.folder.mkdir(parents=True, exist_ok=True)
+        if any(files.folder.iterdir()):
+            print(f"{files.folder} is not empty; remove it, or name another folder with --output", file=sys.stderr)
+            return 1
+        tempfile.TemporaryFile(dir=files.folder).close()
+    except OSError as error:
+        print(
+            f"{files.folder} cannot be written to ({error.strerror}); name another folder with --output",
+            file=sys.stderr,
+        )
         return 1
     try:
         run(settings or Settings(seed=options.seed), files)

@@ -40,11 +40,11 @@ class Ended(NamedTuple):
 def ended(tmp_path_factory) -> Ended:
     folder = tmp_path_factory.mktemp("demo") / "out"
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        code = main(["--output", str(folder)], SMALL)
+        code = main(["--output", str(folder / ".." / "out")], SMALL)
     return Ended(code, folder, said.getvalue())
 
 
-def test_the_demo_goes_through(ended):
+def test_the_demo_goes_through_in_a_folder_whose_name_has_dots_in_it(ended):
     assert ended.code == 0
 
 
@@ -122,6 +122,14 @@ def test_a_folder_that_is_in_use_is_left_alone(tmp_path, capsys):
     assert main(["--output", str(tmp_path)], SMALL) == 1
     assert "is not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("below", ["file", "file/out"])
+def test_a_folder_that_cannot_be_written_to_is_one_message_and_status_1(tmp_path, capsys, below):
+    (tmp_path / "file").touch()
+    assert main(["--output", str(tmp_path / below)], SMALL) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"{tmp_path / below} cannot be written to (") and len(said.splitlines()) == 1
 
 
 def test_what_cannot_be_run_is_one_message_and_status_1(tmp_path, capsys):

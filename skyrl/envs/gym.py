@@ -8,7 +8,8 @@
 
 The class need not inherit from `BaseTextEnv`: whatever has these methods will do, such as a class written against
 skyrl-gym itself. Its calls run in at most `environment.skyrl_gym.max_env_workers` threads, one at a time per episode.
-A thread cannot be stopped: a step that never returns keeps its thread, so what may hang belongs into an async `Env`.
+A thread cannot be stopped: a step that never returns keeps its thread until the process ends, though no longer its
+place among them once it is given up. What may hang belongs into an async `Env`.
 """
 
 import asyncio

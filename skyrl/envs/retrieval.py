@@ -10,6 +10,7 @@ first; without scores, lists of documents. Documents that share no word with the
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,11 @@ class Index:
 
 
 def read_corpus(path: Path) -> list[Document]:
-    """The documents of a file. Raises ConfigError, which names the line, for one that is none."""
-    return list(_documents(path))
+    """The documents of a file. Raises ConfigError if it cannot be read, or a line, which it names, is no document."""
+    try:
+        return list(_documents(path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); give a file of documents") from error
 
 
 def create_app(index: Index) -> FastAPI:
@@ -93,13 +97,20 @@ def create_app(index: Index) -> FastAPI:
     return app
 
 
-def main() -> None:
+def main() -> int:
+    """Serve the corpus that the command line names. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True, help="the documents, a JSON object per line")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     arguments = parser.parse_args()
-    uvicorn.run(create_app(Index(read_corpus(arguments.corpus))), host=arguments.host, port=arguments.port)
+    try:
+        index = Index(read_corpus(arguments.corpus))
+    except ConfigError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1
+    uvicorn.run(create_app(index), host=arguments.host, port=arguments.port)
+    return 0
 
 
 def _words(text: str) -> list[str]:
@@ -107,7 +118,7 @@ def _words(text: str) -> list[str]:
 
 
 def _documents(path: Path) -> Iterator[Document]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 yield Document.model_validate(json.loads(line))
@@ -116,4 +127,4 @@ def _documents(path: Path) -> Iterator[Document]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -62,6 +62,18 @@ class Checkpoint(NamedTuple):
         return str(path)
 
 
+class Fields(NamedTuple):
+    """What messages call the settings of a run; by default as RL does."""
+
+    ckpt_path: str = "trainer.ckpt_path"
+    own_folder: str = "trainer.run_name or a trainer.ckpt_path"
+    """What gives a run a folder of its own."""
+    resume_path: str = "trainer.resume_mode=from_path and trainer.resume_path"
+    """What names the checkpoint to go on from."""
+    anew: str = "trainer.resume_mode=none"
+    """What goes on from none."""
+
+
 def identity_of(config: SkyRLTrainConfig) -> dict[str, Any]:
     """What a checkpoint has in common with a run that goes on from it: fields of a resolved configuration by path."""
     trainer = config.trainer
@@ -85,16 +97,20 @@ class CheckpointStore:
         ckpt_path: Their folder; made when the first is written. What a killed run left half done in it is tidied up.
         identity: What this run trains, by `identity_of`.
         max_to_keep: Newest checkpoints of this run that are kept. -1: all.
+        fields: Names of the run's settings, in messages.
 
     Raises:
         ConfigError: The folder is on no disk, such as s3://, or another run is using it.
     """
 
-    def __init__(self, ckpt_path: str | Path, *, identity: Mapping[str, Any], max_to_keep: int = -1):
+    def __init__(
+        self, ckpt_path: str | Path, *, identity: Mapping[str, Any], max_to_keep: int = -1, fields: Fields | None = None
+    ):
+        self._fields = fields or Fields()
         try:
             self.folder = local_path(ckpt_path).expanduser()
         except RequestError as error:
-            raise ConfigError(f"trainer.ckpt_path: {error}") from None
+            raise ConfigError(f"{self._fields.ckpt_path}: {error}") from None
         self._identity = dict(identity)
         self._max_to_keep = max_to_keep
         self.run_id = uuid4().hex
@@ -172,8 +188,8 @@ class CheckpointStore:
     def _claim(self) -> None:
         if not claim_folder(self.folder):
             raise ConfigError(
-                f"trainer.ckpt_path={self.folder}: another run is using this folder; wait for its end, or give each "
-                "run a trainer.run_name or a trainer.ckpt_path of its own"
+                f"{self._fields.ckpt_path}={self.folder}: another run is using this folder; wait for its end, or give "
+                f"each run a {self._fields.own_folder} of its own"
             )
 
     def _folder(self, step: int) -> Path:
@@ -201,7 +217,7 @@ class CheckpointStore:
         content = json.loads(files[STATE])
         if content["format"] != FORMAT:
             raise StorageError(f"{path} has format {content['format']}; this version reads format {FORMAT}")
-        _check_identity(path, content["identity"], self._identity)
+        self._check_identity(path, content["identity"])
         for model, digest in content["models"].items():
             written = inspect_folder(path / model)
             if written is None or written.digest != digest:
@@ -209,11 +225,21 @@ class CheckpointStore:
         rollouts = [json.loads(line) for line in files.get(ROLLOUTS, b"").splitlines()]
         return Checkpoint(int(match[1]), path, content["run_id"], content["state"], rollouts)
 
+    def _check_identity(self, path: Path, stored: Mapping[str, Any]) -> None:
+        given = self._identity
+        differing = [name for name in sorted({*stored, *given}) if stored.get(name) != given.get(name)]
+        if differing:
+            values = "; ".join(f"{name}={stored.get(name)} there and {given.get(name)} here" for name in differing)
+            raise ConfigError(
+                f"{path} is a checkpoint of another model or algorithm: {values}. Use the values of the checkpoint, or "
+                f"train anew with {self._fields.anew} and a {self._fields.ckpt_path} of its own"
+            )
+
     def _way_out(self) -> str:
         steps = ", ".join(f"global_step_{step}" for step in self.steps()) or "nothing"
         return (
-            f"{self.folder} holds {steps}: set trainer.resume_mode=from_path and trainer.resume_path to one, or train "
-            "anew with trainer.resume_mode=none"
+            f"{self.folder} holds {steps}: set {self._fields.resume_path} to one, or train anew with "
+            f"{self._fields.anew}"
         )
 
     def _report(self, resumed: int) -> None:
@@ -222,10 +248,11 @@ class CheckpointStore:
         if left:
             logger.warning(
                 "%s: this run %s and does not go on from %s, which it found there; its own checkpoints take their "
-                "names. Give each run a trainer.ckpt_path of its own, or remove what is not needed",
+                "names. Give each run a %s of its own, or remove what is not needed",
                 self.folder,
                 "begins anew" if resumed < 0 else f"continues from step {resumed}",
                 ", ".join(f"global_step_{step}" for step in left),
+                self._fields.ckpt_path,
             )
 
     def _set_aside(self, target: Path) -> None:
@@ -245,16 +272,6 @@ class CheckpointStore:
                 remove_folder(self._folder(old))
             except OSError as error:
                 logger.warning("%s cannot be removed (%s); it stays", self._folder(old), error.strerror or error)
-
-
-def _check_identity(path: Path, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    differing = [name for name in sorted({*stored, *given}) if stored.get(name) != given.get(name)]
-    if differing:
-        values = "; ".join(f"{name}={stored.get(name)} there and {given.get(name)} here" for name in differing)
-        raise ConfigError(
-            f"{path} is a checkpoint of another model or algorithm: {values}. Use the values of the checkpoint, or "
-            "train anew with trainer.resume_mode=none and a trainer.ckpt_path of its own"
-        )
 
 
 def _digests(folder: Path) -> dict[str, str]:

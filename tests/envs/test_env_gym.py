@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from skyrl_gym.envs.base_text_env import BaseTextEnv as TheirBaseTextEnv
 
-from skyrl.envs import EnvWorkers, make_env
+from skyrl.envs import EnvWorkers, StepResult, make_env
 from skyrl.envs.gym import BaseTextEnv, adapted
 from skyrl.envs.tools import ToolGroup, Tools, tool
 from skyrl.errors import ConfigError
@@ -127,6 +127,37 @@ def test_an_environment_whose_step_was_given_up_is_closed_when_it_ends():
 
     Blocking.go.clear()
     assert asyncio.run(give_up()) == (False, True)
+
+
+def test_a_step_that_is_given_up_leaves_its_place_to_another():
+    async def give_up() -> StepResult:
+        workers = EnvWorkers(1)
+        hanging = make_env(f"{__name__}:BlockingEnv", None, {}, workers)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(hanging.step(""), 0.05)
+        other = make_env(f"{__name__}:Ours", None, {"number": 1}, workers)
+        return await asyncio.wait_for(other.step("2"), 60)
+
+    Blocking.go.clear()
+    try:
+        assert asyncio.run(give_up()).reward == 1.0
+    finally:
+        Blocking.go.set()
+
+
+def test_a_step_that_is_given_up_before_it_began_never_does():
+    def call(number: int) -> None:
+        begun.append(number)
+        go.wait()
+
+    begun: list[int] = []
+    go, workers = threading.Event(), EnvWorkers(1)
+    first, second, third = (workers.submit(call, number) for number in range(3))
+    assert (first.cancel(), third.cancel()) == (False, True)
+    go.set()
+    first.result(60)
+    second.result(60)
+    assert sorted(begun) == [0, 1]
 
 
 def returning(result: Any) -> Any:

@@ -94,6 +94,30 @@ def test_a_line_that_is_no_document_is_named(tmp_path):
         read_corpus(tmp_path / "corpus.jsonl")
 
 
+def test_a_line_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "corpus.jsonl").write_bytes(b'{"id": 1, "contents": "a"}\n{"id": 2, "contents": "\xff"}\n')
+    with pytest.raises(ConfigError, match=r"corpus.jsonl, line 2: 'utf-8' codec can't decode"):
+        read_corpus(tmp_path / "corpus.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "corpus.jsonl cannot be read (No such file or directory); give a file of documents"),
+        ("no JSON\n", "corpus.jsonl, line 1: "),
+        ("", "the corpus has no documents"),
+    ],
+)
+def test_a_corpus_that_cannot_be_served_is_one_message_and_status_1(tmp_path, content, message):
+    corpus = tmp_path / "corpus.jsonl"
+    if content is not None:
+        corpus.write_text(content)
+    command = [sys.executable, "-m", "skyrl.envs.retrieval", f"--corpus={corpus}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1), ended.stderr
+    assert message in ended.stderr
+
+
 def test_the_command_serves_a_file(tmp_path):
     (tmp_path / "corpus.jsonl").write_text("".join(document.model_dump_json() + "\n" for document in CORPUS))
     port = closed_port()

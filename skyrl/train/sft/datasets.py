@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 from skyrl.errors import ConfigError
@@ -33,6 +34,11 @@ class Dataset:
     def truncated(self) -> int:
         """Examples that lost their end."""
         return sum(example.truncated for example in self.examples)
+
+    def row(self, number: int) -> int:
+        """Number of the row (from 0) that an example was made of."""
+        left_out = set(chain.from_iterable(self.left_out.values()))
+        return next(islice((row for row in range(self.rows) if row not in left_out), number, None))
 
     def summary(self) -> str:
         """One line: how many rows, how many are used, cut, and left out, and why."""

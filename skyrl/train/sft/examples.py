@@ -130,8 +130,9 @@ def _alpaca(row: Mapping[str, Any]) -> list[Message]:
 def _pretokenized(row: Mapping[str, Any]) -> Masked:
     """Tokens as they are; those where `attention_mask` is 0 are padding and left out."""
     token_ids = _numbers(row, "input_ids")
-    if (token_ids < 0).any():
-        raise ConfigError(f"input_ids has {token_ids.min()}: token ids are 0 or more")
+    wrong = token_ids[(token_ids < 0) | (token_ids > np.iinfo(np.int32).max)]
+    if wrong.size:
+        raise ConfigError(f"input_ids has {wrong[0]}, which is no token id; use the tokenizer of this model")
     labels, loss_mask = row.get("labels"), row.get("loss_mask")
     if (labels is None) == (loss_mask is None):
         given = "neither labels nor loss_mask" if labels is None else "labels and loss_mask"

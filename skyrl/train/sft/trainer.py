@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from skyrl.errors import ConfigError
-from skyrl.train.checkpoints import CheckpointStore
+from skyrl.train.checkpoints import CheckpointStore, Fields
 from skyrl.train.config.sft import SFTConfig
 from skyrl.train.learner import Learner
 from skyrl.train.schedules import learning_rate_factor
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
 LOSS = "cross_entropy"
 RESUME_MODES = {"": "none", "latest": "latest"}
+FIELDS = Fields(ckpt_path="ckpt_path", own_folder="ckpt_path", resume_path="resume_from", anew="resume_from=''")
 MODEL = "policy"
 """The learner's folder in a checkpoint and in an export."""
 
@@ -62,8 +63,8 @@ class SFTTrainer:
         evaluation: Data sets whose loss is measured.
         on_metrics: Called with the steps taken and the metrics of the last one, or of the evaluation before the first.
 
-    Raises ConfigError for rows that are longer than the backend takes, weights that leave a data set no row in an
-    epoch, and a `ckpt_path` that is on no disk or in use.
+    Raises ConfigError for rows that are longer than the backend takes or have tokens that the model does not know,
+    weights that leave a data set no row in an epoch, and a `ckpt_path` that is on no disk or in use.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class SFTTrainer:
         self._evaluation = evaluation
         self._checkpoints = _store(config) if config.ckpt_path else None
         self._on_metrics = on_metrics
-        self._check_lengths(learner.client.backend.info().max_context_length)
+        info = learner.client.backend.info()
+        self._check_lengths(info.max_context_length)
+        self._check_token_ids(info.vocab_size)
         sizes = [len(dataset.examples) for dataset in train]
         self.order = Order(sizes, config.batch_size, config.seed, config.train_dataset_weights)
         self._state: dict[str, Any] = {
@@ -120,11 +123,12 @@ class SFTTrainer:
             if self._is_due(self._config.eval_interval, at_end=True):
                 metrics |= await self.evaluate()
             self._on_metrics(self.global_step, metrics)
-            if self._is_due(self._config.ckpt_interval):
-                await self._save()
+            # Exports come first: a run that is resumed after the last checkpoint has no step left to export after.
             if self._is_due(self._config.hf_save_interval):
                 folder = os.path.join(self._config.export_path, f"global_step_{self.global_step}", MODEL)
                 await self._learner.export(folder)
+            if self._is_due(self._config.ckpt_interval):
+                await self._save()
         summary = Summary(self.global_step, resumed_from, trained_tokens, metrics)
         logger.info("%s", summary)
         return summary
@@ -206,6 +210,17 @@ class SFTTrainer:
                     "the model goes"
                 )
 
+    def _check_token_ids(self, vocab_size: int) -> None:
+        """Raises ConfigError for a row with a token that is not in the model's vocabulary."""
+        for dataset in (*self._train, *self._evaluation):
+            for number, example in enumerate(dataset.examples):
+                unknown = example.token_ids[(example.token_ids < 0) | (example.token_ids >= vocab_size)]
+                if unknown.size:
+                    raise ConfigError(
+                        f"{dataset.name}, row {dataset.row(number)}: token id {unknown[0]} is outside the vocabulary "
+                        f"[0, {vocab_size}) of model.path={self._config.model.path}; use the tokenizer of this model"
+                    )
+
 
 def _store(config: SFTConfig) -> CheckpointStore:
     model = config.model
@@ -215,7 +230,7 @@ def _store(config: SFTConfig) -> CheckpointStore:
         "model.lora.rank": model.lora.rank,
         "model.lora.alpha": model.lora.alpha,
     }
-    return CheckpointStore(config.ckpt_path, identity=identity, max_to_keep=config.max_ckpts_to_keep)
+    return CheckpointStore(config.ckpt_path, identity=identity, max_to_keep=config.max_ckpts_to_keep, fields=FIELDS)
 
 
 def _fingerprint(datasets: Sequence[Dataset]) -> str:

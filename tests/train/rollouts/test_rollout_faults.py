@@ -1,7 +1,11 @@
 """Environments and samplers that fail, hang, or fail to close: the others go on, and what failed is counted."""
 
 import asyncio
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -138,6 +142,51 @@ def test_a_cancelled_run_closes_its_environments(chatml):
 
     run(cancel_half_way())
     assert ScriptedEnv.made == ScriptedEnv.closed == {"a": 1, "b": 1}
+
+
+HANGING_IN_A_THREAD = """
+import asyncio
+import threading
+
+import conftest
+from scripted import Answer, Prompt, ScriptedSampler, generator, user
+
+from skyrl.envs.gym import BaseTextEnv, adapted
+from skyrl.train.config import EnvironmentConfig
+from skyrl.train.rollouts.rollouts import Rollouts
+
+
+class Hanging(BaseTextEnv):
+    def __init__(self, env_config, extras):
+        super().__init__()
+        self.hangs = extras["hangs"]
+
+    def step(self, action):
+        if self.hangs:
+            threading.Event().wait()
+        return {"observations": [], "reward": 1.0, "done": True}
+
+
+HangingEnv = adapted(Hanging)
+config = generator(trajectory_timeout_s=1.0, max_concurrent_trajectories=1, max_failed_fraction=1.0)
+environment = EnvironmentConfig.from_dict_config({"skyrl_gym": {"max_env_workers": 1}}).resolve()
+tokenizer = conftest.make("chatml")
+rollouts = Rollouts(config, environment, tokenizer, ScriptedSampler(tokenizer, [Answer("One.<|im_end|>")]))
+prompts = [Prompt([user("Go.")], "__main__:HangingEnv", str(hangs), {"hangs": hangs}) for hangs in (True, False)]
+print(*(trajectory.stop_reason for trajectory in asyncio.run(rollouts.collect(prompts))))
+"""
+
+
+def test_a_step_that_hangs_in_its_thread_keeps_neither_the_others_from_running_nor_the_process_from_ending():
+    paths = [str(Path(__file__).parent), *filter(None, sys.path)]
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGING_IN_A_THREAD],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ended.stdout, ended.returncode) == ("failed stop\n", 0), ended.stderr
 
 
 def test_more_failures_than_allowed_stop_the_run_with_numbers_and_cause(chatml):

@@ -130,6 +130,7 @@ def test_a_row_that_is_refused_is_named():
         ({"input_ids": [1, 2], "loss_mask": [1]}, "loss_mask has 1 entries but input_ids has 2"),
         ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "values other than 0 and 1"),
         ({"input_ids": [1, -2], "loss_mask": [0, 1]}, "input_ids has -2"),
+        ({"input_ids": [1, 2**31], "loss_mask": [0, 1]}, "input_ids has 2147483648, which is no token id"),
         ({"input_ids": [[1], [2, 3]], "loss_mask": [0, 1]}, "give a flat list of integers"),
     ],
 )

@@ -3,6 +3,9 @@
 import asyncio
 import itertools
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from transformers import AutoTokenizer
 import oracle
 from skyrl.backends.client import BackendClient
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.errors import ConfigError
+from skyrl.errors import ConfigError, StorageError
 from skyrl.train.config import SFTConfig
 from skyrl.train.learner import Learner
 from skyrl.train.sft import Conversations, Dataset, Example, RowReader
@@ -192,6 +195,24 @@ def test_rows_that_are_longer_than_the_backend_takes_are_refused_before_training
         trainer(limit + 2)
 
 
+@pytest.mark.parametrize("place", ["trained on", "evaluated on"])
+def test_tokens_that_the_model_does_not_know_are_refused_before_training(client, tiny_model, place):
+    vocab_size = oracle.load(tiny_model).config.vocab_size
+
+    def trainer(token_id: int) -> SFTTrainer:
+        rows = [[3, 4], [], [5, token_id]]  # the second is left out
+        columns = [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in rows]
+        reader = RowReader(Conversations(AutoTokenizer.from_pretrained(tiny_model), "all_tokens"), "all_tokens")
+        given = [read_dataset("given", columns, reader)]
+        data = ([*TRAIN, *given], HELD_OUT) if place == "trained on" else (TRAIN, given)
+        return SFTTrainer(config(tiny_model), Learner(client, "none"), *data)
+
+    assert trainer(vocab_size - 1).total_steps
+    message = rf"given, row 2: token id {vocab_size} is outside the vocabulary \[0, {vocab_size}\) of model.path="
+    with pytest.raises(ConfigError, match=message):
+        trainer(vocab_size)
+
+
 def test_the_last_step_is_checkpointed_whatever_the_interval(client, tiny_model, tmp_path):
     train(
         client, config(tiny_model, "num_steps=3", "ckpt_interval=2", f"ckpt_path={tmp_path}", "max_ckpts_to_keep=1"), 4
@@ -224,6 +245,44 @@ def test_a_checkpoint_of_another_order_or_model_is_refused(client, tiny_model, t
     train(client, config(tiny_model, *options), 4)
     with pytest.raises(ConfigError, match=message):
         train(client, config(tiny_model, *options, change), 4)
+
+
+CLAIM = """
+import sys
+from pathlib import Path
+from skyrl.utils.folder_claim import claim_folder
+print(claim_folder(Path(sys.argv[1])), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_messages_about_checkpoints_name_fields_that_sft_has(client, tiny_model, tmp_path, caplog):
+    options = ["num_steps=1", "ckpt_interval=1", f"ckpt_path={tmp_path}/run"]
+
+    def refused(*changes: str) -> str:
+        with pytest.raises((ConfigError, StorageError)) as raised:
+            train(client, config(tiny_model, *options, *changes), 4)
+        return str(raised.value)
+
+    elsewhere = refused("ckpt_path=s3://bucket/run")
+    with subprocess.Popen(
+        [sys.executable, "-c", CLAIM, str(tmp_path / "other")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"True\n"
+        in_use = refused(f"ckpt_path={tmp_path}/other")
+        other.communicate()
+    train(client, config(tiny_model, *options), 4)
+    missing = refused(f"resume_from={tmp_path}/global_step_7")
+    other_model = refused("resume_from=latest", "model.lora.rank=8")
+    train(client, config(tiny_model, *options), 4)
+    assert elsewhere.startswith("ckpt_path: ")
+    assert in_use.startswith(f"ckpt_path={tmp_path}/other: ") and "give each run a ckpt_path of its own" in in_use
+    assert "set resume_from to one, or train anew with resume_from=''" in missing
+    assert "train anew with resume_from='' and a ckpt_path of its own" in other_model
+    warned = "\n".join(caplog.messages)
+    assert "Give each run a ckpt_path of its own" in warned
+    for said in (elsewhere, in_use, missing, other_model, warned):
+        assert not re.search(r"trainer\.|run_name|resume_mode|resume_path", said)
 
 
 CITIES = {"France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "Egypt": "Cairo", "Norway": "Oslo", "Kenya": "Nairobi"}
@@ -272,6 +331,20 @@ def test_models_are_exported_at_intervals_and_at_the_end(client, tiny_model, tmp
     assert trace[-1][1]["eval/c/loss"] == pytest.approx(expected, abs=1e-4)
     first, last = (load_file(folder / "model.safetensors") for folder in folders)
     assert any((first[name] != last[name]).any() for name in first)
+
+
+def test_a_run_that_ended_during_its_last_export_makes_it_when_it_is_resumed(client, tiny_model, tmp_path):
+    options = ["num_steps=2", "ckpt_interval=1", f"ckpt_path={tmp_path}/checkpoints", "resume_from=latest"]
+    settings = config(tiny_model, *options, "hf_save_interval=2", f"export_path={tmp_path}/exports")
+    in_the_way = tmp_path / "exports" / "global_step_2"
+    in_the_way.parent.mkdir()
+    in_the_way.touch()
+    with pytest.raises(StorageError, match="global_step_2"):
+        train(client, settings)
+    in_the_way.unlink()
+    summary, _, _ = train(client, settings)
+    assert (summary.resumed_from, summary.steps) == (1, 2)
+    assert (in_the_way / "policy" / "model.safetensors").is_file()
 
 
 def test_the_summary_says_what_the_run_came_to(client, tiny_model):
