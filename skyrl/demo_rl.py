@@ -8,6 +8,7 @@ becomes better than its teacher, on sums that it never saw as well. Both parts a
 
 import argparse
 import asyncio
+import os
 import random
 import re
 import sys
@@ -264,12 +265,12 @@ def summarize(files: Files, rows: list[dict[str, Any]], seconds: float) -> float
     print("  held-out: right answer, the model's before RL and after it")
     print("\n".join(heldout[:8]), end="\n\n")
     print(
-        f"plot of the reward      {files.plot}"
+        f"plot of the reward      {os.path.relpath(files.plot)}"
         if drawn
         else "plot of the reward      left out, as matplotlib is missing: pip install 'skyrl[train]'"
     )
-    print(f"rollouts, a line each   {files.rollouts}")
-    print(f"rollouts to read        {files.sample}")
+    print(f"rollouts, a line each   {os.path.relpath(files.rollouts)}")
+    print(f"rollouts to read        {os.path.relpath(files.sample)}")
     return after - before
 
 
