@@ -81,12 +81,12 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        ckpt_path: Their folder; made when the first is written. What a killed run left half done in it is tidied up.
+        ckpt_path: Their folder, which `resume` takes for this run.
         identity: What this run trains, by `identity_of`.
         max_to_keep: Newest checkpoints of this run that are kept. -1: all.
 
     Raises:
-        ConfigError: The folder is on no disk, such as s3://, or another run is using it.
+        ConfigError: The folder is on no disk, such as s3://.
     """
 
     def __init__(self, ckpt_path: str | Path, *, identity: Mapping[str, Any], max_to_keep: int = -1):
@@ -98,14 +98,12 @@ class CheckpointStore:
         self._max_to_keep = max_to_keep
         self.run_id = uuid4().hex
         """Of this run; that of the run before it when it goes on from a checkpoint in its own folder."""
-        if self.folder.is_dir():
-            self._claim()
-            tidy(self.folder)
 
     def resume(self, mode: str | None, path: str | None = None) -> Checkpoint | None:
-        """The checkpoint to go on from; None to begin anew.
+        """The checkpoint to go on from; None to begin anew. From here on the folder is this process's until that ends.
 
-        Checkpoints that are newer, or of another run, are logged; they stay.
+        It is made if it is not there, and what a killed run left half done in it is tidied up. Checkpoints that
+        are newer, or of another run, are logged; they stay.
 
         Args:
             mode: `trainer.resume_mode`. latest looks into the run's own folder only.
@@ -113,8 +111,11 @@ class CheckpointStore:
 
         Raises:
             StorageError: The checkpoint is missing or damaged.
-            ConfigError: It is no checkpoint, or one of another model or algorithm.
+            ConfigError: It is no checkpoint, or one of another model or algorithm. Or another run is using the folder,
+                in which nothing has been touched.
         """
+        self._claim()
+        tidy(self.folder)
         step = self._marked_step() if mode == "latest" else None
         if mode == "from_path":
             assert path is not None, "the configuration is resolved"

@@ -80,7 +80,12 @@ def test_the_state_is_that_at_the_beginning_of_the_save(tmp_path):
 
 def test_an_empty_folder_has_nothing_to_go_on_from(tmp_path):
     assert store(tmp_path / "new").resume("latest") is None
-    assert not (tmp_path / "new").exists()
+    assert names(tmp_path / "new") == []
+
+
+def test_a_store_that_is_only_made_leaves_the_disk_as_it_is(tmp_path):
+    store(tmp_path / "new")
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("mode", [None, "none"])
@@ -278,11 +283,31 @@ def test_a_folder_that_another_run_is_using_is_refused_and_nothing_in_it_tidied_
         assert other.stdin is not None and other.stdout is not None
         temporary = Path(other.stdout.readline().strip())
         with pytest.raises(ConfigError, match=r"ckpt_path=.*/run: another run is using this folder; wait for its end"):
-            store(tmp_path / "run")
+            store(tmp_path / "run").resume("latest")
         assert temporary.is_dir()
         other.stdin.close()
     assert other.returncode == 0
     assert store(tmp_path / "run").steps() == [1]
+
+
+RUN_WITHOUT_CHECKPOINTS = """
+import sys
+from skyrl.train.checkpoints import CheckpointStore
+CheckpointStore(sys.argv[1], identity={}).resume("latest")
+print("running", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_has_its_folder_before_its_first_checkpoint(tmp_path):
+    command = [sys.executable, "-c", RUN_WITHOUT_CHECKPOINTS, str(tmp_path / "new")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        assert other.stdout.readline() == "running\n"
+        with pytest.raises(ConfigError, match="another run is using this folder"):
+            store(tmp_path / "new").resume("latest")
+        other.stdin.close()
+    assert store(tmp_path / "new").resume("latest") is None
 
 
 # -- killed, or out of room -------------------------------------------------------------------------------------------
