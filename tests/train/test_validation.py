@@ -10,10 +10,10 @@ import transformers
 from skyrl.algorithms.advantages import AdvantageEstimatorRegistry, Advantages
 from skyrl.algorithms.kl import KL_ESTIMATORS
 from skyrl.algorithms.policy_losses import PolicyLossRegistry
-from skyrl.train.config import ConfigError, SkyRLTrainConfig
+from skyrl.train.config import ConfigError, SFTConfig, SkyRLTrainConfig
 from skyrl.train.config.trainer import TRACKERS
 from skyrl.train.schedules import SCHEDULES
-from skyrl.train.validation import TRACKER_NEEDS, choose_trackers, validate
+from skyrl.train.validation import TRACKER_NEEDS, choose_trackers, validate, validate_sft
 
 A = "trainer.algorithm."
 JAX = ["trainer.strategy=jax", "trainer.logger=console"]
@@ -99,6 +99,16 @@ def test_every_problem_is_named_at_once():
 
 def test_the_jax_strategy_is_accepted_in_silence():
     check()
+
+
+@pytest.mark.parametrize("name", ["ckpt_path", "export_path"])
+def test_a_folder_in_a_bucket_is_refused(name):
+    assert refusal(f"trainer.{name}=s3://bucket/run") == (
+        f"trainer.{name}: path=s3://bucket/run: s3:// is not served yet; use a folder on a local or mounted disk"
+    )
+    config = SFTConfig.from_cli_overrides(["train_datasets=[x.jsonl]", f"{name}=s3://bucket/run"]).resolve()
+    with pytest.raises(ConfigError, match=f"^{name}: path=s3://bucket/run: s3:// is not served yet"):
+        validate_sft(config)
 
 
 def install(folder: Path, *packages: str) -> None:

@@ -222,6 +222,8 @@ class TrainerConfig(BaseConfig):
             self.ckpt_path = os.path.join(self.ckpt_path, self.project_name, self.run_name)
         if self.export_path == TrainerConfig().export_path:
             self.export_path = os.path.join(self.export_path, self.project_name, self.run_name)
+        for name in ("ckpt_path", "export_path"):
+            setattr(self, name, os.path.expanduser(getattr(self, name)))
 
     def problems(self) -> Iterator[str]:
         yield from trainer_problems(self)
