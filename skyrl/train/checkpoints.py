@@ -65,11 +65,12 @@ def identity_of(config: SkyRLTrainConfig) -> dict[str, Any]:
     """What a checkpoint has in common with a run that goes on from it: fields of a resolved configuration by path."""
     trainer = config.trainer
     policy, critic, algorithm = trainer.policy.model, trainer.critic.model, trainer.algorithm
+    adapters = {"policy": policy.lora, **({"critic": critic.lora} if trainer.has_critic else {})}
     return {
         "trainer.policy.model.path": policy.path,
-        "trainer.policy.model.lora.rank": policy.lora.rank,
-        "trainer.policy.model.lora.alpha": policy.lora.alpha,
         "trainer.critic.model.path": critic.path,
+        **{f"trainer.{model}.model.lora.rank": lora.rank for model, lora in adapters.items()},
+        **{f"trainer.{model}.model.lora.alpha": lora.alpha for model, lora in adapters.items()},
         "trainer.algorithm.advantage_estimator": algorithm.advantage_estimator,
         "trainer.algorithm.policy_loss_type": algorithm.policy_loss_type,
         "trainer.algorithm.use_kl_loss": algorithm.use_kl_loss,

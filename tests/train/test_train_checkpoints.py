@@ -126,18 +126,28 @@ def test_a_checkpoint_of_another_model_or_algorithm_is_refused_with_both_values(
     [
         "trainer.policy.model.path=other",
         "trainer.policy.model.lora.rank=8",
+        "trainer.policy.model.lora.alpha=8",
         "trainer.critic.model.path=other",
+        "trainer.critic.model.lora.rank=8",
+        "trainer.critic.model.lora.alpha=8",
         "trainer.algorithm.advantage_estimator=rloo",
         "trainer.algorithm.policy_loss_type=gspo",
         "trainer.algorithm.use_kl_loss=false",
     ],
 )
 def test_models_and_algorithm_are_what_a_checkpoint_is_of(override):
-    config = SkyRLTrainConfig.from_cli_overrides([override])
+    base, given = (
+        identity_of(SkyRLTrainConfig.from_cli_overrides(["trainer.critic.model.path=critic", *overrides]))
+        for overrides in ([], [override])
+    )
     path, value = override.split("=")
-    changed = {name for name, value in identity_of(config).items() if value != identity_of(SkyRLTrainConfig())[name]}
-    assert changed == {path}
-    assert str(identity_of(config)[path]).lower() == value
+    assert {name for name in given if given[name] != base[name]} == {path}
+    assert str(given[path]).lower() == value
+
+
+def test_an_adapter_of_no_critic_is_nothing_that_a_checkpoint_is_of():
+    config = SkyRLTrainConfig.from_cli_overrides(["trainer.critic.model.lora.rank=8"])
+    assert identity_of(config) == identity_of(SkyRLTrainConfig())
 
 
 def test_a_bucket_is_refused_rather_than_made_a_folder(tmp_path, monkeypatch):
