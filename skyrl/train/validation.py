@@ -15,9 +15,16 @@ from typing import Any, NamedTuple
 
 from skyrl.algorithms.advantages import AdvantageEstimatorRegistry
 from skyrl.algorithms.kl import KL_ESTIMATORS
-from skyrl.algorithms.policy_losses import PolicyLossRegistry
+from skyrl.algorithms.policy_losses import PolicyLossRegistry, find_policy_loss
 from skyrl.errors import ConfigError, RequestError
-from skyrl.train.config import AlgorithmConfig, OptimizerConfig, SFTConfig, SkyRLTrainConfig, TrainerConfig
+from skyrl.train.config import (
+    AlgorithmConfig,
+    OptimizerConfig,
+    SFTConfig,
+    SkyRLTrainConfig,
+    TrainerConfig,
+    get_config_as_dict,
+)
 from skyrl.train.config.fields import did_you_mean
 from skyrl.train.jax_support import JAX_SUPPORT
 from skyrl.train.schedules import POLYNOMIAL_END, SCHEDULES
@@ -69,7 +76,11 @@ def validate(config: SkyRLTrainConfig) -> None:
     name, a strategy that is not served, every field that the strategy cannot honour, and folders that are on no disk.
     """
     trainer = config.trainer
-    problems = [*_name_problems(trainer.algorithm), *_folder_problems("trainer.", trainer)]
+    problems = [
+        *_name_problems(trainer.algorithm),
+        *_loss_problems(trainer.algorithm),
+        *_folder_problems("trainer.", trainer),
+    ]
     for model, optimizer in (("policy", trainer.policy.optimizer_config), ("critic", trainer.critic.optimizer_config)):
         problems += _scheduler_problems(f"trainer.{model}.", optimizer)
     if trainer.strategy == "jax":
@@ -148,6 +159,15 @@ def _name_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
                 f"trainer.algorithm.{field}={name}: {error.args[0]}{did_you_mean(name, registry)}; one of your own is "
                 "registered before, or named as module:function"
             )
+
+
+def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+    try:
+        find_policy_loss(algorithm.policy_loss_type, get_config_as_dict(algorithm))
+    except KeyError:  # told with the other names
+        pass
+    except ValueError as error:
+        yield f"trainer.algorithm: {error}"
 
 
 def _folder_problems(section: str, config: TrainerConfig | SFTConfig) -> Iterator[str]:

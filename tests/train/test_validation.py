@@ -101,6 +101,20 @@ def test_the_jax_strategy_is_accepted_in_silence():
     check()
 
 
+@pytest.mark.parametrize(
+    ("loss", "override"),
+    [
+        ("regular", "eps_clip_high=1e+30"),
+        ("dual_clip", "clip_ratio_c=1e+30"),
+        ("clip_cov", "eps_clip_high=1e+30"),
+    ],
+)
+def test_a_setting_of_the_policy_loss_that_is_too_large_is_refused(loss, override):
+    message = refusal(f"{A}policy_loss_type={loss}", f"{A}loss_reduction=token_mean", A + override)
+    setting = override.rpartition(".")[2]
+    assert f"trainer.algorithm: policy_loss_type='{loss}': {setting} must be a number of at most 1e+09" in message
+
+
 @pytest.mark.parametrize("name", ["ckpt_path", "export_path"])
 def test_a_folder_in_a_bucket_is_refused(name):
     assert refusal(f"trainer.{name}=s3://bucket/run") == (

@@ -92,7 +92,7 @@ class TrainerConfig(BaseConfig):
     gradient_checkpointing_use_reentrant: bool = False
     """Whether that uses torch's reentrant variant."""
 
-    seed: int = 42
+    seed: NonNegativeInt = 42
     """Seed of data order, initialisation and sampling."""
 
     resume_mode: Annotated[str | None, one_of(None, "none", "latest", "from_path")] = "latest"
