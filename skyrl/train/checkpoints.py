@@ -78,11 +78,12 @@ def identity_of(config: SkyRLTrainConfig) -> dict[str, Any]:
     """What a checkpoint has in common with a run that goes on from it: fields of a resolved configuration by path."""
     trainer = config.trainer
     policy, critic, algorithm = trainer.policy.model, trainer.critic.model, trainer.algorithm
+    adapters = {"policy": policy.lora, **({"critic": critic.lora} if trainer.has_critic else {})}
     return {
         "trainer.policy.model.path": policy.path,
-        "trainer.policy.model.lora.rank": policy.lora.rank,
-        "trainer.policy.model.lora.alpha": policy.lora.alpha,
         "trainer.critic.model.path": critic.path,
+        **{f"trainer.{model}.model.lora.rank": lora.rank for model, lora in adapters.items()},
+        **{f"trainer.{model}.model.lora.alpha": lora.alpha for model, lora in adapters.items()},
         "trainer.algorithm.advantage_estimator": algorithm.advantage_estimator,
         "trainer.algorithm.policy_loss_type": algorithm.policy_loss_type,
         "trainer.algorithm.use_kl_loss": algorithm.use_kl_loss,
@@ -94,13 +95,13 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        ckpt_path: Their folder; made when the first is written. What a killed run left half done in it is tidied up.
+        ckpt_path: Their folder, which `resume` takes for this run.
         identity: What this run trains, by `identity_of`.
         max_to_keep: Newest checkpoints of this run that are kept. -1: all.
         fields: Names of the run's settings, in messages.
 
     Raises:
-        ConfigError: The folder is on no disk, such as s3://, or another run is using it.
+        ConfigError: The folder is on no disk, such as s3://.
     """
 
     def __init__(
@@ -115,14 +116,12 @@ class CheckpointStore:
         self._max_to_keep = max_to_keep
         self.run_id = uuid4().hex
         """Of this run; that of the run before it when it goes on from a checkpoint in its own folder."""
-        if self.folder.is_dir():
-            self._claim()
-            tidy(self.folder)
 
     def resume(self, mode: str | None, path: str | None = None) -> Checkpoint | None:
-        """The checkpoint to go on from; None to begin anew.
+        """The checkpoint to go on from; None to begin anew. From here on the folder is this process's until that ends.
 
-        Checkpoints that are newer, or of another run, are logged; they stay.
+        It is made if it is not there, and what a killed run left half done in it is tidied up. Checkpoints that
+        are newer, or of another run, are logged; they stay.
 
         Args:
             mode: `trainer.resume_mode`. latest looks into the run's own folder only.
@@ -130,8 +129,11 @@ class CheckpointStore:
 
         Raises:
             StorageError: The checkpoint is missing or damaged.
-            ConfigError: It is no checkpoint, or one of another model or algorithm.
+            ConfigError: It is no checkpoint, or one of another model or algorithm. Or another run is using the folder,
+                in which nothing has been touched.
         """
+        self._claim()
+        tidy(self.folder)
         step = self._marked_step() if mode == "latest" else None
         if mode == "from_path":
             assert path is not None, "the configuration is resolved"

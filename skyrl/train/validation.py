@@ -15,14 +15,22 @@ from typing import Any, NamedTuple
 
 from skyrl.algorithms.advantages import AdvantageEstimatorRegistry
 from skyrl.algorithms.kl import KL_ESTIMATORS
-from skyrl.algorithms.policy_losses import PolicyLossRegistry
-from skyrl.errors import ConfigError
-from skyrl.train.config import AlgorithmConfig, OptimizerConfig, SFTConfig, SkyRLTrainConfig
+from skyrl.algorithms.policy_losses import PolicyLossRegistry, find_policy_loss
+from skyrl.errors import ConfigError, RequestError
+from skyrl.train.config import (
+    AlgorithmConfig,
+    OptimizerConfig,
+    SFTConfig,
+    SkyRLTrainConfig,
+    TrainerConfig,
+    get_config_as_dict,
+)
 from skyrl.train.config.fields import did_you_mean
 from skyrl.train.jax_support import JAX_SUPPORT
 from skyrl.train.schedules import POLYNOMIAL_END, SCHEDULES
 from skyrl.train.support import unsupported
 from skyrl.utils.registry import Registry
+from skyrl.utils.storage import local_path
 
 
 class TrackerNeeds(NamedTuple):
@@ -65,10 +73,14 @@ def validate(config: SkyRLTrainConfig) -> None:
     """Check that a resolved configuration can be run here.
 
     Warns of trackers that cannot be used, without which the run goes on. Raises ConfigError, which names every unknown
-    name, a strategy that is not served, and every field that the strategy cannot honour.
+    name, a strategy that is not served, every field that the strategy cannot honour, and folders that are on no disk.
     """
     trainer = config.trainer
-    problems = [*_name_problems(trainer.algorithm)]
+    problems = [
+        *_name_problems(trainer.algorithm),
+        *_loss_problems(trainer.algorithm),
+        *_folder_problems("trainer.", trainer),
+    ]
     for model, optimizer in (("policy", trainer.policy.optimizer_config), ("critic", trainer.critic.optimizer_config)):
         problems += _scheduler_problems(f"trainer.{model}.", optimizer)
     if trainer.strategy == "jax":
@@ -85,7 +97,7 @@ def validate(config: SkyRLTrainConfig) -> None:
 
 def validate_sft(config: SFTConfig) -> None:
     """As `validate`, for supervised fine-tuning; what its model cannot honour is refused where the backend is made."""
-    if problems := [*_scheduler_problems("", config.optimizer_config)]:
+    if problems := [*_scheduler_problems("", config.optimizer_config), *_folder_problems("", config)]:
         raise ConfigError("\n".join(problems))
     _warn_of_trackers("logger", config.logger)
 
@@ -147,6 +159,23 @@ def _name_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
                 f"trainer.algorithm.{field}={name}: {error.args[0]}{did_you_mean(name, registry)}; one of your own is "
                 "registered before, or named as module:function"
             )
+
+
+def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+    try:
+        find_policy_loss(algorithm.policy_loss_type, get_config_as_dict(algorithm))
+    except KeyError:  # told with the other names
+        pass
+    except ValueError as error:
+        yield f"trainer.algorithm: {error}"
+
+
+def _folder_problems(section: str, config: TrainerConfig | SFTConfig) -> Iterator[str]:
+    for name in ("ckpt_path", "export_path"):
+        try:
+            local_path(getattr(config, name))
+        except RequestError as error:
+            yield f"{section}{name}: {error}"
 
 
 def _scheduler_problems(section: str, optimizer: OptimizerConfig) -> Iterator[str]:

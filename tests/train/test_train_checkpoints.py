@@ -80,7 +80,12 @@ def test_the_state_is_that_at_the_beginning_of_the_save(tmp_path):
 
 def test_an_empty_folder_has_nothing_to_go_on_from(tmp_path):
     assert store(tmp_path / "new").resume("latest") is None
-    assert not (tmp_path / "new").exists()
+    assert names(tmp_path / "new") == []
+
+
+def test_a_store_that_is_only_made_leaves_the_disk_as_it_is(tmp_path):
+    store(tmp_path / "new")
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("mode", [None, "none"])
@@ -121,18 +126,28 @@ def test_a_checkpoint_of_another_model_or_algorithm_is_refused_with_both_values(
     [
         "trainer.policy.model.path=other",
         "trainer.policy.model.lora.rank=8",
+        "trainer.policy.model.lora.alpha=8",
         "trainer.critic.model.path=other",
+        "trainer.critic.model.lora.rank=8",
+        "trainer.critic.model.lora.alpha=8",
         "trainer.algorithm.advantage_estimator=rloo",
         "trainer.algorithm.policy_loss_type=gspo",
         "trainer.algorithm.use_kl_loss=false",
     ],
 )
 def test_models_and_algorithm_are_what_a_checkpoint_is_of(override):
-    config = SkyRLTrainConfig.from_cli_overrides([override])
+    base, given = (
+        identity_of(SkyRLTrainConfig.from_cli_overrides(["trainer.critic.model.path=critic", *overrides]))
+        for overrides in ([], [override])
+    )
     path, value = override.split("=")
-    changed = {name for name, value in identity_of(config).items() if value != identity_of(SkyRLTrainConfig())[name]}
-    assert changed == {path}
-    assert str(identity_of(config)[path]).lower() == value
+    assert {name for name in given if given[name] != base[name]} == {path}
+    assert str(given[path]).lower() == value
+
+
+def test_an_adapter_of_no_critic_is_nothing_that_a_checkpoint_is_of():
+    config = SkyRLTrainConfig.from_cli_overrides(["trainer.critic.model.lora.rank=8"])
+    assert identity_of(config) == identity_of(SkyRLTrainConfig())
 
 
 def test_a_bucket_is_refused_rather_than_made_a_folder(tmp_path, monkeypatch):
@@ -278,11 +293,31 @@ def test_a_folder_that_another_run_is_using_is_refused_and_nothing_in_it_tidied_
         assert other.stdin is not None and other.stdout is not None
         temporary = Path(other.stdout.readline().strip())
         with pytest.raises(ConfigError, match=r"ckpt_path=.*/run: another run is using this folder; wait for its end"):
-            store(tmp_path / "run")
+            store(tmp_path / "run").resume("latest")
         assert temporary.is_dir()
         other.stdin.close()
     assert other.returncode == 0
     assert store(tmp_path / "run").steps() == [1]
+
+
+RUN_WITHOUT_CHECKPOINTS = """
+import sys
+from skyrl.train.checkpoints import CheckpointStore
+CheckpointStore(sys.argv[1], identity={}).resume("latest")
+print("running", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_has_its_folder_before_its_first_checkpoint(tmp_path):
+    command = [sys.executable, "-c", RUN_WITHOUT_CHECKPOINTS, str(tmp_path / "new")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        assert other.stdout.readline() == "running\n"
+        with pytest.raises(ConfigError, match="another run is using this folder"):
+            store(tmp_path / "new").resume("latest")
+        other.stdin.close()
+    assert store(tmp_path / "new").resume("latest") is None
 
 
 # -- killed, or out of room -------------------------------------------------------------------------------------------

@@ -49,6 +49,28 @@ def test_sft_ends_with_a_summary_and_goes_on_from_its_checkpoint(examples, tmp_p
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
+OTHER_RUN = """
+import sys
+from skyrl.train.checkpoints import CheckpointStore
+from skyrl.train.tracking import Tracker
+CheckpointStore(sys.argv[1], identity={}).resume("none")
+Tracker(sys.argv[1], {}).log({"policy/loss": 1.0}, 1)
+print("running", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_run_in_a_folder_leaves_the_metrics_of_the_first_in_place(examples, tmp_path, capfd):
+    command = [sys.executable, "-c", OTHER_RUN, str(tmp_path / "ckpts")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        assert other.stdout.readline() == "running\n"
+        assert main(examples) == 1
+        other.stdin.close()
+    assert "another run is using this folder" in capfd.readouterr().err
+    assert steps(tmp_path) == [1]
+
+
 def test_a_file_is_the_configuration_and_overrides_win(examples, tmp_path, capfd):
     (tmp_path / "sft.yaml").write_text("num_steps: 9\nbatch_size: 4\n")
     overrides = [one for one in examples[2:] if not one.startswith("num_epochs")]

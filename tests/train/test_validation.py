@@ -10,10 +10,10 @@ import transformers
 from skyrl.algorithms.advantages import AdvantageEstimatorRegistry, Advantages
 from skyrl.algorithms.kl import KL_ESTIMATORS
 from skyrl.algorithms.policy_losses import PolicyLossRegistry
-from skyrl.train.config import ConfigError, SkyRLTrainConfig
+from skyrl.train.config import ConfigError, SFTConfig, SkyRLTrainConfig
 from skyrl.train.config.trainer import TRACKERS
 from skyrl.train.schedules import SCHEDULES
-from skyrl.train.validation import TRACKER_NEEDS, choose_trackers, validate
+from skyrl.train.validation import TRACKER_NEEDS, choose_trackers, validate, validate_sft
 
 A = "trainer.algorithm."
 JAX = ["trainer.strategy=jax", "trainer.logger=console"]
@@ -99,6 +99,30 @@ def test_every_problem_is_named_at_once():
 
 def test_the_jax_strategy_is_accepted_in_silence():
     check()
+
+
+@pytest.mark.parametrize(
+    ("loss", "override"),
+    [
+        ("regular", "eps_clip_high=1e+30"),
+        ("dual_clip", "clip_ratio_c=1e+30"),
+        ("clip_cov", "eps_clip_high=1e+30"),
+    ],
+)
+def test_a_setting_of_the_policy_loss_that_is_too_large_is_refused(loss, override):
+    message = refusal(f"{A}policy_loss_type={loss}", f"{A}loss_reduction=token_mean", A + override)
+    setting = override.rpartition(".")[2]
+    assert f"trainer.algorithm: policy_loss_type='{loss}': {setting} must be a number of at most 1e+09" in message
+
+
+@pytest.mark.parametrize("name", ["ckpt_path", "export_path"])
+def test_a_folder_in_a_bucket_is_refused(name):
+    assert refusal(f"trainer.{name}=s3://bucket/run") == (
+        f"trainer.{name}: path=s3://bucket/run: s3:// is not served yet; use a folder on a local or mounted disk"
+    )
+    config = SFTConfig.from_cli_overrides(["train_datasets=[x.jsonl]", f"{name}=s3://bucket/run"]).resolve()
+    with pytest.raises(ConfigError, match=f"^{name}: path=s3://bucket/run: s3:// is not served yet"):
+        validate_sft(config)
 
 
 def install(folder: Path, *packages: str) -> None:

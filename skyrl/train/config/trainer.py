@@ -92,7 +92,7 @@ class TrainerConfig(BaseConfig):
     gradient_checkpointing_use_reentrant: bool = False
     """Whether that uses torch's reentrant variant."""
 
-    seed: int = 42
+    seed: NonNegativeInt = 42
     """Seed of data order, initialisation and sampling."""
 
     resume_mode: Annotated[str | None, one_of(None, "none", "latest", "from_path")] = "latest"
@@ -222,6 +222,8 @@ class TrainerConfig(BaseConfig):
             self.ckpt_path = os.path.join(self.ckpt_path, self.project_name, self.run_name)
         if self.export_path == TrainerConfig().export_path:
             self.export_path = os.path.join(self.export_path, self.project_name, self.run_name)
+        for name in ("ckpt_path", "export_path"):
+            setattr(self, name, os.path.expanduser(getattr(self, name)))
 
     def problems(self) -> Iterator[str]:
         yield from trainer_problems(self)

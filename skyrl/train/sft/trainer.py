@@ -64,7 +64,7 @@ class SFTTrainer:
         on_metrics: Called with the steps taken and the metrics of the last one, or of the evaluation before the first.
 
     Raises ConfigError for rows that are longer than the backend takes or have tokens that the model does not know,
-    weights that leave a data set no row in an epoch, and a `ckpt_path` that is on no disk or in use.
+    weights that leave a data set no row in an epoch, and a `ckpt_path` that is on no disk.
     """
 
     def __init__(
@@ -179,8 +179,8 @@ class SFTTrainer:
     async def resume(self) -> int | None:
         """Be where the run was at the checkpoint that `resume_from` names. Returns its step; None to begin anew.
 
-        Raises ConfigError if the checkpoint is of another model, of other data, or of another order of them, and
-        StorageError if it is missing or damaged.
+        Raises ConfigError if the checkpoint is of another model, of other data, or of another order of them, or another
+        run is using `ckpt_path`, and StorageError if the checkpoint is missing or damaged.
         """
         self._is_ready = True
         wanted = self._config.resume_from

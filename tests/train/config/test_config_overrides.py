@@ -144,6 +144,7 @@ def test_a_configuration_shares_nothing_with_the_mapping_it_came_from():
         ("trainer.epochs=true", "trainer.epochs=true: Input should be a valid integer"),
         ("trainer.epochs=0", "trainer.epochs=0: Input should be greater than 0"),
         ("trainer.seed=abc", "trainer.seed=abc: Input should be a valid integer"),
+        ("trainer.seed=-1", "trainer.seed=-1: Input should be greater than or equal to 0"),
         ("trainer.bf16=yes", "trainer.bf16=yes: Input should be a valid boolean"),
         ("trainer.policy.optimizer_config.lr=fast", "optimizer_config.lr=fast: Input should be a valid number"),
         ("trainer.policy.optimizer_config.lr=.nan", "optimizer_config.lr=.nan: Input should be a finite number"),

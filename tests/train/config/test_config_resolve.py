@@ -57,6 +57,12 @@ def test_a_folder_for_checkpoints_that_is_given_is_used_as_it_is():
     assert resolved("trainer.ckpt_path=/mine", "trainer.run_name=first").trainer.ckpt_path == "/mine"
 
 
+@pytest.mark.parametrize("name", ["ckpt_path", "export_path"])
+def test_folders_may_begin_with_a_tilde(name, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/mine")
+    assert getattr(resolved(f"trainer.{name}=~/runs").trainer, name) == "/home/mine/runs"
+
+
 def test_evaluation_is_greedy_and_as_long_as_training():
     evaluation = resolved("generator.sampling_params.max_generate_length=30").generator.eval_sampling_params
     assert evaluation is not None
