@@ -118,19 +118,20 @@ class RLTrainer:
         usable = [item for item in trajectories if item.failure is None]
         uids = [item.id.instance_id for item in usable]
         rewards = np.array([item.reward for item in usable])
-        dynamic = self._algorithm.dynamic_sampling
-        if dynamic.type == "filter":
+        dynamic_sampling = self._algorithm.dynamic_sampling
+        if dynamic_sampling.type == "filter":
             kept = self.collected.add(usable, uids, rewards)
             return None if kept is None else (kept, [item.id.instance_id for item in kept])
-        if dynamic.type == "replace":
-            replaced = replace_groups(uids, rewards, self.generator, dynamic.min_replace_ratio)
+        if dynamic_sampling.type == "replace":
+            replaced = replace_groups(uids, rewards, self.generator, dynamic_sampling.min_replace_ratio)
             if replaced is not None:
                 return [usable[row] for row in replaced.rows], replaced.uids
-            if 0 < dynamic.max_sample_batches <= batches:
+            if 0 < dynamic_sampling.max_sample_batches <= batches:
                 raise ConfigError(
-                    f"dynamic_sampling.max_sample_batches={dynamic.max_sample_batches}: none of so many batches "
-                    f"had more than min_replace_ratio={dynamic.min_replace_ratio} of prompts with samples of "
-                    "different scores; use easier or harder prompts, more samples per prompt, or a higher limit"
+                    f"dynamic_sampling.max_sample_batches={dynamic_sampling.max_sample_batches}: none of so many "
+                    f"batches had more than min_replace_ratio={dynamic_sampling.min_replace_ratio} of prompts with "
+                    "samples of different scores; use easier or harder prompts, more samples per prompt, or a higher "
+                    "limit"
                 )
             return None
         return usable, uids
