@@ -37,8 +37,8 @@ from skyrl.train.schedules import learning_rate_factor
 from skyrl.train.sources import Source, SourceState, StalenessPolicy
 from skyrl.train.tracker_clients import RunInfo, tracker_clients
 from skyrl.train.tracking import Tracker
-from skyrl.train.trainer import Metrics, RLTrainer
-from skyrl.train.update import RewardShaping, Update, env_rewards
+from skyrl.train.trainer import RLTrainer
+from skyrl.train.update import Metrics, RewardShaping, Update, env_rewards
 from skyrl.train.validation import choose_trackers, validate
 from skyrl.utils.crash_points import crash_point
 from skyrl.utils.garbage import collecting_seldom

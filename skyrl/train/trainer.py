@@ -15,11 +15,9 @@ from skyrl.train.rollouts.metrics import reward_metrics, rollout_metrics
 from skyrl.train.rollouts.rows import mask_stale, rows_of
 from skyrl.train.rollouts.trajectory import Trajectory
 from skyrl.train.sources import Source
-from skyrl.train.update import Update
+from skyrl.train.update import Metrics, Update
 
 log = logging.getLogger(__name__)
-
-Metrics = dict[str, float]
 
 
 class RLTrainer:
@@ -71,6 +69,7 @@ class RLTrainer:
             [uids[index] for index in kept],
             algorithm.temperature,
         )
+        metrics["generate/tokens_trained"] = 0.0
         if batch.mask.any():
             metrics |= await self.update(batch)
         else:
@@ -85,7 +84,6 @@ class RLTrainer:
         metrics |= self.source.metrics() | {
             "trainer/global_step": float(self.global_step),
             "generate/batch_num_seq": float(len(rows)),
-            "generate/tokens_trained": float(batch.mask.sum()) if rows else 0.0,
             "timing/sample": sampled - begun + settled - trained,
             "timing/train": trained - sampled,
             "timing/publish": ended - settled,

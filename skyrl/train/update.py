@@ -113,6 +113,7 @@ class Update:
             totals = batch.by_trajectory(batch.rewards)
             kept = filter_zero_variance(batch.by_trajectory(mask), totals, list(batch.uids))
             mask = batch.by_row(kept)
+        metrics["generate/tokens_trained"] = float(mask.sum())
         fields, corrections = self._fields(batch, mask, scored, estimated)
         metrics |= corrections
         trained = [self._train_policy(batch, mask, fields)]

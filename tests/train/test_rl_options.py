@@ -71,6 +71,8 @@ def test_the_zero_variance_filter_leaves_prompts_whose_samples_are_alike_out_of_
     )
     norms = [row["policy/grad_norm"] for row in metrics(tmp_path / "run")]
     assert norms == [0.0, 0.0] if filtered else min(norms) > 0
+    trained = [row["generate/tokens_trained"] for row in metrics(tmp_path / "run")]
+    assert trained == [0, 0] if filtered else min(trained) > 0
 
 
 def test_a_reference_that_follows_the_policy_is_resumed_and_leaves_exports_alone(rows, tiny_model, tmp_path):

@@ -12,7 +12,7 @@ from skyrl.envs.arithmetic_data import write_rows
 from skyrl.train.batch import Batch
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.run import open_run, train_rl
-from skyrl.train.trainer import Metrics
+from skyrl.train.update import Metrics
 
 SCORE = "eval/all/avg_score"
 """Metric: mean reward of sampled answers to held-out words."""
