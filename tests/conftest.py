@@ -1,4 +1,7 @@
-"""Settings for the whole suite: strict JAX, two CPU devices, no network; and the one live server that tests share."""
+"""Settings for the whole suite: strict JAX, two CPU devices, no network; and the one live server that tests share.
+
+`pytest -m gpu` runs what is marked so on the accelerator that there is.
+"""
 
 import os
 from collections.abc import Iterator
@@ -6,15 +9,6 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Compiling dominates the suite: XLA optimises little, and programs are kept for the servers and runs that follow.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=2",
-        "--xla_backend_optimization_level=0",
-    ]
-)
 # JAX does not write a program to its cache in one piece, so processes that run tests side by side have one each.
 CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(__file__).parent.parent / ".pytest_cache" / "xla")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(CACHE, os.environ.get("PYTEST_XDIST_WORKER", "")))
@@ -23,6 +17,18 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TINKER_TELEMETRY"] = "0"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the device before anything imports JAX: the CPU, but an accelerator for `-m gpu` where there is one."""
+    if config.option.markexpr == "gpu":
+        os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # tests that start a process share the device with it
+        return
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Compiling dominates the suite: XLA optimises little, and programs are kept for the servers and runs that follow.
+    flags = ["--xla_force_host_platform_device_count=2", "--xla_backend_optimization_level=0"]
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 
 @pytest.fixture(scope="session")

@@ -118,6 +118,7 @@ def make_model(
     max_position: int = 32_768,
     seed: int = 0,
     dtype: str = "float32",
+    weights: bool = True,
 ) -> Path:
     """Write a model folder: configuration, random weights, tokenizer. The defaults are the built-in model's.
 
@@ -135,6 +136,7 @@ def make_model(
         max_position: Longest sequence in tokens.
         seed: Of the weights: any integer.
         dtype: "float32" or "bfloat16".
+        weights: False leaves them out, for a backend with load_format=dummy.
 
     Returns the folder. Raises KeyError for an unknown architecture and ValueError for impossible sizes.
     """
@@ -150,9 +152,10 @@ def make_model(
     _write_json(out / "generation_config.json", special)
     _write_json(out / "tokenizer_config.json", tokenizer_config(max_position))
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    weights = {name: _random(name, shape, seed).astype(DTYPES[dtype]) for name, shape in tensors}
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors").chmod((out / "config.json").stat().st_mode)  # the library makes it private
+    if weights:
+        arrays = {name: _random(name, shape, seed).astype(DTYPES[dtype]) for name, shape in tensors}
+        save_file(arrays, out / "model.safetensors", metadata={"format": "pt"})
+        (out / "model.safetensors").chmod((out / "config.json").stat().st_mode)  # the library makes it private
     return out
 
 

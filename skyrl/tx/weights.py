@@ -7,6 +7,7 @@ Tensors are read, cast and placed one at a time, so that host memory holds one s
 import json
 from collections.abc import Collection
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,6 +101,27 @@ def with_weights(model: ModelForCausalLM, path: str | Path, beside: Collection[s
             "check that config.json belongs to these weights"
         )
     return nnx.merge(graph, nnx.from_flat_state(loaded))
+
+
+def with_random_weights(model: ModelForCausalLM, seed: int = 0) -> ModelForCausalLM:
+    """An `abstract_model` with random weights that are made on the device: to measure what no checkpoint is there for.
+
+    Norms are ones and biases zeros; other weights are normal with variance 1 / (size of their input).
+    """
+    graph, state = nnx.split(model)
+    made = []
+    for number, (path, variable) in enumerate(nnx.to_flat_state(state)):
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        made.append((path, variable.replace(_random(key, path[-1], variable.shape, variable.dtype))))
+    return nnx.merge(graph, nnx.from_flat_state(made))
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _random(key: jax.Array, name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    if name in ("scale", "bias"):
+        return jnp.full(shape, float(name == "scale"), dtype)
+    inputs = shape[-2] if name == "kernel" else shape[-1]
+    return (jax.random.normal(key, shape, dtype) * jnp.asarray(inputs**-0.5, dtype)).astype(dtype)
 
 
 def _architecture(path: Path) -> str:

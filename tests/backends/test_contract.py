@@ -47,6 +47,8 @@ from skyrl.types import (
 )
 from tests.fakes import FakeBackend, FakeConfig
 
+pytestmark = pytest.mark.gpu
+
 ADAM = AdamParams(learning_rate=0.05, weight_decay=0.01)
 TOKENS = np.asarray([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
 OTHER_TOKENS = np.asarray([2, 7, 1, 8, 2, 8], np.int32)

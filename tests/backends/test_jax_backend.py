@@ -26,6 +26,8 @@ from skyrl.types import (
     SaveOutput,
 )
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.fixture(scope="module")
 def shared(tiny_model):

@@ -17,6 +17,8 @@ from skyrl.backends.backend import CreateModel, ExportModel, ForwardBackward
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.types import Datum, ErrorResponse, LoraConfig, ModelOutput
 
+pytestmark = pytest.mark.gpu
+
 CONFIG = {"train_tile_tokens": 64, "compilation_cache": False, "warm_up": False}
 OPTIONS = {
     "policy_loss_type": "regular",

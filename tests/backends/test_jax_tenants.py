@@ -130,6 +130,7 @@ def test_gradients_do_not_depend_on_how_sequences_are_packed(shared, coarse, len
         assert_close(outputs[0], outputs[other])
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("models", [2, 4, 7])
 def test_a_stack_of_models_gives_each_what_it_gets_alone(backend, models):
     names = [f"model-{i}" for i in range(models)]
@@ -159,6 +160,7 @@ def test_a_pass_is_not_stacked_where_it_may_have_ended_engines(backend):
     assert most == 1
 
 
+@pytest.mark.gpu
 def test_models_of_different_ranks_train_side_by_side(backend):
     create(backend, "small", rank=3, seed=1)
     create(backend, "large", rank=20, seed=1)
@@ -191,6 +193,7 @@ def deterministic(tiny_model):
     backend.close()
 
 
+@pytest.mark.gpu
 def test_a_deterministic_run_is_bitwise_the_same_alone_and_beside_others(deterministic):
     alone = trained(deterministic, ["a"], 20, batch)
     deterministic.delete_model("a")
@@ -199,6 +202,7 @@ def test_a_deterministic_run_is_bitwise_the_same_alone_and_beside_others(determi
     assert_equal(alone[1], beside[1])
 
 
+@pytest.mark.gpu
 def test_a_run_beside_others_is_the_same_to_rounding(backend):
     alone = trained(backend, ["a"], 20, batch)
     backend.delete_model("a")
@@ -207,6 +211,7 @@ def test_a_run_beside_others_is_the_same_to_rounding(backend):
     assert_close(alone[1], beside[1], rtol=1e-2)
 
 
+@pytest.mark.gpu
 def test_many_more_models_than_memory_has_room_for_train_as_if_it_had(tiny_model, backend, tmp_path):
     names = [f"model-{i}" for i in range(40)]
     create(backend, "probe", rank=4)
@@ -372,6 +377,7 @@ def random_traffic(backend, random, requests: int) -> None:
                     assert not isinstance(completion.result, ErrorResponse), completion
 
 
+@pytest.mark.gpu
 def test_nothing_is_compiled_after_the_warm_up(tiny_model):
     backend = opened(tiny_model, max_lora_rank=32, kv_cache_gib=0.05)
     with backend._computing():

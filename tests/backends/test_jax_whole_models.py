@@ -22,6 +22,8 @@ from skyrl.tx.make_model import make_model
 from skyrl.tx.models.types import MODELS as KINDS
 from skyrl.types import ErrorResponse, LoraConfig, ModelOutput, SaveOutput
 
+pytestmark = pytest.mark.gpu
+
 SIZE = {"hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48, "vocab": 320}
 MODELS = {"untied": {"layers": 2}, "tied": {"layers": 2, "tied": True}, "scanned": {"layers": 12}}
 CONFIG = {"train_tile_tokens": 64, "compilation_cache": False, "warm_up": False}

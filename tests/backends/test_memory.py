@@ -112,6 +112,7 @@ def test_room_that_is_not_there_is_refused_with_the_field(tiny_model, field):
         JaxBackend(str(tiny_model), JaxBackendConfig(compilation_cache=False, **{field: 1e5}))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("options", "named"),
     [

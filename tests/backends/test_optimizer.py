@@ -9,6 +9,8 @@ import torch
 from skyrl.backends.jax.step import AdamScalars, adamw
 from skyrl.types import AdamParams
 
+pytestmark = pytest.mark.gpu
+
 STEPS = 100
 
 

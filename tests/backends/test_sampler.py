@@ -9,6 +9,8 @@ from sampling_rig import Rig, output, prompt_of, request, run, same, sequence
 import oracle
 from skyrl.types import Cells
 
+pytestmark = pytest.mark.gpu
+
 SETTINGS = [
     {"temperature": 1.0},
     {"temperature": 0.6, "top_k": 20},

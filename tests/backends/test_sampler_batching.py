@@ -1,5 +1,10 @@
 """Continuous batching: who runs beside whom changes nothing, and nothing is left behind."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -10,6 +15,9 @@ from sampling_rig import Rig, finish, output, prompt_of, request, run, same, seq
 from skyrl.errors import RequestError
 from skyrl.types import ErrorResponse, SampleOutput
 
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
 TOKEN_BYTES = 256  # of the tiny model: 2 layers x (key, value) x 2 heads x 8 x 4 bytes
 
 
@@ -246,6 +254,13 @@ def test_a_lost_cache_fails_running_requests_and_the_next_ones_are_fine(rig):
     assert results["running"].status == "server"
     (again,) = run(rig.sampler, waiting)
     assert same(again.sequences[0], expected.sequences[0])
+
+
+def test_a_cache_that_a_failed_program_has_poisoned_is_made_again(rig):
+    command = [sys.executable, "tests/backends/poisoned_cache.py", str(rig.folder)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([".", "tests", "tests/backends"])}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_cache_that_is_lost_while_a_prompt_is_copied_has_all_its_pages_again(rig):

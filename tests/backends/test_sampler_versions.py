@@ -9,6 +9,8 @@ from sampling_rig import Rig, finish, prompt_of, request, run, same, sequence
 from skyrl.errors import RequestError, StorageError
 from skyrl.types import ErrorResponse
 
+pytestmark = pytest.mark.gpu
+
 PROMPT = prompt_of(12)
 
 

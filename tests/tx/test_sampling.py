@@ -5,6 +5,8 @@ import pytest
 
 from skyrl.tx.sampling import sample_tokens, seed_words, uniforms
 
+pytestmark = pytest.mark.gpu
+
 VOCAB = 700  # several blocks, the last one partial
 
 

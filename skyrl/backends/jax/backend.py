@@ -47,9 +47,9 @@ from skyrl.backends.jax.adapters import (
     zeros_like,
 )
 from skyrl.backends.jax.config import JaxBackendConfig
-from skyrl.backends.jax.loading import keep_compiled_programs, model_folder
+from skyrl.backends.jax.loading import claim_device_memory, keep_compiled_programs, model_folder
 from skyrl.backends.jax.passes import Passes
-from skyrl.backends.jax.planning import planned
+from skyrl.backends.jax.planning import defaults_for, planned
 from skyrl.backends.jax.residence import Residence, Room, Turns
 from skyrl.backends.jax.sampler import Sampler
 from skyrl.backends.jax.step import AdamScalars
@@ -59,7 +59,7 @@ from skyrl.backends.prepared import version_of
 from skyrl.errors import RequestError
 from skyrl.tx.lora import padded_rank, zero_adapter
 from skyrl.tx.models.types import Adapter
-from skyrl.tx.weights import abstract_model, stored_tensor, with_weights
+from skyrl.tx.weights import abstract_model, stored_tensor, with_random_weights, with_weights
 from skyrl.types import (
     BackendInfo,
     ModelMetadata,
@@ -86,6 +86,7 @@ class JaxBackend(Executor):
         self, base_model: str, config: JaxBackendConfig, progress: Callable[[str], None] = lambda message: None
     ):
         super().__init__(base_model, config)
+        claim_device_memory()
         if config.compilation_cache:
             keep_compiled_programs()
         self._folder = model_folder(base_model)
@@ -110,11 +111,15 @@ class JaxBackend(Executor):
         self.mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), ("fsdp", "ep", "tp"))
         self.process_id = 0
         zero = zero_adapter(self.model_config, padded_rank(config.max_lora_rank))
-        tile_tokens = config.train_tile_tokens or (512 if jax.default_backend() == "cpu" else 4096)
-        shape = TileShape(tile_tokens, config.train_micro_batch_size)
-        progress("planning memory")
+        self._defaults = defaults = defaults_for(model, config)
+        shape = TileShape(defaults.tile_tokens, config.train_micro_batch_size)
+        device = jax.devices()[0]
+        progress(f"planning memory of {device.platform} {device.device_kind}; products are {defaults.matmul_precision}")
         with self._computing():
-            self._programs, plan, stacks = planned(model, config, shape, self._max_context_length, zero)
+            self._programs, plan, stacks = planned(
+                model, config, defaults.cache_bytes, shape, self._max_context_length, zero
+            )
+        self.plan = plan
         progress(str(plan))
         room = Room(*plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib))
         self._models = Residence(
@@ -123,8 +128,12 @@ class JaxBackend(Executor):
             lambda path: self._storage.read_state(path),
             config.offload_folder,
         )
-        progress(f"reading the weights of {self._folder}")
-        self.model = with_weights(model, self._folder, beside={f"{config.value_head}.weight"})
+        if config.load_format == "dummy":
+            progress("making random weights (load_format=dummy)")
+            self.model = with_random_weights(model)
+        else:
+            progress(f"reading the weights of {self._folder}")
+            self.model = with_weights(model, self._folder, beside={f"{config.value_head}.weight"})
         graphdef, self._base = nnx.split(self.model)
         ranks = sorted({padded_rank(rank) for rank in range(1, config.max_lora_rank + 1)})
         self._passes = Passes(
@@ -135,7 +144,7 @@ class JaxBackend(Executor):
             empty=partial(zero_adapter, self.model_config),
             ranks=ranks,
             stacks=(1,) if config.deterministic else stacks,
-            forward_shape=TileShape(tile_tokens, config.forward_micro_batch_size or config.train_micro_batch_size),
+            forward_shape=TileShape(shape.tokens, config.forward_micro_batch_size or config.train_micro_batch_size),
         )
         self._versions = VersionPool(
             zero,
@@ -160,8 +169,8 @@ class JaxBackend(Executor):
             self.tokenizer,
             self.model_config,
             max_context_length=self._max_context_length,
-            cache_bytes=int(config.kv_cache_gib * 2**30),
-            max_rows=config.sample_max_num_sequences,
+            cache_bytes=defaults.cache_bytes,
+            max_rows=defaults.rows,
             deterministic=config.deterministic,
         )
         warm_ups = self._passes.warm_up(), self._sampler.warm_up()
@@ -182,7 +191,7 @@ class JaxBackend(Executor):
     def _computing(self) -> Iterator[None]:
         """How every program is traced and run."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(jax.default_matmul_precision("highest"))
+            stack.enter_context(jax.default_matmul_precision(self._defaults.matmul_precision))
             if self.config.enforce_eager:
                 stack.enter_context(jax.disable_jit())
             yield
@@ -324,7 +333,8 @@ class JaxBackend(Executor):
         seed = lora_config.seed if lora_config.seed is not None else int(np.random.SeedSequence().generate_state(1)[0])
         with self._room_for(kind) as admitted:
             yield from admitted
-            head = stored_tensor(self._folder, f"{self.config.value_head}.weight") if kind.value_head else None
+            stored = kind.value_head and self.config.load_format != "dummy"
+            head = stored_tensor(self._folder, f"{self.config.value_head}.weight") if stored else None
             adapter = fresh_adapter(self.model_config, self._base, kind, seed, None if head is None else head[0])
             self._models.put(model_id, ModelState.fresh(lora_config, adapter))
         return ModelOutput(model_id)

@@ -26,6 +26,14 @@ class JaxBackendConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the base weights. `auto`: the checkpoint's on an accelerator, float32 on CPU. Adapters are float32."""
 
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy`: random base weights made on the device, so that a folder with configuration and tokenizer will do. To
+    measure, not to use."""
+
+    matmul_precision: Literal["auto", "default", "high", "highest"] = "auto"
+    """Of products of float32 arrays, as JAX names it. `auto`: highest (float32) where base weights are float32 and on
+    CPU; high (TF32 on a GPU) over a bfloat16 base on an accelerator. Sums are float32 always."""
+
     train_micro_batch_size: int = Field(default=0, ge=0)
     """Sequences per training micro-batch at most. 0: as many as fit into `train_tile_tokens`."""
 
@@ -36,10 +44,11 @@ class JaxBackendConfig(BaseModel):
     """Tokens per training micro-batch, from 32 on; a longer sequence has one of its own. 0: 512 on CPU, else 4096."""
 
     sample_max_num_sequences: int = Field(default=0, ge=0)
-    """Sequences decoded at once. 0: 32."""
+    """Sequences decoded at once. 0: 32 on CPU, 32 to 256 by the size of the KV cache on an accelerator."""
 
-    kv_cache_gib: float = Field(default=2.0, gt=0, allow_inf_nan=False)
-    """Most memory, in GiB, for keys and values: of running samples, and of prefixes that later requests may share."""
+    kv_cache_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Most memory, in GiB, for keys and values: of running samples, and of prefixes that later requests may share. 0:
+    2 GiB on CPU, two fifths of what base weights leave on an accelerator."""
 
     max_context_length: int = Field(default=0, ge=0)
     """Longest sequence (tokens) to train on or sample, at most what the model was made for. 0: that, 8192 at most."""

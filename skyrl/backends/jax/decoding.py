@@ -14,7 +14,8 @@ from skyrl.backends.jax.prompts import Cache
 from skyrl.backends.jax.sampling_programs import BURST, HOTTEST, LARGEST_INT32, STOP_IDS, Drawn, Rows
 from skyrl.backends.jax.sequences import Sequence
 
-ROWS = (1, 4, 8, 16, 32)
+ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Rows of decode programs, those above 32 for accelerators."""
 
 
 def row_counts(most: int, deterministic: bool) -> tuple[int, ...]:

@@ -5,24 +5,46 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from skyrl.backends.batching import TileShape
 from skyrl.backends.jax.adapters import COPIES, NEW_IN_A_STEP
 from skyrl.backends.jax.config import JaxBackendConfig
-from skyrl.backends.jax.memory import GIB, MODES, Mode, Plan, choose_modes, choose_stacks, memory_limit, stack_bytes
+from skyrl.backends.jax.defaults import Defaults, resolved
+from skyrl.backends.jax.memory import (
+    GIB,
+    KEPT_FREE,
+    MODES,
+    Mode,
+    Plan,
+    choose_modes,
+    choose_stacks,
+    memory_limit,
+    stack_bytes,
+)
 from skyrl.backends.jax.step import TrainingPrograms
-from skyrl.tx.models.types import Adapter, ModelForCausalLM
+from skyrl.tx.models.types import Adapter, KVCache, ModelForCausalLM
+
+
+def defaults_for(model: ModelForCausalLM, config: JaxBackendConfig) -> Defaults:
+    """The options of a backend with an `abstract_model` on this process's device."""
+    base = nnx.split(model)[1]
+    dtype = jax.tree.leaves(base)[0].dtype  # of activations too, and so of keys and values
+    token = jax.tree.leaves(jax.eval_shape(lambda: KVCache.pool(model.config, 1, dtype, page_size=1)))
+    left = int(_limit(config) * (1 - KEPT_FREE)) - _bytes(base)
+    return resolved(config, jax.default_backend(), dtype == jnp.float32, left, sum(map(_size, token)))
 
 
 def planned(
-    model: ModelForCausalLM, config: JaxBackendConfig, shape: TileShape, longest: int, widest: Adapter
+    model: ModelForCausalLM, config: JaxBackendConfig, cache: int, shape: TileShape, longest: int, widest: Adapter
 ) -> tuple[TrainingPrograms, Plan, tuple[int, ...]]:
     """Programs for an `abstract_model`, what memory is for, and how many tiles a call may have.
 
     Args:
         model: Without weights.
         config: Of the backend.
+        cache: Bytes of keys and values.
         shape: Of tiles.
         longest: Tokens of the longest sequence.
         widest: An adapter of the largest rank.
@@ -41,10 +63,8 @@ def planned(
             return 0
         return of_mode[mode].temporary_bytes(base, widest, length) + 2 * widest_bytes
 
-    limit = int(config.memory_limit_gib * GIB) or memory_limit()
-    fixed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(base))
     widest_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(widest))
-    plan = Plan(limit, fixed, int(config.kv_cache_gib * GIB), training=0, model=COPIES * widest_bytes)
+    plan = Plan(_limit(config), _bytes(base), cache, training=0, model=COPIES * widest_bytes)
     plan.check()
     asked, typical = config.gradient_checkpointing, shape.tokens
     modes, taken = choose_modes(asked, lengths, typical, plan.for_training, training_bytes)
@@ -55,6 +75,20 @@ def planned(
     used = set(modes.values())
     mixed = TrainingPrograms(lambda length: graphs[modes[length]], config.loss_chunk_size)
     return of_mode[used.pop()] if len(used) == 1 else mixed, plan, stacks
+
+
+def _limit(config: JaxBackendConfig) -> int:
+    """Bytes to plan with."""
+    return int(config.memory_limit_gib * GIB) or memory_limit()
+
+
+def _size(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def _bytes(tree: Any) -> int:
+    """Of all arrays, or of their shapes."""
+    return sum(map(_size, jax.tree.leaves(tree)))
 
 
 def _graphs(model: ModelForCausalLM) -> dict[Mode, Any]:

@@ -60,8 +60,17 @@ class Cache:
 
     @property
     def lost(self) -> bool:
-        """Whether a program took the arrays and did not finish."""
-        return any(array.is_deleted() for array in self._arrays)
+        """Whether a program took the arrays and did not finish, or failed while it made them.
+
+        A program that fails on the device has already given arrays, which raise its error when they are read.
+        """
+        if any(array.is_deleted() for array in self._arrays):
+            return True
+        try:
+            jax.block_until_ready(self._arrays)
+        except Exception:  # whatever the device says
+            return True
+        return False
 
     def clear(self) -> None:
         """Forget all pages and arrays; nobody may hold any."""
@@ -76,6 +85,8 @@ class Cache:
             arrays = np.zeros((2, size), np.int32)
             arrays[:, : len(some)] = np.asarray(some, np.int32).T
             self.pool = self.programs.copy_pages(self.pool, *arrays)
+        if pairs:
+            jax.block_until_ready(self._arrays)  # so that a failure is that of the request that copies
 
 
 class Prompt:

@@ -43,9 +43,6 @@ from skyrl.utils.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-MOST_ROWS = 32
-"""Sequences decoded at once unless told otherwise."""
-
 STEPS_WHILE_READING = 2
 """Decode steps of a burst while there are prompts to be read."""
 
@@ -62,7 +59,7 @@ class Sampler:
         model_config: Configuration of the model.
         max_context_length: Most tokens of prompt and continuation together.
         cache_bytes: Memory for keys and values at most.
-        max_rows: Sequences decoded at once; 0 is 32.
+        max_rows: Sequences decoded at once.
         deterministic: One decode program per adapter and nothing shared, so results do not depend on what else runs.
     """
 
@@ -77,7 +74,7 @@ class Sampler:
         *,
         max_context_length: int,
         cache_bytes: int,
-        max_rows: int = 0,
+        max_rows: int,
         deterministic: bool = False,
     ):
         self._base = base
@@ -86,7 +83,7 @@ class Sampler:
         self._vocab_size = model_config.vocab_size
         self._zero = zero
         self._deterministic = deterministic
-        self._counts = row_counts(max_rows or MOST_ROWS, deterministic)
+        self._counts = row_counts(max_rows, deterministic)
         programs = SamplingPrograms(graphdef, model_config, base)
         blocks = -(-max_context_length // PAGE_SIZE)
         useful = 2 * self._counts[-1] * blocks + 1  # as much again as all rows take, for prefixes

@@ -56,7 +56,7 @@ def cached_attention(
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads = pages.keys.shape[1]
-    grouped = query.reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32) * head_dim**-0.5
+    grouped = query.reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim)
     attend, span = (_attend_one, 1) if tokens == 1 else (_attend_many, PAGES_AT_ONCE)
     table = jnp.pad(pages.table, ((0, 0), (0, -pages.table.shape[1] % span)))
 
@@ -89,7 +89,7 @@ def _attend_one(
     """
     key, value = (part[page[:, 0]][:, :, None].astype(jnp.float32) for part in (pages.keys, pages.values))
     scores = jnp.sum(query[:, 0, :, :, :, None].astype(jnp.float32) * key, axis=-2)
-    scores = jnp.where(stored[:, None], scores, MASKED)
+    scores = jnp.where(stored[:, None], scores * query.shape[-1] ** -0.5, MASKED)
     peak = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
     weights, kept = jnp.where(stored[:, None], jnp.exp(scores - peak), 0.0), jnp.exp(highest - peak)
     value = jnp.where(stored[:, None, :, :, None], value, 0)
@@ -110,10 +110,10 @@ def _attend_many(
     batch, span = page.shape
     key = jnp.moveaxis(pages.keys[page], 1, 3).reshape(batch, *pages.keys.shape[1:3], span * pages.size)
     value = jnp.moveaxis(pages.values[page], 1, 2).reshape(batch, key.shape[1], -1, key.shape[2])
-    value = jnp.where(stored.any(axis=1)[:, None, :, None], value, 0)
+    value = jnp.where(stored.any(axis=1)[:, None, :, None], value.astype(jnp.float32), 0)
     scores = jnp.einsum("btkgh,bkhs->bkgts", query, key, preferred_element_type=jnp.float32)
-    scores = jnp.where(stored[:, None, None], scores, MASKED)
+    scores = jnp.where(stored[:, None, None], scores * query.shape[-1] ** -0.5, MASKED)
     peak = jnp.maximum(highest, scores.max(axis=-1))
     weights, kept = jnp.where(stored[:, None, None], jnp.exp(scores - peak[..., None]), 0.0), jnp.exp(highest - peak)
-    added = jnp.einsum("bkgts,bksh->bkgth", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    added = jnp.einsum("bkgts,bksh->bkgth", weights, value)
     return peak, total * kept + weights.sum(axis=-1), mixed * kept[..., None] + added

@@ -61,9 +61,8 @@ def _forward(query: Queries, key: Keys, value: Keys, segments: Int[Array, "batch
         total = weights.sum(axis=-1, keepdims=True)
         mixed = jnp.einsum(
             "bkgts,bksd->bkgtd",
-            weights.astype(value.dtype),
-            value[:, :, :keys],
-            preferred_element_type=jnp.float32,
+            weights,  # not rounded to the values' type: a sampler does not, and ratios of fresh samples are 1
+            value[:, :, :keys].astype(jnp.float32),
         )
         return mixed / total, highest + jnp.log(total)
 

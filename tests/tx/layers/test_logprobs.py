@@ -12,6 +12,8 @@ import torch
 from skyrl.tx.layers import logprobs as module
 from skyrl.tx.layers.logprobs import Needs, Scores, logprobs_of, projected_scores
 
+pytestmark = pytest.mark.gpu
+
 TOKENS, HIDDEN, VOCAB, RANK = 14, 6, 19, 2
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 NAMES = ["logprobs", "hidden", "a", "b"]

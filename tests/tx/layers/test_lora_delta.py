@@ -8,6 +8,8 @@ import torch
 
 from skyrl.tx.layers.lora import Lora
 
+pytestmark = pytest.mark.gpu
+
 IN, RANK, OUT, SLOTS = 6, 3, 5, 4
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 NAMES = ["delta", "x", "lora_A", "lora_B"]

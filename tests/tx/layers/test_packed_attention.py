@@ -13,6 +13,8 @@ import torch
 
 from skyrl.tx.layers import packed_attention as module
 
+pytestmark = pytest.mark.gpu
+
 HEADS, KV_HEADS, DIM = 4, 2, 8
 UNUSED = -1
 

@@ -14,6 +14,8 @@ from skyrl.tx.models.types import MODELS, KVCache
 from skyrl.tx.weights import load_model
 from skyrl.types import LoraConfig
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 def test_logits_equal_those_of_transformers(kind, load, reference, ids):

@@ -1,0 +1,106 @@
+"""All cases, in order of worth. Those up to the decoding of 4B make the first nine minutes on one H100.
+
+To add one, write a function of the process's dictionary that returns figures, and name it here with the seconds that
+it should take.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from .case import Case
+
+KERNEL_TESTS = ("tests/tx/layers", "tests/tx/test_sampling.py", "tests/backends/test_optimizer.py")
+MODEL_TESTS = ("tests/tx/models/test_qwen3.py",)
+BFLOAT16_TESTS = ("tests/backends/test_bfloat16.py",)
+BACKEND_TESTS = (
+    "tests/backends/test_contract.py",
+    "tests/backends/test_jax_backend.py",
+    "tests/backends/test_jax_tenants.py",
+    "tests/backends/test_defaults.py",
+)
+SAMPLER_TESTS = ("tests/backends/test_sampler.py", "tests/backends/test_sampler_batching.py")
+OBJECTIVE_TESTS = ("tests/backends/test_jax_objectives.py", "tests/backends/test_jax_whole_models.py")
+
+
+def cases(tiny: bool) -> list[Case]:
+    """The cases for an accelerator or, small enough for two CPU cores, of a tiny model."""
+    return list(_tiny() if tiny else _all())
+
+
+def run(process: dict[str, Any], function: str, **arguments: Any) -> dict[str, object]:
+    """Call `module:function` of this room, which is imported by the process that runs it and by no other."""
+    module, name = function.split(":")
+    return getattr(import_module(f"{__package__}.{module}"), name)(process, **arguments)
+
+
+def _all() -> Iterator[Case]:
+    yield Case("environment", "environment", partial(run, function="environment:environment", tiny=False), 25, 90)
+    yield _tests("kernels", KERNEL_TESTS, 40, 150)
+    yield _tests("model against transformers", MODEL_TESTS, 50, 180)
+    yield _tests("bfloat16", BFLOAT16_TESTS, 40, 150)
+    for shape in ("0.6B", "4B"):
+        yield from _speed(shape)
+    yield _tests("backend", BACKEND_TESTS, 150, 400)
+    yield _tests("sampler", SAMPLER_TESTS, 100, 300)
+    yield Case("skyrl demo", "server", partial(run, function="server:demo"), 90, 240)
+    yield Case("4B out of memory", "4B", partial(run, function="correctness:out_of_memory", shape="4B"), 60, 150)
+    for shape in ("0.6B", "4B"):
+        yield from _more(shape)
+    yield _tests("objectives and whole models", OBJECTIVE_TESTS, 120, 300)
+    for shape in ("1.7B", "8B"):
+        yield from _speed(shape)
+        yield from _more(shape)
+
+
+def _tiny() -> Iterator[Case]:
+    yield Case("environment", "environment", partial(run, function="environment:environment", tiny=True), 5, 60)
+    yield _tests("kernels", KERNEL_TESTS[1:2], 10, 120)
+    yield from _speed("tiny", several=4, decoded=((8, 1), (12, 4)))
+    yield Case("tiny out of memory", "tiny", partial(run, function="correctness:out_of_memory", shape="tiny"), 20, 120)
+    yield from _more("tiny", decoded=((4, 4),))
+    yield Case("skyrl demo", "server", partial(run, function="server:demo"), 40, 240)
+
+
+Decoded = tuple[tuple[int, int], ...]
+"""Rows and adapters."""
+
+
+def _speed(
+    shape: str, several: int = 16, decoded: Decoded = ((128, 1), (128, 16), (400, 1), (32, 1))
+) -> Iterator[Case]:
+    """Training with one adapter and with several, and the decoding that matters most."""
+    size = _billions(shape)
+    yield Case(f"{shape} ready", shape, partial(run, function="throughput:ready", shape=shape), 45 + 3 * size, 240)
+    for adapters in (1, several):
+        job = partial(run, function="throughput:train", shape=shape, adapters=adapters)
+        yield Case(f"{shape} train, {_adapters(adapters)}", shape, job, 15 + 3 * size, 150)
+    yield from _decoding(shape, decoded)
+
+
+def _more(shape: str, decoded: Decoded = ((32, 16), (400, 16))) -> Iterator[Case]:
+    """More decoding, reading prompts, RL, and where the time goes."""
+    yield from _decoding(shape, decoded)
+    yield Case(f"{shape} prefill", shape, partial(run, function="throughput:prefill", shape=shape), 20, 120)
+    yield Case(f"{shape} RL iteration", shape, partial(run, function="throughput:rl", shape=shape), 40, 180)
+    yield Case(f"{shape} profile", shape, partial(run, function="kernels:profile", shape=shape), 40, 180)
+
+
+def _decoding(shape: str, decoded: Decoded) -> Iterator[Case]:
+    for rows, adapters in decoded:
+        job = partial(run, function="throughput:decode", shape=shape, rows=rows, adapters=adapters)
+        name = f"{shape} decode, {rows} rows, {_adapters(adapters)}"
+        yield Case(name, shape, job, 14 + 2 * _billions(shape), 120)
+
+
+def _billions(shape: str) -> float:
+    return float(shape.removesuffix("B")) if shape.endswith("B") else 0.0
+
+
+def _tests(name: str, files: tuple[str, ...], estimate_s: float, limit_s: float) -> Case:
+    return Case(f"tests: {name}", "tests", partial(run, function="correctness:tests", files=files), estimate_s, limit_s)
+
+
+def _adapters(count: int) -> str:
+    return "1 adapter" if count == 1 else f"{count} adapters"

@@ -1,0 +1,187 @@
+"""A backend with random weights of one shape, made on the device, and the jobs that cases time on it."""
+
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import flops
+from common import RANK
+from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+from skyrl.backends.operations import CreateModel, ForwardBackward, Operation, OptimStep, Publish, Sample
+from skyrl.tx.make_model import make_model
+from skyrl.types import AdamParams, Datum, ErrorResponse, LoraConfig, SampleOutput, SamplingParams
+
+from .environment import rates
+
+TINY = flops.Shape(hidden=64, layers=9, heads=4, kv_heads=2, head_dim=16, intermediate=192, vocab=512)
+"""Deep enough to be scanned, as models are that people have."""
+
+SHAPES = {"tiny": TINY, **flops.QWEN3}
+UNTIED = {"8B"}
+
+MOST_ROWS = 400
+"""Of a decode batch: the largest that a case asks for."""
+
+
+class Loaded:
+    """A backend in bfloat16 with rank-32 adapters on all linear layers.
+
+    Args:
+        name: Of the shape, in `SHAPES`.
+    """
+
+    def __init__(self, name: str):
+        self.shape = SHAPES[name]
+        self.tiny = name == "tiny"
+        self._numbers = itertools.count()
+        self._scratch = tempfile.TemporaryDirectory(prefix="skyrl-on-device-")
+        folder = make_model(
+            Path(self._scratch.name) / f"qwen3-{name}",
+            **asdict(self.shape),
+            tied=name not in UNTIED,
+            max_position=40_960,
+            dtype="bfloat16",
+            weights=False,
+        )
+        options: dict[str, Any] = {"sample_max_num_sequences": 16 if self.tiny else MOST_ROWS}
+        if self.tiny:
+            options |= {"train_tile_tokens": 128, "max_context_length": 256, "kv_cache_gib": 0.05}
+        started = time.perf_counter()
+        config = JaxBackendConfig(load_format="dummy", dtype="bfloat16", warm_up=False, **options)
+        self.messages: list[str] = []
+        self.backend = JaxBackend(str(folder), config, self.messages.append)
+        self.ready_s = time.perf_counter() - started
+        self.rates = rates(256 if self.tiny else 8192, 2**20 if self.tiny else 2**30)
+
+    @classmethod
+    def of(cls, process: dict[str, Any], name: str) -> "Loaded":
+        """The one that earlier cases of the process have left, or a new one."""
+        if name not in process:
+            process[name] = cls(name)
+        return process[name]
+
+    # -- figures ------------------------------------------------------------------------------------------------------
+
+    @property
+    def peak_flops(self) -> float:
+        """Rate of bfloat16 products that was measured here."""
+        return float(self.rates["bf16_tflops"]) * 1e12  # pyright: ignore[reportArgumentType]
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes that a copy reads and writes in a second, as measured here."""
+        return float(self.rates["copy_gb_s"]) * 1e9  # pyright: ignore[reportArgumentType]
+
+    def planned(self) -> dict[str, object]:
+        """What memory is for; GiB."""
+        names = ("total", "base", "cache", "training", "model", "left")
+        return {f"plan_{name}_gib": round(getattr(self.backend.plan, name) / 2**30, 3) for name in names}
+
+    def peak(self) -> dict[str, object]:
+        """The most memory that was in use so far; GiB. None where the platform does not tell."""
+        import jax
+
+        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        return {"peak_gib": None if peak is None else round(peak / 2**30, 3)}
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def finish(self, operations: Sequence[Operation]) -> list[Any]:
+        """Results of operations that are submitted together. Raises RuntimeError with what one of them failed with."""
+        for operation in operations:
+            self.backend.submit(operation)
+        results: dict[str, Any] = {}
+        while len(results) < len(operations):
+            for completion in self.backend.step():
+                if isinstance(completion.result, ErrorResponse):
+                    raise RuntimeError(f"{completion.request_id}: {completion.result.error}")
+                results[completion.request_id] = completion.result
+        return [results[operation.request_id] for operation in operations]
+
+    def new_id(self) -> str:
+        return f"request-{next(self._numbers)}"
+
+    def models(self, count: int) -> list[str]:
+        """Names of so many models, made where they are not there."""
+        names = [f"model-{number}" for number in range(count)]
+        missing = [name for name in names if not self.backend.has_model(name)]
+        self.finish(
+            [
+                CreateModel(request_id=self.new_id(), model_id=name, lora_config=LoraConfig(rank=RANK, seed=seed))
+                for seed, name in enumerate(missing)
+            ]
+        )
+        return names
+
+    def versions(self, models: Sequence[str]) -> list[str]:
+        """Publish the models' weights of this moment, in memory."""
+        names = [f"{model}/{self.new_id()}" for model in models]
+        self.finish(
+            [
+                Publish(request_id=self.new_id(), model_id=model, version=version, path=None, persist=False)
+                for model, version in zip(models, names, strict=True)
+            ]
+        )
+        return names
+
+    def passes(self, models: Sequence[str], data: Sequence[list[Datum]], loss: str = "cross_entropy") -> list[Any]:
+        """Results of one step of every model: a pass over its data, and an optimizer step."""
+        operations: list[Operation] = []
+        for model, own in zip(models, data, strict=True):
+            adam = AdamParams(learning_rate=1e-5)
+            operations += [
+                ForwardBackward(request_id=self.new_id(), model_id=model, data=own, loss_fn=loss, tenant=model),
+                OptimStep(request_id=self.new_id(), model_id=model, adam_params=adam, tenant=model),
+            ]
+        return self.finish(operations)
+
+    def reference_pass(self, model: str, data: list[Datum]) -> ForwardBackward:
+        """A pass of the base model, forward only."""
+        return ForwardBackward(
+            request_id=self.new_id(),
+            model_id=model,
+            data=data,
+            loss_fn="cross_entropy",
+            forward_only=True,
+            reference=True,
+        )
+
+    def sampling(self, version: str | None, prompt: np.ndarray, new: int, samples: int = 1) -> Sample:
+        """A request for sequences of full length, with log-probabilities."""
+        params = SamplingParams(max_tokens=new, seed=next(self._numbers), stop=[], temperature=1.0)
+        return Sample(
+            request_id=self.new_id(), version=version, prompt=prompt, params=params, num_samples=samples, tenant="one"
+        )
+
+    def prompt(self, length: int) -> np.ndarray:
+        """Tokens that nobody has seen."""
+        draws = np.random.default_rng([os.getpid(), next(self._numbers)])
+        return draws.integers(0, self.shape.vocab, length).astype(np.int32)
+
+    def datum(self, length: int) -> Datum:
+        """A random sequence with cross-entropy on all of its tokens."""
+        tokens = self.prompt(length + 1)
+        inputs = {"target_tokens": tokens[1:], "weights": np.ones(length, np.float32)}
+        return Datum(tokens[:-1], inputs)
+
+    def rollout(self, prompt: np.ndarray, output: SampleOutput) -> list[Datum]:
+        """Samples of a prompt with random advantages, for importance sampling."""
+        data = []
+        for sequence in output.sequences:
+            tokens, before = np.concatenate([prompt, sequence.tokens]).astype(np.int32), len(prompt) - 1
+            advantages = np.full(len(sequence.tokens), np.random.default_rng(len(data)).normal(), np.float32)
+            inputs = {
+                "target_tokens": tokens[1:],
+                "weights": np.ones(len(tokens) - 1, np.float32),
+                "logprobs": np.concatenate([np.zeros(before, np.float32), sequence.logprobs]),
+                "advantages": np.concatenate([np.zeros(before, np.float32), advantages]),
+            }
+            data.append(Datum(tokens[:-1], inputs))
+        return data

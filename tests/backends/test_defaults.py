@@ -1,0 +1,77 @@
+"""Options that are left to the platform."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+from skyrl.backends.jax.defaults import CACHE_SHARE, resolved
+from skyrl.backends.jax.memory import GIB
+from skyrl.tx.make_model import make_model
+
+LEFT = 50 * GIB
+TOKEN = 36 * 2 * 8 * 128 * 2
+"""Bytes of keys and values of a token of Qwen3-4B in bfloat16."""
+
+
+def on(platform: str, exact: bool = False, left: int = LEFT, token: int = TOKEN, **options):
+    return resolved(JaxBackendConfig(**options), platform, exact, left, token)
+
+
+@pytest.mark.parametrize(
+    ("platform", "exact", "asked", "used"),
+    [
+        ("cpu", True, "auto", "highest"),
+        ("cpu", False, "auto", "highest"),
+        ("gpu", True, "auto", "highest"),
+        ("tpu", True, "auto", "highest"),
+        ("gpu", False, "auto", "high"),
+        ("tpu", False, "auto", "high"),
+        ("gpu", False, "highest", "highest"),
+        ("gpu", True, "default", "default"),
+    ],
+)
+def test_products_are_exact_where_base_weights_are_float32(platform, exact, asked, used):
+    assert on(platform, exact, matmul_precision=asked).matmul_precision == used
+
+
+def test_a_cpu_has_small_micro_batches_a_small_cache_and_few_rows():
+    assert on("cpu", left=10**15)[1:] == (512, 2 * GIB, 32)
+
+
+def test_an_accelerators_cache_is_a_share_of_what_base_weights_leave():
+    assert on("gpu").cache_bytes == int(CACHE_SHARE * LEFT)
+
+
+@pytest.mark.parametrize(("left", "rows"), [(0, 32), (12 * GIB, 64), (24 * GIB, 128), (50 * GIB, 256), (10**15, 256)])
+def test_an_accelerators_rows_follow_from_its_cache(left, rows):
+    assert on("gpu", left=left).rows == rows
+
+
+def test_a_base_model_that_leaves_nothing_has_no_cache_of_negative_size():
+    assert on("gpu", left=-GIB).cache_bytes == 0
+
+
+def test_what_is_configured_stays():
+    options = {"train_tile_tokens": 1024, "kv_cache_gib": 3.0, "sample_max_num_sequences": 7}
+    for platform in ("cpu", "gpu"):
+        assert on(platform, **options)[1:] == (1024, 3 * GIB, 7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dummy_weights_are_of_the_asked_type_and_of_the_scale_that_keeps_activations(tmp_path, dtype):
+    folder = make_model(tmp_path / "empty", weights=False, layers=9, tied=True, dtype=dtype)
+    assert not list(folder.glob("*.safetensors"))
+    backend = JaxBackend(
+        str(folder), JaxBackendConfig(dtype=dtype, load_format="dummy", compilation_cache=False, warm_up=False)
+    )
+    model = backend.model
+    backend.close()
+    leaves = jax.tree.leaves(model.layers)
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(dtype)}
+    kernel = np.asarray(model.layers.mlp.down_proj.kernel[...], np.float32)
+    assert kernel.std() == pytest.approx(kernel.shape[1] ** -0.5, rel=0.02)
+    assert np.asarray(model.layers.mlp.gate_proj.kernel[...], np.float32).std() == pytest.approx(256**-0.5, rel=0.02)
+    assert (np.asarray(model.norm.scale[...], np.float32) == 1).all()
