@@ -31,6 +31,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files without a test marked `gpu` alone: they need packages that a machine with a GPU may not have."""
+    if config.option.markexpr == "gpu" and collection_path.suffix == ".py":
+        return "pytest.mark.gpu" not in collection_path.read_text() or None
+    return None
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 of hidden size 32."""

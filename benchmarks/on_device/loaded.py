@@ -94,15 +94,15 @@ class Loaded:
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
     def finish(self, operations: Sequence[Operation]) -> list[Any]:
-        """Results of operations that are submitted together. Raises RuntimeError with what one of them failed with."""
+        """Results of operations that are submitted together. Raises RuntimeError with the first error."""
         for operation in operations:
             self.backend.submit(operation)
         results: dict[str, Any] = {}
         while len(results) < len(operations):
-            for completion in self.backend.step():
-                if isinstance(completion.result, ErrorResponse):
-                    raise RuntimeError(f"{completion.request_id}: {completion.result.error}")
-                results[completion.request_id] = completion.result
+            results |= {completion.request_id: completion.result for completion in self.backend.step()}
+        for request_id, result in results.items():
+            if isinstance(result, ErrorResponse):
+                raise RuntimeError(f"{request_id}: {result.error}")
         return [results[operation.request_id] for operation in operations]
 
     def new_id(self) -> str:

@@ -6,7 +6,7 @@ whose last line was cut off, or all that the command has printed, can be read as
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,7 +19,7 @@ Line = dict[str, Any]
 LEFT_OUT = ("device", "problems")
 """Figures that are told elsewhere: above and below the tables."""
 LONGEST_CELL = 60
-"""Characters. Longer texts and lists are in the lines only."""
+"""Characters. Longer lists of texts stand below the table, longer texts in the lines only."""
 
 
 def read(path: Path) -> list[Line]:
@@ -65,17 +65,28 @@ def tables(lines: Iterable[Line]) -> str:
 
 
 def _table_of_group(group: str, lines: Sequence[Line]) -> str:
+    """Cases with the same figures share a table."""
     devices = list(dict.fromkeys(line["device"] for line in lines if line.get("device")))
-    rows = []
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
     for line in lines:
         row = {"case": line["case"], "status": line["status"], "seconds": number(line.get("seconds", ""))}
         row |= {"device": line.get("device") or ""} if len(devices) > 1 else {}
-        rows.append(row | _cells(line.get("result") or {}) | row)
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    title = f"### {group}" + (f" ({devices[0]})" if len(devices) == 1 else "")
-    text = f"{title}\n\n{markdown(columns, [[row.get(name, '') for name in columns] for row in rows])}"
-    wrong = [f"- {line['case']}: {'; '.join(_complaints(line))}" for line in lines if line["status"] != OK]
-    return "\n\n".join([text, "\n".join(wrong)] if wrong else [text])
+        row |= _cells(line.get("result") or {}) | row
+        alike.setdefault(tuple(row), []).append(list(row.values()))
+    parts = [f"### {group}" + (f" ({devices[0]})" if len(devices) == 1 else "")]
+    parts += [markdown(columns, rows) for columns, rows in alike.items()]
+    below = [f"- {line['case']}: {'; '.join(_complaints(line))}" for line in lines if line["status"] != OK]
+    below += [text for line in lines for text in _lists(line)]
+    return "\n\n".join([*parts, "\n".join(below)] if below else parts)
+
+
+def _lists(line: Line) -> Iterator[str]:
+    """Lists of texts that are too long for a cell."""
+    for name, value in (line.get("result") or {}).items():
+        if name in LEFT_OUT or not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            continue
+        if len(", ".join(value)) > LONGEST_CELL:
+            yield "\n".join([f"- {line['case']}, {name}:", *(f"  - {item}" for item in value)])
 
 
 def _complaints(line: Line) -> list[str]:

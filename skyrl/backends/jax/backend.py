@@ -113,8 +113,8 @@ class JaxBackend(Executor):
         zero = zero_adapter(self.model_config, padded_rank(config.max_lora_rank))
         self._defaults = defaults = defaults_for(model, config)
         shape = TileShape(defaults.tile_tokens, config.train_micro_batch_size)
-        device = jax.devices()[0]
-        progress(f"planning memory of {device.platform} {device.device_kind}; products are {defaults.matmul_precision}")
+        device, dtype = jax.devices()[0], jax.tree.leaves(nnx.state(model))[0].dtype
+        progress(f"device {device.platform} ({device.device_kind}), base weights in {dtype}, {defaults}")
         with self._computing():
             self._programs, plan, stacks = planned(
                 model, config, defaults.cache_bytes, shape, self._max_context_length, zero

@@ -40,6 +40,12 @@ class Defaults(NamedTuple):
     rows: int
     """Sequences decoded at once."""
 
+    def __str__(self) -> str:
+        return (
+            f"matmul precision {self.matmul_precision}, micro-batches of {self.tile_tokens} tokens, {self.rows} rows "
+            f"decoded at once, KV cache of {self.cache_bytes / GIB:.2f} GiB at most"
+        )
+
 
 def resolved(config: JaxBackendConfig, platform: str, exact: bool, left: int, token_bytes: int) -> Defaults:
     """The options of a backend, on its platform.
