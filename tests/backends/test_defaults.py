@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+from skyrl.backends.jax.compilation import DETERMINISTIC_ON_GPU
 from skyrl.backends.jax.defaults import CACHE_SHARE, resolved
 from skyrl.backends.jax.memory import GIB
 from skyrl.tx.make_model import make_model
@@ -75,3 +76,9 @@ def test_dummy_weights_are_of_the_asked_type_and_of_the_scale_that_keeps_activat
     assert kernel.std() == pytest.approx(kernel.shape[1] ** -0.5, rel=0.02)
     assert np.asarray(model.layers.mlp.gate_proj.kernel[...], np.float32).std() == pytest.approx(256**-0.5, rel=0.02)
     assert (np.asarray(model.norm.scale[...], np.float32) == 1).all()
+
+
+def test_xla_knows_the_option_that_makes_gpus_deterministic():
+    """It refuses options that it does not know, on every platform."""
+    program = jax.jit(lambda x: x @ x, compiler_options=DETERMINISTIC_ON_GPU)
+    np.testing.assert_array_equal(program(jnp.eye(3)), np.eye(3))

@@ -97,3 +97,9 @@ def test_decoding_costs_the_same_however_its_tokens_are_split(prompt: int):
     split = flops.decode(SHAPE, RANK, prompt, 4)
     logits = 2 * (SHAPE.hidden * SHAPE.vocab + RANK * (SHAPE.hidden + SHAPE.vocab))
     assert split == flops.decode(SHAPE, RANK, prompt + 3, 1) + 3 * logits
+
+
+@pytest.mark.parametrize(("name", "billions"), [("0.6B", 0.44), ("1.7B", 1.4), ("4B", 3.6), ("8B", 6.95)])
+def test_shapes_of_qwen3_have_the_parameters_beside_embeddings_that_its_model_cards_name(name, billions):
+    shown = len(str(billions).split(".")[1])
+    assert round(flops.QWEN3[name].layer_parameters() / 1e9, shown) == billions

@@ -446,4 +446,40 @@ DEFECTS = [
         [Edit("skyrl/backends/jax/planning.py", "graphs[modes[length]]", "graphs[False]")],
         ["tests/backends/test_memory.py::test_auto_runs_the_mode_that_fits_and_short_tiles_without"],
     ),
+    Defect(
+        "poisoned-cache",
+        "pages that carry the error of a program that failed on the device are kept, so every later sample fails",
+        [
+            Edit(
+                "skyrl/backends/jax/prompts.py",
+                "        except Exception:  # whatever the device says\n            return True",
+                "        except Exception:  # whatever the device says\n            return False",
+            )
+        ],
+        [BATCHING + "test_a_cache_that_a_failed_program_has_poisoned_is_made_again"],
+    ),
+    Defect(
+        "bf16-attention",
+        "training rounds attention weights to bfloat16 and decoding does not, so ratios of fresh samples are not 1",
+        [
+            Edit(
+                "skyrl/tx/layers/packed_attention.py",
+                "            weights,  # not rounded",
+                "            weights.astype(value.dtype).astype(jnp.float32),  # not rounded",
+            )
+        ],
+        ["tests/tx/layers/test_attention_bfloat16.py::test_attention_over_bfloat16_is_that_of_float64_rounded_once"],
+    ),
+    Defect(
+        "exact-float32",
+        "products of float32 base weights are rounded to TF32 on a GPU",
+        [
+            Edit(
+                "skyrl/backends/jax/defaults.py",
+                '"highest" if on_host or exact else "high"',
+                '"highest" if on_host else "high"',
+            )
+        ],
+        ["tests/backends/test_defaults.py::test_products_are_exact_where_base_weights_are_float32"],
+    ),
 ]

@@ -11,11 +11,23 @@ import numpy as np
 log = logging.getLogger(__name__)
 
 
-class Compiler:
-    """`jax.jit` for one group of programs."""
+DETERMINISTIC_ON_GPU = {"xla_gpu_deterministic_ops": True}
+"""No sums by atomic additions, and no choice of kernels by how fast they have just been."""
 
-    def __init__(self, group: str):
+
+class Compiler:
+    """`jax.jit` for one group of programs.
+
+    Args:
+        group: Name for the log.
+        deterministic: Programs give the same bits each time, in another process too; a CPU's do anyway.
+        on_cpu: Options of XLA for programs on a CPU.
+    """
+
+    def __init__(self, group: str, deterministic: bool = False, on_cpu: dict[str, Any] | None = None):
         self._group = group
+        own = {"cpu": on_cpu, "gpu": DETERMINISTIC_ON_GPU if deterministic else None}
+        self._options = own.get(jax.default_backend())
         self.compiled = 0
         """Programs compiled so far."""
 
@@ -28,7 +40,7 @@ class Compiler:
             log.info("compiling %s program %d: %s", self._group, self.compiled, name)
             return function(*args, **kwargs)
 
-        return jax.jit(traced, **options)
+        return jax.jit(traced, compiler_options=self._options, **options)
 
     def program(self, name: str, function: Callable[..., Any], **options: Any) -> "Program":
         """The same as a `Program`."""

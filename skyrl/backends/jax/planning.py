@@ -56,7 +56,8 @@ def planned(
     base = nnx.split(model)[1]
     lengths = shape.lengths(longest)
     # Programs of their own for each mode: what was traced once for some shapes is not traced again for them.
-    of_mode = {mode: TrainingPrograms(lambda _, mode=mode: graphs[mode], config.loss_chunk_size) for mode in MODES}
+    options = config.loss_chunk_size, config.deterministic
+    of_mode = {mode: TrainingPrograms(lambda _, mode=mode: graphs[mode], *options) for mode in MODES}
 
     def training_bytes(length: int, mode: Mode) -> int:
         if config.enforce_eager:
@@ -73,7 +74,7 @@ def planned(
     plan = plan._replace(training=max(calls))
     plan.check(longest)
     used = set(modes.values())
-    mixed = TrainingPrograms(lambda length: graphs[modes[length]], config.loss_chunk_size)
+    mixed = TrainingPrograms(lambda length: graphs[modes[length]], *options)
     return of_mode[used.pop()] if len(used) == 1 else mixed, plan, stacks
 
 

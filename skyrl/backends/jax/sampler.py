@@ -84,7 +84,7 @@ class Sampler:
         self._zero = zero
         self._deterministic = deterministic
         self._counts = row_counts(max_rows, deterministic)
-        programs = SamplingPrograms(graphdef, model_config, base)
+        programs = SamplingPrograms(graphdef, model_config, base, deterministic)
         blocks = -(-max_context_length // PAGE_SIZE)
         useful = 2 * self._counts[-1] * blocks + 1  # as much again as all rows take, for prefixes
         count = max(2, min(useful, cache_bytes // (programs.token_bytes * PAGE_SIZE)))

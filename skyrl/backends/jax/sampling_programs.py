@@ -51,7 +51,7 @@ HOTTEST = 1e30
 
 
 QUICKLY_COMPILED = {"xla_backend_optimization_level": 1}
-"""LLVM's levels above take a fifth longer to compile these programs, which then run no faster."""
+"""On a CPU: LLVM's levels above take a fifth longer to compile these programs, which then run no faster."""
 
 Pool = tuple[tuple[Any, ...], tuple[Any, ...]]
 """Keys and values of all pages, as in `KVCache`."""
@@ -132,14 +132,14 @@ def top_width(k: int, vocab_size: int) -> int:
 class SamplingPrograms:
     """The programs for one model. Those that take a pool and return one consume the one they are given."""
 
-    def __init__(self, graphdef: Any, model_config: Any, base: Any):
+    def __init__(self, graphdef: Any, model_config: Any, base: Any, deterministic: bool):
         self._graphdef = graphdef
         self._config = model_config
         token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         self.cache_dtype = jax.eval_shape(
             lambda base, token: nnx.merge(graphdef, base)(token, positions=token).last_hidden_state, base, token
         ).dtype
-        self._compiler = Compiler("sampling")
+        self._compiler = Compiler("sampling", deterministic, QUICKLY_COMPILED)
         self.decode = self._program(self._decode, donate="pool")
         self.prefill = self._program(self._prefill, donate="pool")
         self.project = self._program(self._project)
@@ -162,10 +162,7 @@ class SamplingPrograms:
 
     def _program(self, function: Callable, donate: str | None = None, static: str | None = None) -> Callable:
         name = function.__name__.strip("_")
-        options = QUICKLY_COMPILED if jax.default_backend() == "cpu" else None
-        return self._compiler.jit(
-            name, function, donate_argnames=donate, static_argnames=static, compiler_options=options
-        )
+        return self._compiler.jit(name, function, donate_argnames=donate, static_argnames=static)
 
     @property
     def compiled(self) -> int:

@@ -82,12 +82,13 @@ class TrainingPrograms:
     Args:
         graphdef: For a tile's length, the model's static part (they differ in what is kept for the backward pass).
         loss_chunk_size: Tokens whose logits are in memory at once; 0: all of a tile.
+        deterministic: See `Compiler`.
     """
 
-    def __init__(self, graphdef: Callable[[int], Any], loss_chunk_size: int):
+    def __init__(self, graphdef: Callable[[int], Any], loss_chunk_size: int, deterministic: bool):
         self._graphdef = graphdef
         self._loss_chunk_size = loss_chunk_size
-        self._compiler = Compiler("training")
+        self._compiler = Compiler("training", deterministic)
         self._programs: dict[Objective | None, tuple[Program, Program]] = {}
         self.forward, self.forward_backward = self.of(None)
         """Those for losses of the protocol, see `of`."""
