@@ -19,9 +19,14 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 
+ON_ACCELERATOR = ("gpu", "gpu and not slow")
+"""Expressions of marks that stand for a run on the accelerator that there is, as it is given and as it is meant."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the device before anything imports JAX: the CPU, but an accelerator for `-m gpu` where there is one."""
-    if config.option.markexpr == "gpu":
+    if config.option.markexpr in ON_ACCELERATOR:
+        config.option.markexpr = ON_ACCELERATOR[-1]
         os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # tests that start a process share the device with it
         return
@@ -33,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave files without a test marked `gpu` alone: they need packages that a machine with a GPU may not have."""
-    if config.option.markexpr == "gpu" and collection_path.suffix == ".py":
+    if config.option.markexpr in ON_ACCELERATOR and collection_path.suffix == ".py":
         return "pytest.mark.gpu" not in collection_path.read_text() or None
     return None
 

@@ -258,7 +258,7 @@ def test_a_lost_cache_fails_running_requests_and_the_next_ones_are_fine(rig):
 
 def test_a_cache_that_a_failed_program_has_poisoned_is_made_again(rig):
     command = [sys.executable, "tests/backends/poisoned_cache.py", str(rig.folder)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([".", "tests", "tests/backends"])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([".", "tests", "tests/backends", *sys.path])}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
 

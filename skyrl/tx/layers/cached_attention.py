@@ -60,7 +60,7 @@ def cached_attention(
     attend, span = (_attend_one, 1) if tokens == 1 else (_attend_many, PAGES_AT_ONCE)
     table = jnp.pad(pages.table, ((0, 0), (0, -pages.table.shape[1] % span)))
 
-    def block(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def block(index: Array | int, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, total, mixed = carry
         page = jax.lax.dynamic_slice_in_dim(table, index * span, span, axis=1)
         place = index * span * pages.size + jnp.arange(span * pages.size, dtype=jnp.int32)

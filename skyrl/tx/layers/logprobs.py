@@ -98,11 +98,11 @@ def _chunks(count: Array, chunk: int) -> Array:
     return (count + chunk - 1) // chunk
 
 
-def _slice(array: Array, index: Array, chunk: int) -> Array:
+def _slice(array: Array, index: Array | int, chunk: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(array, index * chunk, chunk)
 
 
-def _write(array: Array, index: Array, chunk: int, values: Array) -> Array:
+def _write(array: Array, index: Array | int, chunk: int, values: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(array, values.astype(array.dtype), index * chunk, 0)
 
 
@@ -121,7 +121,7 @@ def _chunked_forward(
     """Scores of the first `read` tokens, in whole chunks."""
     logits: Any = jax.eval_shape(project, trainable, hidden[:chunk])
 
-    def body(index: Array, carry: tuple[Scores, Array, Array]) -> tuple[Scores, Array, Array]:
+    def body(index: Array | int, carry: tuple[Scores, Array, Array]) -> tuple[Scores, Array, Array]:
         scores, normalisers, kept = carry
         logits = _tempered(project(trainable, _slice(hidden, index, chunk)), temperature, index, chunk)
         normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -147,7 +147,7 @@ def _chunked_backward(
     """
     trainable, hidden, targets, temperature, trained, normalisers, kept = saved
 
-    def body(index: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
+    def body(index: Array | int, carry: tuple[Any, Array]) -> tuple[Any, Array]:
         of_trainable, of_hidden = carry
         states, ids, g = (_slice(array, index, chunk) for array in (hidden, targets, gradient.logprobs))
         logits, pullback = jax.vjp(project, trainable, states)
@@ -168,7 +168,7 @@ def _chunked_backward(
     return of_trainable, of_hidden, None, None, None, None
 
 
-def _tempered(logits: Array, temperature: Array | None, index: Array, chunk: int) -> Array:
+def _tempered(logits: Array, temperature: Array | None, index: Array | int, chunk: int) -> Array:
     """The logits of a chunk divided by its tokens' temperatures."""
     return logits if temperature is None else logits / _slice(temperature, index, chunk)[:, None]
 

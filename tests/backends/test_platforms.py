@@ -1,0 +1,60 @@
+"""Every program is made of what XLA has for other platforms too, as far as that can be told without one."""
+
+import numpy as np
+import pytest
+
+from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+from skyrl.backends.jax.adapters import zeros_like
+from skyrl.backends.jax.sampling_programs import Rows
+from skyrl.backends.jax.step import AdamScalars, abstract_tile
+from skyrl.types import AdamParams
+
+
+@pytest.fixture(scope="module")
+def backend(tiny_model):
+    config = JaxBackendConfig(
+        dtype="bfloat16",
+        train_tile_tokens=64,
+        max_context_length=128,
+        kv_cache_gib=0.01,
+        compilation_cache=False,
+        warm_up=False,
+    )
+    backend = JaxBackend(str(tiny_model), config)
+    yield backend
+    backend.close()
+
+
+def training(backend) -> dict:
+    """(function, arguments) of programs of training, by name."""
+    programs, widest = backend._programs, backend._passes._widest
+    zeros = zeros_like(widest.weights)
+    tiles = (abstract_tile(64, 1),)
+    return {
+        "forward": (programs.forward._function, (backend._base, widest, tiles[0])),
+        "forward_backward": (programs.forward_backward._function, (backend._base, (widest,), tiles)),
+        "a stack": (programs.forward_backward._function, (backend._base, (widest,) * 4, tiles * 4)),
+        "optim_step": (programs.optim_step, (zeros, zeros, zeros, zeros, AdamScalars.of(AdamParams(), 1))),
+    }
+
+
+def sampling(backend) -> dict:
+    sampler = backend.sampler
+    programs, cache = sampler._programs, sampler._cache
+    bank = programs.empty_bank(sampler._zero, slots=4)
+    table = np.zeros(cache.blocks, np.int32)
+    chunk = np.zeros(32, np.int32)
+    return {
+        "decode": (programs.decode, (backend._base, bank, cache.pool, Rows.idle(4, cache.blocks), np.int32(1))),
+        "prefill": (programs.prefill, (backend._base, sampler._zero, cache.pool, table, chunk, np.int32(0))),
+        "copy_pages": (programs.copy_pages, (cache.pool, chunk, chunk)),
+    }
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("job", [training, sampling])
+def test_programs_are_lowered_for_accelerators(backend, job, platform):
+    with backend._computing():
+        for name, (function, arguments) in job(backend).items():
+            text = function.trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+            assert "callback" not in text, name
