@@ -11,6 +11,7 @@ order. Exit status: 0, 1 if a case failed, 2 if it cannot be done as asked, 130 
 import argparse
 import json
 import math
+import os
 import shlex
 import signal
 import subprocess
@@ -160,6 +161,9 @@ def main(arguments: list[str] | None = None, cases: Callable[[bool], list[Case]]
         parser.error(str(error))
     except KeyboardInterrupt:  # before the first case
         return INTERRUPTED
+    except BrokenPipeError:  # whoever reads has seen enough; what is buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

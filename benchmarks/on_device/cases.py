@@ -11,16 +11,38 @@ from typing import Any
 
 from .case import Case
 
-KERNEL_TESTS = ("tests/tx/layers", "tests/tx/test_sampling.py", "tests/backends/test_optimizer.py")
-MODEL_TESTS = ("tests/tx/models/test_qwen3.py",)
+KERNEL_TESTS = (
+    "tests/tx/layers/test_attention_bfloat16.py",
+    "tests/tx/layers/test_packed_attention.py",
+    "tests/tx/layers/test_lora_delta.py",
+    "tests/backends/test_optimizer.py",
+)
 BFLOAT16_TESTS = ("tests/backends/test_bfloat16.py",)
+NUMBER_TESTS = (
+    "tests/tx/models/test_qwen3.py",
+    "tests/backends/test_jax_backend.py",
+    "tests/backends/test_jax_tenants.py",
+    "tests/backends/test_sampler.py",
+)
+NUMBERS = (
+    "(scanned and (logits_equal or prefill_in_chunks or slot_of_a_bank_gives)) or trainers_forward_pass"
+    " or logprobs_of_the_base_model or mixed_batch_equal_torch or resumes_from_a_checkpoint or deterministic_run"
+    " or stack_of_models or hyper_parameters_compile_nothing or nan_weights"
+)
+"""Of those files, one test of each kind."""
 BACKEND_TESTS = (
+    "tests/backends/test_memory.py",
     "tests/backends/test_contract.py",
     "tests/backends/test_jax_backend.py",
     "tests/backends/test_jax_tenants.py",
     "tests/backends/test_defaults.py",
 )
-SAMPLER_TESTS = ("tests/backends/test_sampler.py", "tests/backends/test_sampler_batching.py")
+SAMPLER_TESTS = (
+    "tests/backends/test_sampler.py",
+    "tests/backends/test_sampler_batching.py",
+    "tests/backends/test_sampler_versions.py",
+)
+MODEL_TESTS = ("tests/tx/models/test_qwen3.py", "tests/tx/layers/test_logprobs.py", "tests/tx/test_sampling.py")
 OBJECTIVE_TESTS = ("tests/backends/test_jax_objectives.py", "tests/backends/test_jax_whole_models.py")
 
 
@@ -37,13 +59,14 @@ def run(process: dict[str, Any], function: str, **arguments: Any) -> dict[str, o
 
 def _all() -> Iterator[Case]:
     yield Case("environment", "environment", partial(run, function="environment:environment", tiny=False), 25, 90)
-    yield _tests("kernels", KERNEL_TESTS, 40, 150)
-    yield _tests("model against transformers", MODEL_TESTS, 50, 180)
-    yield _tests("bfloat16", BFLOAT16_TESTS, 40, 150)
+    yield _tests("kernels", KERNEL_TESTS, 35, 150)
+    yield _tests("numbers", NUMBER_TESTS, 60, 180, only=NUMBERS)
+    yield _tests("bfloat16", BFLOAT16_TESTS, 30, 150)
     for shape in ("0.6B", "4B"):
         yield from _speed(shape)
     yield _tests("backend", BACKEND_TESTS, 150, 400)
     yield _tests("sampler", SAMPLER_TESTS, 100, 300)
+    yield _tests("models", MODEL_TESTS, 100, 300)
     yield Case("skyrl demo", "server", partial(run, function="server:demo"), 90, 240)
     yield Case("4B out of memory", "4B", partial(run, function="correctness:out_of_memory", shape="4B"), 60, 150)
     for shape in ("0.6B", "4B"):
@@ -56,7 +79,7 @@ def _all() -> Iterator[Case]:
 
 def _tiny() -> Iterator[Case]:
     yield Case("environment", "environment", partial(run, function="environment:environment", tiny=True), 5, 60)
-    yield _tests("kernels", KERNEL_TESTS[1:2], 10, 120)
+    yield _tests("kernels", KERNEL_TESTS[:1], 10, 120)
     yield from _speed("tiny", several=4, decoded=((8, 1), (12, 4)))
     yield Case("tiny out of memory", "tiny", partial(run, function="correctness:out_of_memory", shape="tiny"), 20, 120)
     yield from _more("tiny", decoded=((4, 4),))
@@ -98,8 +121,9 @@ def _billions(shape: str) -> float:
     return float(shape.removesuffix("B")) if shape.endswith("B") else 0.0
 
 
-def _tests(name: str, files: tuple[str, ...], estimate_s: float, limit_s: float) -> Case:
-    return Case(f"tests: {name}", "tests", partial(run, function="correctness:tests", files=files), estimate_s, limit_s)
+def _tests(name: str, files: tuple[str, ...], estimate_s: float, limit_s: float, only: str = "") -> Case:
+    job = partial(run, function="correctness:tests", files=files, only=only)
+    return Case(f"tests: {name}", "tests", job, estimate_s, limit_s)
 
 
 def _adapters(count: int) -> str:

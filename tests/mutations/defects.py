@@ -254,7 +254,7 @@ DEFECTS = [
                 "            state = self.accumulator = model\n",
             ),
         ],
-        [JAX_TESTS + "test_running_out_of_memory_fails_one_request_and_nothing_else"],
+        ["tests/backends/test_out_of_memory.py::test_running_out_of_memory_fails_one_request_and_nothing_else"],
     ),
     Defect(
         "P5.1",
