@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driver import create, datum, forward_backward, load, new_id, optim_step, random_datum, save
+from driver import create, datum, forward_backward, load, new_id, optim_step, publish, random_datum, sample, save
 from skyrl.backends.backend import CreateModel, ForwardBackward, LoadCheckpoint, OptimStep, SaveCheckpoint
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.errors import RequestError
@@ -389,4 +389,31 @@ def test_nothing_is_compiled_after_the_warm_up(tiny_model):
         create(backend, name)
     run_all(backend, [a_pass(name, [several]) for name in ("one", "two")])  # tiles of one kind, which wait together
     assert backend.metrics["training_programs"] == compiled
+    backend.close()
+
+
+@pytest.mark.gpu
+def test_an_idle_backend_reaches_all_its_programs_by_itself(tiny_model, tmp_path):
+    """In pieces, so that a request never waits for more than one of them."""
+    backend = opened(
+        tiny_model,
+        max_lora_rank=8,
+        max_context_length=64,
+        train_tile_tokens=32,
+        sample_max_num_sequences=2,
+        kv_cache_gib=0.01,
+        warm_up=True,
+    )
+    pieces = 1
+    while backend.prepare():
+        pieces += 1
+    ready = backend.metrics
+    assert pieces > ready["training_programs"] + ready["sampling_programs"] > 20
+    create(backend, rank=8)
+    forward_backward(backend, [random_datum(20), random_datum(60)])
+    optim_step(backend)
+    publish(backend, "version", tmp_path / "version", persist=False)
+    sample(backend, "version", num_samples=2, prompt=list(range(40)))
+    sample(backend, None)
+    assert backend.metrics == ready
     backend.close()

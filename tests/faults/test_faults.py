@@ -126,14 +126,32 @@ def plan(chance: random.Random, kills: int) -> list[str]:
     return chosen
 
 
+KINDS = [
+    "api: result stored, not answered",
+    "engine",
+    "storage: files written, not in place",
+    "both",
+    "engine: optimizer step computed, not kept",
+    "api",
+]
+"""A few kills: each process and both, at a moment by chance and at a named point of each."""
+
+
 @pytest.mark.timeout(900)
-def test_kills_everywhere_change_nothing_bit_for_bit(tmp_path, tiny_model, crash_folder):
-    kills = plan(random.Random(1), 20)
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param(KINDS, id="of each kind"),
+        pytest.param(plan(random.Random(1), 20), id="at every point", marks=pytest.mark.slow),
+    ],
+)
+def test_kills_everywhere_change_nothing_bit_for_bit(tmp_path, tiny_model, crash_folder, kills):
     outcome = disturbed(tmp_path / "disturbed", tiny_model, crash_folder, True, kills, seed=1)
     reference = undisturbed(tmp_path / "undisturbed", tiny_model, True, outcome.diary.rounds)
     check_same(outcome, reference, tolerance=0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kills_change_nothing_beyond_rounding_where_work_is_batched(tmp_path, tiny_model, crash_folder):
     outcome = disturbed(tmp_path / "disturbed", tiny_model, crash_folder, False, list(PROCESSES), seed=2)

@@ -482,4 +482,22 @@ DEFECTS = [
         ],
         ["tests/backends/test_defaults.py::test_products_are_exact_where_base_weights_are_float32"],
     ),
+    Defect(
+        "nan-past-the-table",
+        "padding of a prompt reads pages of others past its table, so a tenant's NaN reaches a neighbour",
+        [
+            Edit(
+                "skyrl/tx/layers/cached_attention.py",
+                " & (place < pages.table.shape[1] * pages.size)[None, None]",
+                "",
+            )
+        ],
+        ["tests/backends/test_sampler_versions.py::test_nan_weights_reach_no_neighbour_in_a_context_of_any_length"],
+    ),
+    Defect(
+        "one-piece-warm-up",
+        "the warm-up ends after its first piece, so first requests wait for programs to be compiled",
+        [Edit(BACKEND, "next(self._warm_up, ENDED) is not ENDED", "next(self._warm_up, None) is not None")],
+        [TENANTS + "test_an_idle_backend_reaches_all_its_programs_by_itself"],
+    ),
 ]

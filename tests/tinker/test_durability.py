@@ -122,8 +122,23 @@ def undisturbed(tmp_path_factory) -> list[object]:
         return script.finish()
 
 
-@pytest.mark.parametrize("snapshots", [{}, {"snapshot_every_steps": 1}, {"snapshot_every_requests": 1}], ids=str)
-@pytest.mark.parametrize("name", DISTURBANCES)
+SNAPSHOTS = [{}, {"snapshot_every_steps": 1}, {"snapshot_every_requests": 1}]
+QUICK = [
+    *(("engine killed", snapshots) for snapshots in SNAPSHOTS),
+    ("server killed", {"snapshot_every_steps": 1}),
+    ("server restarted", {}),
+]
+"""Where a server starts again after every answer, a test takes long: one each, the others are slow."""
+
+
+def slow_unless(quick: bool, *values: object) -> object:
+    return pytest.param(*values, marks=() if quick else pytest.mark.slow, id="-".join(map(str, values)))
+
+
+@pytest.mark.parametrize(
+    ("name", "snapshots"),
+    [slow_unless((name, way) in QUICK, name, way) for name in DISTURBANCES for way in SNAPSHOTS],
+)
 def test_a_disturbance_after_every_answer_changes_nothing(undisturbed, tmp_path, name, snapshots):
     with LiveServer(tmp_path, **snapshots) as server:
         wait_until_ready(server)
@@ -134,8 +149,14 @@ def test_a_disturbance_after_every_answer_changes_nothing(undisturbed, tmp_path,
         assert script.finish() == undisturbed
 
 
-@pytest.mark.parametrize("pipelined", [1, 3, LENGTH])
-@pytest.mark.parametrize("name", DISTURBANCES)
+@pytest.mark.parametrize(
+    ("name", "pipelined"),
+    [
+        slow_unless(name == "engine killed" or count > 1, name, count)
+        for name in DISTURBANCES
+        for count in (1, 3, LENGTH)
+    ],
+)
 def test_a_disturbance_while_requests_are_pending_changes_nothing(undisturbed, tmp_path, name, pipelined):
     with LiveServer(tmp_path, snapshot_every_steps=2, backend_config={"quanta_per_pass": 20}) as server:
         wait_until_ready(server)

@@ -73,6 +73,7 @@ def test_summary_is_printed_once(tmp_path):
     assert output.count("the server process was killed by SIGKILL; starting it again") == 1
 
 
+@pytest.mark.slow
 def test_api_process_that_is_killed_again_and_again_is_started_again(tmp_path):
     with running(tmp_path) as server:
         for count in (1, 2, 3):

@@ -632,11 +632,11 @@ def options(examples: int, steps: int) -> settings:
 
 
 def test_any_history_of_requests_has_the_outcomes_of_the_reference():
-    run_state_machine_as_test(Protocol, settings=options(examples=12, steps=30))
+    run_state_machine_as_test(Protocol, settings=options(examples=5, steps=30))
 
 
 def test_crashes_and_restarts_change_no_outcome():
-    run_state_machine_as_test(CrashingProtocol, settings=options(examples=12, steps=30))
+    run_state_machine_as_test(CrashingProtocol, settings=options(examples=5, steps=30))
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ def test_an_engine_that_computes_with_jax_has_not_loaded_torch(live_server):
     assert ("libjax" in libraries, "libtorch" in libraries) == (True, False)
 
 
+@pytest.mark.slow
 def test_a_killed_engine_is_replaced_and_new_work_is_fine(own_server):
     with service(own_server) as client:
         trainer = new_trainer(client, own_server)

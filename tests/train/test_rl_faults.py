@@ -142,6 +142,7 @@ def found_again() -> FastAPI:
     return app
 
 
+@pytest.mark.slow
 def test_a_search_engine_that_goes_down_stops_a_run_that_continues_once_it_is_up(rows, tiny_model, tmp_path, no_pauses):
     port = closed_port()
     options = ["environment.env_class=faulty:Searching", "generator.max_turns=2"]

@@ -13,6 +13,8 @@ from skyrl.utils.crash_points import CRASH_POINTS
 
 STEPS = 4
 TAKEN, SAVED = "trainer: step taken, not recorded", "trainer: newest named, older ones still there"
+TWICE = [SAVED, TAKEN]
+"""After the first step, and in the second."""
 AT_EVERY_STEP = [SAVED, SAVED, TAKEN, SAVED, SAVED]
 """Where one process after another is killed. After SAVED comes the next step, else the same again."""
 AT_EVERY_POINT = [
@@ -85,9 +87,11 @@ def command(kind: str, data: Path, model: Path, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "kills"),
     [
-        pytest.param("grpo", AT_EVERY_POINT, id="grpo, at every point"),
-        pytest.param("ppo", AT_EVERY_STEP, id="ppo, at every step"),
-        pytest.param("sft", AT_EVERY_STEP, id="sft, at every step"),
+        pytest.param("grpo", TWICE, id="grpo, twice"),
+        pytest.param("sft", TWICE, id="sft, twice"),
+        pytest.param("ppo", AT_EVERY_STEP, id="ppo, at every step", marks=pytest.mark.slow),
+        pytest.param("sft", AT_EVERY_STEP, id="sft, at every step", marks=pytest.mark.slow),
+        pytest.param("grpo", AT_EVERY_POINT, id="grpo, at every point", marks=pytest.mark.slow),
         pytest.param("ppo", AT_EVERY_POINT, id="ppo, at every point", marks=pytest.mark.slow),
         pytest.param("sft", AT_EVERY_POINT, id="sft, at every point", marks=pytest.mark.slow),
     ],

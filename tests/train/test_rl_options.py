@@ -34,10 +34,12 @@ def interrupted(arguments: list[str], at: int) -> None:
         train(arguments, report)
 
 
+REPLACING = ["environment.env_class=rewarding:Tossed", "trainer.algorithm.dynamic_sampling.type=replace"]
+REPLACING += ["trainer.epochs=2", "trainer.dump_data_batch=true"]
+
+
 def test_every_step_has_all_its_prompts_where_those_without_a_signal_are_replaced(rows, tiny_model, tmp_path):
-    options = ["environment.env_class=rewarding:Tossed", "trainer.algorithm.dynamic_sampling.type=replace"]
-    options += ["trainer.epochs=2", "trainer.dump_data_batch=true"]
-    train(command(rows, tiny_model, tmp_path / "whole", *options))
+    train(command(rows, tiny_model, tmp_path / "whole", *REPLACING))
     recorded = metrics(tmp_path / "whole")
     assert [row["generate/batch_num_seq"] for row in recorded] == [12] * 4
     dumps = [
@@ -49,7 +51,12 @@ def test_every_step_has_all_its_prompts_where_those_without_a_signal_are_replace
         assert (scores.min(axis=1) < scores.max(axis=1)).all()
     means = [float(dump["rewards"].sum() / 12) for dump in dumps]
     assert means != [row["reward/avg_raw_reward"] for row in recorded]  # something was replaced
-    cut = command(rows, tiny_model, tmp_path / "cut", *options)
+
+
+@pytest.mark.slow
+def test_a_run_that_replaces_prompts_without_a_signal_is_resumed_bit_for_bit(rows, tiny_model, tmp_path):
+    train(command(rows, tiny_model, tmp_path / "whole", *REPLACING))
+    cut = command(rows, tiny_model, tmp_path / "cut", *REPLACING)
     interrupted(cut, at=3)
     train(cut)
     check_equal(tmp_path / "cut", tmp_path / "whole", 4, ["policy"])
@@ -90,6 +97,7 @@ def test_a_reference_that_follows_the_policy_is_resumed_and_leaves_exports_alone
     check_equal(tmp_path / "cut", tmp_path / "whole", 4, ["policy", "reference"])
 
 
+@pytest.mark.slow
 def test_a_run_that_is_made_longer_goes_on_with_the_reference_of_its_new_epoch(rows, tiny_model, tmp_path):
     options = ["environment.env_class=rewarding:Hashed", "trainer.algorithm.use_kl_loss=true"]
     options += ["trainer.update_ref_every_epoch=true"]
@@ -100,7 +108,7 @@ def test_a_run_that_is_made_longer_goes_on_with_the_reference_of_its_new_epoch(r
     check_equal(tmp_path / "longer", tmp_path / "whole", 4, ["policy", "reference"], ["trainer/epoch"])
 
 
-@pytest.mark.parametrize("kind", ["filter", "replace"])
+@pytest.mark.parametrize("kind", [pytest.param("filter", marks=pytest.mark.slow), "replace"])
 def test_one_step_off_with_dynamic_sampling_is_resumed_bit_for_bit(rows, tiny_model, tmp_path, kind):
     options = ["environment.env_class=rewarding:Tossed", f"trainer.algorithm.dynamic_sampling.type={kind}"]
     options += ["trainer.epochs=2", "trainer.one_step_off=true"]

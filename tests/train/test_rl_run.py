@@ -101,7 +101,13 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+IN_SLOW_SUITE = ("grpo", "one step off")  # short runs of them are killed in test_rl_kills, resumed in test_rl_options
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(name, marks=pytest.mark.slow if name in IN_SLOW_SUITE else ()) for name in ALGORITHMS],
+)
 def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(data, tiny_model, tmp_path, algorithm):
     options = ALGORITHMS[algorithm]
     if algorithm == "ppo":
@@ -163,6 +169,7 @@ def test_samples_that_wait_for_their_step_are_in_the_checkpoint(data, tiny_model
         assert record == json.loads(dumped)
 
 
+@pytest.mark.slow
 def test_the_reference_of_a_new_epoch_is_the_policy_of_the_last_and_is_resumed(data, tiny_model, tmp_path):
     options = ["trainer.update_ref_every_epoch=true", "trainer.epochs=2", "trainer.algorithm.use_kl_loss=true"]
     config = configured(data, tiny_model, *options)

@@ -12,7 +12,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import partial, singledispatchmethod
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ from skyrl.backends.jax.adapters import (
     model_bytes,
     zeros_like,
 )
+from skyrl.backends.jax.compilation import by_turns
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.loading import claim_device_memory, keep_compiled_programs, model_folder
 from skyrl.backends.jax.passes import Passes
@@ -69,6 +69,9 @@ from skyrl.types import (
 )
 from skyrl.utils.crash_points import crash_point
 from skyrl.utils.tokenizer import Tokenizer
+
+ENDED = object()
+"""What comes after the last piece of the warm-up."""
 
 LONGEST_DEFAULT_CONTEXT = 8192
 """Limit of sequence length unless `max_context_length` asks for more."""
@@ -173,8 +176,8 @@ class JaxBackend(Executor):
             max_rows=defaults.rows,
             deterministic=config.deterministic,
         )
-        warm_ups = self._passes.warm_up(), self._sampler.warm_up()
-        self._warm_up = chain(*warm_ups) if config.warm_up and not config.enforce_eager else iter(())
+        warm_up = by_turns(self._passes.warm_up(), self._sampler.warm_up())
+        self._warm_up = warm_up if config.warm_up and not config.enforce_eager else iter(())
 
     # -- what the executor asks for -----------------------------------------------------------------------------------
 
@@ -185,7 +188,7 @@ class JaxBackend(Executor):
 
     def prepare(self) -> bool:
         with self._computing():
-            return next(self._warm_up, None) is not None
+            return next(self._warm_up, ENDED) is not ENDED
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:

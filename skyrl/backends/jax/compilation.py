@@ -1,7 +1,7 @@
 """Compiled programs that are counted and announced, so that nobody wonders what a first request waits for."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -13,6 +13,17 @@ log = logging.getLogger(__name__)
 
 DETERMINISTIC_ON_GPU = {"xla_gpu_deterministic_ops": True}
 """No sums by atomic additions, and no choice of kernels by how fast they have just been."""
+
+
+def by_turns(*warm_ups: Iterator[Any]) -> Iterator[Any]:
+    """Pieces of several warm-ups, one of each in turn, until all have ended."""
+    left = list(warm_ups)
+    while left:
+        for warm_up in tuple(left):
+            try:
+                yield next(warm_up)
+            except StopIteration:
+                left.remove(warm_up)
 
 
 class Compiler:

@@ -64,7 +64,8 @@ def cached_attention(
         highest, total, mixed = carry
         page = jax.lax.dynamic_slice_in_dim(table, index * span, span, axis=1)
         place = index * span * pages.size + jnp.arange(span * pages.size, dtype=jnp.int32)
-        stored = place[None, None] <= positions[:, :, None]
+        # Padding of a prompt may stand past the table, where its pages would be those of somebody else.
+        stored = (place[None, None] <= positions[:, :, None]) & (place < pages.table.shape[1] * pages.size)[None, None]
         return attend(grouped, pages, page, stored, highest, total, mixed)
 
     shape = batch, kv_heads, heads // kv_heads, tokens

@@ -38,6 +38,7 @@ def test_the_model_of_the_page_learns_the_answers(lines):
     assert losses[0] > 5.0 and held and float(held[1]) < 0.1
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page_goes_on_from_its_newest_checkpoint(lines, folder):
     longer = CODE.replace("num_epochs=40", "num_epochs=41").replace(
         "ckpt_path=ckpts", 'ckpt_path=ckpts", "resume_from=latest'
