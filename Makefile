@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-rl test test-slow matrix cookbook mutations check bench proto clean
+.PHONY: help setup demo demo-rl test test-slow matrix cookbook mutations accelerator check bench proto clean
 
 help:
 	@echo "setup      install into $(VENV)"
@@ -22,9 +22,10 @@ help:
 	@echo "demo-rl    teach a small model to add: examples first, then GRPO; minutes on two cores"
 	@echo "test       the test suite, in two processes (JOBS=0: in one); about half an hour on two cores"
 	@echo "test-slow  the tests marked slow: kills of a server, long random histories, each way of training; about an hour"
-	@echo "matrix     every SDK from 0.7.0 to 0.38.0 against one server; makes their environments in .sdk"
+	@echo "matrix     every SDK from 0.7.0 to 0.38.0, or those of SDK=\"0.7.0 0.38.0\", against one server, in .sdk"
 	@echo "cookbook   recipes of tinker-cookbook against a server, offline"
-	@echo "mutations  re-introduce known defects one by one; each must turn a test red"
+	@echo "mutations  re-introduce known defects, all or those of ONLY=\"C1.5 F1.8\"; each must turn a test red"
+	@echo "accelerator  all that benchmarks/accelerator.py measures on a GPU or TPU, small, on this machine"
 	@echo "check      format, lint, types, layers"
 	@echo "bench      all benchmarks, JSON lines on standard output"
 	@echo "proto      compile the protobuf schema"
@@ -52,13 +53,19 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
 matrix: $(STAMP)
-	$(BIN)/python -m tests.compat.run --torch "$(TORCH)"
+	$(BIN)/python -m tests.compat.run --torch "$(TORCH)" $(if $(SDK),--sdk $(SDK))
 
 cookbook: $(STAMP)
 	$(BIN)/python -m tests.cookbook.run --torch "$(TORCH)"
 
 mutations: $(STAMP)
-	$(BIN)/python tests/mutations/run.py
+	$(BIN)/python tests/mutations/run.py --check
+	$(BIN)/python tests/mutations/run.py $(ONLY)
+
+accelerator: $(STAMP)
+	mkdir -p build
+	rm -f build/accelerator.jsonl
+	$(BIN)/python benchmarks/accelerator.py --tiny --output build/accelerator.jsonl
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

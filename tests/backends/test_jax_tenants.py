@@ -111,9 +111,18 @@ def only(item, loss_fn: str):
 Losses = st.sampled_from(["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"])
 
 
-@settings(deadline=None, max_examples=25)
-@given(st.lists(st.integers(1, 128), min_size=1, max_size=12), Losses, st.integers(0, 9))
-def test_gradients_do_not_depend_on_how_sequences_are_packed(shared, coarse, lengths, loss_fn, seed):
+@pytest.mark.parametrize("examples", [5, pytest.param(25, marks=pytest.mark.slow)])
+def test_gradients_do_not_depend_on_how_sequences_are_packed(shared, coarse, examples):
+    @settings(deadline=None, max_examples=examples)
+    @given(st.lists(st.integers(1, 128), min_size=1, max_size=12), Losses, st.integers(0, 9))
+    def check(lengths: list[int], loss_fn: str, seed: int) -> None:
+        check_packing(shared, coarse, lengths, loss_fn, seed)
+
+    check()
+
+
+def check_packing(shared, coarse, lengths: list[int], loss_fn: str, seed: int) -> None:
+    """Gradients and outputs of the same sequences, together, in other tiles and one by one."""
     data = [only(off_policy(length, seed + i), loss_fn) for i, length in enumerate(lengths)]
     sums, outputs = [], []
     for backend, parts in ((shared, [data]), (coarse, [data]), (shared, [[item] for item in data])):
@@ -378,12 +387,13 @@ def random_traffic(backend, random, requests: int) -> None:
 
 
 @pytest.mark.gpu
-def test_nothing_is_compiled_after_the_warm_up(tiny_model):
+@pytest.mark.parametrize("requests", [12, pytest.param(40, marks=pytest.mark.slow)])
+def test_nothing_is_compiled_after_the_warm_up(tiny_model, requests):
     backend = opened(tiny_model, max_lora_rank=32, kv_cache_gib=0.05)
     with backend._computing():
         deque(backend._passes.warm_up(), maxlen=0)
     compiled = backend.metrics["training_programs"]
-    random_traffic(backend, np.random.default_rng(0), 40)
+    random_traffic(backend, np.random.default_rng(0), requests)
     several = datum([1, 2, 3], np.arange(24).reshape(3, 8))
     for name in ("one", "two"):
         create(backend, name)

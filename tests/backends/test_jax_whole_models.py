@@ -26,6 +26,7 @@ pytestmark = pytest.mark.gpu
 
 SIZE = {"hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48, "vocab": 320}
 MODELS = {"untied": {"layers": 2}, "tied": {"layers": 2, "tied": True}, "scanned": {"layers": 12}}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("untied", "tied")]
 CONFIG = {"train_tile_tokens": 64, "compilation_cache": False, "warm_up": False}
 
 
@@ -93,7 +94,7 @@ def test_gradients_of_all_weights_equal_torch(backend, folder):
         np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-4 * max(1, np.abs(value).max()), err_msg=name)
 
 
-@pytest.mark.parametrize("folder", MODELS, indirect=True)
+@pytest.mark.parametrize("folder", ["scanned", *SLOW], indirect=True)
 def test_20_steps_equal_torch(backend, folder):
     model = oracle.load(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.01)
@@ -166,7 +167,7 @@ def test_a_published_folder_is_a_model_for_transformers(backend, tmp_path):
     np.testing.assert_allclose(ours, rows.gather(-1, targets)[:, 0].detach().numpy(), atol=1e-4)
 
 
-@pytest.mark.parametrize("folder", MODELS, indirect=True)
+@pytest.mark.parametrize("folder", ["scanned", *SLOW], indirect=True)
 def test_a_version_that_left_memory_is_read_from_its_folder(backend, tmp_path):
     train(backend, steps=2)
     publish(backend, "stored", tmp_path / "stored")

@@ -89,7 +89,7 @@ def test_what_computes_more_again_takes_less_memory(taken_by_mode):
         assert taken_by_mode[without][1] > taken_by_mode[some][1]
 
 
-@pytest.mark.parametrize("mode", ["selective", True])
+@pytest.mark.parametrize("mode", [pytest.param("selective", marks=pytest.mark.slow), True])
 def test_auto_runs_the_mode_that_fits_and_short_tiles_without(deep_model, taken_by_mode, mode):
     """With room for a call between what that mode takes and what the one before it does."""
     before = MODES[MODES.index(mode) - 1]
@@ -117,7 +117,7 @@ def test_room_that_is_not_there_is_refused_with_the_field(tiny_model, field):
     ("options", "named"),
     [
         ({"kv_cache_gib": 1e5}, "kv_cache_gib"),
-        ({"memory_limit_gib": 0.02, "kv_cache_gib": 1e-4}, "max_context_length"),
+        pytest.param({"memory_limit_gib": 0.02, "kv_cache_gib": 1e-4}, "max_context_length", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(tiny_model, tmp_path, options, named):

@@ -69,7 +69,8 @@ def test_logprobs_equal_those_of_the_trainers_forward_pass(rig, version, setting
     np.testing.assert_allclose(sampled.logprobs, expected, atol=1e-4)
 
 
-def test_ten_thousand_random_tokens_have_the_trainers_logprobs_at_any_temperature(rig):
+@pytest.mark.parametrize("length", [50, pytest.param(250, marks=pytest.mark.slow)])
+def test_thousands_of_random_tokens_have_the_trainers_logprobs_at_any_temperature(rig, length):
     """Beside each other, over three adapters and the base, long and short; at 0.7 in the trainer's mode."""
     versions, lengths = [None, "v0", "v1", "v2"], [1, 30, 200, 600]
     asked = [
@@ -77,7 +78,7 @@ def test_ten_thousand_random_tokens_have_the_trainers_logprobs_at_any_temperatur
             prompt_of(lengths[i // 4 % 4], i),
             versions[i % 4],
             seed=i,
-            max_tokens=250,
+            max_tokens=length,
             temperature=[1.0, 0.7][i % 8 // 4],
             tempered=True,
         )
@@ -91,7 +92,7 @@ def test_ten_thousand_random_tokens_have_the_trainers_logprobs_at_any_temperatur
         logits = rig.full_logprobs([*each.prompt.tolist(), *sampled.tokens.tolist()], adapter)[first:-1]
         expected = jax.nn.log_softmax(logits / np.float32(each.params.temperature), axis=-1)
         found = np.take_along_axis(np.asarray(expected), sampled.tokens[:, None], axis=-1)[:, 0]
-        assert len(sampled.tokens) == 250
+        assert len(sampled.tokens) == length
         worst = max(worst, float(np.abs(found - sampled.logprobs).max()))
     assert worst <= 1e-4
 
@@ -202,12 +203,13 @@ def _targets(draws: np.random.Generator, length: int) -> Cells | None:
     return Cells(draws.integers(-1, 1500, shape[0] * shape[1]).astype(np.int32), shape) if length > 1 else None
 
 
-def test_after_the_warm_up_five_hundred_requests_over_the_whole_domain_compile_nothing(rig):
+@pytest.mark.parametrize("requests", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_after_the_warm_up_requests_over_the_whole_domain_compile_nothing(rig, requests):
     sampler = rig.make_sampler(max_context_length=256)
     *_, programs = sampler.warm_up()
     assert programs == sampler.programs <= 40
     draws = np.random.default_rng(0)
-    for _ in range(50):
+    for _ in range(requests // 10):
         run(sampler, *(any_request(draws) for _ in range(10)))
     assert sampler.programs == programs
 

@@ -127,14 +127,19 @@ def alone(sampler, asked: Sample) -> SampleOutput:
     return result
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(workload=workloads)
-def test_each_request_gets_what_it_gets_alone(rig, apart, workload):
-    asked, results = work_through(rig.sampler, workload)
-    for each in asked:
-        check_same(rig, each, alone(apart, each), results[each.request_id])
+@pytest.mark.parametrize("examples", [10, pytest.param(40, marks=pytest.mark.slow)])
+def test_each_request_gets_what_it_gets_alone(rig, apart, examples):
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    @given(workload=workloads)
+    def check(workload) -> None:
+        asked, results = work_through(rig.sampler, workload)
+        for each in asked:
+            check_same(rig, each, alone(apart, each), results[each.request_id])
+
+    check()
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(workload=workloads)
 def test_each_request_gets_bit_for_bit_what_it_gets_alone_where_that_is_asked_for(deterministic, workload):

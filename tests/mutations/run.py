@@ -1,9 +1,10 @@
 """Puts known defects back, one at a time, and shows that a named test turns red for each.
 
-Run: `python tests/mutations/run.py [id ...]`. Each defect of `defects.py` and of the files beside it is applied to a
-copy of the project, and only its tests run there. A defect fails the script if its text is not found exactly once, if
-one of its tests stays green, or if a test breaks before it could judge (an error while importing or in a fixture proves
-nothing). The same tests must be green on the unchanged copy first.
+Run: `python tests/mutations/run.py [id ...]`; with `--check` nothing is run, and only the texts are looked for. Each
+defect of `defects.py` and of the files beside it is applied to a copy of the project, and only its tests run there. A
+defect fails the script if its text is not found exactly once, if one of its tests stays green, or if a test breaks
+before it could judge (an error while importing or in a fixture proves nothing). The same tests must be green on the
+unchanged copy first.
 """
 
 import argparse
@@ -55,15 +56,34 @@ def copy_project(target: Path) -> Path:
     return target
 
 
+def mismatch(defect: Defect, project: Path) -> str | None:
+    """Reason why a defect cannot be put back: a text that its file does not hold exactly once."""
+    for edit in defect.edits:
+        if (found := (project / edit.file).read_text().count(edit.old)) != 1:
+            return f"{edit.file}: the text to replace occurs {found} times, not once: {edit.old.strip()[:60]!r}"
+    return None
+
+
 def apply(defect: Defect, project: Path) -> str | None:
     """Edit the copy; the reason if it cannot be done."""
+    if problem := mismatch(defect, project):
+        return problem
     for edit in defect.edits:
         path = project / edit.file
-        text = path.read_text()
-        if (found := text.count(edit.old)) != 1:
-            return f"{edit.file}: the text to replace occurs {found} times, not once: {edit.old.strip()[:60]!r}"
-        path.write_text(text.replace(edit.old, edit.new))
+        path.write_text(path.read_text().replace(edit.old, edit.new))
     return None
+
+
+def check(defects: list[Defect]) -> int:
+    """Look for the texts and tests of defects in the project as it is. Returns the exit status."""
+    problems = [f"{defect.id}: {problem}" for defect in defects if (problem := mismatch(defect, ROOT))]
+    for defect in defects:
+        for test in defect.tests:
+            path, name = test.split("[")[0].split("::")
+            if f"def {name}(" not in (ROOT / path).read_text():
+                problems.append(f"{defect.id}: {path} has no test {name}")
+    print(*problems, f"{len(defects)} defects, {len(problems)} of them out of date", sep="\n")
+    return 1 if problems else 0
 
 
 def outcomes(project: Path, tests: list[str], programs: Path) -> dict[str, str]:
@@ -121,9 +141,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ids", nargs="*", help="only these defects")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--check", action="store_true", help="look for texts and tests only; seconds")
     arguments = parser.parse_args()
     known = [defect for defects in KNOWN for defect in defects]
     chosen = [defect for defect in known if not arguments.ids or defect.id in arguments.ids]
+    if arguments.check:
+        return check(chosen)
     with tempfile.TemporaryDirectory(prefix="skyrl-mutations-") as scratch:
         project = copy_project(Path(scratch) / "unchanged")
         tests = sorted({test for defect in chosen for test in defect.tests})

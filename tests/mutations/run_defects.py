@@ -100,7 +100,7 @@ RUN_DEFECTS = [
         [Edit(RUN, "            generator.bit_generator.state = saved\n", "            pass\n")],
         [
             RESUME_TEST + "[clip_cov, whole]",
-            OPTION_TESTS + "test_every_step_has_all_its_prompts_where_those_without_a_signal_are_replaced",
+            OPTION_TESTS + "test_a_run_that_replaces_prompts_without_a_signal_is_resumed_bit_for_bit",
         ],
     ),
     Defect(

@@ -118,7 +118,7 @@ def endless(client: tinker.SamplingClient):
     return client.sample(tinker.ModelInput.from_ints([1, 2, 3]), 1, params)
 
 
-@pytest.mark.parametrize("number", [1, 30])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 30])
 def test_samples_that_time_out_in_asyncio_leave_the_engine(server, client, number):
     async def one():
         with pytest.raises(TimeoutError):

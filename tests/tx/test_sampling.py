@@ -48,7 +48,14 @@ def kept(logits, temperature, top_k, top_p):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, -1, 1.0), (0.6, -1, 1.0), (1.0, 20, 1.0), (1.3, -1, 0.8), (0.9, 50, 0.7)]
+    ("temperature", "top_k", "top_p"),
+    [
+        (1.0, -1, 1.0),
+        (0.6, -1, 1.0),
+        pytest.param(1.0, 20, 1.0, marks=pytest.mark.slow),
+        pytest.param(1.3, -1, 0.8, marks=pytest.mark.slow),
+        (0.9, 50, 0.7),
+    ],
 )
 def test_evenly_spaced_uniforms_reproduce_the_exact_distribution(temperature, top_k, top_p):
     logits, count = some_logits(), 20000

@@ -289,7 +289,7 @@ CITIES = {"France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "Egypt": "Cairo",
 
 
 @pytest.mark.parametrize("rank", [0, 8])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_the_model_learns_to_answer(client, tiny_model, seed, rank):
     rows = [{"instruction": f"What is the capital of {land}?", "output": f"{city}."} for land, city in CITIES.items()]
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)

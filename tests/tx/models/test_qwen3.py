@@ -16,6 +16,13 @@ from skyrl.types import LoraConfig
 
 pytestmark = pytest.mark.gpu
 
+unrolled_is_slow = pytest.mark.parametrize(
+    "load",
+    [pytest.param(True, id="unrolled", marks=pytest.mark.slow), pytest.param(False, id="scanned")],
+    indirect=True,
+)
+"""Layers that are unrolled are those of every tiny model in the other tests; those of large models are scanned."""
+
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 def test_logits_equal_those_of_transformers(kind, load, reference, ids):
@@ -61,6 +68,7 @@ def test_hidden_states_equal_those_of_transformers(load, reference, ids):
         np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-4)
 
 
+@unrolled_is_slow
 def test_packed_segments_equal_separate_sequences(load, ids):
     packed = np.concatenate([ids[0, :5], ids[1, :4], [0, 0]])[None].astype(np.int32)
     segments = jnp.asarray([[0] * 5 + [1] * 4 + [-1] * 2])
@@ -71,6 +79,7 @@ def test_packed_segments_equal_separate_sequences(load, ids):
     assert np.isfinite(output).all()
 
 
+@unrolled_is_slow
 def test_prefill_in_chunks_and_decoding_equal_the_full_pass(load, ids):
     model, adapter = load(), trained_adapter(load().config)
     cache, outputs = KVCache.zeros(model.config, 3, 16, jnp.float32), []
@@ -82,7 +91,10 @@ def test_prefill_in_chunks_and_decoding_equal_the_full_pass(load, ids):
     np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), hidden(model, ids, adapter=adapter), atol=1e-4)
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 4, 64])
+@unrolled_is_slow
+@pytest.mark.parametrize(
+    "page_size", [pytest.param(size, marks=() if size == 4 else pytest.mark.slow) for size in (1, 2, 4, 64)]
+)
 def test_pages_of_any_size_in_any_order_equal_the_full_pass(load, ids, page_size):
     model = load()
     cache = KVCache.zeros(model.config, 3, 12, jnp.float32, page_size)
@@ -97,6 +109,7 @@ def test_pages_of_any_size_in_any_order_equal_the_full_pass(load, ids, page_size
     np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), hidden(model, ids), atol=1e-4)
 
 
+@unrolled_is_slow
 def test_rows_that_share_a_page_read_the_same(load, ids):
     model = load()
     empty = KVCache.zeros(model.config, 3, 12, jnp.float32, page_size=4)
@@ -152,6 +165,7 @@ def test_decoding_updates_a_donated_cache_in_place(load):
     assert memory.temp_size_in_bytes < whole / 10
 
 
+@unrolled_is_slow
 def test_a_row_without_a_slot_gives_what_the_base_model_gives(load, ids):
     model = load()
     bank = bank_of([trained_adapter(model.config, RANK_4, seed) for seed in (1, 2)], model.config.unroll_layers)
@@ -159,6 +173,7 @@ def test_a_row_without_a_slot_gives_what_the_base_model_gives(load, ids):
     np.testing.assert_allclose(mixed[1], hidden(model, ids[1:2])[0], atol=1e-5)
 
 
+@unrolled_is_slow
 def test_a_slot_of_a_bank_gives_what_its_adapter_gives_alone(load, ids):
     model = load()
     adapters = [
@@ -175,6 +190,7 @@ def test_a_slot_of_a_bank_gives_what_its_adapter_gives_alone(load, ids):
         np.testing.assert_allclose(logits[row], model.compute_logits(alone[0, -1], adapters[slot]), atol=1e-5)
 
 
+@unrolled_is_slow
 def test_log_probabilities_of_a_bank_are_those_of_its_adapters(load, ids):
     model, adapters = load(), [trained_adapter(load().config, RANK_4, 1), trained_adapter(load().config, RANK_4, 2)]
     rows, targets, slots = hidden(model, ids)[0, :5], jnp.asarray(ids[:2, :5].T), np.array([0, 1, 1, 0, 1])
@@ -197,6 +213,7 @@ def test_nan_in_one_slot_leaves_the_rows_of_others_bit_identical(load, ids):
         np.testing.assert_array_equal(clean[::2], poisoned[::2])
 
 
+@unrolled_is_slow
 def test_gradient_checkpointing_leaves_gradients_equal(load, ids):
     adapter = trained_adapter(load().config)
     plain = gradients(load(), adapter, ids)
@@ -204,6 +221,7 @@ def test_gradient_checkpointing_leaves_gradients_equal(load, ids):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, checkpointed)
 
 
+@unrolled_is_slow
 def test_chunks_leave_log_probabilities_and_gradients_equal(load, ids):
     adapter = trained_adapter(load().config)
     whole, chunked = (gradients(load(), adapter, ids, chunk_size=chunk_size) for chunk_size in (0, 7))
@@ -228,6 +246,7 @@ def test_modules_that_are_not_trained_have_no_gradient(load, ids):
     assert all(np.any(leaf) for leaf in jax.tree.leaves(gradient["layers"]["self_attn"]))
 
 
+@unrolled_is_slow
 def test_a_stack_of_adapters_maps_to_one_result_each(load, ids):
     model, adapters = load(), [trained_adapter(load().config, seed=seed) for seed in (1, 2)]
     graph, base = nnx.split(model)
