@@ -20,7 +20,7 @@ help:
 	@echo "setup      install into $(VENV)"
 	@echo "demo       train two adapters through the Tinker SDK against a local server"
 	@echo "demo-rl    teach a small model to add: examples first, then GRPO; minutes on two cores"
-	@echo "test       the test suite, in two processes (JOBS=0: in one); about half an hour on two cores"
+	@echo "test       the test suite, in two processes (JOBS=0: in one); a quarter of an hour on two cores"
 	@echo "test-slow  the tests marked slow: kills of a server, long random histories, each way of training; about an hour"
 	@echo "matrix     every SDK from 0.7.0 to 0.38.0, or those of SDK=\"0.7.0 0.38.0\", against one server, in .sdk"
 	@echo "cookbook   recipes of tinker-cookbook against a server, offline"
@@ -46,8 +46,9 @@ demo-rl: $(STAMP)
 	rm -rf build/demo-rl
 	$(BIN)/skyrl demo-rl --output build/demo-rl
 
+# Files in the order of their names. By default those of few tests come last, and they are the long ones.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -178,9 +178,10 @@ def test_tokens_that_are_scored_are_computed(rig):
     np.testing.assert_allclose(some.prompt_logprobs[-50:], scored.prompt_logprobs[-50:], atol=1e-5)
 
 
-def test_prefixes_make_room_for_what_is_needed(rig):
+@pytest.mark.parametrize("prompts", [3, pytest.param(6, marks=pytest.mark.slow)])
+def test_prefixes_make_room_for_what_is_needed(rig, prompts):
     sampler = rig.make_sampler(cache_bytes=TOKEN_BYTES * 64 * 9)
-    for seed in range(6):
+    for seed in range(prompts):
         result = output(sampler, prompt_of(300, seed), "v0", seed=seed)
         alone = output(rig.make_sampler(), prompt_of(300, seed), "v0", seed=seed)
         assert same(result.sequences[0], alone.sequences[0])

@@ -144,6 +144,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="look for texts and tests only; seconds")
     arguments = parser.parse_args()
     known = [defect for defects in KNOWN for defect in defects]
+    if unknown := set(arguments.ids) - {defect.id for defect in known}:
+        parser.error(f"no defects {', '.join(sorted(unknown))}; known are {', '.join(defect.id for defect in known)}")
     chosen = [defect for defect in known if not arguments.ids or defect.id in arguments.ids]
     if arguments.check:
         return check(chosen)

@@ -67,6 +67,7 @@ def test_a_raising_and_a_hanging_environment_are_closed_counted_and_left_out(row
     assert sorted(Faulty.closed) == [*range(STEPS * A_STEP)]
 
 
+@pytest.mark.slow
 def test_failures_that_another_attempt_does_not_meet_change_nothing(rows, tiny_model, tmp_path, undisturbed):
     Faulty.restart({IN_STEP_2[1]: "raises", IN_STEP_2[7]: "raises"})
     train(command(rows, tiny_model, tmp_path / "run", *FAULTY))

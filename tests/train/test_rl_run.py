@@ -138,7 +138,9 @@ def test_one_step_off_rollouts_are_one_step_old(data, tiny_model):
     assert ages == [(0, 0), (1, 1), (1, 1), (1, 1)]
 
 
-@pytest.mark.parametrize("policy", ["block", "drop", "mask"])
+@pytest.mark.parametrize(
+    "policy", ["block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("drop", "mask"))]
+)
 def test_rollouts_beside_training_are_as_old_as_they_may_be(data, tiny_model, policy):
     config = configured(
         data,
@@ -194,6 +196,7 @@ def test_dumps_hold_what_was_said_and_what_was_trained_on(data, tiny_model):
     assert len(scores) == 8 and {"input_prompt", "output_response", "score"} <= json.loads(scores[0]).keys()
 
 
+@pytest.mark.slow
 def test_metrics_of_every_step_are_there_once_after_a_resume(data, tiny_model):
     run(configured(data, tiny_model), kill_at=3)
     run(configured(data, tiny_model))

@@ -145,7 +145,7 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_killed_after_any_step_and_resumed_equals_the_uninterrupted_one_bit_for_bit(
     client, tiny_model, tmp_path, rank
 ):
