@@ -54,7 +54,7 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
 matrix: $(STAMP)
-	$(BIN)/python -m tests.compat.run --torch "$(TORCH)" $(if $(SDK),--sdk $(SDK))
+	$(BIN)/python -m tests.compat.run --torch "$(TORCH)" $(if $(SDK),--sdk $(SDK) --out build/matrix-part.json)
 
 cookbook: $(STAMP)
 	$(BIN)/python -m tests.cookbook.run --torch "$(TORCH)"

@@ -94,7 +94,9 @@ def test_gradients_of_all_weights_equal_torch(backend, folder):
         np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-4 * max(1, np.abs(value).max()), err_msg=name)
 
 
-@pytest.mark.parametrize("folder", ["scanned", *SLOW], indirect=True)
+@pytest.mark.parametrize(
+    "folder", ["untied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tied", "scanned"))], indirect=True
+)
 def test_20_steps_equal_torch(backend, folder):
     model = oracle.load(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.01)
