@@ -88,9 +88,12 @@ def interrupt(number: int, frame: object) -> None:
 def lines_of(path: Path, option: str) -> list[report.Line]:
     """Results of a file that the user has named."""
     try:
-        return report.read(path)
+        lines = report.read(path)
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}; name a file that an earlier call has written") from error
+    if not lines:
+        raise ConfigError(f"{option} {path}: it holds no results; name a file that an earlier call has written")
+    return lines
 
 
 def run(options: argparse.Namespace, known: Sequence[Case], deadline: float) -> int:
@@ -130,7 +133,7 @@ def run(options: argparse.Namespace, known: Sequence[Case], deadline: float) -> 
 
 def command_to_go_on(options: argparse.Namespace, path: Path, left: Sequence[Case]) -> str:
     """The command line that runs what is left, with time enough for each of these cases."""
-    minutes = max(options.minutes, *(math.ceil(case.estimate_s / 60 + 0.1) for case in left))
+    minutes = max(options.minutes, *(math.ceil((case.estimate_s + case.start_s) / 60 + 0.1) for case in left))
     words = ["python", "benchmarks/accelerator.py", "--resume", str(path), "--minutes", f"{minutes:g}"]
     words += ["--tiny"] if options.tiny else []
     words += ["--only", *options.only] if options.only else []
@@ -148,6 +151,8 @@ def main(arguments: list[str] | None = None, cases: Callable[[bool], list[Case]]
     parser.add_argument("--table", type=Path, metavar="FILE", help="print tables of saved lines, and end")
     parser.add_argument("--plan", action="store_true", help="print what would be run, and end")
     options = parser.parse_args(arguments)
+    if not 0 < options.minutes < math.inf:
+        parser.error(f"--minutes {options.minutes:g}: use a positive number")
     try:
         if options.table:
             print(report.tables(lines_of(options.table, "--table")))

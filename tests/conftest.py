@@ -36,6 +36,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Name the device of a run on the accelerator that there is."""
+    if config.option.markexpr not in ON_ACCELERATOR:
+        return None
+    import jax
+
+    return f"device: {jax.devices()[0].platform} {jax.devices()[0].device_kind}"
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave files without a test marked `gpu` alone: they need packages that a machine with a GPU may not have."""
     if config.option.markexpr in ON_ACCELERATOR and collection_path.suffix == ".py":

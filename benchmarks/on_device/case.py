@@ -28,4 +28,7 @@ class Case:
     """Seconds on one H100. The case is started only if as many are left."""
 
     limit_s: float
-    """Seconds after which it is ended, the start of its process included."""
+    """Seconds after which it is ended."""
+
+    start_s: float = 0.0
+    """Seconds more, for estimate and limit, where it is the first case of its process."""

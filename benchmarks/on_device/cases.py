@@ -4,6 +4,7 @@ To add one, write a function of the process's dictionary that returns figures, a
 it should take.
 """
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
@@ -54,7 +55,10 @@ def cases(tiny: bool) -> list[Case]:
 def run(process: dict[str, Any], function: str, **arguments: Any) -> dict[str, object]:
     """Call `module:function` of this room, which is imported by the process that runs it and by no other."""
     module, name = function.split(":")
-    return getattr(import_module(f"{__package__}.{module}"), name)(process, **arguments)
+    figures = getattr(import_module(f"{__package__}.{module}"), name)(process, **arguments)
+    if jax := sys.modules.get("jax"):
+        figures.setdefault("device", f"{jax.devices()[0].platform} {jax.devices()[0].device_kind}")
+    return figures
 
 
 def _all() -> Iterator[Case]:
@@ -68,9 +72,10 @@ def _all() -> Iterator[Case]:
     yield _tests("sampler", SAMPLER_TESTS, 100, 300)
     yield _tests("models", MODEL_TESTS, 100, 300)
     yield Case("skyrl demo", "server", partial(run, function="server:demo"), 90, 240)
-    yield Case("4B out of memory", "4B", partial(run, function="correctness:out_of_memory", shape="4B"), 60, 150)
     for shape in ("0.6B", "4B"):
         yield from _more(shape)
+    job = partial(run, function="correctness:out_of_memory", shape="4B")
+    yield Case("4B out of memory", "4B", job, 60, 300, _start_s("4B"))
     yield _tests("objectives and whole models", OBJECTIVE_TESTS, 120, 300)
     for shape in ("1.7B", "8B"):
         yield from _speed(shape)
@@ -79,7 +84,7 @@ def _all() -> Iterator[Case]:
 
 def _tiny() -> Iterator[Case]:
     yield Case("environment", "environment", partial(run, function="environment:environment", tiny=True), 5, 60)
-    yield _tests("kernels", KERNEL_TESTS[:1], 10, 120)
+    yield _tests("kernels", KERNEL_TESTS[:1], 10, 120, tiny=True)
     yield from _speed("tiny", several=4, decoded=((8, 1), (12, 4)))
     yield Case("tiny out of memory", "tiny", partial(run, function="correctness:out_of_memory", shape="tiny"), 20, 120)
     yield from _more("tiny", decoded=((4, 4),))
@@ -94,35 +99,43 @@ def _speed(
     shape: str, several: int = 16, decoded: Decoded = ((128, 1), (128, 16), (400, 1), (32, 1))
 ) -> Iterator[Case]:
     """Training with one adapter and with several, and the decoding that matters most."""
-    size = _billions(shape)
-    yield Case(f"{shape} ready", shape, partial(run, function="throughput:ready", shape=shape), 45 + 3 * size, 240)
+    size, start_s = _billions(shape), _start_s(shape)
+    yield Case(f"{shape} ready", shape, partial(run, function="throughput:ready", shape=shape), 8, 200, start_s)
     for adapters in (1, several):
         job = partial(run, function="throughput:train", shape=shape, adapters=adapters)
-        yield Case(f"{shape} train, {_adapters(adapters)}", shape, job, 15 + 3 * size, 150)
+        yield Case(f"{shape} train, {_adapters(adapters)}", shape, job, 15 + 3 * size, 150, start_s)
     yield from _decoding(shape, decoded)
 
 
 def _more(shape: str, decoded: Decoded = ((32, 16), (400, 16))) -> Iterator[Case]:
     """More decoding, reading prompts, RL, and where the time goes."""
+    start_s = _start_s(shape)
     yield from _decoding(shape, decoded)
-    yield Case(f"{shape} prefill", shape, partial(run, function="throughput:prefill", shape=shape), 20, 120)
-    yield Case(f"{shape} RL iteration", shape, partial(run, function="throughput:rl", shape=shape), 40, 180)
-    yield Case(f"{shape} profile", shape, partial(run, function="kernels:profile", shape=shape), 40, 180)
+    yield Case(f"{shape} prefill", shape, partial(run, function="throughput:prefill", shape=shape), 20, 120, start_s)
+    yield Case(f"{shape} RL iteration", shape, partial(run, function="throughput:rl", shape=shape), 40, 180, start_s)
+    yield Case(f"{shape} profile", shape, partial(run, function="kernels:profile", shape=shape), 40, 180, start_s)
 
 
 def _decoding(shape: str, decoded: Decoded) -> Iterator[Case]:
     for rows, adapters in decoded:
         job = partial(run, function="throughput:decode", shape=shape, rows=rows, adapters=adapters)
         name = f"{shape} decode, {rows} rows, {_adapters(adapters)}"
-        yield Case(name, shape, job, 14 + 2 * _billions(shape), 120)
+        yield Case(name, shape, job, 14 + 2 * _billions(shape), 120, _start_s(shape))
+
+
+def _start_s(shape: str) -> float:
+    """Seconds until a process has planned memory, made the weights and measured rates."""
+    return 40 + 3 * _billions(shape)
 
 
 def _billions(shape: str) -> float:
     return float(shape.removesuffix("B")) if shape.endswith("B") else 0.0
 
 
-def _tests(name: str, files: tuple[str, ...], estimate_s: float, limit_s: float, only: str = "") -> Case:
-    job = partial(run, function="correctness:tests", files=files, only=only)
+def _tests(
+    name: str, files: tuple[str, ...], estimate_s: float, limit_s: float, only: str = "", tiny: bool = False
+) -> Case:
+    job = partial(run, function="correctness:tests", files=files, only=only, limit_s=limit_s - 10, tiny=tiny)
     return Case(f"tests: {name}", "tests", job, estimate_s, limit_s)
 
 

@@ -12,20 +12,40 @@ import numpy as np
 ROOT = Path(__file__).parents[2]
 
 
-def tests(process: dict[str, Any], *, files: tuple[str, ...], only: str = "") -> dict[str, object]:
-    """Outcome of `pytest -m gpu` on some files."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-ra", *files]
-    command += ["-k", only] if only else []
-    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(ended.stdout, flush=True)
-    counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|errors?)", ended.stdout)}
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
-    figures: dict[str, object] = {"passed": counts.get("passed", 0), "failed": len(failed)}
-    if failed:
-        figures["problems"] = failed
-    elif ended.returncode:
-        figures["problems"] = [f"pytest ended with {ended.returncode}"]
-    return figures
+def tests(
+    process: dict[str, Any], *, files: tuple[str, ...], limit_s: float, only: str = "", tiny: bool = False
+) -> dict[str, object]:
+    """Outcome of `pytest -m gpu` on some files, as far as it gets within `limit_s`."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-vv", "--tb=short", "-p", "no:cacheprovider"]
+    command += ["-W", "default"]  # packages of this machine may warn; the project's own suite is strict
+    command += ["-n", "4"] if (os.cpu_count() or 1) >= 8 and importlib.util.find_spec("xdist") else []
+    command += [*files, *(["-k", only] if only else [])]
+    environment = os.environ | {"COLUMNS": "250", "PYTHONUNBUFFERED": "1"}
+    running = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    threading.Timer(limit_s, running.terminate).start()
+    assert running.stdout is not None
+    lines = []
+    for line in running.stdout:
+        print(line, end="", flush=True)
+        lines.append(line.rstrip())
+    return _figures(lines, running.wait(), tiny)
+
+
+def _figures(lines: list[str], status: int, tiny: bool) -> dict[str, object]:
+    """Figures of what pytest has printed."""
+    ended = [line for line in lines if re.search(r"::.* (PASSED|FAILED|ERROR)|(PASSED|FAILED|ERROR) .*::.*[^.]$", line)]
+    failed = [line for line in lines if re.match(r"(FAILED|ERROR) \S+::", line)]
+    device = next((line.removeprefix("device: ") for line in lines if line.startswith("device: ")), "")
+    problems = failed.copy()
+    if status < 0 or (status and not failed):
+        problems.append(f"pytest ended with {status}, after {ended[-1] if ended else 'no test'}")
+    if not tiny and device.startswith("cpu"):
+        problems.append("these tests ran on the CPU, as JAX has found no accelerator")
+    passed = sum("PASSED" in line for line in ended)
+    figures: dict[str, object] = {"passed": passed, "failed": len(failed), "device": device}
+    return figures | ({"problems": problems} if problems else {})
 
 
 def out_of_memory(process: dict[str, Any], *, shape: str) -> dict[str, object]:
@@ -71,16 +91,20 @@ def out_of_memory(process: dict[str, Any], *, shape: str) -> dict[str, object]:
 
 
 def _fill_device() -> list[Any]:
-    """Arrays that leave less than a mebibyte."""
+    """Arrays that leave less than 64 MiB, in few steps: an allocation that fails is tried for seconds."""
     import jax
     import jax.numpy as jnp
 
-    ballast, size = [], 2**34
-    while size >= 2**20:
+    ballast: list[Any] = []
+    for _ in range(8):
+        stats = jax.devices()[0].memory_stats() or {}
+        free = stats.get("largest_free_block_bytes") or stats["bytes_limit"] - stats["bytes_in_use"]
+        if free < 2**26:
+            break
         try:
-            ballast.append(jax.block_until_ready(jnp.zeros(size // 4, jnp.float32)))
-        except jax.errors.JaxRuntimeError:
-            size //= 2
+            ballast.append(jax.block_until_ready(jnp.zeros((free - 2**24) // 4, jnp.float32)))
+        except jax.errors.JaxRuntimeError:  # the largest block is not all there
+            ballast.append(jax.block_until_ready(jnp.zeros(free // 8, jnp.float32)))
     return ballast
 
 

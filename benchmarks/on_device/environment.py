@@ -15,10 +15,14 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers", "tinker")
 
 
 def environment(process: dict[str, Any], *, tiny: bool) -> dict[str, object]:
-    """Devices, memory in GiB, versions, and measured rates."""
+    """Devices, memory in GiB, versions, and measured rates. Raises RuntimeError where there is no accelerator."""
     import jax
 
+    from skyrl.backends.jax.loading import claim_device_memory
+
+    claim_device_memory()
     devices = jax.devices()
+    require_accelerator(tiny)
     stats = devices[0].memory_stats() or {}
     return {
         "device": f"{devices[0].platform} {devices[0].device_kind}",
@@ -64,9 +68,19 @@ def per_call(function: Callable[..., Any], *arguments: Any, calls: int = 10, rou
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
-        jax.block_until_ready([function(*arguments) for _ in range(calls)])
+        for _ in range(calls):
+            result = function(*arguments)  # in the place of the one before, so that few are in memory
+        jax.block_until_ready(result)
         seconds.append((time.perf_counter() - start) / calls)
     return statistics.median(seconds)
+
+
+def require_accelerator(tiny: bool) -> None:
+    """Raise RuntimeError where JAX has found none and the cases are not small ones."""
+    import jax
+
+    if not tiny and jax.default_backend() == "cpu":
+        raise RuntimeError("JAX has found no accelerator (docs/accelerators.md); on a CPU use --tiny")
 
 
 def _version(package: str) -> str | None:

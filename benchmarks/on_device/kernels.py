@@ -29,6 +29,8 @@ def profile(process: dict[str, Any], *, shape: str) -> dict[str, object]:
     for name, job in (("train", step), ("decode", generate)):
         job()  # compiles
         found |= {f"{name}_{key}": value for key, value in _traced(job).items()}
+    if not all(found[f"{name}_kernels_ms"] for name in ("train", "decode")):
+        found["problems"] = ["the profiler saw no kernels"]
     return found
 
 
@@ -44,6 +46,7 @@ def _traced(job: Any) -> dict[str, object]:
     longest = [
         f"{name[:80]}: {1e-6 * duration:.2f} ms, {duration / total:.1%}"
         for name, duration in nanoseconds.most_common(LONGEST)
+        if total
     ]
     return {"kernels_ms": 1e-6 * total, "kernels": longest}
 
@@ -60,6 +63,6 @@ def kernel_times(data: Any) -> Counter[str]:
         threads = [line for line in lines if "XLA" in line.name or "Eigen" in line.name] if not devices else []
         for line in streams or operations or threads:
             for event in line.events:
-                if "::" not in event.name:  # the runtime's own frames, around those of kernels
+                if devices or "::" not in event.name:  # of a CPU's runtime, frames around those of kernels
                     times[event.name] += event.duration_ns
     return times

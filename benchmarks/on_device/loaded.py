@@ -17,8 +17,9 @@ from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.operations import CreateModel, ForwardBackward, Operation, OptimStep, Publish, Sample
 from skyrl.tx.make_model import make_model
 from skyrl.types import AdamParams, Datum, ErrorResponse, LoraConfig, SampleOutput, SamplingParams
+from skyrl.utils.folders import cache_folder
 
-from .environment import rates
+from .environment import rates, require_accelerator
 
 TINY = flops.Shape(hidden=64, layers=9, heads=4, kv_heads=2, head_dim=16, intermediate=192, vocab=512)
 """Deep enough to be scanned, as models are that people have."""
@@ -40,12 +41,14 @@ class Loaded:
     def __init__(self, name: str):
         self.shape = SHAPES[name]
         self.tiny = name == "tiny"
+        self.tied = name not in UNTIED
+        require_accelerator(self.tiny)
         self._numbers = itertools.count()
         self._scratch = tempfile.TemporaryDirectory(prefix="skyrl-on-device-")
         folder = make_model(
             Path(self._scratch.name) / f"qwen3-{name}",
             **asdict(self.shape),
-            tied=name not in UNTIED,
+            tied=self.tied,
             max_position=40_960,
             dtype="bfloat16",
             weights=False,
@@ -53,10 +56,15 @@ class Loaded:
         options: dict[str, Any] = {"sample_max_num_sequences": 16 if self.tiny else MOST_ROWS}
         if self.tiny:
             options |= {"train_tile_tokens": 128, "max_context_length": 256, "kv_cache_gib": 0.05}
+        self.programs_cached_before = sum(1 for _ in (cache_folder() / "xla").glob("*-cache"))
+        """Compiled programs of earlier processes: with any, times until ready are those of a second start."""
         started = time.perf_counter()
         config = JaxBackendConfig(load_format="dummy", dtype="bfloat16", warm_up=False, **options)
-        self.messages: list[str] = []
-        self.backend = JaxBackend(str(folder), config, self.messages.append)
+
+        def progress(message: str) -> None:
+            print(f"{time.perf_counter() - started:.1f} s: {message}", flush=True)
+
+        self.backend = JaxBackend(str(folder), config, progress)
         self.ready_s = time.perf_counter() - started
         self.rates = rates(256 if self.tiny else 8192, 2**20 if self.tiny else 2**30)
 

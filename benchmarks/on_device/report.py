@@ -135,7 +135,7 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def plan_table(planned: Sequence[Planned]) -> str:
     """Cases with the seconds that they are expected to take; `sum_s` is of all that run, up to each."""
     rows, total = [], 0.0
-    for case, fits, note in planned:
-        total += case.estimate_s if fits else 0.0
-        rows.append([case.name, case.group, number(case.estimate_s), number(total) if fits else "", note])
+    for case, fits, note, seconds in planned:
+        total += seconds if fits else 0.0
+        rows.append([case.name, case.group, number(seconds), number(total) if fits else "", note])
     return markdown(["case", "group", "estimate_s", "sum_s", "note"], rows)

@@ -6,13 +6,18 @@ outcome as it comes.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from skyrl.errors import ConfigError
 
 from .case import Case
 from .process import CUT_SHORT, OK, TIMED_OUT, GroupProcess, Outcome
+
+MOST_DEATHS = 2
+"""Processes that a group may lose before its other cases wait until all groups had their turn."""
 
 
 class Planned(NamedTuple):
@@ -22,6 +27,8 @@ class Planned(NamedTuple):
     fits: bool
     """It is expected to run."""
     note: str
+    seconds: float = 0.0
+    """Estimate, with the start of a process where it needs one."""
 
 
 def choose(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
@@ -56,17 +63,21 @@ def plan(cases: Sequence[Case], statuses: Mapping[str, str], budget_s: float) ->
         budget_s: Seconds for all.
     """
     planned = [Planned(case, False, "done") for case in cases if statuses.get(case.name) == OK]
-    left = budget_s
+    left, group = budget_s, None
     for case in in_order(cases, statuses):
-        fits = case.estimate_s <= left
-        left -= case.estimate_s if fits else 0.0
+        needed = case.estimate_s + (case.start_s if case.group != group else 0.0)
+        fits = needed <= left
+        if fits:
+            left, group = left - needed, case.group
         before = f"was {statuses[case.name]}" if case.name in statuses else ""
-        planned.append(Planned(case, fits, before if fits else "does not fit"))
+        planned.append(Planned(case, fits, before if fits else "does not fit", needed))
     return planned
 
 
 def execute(cases: Sequence[Case], deadline: float, tell: Callable[[Case, Outcome], Any]) -> None:
     """Run cases in their order, as far as there is time, each group in a process of its own.
+
+    A group whose processes die again and again is left for the end: each costs another start.
 
     Args:
         cases: To be run.
@@ -74,30 +85,40 @@ def execute(cases: Sequence[Case], deadline: float, tell: Callable[[Case, Outcom
         tell: Takes each outcome, as soon as it is known. A case that an interrupt ends is cut short.
     """
     process, group = None, None
+    deaths: Counter[str] = Counter()
+    postponed: list[Case] = []
     try:
-        for case in cases:
-            if case.estimate_s > deadline - time.monotonic():
+        for case in chain(cases, postponed):
+            if deaths[case.group] >= MOST_DEATHS and case not in postponed:
+                postponed.append(case)
                 continue
-            if process is not None and not (process.usable and group == case.group):
+            warm = process is not None and process.usable and group == case.group
+            start_s = 0.0 if warm else case.start_s
+            if case.estimate_s + start_s > deadline - time.monotonic():
+                continue
+            if process is not None and not warm:
                 process.close()
                 process = None
             if process is None:
                 process, group = GroupProcess(), case.group
-            tell(case, _run(process, case, deadline - time.monotonic(), tell))
+            tell(case, _run(process, case, case.limit_s + start_s, deadline - time.monotonic(), tell))
+            deaths[case.group] += not process.usable
     finally:
         if process is not None:
             process.close()
 
 
-def _run(process: GroupProcess, case: Case, left_s: float, tell: Callable[[Case, Outcome], Any]) -> Outcome:
+def _run(
+    process: GroupProcess, case: Case, limit_s: float, left_s: float, tell: Callable[[Case, Outcome], Any]
+) -> Outcome:
     begun = time.monotonic()
     try:
-        outcome = process.run(case, min(case.limit_s, left_s))
+        outcome = process.run(case, min(limit_s, left_s))
     except KeyboardInterrupt:
         tell(case, Outcome(CUT_SHORT, time.monotonic() - begun, error="interrupted"))
         raise
     if outcome.status != TIMED_OUT:
         return outcome
-    if left_s < case.limit_s:
+    if left_s < limit_s:
         return outcome._replace(status=CUT_SHORT, error="the time for all cases was up")
-    return outcome._replace(error=f"it took longer than its limit of {case.limit_s:g} s")
+    return outcome._replace(error=f"it took longer than its limit of {limit_s:g} s")

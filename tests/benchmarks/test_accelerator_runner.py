@@ -1,5 +1,6 @@
 """The runner of benchmarks/accelerator.py, on cases that need no accelerator."""
 
+import dataclasses
 import json
 import os
 import re
@@ -166,6 +167,17 @@ def test_a_case_is_cut_short_at_the_end_of_the_budget():
     assert (outcome.status, outcome.error) == ("cut short", "the time for all cases was up")
 
 
+def test_a_group_whose_processes_die_waits_until_the_others_had_their_turn():
+    cases = [case(name, fail, group="frail") for name in "abc"] + [case("d", count, group="sound")]
+    assert list(outcomes(*cases)) == ["a", "b", "d", "c"]
+
+
+def test_a_case_that_needs_a_process_is_planned_with_the_start_of_one():
+    cases = [dataclasses.replace(case(name, count, estimate_s=10), start_s=50) for name in "ab"]
+    assert [each.seconds for each in plan(cases, {}, budget_s=100)] == [60, 10]
+    assert [each.fits for each in plan(cases, {}, budget_s=30)] == [False, False]
+
+
 def test_what_was_not_run_comes_before_what_failed():
     cases = [case(name, count) for name in "abcdef"]
     statuses = {"a": "failed", "b": "ok", "c": "cut short", "d": "timed out", "f": "crashed"}
@@ -175,7 +187,7 @@ def test_what_was_not_run_comes_before_what_failed():
 def test_the_plan_says_what_happens_to_each_case():
     cases = [case(name, count, estimate_s=seconds) for name, seconds in zip("abcd", [10, 20, 30, 5], strict=True)]
     planned = plan(cases, {"a": "ok", "b": "failed"}, budget_s=30)
-    told = {case.name: (fits, note) for case, fits, note in planned}
+    told = {each.case.name: (each.fits, each.note) for each in planned}
     assert told == {"a": (False, "done"), "b": (False, "does not fit"), "c": (True, ""), "d": (False, "does not fit")}
 
 
