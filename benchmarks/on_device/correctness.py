@@ -1,8 +1,11 @@
 """Right numbers on the device: the tests marked `gpu`, and what is left after memory has run out."""
 
+import importlib.util
+import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,12 +27,14 @@ def tests(
     running = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    threading.Timer(limit_s, running.terminate).start()
+    timer = threading.Timer(limit_s, running.terminate)
+    timer.start()
     assert running.stdout is not None
     lines = []
     for line in running.stdout:
         print(line, end="", flush=True)
         lines.append(line.rstrip())
+    timer.cancel()
     return _figures(lines, running.wait(), tiny)
 
 
