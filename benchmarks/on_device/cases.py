@@ -26,8 +26,8 @@ NUMBER_TESTS = (
     "tests/backends/test_sampler.py",
 )
 NUMBERS = (
-    "(scanned and (logits_equal or prefill_in_chunks or slot_of_a_bank_gives)) or trainers_forward_pass"
-    " or logprobs_of_the_base_model or mixed_batch_equal_torch or resumes_from_a_checkpoint or deterministic_run"
+    "(scanned and (logits_equal or prefill_in_chunks or slot_of_a_bank_gives)) or (trainers_forward_pass and v0)"
+    " or logprobs_of_the_base_model or mixed_batch_equal_torch or deterministic_run"
     " or stack_of_models or hyper_parameters_compile_nothing or nan_weights"
 )
 """Of those files, one test of each kind."""
