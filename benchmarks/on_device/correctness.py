@@ -42,6 +42,7 @@ def _figures(lines: list[str], status: int, tiny: bool) -> dict[str, object]:
     """Figures of what pytest has printed."""
     ended = [line for line in lines if re.search(r"::.* (PASSED|FAILED|ERROR)|(PASSED|FAILED|ERROR) .*::.*[^.]$", line)]
     failed = [line for line in lines if re.match(r"(FAILED|ERROR) \S+::", line)]
+    failed = failed or [line for line in ended if "PASSED" not in line]  # where pytest did not come to its summary
     device = next((line.removeprefix("device: ") for line in lines if line.startswith("device: ")), "")
     problems = failed.copy()
     if status < 0 or (status and not failed):

@@ -194,7 +194,8 @@ def test_a_tracker_that_raises_and_one_that_hangs_do_not_stop_a_run(
 ):
     for name, text in {"wandb": RAISES, "swanlab": HANGS}.items():
         (tmp_path / f"{name}.py").write_text(text)
-        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setitem(sys.modules, name, None)  # what is there now comes back at the end, and these go
+        del sys.modules[name]
         monkeypatch.setenv(f"{name.upper()}_MODE", "offline")
     monkeypatch.syspath_prepend(tmp_path)
     import swanlab  # pyright: ignore[reportMissingImports]

@@ -71,7 +71,7 @@ from skyrl.utils.crash_points import crash_point
 from skyrl.utils.tokenizer import Tokenizer
 
 ENDED = object()
-"""What comes after the last piece of the warm-up."""
+"""Sentinel of a warm-up that has no pieces left."""
 
 LONGEST_DEFAULT_CONTEXT = 8192
 """Limit of sequence length unless `max_context_length` asks for more."""

@@ -60,7 +60,7 @@ class Cache:
 
     @property
     def lost(self) -> bool:
-        """Whether a program took the arrays and did not finish, or failed while it made them.
+        """True if a program took the arrays and did not finish, or failed while it made them.
 
         A program that fails on the device has already given arrays, which raise its error when they are read.
         """
