@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,15 +31,20 @@ class Cli:
         env |= {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-test", "HOME": str(self.home), **environment}
         # The command needs no torch, whose import takes longer than everything else.
         (self.home / "torch.py").write_text('raise ModuleNotFoundError("no torch", name="torch")')
-        env["PYTHONPATH"] = str(self.home)
+        env |= {"PYTHONPATH": str(self.home), "PYTHONUNBUFFERED": "1"}
         return subprocess.run(
             [str(TINKER), *arguments], env=env, cwd=self.home, capture_output=True, text=True, timeout=120
         )
 
     def ok(self, *arguments: str) -> str:
-        """The output of a command that succeeds."""
+        """The output of a command that succeeds.
+
+        The SDK leaves daemon threads, which may abort a process that has done all its work: Python before 3.14 ends
+        them with `pthread_exit` (https://github.com/python/cpython/issues/87135). On a busy machine 1 of 30 did.
+        """
         result = self.run(*arguments)
-        assert result.returncode == 0, result.stdout + result.stderr
+        aborted_at_exit = result.returncode == -signal.SIGABRT and not result.stderr
+        assert result.returncode == 0 or aborted_at_exit, result.stdout + result.stderr
         return result.stdout
 
     def json(self, *arguments: str):
