@@ -5,7 +5,7 @@ carry token arrays are frozen dataclasses of NumPy arrays. Nothing here imports 
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -50,16 +50,21 @@ class LoraConfig(WireModel):
         return self.alpha / self.rank if self.rank else 1.0
 
 
+LARGEST_FLOAT32 = 3.4028234663852886e38
+Float32 = Annotated[float, Field(ge=0, le=LARGEST_FLOAT32)]
+"""A number that is finite and not negative as a float32, which optimizers compute in."""
+
+
 class AdamParams(WireModel):
     """Hyper-parameters of one optimizer step: `torch.optim.AdamW` with the API's defaults."""
 
-    learning_rate: float = Field(default=1e-4, ge=0)
+    learning_rate: Float32 = 1e-4
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-12, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: Float32 = 0.0
     """Decoupled decay: the weights shrink by the factor 1 - learning_rate * weight_decay."""
-    grad_clip_norm: float = Field(default=0.0, ge=0)
+    grad_clip_norm: Float32 = 0.0
     """Largest global gradient norm, as `torch.nn.utils.clip_grad_norm_`. 0 does not clip."""
 
 

@@ -5,22 +5,25 @@ Nothing that takes time is imported before the options are known to be good.
 
 import argparse
 import asyncio
+import errno
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from skyrl.tinker.config import EngineConfig, parse_config
 from skyrl.tinker.engine_process import EngineProcess
 from skyrl.tinker.keeper import ENDS, HELLO, NOW, READY
+from skyrl.tinker.lease import LOOK_S, NOTICE_S
 
 BACKLOG = 4096
 """Connections that may wait to be accepted: a client opens hundreds at once."""
 
 
 class KeeperLink:
-    """The API process's end of the connection to its keeper. A keeper that has gone is no error; it is told as STOP.
+    """The API process's end of the connection to its keeper. A keeper that has gone is no error; it is told as NOW.
 
     Args:
         handle: The inherited socket.
@@ -61,7 +64,8 @@ class KeeperLink:
                 orders = b""
             if not orders:
                 loop.remove_reader(self._socket)
-            on_order(NOW in orders)
+            # Whoever starts the server again need not wait: what is not stored is in the log.
+            on_order(NOW in orders or not orders)
 
         loop.add_reader(self._socket, read)
 
@@ -113,7 +117,15 @@ def _run(config: EngineConfig, link: KeeperLink) -> int:
 
 def _listen(host: str, port: int) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    deadline = time.monotonic() + NOTICE_S
+    while True:
+        try:
+            listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+            break
+        except OSError as error:  # of the server before this one, whose keeper was killed a moment ago?
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+            time.sleep(LOOK_S)
     # asyncio sets this only on sockets made for TCP by name; without it every answer waits 40 ms for an ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

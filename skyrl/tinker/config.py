@@ -95,6 +95,10 @@ class EngineConfig(BaseModel):
     session_cleanup_interval_sec: int = Field(60, ge=-1)
     """Seconds between two looks for what can be parked or collected; -1: never."""
 
+    shutdown_timeout_sec: float = Field(8, ge=0, allow_inf_nan=False)
+    """Seconds that open requests, last snapshots and writes get after SIGTERM or Ctrl-C; what is left is done again at
+    the next start."""
+
     snapshot_every_steps: int = Field(10, ge=1)
     """Optimizer steps of a model between two snapshots of it. What came since is repeated after a crash."""
 

@@ -31,7 +31,7 @@ from sqlalchemy.pool import PoolProxiedConnection
 from sqlmodel import Session
 
 from skyrl.errors import RequestError
-from skyrl.tinker.lease import IN_USE, InUse, Lease
+from skyrl.tinker.lease import Lease, in_use
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ def _claim(engine: Engine, url: str) -> Connection:
         while not connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({SERVER_LOCK})").scalar():
             if time.monotonic() > deadline:
                 connection.close()
-                raise InUse(f"database_url={without_password(url)}: {IN_USE} --database-url")
+                raise in_use(f"database_url={without_password(url)}", "--database-url")
             time.sleep(0.1)
     return connection
 

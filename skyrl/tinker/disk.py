@@ -6,6 +6,7 @@ through the folder. What the disk has left is asked of the disk.
 
 import shutil
 import tempfile
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -24,19 +25,20 @@ MIB, GIB = 2**20, 2**30
 WAY_OUT = "delete checkpoints (tinker checkpoint delete), finish sessions, or start the server with"
 
 
-def hold_folder(base: Path, finish_writes: bool = True) -> Lease:
+def hold_folder(base: Path, finish_writes: bool = True, stopping: threading.Event | None = None) -> Lease:
     """Take the folder for this process.
 
     Args:
         base: The folder. It is made if it is missing.
         finish_writes: Finish, or take back, what a killed server was writing.
+        stopping: Set when there is no use any more in waiting for a server that is about to end.
 
     Raises:
         RequestError: It cannot be written, or another server uses it.
     """
     option = f"checkpoints_base={base}"
     try:
-        lease = Lease(base / LOCK, option, "--checkpoints-base")
+        lease = Lease(base / LOCK, option, "--checkpoints-base", stopping)
         try:
             tempfile.TemporaryFile(dir=base).close()  # the first save is not to be the one to find out that this fails
             for kind in folders_of_kinds(base) if finish_writes else ():

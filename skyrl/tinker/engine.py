@@ -79,8 +79,8 @@ NICENESS = 5
 QUIET_S = 0.25
 """Seconds without anything to do after which what later requests need is prepared. A piece takes longer than that, and
 clients that have just connected, or that wait for a result to send the next request, should not wait for it."""
-DRAIN_S = 20.0
-"""Seconds that the last snapshots and writes of an orderly end may take, together."""
+DRAIN = 0.6
+"""Part of `shutdown_timeout_sec` that the last snapshots and writes of an orderly end may take, together."""
 
 
 class TinkerEngine:
@@ -89,6 +89,7 @@ class TinkerEngine:
     def __init__(self, backend: Executor, channel: EngineChannel, config: EngineConfig):
         self.backend = backend
         self.channel = channel
+        self._drain_s = DRAIN * config.shutdown_timeout_sec
         self.scheduler = Scheduler(config.gap_timeout_s, weights=config.weights)
         self.policy = SnapshotPolicy(
             every_steps=config.snapshot_every_steps,
@@ -238,7 +239,7 @@ class TinkerEngine:
         for operation in self.backend.abandon():
             if operation.request_id in self.upkeep:
                 self.upkeep.abandoned(operation.request_id)
-        deadline, tried = time.monotonic() + DRAIN_S, set[str]()
+        deadline, tried = time.monotonic() + self._drain_s, set[str]()
         while (left_s := deadline - time.monotonic()) > 0:
             for model_id in self.policy.changed():
                 if model_id not in tried and not self.policy.under_way(model_id):

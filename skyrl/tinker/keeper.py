@@ -6,7 +6,7 @@ is no API process, so that clients wait instead of being refused; and it imports
 Keeper and API process talk over a socketpair, one byte a message. The API process makes the socket, sends it once and
 inherits it later on. When it ends it says so first: without that word it has died and is started again. The keeper's
 orders go the same way rather than as signals, as a signal may come from elsewhere too; its end of stream is an order to
-stop, so that an API process never outlives its keeper.
+stop at once, so that an API process does not outlive its keeper.
 """
 
 import os

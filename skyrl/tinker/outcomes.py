@@ -9,6 +9,7 @@ until it can.
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -123,7 +124,8 @@ class Outcomes:
             except StorageError as error:
                 result = ErrorResponse(str(error))
         if isinstance(result, ErrorResponse):
-            return await self._write(partial(_store_failure, owed, result))
+            told = replace(result, error=self._service.redact(result.error))
+            return await self._write(partial(_store_failure, owed, told))
         if owed.operation.encode is None:
             return await self._write(partial(_store_result, owed, result))
         answer = Answer(await encoded(_size(result), partial(owed.operation.encode, result)), PROTOBUF)

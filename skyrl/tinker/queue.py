@@ -116,4 +116,4 @@ class RequestQueue:
             if is_sample(request_id) and self._sampling and request_id not in self._sampling:
                 return TryAgain("paused_capacity", f"waiting behind {len(self._sampling)} samples that run")
             return TryAgain("active", reason)
-        return TryAgain("paused_capacity", f"the engine is not ready: {engine.progress}")
+        return TryAgain("paused_capacity", f"the engine is not ready: {self._service.redact(engine.progress)}")

@@ -9,6 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from skyrl.backends.operations import Sample
 from skyrl.errors import RequestError
 from skyrl.tinker import ids, schemas
@@ -112,7 +114,7 @@ class SampleQueue:
     def done(self, request_id: str, result: Result) -> None:
         """The engine has finished a sample."""
         if (entry := self._take(request_id)) is not None:
-            self._tasks.start(self._finish(request_id, entry.operation, result))
+            self._tasks.start(self._finish(request_id, entry, result))
 
     async def ended(self, request: schemas.RetrieveFuturesRequest, caller: Caller) -> schemas.RetrieveFuturesResponse:
         """The ends of a client's samples. Raises `UnknownName` for an unknown sampler."""
@@ -198,11 +200,15 @@ class SampleQueue:
             waiting = self._unsent.pop(request_id)
             self._service.engine.send(Enqueue(waiting.sample))
 
-    async def _finish(self, request_id: str, operation: QueuedOperation, result: Result) -> None:
+    async def _finish(self, request_id: str, waiting: _Waiting, result: Result) -> None:
         if isinstance(result, ErrorResponse):
-            self._futures.set(request_id, Failure(result.error, result.status))
+            self._futures.set(request_id, Failure(self._service.redact(result.error), result.status))
             return
+        operation = waiting.operation
         assert operation.encode is not None and isinstance(result, SampleOutput)
+        if any(np.isnan(one.logprobs).any() for one in result.sequences):
+            self._futures.set(request_id, Failure(_not_a_number(waiting.sample), "user"))
+            return
         try:
             answer = Answer(await encoded(result.nbytes, partial(operation.encode, result)), PROTOBUF)
         except Exception as error:  # whatever it is, somebody waits for an answer
@@ -211,6 +217,15 @@ class SampleQueue:
             self._futures.set(request_id, failure)
             return
         self._futures.set(request_id, answer)
+
+
+def _not_a_number(sample: Sample) -> str:
+    """Why a sample of weights that are not finite fails, rather than return tokens that mean nothing."""
+    weights = "the base model" if sample.version is None else f"model_id={ids.model_of_version(sample.version)}"
+    return (
+        f"{weights} gives log-probabilities that are no numbers (NaN): its weights are not finite, as they get where a "
+        "loss or a learning rate is far too high; load a checkpoint from before that, or make a new model"
+    )
 
 
 def _size(body: Body, sample: Sample) -> int:

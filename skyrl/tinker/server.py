@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -36,13 +37,14 @@ class TinkerServer:
         self.failed = asyncio.Event()
         self._make_engine = make_engine
         self._started = False
+        self._stopping = threading.Event()
 
     async def start(self) -> None:
         """Open the database, take over what an earlier server left, start the engine. Does not wait for the model.
 
         Raises `RequestError` if the database cannot be opened, or the folder of checkpoints cannot be written.
         """
-        self._lease = await asyncio.to_thread(hold_folder, self.config.checkpoints_base)
+        self._lease = await asyncio.to_thread(hold_folder, self.config.checkpoints_base, stopping=self._stopping)
         try:
             database = await asyncio.to_thread(Database, self.config.database_url)
         except BaseException:
@@ -67,13 +69,16 @@ class TinkerServer:
 
     def let_go(self, at_once: bool) -> None:
         """Let every poll return, as the server is to stop; `at_once`: without what the engine would still finish."""
+        self._stopping.set()
         if self._started:
+            self._lease.ending()
             self.service.let_go()
             if at_once:
                 self.service.engine.kill()
 
     async def stop(self) -> None:
         """Let polls go, let the engine put down what it has, store what it still reports, close the database."""
+        self._lease.ending()
         self.service.let_go()
         self._cleanup.cancel()
         self._parking.cancel()

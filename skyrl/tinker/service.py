@@ -16,6 +16,7 @@ from skyrl.tinker.db import Database
 from skyrl.tinker.directory import Directory
 from skyrl.tinker.disk import Disk
 from skyrl.tinker.futures import Futures
+from skyrl.tinker.redaction import Redaction
 from skyrl.types import BackendInfo
 
 BUILTIN_MODEL = "tiny-qwen3"
@@ -79,6 +80,7 @@ class Service:
         self.futures = Futures()
         self.activity = Activity()
         self.bodies = Bodies()
+        self.redact = Redaction(config)
         self.became_ready = asyncio.Event()
         self._waited = asyncio.Event()
         """Set where there is no point in waiting for the base model: it is known, or will not be."""
@@ -89,7 +91,7 @@ class Service:
     def info(self) -> BackendInfo:
         """Facts about the base model. Raises `EngineStarting` before they are known."""
         if self.engine.info is None:
-            raise EngineStarting(self.engine.progress)
+            raise EngineStarting(self.redact(self.engine.progress))
         return self.engine.info
 
     async def wait_until_ready(self) -> BackendInfo:

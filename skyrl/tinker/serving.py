@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import resource
 import signal
 import socket
@@ -38,8 +39,8 @@ COLLECTIONS = (10_000, 20, 50)
 SWITCH_S = 0.0005
 """Seconds that a thread which decodes a body may keep the event loop waiting for the interpreter. Python's own choice,
 ten times as much, is paid several times by each answer."""
-DRAIN_S = 5
-"""Seconds that open requests get to finish once the server is to stop."""
+OPEN_REQUESTS = 0.25
+"""Part of `shutdown_timeout_sec` that open requests get to finish; the rest is the engine's."""
 
 
 def run(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine: EngineProcess) -> int:
@@ -67,7 +68,7 @@ async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket
         access_log=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=DRAIN_S,
+        timeout_graceful_shutdown=math.ceil(OPEN_REQUESTS * config.shutdown_timeout_sec),
     )
     http = _HttpServer(options, server)
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -28,6 +28,8 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 TERMINATE_S = 5.0
 """Seconds between asking a process to end and killing it."""
+GRACE = 0.75
+"""Part of `shutdown_timeout_sec` after which an engine that does not end is killed."""
 
 
 class EngineSupervisor:
@@ -89,15 +91,17 @@ class EngineSupervisor:
         if self._process is not None:
             self._process.signal(signal.SIGKILL)
 
-    async def stop(self, grace_s: float = 30.0) -> None:
-        """End the engine: politely for `grace_s` seconds (it makes last snapshots), then by force."""
+    async def stop(self) -> None:
+        """End the engine: politely at first (it makes last snapshots), by force when its time is up."""
         loading = self.state in ("starting", "restarting")
         self.state = "stopped"
-        if self._process and self._channel:
+        if (process := self._process) and self._channel:
             self._channel.send(Shutdown())
             if loading:  # it reads no frames until it has loaded, and has nothing to lose
-                self._process.signal(signal.SIGKILL)
-            await _end(self._process, grace_s)
+                process.signal(signal.SIGKILL)
+            with contextlib.suppress(TimeoutError):
+                await process.wait(GRACE * self.config.shutdown_timeout_sec)
+            process.signal(signal.SIGKILL)
             if self._task:  # its last frames may still be on their way to `on_frame`
                 await asyncio.wait([self._task], timeout=TERMINATE_S)
         if self._task:
@@ -132,7 +136,7 @@ class EngineSupervisor:
             channel = self._channel = await ApiChannel.open(process.socket)
             try:
                 became_ready = await self._converse(channel)
-                await _end(process, TERMINATE_S)
+                await _end(process)
             finally:
                 self._channel = None
                 process.signal(signal.SIGKILL)
@@ -174,9 +178,9 @@ class EngineSupervisor:
         self._on_failure(f"the engine's supervisor failed: {error!r}")
 
 
-async def _end(process: EngineProcess, grace_s: float) -> None:
+async def _end(process: EngineProcess) -> None:
     """Wait for the process to end by itself, then terminate it, then kill it."""
-    for number, patience_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, None)):
+    for number, patience_s in ((None, TERMINATE_S), (signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, None)):
         if number is not None:
             process.signal(number)
         with contextlib.suppress(TimeoutError):

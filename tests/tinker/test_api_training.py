@@ -153,6 +153,15 @@ def test_json_body_with_a_bad_field_fails_in_its_place(server):
     server.train(model, 2)
 
 
+@pytest.mark.parametrize("field", ["learning_rate", "weight_decay", "grad_clip_norm"])
+def test_a_number_that_float32_cannot_hold_is_refused(server, field):
+    model = server.model()
+    body = {"model_id": model, "seq_id": 1, "adam_params": {field: 1e300}}
+    failure = server.failure(server.ok("/optim_step", body)["request_id"])
+    assert failure["category"] == "user" and f"adam_params.{field}" in failure["error"] and "1e+300" in failure["error"]
+    assert server.ok("/optim_step", body | {"seq_id": 2, "adam_params": {field: 3e38}})
+
+
 def test_option_that_is_not_served_is_refused_by_name(server):
     model = server.model()
     body = {"model_id": model, "seq_id": 1, "optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}

@@ -217,6 +217,44 @@ def test_bad_option_is_told_once(tmp_path):
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and "--port=none" in result.stderr
 
 
+@pytest.mark.parametrize("at", ["same", "another"])
+def test_server_whose_keeper_is_killed_is_started_again_at_once(tmp_path, at):
+    """Though its engine is busy for longer than anybody waits."""
+    with running(tmp_path) as first:
+        request = first.submit_pass(first.model(), 1)
+        result = first.outcome(request).content
+        engine = first.pids().engine
+        assert engine is not None
+        os.kill(engine, signal.SIGSTOP)
+        first.kill("keeper")
+        port = first.url.rpartition(":")[2] if at == "same" else 0
+        with running(tmp_path, port=port) as second:
+            assert second.outcome(request).content == result
+            second.train(second.model(), 1)
+
+
+def test_start_waits_for_a_server_that_is_stopping(tmp_path):
+    with running(tmp_path, shutdown_timeout_sec=6) as first:
+        engine = first.pids().engine
+        assert engine is not None
+        os.kill(engine, signal.SIGSTOP)  # so that it takes all the time that it is given
+        first.process.send_signal(signal.SIGTERM)
+        first.wait_for("stopping")
+        with running(tmp_path) as second:
+            assert first.process.poll() == 0
+            assert "waiting for the server before this one to end" in second.output
+
+
+def test_sigterm_ends_within_ten_seconds_though_the_engine_hangs(tmp_path):
+    with running(tmp_path) as server:
+        engine = server.pids().engine
+        assert engine is not None
+        os.kill(engine, signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+        wait_for_end(engine)
+
+
 @pytest.mark.parametrize("shared", ["database-url", "checkpoints-base"])
 def test_second_server_on_the_same_state_is_refused_by_the_option(tmp_path, shared):
     with running(tmp_path / "a") as server:
@@ -226,7 +264,11 @@ def test_second_server_on_the_same_state_is_refused_by_the_option(tmp_path, shar
         server.train(server.model(), 1)
     assert result.returncode == 1
     message = result.stderr.splitlines()[-1]
-    assert message.startswith("skyrl: error: ") and f"--{shared}" in message and "in use by another server" in message
+    assert (
+        message.startswith("skyrl: error: ")
+        and f"--{shared}" in message
+        and "in use by another server (process " in message
+    )
     assert "Traceback" not in result.stderr and "starting it again" not in result.stderr
 
 

@@ -130,3 +130,6 @@ def test_a_sample_beside_a_nan_version_is_unchanged(service_client, live_server)
     beside = futures[1].result().sequences[0]
     assert beside.tokens == alone.tokens
     np.testing.assert_allclose(beside.logprobs, alone.logprobs, atol=1e-5)
+    for future in (futures[0], futures[2]):
+        with pytest.raises(tinker.RequestFailedError, match=f"model_id={broken.model_id} .* not finite"):
+            future.result()

@@ -1,0 +1,53 @@
+"""Keeps paths of the server's disks out of what its clients read. The log has them in full."""
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+
+from skyrl.tinker.config import EngineConfig
+
+log = logging.getLogger(__name__)
+
+
+class Redaction:
+    """Removes the server's folders from messages: `/data/checkpoints/MODEL/weights/a` becomes `MODEL/weights/a`.
+
+    The base model's path stays, as it is the name by which clients ask for the model.
+
+    Args:
+        config: Names the folders: of checkpoints, of the database, and those among the backend's options.
+    """
+
+    def __init__(self, config: EngineConfig):
+        self._prefixes = sorted({f"{spelling}/" for path in _folders(config) for spelling in _spellings(path)}, key=len)
+
+    def __call__(self, message: str) -> str:
+        """The message as clients may read it."""
+        redacted = message
+        for prefix in reversed(self._prefixes):
+            redacted = redacted.replace(prefix, "")
+        if redacted != message:
+            log.warning("a client is told without its paths: %s", message)
+        return redacted
+
+
+def _folders(config: EngineConfig) -> Iterable[Path]:
+    yield config.checkpoints_base
+    yield Path(tempfile.gettempdir())
+    try:
+        url = make_url(config.database_url)
+        if url.get_backend_name() == "sqlite" and url.database:
+            yield Path(url.database).parent
+    except ArgumentError:  # refused when it is opened
+        pass
+    yield from (Path(value) for value in config.backend_config.values() if isinstance(value, str) and os.sep in value)
+
+
+def _spellings(path: Path) -> set[str]:
+    """The path as it was given, and with its links followed; not the root, which everything begins with."""
+    return {str(path.absolute()), str(path.resolve())} - {"/"}
