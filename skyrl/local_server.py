@@ -43,12 +43,20 @@ class LocalServer:
         folder: Holds the database, the checkpoints and the log (`server.log`). Made if missing.
         base_model: Folder or hub id of the base model; None serves the built-in one.
         options: Further command-line options of the server, by name without dashes in front.
+        environment: Variables of its processes, beside those of this one.
     """
 
-    def __init__(self, folder: Path, base_model: str | None = None, options: dict[str, str] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        base_model: str | None = None,
+        options: dict[str, str] | None = None,
+        environment: dict[str, str] | None = None,
+    ):
         self.folder = folder
         self.base_model = base_model
         self.options = options or {}
+        self.environment = environment or {}
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
@@ -82,7 +90,14 @@ class LocalServer:
         its, self._alive = os.pipe()
         command = [sys.executable, "-m", "skyrl.tinker.keeper", str(its), *self.arguments()]
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, pass_fds=[its])
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[its],
+                env={**os.environ, **self.environment},
+            )
         os.close(its)
         try:
             self.wait_until_ready(timeout_s)

@@ -14,8 +14,14 @@ from tests.faults.diary import Diary
 
 PATIENCE_S = 120.0
 """For anything to happen, on a machine that is busy with other things."""
-PROCESSES = ("engine", "api", "both", "twice")
-"""What may be killed at any moment; "twice": something once more while the server comes back from the first time."""
+PROCESSES = ("engine", "api", "both", "twice", "keeper", "one by one", "all at once", "stop", "hang")
+"""What may be killed at any moment. "twice": something once more while the server comes back from the first time; "one
+by one": all processes, in an order by chance; "all at once": as when a container ends, with none left to see the others
+go; "stop": SIGTERM, so that work is put down; "hang": the engine stands still for a while before it is killed."""
+WITHOUT_KEEPER = ("keeper", "one by one", "all at once", "stop")
+"""After these the server has to be started again, as an init system does: once, and at once."""
+HANGS_FOR_S = 2.0
+STOPS_WITHIN_S = 10.0
 TWICE_WITHIN_S = 4.0
 LEADS_TO = {
     "api: revival read, not sent": "engine",
@@ -68,6 +74,9 @@ class Killer:
             time.sleep(self.chance.uniform(0, TWICE_WITHIN_S))
             before = self.server.pids()
             self._kill(before, "both")
+        elif what in WITHOUT_KEEPER:
+            self._end(before, what)
+            self.server.restart()
         elif what in PROCESSES:
             self._kill(before, what)
         else:
@@ -103,7 +112,25 @@ class Killer:
         self.kills.append(kill)
         print(f"kill {len(self.kills)}: {kill}", flush=True)
 
+    def _end(self, pids: Pids, what: str) -> None:
+        """End the whole server."""
+        assert self.server.process is not None
+        if what == "stop":
+            self.server.process.terminate()
+            self.server.process.wait(STOPS_WITHIN_S)
+            return
+        doomed = [pid for pid in pids if pid is not None] if what != "keeper" else [self.server.process.pid]
+        self.chance.shuffle(doomed)
+        for number in [signal.SIGSTOP] * (what == "all at once") + [signal.SIGKILL]:
+            for pid in doomed:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
     def _kill(self, pids: Pids, what: str) -> None:
+        if what == "hang" and pids.engine is not None:
+            os.kill(pids.engine, signal.SIGSTOP)
+            time.sleep(HANGS_FOR_S)
+            os.kill(pids.engine, signal.SIGKILL)
         for name, pid in (("api", pids.api), ("engine", pids.engine)):
             if what in (name, "both") and pid is not None:
                 with contextlib.suppress(ProcessLookupError):  # an engine ends when its API does

@@ -8,6 +8,8 @@ import json
 import os
 import random
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,18 +45,15 @@ class Outcome:
 
 
 @pytest.fixture
-def crash_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which crashes are asked for; servers that are started in the test know it."""
-    folder = tmp_path / "crash"
-    folder.mkdir()
-    monkeypatch.setenv("SKYRL_CRASH_POINTS", str(folder))
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # a new engine compiles nothing again
-    # Nor does transformers find torch, which the base install does not have: its import takes as long as all the rest.
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Variables of servers that start quickly."""
+    # transformers is not to find torch, which the base install does not have: its import takes as long as all the rest.
     imports = tmp_path / "imports"
     imports.mkdir()
     (imports / "sitecustomize.py").write_text(WITHOUT_TORCH)
-    monkeypatch.setenv("PYTHONPATH", str(imports))
-    return folder
+    paths = [str(imports), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # A new engine compiles nothing again.
+    return {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def options(deterministic: bool) -> dict[str, str]:
@@ -62,9 +61,14 @@ def options(deterministic: bool) -> dict[str, str]:
     return {"backend-config": json.dumps(backend), "snapshot-every-steps": "3"}
 
 
-def disturbed(folder: Path, model: Path, points: Path, deterministic: bool, kills: list[str], seed: int) -> Outcome:
+def disturbed(
+    folder: Path, model: Path, environment: dict[str, str], deterministic: bool, kills: list[str], seed: int
+) -> Outcome:
     """The clients on a server whose processes are killed, one after the other."""
-    with LocalServer(folder, str(model), options(deterministic)) as server:
+    points = folder / "crash"
+    points.mkdir(parents=True)
+    environment = {**environment, "SKYRL_CRASH_POINTS": str(points)}
+    with LocalServer(folder, str(model), options(deterministic), environment) as server:
         run = Run(server, exact=deterministic)
         killer = Killer(server, run.diary, points, random.Random(seed))
         run.start()
@@ -80,9 +84,11 @@ def disturbed(folder: Path, model: Path, points: Path, deterministic: bool, kill
     return Outcome(run.diary, folder)
 
 
-def undisturbed(folder: Path, model: Path, deterministic: bool, rounds: dict[str, int]) -> Outcome:
+def undisturbed(
+    folder: Path, model: Path, environment: dict[str, str], deterministic: bool, rounds: dict[str, int]
+) -> Outcome:
     """The clients on a server of their own, for so many rounds each."""
-    with LocalServer(folder, str(model), options(deterministic)) as server:
+    with LocalServer(folder, str(model), options(deterministic), environment) as server:
         run = Run(server, deterministic, rounds)
         run.start()
         run.join(FINISH_S + sum(rounds.values()))
@@ -117,56 +123,54 @@ def _outcomes(folder: Path, model: str) -> list[tuple[str, str]]:
     return [(kind, status) for _, kind, status, _ in left_behind.requests(folder)[model]]
 
 
-def plan(chance: random.Random, kills: int) -> list[str]:
-    """Every named point equally often, and other kills up to `kills` in all, in an order by chance."""
-    points = sorted(name for name in CRASH_POINTS if not name.startswith("trainer: "))  # a server has none of those
-    named = points * max(1, kills // (2 * len(points)))
-    chosen = named + [chance.choice(PROCESSES) for _ in range(kills - len(named))]
+def check_kills(
+    folder: Path, model: Path, environment: dict[str, str], deterministic: bool, kills: list[str], seed: int
+) -> None:
+    """A disturbed run and an undisturbed one of as many rounds see the same."""
+    outcome = disturbed(folder / "disturbed", model, environment, deterministic, kills, seed)
+    reference = undisturbed(folder / "undisturbed", model, environment, deterministic, outcome.diary.rounds)
+    check_same(outcome, reference, 0 if deterministic else ROUNDING)
+
+
+def plan(chance: random.Random, points: Sequence[str], others: int) -> list[str]:
+    """These crash points, and `others` kills of any kind, in an order by chance."""
+    chosen = [*points, *(chance.choice(PROCESSES) for _ in range(others))]
     chance.shuffle(chosen)
     return chosen
 
 
-KINDS = [
-    "api: result stored, not answered",
-    "engine",
-    "storage: files written, not in place",
-    "both",
-    "engine: optimizer step computed, not kept",
-    "api",
-]
-"""A few kills: each process and both, at a moment by chance and at a named point of each."""
+POINTS = sorted(name for name in CRASH_POINTS if not name.startswith("trainer: "))  # a server has none of those
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "kills",
-    [
-        pytest.param(KINDS, id="of each kind"),
-        pytest.param(plan(random.Random(1), 20), id="at every point", marks=pytest.mark.slow),
-    ],
-)
-def test_kills_everywhere_change_nothing_bit_for_bit(tmp_path, tiny_model, crash_folder, kills):
-    outcome = disturbed(tmp_path / "disturbed", tiny_model, crash_folder, True, kills, seed=1)
-    reference = undisturbed(tmp_path / "undisturbed", tiny_model, True, outcome.diary.rounds)
-    check_same(outcome, reference, tolerance=0)
+def test_kills_everywhere_change_nothing_bit_for_bit(tmp_path, tiny_model, environment):
+    """Each named point and each kind of kill, and others by chance, on two servers side by side: mostly, one waits."""
+    first, second = random.Random(1), random.Random(2)
+    kills = [plan(first, [*POINTS[::2], *PROCESSES], 3), plan(second, POINTS[1::2], 8)]
+    with ThreadPoolExecutor(len(kills)) as pool:
+        runs = [
+            pool.submit(check_kills, tmp_path / str(seed), tiny_model, environment, True, some, seed)
+            for seed, some in enumerate(kills)
+        ]
+        for run in runs:
+            run.result()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_kills_change_nothing_beyond_rounding_where_work_is_batched(tmp_path, tiny_model, crash_folder):
-    outcome = disturbed(tmp_path / "disturbed", tiny_model, crash_folder, False, list(PROCESSES), seed=2)
-    reference = undisturbed(tmp_path / "undisturbed", tiny_model, False, outcome.diary.rounds)
-    check_same(outcome, reference, ROUNDING)
+def test_kills_change_nothing_beyond_rounding_where_work_is_batched(tmp_path, tiny_model, environment):
+    check_kills(tmp_path, tiny_model, environment, False, list(PROCESSES), seed=2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("deterministic", "share"), [(True, 3), (False, 1)])
-def test_hundreds_of_kills_change_nothing(tmp_path, tiny_model, crash_folder, deterministic, share):
+def test_hundreds_of_kills_change_nothing(tmp_path, tiny_model, environment, deterministic, share):
     """`FAULTS_SEED` repeats a run's plan, `FAULTS_KILLS` makes it longer."""
     seed = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
     print(f"FAULTS_SEED={seed}")
-    kills = plan(random.Random(seed), int(os.environ.get("FAULTS_KILLS", "200")) * share // 4)
-    outcome = disturbed(tmp_path / "disturbed", tiny_model, crash_folder, deterministic, kills, seed)
-    reference = undisturbed(tmp_path / "undisturbed", tiny_model, deterministic, outcome.diary.rounds)
-    check_same(outcome, reference, 0 if deterministic else ROUNDING)
+    count = int(os.environ.get("FAULTS_KILLS", "200")) * share // 4
+    points = POINTS * max(1, count // (2 * len(POINTS)))
+    check_kills(
+        tmp_path, tiny_model, environment, deterministic, plan(random.Random(seed), points, count - len(points)), seed
+    )
