@@ -265,13 +265,19 @@ def summarize(files: Files, rows: list[dict[str, Any]], seconds: float) -> float
     print("  held-out: right answer, the model's before RL and after it")
     print("\n".join(heldout[:8]), end="\n\n")
     print(
-        f"plot of the reward      {os.path.relpath(files.plot)}"
+        f"plot of the reward      {_shown(files.plot)}"
         if drawn
         else "plot of the reward      left out, as matplotlib is missing: pip install 'skyrl[train]'"
     )
-    print(f"rollouts, a line each   {os.path.relpath(files.rollouts)}")
-    print(f"rollouts to read        {os.path.relpath(files.sample)}")
+    print(f"rollouts, a line each   {_shown(files.rollouts)}")
+    print(f"rollouts to read        {_shown(files.sample)}")
     return after - before
+
+
+def _shown(path: Path) -> str:
+    """The path from here if it lies below, else the whole of it."""
+    whole, here = os.path.abspath(path), os.path.join(os.getcwd(), "")
+    return whole.removeprefix(here)
 
 
 def main(argv: Sequence[str] = (), settings: Settings | None = None) -> int:

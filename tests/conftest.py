@@ -3,8 +3,9 @@
 `pytest -m gpu` runs what is marked so on the accelerator that there is.
 """
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,22 @@ def pytest_configure(config: pytest.Config) -> None:
     # Compiling dominates the suite: XLA optimises little, and programs are kept for the servers and runs that follow.
     flags = ["--xla_force_host_platform_device_count=2", "--xla_backend_optimization_level=0"]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Take back what commands that a test runs in this process do to logging.
+
+    Their handler would write to the test's captured output, which is closed by the time that threads of the SDK, such
+    as the heartbeat of a client whose server has gone, have something to say.
+    """
+    root = logging.getLogger()
+    handlers, level = root.handlers.copy(), root.level
+    try:
+        return (yield)
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

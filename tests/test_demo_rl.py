@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 import pytest
 
-from skyrl.demo_rl import Settings, as_example, main
+from skyrl.demo_rl import Settings, as_example, main, summarize
+from skyrl.demo_rl_files import Files
+from skyrl.train.tracking import read_metrics
 
 SMALL = Settings(
     training_problems=16,
@@ -59,6 +61,17 @@ def test_the_summary_names_files_that_are_there(ended):
     named = [Path(line.split()[-1]) for line in ended.said.splitlines() if str(ended.folder) in line]
     assert [path.name for path in named] == ["reward.png", "dumped_rollouts", "rollouts.txt"]
     assert all(path.exists() for path in named)
+
+
+@pytest.mark.parametrize(("called_from", "shown"), [("out", "rollouts.txt"), ("beside", "{folder}/rollouts.txt")])
+def test_files_are_named_from_the_folder_that_it_is_called_from_or_in_full(
+    ended, called_from, shown, capsys, monkeypatch
+):
+    place = ended.folder.parent / called_from
+    place.mkdir(exist_ok=True)
+    monkeypatch.chdir(place)
+    summarize(Files(ended.folder), read_metrics(ended.folder / "rl/checkpoints"), 1.0)
+    assert f" {shown.format(folder=ended.folder.resolve())}\n" in capsys.readouterr().out
 
 
 def test_the_plot_is_a_png(ended):
