@@ -403,6 +403,7 @@ def test_nothing_is_compiled_after_the_warm_up(tiny_model, requests):
 
 
 @pytest.mark.gpu
+@pytest.mark.slow  # the same of a whole server: tests/tinker/test_warm_up.py
 def test_an_idle_backend_reaches_all_its_programs_by_itself(tiny_model, tmp_path):
     """In pieces, so that a request never waits for more than one of them."""
     backend = opened(

@@ -4,6 +4,7 @@ Tiles of several models, of one length and rank, are stacked up to the size of o
 what one large one does. A stack has one of a few sizes; places that are left over are filled with an idle tile.
 """
 
+import logging
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from skyrl.backends.jax.step import AdamScalars, PassOutput, TrainingPrograms, a
 from skyrl.backends.jax.versions import padded
 from skyrl.tx.models.types import Adapter
 from skyrl.types import AdamParams, ForwardBackwardOutput
+
+log = logging.getLogger(__name__)
 
 Computed = tuple[PassOutput, Tree | None]
 """Outputs of a tile on the host, and its gradients unless the pass goes forward only."""
@@ -132,6 +135,7 @@ class Passes:
             for length in lengths[width]:
                 self._programs.forward.compiled_for(self._base, self._widest, abstract_tile(length, width))
                 yield
+        log.info("all %d programs of training are ready", self._programs.compiled)
 
     def _warm_up_step(self, rank: int) -> Iterator[None]:
         zeros = zeros_like(self._empty(rank).weights)
