@@ -500,4 +500,46 @@ DEFECTS = [
         [Edit(BACKEND, "next(self._warm_up, ENDED) is not ENDED", "next(self._warm_up, None) is not None")],
         [TENANTS + "test_an_idle_backend_reaches_all_its_programs_by_itself"],
     ),
+    Defect(
+        "predecessor-not-waited-for",
+        "a server that is started while the one before it ends is refused",
+        [
+            Edit(
+                "skyrl/tinker/lease.py",
+                "patience_s = ENDING_S if holder.startswith(ENDING) else NOTICE_S",
+                "patience_s = 0.0",
+            )
+        ],
+        ["tests/tinker/test_keeper.py::test_start_waits_for_a_server_that_is_stopping"],
+    ),
+    Defect(
+        "paths-told",
+        "messages to tenants name folders of the server",
+        [
+            Edit(
+                "skyrl/tinker/outcomes.py",
+                "told = replace(result, error=self._service.redact(result.error))",
+                "told = replace(result, error=result.error)",
+            )
+        ],
+        ["tests/tinker/test_redaction.py::test_a_damaged_checkpoint_is_named_without_its_folder"],
+    ),
+    Defect(
+        "nan-tokens",
+        "a model whose weights are not finite is sampled: it answers token 0 again and again",
+        [
+            Edit(
+                "skyrl/tinker/sample_queue.py",
+                "if any(np.isnan(one.logprobs).any() for one in result.sequences):",
+                "if False:",
+            )
+        ],
+        ["tests/tinker/test_sdk_errors.py::test_a_sample_beside_a_nan_version_is_unchanged"],
+    ),
+    Defect(
+        "learning-rate-of-float64",
+        "a learning rate that float32 cannot hold is taken, and makes all weights NaN",
+        [Edit("skyrl/types.py", "Field(ge=0, le=LARGEST_FLOAT32)", "Field(ge=0)")],
+        ["tests/tinker/test_api_training.py::test_a_number_that_float32_cannot_hold_is_refused"],
+    ),
 ]
