@@ -53,8 +53,9 @@ class SavedAs:
     def version(self) -> str:
         return ids.version_id(self.model.model_id, self.seq_id)
 
-    def folder(self, base: Path) -> str:
-        return ids.folder(base, self.model.model_id, self.kind, f"{self.name}@{self.seq_id}")
+    @property
+    def folder(self) -> str:
+        return ids.folder(self.model.model_id, self.kind, f"{self.name}@{self.seq_id}")
 
 
 async def refuse_taken_name(database: Database, saved: SavedAs) -> None:
@@ -87,7 +88,7 @@ def store_checkpoint(session: Session, saved: SavedAs, result: SaveOutput) -> Ob
         name=saved.name,
         tenant=model.tenant,
         version=saved.version,
-        folder=result.path,
+        folder=saved.folder,
         base_model=model.base_model,
         lora_config=model.lora_config,
         user_metadata=saved.user_metadata,

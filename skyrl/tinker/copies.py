@@ -61,16 +61,16 @@ async def copy_checkpoint(
         if earlier is not None:
             return earlier
         await service.disk.make_room(source.model_id, sampler=source.kind != "weights")
-        copy = _copy_of(source, place, request.ttl_seconds, service)
+        copy = _copy_of(source, place, request.ttl_seconds)
         try:
-            await asyncio.to_thread(copy_folder, source.folder, copy.folder)
+            await asyncio.to_thread(copy_folder, service.path_of(source.folder), service.path_of(copy.folder))
         except StorageError as error:
             log.error("%s cannot be copied: %s", path, error)
             raise RequestError(f"source_path={path}: its files are missing or damaged, or the disk is full") from error
         try:
             await service.database.write(lambda session: _record(session, place, source, copy))
         except DatabaseFull:  # after any other error it may be stored; a folder without a name goes by itself
-            await asyncio.to_thread(remove_folder, copy.folder)
+            await asyncio.to_thread(remove_folder, service.path_of(copy.folder))
             raise
         return _path(copy)
 
@@ -104,7 +104,7 @@ def _earlier(session: Session, place: Place) -> TinkerPath | None:
     return None
 
 
-def _copy_of(source: CheckpointRow, place: Place, ttl_seconds: int | None, service: Service) -> CheckpointRow:
+def _copy_of(source: CheckpointRow, place: Place, ttl_seconds: int | None) -> CheckpointRow:
     path = TinkerPath.parse("source_path", f"{ids.SCHEME}{source.model_id}/{source.kind}/{source.name}")
     assert path.kind is not None
     return CheckpointRow(
@@ -113,7 +113,7 @@ def _copy_of(source: CheckpointRow, place: Place, ttl_seconds: int | None, servi
         name=source.name,
         tenant=place.tenant,
         version=ids.version_id(place.model_id, 0),
-        folder=ids.folder(service.checkpoints, place.model_id, path.kind, f"{source.name}@0"),
+        folder=ids.folder(place.model_id, path.kind, f"{source.name}@0"),
         base_model=source.base_model,
         lora_config=source.lora_config,
         user_metadata=source.user_metadata,

@@ -9,7 +9,6 @@ import hashlib
 import re
 import secrets
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 from uuid import uuid4
 
@@ -81,9 +80,17 @@ def check_name(field: str, name: str) -> None:
         )
 
 
-def folder(base: Path, model: str, kind: CheckpointKind | Literal["ephemeral", "snapshots"], name: str) -> str:
-    """Where a model's checkpoint is stored. `name` ends in the seq_id of its save, so no two saves share a folder."""
-    return str(base / model.replace(":", "-") / kind / name)
+def folder_of_model(model: str) -> str:
+    """The folder of all that is stored of a model, below `checkpoints_base`."""
+    return model.replace(":", "-")
+
+
+def folder(model: str, kind: CheckpointKind | Literal["ephemeral", "snapshots"], name: str) -> str:
+    """Where a model's checkpoint is stored, below `checkpoints_base`, which may lie elsewhere tomorrow.
+
+    `name` ends in the seq_id of its save, so no two saves share a folder.
+    """
+    return f"{folder_of_model(model)}/{kind}/{name}"
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ async def load_weights(admission: Admission, request: schemas.LoadWeightsRequest
     operation = LoadCheckpoint(
         request_id=admission.request_id,
         model_id=target.model_id,
-        path=checkpoint[FOLDER],
+        path=service.path_of(checkpoint[FOLDER]),
         load_optimizer=request.optimizer,
         digest=checkpoint["digest"],
     )
@@ -307,8 +307,8 @@ async def save_weights(admission: Admission, request: schemas.SaveWeightsRequest
         request.user_metadata,
         request.ttl_seconds,
     )
-    folder = await _folder_of_save(admission, saved)
-    operation = SaveCheckpoint(request_id=admission.request_id, model_id=request.model_id, path=folder)
+    path = await _path_of_save(admission, saved)
+    operation = SaveCheckpoint(request_id=admission.request_id, model_id=request.model_id, path=path)
 
     def record(session: Session, result: SaveOutput) -> tuple[dict[str, Any], Obsolete | None]:
         obsolete = store_checkpoint(session, saved, result)
@@ -335,8 +335,8 @@ async def save_weights_for_sampler(admission: Admission, request: schemas.SaveWe
         user_metadata=request.user_metadata,
         ttl_seconds=request.ttl_seconds,
     )
-    folder = await _folder_of_save(admission, saved)
-    operation = Publish(request_id=admission.request_id, model_id=request.model_id, version=saved.version, path=folder)
+    path = await _path_of_save(admission, saved)
+    operation = Publish(request_id=admission.request_id, model_id=request.model_id, version=saved.version, path=path)
 
     def record(session: Session, result: SaveOutput) -> tuple[dict[str, Any], Obsolete | None]:
         obsolete = store_checkpoint(session, saved, result)
@@ -345,12 +345,12 @@ async def save_weights_for_sampler(admission: Admission, request: schemas.SaveWe
     return Accepted(operation, record=record)
 
 
-async def _folder_of_save(admission: Admission, saved: SavedAs) -> str:
+async def _path_of_save(admission: Admission, saved: SavedAs) -> str:
     """Where a named checkpoint goes. Raises `RequestError` if there is one of its name already, or no room for it."""
     if not admission.again:
         await refuse_taken_name(admission.service.database, saved)
         await admission.service.disk.make_room(saved.model.model_id, sampler=saved.kind != "weights")
-    return admission.decided.setdefault(SAVED_TO, saved.folder(admission.service.checkpoints))
+    return admission.service.path_of(admission.decided.setdefault(SAVED_TO, saved.folder))
 
 
 @operation("save_weights_external", json_parser(schemas.SaveWeightsExternalRequest, ModelAddress))
@@ -367,11 +367,11 @@ async def save_weights_external(admission: Admission, request: schemas.SaveWeigh
     )
     recipients = request.age_encryption_recipients
     keys = None if recipients is None else external.read_recipients(recipients)
-    folder = await _folder_of_save(admission, saved)
-    operation = Publish(request_id=admission.request_id, model_id=request.model_id, version=saved.version, path=folder)
+    path = await _path_of_save(admission, saved)
+    operation = Publish(request_id=admission.request_id, model_id=request.model_id, version=saved.version, path=path)
 
     async def encrypt(_: SaveOutput) -> SaveOutput:
-        return SaveOutput(folder, *await asyncio.to_thread(external.encrypt_folder, folder, keys or ()))
+        return SaveOutput(path, *await asyncio.to_thread(external.encrypt_folder, path, keys or ()))
 
     def record(session: Session, result: SaveOutput) -> tuple[dict[str, Any], Obsolete | None]:
         obsolete = store_checkpoint(session, saved, result)
@@ -390,11 +390,14 @@ def _publish_sampler(admission: Admission, request: schemas.SaveWeightsForSample
     assert request.sampling_session_seq_id is not None
     sampler_id = ids.sampler_id(model.session_id, request.sampling_session_seq_id)
     version = ids.version_id(model.model_id, request.seq_id)
-    new_folder = ids.folder(admission.service.checkpoints, model.model_id, "ephemeral", str(request.seq_id))
-    folder = admission.decided.setdefault(FOLDER, new_folder)
+    folder = admission.decided.setdefault(FOLDER, ids.folder(model.model_id, "ephemeral", str(request.seq_id)))
     admission.decided[VERSION] = version
     operation = Publish(
-        request_id=admission.request_id, model_id=model.model_id, version=version, path=folder, persist=False
+        request_id=admission.request_id,
+        model_id=model.model_id,
+        version=version,
+        path=admission.service.path_of(folder),
+        persist=False,
     )
 
     def record(session: Session, _: SaveOutput) -> tuple[dict[str, Any], None]:
@@ -482,7 +485,7 @@ async def sample(admission: Admission, request: schemas.SampleRequest) -> Accept
     operation = Sample(
         request_id=admission.request_id,
         version=version,
-        path=folder,
+        path=None if folder is None else service.path_of(folder),
         prompt=prompt,
         params=params.model_copy(update={"max_tokens": max_tokens, "seed": seed}),
         num_samples=request.num_samples,

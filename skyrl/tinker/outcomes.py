@@ -85,7 +85,7 @@ class Outcomes:
         if files.folder not in needed and not self._is_in_use(files.folder):
             if files.version is not None:
                 self._service.engine.send(DropVersion(files.version))
-            await asyncio.to_thread(remove_folder, files.folder)
+            await asyncio.to_thread(remove_folder, self._service.path_of(files.folder))
 
     async def settled(self, model_id: str) -> None:
         """Wait until all that has come for a model is stored."""
@@ -133,15 +133,16 @@ class Outcomes:
 
     async def _record_snapshot(self, frame: Snapshotted) -> None:
         crash_point("api: snapshot reported, not recorded")
-        superfluous = await self._write(partial(model_log.record_snapshot, snapshot=frame))
+        snapshot = replace(frame, path=self._service.folder_of(frame.path))
+        superfluous = await self._write(partial(model_log.record_snapshot, snapshot=snapshot))
         crash_point("api: snapshot recorded, older files still there")
         if superfluous is not None:
-            await asyncio.to_thread(remove_folder, superfluous)
+            await asyncio.to_thread(remove_folder, self._service.path_of(superfluous))
 
     async def _record_version(self, version: str, saved: SaveOutput) -> None:
         superfluous = await self._write(partial(model_log.record_version, version=version, saved=saved))
         if superfluous is not None:
-            await asyncio.to_thread(remove_folder, superfluous)
+            await asyncio.to_thread(remove_folder, self._service.path_of(superfluous))
 
     async def _count_crash(self, request_id: str, then: Callable[[str, int], None]) -> None:
         then(request_id, await self._write(partial(request_log.count_crash, request_id=request_id)))
@@ -155,9 +156,10 @@ class Outcomes:
         return await self._writer.write(job, "an outcome")
 
     def _is_in_use(self, folder: str) -> bool:
+        path = self._service.path_of(folder)
         operations = (owed.accepted.operation for owed in self._pending if owed.accepted is not None)
-        loads = any(isinstance(operation, LoadCheckpoint) and operation.path == folder for operation in operations)
-        return loads or self._reads(folder)
+        loads = any(isinstance(operation, LoadCheckpoint) and operation.path == path for operation in operations)
+        return loads or self._reads(path)
 
 
 def _size(result: Result) -> int:

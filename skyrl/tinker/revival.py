@@ -18,7 +18,7 @@ what has to be done again:
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -211,7 +211,7 @@ async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]
     if (error := not_served(service, history.model)) is not None:
         raise Unrevivable(error)
     saves = [request.decided[SAVED_TO] for request in _pending(history) if SAVED_TO in request.decided]
-    files = await asyncio.to_thread(_complete, [*history.unwritten.values(), *saves])
+    files = await asyncio.to_thread(_complete, service, [*history.unwritten.values(), *saves])
     decision = plan(history, files)
     repeated = [step for step in decision.steps if isinstance(step, LoggedRequest)]
     read = {request.request_id: request for request in [*repeated, *_pending(history)]}
@@ -221,7 +221,8 @@ async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]
     for request_id in wanted:
         again[request_id] = await _accept_again(service, history, read[request_id], bodies[request_id])
     operations = [
-        again[step.request_id].operation if isinstance(step, LoggedRequest) else step for step in decision.steps
+        again[step.request_id].operation if isinstance(step, LoggedRequest) else _placed(service, step)
+        for step in decision.steps
     ]
     assert all(isinstance(operation, ModelOperation) for operation in operations), operations
     return Revival(
@@ -239,9 +240,14 @@ async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]
     )
 
 
-def _complete(folders: Sequence[str]) -> dict[str, SaveOutput]:
-    found = {folder: inspect_folder(folder) for folder in folders}
-    return {folder: SaveOutput(folder, *written) for folder, written in found.items() if written is not None}
+def _placed(service: Service, step: ModelOperation) -> ModelOperation:
+    """With the path of a snapshot as it is today."""
+    return replace(step, path=service.path_of(step.path)) if isinstance(step, LoadSnapshot) else step
+
+
+def _complete(service: Service, folders: Sequence[str]) -> dict[str, SaveOutput]:
+    found = {folder: (path := service.path_of(folder), inspect_folder(path)) for folder in folders}
+    return {folder: SaveOutput(path, *written) for folder, (path, written) in found.items() if written is not None}
 
 
 def _pending(history: History) -> list[LoggedRequest]:

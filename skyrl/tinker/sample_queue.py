@@ -161,9 +161,9 @@ class SampleQueue:
                     self._futures.set(request_id, Failure(error, "server"))
         self._unsent = dict(self._pending)
 
-    def reads(self, folder: str) -> bool:
-        """Whether a pending sample may still read this folder."""
-        return any(waiting.sample.path == folder for waiting in self._pending.values())
+    def reads(self, path: str) -> bool:
+        """Whether a pending sample may still read the folder at this path."""
+        return any(waiting.sample.path == path for waiting in self._pending.values())
 
     async def settle(self) -> None:
         """Wait until every result that has arrived is answered."""

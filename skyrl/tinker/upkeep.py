@@ -83,7 +83,7 @@ class Upkeep:
         seq_id = self._scheduler.finished(model_id)
         if seq_id is None or self._backend.is_working_on(model_id):
             return
-        path = ids.folder(self._base, model_id, "snapshots", f"{seq_id}-{uuid4().hex[:8]}")
+        path = str(self._base / ids.folder(model_id, "snapshots", f"{seq_id}-{uuid4().hex[:8]}"))
         tenant = self._scheduler.tenant(model_id)
         operation = SaveSnapshot(request_id=f"snapshot-{uuid4()}", tenant=tenant, model_id=model_id, path=path)
         self._policy.begin(model_id)

@@ -28,7 +28,9 @@ def upgrade(engine: Engine, revision: str) -> None:
 
 def downgrade(engine: Engine, revision: str) -> None:
     with engine.begin() as connection:
-        command.downgrade(migration_config(connection), revision)
+        config = migration_config(connection)
+        config.attributes["checkpoints_base"] = Path(str(engine.url.database)).parent / "checkpoints"
+        command.downgrade(config, revision)
 
 
 def schema(engine: Engine) -> dict[str, object]:

@@ -47,7 +47,7 @@ async def external_weights_urls(
         )
     row = await service.directory.checkpoint("path", path, caller)
     expires = int(time.time()) + LINK_LIFETIME_S
-    names = await _read(path, partial(_file_names, row.folder))
+    names = await _read(path, partial(_file_names, service.path_of(row.folder)))
     urls = {name: _link(request, service, path, row, name, member=name) for name in names}
     return rest.ExternalWeightsUrlsResponse(urls=urls, expires=rest.moment(expires))
 
@@ -81,7 +81,8 @@ async def download(token: str, name: str, service: ServiceDependency) -> Respons
     if row is None or row.version != claims["version"]:
         raise UnknownName(f"path={path}: the checkpoint was deleted or replaced, or it has expired")
     member = claims["member"]
-    open_stream = partial(stream_archive, row.folder) if member is None else partial(stream_file, row.folder, member)
+    folder = service.path_of(row.folder)
+    open_stream = partial(stream_archive, folder) if member is None else partial(stream_file, folder, member)
     return _response(await _read(path, open_stream), name)
 
 
