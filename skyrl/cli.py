@@ -23,15 +23,44 @@ def gc(argv: Sequence[str]) -> int:
         "name. For a server that is stopped; a running one does this by itself. Takes the options of skyrl serve.",
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would go, and leave it")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="remove folders without a name and surplus checkpoints even where they are more than a fifth of all",
+    )
     config, given = read_config(parser, argv)
 
+    from skyrl.tinker import offline
+
+    return _told("skyrl gc", lambda: offline.collect(config, given["dry_run"], print, given["force"]))
+
+
+def adopt(argv: Sequence[str]) -> int:
+    """tie a folder of checkpoints and a database that a server refuses (skyrl adopt --help)"""
+    from skyrl.tinker.config import options_parser, read_config
+
+    parser = options_parser(
+        prog="skyrl adopt",
+        description="Say what a stopped server's folder of checkpoints and its database have in common, then tie the "
+        "two, so that a server starts with them, and give complete checkpoints that the database does not name their "
+        "names again. For state that was moved or restored in parts. Takes the options of skyrl serve.",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what there is")
+    config, given = read_config(parser, argv)
+
+    from skyrl.tinker import offline
+
+    return _told("skyrl adopt", lambda: offline.adopt(config, given["dry_run"], print))
+
+
+def _told(command: str, run: Callable[[], None]) -> int:
+    """Run what a command does. A refusal is told in a line. Returns the exit status."""
     from skyrl.errors import RequestError
-    from skyrl.tinker.collector import collect
 
     try:
-        collect(config, given["dry_run"], print)
+        run()
     except RequestError as error:
-        print(f"skyrl gc: error: {error}", file=sys.stderr)
+        print(f"{command}: error: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -108,6 +137,7 @@ def show_version(argv: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": serve,
     "gc": gc,
+    "adopt": adopt,
     "train": train,
     "make-model": make_model,
     "demo": demo,

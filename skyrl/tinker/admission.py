@@ -57,6 +57,8 @@ class Obsolete(NamedTuple):
 
     version: str | None
     folder: str
+    to_trash: bool = False
+    """Whether they wait there for a while before they are removed."""
 
 
 def _nothing(_: Session) -> None:

@@ -1,24 +1,20 @@
-"""Removes what may go: inside a running server every so often, and as `skyrl gc` where none runs."""
+"""Removes what may go, inside a running server every so often. Where none runs, `skyrl gc` does (`offline.py`)."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
-from sqlmodel import Session
-
-from skyrl.errors import RequestError
-from skyrl.tinker import retention
+from skyrl.tinker import retention, trash
 from skyrl.tinker.admission import Obsolete
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database, DatabaseFull
-from skyrl.tinker.disk import MIB, hold_folder
-from skyrl.tinker.lease import InUse
+from skyrl.tinker.disk import MIB
+from skyrl.tinker.guard import Stake, at_stake, nameless_folders
 from skyrl.tinker.retention import OFTEN, SELDOM, Removal, Rules
 from skyrl.utils.crash_points import crash_point
-from skyrl.utils.storage import remove_folder
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +36,7 @@ class Collector:
         forget: Told which rows have changed.
         refresh: Writes down which clients were heard of, before it is decided who was silent.
         heard_since: When clients could first be heard, so that silence counts from then on.
+        force: Remove what nothing names, and surplus checkpoints, however many there are (see `guard`).
     """
 
     def __init__(
@@ -50,13 +47,18 @@ class Collector:
         forget: Forget,
         refresh: Refresh,
         heard_since: float = 0.0,
+        force: bool = False,
     ):
+        self.refusal: str | None = None
+        """Why the last look at everything took nothing that has no name, if it did not."""
         self._config = config
         self._database = database
         self._discard = discard
         self._forget = forget
         self._refresh = refresh
         self._rules = Rules(config, heard_since)
+        self._force = force
+        self._refused: Stake | None = None
         self._seldom_at = 0.0
         self._turn = asyncio.Lock()
 
@@ -76,17 +78,35 @@ class Collector:
         async with self._turn:
             await self._refresh()
             seldom = time.monotonic() >= self._seldom_at
+            if seldom and not self._force:
+                await self._look_at_stake()
             removals: list[Removal] = []
             for job in (*OFTEN, *SELDOM) if seldom else OFTEN:
                 while found := await self._database.write(partial(job, rules=self._rules, now=time.time())):
                     removals += await self._remove(found)
             if seldom:
-                removals += await self._remove(await asyncio.to_thread(_orphans, self._config, self._database))
+                if self.refusal is None:
+                    removals += await self._remove(
+                        await asyncio.to_thread(nameless_folders, self._config, self._database)
+                    )
                 await self._database.give_back()
                 self._seldom_at = time.monotonic() + SELDOM_S
+            removals += await asyncio.to_thread(_empty_trash, self._config)
             if removals:
                 log.info("collected %s", summary(removals))
             return removals
+
+    async def _look_at_stake(self) -> None:
+        """Spare what the guard does not let go. It is said once, and again when it is more or less."""
+        first = self._seldom_at == 0.0
+        stake = await asyncio.to_thread(at_stake, self._config, self._database, self._rules, first)
+        self.refusal = stake.refusal if stake.too_much else None
+        if self.refusal is not None:
+            if first:  # later ones have become surplus one by one, as they should
+                self._rules = replace(self._rules, surplus_since=time.time())
+            if self._refused is None or self._refused.nameless != stake.nameless:
+                log.error("%s", self.refusal)
+        self._refused = stake if stake.too_much else None
 
     async def _remove(self, removals: list[Removal]) -> list[Removal]:
         """Remove what rows that are gone have left."""
@@ -97,74 +117,38 @@ class Collector:
                 done.append(removal)
             else:
                 crash_point("api: checkpoint unnamed, files still there")
-                done.append(await asyncio.to_thread(retention.measured, removal))
+                done.append(await asyncio.to_thread(retention.measured, removal, self._config.checkpoints_base))
                 await self._discard(removal.files)
         return done
 
 
-def collect(config: EngineConfig, dry_run: bool, say: Callable[[str], None]) -> None:
-    """Collect where no server runs.
+def past_its_time(config: EngineConfig) -> list[Removal]:
+    """What has been in the trash for long enough. It is still there."""
+    since = time.time() - config.trash_retention_sec
+    return [_emptied(entry) for entry in trash.entries(config.checkpoints_base) if entry.since <= since]
 
-    Args:
-        config: Of that server.
-        dry_run: Say what would go, and leave it.
-        say: Told each thing, in a line.
 
-    Raises:
-        RequestError: A server runs, or there is nothing to collect from.
-    """
-    base = config.checkpoints_base
-    if not base.is_dir():
-        raise RequestError(f"checkpoints_base={base}: there is no such folder, so nothing to collect")
-    try:
-        with hold_folder(base, finish_writes=not dry_run), closing(Database(config.database_url, not dry_run)) as db:
-            removals = _would_remove(config, db) if dry_run else asyncio.run(_remove_all(config, db))
-            freed = 0 if dry_run else db.compact()
-    except InUse as error:
-        raise RequestError(f"{error}; while it runs, it collects by itself (--session-cleanup-interval-sec)") from None
+def _empty_trash(config: EngineConfig) -> list[Removal]:
+    removals = past_its_time(config)
     for removal in removals:
-        say(f"{removal.what}: {_size(removal.size_bytes)}")
-    if freed > 0:
-        say(f"unused space in the database: {_size(freed)}")
-    say(f"{'would remove' if dry_run else 'removed'} {summary(removals)}")
+        assert removal.files is not None
+        trash.discard(config.checkpoints_base, removal.files.folder, removal.files.to_trash)
+    return removals
 
 
-async def _remove_all(config: EngineConfig, database: Database) -> list[Removal]:
-    async def discard(files: Obsolete) -> None:
-        await asyncio.to_thread(remove_folder, files.folder)
-
-    async def nobody_was_heard() -> None:
-        return None
-
-    return await Collector(config, database, discard, lambda changed: None, nobody_was_heard).collect()
-
-
-def _would_remove(config: EngineConfig, database: Database) -> list[Removal]:
-    def jobs(session: Session) -> list[Removal]:
-        removals: list[Removal] = []
-        for job in (*OFTEN, *SELDOM):
-            while found := job(session, rules=Rules(config), now=time.time()):
-                removals += found
-                session.flush()
-        return removals
-
-    orphans = _orphans(config, database)
-    return [retention.measured(removal) for removal in (*database.dry_run(jobs), *orphans)]
-
-
-def _orphans(config: EngineConfig, database: Database) -> list[Removal]:
-    """Folders that nothing names. Names are read after the folders, so that none is missed."""
-    now = time.time()
-    folders = list(retention.old_folders(config.checkpoints_base, now))
-    named, busy = database.read_now(retention.named_folders), database.read_now(retention.busy_models)
-    return retention.orphans(config.checkpoints_base, folders, named, busy)
+def _emptied(entry: trash.Entry) -> Removal:
+    name = f"{trash.NAME}/{entry.path.name}"
+    return Removal(f"{name} ({trash.what(entry)})", entry.size_bytes, Obsolete(None, name))
 
 
 def summary(removals: list[Removal]) -> str:
     """How much that is."""
     count = "1 thing" if len(removals) == 1 else f"{len(removals)} things"
-    return f"{count}, {_size(sum(removal.size_bytes for removal in removals))}"
+    waiting = sum(removal.files is not None and removal.files.to_trash for removal in removals)
+    where = f" ({waiting} of them to {trash.NAME})" if waiting else ""
+    return f"{count}, {mebibytes(sum(removal.size_bytes for removal in removals))}{where}"
 
 
-def _size(size_bytes: int) -> str:
+def mebibytes(size_bytes: int) -> str:
+    """A size in words."""
     return f"{size_bytes / MIB:.1f} MiB"

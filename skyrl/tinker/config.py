@@ -117,8 +117,12 @@ class EngineConfig(BaseModel):
     keep_last_checkpoints: int = Field(0, ge=0)
     """Checkpoints of a kind that a model keeps, the newest ones, beside public ones; 0: all."""
 
+    trash_retention_sec: int = Field(7 * 24 * 3600, ge=0)
+    """Seconds that expired and surplus checkpoints, and files without a name, stay in .trash, below checkpoints_base,
+    before they are removed; earlier where a save needs the room. 0: none."""
+
     max_disk_gib: float = Field(0, ge=0, allow_inf_nan=False)
-    """GiB that checkpoints, versions and snapshots may take; saves past it are refused. 0: no limit."""
+    """GiB that checkpoints, versions, snapshots and .trash may take; saves past it are refused. 0: no limit."""
 
     min_free_disk_mib: int = Field(256, ge=0)
     """MiB that are left free on the disk of checkpoints_base; saves that would take them are refused."""

@@ -50,6 +50,7 @@ CLAIM_S = 10.0
 """Seconds that PostgreSQL gets to notice that the server before this one is dead."""
 IN_MEMORY = (None, "", ":memory:")
 """What SQLite calls a database without a file."""
+NAME_IT = "name the one that the server uses with --database-url"
 VACUUM_PAGES = 500
 """Pages of an SQLite file that are given back in one transaction."""
 INCREMENTAL = 2
@@ -72,13 +73,16 @@ class Database:
     Args:
         url: SQLAlchemy URL, `sqlite:///FILE` or `postgresql://...` (needs the `postgres` extra).
         migrate: Bring an older database to the newest revision, rather than refuse it.
+        create: Make one where there is none, rather than refuse that.
 
     Raises:
         RequestError: The URL cannot be served; the message says what to change.
     """
 
-    def __init__(self, url: str, migrate: bool = True):
+    def __init__(self, url: str, migrate: bool = True, create: bool = True):
         self.url = without_password(url)
+        if not create:
+            _refuse_missing_file(url)
         with ExitStack() as undo:
             self._lease = _lease(url)
             if self._lease is not None:
@@ -87,6 +91,8 @@ class Database:
             undo.callback(self._engine.dispose)
             self._claim = _claim(self._engine, url)
             undo.callback(self._claim.close)
+            if not create:
+                _refuse_foreign(self._engine, url)
             _migrate(self._engine, url) if migrate else _refuse_old(self._engine, url)
             undo.pop_all()
         self._room = asyncio.Semaphore(MAX_QUEUED)
@@ -213,11 +219,26 @@ def _migrate(engine: Engine, url: str) -> None:
             ) from error
 
 
+def _refuse_missing_file(url: str) -> None:
+    file = _sqlite_file(url)
+    if file is not None and not (file.is_file() and file.stat().st_size > 0):
+        raise _refusal(url, f"there is no database; {NAME_IT}")
+
+
+def _refuse_foreign(engine: Engine, url: str) -> None:
+    if _revision(engine) is None:
+        raise _refusal(url, f"it is no database of this server; {NAME_IT}")
+
+
+def _revision(engine: Engine) -> str | None:
+    with engine.connect() as connection:
+        return MigrationContext.configure(connection).get_current_revision()
+
+
 def _refuse_old(engine: Engine, url: str) -> None:
     with engine.connect() as connection:
-        revision = MigrationContext.configure(connection).get_current_revision()
         newest = ScriptDirectory.from_config(migration_config(connection)).get_current_head()
-    if revision != newest:
+    if _revision(engine) != newest:
         raise _refusal(url, "it was not written by this version of the server; start the server once to upgrade it")
 
 
@@ -313,15 +334,23 @@ def _sqlite_begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN")
 
 
-def _lease(url: str) -> Lease | None:
-    """Hold `FILE.lock`, so that a second server on the same SQLite file is refused instead of losing our models."""
+def _sqlite_file(url: str) -> Path | None:
+    """The file of an SQLite database, the same one by whatever links it is named."""
     try:
         parsed = make_url(url)
     except ArgumentError:  # refused when it is opened
         return None
     if parsed.get_backend_name() != "sqlite" or parsed.database in IN_MEMORY:
         return None
+    return Path(str(parsed.database)).resolve()
+
+
+def _lease(url: str) -> Lease | None:
+    """Hold `FILE.lock`, so that a second server on the same SQLite file is refused instead of losing our models."""
+    file = _sqlite_file(url)
+    if file is None:
+        return None
     try:
-        return Lease(Path(f"{parsed.database}.lock"), f"database_url={without_password(url)}", "--database-url")
+        return Lease(file.with_name(f"{file.name}.lock"), f"database_url={without_password(url)}", "--database-url")
     except OSError as error:
         raise _refusal(url, f"{error}; use a folder that can be written") from error

@@ -4,6 +4,8 @@ What it holds is known from the rows of checkpoints, versions and snapshots, so 
 through the folder. What the disk has left is asked of the disk.
 """
 
+import asyncio
+import logging
 import shutil
 import tempfile
 import threading
@@ -14,13 +16,18 @@ from sqlalchemy import func
 from sqlmodel import Session, col, select
 
 from skyrl.errors import RequestError
+from skyrl.tinker import trash
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database
 from skyrl.tinker.lease import Lease
 from skyrl.tinker.tables import CheckpointRow, ModelRow, VersionRow
-from skyrl.utils.storage import tidy
+from skyrl.utils.storage import remove_folder, tidy
+
+log = logging.getLogger(__name__)
 
 LOCK = ".server.lock"
+KINDS = ("weights", "sampler_weights", "external_weights", "ephemeral", "snapshots")
+"""Folders of a model. Others are not ours."""
 MIB, GIB = 2**20, 2**30
 WAY_OUT = "delete checkpoints (tinker checkpoint delete), finish sessions, or start the server with"
 
@@ -41,8 +48,9 @@ def hold_folder(base: Path, finish_writes: bool = True, stopping: threading.Even
         lease = Lease(base / LOCK, option, "--checkpoints-base", stopping)
         try:
             tempfile.TemporaryFile(dir=base).close()  # the first save is not to be the one to find out that this fails
-            for kind in folders_of_kinds(base) if finish_writes else ():
-                tidy(kind)
+            for parent in (*folders_of_kinds(base), base / trash.NAME) if finish_writes else ():
+                if parent.is_dir():
+                    tidy(parent)
         except BaseException:
             lease.release()
             raise
@@ -56,6 +64,13 @@ def folders_of_kinds(base: Path) -> Iterator[Path]:
     for model in base.iterdir():
         if model.is_dir() and not model.name.startswith("."):
             yield from (kind for kind in model.iterdir() if kind.is_dir())
+
+
+def saved_folders(base: Path) -> set[str]:
+    """MODEL/KIND/NAME of all that is saved, as the database names it."""
+    kinds = (kind for kind in folders_of_kinds(base) if kind.name in KINDS)
+    paths = (path for kind in kinds for path in kind.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return {str(path.relative_to(base)) for path in paths}
 
 
 class Disk:
@@ -73,7 +88,7 @@ class Disk:
         """Removes what nobody needs any more, as soon as there is something that does so."""
 
     async def make_room(self, model_id: str, sampler: bool) -> None:
-        """See to it that a save of a model fits; what can go goes first.
+        """See to it that a save of a model fits; what can go goes first, then the trash, the oldest of it first.
 
         Args:
             model_id: The model that is to be saved.
@@ -86,8 +101,12 @@ class Disk:
             return
         if self.collect is not None:
             await self.collect()
-        if (refusal := await self._refusal(model_id, sampler)) is not None:
-            raise RequestError(refusal)
+        left = await asyncio.to_thread(trash.entries, self._config.checkpoints_base)
+        while (refusal := await self._refusal(model_id, sampler)) is not None:
+            if not left:
+                raise RequestError(refusal)
+            log.info("%s goes, as its room is needed", left[0].path)
+            await asyncio.to_thread(remove_folder, left.pop(0).path)
 
     async def _refusal(self, model_id: str, sampler: bool) -> str | None:
         config = self._config
@@ -102,6 +121,7 @@ class Disk:
         if config.max_disk_gib == 0:
             return None
         used = await self._database.read(used_bytes)
+        used += sum(entry.size_bytes for entry in trash.entries(config.checkpoints_base))
         if used + size > config.max_disk_gib * GIB:
             return (
                 f"checkpoints take {used / GIB:.3f} GiB of max_disk_gib={config.max_disk_gib:g}, and this needs "

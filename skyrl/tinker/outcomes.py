@@ -18,7 +18,7 @@ from sqlmodel import Session
 
 from skyrl.backends.operations import LoadCheckpoint, Publish, SaveCheckpoint
 from skyrl.errors import RequestError, StorageError
-from skyrl.tinker import json_text, model_log, request_log
+from skyrl.tinker import json_text, model_log, request_log, trash
 from skyrl.tinker.admission import Obsolete
 from skyrl.tinker.channel import DropVersion, Snapshotted
 from skyrl.tinker.codec import encoded
@@ -85,7 +85,7 @@ class Outcomes:
         if files.folder not in needed and not self._is_in_use(files.folder):
             if files.version is not None:
                 self._service.engine.send(DropVersion(files.version))
-            await asyncio.to_thread(remove_folder, self._service.path_of(files.folder))
+            await asyncio.to_thread(trash.discard, self._service.checkpoints, files.folder, files.to_trash)
 
     async def settled(self, model_id: str) -> None:
         """Wait until all that has come for a model is stored."""

@@ -17,7 +17,8 @@ from sqlmodel import Session, col, select
 from skyrl.tinker.admission import Obsolete
 from skyrl.tinker.checkpoints import unname
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.disk import folders_of_kinds
+from skyrl.tinker.disk import KINDS, folders_of_kinds
+from skyrl.tinker.ids import folder_of_model
 from skyrl.tinker.model_log import folders_to_load, release
 from skyrl.tinker.tables import CheckpointRow, ModelRow, RequestRow, SamplerRow, SessionRow, VersionRow
 from skyrl.utils.storage import QUARANTINED, TEMPORARY, folder_bytes
@@ -29,8 +30,6 @@ ROWS_AFTER_S = 30 * DAY_S
 """Seconds that an ended session without checkpoints is still known."""
 ORPHAN_AGE_S = 3600
 QUARANTINE_S = 7 * DAY_S
-KINDS = ("weights", "sampler_weights", "external_weights", "ephemeral", "snapshots")
-"""Folders of a model. Others are not ours."""
 BATCH = 200
 """Requests or sessions per transaction, so that others get their turn."""
 GONE = ("failed", "copy")
@@ -45,6 +44,8 @@ class Rules:
     config: EngineConfig
     heard_since: float = 0.0
     """When the server came up: nobody can have been heard of before, so silence counts from here at the earliest."""
+    surplus_since: float = 0.0
+    """Checkpoints from before are not taken for surplus."""
 
 
 @dataclass(frozen=True)
@@ -94,33 +95,40 @@ def _emptied(session: Session, which: ColumnElement[bool], column: str, empty: A
 def expired_checkpoints(session: Session, rules: Rules, now: float) -> list[Removal]:
     """Checkpoints whose time to live is over."""
     query = select(CheckpointRow).where(col(CheckpointRow.expires_at) <= now)
-    return _unnamed(session, session.exec(query).all(), "expired checkpoint")
+    return _unnamed(session, rules, session.exec(query).all(), "expired checkpoint")
 
 
 def surplus_checkpoints(session: Session, rules: Rules, now: float) -> list[Removal]:
     """All but the newest `keep_last_checkpoints` of a model and kind. Public ones stay and do not count."""
+    what = f"checkpoint beyond the newest {rules.config.keep_last_checkpoints}"
+    return _unnamed(session, rules, surplus(session, rules), what)
+
+
+def surplus(session: Session, rules: Rules) -> list[CheckpointRow]:
+    """What `surplus_checkpoints` would take."""
     keep = rules.config.keep_last_checkpoints
     if keep == 0:
         return []
     private = col(CheckpointRow.public).is_(False)
     groups = select(CheckpointRow.model_id, CheckpointRow.kind).where(private)
     groups = groups.group_by(CheckpointRow.model_id, CheckpointRow.kind).having(func.count() > keep)
-    surplus: list[CheckpointRow] = []
+    found: list[CheckpointRow] = []
     for model_id, kind in session.exec(groups).all():
         mine = select(CheckpointRow).where(private, CheckpointRow.model_id == model_id, CheckpointRow.kind == kind)
         newest_first = mine.order_by(col(CheckpointRow.created_at).desc(), col(CheckpointRow.id).desc())
-        surplus += session.exec(newest_first.offset(keep)).all()
-    return _unnamed(session, surplus, f"checkpoint beyond the newest {keep}")
+        found += session.exec(newest_first.offset(keep)).all()
+    return [row for row in found if row.created_at >= rules.surplus_since]
 
 
-def _unnamed(session: Session, rows: Any, what: str) -> list[Removal]:
+def _unnamed(session: Session, rules: Rules, rows: Any, what: str) -> list[Removal]:
     needed = folders_to_load(session) if rows else set()
     removals = []
     for row in rows:
         if row.folder not in needed:
             path = f"tinker://{row.model_id}/{row.kind}/{row.name}"
             gone = unname(session, row)
-            removals.append(Removal(f"{what} {path}", row.size_bytes or 0, gone.files, tuple(gone.samplers)))
+            files = gone.files._replace(to_trash=rules.config.trash_retention_sec > 0)
+            removals.append(Removal(f"{what} {path}", row.size_bytes or 0, files, tuple(gone.samplers)))
     return removals
 
 
@@ -291,30 +299,31 @@ def old_folders(base: Path, now: float) -> Iterator[Path]:
                 yield path
 
 
-def orphans(base: Path, folders: Iterable[Path], named: set[str], busy: set[str]) -> list[Removal]:
+def orphans(config: EngineConfig, folders: Iterable[Path], named: set[str], busy: set[str]) -> list[Removal]:
     """Folders that nothing names: what crashes left, replaced snapshots, damaged folders.
 
     Args:
-        base: Folder of checkpoints.
+        config: Says where the folders are, and whether they go to the trash.
         folders: `old_folders`.
         named: `named_folders`.
         busy: `busy_models`.
     """
-    skipped = {model_id.replace(":", "-") for model_id in busy}
+    skipped = {folder_of_model(model_id) for model_id in busy}
     removals = []
     for path in folders:
-        if str(path) not in named and path.parent.parent.name not in skipped:
+        name = str(path.relative_to(config.checkpoints_base))
+        if name not in named and path.parent.parent.name not in skipped:
             what = "damaged folder" if path.suffix == QUARANTINED else "folder without a name"
-            name = str(path.relative_to(base))
-            removals.append(Removal(f"{what} {name}", files=Obsolete(name, str(path))))
+            to_trash = config.trash_retention_sec > 0 and not path.name.startswith(".")
+            removals.append(Removal(f"{what} {name}", files=Obsolete(name, name, to_trash)))
     return removals
 
 
-def measured(removal: Removal) -> Removal:
-    """With the bytes that its files take on disk."""
+def measured(removal: Removal, base: Path) -> Removal:
+    """With the bytes that its files take on disk, below `base`."""
     if removal.files is None:
         return removal
-    return replace(removal, size_bytes=folder_bytes(Path(removal.files.folder)))
+    return replace(removal, size_bytes=folder_bytes(base / removal.files.folder))
 
 
 def _changed_at(path: Path) -> float:

@@ -9,7 +9,7 @@ from functools import partial
 
 from sqlalchemy.exc import OperationalError
 
-from skyrl.tinker import activity
+from skyrl.tinker import activity, state_id
 from skyrl.tinker.auth import Keys
 from skyrl.tinker.channel import Done, FromEngine, Held, Parked, Ready, Running, Snapshotted, Stored
 from skyrl.tinker.collector import Collector
@@ -42,11 +42,17 @@ class TinkerServer:
     async def start(self) -> None:
         """Open the database, take over what an earlier server left, start the engine. Does not wait for the model.
 
-        Raises `RequestError` if the database cannot be opened, or the folder of checkpoints cannot be written.
+        Raises `RequestError` if the database cannot be opened, the folder of checkpoints cannot be written, or the two
+        do not belong together.
         """
         self._lease = await asyncio.to_thread(hold_folder, self.config.checkpoints_base, stopping=self._stopping)
         try:
             database = await asyncio.to_thread(Database, self.config.database_url)
+            try:
+                await state_id.tie(self.config.checkpoints_base, database)
+            except BaseException:
+                await asyncio.to_thread(database.close)
+                raise
         except BaseException:
             self._lease.release()
             raise

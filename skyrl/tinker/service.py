@@ -111,13 +111,17 @@ class Service:
         self.futures.close()
         self._waited.set()
 
+    @property
+    def checkpoints(self) -> Path:
+        return self.config.checkpoints_base
+
     def path_of(self, folder: str) -> str:
         """Where a folder that the database names lies now."""
-        return str(self.config.checkpoints_base / folder)
+        return str(self.checkpoints / folder)
 
     def folder_of(self, path: str) -> str:
         """What the database calls a folder that the engine has written."""
-        return str(Path(path).relative_to(self.config.checkpoints_base))
+        return str(Path(path).relative_to(self.checkpoints))
 
     def served_names(self) -> list[str]:
         """Everything the base model may be called; the first is its own name."""

@@ -9,6 +9,8 @@ import signal
 from pathlib import Path
 
 CRASH_POINTS = {
+    "start: state id in the database, not in the folder",
+    "start: state id in the folder, not confirmed",
     "api: request parsed, not logged",
     "api: request logged, not sent",
     "api: result received, not stored",

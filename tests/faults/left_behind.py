@@ -28,11 +28,12 @@ def checkpoints(folder: Path) -> dict[str, dict[str, Any]]:
     """Of each client's models, the tensors and the training state of every named checkpoint."""
     rows = _rows(folder, "SELECT model_id, kind, name, folder FROM checkpoints ORDER BY model_id, kind, name")
     found: dict[str, dict[str, Any]] = {}
-    for model, (kind, name, path) in rows:
+    for model, (kind, name, saved) in rows:
+        path = folder / "checkpoints" / saved
         content: dict[str, Any] = {}
-        for file in Path(path).glob("*.safetensors"):
+        for file in path.glob("*.safetensors"):
             content |= safetensors.numpy.load_file(file)
-        for file in Path(path).glob("training_state.json"):
+        for file in path.glob("training_state.json"):
             content["state"] = json.loads(file.read_text())
         found[f"{model}/{kind}/{name}"] = content
     return found

@@ -133,7 +133,7 @@ def test_a_revival_waits_in_the_same_lane_as_the_requests_that_follow_it(tmp_pat
         with closing(sqlite3.connect(tmp_path / "server" / "server.db")) as database, database:
             (folder,) = database.execute("SELECT folder FROM versions").fetchone()
             database.execute("UPDATE versions SET digest = NULL, size_bytes = NULL")
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(tmp_path / "server" / "checkpoints" / folder, ignore_errors=True)
 
     with InProcessServer(tmp_path / "server", api_keys=["tml-test"]) as server:
         session = server.post("/create_session", {}).json()["session_id"]

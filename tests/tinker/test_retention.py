@@ -287,6 +287,11 @@ def folder_of(server: Server, model: str, kind: str, name: str, age_s: float) ->
     return path
 
 
+def in_base(server: Server, path: Path) -> str:
+    """What the database calls a folder."""
+    return str(path.relative_to(server.folder / "checkpoints"))
+
+
 def test_folders_without_a_name_go_after_an_hour(own_server):
     model = own_server.model()
     own_server.save(model, 1, "a")
@@ -320,7 +325,7 @@ def test_damaged_folder_stays_for_a_week(own_server, days, stays):
 def test_snapshot_of_an_unloaded_model_goes(own_server):
     model = own_server.model()
     path = folder_of(own_server, model, "snapshots", "7", 0)
-    own_server.sql("UPDATE models SET status = 'unloaded', snapshot_folder = ?", str(path))
+    own_server.sql("UPDATE models SET status = 'unloaded', snapshot_folder = ?", in_base(own_server, path))
     own_server.everything_later()
     own_server.collect()
     assert not path.exists() and own_server.sql("SELECT snapshot_folder FROM models") == [(None,)]
@@ -337,7 +342,7 @@ def test_snapshot_of_a_finished_session_goes_and_its_checkpoint_stays(tmp_path):
         server.sql("UPDATE sessions SET finished_at = ?", LONG_AGO)
         server.everything_later()
         server.collect()
-        assert not Path(folders[0][0]).exists()
+        assert not (tmp_path / "checkpoints" / folders[0][0]).exists()
         assert server.sql("SELECT snapshot_folder, snapshot_bytes FROM models") == [(None, None)]
         assert server.sql("SELECT request_id FROM requests WHERE length(body) > 0") == []
         assert server.http.get(f"/training_runs/{model}/checkpoints").json()["checkpoints"]
@@ -360,7 +365,7 @@ def test_overwritten_checkpoint_goes_when_no_running_session_samples_it_and_no_r
         own_server.finish(samples)
         own_server.sql("UPDATE sessions SET finished_at = ? WHERE session_id = ?", time.time() - DAY_S, samples)
     own_server.collect()
-    assert Path(folder).exists() == stays
+    assert (own_server.folder / "checkpoints" / folder).exists() == stays
     assert own_server.sql("SELECT folder FROM samplers") == [(folder if stays else None,)]
 
 
