@@ -37,6 +37,7 @@ class Collector:
         refresh: Writes down which clients were heard of, before it is decided who was silent.
         heard_since: When clients could first be heard, so that silence counts from then on.
         force: Remove what nothing names, and surplus checkpoints, however many there are (see `guard`).
+        tell: Told why a round leaves them, once, and again when there are more or less.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Collector:
         refresh: Refresh,
         heard_since: float = 0.0,
         force: bool = False,
+        tell: Callable[[str], None] = log.error,
     ):
         self.refusal: str | None = None
         """Why the last look at everything took nothing that has no name, if it did not."""
@@ -58,6 +60,7 @@ class Collector:
         self._refresh = refresh
         self._rules = Rules(config, heard_since)
         self._force = force
+        self._tell = tell
         self._refused: Stake | None = None
         self._seldom_at = 0.0
         self._turn = asyncio.Lock()
@@ -97,15 +100,15 @@ class Collector:
             return removals
 
     async def _look_at_stake(self) -> None:
-        """Spare what the guard does not let go. It is said once, and again when it is more or less."""
+        """Spare what the guard does not let go."""
         first = self._seldom_at == 0.0
         stake = await asyncio.to_thread(at_stake, self._config, self._database, self._rules, first)
         self.refusal = stake.refusal if stake.too_much else None
         if self.refusal is not None:
-            if first:  # later ones have become surplus one by one, as they should
+            if stake.surplus:  # what becomes surplus from now on does so one by one, as it should
                 self._rules = replace(self._rules, surplus_since=time.time())
             if self._refused is None or self._refused.nameless != stake.nameless:
-                log.error("%s", self.refusal)
+                self._tell(self.refusal)
         self._refused = stake if stake.too_much else None
 
     async def _remove(self, removals: list[Removal]) -> list[Removal]:

@@ -119,7 +119,7 @@ async def _remove_all(config: EngineConfig, database: Database, force: bool) -> 
         return None
 
     await state_id.tie(config.checkpoints_base, database)
-    collector = Collector(config, database, discard, lambda changed: None, nobody_was_heard, force=force)
+    collector = Collector(config, database, discard, lambda _: None, nobody_was_heard, force=force, tell=lambda _: None)
     return await collector.collect(), collector.refusal
 
 

@@ -542,4 +542,52 @@ DEFECTS = [
         [Edit("skyrl/types.py", "Field(ge=0, le=LARGEST_FLOAT32)", "Field(ge=0)")],
         ["tests/tinker/test_api_training.py::test_a_number_that_float32_cannot_hold_is_refused"],
     ),
+    Defect(
+        "orphans-by-absolute-name",
+        "folders of a base that moved, or that is reached through a link, are taken for nameless ones",
+        [
+            Edit(
+                "skyrl/tinker/retention.py",
+                "        if name not in named and path.parent",
+                "        if str(path) not in named and path.parent",
+            )
+        ],
+        ["tests/tinker/test_moved_state.py::test_a_folder_that_is_reached_through_a_link_is_the_same_folder"],
+    ),
+    Defect(
+        "gc-makes-a-database",
+        "skyrl gc without the server's database makes an empty one, which names no folder",
+        [Edit("skyrl/tinker/offline.py", "create=False", "create=True")],
+        ["tests/tinker/test_moved_state.py::test_a_command_makes_no_database_and_removes_nothing"],
+    ),
+    Defect(
+        "ids-not-compared",
+        "a server starts on a folder and a database that do not belong together",
+        [Edit("skyrl/tinker/state_id.py", "    if ids.agree:\n", "    if ids:\n")],
+        ["tests/tinker/test_moved_state.py::test_a_server_refuses_two_that_do_not_belong_together_and_leaves_both"],
+    ),
+    Defect(
+        "no-guard",
+        "a round takes whatever the database does not name, however much that is",
+        [
+            Edit(
+                "skyrl/tinker/guard.py",
+                "return self.nameless + self.surplus > max(FEW, SHARE * self.total)",
+                "return False",
+            )
+        ],
+        ["tests/tinker/test_trash.py::test_a_round_that_would_take_too_much_takes_none_and_says_so_once"],
+    ),
+    Defect(
+        "no-trash",
+        "checkpoints that are past their time are removed at once",
+        [
+            Edit(
+                "skyrl/tinker/retention.py",
+                "gone.files._replace(to_trash=rules.config.trash_retention_sec > 0)",
+                "gone.files",
+            )
+        ],
+        ["tests/tinker/test_trash.py::test_what_expires_is_surplus_or_has_no_name_goes_to_the_trash"],
+    ),
 ]

@@ -108,10 +108,11 @@ def leave(folder: Path) -> Left:
     return found
 
 
-def check_all_is_there(left: Left, **options: object) -> None:
-    """Start a server, let it collect, and use everything."""
+def check_all_is_there(left: Left, base: Path | None = None) -> None:
+    """Collect, start a server, let it collect, and use everything."""
     before = left.saved()
-    with Server(left.folder, **options) as server:
+    assert cli.main(["gc", *left.options(base)]) == 0
+    with Server(left.folder, checkpoints_base=base or left.base) as server:
         wait_until_ready(server)
         server.on_loop(server.app.state.server.service.disk.collect())
         assert set(before) <= set(left.saved())
@@ -128,7 +129,7 @@ def check_all_is_there(left: Left, **options: object) -> None:
 
 def test_a_folder_that_is_reached_through_a_link_is_the_same_folder(left, tmp_path):
     (tmp_path / "link").symlink_to(left.base)
-    check_all_is_there(left, checkpoints_base=tmp_path / "link")
+    check_all_is_there(left, base=tmp_path / "link")
 
 
 def test_a_folder_and_its_database_move_together(left, tmp_path):

@@ -28,10 +28,14 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    _rename(lambda folder: str(_base() / folder))
+
+
+def _base() -> PurePath:
     base = context.config.attributes.get("checkpoints_base")
     if base is None:
         raise ValueError("earlier servers want absolute paths; set the attribute checkpoints_base of the configuration")
-    _rename(lambda folder: str(PurePath(base) / folder))
+    return PurePath(base)
 
 
 def _rename(name: Callable[[str], str]) -> None:
