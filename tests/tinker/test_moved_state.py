@@ -6,7 +6,7 @@ import os
 import shutil
 import sqlite3
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -70,9 +70,22 @@ class Left:
         return [f"--checkpoints-base={base}", f"--database-url=sqlite:///{database}"]
 
 
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Left:
+    return leave(tmp_path_factory.mktemp("original") / "state")
+
+
 @pytest.fixture
-def left(tmp_path: Path) -> Left:
-    return leave(tmp_path / "state")
+def left(original: Left, tmp_path: Path) -> Left:
+    """A copy, for one test."""
+    shutil.copytree(original.folder, tmp_path / "state")
+    return replace(original, folder=tmp_path / "state")
+
+
+@pytest.fixture(scope="module")
+def another(tmp_path_factory: pytest.TempPathFactory) -> Left:
+    """State of another server."""
+    return leave(tmp_path_factory.mktemp("another") / "state")
 
 
 def leave(folder: Path) -> Left:
@@ -160,7 +173,7 @@ def refusal(base: Path, database: Path) -> str:
 
 
 @pytest.mark.parametrize("other", ["fresh database", "empty folder", "database of another folder"])
-def test_a_server_refuses_two_that_do_not_belong_together_and_leaves_both(left, tmp_path, other):
+def test_a_server_refuses_two_that_do_not_belong_together_and_leaves_both(left, another, tmp_path, other):
     before = left.saved()
     base, database = left.base, left.folder / "server.db"
     if other == "fresh database":
@@ -168,7 +181,7 @@ def test_a_server_refuses_two_that_do_not_belong_together_and_leaves_both(left, 
     elif other == "empty folder":
         base = tmp_path / "not mounted"
     else:
-        database = leave(tmp_path / "b").folder / "server.db"
+        database = another.folder / "server.db"
     for _ in range(2):
         told = refusal(base, database)
         assert f"checkpoints_base={base}" in told and f"database_url=sqlite:///{database}" in told
@@ -178,9 +191,9 @@ def test_a_server_refuses_two_that_do_not_belong_together_and_leaves_both(left, 
 
 
 @pytest.mark.parametrize("other", ["fresh database", "empty folder", "database of another folder"])
-def test_state_from_before_there_were_ids_is_refused_as_well_where_nothing_fits(left, tmp_path, other):
+def test_state_from_before_there_were_ids_is_refused_as_well_where_nothing_fits(left, another, tmp_path, other):
     left.untie()
-    test_a_server_refuses_two_that_do_not_belong_together_and_leaves_both(left, tmp_path, other)
+    test_a_server_refuses_two_that_do_not_belong_together_and_leaves_both(left, another, tmp_path, other)
 
 
 def test_state_from_before_there_were_ids_is_tied_where_something_fits(left):
@@ -198,10 +211,11 @@ def test_a_fresh_database_and_a_folder_without_models_are_tied_whatever_was_ther
 
 @pytest.mark.parametrize("point", ["in the database, not in the folder", "in the folder, not confirmed"])
 @pytest.mark.parametrize("before", ["nothing", "state without ids"])
-def test_a_kill_between_the_two_ids_does_not_make_the_next_start_refuse(tmp_path, point, before):
+def test_a_kill_between_the_two_ids_does_not_make_the_next_start_refuse(original, tmp_path, point, before):
     folder, points = tmp_path / "state", tmp_path / "points"
     if before != "nothing":
-        leave(folder).untie()
+        shutil.copytree(original.folder, folder)
+        replace(original, folder=folder).untie()
     points.mkdir()
     (points / f"start: state id {point}").touch()
     with running(folder, env={"SKYRL_CRASH_POINTS": str(points)}):  # the keeper starts it again
@@ -298,9 +312,9 @@ def test_a_command_makes_no_database_and_removes_nothing(left, tmp_path, capsys,
 
 
 @pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
-def test_gc_refuses_the_database_of_another_folder(left, tmp_path, capsys, dry_run):
-    before, other = left.saved(), leave(tmp_path / "b")
-    assert cli.main(["gc", *left.options(database=other.folder / "server.db"), *dry_run]) == 1
+def test_gc_refuses_the_database_of_another_folder(left, another, capsys, dry_run):
+    before = left.saved()
+    assert cli.main(["gc", *left.options(database=another.folder / "server.db"), *dry_run]) == 1
     assert "do not belong together" in capsys.readouterr().err
     assert left.saved() == before
 
