@@ -14,11 +14,12 @@ from tests.faults.diary import Diary
 
 PATIENCE_S = 120.0
 """For anything to happen, on a machine that is busy with other things."""
-PROCESSES = ("engine", "api", "both", "twice", "keeper", "one by one", "all at once", "stop", "hang")
+PROCESSES = ("engine", "api", "both", "twice", "keeper", "one by one", "all at once", "stop", "hang", "moved", "linked")
 """What may be killed at any moment. "twice": something once more while the server comes back from the first time; "one
 by one": all processes, in an order by chance; "all at once": as when a container ends, with none left to see the others
-go; "stop": SIGTERM, so that work is put down; "hang": the engine stands still for a while before it is killed."""
-WITHOUT_KEEPER = ("keeper", "one by one", "all at once", "stop")
+go; "stop": SIGTERM, so that work is put down; "hang": the engine stands still for a while before it is killed; "moved":
+all at once, and the state lies elsewhere at the next start; "linked": the same, and it is reached by a link."""
+WITHOUT_KEEPER = ("keeper", "one by one", "all at once", "stop", "moved", "linked")
 """After these the server has to be started again, as an init system does: once, and at once."""
 HANGS_FOR_S = 2.0
 STOPS_WITHIN_S = 10.0
@@ -76,6 +77,8 @@ class Killer:
             self._kill(before, "both")
         elif what in WITHOUT_KEEPER:
             self._end(before, what)
+            if what in ("moved", "linked"):
+                self._move(linked=what == "linked")
             self.server.restart()
         elif what in PROCESSES:
             self._kill(before, what)
@@ -121,10 +124,20 @@ class Killer:
             return
         doomed = [pid for pid in pids if pid is not None] if what != "keeper" else [self.server.process.pid]
         self.chance.shuffle(doomed)
-        for number in [signal.SIGSTOP] * (what == "all at once") + [signal.SIGKILL]:
+        for number in [signal.SIGSTOP] * (what in ("all at once", "moved", "linked")) + [signal.SIGKILL]:
             for pid in doomed:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
+
+    def _move(self, linked: bool) -> None:
+        """Put the state of a server that has ended elsewhere."""
+        before = self.server.folder.resolve()
+        after = before.with_name(f"{before.name}_")
+        before.rename(after)
+        self.server.folder = after
+        if linked:
+            self.server.folder = after.with_name(f"link-{after.name}")
+            self.server.folder.symlink_to(after)
 
     def _kill(self, pids: Pids, what: str) -> None:
         if what == "hang" and pids.engine is not None:
