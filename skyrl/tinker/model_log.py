@@ -29,7 +29,6 @@ class LoggedRequest:
     decided: dict[str, Any]
     gradients: str
     error: str | None
-    crashes: int
     has_body: bool
     created_at: float
     finished_at: float | None
@@ -53,7 +52,7 @@ def history(session: Session, model_id: str) -> History | None:
     owner = session.get(SessionRow, model.session_id) if model is not None else None
     if model is None or owner is None:
         return None
-    names = ("request_id", "kind", "seq_id", "status", "decided", "gradients", "error", "crashes")
+    names = ("request_id", "kind", "seq_id", "status", "decided", "gradients", "error")
     columns = [getattr(RequestRow, name) for name in names]
     columns += [col(RequestRow.body) != b"", RequestRow.created_at, RequestRow.finished_at]
     query = select(*columns).where(col(RequestRow.model_id) == model_id)

@@ -70,10 +70,6 @@ class Outcomes:
         """A version without a name is on disk."""
         self._lines.add(model_of_version(version), partial(self._record_version, version, saved))
 
-    def interrupted(self, owed: Owed, then: Callable[[str, int], None]) -> None:
-        """The engine has ended while it worked on a request; `then` is told how often that has happened to it."""
-        self._lines.add(owed.model_id, partial(self._count_crash, owed.request_id, then))
-
     def lose_model(self, model_id: str) -> None:
         """A model cannot be revived any more."""
         self._lines.add(model_id, partial(self._lose_model, model_id))
@@ -112,6 +108,7 @@ class Outcomes:
         operation = owed.accepted.operation if owed.accepted else None
         self._service.directory.forget(owed.model_id, *(owed.accepted.changes if owed.accepted else ()))
         self._service.futures.set(owed.request_id, outcome)
+        self._service.blame.acquit(owed.request_id)
         if isinstance(outcome, Failure) and isinstance(operation, SaveCheckpoint | Publish) and operation.path:
             await asyncio.to_thread(remove_folder, operation.path)
         if obsolete is not None:
@@ -143,9 +140,6 @@ class Outcomes:
         superfluous = await self._write(partial(model_log.record_version, version=version, saved=saved))
         if superfluous is not None:
             await asyncio.to_thread(remove_folder, self._service.path_of(superfluous))
-
-    async def _count_crash(self, request_id: str, then: Callable[[str, int], None]) -> None:
-        then(request_id, await self._write(partial(request_log.count_crash, request_id=request_id)))
 
     async def _lose_model(self, model_id: str) -> None:
         await self._write(partial(request_log.lose_model, model_id=model_id))

@@ -28,8 +28,6 @@ class Owed:
     logged: bool = False
     sent: bool = False
     """Whether the engine that runs now has it."""
-    suspect: bool = False
-    """Whether an engine was working on it when it ended."""
 
     @property
     def creates(self) -> bool:

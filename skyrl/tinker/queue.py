@@ -33,9 +33,8 @@ class RequestQueue:
     def __init__(self, service: Service):
         self._service = service
         self._versions = UnwrittenVersions()
-        self._running: tuple[str, ...] = ()
         self._sampling: tuple[str, ...] = ()
-        """What of it was sampled last, training in between aside."""
+        """What the engine has sampled last, training in between aside."""
         self.samples = SampleQueue(service, self._versions)
         self.training = TrainingQueue(service, self.samples.reads, self._versions)
 
@@ -52,7 +51,7 @@ class RequestQueue:
 
     def engine_ended(self, reason: str) -> None:
         """The engine has ended by itself. What it owed goes to the next one."""
-        running, self._running, self._sampling = self._running, (), ()
+        running, self._sampling = self._service.blame.engine_ended(), ()
         self._service.futures.clear_reasons()
         self._versions.engine_ended()
         self.samples.engine_ended(running)
@@ -60,12 +59,13 @@ class RequestQueue:
 
     def running(self, request_ids: tuple[str, ...]) -> None:
         """What the engine works on from now on."""
-        self._running = request_ids
+        self._service.blame.computing(request_ids)
         if not request_ids or is_sample(request_ids[0]):
             self._sampling = request_ids
 
     def done(self, request_id: str, result: Result) -> None:
         """The engine has finished a request."""
+        self._service.blame.acquit(request_id)
         (self.samples if is_sample(request_id) else self.training).done(request_id, result)
 
     def held(self, request_id: str, reason: str | None) -> None:

@@ -104,7 +104,6 @@ def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Call
         "decided": entry.decided,
         "status": "pending",
         "gradients": "kept",
-        "crashes": 0,
         "created_at": now,
     }
     if refusal:
@@ -169,7 +168,7 @@ def unknown_request(request_id: str) -> UnknownName:
     return UnknownName(f"request_id={request_id[:300]!r} is not known; use the one that the submission returned")
 
 
-# -- crashes ----------------------------------------------------------------------------------------------------------
+# -- what an earlier server left --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -181,25 +180,17 @@ class PendingRequest:
     tenant: str
     model_id: str
     seq_id: int | None
-    crashes: int
     decided: dict[str, Any]
     body_bytes: int
 
 
 def pending(session: Session) -> list[PendingRequest]:
     """All requests without an outcome, in the order in which they came."""
-    names = ("request_id", "kind", "tenant", "model_id", "seq_id", "crashes", "decided")
+    names = ("request_id", "kind", "tenant", "model_id", "seq_id", "decided")
     columns = [getattr(RequestRow, name) for name in names]
     query = select(*columns, func.length(RequestRow.body)).where(_IS_PENDING)
     rows = session.execute(query.order_by(col(RequestRow.created_at)))
     return [PendingRequest(*row) for row in rows]
-
-
-def count_crash(session: Session, request_id: str) -> int:
-    """An engine has ended while it worked on this request. Returns how often that has happened."""
-    row = col(RequestRow.request_id) == request_id
-    session.execute(update(RequestRow).where(row).values(crashes=RequestRow.crashes + 1))
-    return session.execute(select(col(RequestRow.crashes)).where(row)).scalar_one()
 
 
 def lose_model(session: Session, model_id: str) -> None:

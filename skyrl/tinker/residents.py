@@ -11,7 +11,7 @@ else is suspected the next time.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 from uuid import uuid4
@@ -41,8 +41,6 @@ from skyrl.utils.storage import inspect_folder
 
 log = logging.getLogger(__name__)
 
-MAX_REVIVALS = 5
-"""Engines that may end, one after the other, while they bring back the same model; then it is left alone."""
 AT_A_TIME = 4
 """Models whose logs are read at the same time."""
 
@@ -67,9 +65,9 @@ class Residents:
         self._states: dict[str, State] = {}
         self._repeating: dict[str, ModelOperation] = {}
         """What the engine does again though nobody waits for it, by request."""
-        self._interrupted: dict[str, int] = {}
-        """How many engines in a row have ended while they brought back a model."""
         self._life = 0
+        self._proving = -1
+        """The engine for which bodies that servers have ended of are decoded, one by one and before all others."""
         self._places = asyncio.Semaphore(AT_A_TIME)
         self._tasks = Tasks()
 
@@ -89,15 +87,15 @@ class Residents:
 
     def engine_ready(self) -> None:
         """A new engine runs. Bring back all models that it has something to do for."""
-        for model_id in {*self._pending.models(), *self._versions.models()}:
-            self._revive(model_id)
+        suspects = self._needed() & set(self._service.blame.suspect_bodies().values())
+        if suspects:
+            self._proving = self._life
+            self._tasks.start(self._prove(suspects, self._life))
+        else:
+            self._revive_all()
 
-    def engine_ended(self, running: Iterable[str]) -> None:
-        """The engine has ended by itself while it worked on `running`."""
-        for request_id in running:
-            if (again := self._repeating.get(request_id)) is not None:
-                model_id = again.model_id
-                self._interrupted[model_id] = self._interrupted.get(model_id, 0) + 1
+    def engine_ended(self) -> None:
+        """The engine has ended by itself."""
         self._life += 1
         self._states.clear()
         self._repeating.clear()
@@ -115,8 +113,6 @@ class Residents:
             why = f"its request {request_id} could not be repeated: {result.error}"
             self._give_up(operation.model_id, Unrevivable(why, lost=_has_lost_files(operation)))
             self._free(operation.model_id, operation.tenant)
-        elif not any(left.model_id == operation.model_id for left in self._repeating.values()):
-            self._interrupted.pop(operation.model_id, None)
 
     def gone(self, model_id: str) -> None:
         """A model was unloaded, or could not be made."""
@@ -153,8 +149,26 @@ class Residents:
 
     # -- revival ------------------------------------------------------------------------------------------------------
 
+    def _needed(self) -> set[str]:
+        """Models that the engine has something to do for."""
+        return {*self._pending.models(), *self._versions.models()}
+
+    def _revive_all(self) -> None:
+        for model_id in self._needed():
+            self._revive(model_id)
+
+    async def _prove(self, suspects: set[str], life: int) -> None:
+        """Bring back models in whose bodies servers have ended, one after the other, then all others."""
+        for model_id in suspects:
+            if life == self._life:
+                self._states[model_id] = "reviving"
+                await self._bring_back(model_id, life)
+        if life == self._life:
+            self._proving = -1
+            self._revive_all()
+
     def _revive(self, model_id: str) -> None:
-        if model_id not in self._states:
+        if model_id not in self._states and self._proving != self._life:
             self._states[model_id] = "reviving"
             self._tasks.start(self._bring_back(model_id, self._life))
 
@@ -164,13 +178,9 @@ class Residents:
                 await self._outcomes.settled(model_id)
                 if life != self._life:
                     return
-                if self._interrupted.get(model_id, 0) >= MAX_REVIVALS:
-                    why = (
-                        f"{MAX_REVIVALS} engines have ended while they brought it back; restart the server to try again"
-                    )
-                    raise Unrevivable(why)
                 known = {owed.request_id: owed.accepted for owed in self._pending.of_model(model_id) if owed.accepted}
                 revival = await prepare(self._service, model_id, known)
+                self._refuse_poisonous(revival)
             crash_point("api: revival read, not sent")
         except Exception as error:  # somebody waits for the model, whatever it is
             if life != self._life:
@@ -187,7 +197,6 @@ class Residents:
         for owed in self._pending.of_model(model_id):
             if owed.accepted is None:
                 owed.accepted, owed.decided = revival.accepted[owed.request_id]
-            owed.suspect = owed.request_id in revival.suspects
         for version, saved in revival.written.items():
             self._versions.stored(version)
             self._outcomes.stored(version, saved)
@@ -211,11 +220,8 @@ class Residents:
 
     def _send_revival(self, model_id: str, revival: Revival) -> None:
         if revival.operations:
-            suspicious = model_id in self._interrupted
-            operations = [
-                replace(operation, alone=suspicious or operation.request_id in revival.suspects)
-                for operation in revival.operations
-            ]
+            suspicious = any(map(self._is_suspect, revival.operations))
+            operations = [replace(operation, alone=suspicious) for operation in revival.operations]
             for operation in operations:
                 owed = self._pending.get(operation.request_id)
                 if owed is None:
@@ -227,6 +233,15 @@ class Residents:
         self._send_all(model_id)
         if revival.plan.unloaded:
             self._free(model_id, revival.tenant)
+
+    def _is_suspect(self, operation: ModelOperation) -> bool:
+        return self._service.blame.is_suspect(operation.request_id)
+
+    def _refuse_poisonous(self, revival: Revival) -> None:
+        """Raise `Unrevivable` where engines have ended of what would have to be repeated."""
+        for operation in revival.operations:
+            if (error := self._service.blame.verdict(operation.request_id)) is not None:
+                raise Unrevivable(f"{error}; a stop and a start of the server make it try again")
 
     def _free(self, model_id: str, tenant: str) -> None:
         """Delete what the engine has of a model, after all that was sent for it."""
@@ -265,7 +280,8 @@ class Residents:
 
     def _send(self, owed: Owed) -> None:
         owed.sent = True
-        operation = replace(_operation(owed), alone=owed.suspect)
+        operation = _operation(owed)
+        operation = replace(operation, alone=self._is_suspect(operation))
         self._service.engine.send(Enqueue(operation, owed.seq_id))
 
 

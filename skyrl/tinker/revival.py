@@ -190,8 +190,6 @@ class Revival:
     """Versions that are on disk, contrary to what the log says."""
     published_again: set[str]
     """Versions that one of the operations publishes."""
-    suspects: set[str]
-    """Requests that engines were working on when they ended."""
 
 
 async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]) -> Revival:
@@ -236,7 +234,6 @@ async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]
         },
         written={version: files[folder] for version, folder in history.unwritten.items() if folder in files},
         published_again={request.decided[VERSION] for request in repeated if VERSION in request.decided},
-        suspects={request.request_id for request in history.requests if request.crashes},
     )
 
 
@@ -265,10 +262,12 @@ async def _accept_again(service: Service, history: History, request: LoggedReque
         return rejected(admission, "", False)
     operation = OPERATIONS[request.kind]
     try:
-        parsed = await service.bodies.work(
-            history.model.tenant, len(body.data), partial(operation.parse, body, ANY_SIZE)
-        )
-        return await accept(operation, admission, parsed)
+        if (error := service.blame.verdict_on_body(request.request_id)) is not None:
+            raise MalformedBody(error)
+        with service.blame.decoding(model.model_id, request.request_id):
+            parse = partial(operation.parse, body, ANY_SIZE)
+            parsed = await service.bodies.work(model.tenant, len(body.data), parse)
+            return await accept(operation, admission, parsed)
     except (RequestError, MalformedBody) as error:
         if request.status == "done":
             raise Unrevivable(f"request {request.request_id} is refused now: {error}") from error

@@ -1,7 +1,8 @@
 """The way of a sample: not logged, its future lives in memory. Where that is lost, the client sends it again.
 
 Samples that an engine has not finished are sent to the next one. Those that it was working on when it ended are
-suspects: the second time that this happens to one it is sent alone, so that the third can be blamed on it.
+suspects: from the second time that this happens to one it is sent alone, so that the next can be blamed on it. A client
+that sends a sample again after the end of the server sends the same suspect.
 """
 
 import logging
@@ -25,8 +26,9 @@ from skyrl.tinker.parsing import Body, SamplerAddress
 from skyrl.tinker.quota import Quota
 from skyrl.tinker.sample_counts import SampleCounts
 from skyrl.tinker.service import Service
-from skyrl.tinker.submission import MAX_CRASHES, accept, admit, poisonous, refused_at_once
+from skyrl.tinker.submission import accept, admit, refused_at_once
 from skyrl.tinker.tasks import Tasks
+from skyrl.tinker.unsent import Unsent
 from skyrl.tinker.versions import UnwrittenVersions
 from skyrl.types import ErrorResponse, Result, SampleOutput
 
@@ -38,6 +40,8 @@ MAX_PENDING_BYTES = 2 * 2**30
 """What they may take in memory, together; those of one tenant half of it."""
 OVERHEAD_BYTES = 4096
 """What a sample counts for beside its body, or its prompt and targets."""
+TOGETHER = 2
+"""Engines that may end while they work on a sample beside others; then it is sent alone."""
 STOP_BYTES = 64
 """What a stop token or string takes, beside what the body has of it."""
 
@@ -50,8 +54,6 @@ class _Waiting:
     sample: Sample
     bytes: int
     """What it takes in memory, roughly."""
-    crashes: int = 0
-    """Engines that have ended while they worked on it."""
 
 
 class SampleQueue:
@@ -68,7 +70,7 @@ class SampleQueue:
         self._versions = versions
         versions.on_arrival = self._send_what_may_go
         self._pending: dict[str, _Waiting] = {}
-        self._unsent: dict[str, _Waiting] = {}
+        self._unsent = Unsent(versions.is_missing)
         """Those of `_pending` that the engine that runs does not have."""
         self._number, self._bytes = Quota("{} samples"), Quota("samples of {} bytes")
         """What is in `_pending`."""
@@ -91,6 +93,8 @@ class SampleQueue:
         except RequestError as error:
             refusal = Failure(str(error), "user")
         refusal = refused_at_once(admission) or refusal
+        if (error := self._service.blame.verdict(request_id)) is not None:
+            refusal = Failure(error, "server")
         await self._counts.reach(key)
         # No await from here on: of two equal requests the second finds the first.
         if (earlier := self._futures.sample_with(key)) is not None:
@@ -105,7 +109,8 @@ class SampleQueue:
         if waiting is None:
             self._futures.set(request_id, refusal or Lost())
         else:
-            self._pending[request_id] = self._unsent[request_id] = waiting
+            self._pending[request_id] = waiting
+            self._wait(request_id, waiting)
             self._number.add(target.tenant, 1)
             self._bytes.add(target.tenant, waiting.bytes)
             self._send_what_may_go()
@@ -154,12 +159,13 @@ class SampleQueue:
         """The engine has ended by itself while it worked on `running`."""
         self._alone = None
         for request_id in running:
-            if (waiting := self._pending.get(request_id)) is not None:
-                waiting.crashes += 1
-                if (error := poisonous(request_id, waiting.crashes)) is not None:
-                    self._remove(request_id)
-                    self._futures.set(request_id, Failure(error, "server"))
-        self._unsent = dict(self._pending)
+            if request_id in self._pending and (error := self._service.blame.verdict(request_id)) is not None:
+                self._remove(request_id)
+                self._futures.set(request_id, Failure(error, "server"))
+                self._service.blame.acquit(request_id)
+        self._unsent.clear()
+        for request_id, waiting in self._pending.items():
+            self._wait(request_id, waiting)
 
     def reads(self, path: str) -> bool:
         """Whether a pending sample may still read the folder at this path."""
@@ -179,7 +185,7 @@ class SampleQueue:
         return waiting
 
     def _remove(self, request_id: str) -> _Waiting | None:
-        self._unsent.pop(request_id, None)
+        self._unsent.remove(request_id)
         waiting = self._pending.pop(request_id, None)
         if waiting is not None:
             self._number.remove(waiting.sample.tenant, 1)
@@ -190,15 +196,20 @@ class SampleQueue:
         """Send what has not been sent: everything whose version is there, or one suspect."""
         if self._service.engine.state != "ready" or self._alone is not None:
             return
-        ready = {key: each for key, each in self._unsent.items() if not self._versions.is_missing(each.sample.version)}
-        suspects = [key for key, waiting in ready.items() if waiting.crashes == MAX_CRASHES - 1]
-        if suspects:
-            if len(self._unsent) < len(self._pending):
-                return  # it would not be alone
-            self._alone = suspects[0]
-        for request_id in suspects[:1] or list(ready):
-            waiting = self._unsent.pop(request_id)
-            self._service.engine.send(Enqueue(waiting.sample))
+        suspect = self._unsent.first_suspect()
+        if suspect is None:
+            going = self._unsent.take_others()
+        elif len(self._unsent) < len(self._pending):
+            return  # it would not be alone
+        else:
+            self._alone, going = suspect, [suspect]
+            self._unsent.remove(suspect)
+        for request_id in going:
+            self._service.engine.send(Enqueue(self._pending[request_id].sample))
+
+    def _wait(self, request_id: str, waiting: _Waiting) -> None:
+        suspect = self._service.blame.crashes(request_id) >= TOGETHER
+        self._unsent.add(request_id, waiting.sample.version, suspect)
 
     async def _finish(self, request_id: str, waiting: _Waiting, result: Result) -> None:
         if isinstance(result, ErrorResponse):

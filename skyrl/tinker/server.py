@@ -92,6 +92,7 @@ class TinkerServer:
         await self.service.engine.stop()
         await self.queue.settle()
         await self._store_activity()
+        self.service.blame.close()
         await asyncio.to_thread(self.service.database.close)
         self._lease.release()
 

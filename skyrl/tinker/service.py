@@ -9,6 +9,7 @@ from typing import Protocol
 from skyrl.errors import RequestError
 from skyrl.tinker.activity import Activity
 from skyrl.tinker.auth import Keys
+from skyrl.tinker.blame import Blame
 from skyrl.tinker.channel import FromEngine, ToEngine
 from skyrl.tinker.codec import Bodies
 from skyrl.tinker.config import EngineConfig
@@ -77,6 +78,7 @@ class Service:
         self.database = database
         self.directory = Directory(database)
         self.disk = Disk(config, database)
+        self.blame = Blame(config.checkpoints_base)
         self.futures = Futures()
         self.activity = Activity()
         self.bodies = Bodies()

@@ -18,9 +18,6 @@ from skyrl.tinker.tables import ModelRow
 REFUSED = "refused"
 """In `Admission.decided`: why a request was refused when it came, and what that means to the gradient sums."""
 
-MAX_CRASHES = 3
-"""Engines that may end while they work on the same request; then it fails alone."""
-
 
 class Busy(Exception):
     """Too much is queued; the client should send the request again in a moment."""
@@ -82,14 +79,4 @@ def not_served(service: Service, model: ModelRow) -> str | None:
     return (
         f"model_id={model.model_id} was trained on base model {model.base_model!r}, which is not the one served now "
         f"({service.info.base_model!r}); start the server with --base-model {model.base_model}"
-    )
-
-
-def poisonous(request_id: str, crashes: int) -> str | None:
-    """Why a request is not tried again, if enough engines have ended while they worked on it."""
-    if crashes < MAX_CRASHES:
-        return None
-    return (
-        f"request {request_id} was being worked on each time when the engine ended {crashes} times, so it is not tried "
-        "again; send less in one request, or look at the server's log for the cause"
     )

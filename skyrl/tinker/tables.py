@@ -181,8 +181,6 @@ class RequestRow(SQLModel, table=True):
     """What the server chose when it accepted the request, such as a seed or the folder a path stood for."""
     gradients: str = Field(default="kept", sa_column=Column(String, nullable=False, server_default="kept"))
     """A `GradientEffect`: what its failure meant to the model's gradient sums."""
-    crashes: int = Field(default=0, sa_column=Column(Integer, nullable=False, server_default=text("0")))
-    """How many engines ended while they were working on it."""
     body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
     content_type: str
     content_encoding: str = ""

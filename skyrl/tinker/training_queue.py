@@ -22,7 +22,7 @@ from skyrl.tinker.parsing import Body, Parsed
 from skyrl.tinker.pending import Owed, Pending
 from skyrl.tinker.residents import Residents, is_pass
 from skyrl.tinker.service import Service
-from skyrl.tinker.submission import Busy, accept, admit, poisonous, refused_at_once, rejected
+from skyrl.tinker.submission import Busy, accept, admit, refused_at_once, rejected
 from skyrl.tinker.tasks import Tasks
 from skyrl.tinker.versions import UnwrittenVersions
 from skyrl.types import ErrorResponse, Result, SaveOutput
@@ -157,14 +157,13 @@ class TrainingQueue:
 
     def engine_ended(self, running: Collection[str]) -> None:
         """The engine has ended by itself while it worked on `running`."""
-        self.residents.engine_ended(running)
-        for owed in map(self._pending.get, running):
-            if owed is not None:
-                self.outcomes.interrupted(owed, self._fail_poisonous)
+        self.residents.engine_ended()
+        for request_id in running:
+            self._fail_poisonous(request_id)
 
-    def _fail_poisonous(self, request_id: str, crashes: int) -> None:
+    def _fail_poisonous(self, request_id: str) -> None:
         """A request that engines have ended of is not tried again. Its model goes on."""
-        error = poisonous(request_id, crashes)
+        error = self._service.blame.verdict(request_id)
         if error is not None and (owed := self._pending.pop(request_id)) is not None:
             gradients = "incomplete" if is_pass(owed) else "kept"
             self.outcomes.finish(owed, ErrorResponse(error, gradients=gradients))
@@ -181,7 +180,7 @@ class TrainingQueue:
             owed.logged = True
             self._futures.add(owed.request_id, owed.tenant)
             self._pending.add(owed)
-            self._fail_poisonous(owed.request_id, request.crashes)
+            self._fail_poisonous(owed.request_id)
 
     async def settle(self) -> None:
         """Wait until everything that has come is stored."""

@@ -22,7 +22,7 @@ from tests.faults.clients import of_pass, of_sequence
 from tests.faults.diary import differences
 
 CRASHES = 3
-"""Engines that a request may take with it."""
+"""Engines that a request may take with it, one after the other, of which it is alone."""
 ROUNDS = 12
 
 
@@ -106,11 +106,11 @@ def after_sample(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return with_neighbours(tmp_path_factory.mktemp("sample"), poisoned_sample)
 
 
-def test_a_pass_that_kills_the_engine_fails_after_three_crashes(after_pass):
+def test_a_pass_that_kills_the_engine_fails_after_three_crashes_alone(after_pass):
     failed, *_ = after_pass.own
-    assert after_pass.engines_lost == CRASHES
+    assert CRASHES <= after_pass.engines_lost <= CRASHES + 1  # the first beside its neighbours, maybe
     assert failed.category == tinker.types.RequestErrorCategory.Server
-    assert re.search(rf"request forward_backward-\S+ .* {CRASHES} times", str(failed))
+    assert re.search(rf"request forward_backward-\S+ .* the last {CRASHES} of them alone", str(failed))
 
 
 def test_the_step_after_a_pass_that_kills_fails_and_the_model_goes_on(after_pass, clean):
@@ -129,10 +129,10 @@ def test_nothing_but_the_pass_that_kills_and_its_step_has_failed(after_pass):
     assert rows == [("forward_backward", "failed"), ("optim_step", "failed")]
 
 
-def test_a_sample_that_kills_the_engine_fails_after_three_crashes(after_sample):
-    assert after_sample.engines_lost == CRASHES
+def test_a_sample_that_kills_the_engine_fails_after_three_crashes_alone(after_sample):
+    assert CRASHES <= after_sample.engines_lost <= CRASHES + 2
     assert after_sample.own.category == tinker.types.RequestErrorCategory.Server
-    assert re.search(rf"request sample-\S+ .* {CRASHES} times", str(after_sample.own))
+    assert re.search(rf"request sample-\S+ .* the last {CRASHES} of them alone", str(after_sample.own))
 
 
 def test_neighbours_of_a_sample_that_kills_see_what_they_would_see_without_it(after_sample, clean):

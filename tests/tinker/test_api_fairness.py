@@ -146,7 +146,7 @@ def crash(server: LiveServer) -> None:
 
 
 def is_running(server: LiveServer, *requests: str) -> bool:
-    return set(requests) == set(server.app.state.server.queue._running)
+    return set(requests) == set(server.app.state.server.service.blame.running)
 
 
 def sent_alone(server: LiveServer, since: int) -> dict[str, bool]:

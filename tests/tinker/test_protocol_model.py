@@ -418,7 +418,7 @@ class Protocol(RuleBasedStateMachine):
             request_id = self.post("/asample", sample.body, sample.key)["request_id"]
         else:
             request_id, sample.state = self.send_sample(sample.sampler, sample.body)
-            sample.seen, sample.crashes = None, 0
+            sample.seen = None
         assert request_id == sample.request_id
 
     @precondition(lambda self: self.samples)
@@ -510,10 +510,10 @@ class Protocol(RuleBasedStateMachine):
     def await_idle_engine(self) -> None:
         """Nothing that was cancelled is still worked on."""
         for _ in range(400):
-            if not self.server.app.state.server.queue._running:
+            if not self.server.app.state.server.service.blame.running:
                 return
             self.server.let_it_work(0.01)
-        raise AssertionError(self.server.app.state.server.queue._running)
+        raise AssertionError(self.server.app.state.server.service.blame.running)
 
     def check_ends(self, sampler: Sampler) -> None:
         """Clients that wait for all of their samples at once are told of the same ends."""
@@ -542,21 +542,25 @@ class CrashingProtocol(Protocol):
     @precondition(lambda self: not self.down)
     @rule(at_once=st.booleans())
     def crash(self, at_once: bool) -> None:
-        """The engine ends. What has seen two ends is awaited first: at the third it is taken for the cause."""
+        """The engine ends."""
+        self.await_suspects()
+        self.server.crash()
+        self.down = True
+        if at_once:
+            self.recover()
+
+    def await_suspects(self) -> None:
+        """Await what has seen two ends: at the third it may be taken for the cause."""
         for sent in self.sent:
-            if sent.seen is None and sent.crashes == 2:
+            if sent.seen is None and sent.crashes >= 2:
                 self.read(sent, wait=True)
         for sample in self.samples:
-            if sample.state.runs and sample.crashes == 2:
+            if sample.state.runs and sample.crashes >= 2:
                 self.cancel(sample) if sample.endless else self.read_sample(sample, wait=True)
         for sent in self.sent:
             sent.crashes += sent.seen is None
         for sample in self.samples:
             sample.crashes += sample.state.runs
-        self.server.crash()
-        self.down = True
-        if at_once:
-            self.recover()
 
     @precondition(lambda self: self.down)
     @rule()
@@ -585,6 +589,7 @@ class CrashingProtocol(Protocol):
     @rule()
     def kill(self) -> None:
         self.may_wait()
+        self.await_suspects()
         self.server.kill()
         self.forget_samples()
 

@@ -224,7 +224,8 @@ def kill_engines(server: LiveServer, request_id: str) -> None:
     while server.poll(request_id).status_code == 408:
         server.crash()
         server.recover()
-        while request_id not in server.app.state.server.queue._running and server.poll(request_id).status_code == 408:
+        blame = server.app.state.server.service.blame
+        while request_id not in blame.running and server.poll(request_id).status_code == 408:
             pass
 
 

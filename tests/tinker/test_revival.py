@@ -25,7 +25,6 @@ def row(seq_id: int | None, kind: str = "forward_backward", status: str = "done"
         decided={},
         gradients="kept",
         error="it failed" if status == "failed" else None,
-        crashes=0,
         has_body=status != "failed",
         created_at=place,
         finished_at=None if status == "pending" else place + 0.5,

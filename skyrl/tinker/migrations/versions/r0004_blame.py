@@ -1,0 +1,15 @@
+"""Crashes of requests are counted beside the database, where their deaths cannot be missed."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0004"
+down_revision = "0002"
+
+
+def upgrade() -> None:
+    op.drop_column("requests", "crashes")
+
+
+def downgrade() -> None:
+    op.add_column("requests", sa.Column("crashes", sa.Integer(), server_default=sa.text("0"), nullable=False))
