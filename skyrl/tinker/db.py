@@ -302,7 +302,8 @@ def _open(url: str) -> Engine:
             raise _refusal(url, "a database in memory is not served; name a file, sqlite:///FILE")
         if sqlite:
             Path(str(parsed.database)).parent.mkdir(parents=True, exist_ok=True)
-        engine = sqlalchemy.create_engine(parsed, pool_size=READERS + 2)
+        # A connection that has died while nobody used it is found out before a job does, and replaced.
+        engine = sqlalchemy.create_engine(parsed, pool_size=READERS + 2, pool_pre_ping=not sqlite)
     except ModuleNotFoundError as error:
         raise _refusal(
             url, f"this needs the package {error.name}; install it with: pip install 'skyrl[postgres]'"

@@ -18,7 +18,7 @@ from skyrl.errors import UnknownName
 from skyrl.tinker import request_log
 from skyrl.tinker.codec import LARGE_BYTES
 from skyrl.tinker.futures import Failure
-from skyrl.tinker.persistent import PersistentWriter
+from skyrl.tinker.persistent import Persistent
 from skyrl.tinker.request_log import Entry, Logged
 from skyrl.tinker.service import Service
 
@@ -32,11 +32,11 @@ class LogWriter:
     """Appends to the log. All methods are called on the event loop."""
 
     def __init__(self, service: Service):
-        self._writer = PersistentWriter(service.database)
+        self._writer = Persistent(service.database)
         self._bodies = service.bodies
 
     async def append(self, entry: Entry, refusal: Failure | None, on_log: Callable[[Session], None]) -> Logged:
-        """As `request_log.append`, once the database has answered. Raises its refusal if the server is to stop first.
+        """As `request_log.append`, once the database has answered. Raises `Stopped`.
 
         Any other error means that the request is not in the log.
         """

@@ -5,7 +5,7 @@ Versions without a name that are not on disk yet are part of it: doing their req
 functions are jobs of the database.
 """
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,11 @@ from sqlmodel import Session, col
 
 from skyrl.tinker.channel import Snapshotted
 from skyrl.tinker.parsing import Body
-from skyrl.tinker.tables import ModelRow, RequestRow, SessionRow, VersionRow
+from skyrl.tinker.tables import DONE, ModelRow, RequestRow, SessionRow, VersionRow
 from skyrl.types import SaveOutput
+
+AT_A_TIME = 1000
+"""Requests that are named in one query: databases bound how many names that may be."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,11 @@ class LoggedRequest:
     has_body: bool
     created_at: float
     finished_at: float | None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the engine has done it, whatever its sender was told."""
+        return self.status == "done" or self.gradients == DONE
 
 
 @dataclass(frozen=True)
@@ -65,11 +73,15 @@ def history(session: Session, model_id: str) -> History | None:
     return History(model, owner, requests, _unwritten(session, model_id))
 
 
-def bodies(session: Session, request_ids: Collection[str]) -> dict[str, Body]:
+def bodies(session: Session, request_ids: Sequence[str]) -> dict[str, Body]:
     """What was sent, by request."""
     columns = (RequestRow.request_id, RequestRow.body, RequestRow.content_type, RequestRow.content_encoding)
-    rows = session.execute(select(*map(col, columns)).where(col(RequestRow.request_id).in_(request_ids)))
-    return {request_id: Body(*rest) for request_id, *rest in rows}
+    found: dict[str, Body] = {}
+    for start in range(0, len(request_ids), AT_A_TIME):
+        some = col(RequestRow.request_id).in_(request_ids[start : start + AT_A_TIME])
+        rows = session.execute(select(*map(col, columns)).where(some))
+        found |= {request_id: Body(*rest) for request_id, *rest in rows}
+    return found
 
 
 def record_snapshot(session: Session, snapshot: Snapshotted) -> str | None:

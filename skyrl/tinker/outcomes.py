@@ -3,17 +3,17 @@
 Outcomes of one model are stored in the order in which they came, and so are its snapshots: where the log has the
 outcome of a request, it has those of all that were done before it. (Saves end when their files are written; what is
 done meanwhile may end before them.) A database that cannot take an outcome, because its disk is full, is asked again
-until it can.
+until it can. Where the server has to stop first, nothing later of that model is stored either, so that the next server
+does all of it again.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlmodel import Session
 
 from skyrl.backends.operations import LoadCheckpoint, Publish, SaveCheckpoint
@@ -23,13 +23,13 @@ from skyrl.tinker.admission import Obsolete
 from skyrl.tinker.channel import DropVersion, Snapshotted
 from skyrl.tinker.codec import encoded
 from skyrl.tinker.db import DatabaseFull, Job
-from skyrl.tinker.futures import PROTOBUF, Answer, Failure
+from skyrl.tinker.futures import PROTOBUF, Answer, Failure, Lost, Outcome
 from skyrl.tinker.ids import model_of_version
 from skyrl.tinker.operations import FORWARD_ONLY, VERSION
 from skyrl.tinker.pending import Owed, Pending
-from skyrl.tinker.persistent import PersistentWriter
+from skyrl.tinker.persistent import Persistent, Stopped
 from skyrl.tinker.service import Service
-from skyrl.tinker.tables import ModelRow
+from skyrl.tinker.tables import DONE, ModelRow
 from skyrl.tinker.tasks import Lines
 from skyrl.types import ErrorResponse, ForwardBackwardOutput, Result, SaveOutput
 from skyrl.utils.crash_points import crash_point
@@ -54,25 +54,27 @@ class Outcomes:
         self._pending = pending
         self._reads = reads
         self._lines = Lines()
-        self._writer = PersistentWriter(service.database, DatabaseFull)
+        self._writer = Persistent(service.database, DatabaseFull)
+        self._dropped: set[str] = set()
+        """Models of which something could not be stored any more, and so nothing that came after it is."""
 
     # -- what is stored -----------------------------------------------------------------------------------------------
 
     def finish(self, owed: Owed, result: Result) -> None:
         """A request has ended. It is not pending any more."""
-        self._lines.add(owed.model_id, partial(self._finish, owed, result))
+        self._add(owed.model_id, partial(self._finish, owed, result))
 
     def snapshotted(self, frame: Snapshotted) -> None:
         """A model need not repeat what it has done until now."""
-        self._lines.add(frame.model_id, partial(self._record_snapshot, frame))
+        self._add(frame.model_id, partial(self._record_snapshot, frame))
 
     def stored(self, version: str, saved: SaveOutput) -> None:
         """A version without a name is on disk."""
-        self._lines.add(model_of_version(version), partial(self._record_version, version, saved))
+        self._add(model_of_version(version), partial(self._record_version, version, saved))
 
     def lose_model(self, model_id: str) -> None:
         """A model cannot be revived any more."""
-        self._lines.add(model_id, partial(self._lose_model, model_id))
+        self._add(model_id, partial(self._lose_model, model_id))
 
     async def discard(self, files: Obsolete) -> None:
         """Remove files that nobody names any more. What may still be read stays, for retention to collect."""
@@ -94,16 +96,29 @@ class Outcomes:
 
     # -- how ----------------------------------------------------------------------------------------------------------
 
+    def _add(self, model_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._lines.add(model_id, partial(self._in_line, model_id, work))
+
+    async def _in_line(self, model_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if model_id in self._dropped:
+            return
+        try:
+            await work()
+        except Stopped as error:
+            log.warning("%s; model %s goes on from before it", error, model_id)
+            self._dropped.add(model_id)
+
     async def _finish(self, owed: Owed, result: Result) -> None:
         crash_point("api: result received, not stored")
         try:
             outcome, obsolete = await self._store(owed, result)
-        except (DatabaseFull, OperationalError, InterfaceError):
-            return  # the server is stopping; in the log the request is still to be done
+        except Stopped:
+            raise
         except Exception as error:  # whatever it is, somebody waits for an answer
             log.error("internal error while finishing request %s", owed.request_id, exc_info=error)
             message = f"internal error (request {owed.request_id}); the server's log has the details"
-            outcome, obsolete = await self._store(owed, ErrorResponse(message))
+            done = not isinstance(result, ErrorResponse)
+            outcome, obsolete = await self._store_at_last(owed, ErrorResponse(message), done)
         crash_point("api: result stored, not answered")
         operation = owed.accepted.operation if owed.accepted else None
         self._service.directory.forget(owed.model_id, *(owed.accepted.changes if owed.accepted else ()))
@@ -114,7 +129,16 @@ class Outcomes:
         if obsolete is not None:
             await self.discard(obsolete)
 
-    async def _store(self, owed: Owed, result: Result) -> tuple[Answer | Failure, Obsolete | None]:
+    async def _store_at_last(self, owed: Owed, error: ErrorResponse, done: bool) -> tuple[Outcome, Obsolete | None]:
+        try:
+            return await self._write(partial(_store_failure, owed, error, done=done))
+        except Stopped:
+            raise
+        except Exception as another:
+            log.error("nor can it be stored that request %s has failed", owed.request_id, exc_info=another)
+            return Failure(error.error, error.status), None
+
+    async def _store(self, owed: Owed, result: Result) -> tuple[Outcome, Obsolete | None]:
         if owed.accepted is not None and owed.accepted.complete is not None and not isinstance(result, ErrorResponse):
             try:
                 result = await owed.accepted.complete(result)
@@ -122,11 +146,11 @@ class Outcomes:
                 result = ErrorResponse(str(error))
         if isinstance(result, ErrorResponse):
             told = replace(result, error=self._service.redact(result.error))
-            return await self._write(partial(_store_failure, owed, told))
+            return await self._write(_Once(owed.request_id, partial(_store_failure, owed, told)))
         if owed.operation.encode is None:
-            return await self._write(partial(_store_result, owed, result))
+            return await self._write(_Once(owed.request_id, partial(_store_result, owed, result)))
         answer = Answer(await encoded(_size(result), partial(owed.operation.encode, result)), PROTOBUF)
-        return await self._write(partial(_store_answer, owed, answer))
+        return await self._write(_Once(owed.request_id, partial(_store_answer, owed, answer)))
 
     async def _record_snapshot(self, frame: Snapshotted) -> None:
         crash_point("api: snapshot reported, not recorded")
@@ -166,6 +190,23 @@ def _size(result: Result) -> int:
 # -- jobs of the database ---------------------------------------------------------------------------------------------
 
 
+@dataclass
+class _Once:
+    """A job that stores an outcome, unless an earlier try of it has, of which the answer was lost."""
+
+    request_id: str
+    job: Job[tuple[Outcome, Obsolete | None]]
+    tried: bool = False
+
+    def __call__(self, session: Session) -> tuple[Outcome, Obsolete | None]:
+        if self.tried:
+            _, outcome = request_log.outcome_of(session, self.request_id)
+            if not isinstance(outcome, Lost):
+                return outcome, None
+        self.tried = True
+        return self.job(session)
+
+
 def _store_result(owed: Owed, result: Result, session: Session) -> tuple[Answer | Failure, Obsolete | None]:
     assert owed.accepted is not None, owed.request_id
     outcome: Answer | Failure
@@ -182,19 +223,29 @@ def _store_answer(owed: Owed, answer: Answer, session: Session) -> tuple[Answer,
     return answer, _end(session, owed, answer)
 
 
-def _store_failure(owed: Owed, error: ErrorResponse, session: Session) -> tuple[Failure, Obsolete | None]:
+def _store_failure(
+    owed: Owed, error: ErrorResponse, session: Session, done: bool = False
+) -> tuple[Failure, Obsolete | None]:
+    """`done`: the engine has done it, and only its answer failed."""
     failure = Failure(error.error, error.status)
     if owed.creates and (model := session.get(ModelRow, owed.model_id)) is not None and model.status == "creating":
         model.status = "failed"
-    request_log.finish(session, owed.request_id, failure, gradients=error.gradients)
+    if done and _is_repeated(owed):
+        request_log.finish(session, owed.request_id, failure, gradients=DONE, keep_body=True)
+    else:
+        request_log.finish(session, owed.request_id, failure, gradients=error.gradients)
     return failure, _release(session, owed)
 
 
 def _end(session: Session, owed: Owed, outcome: Answer | Failure) -> Obsolete | None:
-    repeats = owed.operation.changes_model and not owed.decided.get(FORWARD_ONLY)
-    keep_body = isinstance(outcome, Answer) and (repeats or VERSION in owed.decided)
+    keep_body = isinstance(outcome, Answer) and (_is_repeated(owed) or VERSION in owed.decided)
     request_log.finish(session, owed.request_id, outcome, keep_body=keep_body)
     return _release(session, owed)
+
+
+def _is_repeated(owed: Owed) -> bool:
+    """Whether a revival does it again, as it changed the model."""
+    return owed.operation.changes_model and not owed.decided.get(FORWARD_ONLY)
 
 
 def _release(session: Session, owed: Owed) -> Obsolete | None:

@@ -1,7 +1,9 @@
-"""Writes that are asked for again until the database answers, or the server is to stop."""
+"""What is asked of the database again until it answers, or the server is to stop."""
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 from sqlalchemy.exc import InterfaceError, OperationalError
@@ -14,10 +16,16 @@ T = TypeVar("T")
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
+PASSING = (OperationalError, InterfaceError)
+"""Errors of a connection: the database was away, is busy, or went away in between."""
 
 
-class PersistentWriter:
-    """Writes to a database that may be away. All methods are called on the event loop.
+class Stopped(Exception):
+    """The database has not answered, and the server is to stop. What was to be stored may or may not be."""
+
+
+class Persistent:
+    """Reads from and writes to a database that may be away. All methods are called on the event loop.
 
     Args:
         database: Of the server.
@@ -26,19 +34,27 @@ class PersistentWriter:
 
     def __init__(self, database: Database, *also: type[Exception]):
         self._database = database
-        self._passing = (OperationalError, InterfaceError, *also)
+        self._passing = (*PASSING, *also)
         self._closing = asyncio.Event()
 
     async def write(self, job: Job[T], what: str) -> T:
-        """What `job`, which stores `what`, returns. Raises the last error if the server is to stop first."""
+        """What `job`, which stores `what`, returns. Raises `Stopped`."""
+        return await self.attempt(partial(self._database.write, job), f"{what} may not be stored")
+
+    async def read(self, job: Job[T], what: str) -> T:
+        """What `job`, which reads `what`, returns. Raises `Stopped`."""
+        return await self.attempt(partial(self._database.read, job), f"{what} cannot be read")
+
+    async def attempt(self, work: Callable[[], Awaitable[T]], problem: str) -> T:
+        """What `work` returns, which may be done any number of times; `problem` is why it may be. Raises `Stopped`."""
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                return await self._database.write(job)
+                return await work()
             except self._passing as error:
                 if self._closing.is_set():
-                    raise
-                log.error("%s may not be stored (%s); trying again until it is", what, error)
+                    raise Stopped(f"{problem} ({error})") from error
+                log.error("%s (%s); trying again until it is", problem, error)
             try:
                 await asyncio.wait_for(self._closing.wait(), pause_s)
             except TimeoutError:

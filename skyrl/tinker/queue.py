@@ -9,6 +9,7 @@ from skyrl.tinker.admission import Obsolete
 from skyrl.tinker.auth import Caller
 from skyrl.tinker.futures import Lost, Outcome
 from skyrl.tinker.ids import is_sample
+from skyrl.tinker.persistent import Persistent
 from skyrl.tinker.sample_queue import SampleQueue
 from skyrl.tinker.service import Service
 from skyrl.tinker.training_queue import TrainingQueue
@@ -38,9 +39,9 @@ class RequestQueue:
         self.samples = SampleQueue(service, self._versions)
         self.training = TrainingQueue(service, self.samples.reads, self._versions)
 
-    async def restore(self) -> None:
+    async def restore(self, database: Persistent) -> None:
         """Take over what an earlier server left. Before the engine is started."""
-        await self.training.restore()
+        await self.training.restore(database)
 
     # -- what the engine says -----------------------------------------------------------------------------------------
 

@@ -8,9 +8,9 @@ still true when they write, and two equal requests cannot both be new. What a re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from sqlalchemy import bindparam, func, insert, select, update
+from sqlalchemy import CursorResult, bindparam, func, insert, select, update
 from sqlmodel import Session, SQLModel, col
 
 from skyrl.errors import UnknownName
@@ -119,7 +119,7 @@ def finish(
     request_id: str,
     outcome: Answer | Failure,
     *,
-    gradients: GradientEffect = "kept",
+    gradients: GradientEffect | Literal["done"] = "kept",
     keep_body: bool = False,
 ) -> None:
     """Store a request's outcome.
@@ -128,7 +128,7 @@ def finish(
         session: Transaction to write in.
         request_id: Of the request.
         outcome: How it ended.
-        gradients: What its failure left of the gradient sums.
+        gradients: What its failure left of the gradient sums; `DONE` where only the answer failed.
         keep_body: Whether reviving the model without a newer snapshot takes doing it again.
     """
     session.flush()
@@ -139,7 +139,8 @@ def finish(
         values |= {"status": "done", "result": outcome.body, "result_type": outcome.media_type}
     else:
         values |= {"status": "failed", "error": outcome.error, "category": outcome.category, "gradients": gradients}
-    session.execute(_FINISH, {"request": request_id, **values})
+    found = session.execute(_FINISH, {"request": request_id, **values})
+    assert isinstance(found, CursorResult) and found.rowcount == 1, f"request {request_id} is not in the log"
 
 
 def outcome_of(session: Session, request_id: str) -> tuple[str, Outcome]:

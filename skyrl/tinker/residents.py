@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 from uuid import uuid4
 
@@ -30,6 +31,7 @@ from skyrl.tinker.ids import session_of_model
 from skyrl.tinker.operations import FORWARD_ONLY
 from skyrl.tinker.outcomes import Outcomes
 from skyrl.tinker.pending import Owed, Pending
+from skyrl.tinker.persistent import Persistent
 from skyrl.tinker.request_log import LOST_ADVICE
 from skyrl.tinker.revival import Revival, Unrevivable, prepare
 from skyrl.tinker.service import Service
@@ -69,6 +71,7 @@ class Residents:
         self._proving = -1
         """The engine for which bodies that servers have ended of are decoded, one by one and before all others."""
         self._places = asyncio.Semaphore(AT_A_TIME)
+        self._database = Persistent(service.database, OSError)
         self._tasks = Tasks()
 
     def deliver(self, owed: Owed) -> None:
@@ -121,6 +124,7 @@ class Residents:
     def stop(self) -> None:
         """Begin nothing any more."""
         self._life += 1
+        self._database.stop()
 
     async def settle(self) -> None:
         """Wait until nothing is under way, after `stop`."""
@@ -178,10 +182,11 @@ class Residents:
                 await self._outcomes.settled(model_id)
                 if life != self._life:
                     return
-                known = {owed.request_id: owed.accepted for owed in self._pending.of_model(model_id) if owed.accepted}
-                revival = await prepare(self._service, model_id, known)
-                self._refuse_poisonous(revival)
+                read = partial(self._read, model_id, life)
+                revival = await self._database.attempt(read, f"the log of model {model_id} cannot be read")
             crash_point("api: revival read, not sent")
+            if revival is not None and life == self._life:
+                self._carry_out(model_id, revival)
         except Exception as error:  # somebody waits for the model, whatever it is
             if life != self._life:
                 return
@@ -189,9 +194,15 @@ class Residents:
                 log.error("model %s cannot be revived", model_id, exc_info=error)
                 error = Unrevivable("internal error; the server's log has the details")
             self._give_up(model_id, error)
-            return
-        if life == self._life:
-            self._carry_out(model_id, revival)
+
+    async def _read(self, model_id: str, life: int) -> Revival | None:
+        """How a model is brought back. None: not for this engine any more."""
+        if life != self._life:
+            return None
+        known = {owed.request_id: owed.accepted for owed in self._pending.of_model(model_id) if owed.accepted}
+        revival = await prepare(self._service, model_id, known)
+        self._refuse_poisonous(revival)
+        return revival
 
     def _carry_out(self, model_id: str, revival: Revival) -> None:
         for owed in self._pending.of_model(model_id):
@@ -214,7 +225,8 @@ class Residents:
         elif not revival.published_again and all(isinstance(_operation(owed), DeleteModel) for owed in waiting):
             del self._states[model_id]  # nothing of it is in the engine, so there is nothing to free
             for owed in waiting:
-                self._end(owed.request_id, ModelOutput(model_id))
+                if owed.logged:
+                    self._end(owed.request_id, ModelOutput(model_id))
         else:
             self._send_revival(model_id, revival)
 
@@ -260,14 +272,10 @@ class Residents:
             self._outcomes.lose_model(model_id)
         advice = f"; {LOST_ADVICE}" if error.lost else ""
         for owed in self._pending.of_model(model_id):
-            self._end(
-                owed.request_id,
-                ErrorResponse(
-                    f"model_id={model_id} cannot be brought back: {error}{advice}",
-                    error.category,
-                    gradients="incomplete" if is_pass(owed) else "kept",
-                ),
-            )
+            if owed.logged:  # what is not asks for the model again once it is
+                why = f"model_id={model_id} cannot be brought back: {error}{advice}"
+                gradients = "incomplete" if is_pass(owed) else "kept"
+                self._end(owed.request_id, ErrorResponse(why, error.category, gradients=gradients))
 
     def _end(self, request_id: str, result: Result) -> None:
         if (owed := self._pending.pop(request_id)) is not None:

@@ -20,7 +20,7 @@ from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.disk import KINDS, folders_of_kinds
 from skyrl.tinker.ids import folder_of_model
 from skyrl.tinker.model_log import folders_to_load, release
-from skyrl.tinker.tables import CheckpointRow, ModelRow, RequestRow, SamplerRow, SessionRow, VersionRow
+from skyrl.tinker.tables import DONE, CheckpointRow, ModelRow, RequestRow, SamplerRow, SessionRow, VersionRow
 from skyrl.utils.storage import QUARANTINED, TEMPORARY, folder_bytes
 
 DAY_S = 24 * 3600
@@ -77,7 +77,7 @@ def bodies(session: Session, rules: Rules, now: float) -> list[Removal]:
     unneeded = and_(
         literal_column("length(body) > 0"),
         col(RequestRow.status) != "pending",
-        or_(col(RequestRow.status) == "failed", ~covered.exists()),
+        or_(and_(col(RequestRow.status) == "failed", col(RequestRow.gradients) != DONE), ~covered.exists()),
     )
     return _emptied(session, unneeded, "body", b"", "bodies of finished requests")
 

@@ -8,6 +8,7 @@ what has to be done again:
     done      published a version that is not on disk      done again
     done      unloaded the model                           done again after all that is pending
     done      any other (forward only, saves)              left out
+    failed    in its answer only: it was done              done again; its failure stays
     failed    left the gradient sums as they were          left out
     failed    left them incomplete, or cleared them        stands as the same failure
     pending   before the last one with an outcome, a save  finished from its files if they are complete, else done again
@@ -87,9 +88,9 @@ def plan(history: History, files: Files) -> Plan:
     for request in requests:
         if request.status == "pending":
             _decide_pending(request, requests, since, files, decision)
-        elif request.status == "done" and request.seq_id is None:
+        elif request.is_done and request.seq_id is None:
             decision.unloaded = True
-        elif request.status == "done" and _is_repeated(request, history.unwritten, files):
+        elif request.is_done and _is_repeated(request, history.unwritten, files):
             if not request.has_body:
                 raise Unrevivable(f"request {request.request_id} of the log has to be repeated, but is gone", lost=True)
             decision.steps.append(request)
@@ -269,6 +270,6 @@ async def _accept_again(service: Service, history: History, request: LoggedReque
             parsed = await service.bodies.work(model.tenant, len(body.data), parse)
             return await accept(operation, admission, parsed)
     except (RequestError, MalformedBody) as error:
-        if request.status == "done":
+        if request.is_done:
             raise Unrevivable(f"request {request.request_id} is refused now: {error}") from error
         return rejected(admission, str(error), is_pass=OPERATIONS[request.kind].encode is not None)

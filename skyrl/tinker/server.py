@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from sqlalchemy.exc import OperationalError
-
 from skyrl.tinker import activity, state_id
 from skyrl.tinker.auth import Keys
 from skyrl.tinker.channel import Done, FromEngine, Held, Parked, Ready, Running, Snapshotted, Stored
@@ -16,6 +14,7 @@ from skyrl.tinker.collector import Collector
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database, DatabaseFull
 from skyrl.tinker.disk import hold_folder
+from skyrl.tinker.persistent import PASSING, Persistent
 from skyrl.tinker.queue import RequestQueue
 from skyrl.tinker.request_log import try_lost_models_again
 from skyrl.tinker.service import EngineFactory, Service
@@ -38,6 +37,8 @@ class TinkerServer:
         self._make_engine = make_engine
         self._started = False
         self._stopping = threading.Event()
+        self._patient: Persistent | None = None
+        """Asks the database for what the start needs."""
 
     async def start(self) -> None:
         """Open the database, take over what an earlier server left, start the engine. Does not wait for the model.
@@ -57,13 +58,16 @@ class TinkerServer:
             self._lease.release()
             raise
         self.service = Service(self.config, database)
-        self.service.keys = Keys(self.config.api_keys, Signer(await database.write(server_secret)))
+        self._patient = Persistent(database, DatabaseFull)
+        self.service.keys = Keys(
+            self.config.api_keys, Signer(await self._patient.write(server_secret, "the server's secret"))
+        )
         self.queue = RequestQueue(self.service)
         self.service.engine = self._make_engine(
             self.config, on_frame=self._on_frame, on_crash=self.queue.engine_ended, on_failure=self._on_failure
         )
-        await database.write(try_lost_models_again)
-        await self.queue.restore()
+        await self._patient.write(try_lost_models_again, "which models to try again")
+        await self.queue.restore(self._patient)
         self.service.engine.start()
         self._started = True
         collector = Collector(
@@ -76,6 +80,8 @@ class TinkerServer:
     def let_go(self, at_once: bool) -> None:
         """Let every poll return, as the server is to stop; `at_once`: without what the engine would still finish."""
         self._stopping.set()
+        if self._patient is not None:
+            self._patient.stop()
         if self._started:
             self._lease.ending()
             self.service.let_go()
@@ -114,7 +120,7 @@ class TinkerServer:
     async def _store_activity(self) -> None:
         try:
             await self._write_activity()
-        except (DatabaseFull, OperationalError) as error:
+        except (DatabaseFull, *PASSING) as error:
             log.warning("the time that sessions were last heard of cannot be stored: %s", error)
 
     def _on_frame(self, frame: FromEngine) -> None:

@@ -25,6 +25,8 @@ from sqlmodel import Field, SQLModel
 ModelStatus = Literal["creating", "live", "failed", "lost", "unloaded", "copy"]
 RequestStatus = Literal["pending", "done", "failed"]
 SamplerKind = Literal["base", "checkpoint", "snapshot", "inflight"]
+DONE = "done"
+"""In `RequestRow.gradients`: the engine has done it and the model is what it made of it; only its answer failed."""
 
 
 def _created() -> Any:
@@ -180,7 +182,7 @@ class RequestRow(SQLModel, table=True):
     )
     """What the server chose when it accepted the request, such as a seed or the folder a path stood for."""
     gradients: str = Field(default="kept", sa_column=Column(String, nullable=False, server_default="kept"))
-    """A `GradientEffect`: what its failure meant to the model's gradient sums."""
+    """A `GradientEffect`: what its failure meant to the model's gradient sums; or `DONE`."""
     body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
     content_type: str
     content_encoding: str = ""

@@ -20,6 +20,7 @@ from skyrl.tinker.operations import OPERATIONS, QueuedOperation
 from skyrl.tinker.outcomes import Outcomes
 from skyrl.tinker.parsing import Body, Parsed
 from skyrl.tinker.pending import Owed, Pending
+from skyrl.tinker.persistent import Persistent
 from skyrl.tinker.residents import Residents, is_pass
 from skyrl.tinker.service import Service
 from skyrl.tinker.submission import Busy, accept, admit, refused_at_once, rejected
@@ -170,11 +171,10 @@ class TrainingQueue:
 
     # -- the beginning and the end ------------------------------------------------------------------------------------
 
-    async def restore(self) -> None:
+    async def restore(self, database: Persistent) -> None:
         """Take over what an earlier server left. Before the engine is started."""
-        database = self._service.database
-        self._versions.restore(await database.read(model_log.unwritten_versions))
-        for request in await database.read(request_log.pending):
+        self._versions.restore(await database.read(model_log.unwritten_versions, "unwritten versions"))
+        for request in await database.read(request_log.pending, "pending requests"):
             size = request.decided.get(HELD_BYTES, OVERHEAD_BYTES + request.body_bytes)
             owed = _owed(request.request_id, OPERATIONS[request.kind], request, size)
             owed.logged = True

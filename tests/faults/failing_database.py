@@ -1,0 +1,131 @@
+"""A database that fails now and then: every Nth read or write is refused, the answer to every Nth commit is lost.
+
+The errors are the driver's own (`sqlite3`, `psycopg`), raised where SQLAlchemy calls it, so what the server sees is
+what it sees of a real database. `Faults` are in force in this process while its block lasts; a server's own process
+takes them from a file, as long as that is there, if it is started with the environment of `in_server`.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "SKYRL_TEST_DATABASE_FAULTS"
+ROOT = Path(__file__).parents[2]
+SITECUSTOMIZE = """
+import sys
+if "skyrl.tinker.api_process" in sys.orig_argv:
+    from tests.faults import failing_database
+    failing_database.obey_file()
+"""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How often what fails; 0: never."""
+
+    reads: int = 0
+    """Every so many SELECTs."""
+    writes: int = 0
+    """Every so many INSERTs, UPDATEs and DELETEs."""
+    answers: int = 0
+    """Every so many commits take effect without an answer."""
+
+
+class FailingDatabase:
+    """Counts what is asked of databases, and makes it fail."""
+
+    def __init__(self) -> None:
+        self.faults = Faults()
+        self.file: Path | None = None
+        self.done: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+
+    def next_fails(self, kind: str) -> bool:
+        every = getattr(self._current(), kind)
+        self.done[kind] += 1
+        fails = every > 0 and self.done[kind] % every == 0
+        self.failed[kind] += fails
+        return fails
+
+    def _current(self) -> Faults:
+        if self.file is None:
+            return self.faults
+        try:
+            return Faults(**json.loads(self.file.read_text()))
+        except (FileNotFoundError, ValueError):
+            return Faults()
+
+    def before_cursor_execute(self, connection: Any, cursor: Any, statement: str, *_: object) -> None:
+        verb = statement.lstrip().partition(" ")[0].upper()
+        kind = "reads" if verb == "SELECT" else "writes" if verb in ("INSERT", "UPDATE", "DELETE") else None
+        if kind is not None and self.next_fails(kind):
+            raise connection.dialect.dbapi.OperationalError(f"injected: one of its {kind} fails")
+
+
+_DATABASE = FailingDatabase()
+
+
+def _install() -> None:
+    """Once for a process. SQLAlchemy is imported only where databases are to fail."""
+    from sqlalchemy import Engine, event
+    from sqlalchemy.engine.default import DefaultDialect
+
+    if event.contains(Engine, "before_cursor_execute", _DATABASE.before_cursor_execute):
+        return
+    event.listen(Engine, "before_cursor_execute", _DATABASE.before_cursor_execute)
+    commit = DefaultDialect.do_commit
+
+    def do_commit(self: Any, connection: Any) -> None:
+        commit(self, connection)
+        if _DATABASE.next_fails("answers"):
+            raise self.dbapi.OperationalError("injected: the answer to a commit is lost")
+
+    DefaultDialect.do_commit = do_commit  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def failing(**faults: int) -> Iterator[FailingDatabase]:
+    """Databases of this process fail in this block."""
+    _install()
+    _DATABASE.done.clear()
+    _DATABASE.failed.clear()
+    _DATABASE.faults = Faults(**faults)
+    try:
+        yield _DATABASE
+    finally:
+        _DATABASE.faults = Faults()
+
+
+def obey_file() -> None:
+    """For a server's process: databases fail as the file says that the environment names."""
+    if VARIABLE in os.environ:
+        _install()
+        _DATABASE.file = Path(os.environ[VARIABLE])
+
+
+def in_server(folder: Path, imports: str = "") -> dict[str, str]:
+    """The environment of a server whose database can be made to fail by `order`.
+
+    Args:
+        folder: Where what it takes is put.
+        imports: More to run when its processes start.
+    """
+    folder.mkdir(parents=True)
+    (folder / "sitecustomize.py").write_text(imports + SITECUSTOMIZE)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), VARIABLE: str(folder / "faults.json")}
+
+
+def order(folder: Path, faults: Faults | None) -> None:
+    """Make the database of a server fail from now on, or (None) no longer."""
+    file = folder / "faults.json"
+    if faults is None:
+        file.unlink(missing_ok=True)
+        return
+    written = file.with_suffix(".new")
+    written.write_text(json.dumps(asdict(faults)))
+    written.replace(file)
