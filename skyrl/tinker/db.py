@@ -31,6 +31,7 @@ from sqlalchemy.pool import PoolProxiedConnection
 from sqlmodel import Session
 
 from skyrl.errors import RequestError
+from skyrl.tinker.fence import TRY_LOCK, Fence, Superseded
 from skyrl.tinker.lease import Lease, in_use
 
 log = logging.getLogger(__name__)
@@ -44,8 +45,6 @@ MAX_GROUP = 256
 MAX_QUEUED = 10_000
 """Jobs that may wait for the writer. Past them `write` waits before it queues its own."""
 READERS = 4
-SERVER_LOCK = 0x736B7972
-"""PostgreSQL's number for the lock of the one server of a database."""
 CLAIM_S = 10.0
 """Seconds that PostgreSQL gets to notice that the server before this one is dead."""
 IN_MEMORY = (None, "", ":memory:")
@@ -89,11 +88,12 @@ class Database:
                 undo.callback(self._lease.release)
             self._engine = _open(url)
             undo.callback(self._engine.dispose)
-            self._claim = _claim(self._engine, url)
-            undo.callback(self._claim.close)
+            claim = _claim(self._engine, url)
+            undo.callback(claim.close)
             if not create:
                 _refuse_foreign(self._engine, url)
             _migrate(self._engine, url) if migrate else _refuse_old(self._engine, url)
+            self.fence = Fence(self._engine, claim, f"database_url={self.url}")
             undo.pop_all()
         self._room = asyncio.Semaphore(MAX_QUEUED)
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
@@ -108,6 +108,7 @@ class Database:
 
         Raises:
             DatabaseFull: There is no room on the database's disk.
+            Superseded: Another server has been started on this database.
         """
         async with self._room:
             future: Future[Any] = Future()
@@ -153,7 +154,7 @@ class Database:
         self._queue.put(None)
         self._writer.join()
         self._readers.shutdown()
-        self._claim.close()
+        self.fence.close()
         self._engine.dispose()
         if self._lease is not None:
             self._lease.release()
@@ -178,11 +179,13 @@ class Database:
         """One transaction for the whole group; where that fails, one for each, so that a failure stays alone."""
         try:
             with Session(self._engine, expire_on_commit=False) as session:
+                self.fence.check(session)
                 results = [queued.job(session) for queued in group]
                 session.commit()
         except Exception as error:
-            if len(group) == 1:
-                group[0].future.set_exception(_named(error, self.url))
+            if len(group) == 1 or _is_of_all(error):
+                for queued in group:
+                    queued.future.set_exception(_named(error, self.url))
             else:
                 for queued in group:
                     self._commit([queued])
@@ -248,12 +251,20 @@ def _claim(engine: Engine, url: str) -> Connection:
     if engine.dialect.name == "postgresql":
         connection = connection.execution_options(isolation_level="AUTOCOMMIT")
         deadline = time.monotonic() + CLAIM_S
-        while not connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({SERVER_LOCK})").scalar():
+        while not connection.exec_driver_sql(TRY_LOCK).scalar():
             if time.monotonic() > deadline:
                 connection.close()
                 raise in_use(f"database_url={without_password(url)}", "--database-url")
             time.sleep(0.1)
     return connection
+
+
+def _is_of_all(error: Exception) -> bool:
+    """Whether an error would be every job's, so that to try each alone would take as long again for each."""
+    if not isinstance(error, DatabaseError):
+        return isinstance(error, Superseded)
+    code = getattr(error.orig, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+    return error.connection_invalidated or code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def _named(error: Exception, url: str) -> Exception:

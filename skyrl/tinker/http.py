@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl.errors import RequestError, UnknownName
 from skyrl.tinker.db import DatabaseFull
+from skyrl.tinker.fence import Superseded
 from skyrl.tinker.parsing import MalformedBody, describe
 from skyrl.tinker.persistent import Stopped
 from skyrl.tinker.service import EngineStarting
@@ -96,6 +97,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(OperationalError, _unreachable)
     app.add_exception_handler(InterfaceError, _unreachable)
     app.add_exception_handler(Stopped, _unreachable)
+    app.add_exception_handler(Superseded, _unreachable)
     app.add_exception_handler(DataError, _unstorable)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _internal_error)

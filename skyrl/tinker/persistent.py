@@ -9,6 +9,7 @@ from typing import TypeVar
 from sqlalchemy.exc import InterfaceError, OperationalError
 
 from skyrl.tinker.db import Database, Job
+from skyrl.tinker.fence import Superseded
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class Persistent:
         while True:
             try:
                 return await work()
+            except Superseded as error:
+                raise Stopped(str(error)) from error
             except self._passing as error:
                 if self._closing.is_set():
                     raise Stopped(f"{problem} ({error})") from error

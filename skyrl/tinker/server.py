@@ -14,6 +14,7 @@ from skyrl.tinker.collector import Collector
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database, DatabaseFull
 from skyrl.tinker.disk import hold_folder
+from skyrl.tinker.fence import Superseded
 from skyrl.tinker.persistent import PASSING, Persistent
 from skyrl.tinker.queue import RequestQueue
 from skyrl.tinker.request_log import try_lost_models_again
@@ -57,6 +58,8 @@ class TinkerServer:
         except BaseException:
             self._lease.release()
             raise
+        loop = asyncio.get_running_loop()
+        database.fence.on_superseded = lambda message: loop.call_soon_threadsafe(self._superseded, message)
         self.service = Service(self.config, database)
         self._patient = Persistent(database, DatabaseFull)
         self.service.keys = Keys(
@@ -120,7 +123,7 @@ class TinkerServer:
     async def _store_activity(self) -> None:
         try:
             await self._write_activity()
-        except (DatabaseFull, *PASSING) as error:
+        except (DatabaseFull, Superseded, *PASSING) as error:
             log.warning("the time that sessions were last heard of cannot be stored: %s", error)
 
     def _on_frame(self, frame: FromEngine) -> None:
@@ -142,6 +145,12 @@ class TinkerServer:
                 self.service.engine_ready()
             case _:
                 pass  # the supervisor keeps what the engine says of its start
+
+    def _superseded(self, message: str) -> None:
+        """Another server has our database: what the engine does from now on is lost."""
+        if self._started:
+            self.service.engine.kill()
+        self._on_failure(message)
 
     def _on_failure(self, message: str) -> None:
         self.failure = message

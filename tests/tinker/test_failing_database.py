@@ -1,10 +1,12 @@
 """A database that fails now and then: nothing that was acknowledged fails of it, is lost or is done twice."""
 
+import asyncio
 import sqlite3
 import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -39,8 +41,9 @@ def statuses(server: LiveServer) -> list[tuple[str, str]]:
     return [tuple(row) for row in server.app.state.server.service.database.read_now(lambda s: s.exec(query).all())]
 
 
-def run_script(folder: Path, **faults: int) -> list[object]:
-    with LiveServer(folder, snapshot_every_steps=2) as server:
+def run_script(folder: Path, faults: dict[str, int], **options: object) -> list[object]:
+    """What comes of all requests where the engine ends twice and the database has these `faults`."""
+    with LiveServer(folder, snapshot_every_steps=2, **options) as server:
         wait_until_ready(patient(server))
         with failing(**faults) as database:
             script, sent = Script(server), 0
@@ -55,12 +58,12 @@ def run_script(folder: Path, **faults: int) -> list[object]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> list[object]:
-    return run_script(tmp_path_factory.mktemp("undisturbed"))
+    return run_script(tmp_path_factory.mktemp("undisturbed"), {})
 
 
 @pytest.mark.parametrize("kind", ["reads", "writes", "answers"])
 def test_a_database_that_fails_every_so_often_changes_no_outcome(tmp_path, undisturbed, kind):
-    assert run_script(tmp_path, **{kind: 7}) == undisturbed
+    assert run_script(tmp_path, {kind: 7}) == undisturbed
 
 
 def test_a_model_is_brought_back_once_the_database_can_be_read_again(own_server):
@@ -75,25 +78,29 @@ def test_a_model_is_brought_back_once_the_database_can_be_read_again(own_server)
 
 
 def test_a_request_that_is_being_logged_when_its_model_is_given_up_has_one_outcome(own_server):
-    model, released = own_server.model(), threading.Event()
-    own_server.submit_pass(model, 3)
+    model, released = own_server.model(), asyncio.Event()
+    early = own_server.submit_pass(model, 3)
     own_server.crash()
     with closing(sqlite3.connect(own_server.folder / "server.db")) as database, database:
         database.execute("UPDATE requests SET body = x'' WHERE kind = 'create_model'")
-    database = own_server.app.state.server.service.database
-    own_server.engine.loop.call_soon_threadsafe(
-        lambda: own_server.engine.loop.create_task(database.write(lambda _: released.wait()))
-    )
+    log = own_server.app.state.server.queue.training._log
+    append = log.append
+
+    async def append_later(*entry: Any) -> Any:
+        await released.wait()
+        return await append(*entry)
+
+    log.append = append_later
     sent: list[str] = []
     sender = threading.Thread(target=lambda: sent.append(own_server.submit_pass(model, 1)))
     sender.start()
     while len(own_server.app.state.server.queue.training._pending.of_model(model)) < 2:
         time.sleep(0.001)
     own_server.recover()
-    time.sleep(0.2)
-    released.set()
+    assert "cannot be brought back" in own_server.failure(early)["error"]
+    own_server.engine.loop.call_soon_threadsafe(released.set)
     sender.join()
-    assert "cannot be brought back" in own_server.failure(sent[0])["error"]
+    assert "is lost" in own_server.failure(sent[0])["error"]
     assert [status for _, status in statuses(own_server)] == ["done", "failed", "failed"]
 
 

@@ -5,8 +5,10 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +22,14 @@ from sqlmodel import Session, SQLModel, select, text
 
 from skyrl.errors import RequestError
 from skyrl.local_server import free_port
-from skyrl.tinker import db
+from skyrl.tinker import db, fence
 from skyrl.tinker.db import Database, migration_config
+from skyrl.tinker.fence import SERVER_LOCK, Superseded
 from skyrl.tinker.tables import SessionRow
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.processes import running
+from tests.tinker.test_durability import Script
+from tests.tinker.test_failing_database import patient, run_script, undisturbed  # noqa: F401 (a fixture)
 
 pytest.importorskip("psycopg", reason="needs the postgres extra")
 USER = "postgres"
@@ -37,9 +42,21 @@ def run(*command: object, folder: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@dataclass
+class Cluster:
+    """A PostgreSQL server with its data in `folder`."""
+
+    folder: Path
+    port: int
+
+    def restart(self) -> None:
+        """As after a crash: connections end, and what was not committed is gone."""
+        run("pg_ctl", "restart", "--wait", "-D", self.folder / "data", "-m", "immediate", folder=self.folder)
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[int]:
-    """The port of a cluster."""
+def cluster() -> Iterator[Cluster]:
+    """A cluster of the test's own."""
     if shutil.which("initdb") is None or shutil.which("pg_ctl") is None:
         pytest.skip("PostgreSQL (initdb, pg_ctl) is not installed")
     folder = Path(tempfile.mkdtemp(prefix="skyrl-postgres-"))  # pytest's own are closed to other users
@@ -50,22 +67,22 @@ def cluster() -> Iterator[int]:
         run("initdb", "--pgdata", data, "--username", USER, "--auth", "trust", "--no-sync", folder=folder)
         options = f"-c listen_addresses=127.0.0.1 -c port={port} -c unix_socket_directories={folder} -c fsync=off"
         run("pg_ctl", "start", "--wait", "-D", data, "-o", options, "-l", folder / "log", folder=folder)
-        yield port
+        yield Cluster(folder, port)
         run("pg_ctl", "stop", "--wait", "-D", data, "-m", "immediate", folder=folder)
     finally:
         shutil.rmtree(folder)
 
 
 @pytest.fixture
-def url(cluster: int, request: pytest.FixtureRequest) -> str:
+def url(cluster: Cluster, request: pytest.FixtureRequest) -> str:
     """A database of its own for each test."""
     name = f"t{abs(hash(request.node.name))}"
-    server = f"postgresql+psycopg://{USER}@127.0.0.1:{cluster}"
+    server = f"postgresql+psycopg://{USER}@127.0.0.1:{cluster.port}"
     admin = sqlalchemy.create_engine(f"{server}/postgres", isolation_level="AUTOCOMMIT")
     with admin.connect() as connection:
         connection.exec_driver_sql(f"CREATE DATABASE {name}")
     admin.dispose()
-    return f"postgresql://{USER}@127.0.0.1:{cluster}/{name}"
+    return f"postgresql://{USER}@127.0.0.1:{cluster.port}/{name}"
 
 
 def add_session(session_id: str, session: Session) -> None:
@@ -195,3 +212,103 @@ def test_killed_server_is_replaced_and_has_the_database_to_itself(url, tmp_path)
         server.kill("api")
         server.wait_for("serving again at")
         server.train(server.model(), 1)
+
+
+# -- connections that end ---------------------------------------------------------------------------------------------
+
+
+def end_the_locks_connection(url: str) -> None:
+    """As a firewall does that has not seen anything of it for a while."""
+    admin = sqlalchemy.create_engine(url.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        holder = f"SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND objid = {SERVER_LOCK}"
+        while connection.exec_driver_sql(holder).all():
+            time.sleep(0.01)
+    admin.dispose()
+
+
+def test_a_lock_that_was_lost_is_taken_again(url, monkeypatch):
+    monkeypatch.setattr(fence, "WATCH_S", 0.02)
+    database = Database(url)
+    end_the_locks_connection(url)
+    time.sleep(0.5)
+    monkeypatch.setattr(db, "CLAIM_S", 0.1)
+    with pytest.raises(RequestError, match="in use by another server"):
+        Database(url)
+    asyncio.run(database.write(partial(add_session, "a")))
+    database.close()
+
+
+def test_a_server_whose_lock_another_has_taken_writes_nothing_and_ends(url):
+    first, told = Database(url), []
+    first.fence.on_superseded = told.append
+    end_the_locks_connection(url)
+    second = Database(url)
+    with pytest.raises(Superseded, match="another server has been started on this database"):
+        asyncio.run(first.write(partial(add_session, "a")))
+    asyncio.run(second.write(partial(add_session, "b")))
+    assert second.read_now(lambda session: session.exec(select(SessionRow.session_id)).all()) == ["b"]
+    assert len(told) == 1
+    first.close()
+    second.close()
+
+
+def test_a_server_that_does_nothing_finds_out_that_another_has_its_database(url, monkeypatch):
+    monkeypatch.setattr(fence, "WATCH_S", 0.2)
+    first, told = Database(url), threading.Event()
+    first.fence.on_superseded = lambda _: told.set()
+    end_the_locks_connection(url)
+    second = Database(url)
+    assert told.wait(10)
+    first.close()
+    second.close()
+
+
+def test_a_transaction_that_has_begun_ends_before_another_server_starts(url):
+    """So none of an earlier server's is stored after the start of a later one."""
+    first = Database(url)
+    begun, may_end, order = threading.Event(), threading.Event(), []
+
+    def slow(session: Session) -> None:
+        begun.set()
+        may_end.wait()
+        add_session("a", session)
+        order.append("written")
+
+    writer = threading.Thread(target=lambda: asyncio.run(first.write(slow)))
+    writer.start()
+    begun.wait()
+    end_the_locks_connection(url)
+    second: list[Database] = []
+    starter = threading.Thread(target=lambda: (second.append(Database(url)), order.append("started")))
+    starter.start()
+    time.sleep(0.3)
+    assert order == []
+    may_end.set()
+    writer.join()
+    starter.join()
+    assert order == ["written", "started"]
+    first.close()
+    second[0].close()
+
+
+@pytest.mark.parametrize("kind", ["reads", "writes", "answers"])
+def test_a_database_that_fails_every_so_often_changes_no_outcome(url, tmp_path, undisturbed, kind):  # noqa: F811
+    assert run_script(tmp_path, database_url=url, faults={kind: 7}) == undisturbed
+
+
+def test_restarts_of_the_database_change_no_outcome(cluster, url, tmp_path, undisturbed):  # noqa: F811
+    """Three times, while requests are under way and an engine comes back."""
+    with LiveServer(tmp_path, database_url=url, snapshot_every_steps=2) as server:
+        wait_until_ready(patient(server))
+        script, sent = Script(server), 0
+        while script.submit():
+            sent += 1
+            if sent in (3, 9, 15):
+                own = threading.Thread(target=cluster.restart)
+                own.start()
+                server.crash()
+                server.recover()
+                if sent == 9:
+                    own.join()
+        assert script.finish() == undisturbed

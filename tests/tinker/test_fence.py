@@ -1,0 +1,97 @@
+"""Two servers that have come to one database: the later one writes, the earlier one ends."""
+
+import asyncio
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from sqlalchemy.exc import OperationalError
+from sqlmodel import Session, select
+
+from skyrl.tinker.db import Database
+from skyrl.tinker.fence import EPOCH, Superseded
+from skyrl.tinker.tables import SettingRow
+from tests.tinker.harness import wait_until_ready
+from tests.tinker.processes import running
+
+
+def start_another(path: Path) -> None:
+    """What the start of a server does to a database, whoever has its lock."""
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE settings SET value = value + 1 WHERE name = ?", [EPOCH])
+
+
+def store(session: Session) -> None:
+    session.add(SettingRow(name="a", value="b"))
+
+
+def stored(database: Database) -> list[str]:
+    return list(database.read_now(lambda session: session.exec(select(SettingRow.name)).all()))
+
+
+def test_each_start_has_an_epoch_of_its_own_and_writes(tmp_path):
+    for _ in range(3):
+        database = Database(f"sqlite:///{tmp_path / 'a.db'}")
+        asyncio.run(database.write(lambda session: session.merge(SettingRow(name="a", value="b"))))
+        assert stored(database) == [EPOCH, "a"]
+        database.close()
+
+
+def test_a_server_that_another_has_followed_writes_nothing_and_says_so(tmp_path):
+    database, told = Database(f"sqlite:///{tmp_path / 'a.db'}"), []
+    database.fence.on_superseded = told.append
+    start_another(tmp_path / "a.db")
+    with pytest.raises(Superseded, match=r"database_url=.*a\.db: another server has been started"):
+        asyncio.run(database.write(store))
+    assert stored(database) == [EPOCH] and len(told) == 1
+    database.close()
+
+
+def test_a_server_that_another_has_followed_answers_nothing_and_ends(own_server):
+    server = own_server.app.state.server
+    model = own_server.model()
+    own_server.engine.hold()
+    request = own_server.submit_pass(model, 1)
+    start_another(own_server.folder / "server.db")
+    own_server.engine.let_go()
+    while not server.failed.is_set():
+        time.sleep(0.01)
+    assert own_server.poll(request).status_code == 408 and "another server has been started" in server.failure
+    with closing(sqlite3.connect(own_server.folder / "server.db")) as database:
+        assert database.execute("SELECT status FROM requests WHERE seq_id = 1").fetchall() == [("pending",)]
+
+
+@pytest.mark.slow
+def test_a_server_process_that_another_has_followed_ends_for_good_and_says_why(tmp_path):
+    with running(tmp_path) as server:
+        wait_until_ready(server)
+        start_another(tmp_path / "server.db")
+        assert server.http.post("/create_session", json={}).status_code == 503
+        status, output = server.ended()
+    assert status == 1 and "error: database_url=" in output and "another server has been started" in output
+
+
+def test_a_locked_database_fails_the_jobs_of_a_group_together(tmp_path):
+    database = Database(f"sqlite:///{tmp_path / 'a.db'}")
+    tries = []
+
+    def job(number: int, session: Session) -> None:
+        tries.append(number)
+        session.execute(SettingRow.__table__.insert(), {"name": str(number), "value": ""})
+
+    async def main() -> list[object]:
+        patience = database.write(lambda session: session.connection().exec_driver_sql("PRAGMA busy_timeout = 200"))
+        await patience
+        blocked = [database.write(lambda _: time.sleep(0.3))]
+        blocked += [database.write(lambda session, n=n: job(n, session)) for n in range(20)]
+        return await asyncio.gather(*blocked, return_exceptions=True)
+
+    with closing(sqlite3.connect(tmp_path / "a.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        results = asyncio.run(main())
+        other.execute("ROLLBACK")
+    assert [isinstance(result, OperationalError) for result in results] == [False] + [True] * 20
+    assert tries == [0]
+    database.close()
