@@ -51,7 +51,8 @@ class Cluster:
 
     def restart(self) -> None:
         """As after a crash: connections end, and what was not committed is gone."""
-        run("pg_ctl", "restart", "--wait", "-D", self.folder / "data", "-m", "immediate", folder=self.folder)
+        how = ["--wait", "-m", "immediate", "-l", self.folder / "log"]
+        run("pg_ctl", "restart", "-D", self.folder / "data", *how, folder=self.folder)
 
 
 @pytest.fixture(scope="module")
