@@ -24,6 +24,9 @@ Refresh = Callable[[], Awaitable[None]]
 
 SELDOM_S = 3600
 """Seconds between two looks through everything."""
+LATE_S = 300
+"""Seconds that a round may come late. If it comes later, nobody could be heard meanwhile: the machine slept, or its
+clock was set."""
 
 
 class Collector:
@@ -63,6 +66,7 @@ class Collector:
         self._tell = tell
         self._refused: Stake | None = None
         self._seldom_at = 0.0
+        self._last_round = time.time()
         self._turn = asyncio.Lock()
 
     async def run(self) -> None:
@@ -80,6 +84,7 @@ class Collector:
         """One round: what is past its time; at first and every hour also what takes a look at everything."""
         async with self._turn:
             await self._refresh()
+            self._look_at_the_clock()
             seldom = time.monotonic() >= self._seldom_at
             if seldom and not self._force:
                 await self._look_at_stake()
@@ -110,6 +115,12 @@ class Collector:
             if self._refused is None or self._refused.nameless != stake.nameless:
                 self._tell(self.refusal)
         self._refused = stake if stake.too_much else None
+
+    def _look_at_the_clock(self) -> None:
+        """Silence counts from now on where this round comes too late."""
+        last, self._last_round = self._last_round, time.time()
+        if self._last_round - last > max(1, self._config.session_cleanup_interval_sec) + LATE_S:
+            self._rules = replace(self._rules, heard_since=self._last_round)
 
     async def _remove(self, removals: list[Removal]) -> list[Removal]:
         """Remove what rows that are gone have left."""

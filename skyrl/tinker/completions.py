@@ -3,7 +3,7 @@
 A client is a sampler and the billion of seq_ids that it counts in. Each end of a sample is an event with a number of
 one ascending count, the cursor. A poll names the last cursor it has seen: events up to it are forgotten, later ones are
 told, and where there are none it waits. Cursors start at the time, in microseconds, so those of a server that was
-started later are higher.
+started later are higher; where the clock was set back meanwhile, they start beyond all of the server before it.
 """
 
 import asyncio
@@ -53,6 +53,10 @@ class Completions:
         self._inboxes: dict[Client, _Inbox] = {}
         self._outlived: OrderedDict[str, Client] = OrderedDict()
         self._closing = False
+
+    def begin(self, start: int) -> None:
+        """Count from here. Before the first event."""
+        self.start = self.cursor = start
 
     def add(self, client: Client, request_id: str, size: int | None) -> None:
         """A sample is finished."""

@@ -93,7 +93,7 @@ class Database:
             if not create:
                 _refuse_foreign(self._engine, url)
             _migrate(self._engine, url) if migrate else _refuse_old(self._engine, url)
-            self.fence = Fence(self._engine, claim, f"database_url={self.url}")
+            self.fence = Fence(self._engine, claim, f"database_url={self.url}", writes=migrate)
             undo.pop_all()
         self._room = asyncio.Semaphore(MAX_QUEUED)
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()

@@ -40,14 +40,13 @@ class Superseded(Exception):
     """Another server has been started on this database. Nothing has been stored."""
 
 
-def raise_epoch(engine: Engine) -> str:
-    """The number of this server, higher than that of any before it."""
+def raise_epoch(engine: Engine) -> None:
+    """Begin an epoch, later than any before it."""
     with Session(engine) as session:
         row = session.get(SettingRow, EPOCH, with_for_update=True) or SettingRow(name=EPOCH, value="0")
         row.value = str(int(row.value) + 1)
         session.add(row)
         session.commit()
-        return row.value
 
 
 class Fence:
@@ -57,15 +56,19 @@ class Fence:
         engine: Of the database.
         claim: The connection that has the lock, where it has one.
         shown: The option that names the database, for messages.
+        writes: Whether this one writes. To look at a database does not keep anybody from it.
     """
 
-    def __init__(self, engine: Engine, claim: Connection, shown: str):
+    def __init__(self, engine: Engine, claim: Connection, shown: str, writes: bool):
         self.on_superseded: Callable[[str], None] = lambda message: log.error("%s", message)
         """Told, in some thread, when another server has been started on this database."""
         self._engine = engine
         self._claim = claim
         self._shown = shown
-        self._epoch = raise_epoch(engine)
+        if writes:
+            raise_epoch(engine)
+        with engine.connect() as connection:
+            self._epoch = connection.execute(_READ, {"name": EPOCH}).scalar_one_or_none()
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="database-watcher", daemon=True)
         if engine.dialect.name == "postgresql":

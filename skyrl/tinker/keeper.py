@@ -29,6 +29,8 @@ STARTS = 5
 """Deaths before the first `READY` until the keeper gives up."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
+STEADY_S = 2.0
+"""Seconds after `READY` from which on a death is no sign that the next is near, so that the pause begins anew."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -53,6 +55,7 @@ class Keeper:
         self._ended = False
         self._was_ready = False
         self._stops = 0
+        self._ready_at: float | None = None
         self._deaths = 0
 
     def run(self) -> int:
@@ -67,7 +70,9 @@ class Keeper:
             status = self._run_api()
             if self._ended or self._stops:
                 return status if status >= 0 else 0 if status == -signal.SIGTERM else 128 - status
-            self._deaths += 1
+            if self._ready_at is not None and time.monotonic() - self._ready_at > STEADY_S:
+                self._deaths = 0
+            self._deaths, self._ready_at = self._deaths + 1, None
             if not self._was_ready and self._deaths == STARTS:
                 _say(f"error: the server process {_reason(status)}, {STARTS} times before it was ready; see above")
                 return 1
@@ -155,7 +160,7 @@ class Keeper:
                     self._greeted |= message == HELLO
                     self._ended |= message == ENDS
                     if message == READY:
-                        self._was_ready, self._deaths = True, 0
+                        self._was_ready, self._ready_at = True, time.monotonic()
                 if not messages:
                     self._link = None
 

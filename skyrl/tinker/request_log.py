@@ -22,6 +22,8 @@ LOST_ADVICE = (
     "make a new training client from its last checkpoint (create_training_client_from_state_with_optimizer), or a "
     "fresh one, or restart the server once its files are back; saved checkpoints and samplers still work"
 )
+UNLOAD = "unload_model"
+"""The kind of request that has no place in its model's order; so the second of a model is the first, sent again."""
 _IS_PENDING = col(RequestRow.status) == "pending"
 
 # Statements that every request needs are made once, of tables: to make one of mapped classes takes ten times what it
@@ -30,6 +32,9 @@ _REQUESTS = SQLModel.metadata.tables[str(RequestRow.__tablename__)]
 _MODELS = SQLModel.metadata.tables[str(ModelRow.__tablename__)]
 _SAME = select(_REQUESTS.c.request_id, _REQUESTS.c.kind).where(
     _REQUESTS.c.model_id == bindparam("model"), _REQUESTS.c.seq_id == bindparam("place")
+)
+_UNLOADED = select(_REQUESTS.c.request_id).where(
+    _REQUESTS.c.model_id == bindparam("model"), _REQUESTS.c.kind == UNLOAD, _REQUESTS.c.status != "failed"
 )
 _STATUS = select(_MODELS.c.status).where(_MODELS.c.model_id == bindparam("model"))
 _INSERT = insert(_REQUESTS)
@@ -87,6 +92,10 @@ def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Call
             seq_id, breaks_pass = None, False  # it has no place in the model's order
     if refusal is None and entry.needs_model:
         status = session.execute(_STATUS, {"model": entry.model_id}).scalar_one_or_none()
+        if status == "unloaded" and entry.kind == UNLOAD:
+            earlier = session.execute(_UNLOADED, {"model": entry.model_id}).first()
+            if earlier is not None:
+                return Logged(earlier.request_id)
         refusal = refused_by_status(status, entry.model_id)
     if refusal is None:
         on_log(session)

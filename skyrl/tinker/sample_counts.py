@@ -11,7 +11,7 @@ from sqlmodel import Session
 
 from skyrl.tinker.completions import CLIENT_BLOCK, Client, client_of
 from skyrl.tinker.db import Database
-from skyrl.tinker.tables import SamplerRow
+from skyrl.tinker.tables import SamplerRow, SettingRow
 
 STEP = 1000
 """Seq_ids by which a bound is raised."""
@@ -21,6 +21,20 @@ MOST_LOST = 21_000
 
 KEPT_BOUNDS = 20_000
 """Clients whose bound is kept in memory."""
+
+
+CURSORS = "cursors"
+MOST_EVENTS = 10**12
+"""Samples that no server comes to in its life."""
+
+
+def first_cursor(session: Session, now: int) -> int:
+    """Where this server's cursors start, at time `now` in microseconds: above all of the server before it."""
+    row = session.get(SettingRow, CURSORS) or SettingRow(name=CURSORS, value="0")
+    start = now if now > int(row.value) else int(row.value) + MOST_EVENTS
+    row.value = str(start)
+    session.add(row)
+    return start
 
 
 class SampleCounts:

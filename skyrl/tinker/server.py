@@ -18,6 +18,7 @@ from skyrl.tinker.fence import Superseded
 from skyrl.tinker.persistent import PASSING, Persistent
 from skyrl.tinker.queue import RequestQueue
 from skyrl.tinker.request_log import try_lost_models_again
+from skyrl.tinker.sample_counts import first_cursor
 from skyrl.tinker.service import EngineFactory, Service
 from skyrl.tinker.signing import Signer, server_secret
 
@@ -65,6 +66,8 @@ class TinkerServer:
         self.service.keys = Keys(
             self.config.api_keys, Signer(await self._patient.write(server_secret, "the server's secret"))
         )
+        start = partial(first_cursor, now=time.time_ns() // 1000)
+        self.service.futures.completions.begin(await self._patient.write(start, "the first cursor"))
         self.queue = RequestQueue(self.service)
         self.service.engine = self._make_engine(
             self.config, on_frame=self._on_frame, on_crash=self.queue.engine_ended, on_failure=self._on_failure

@@ -76,6 +76,15 @@ def test_results_that_were_retrieved_are_freed_and_others_stay(server, sampler):
     assert [server.poll(name).status_code for name in (first, second, other)] == [410, 200, 200]
 
 
+def test_cursors_go_on_above_the_last_servers_where_the_clock_was_set_back(own_server, monkeypatch):
+    before = own_server.app.state.server.service.futures.completions.cursor
+    monkeypatch.setattr("time.time_ns", lambda: (before - 3600 * 10**6) * 1000)
+    own_server.__exit__()
+    own_server.__enter__()
+    wait_until_ready(own_server)
+    assert own_server.app.state.server.service.futures.completions.cursor > before + 20_000
+
+
 def test_pending_samples_are_not_freed(own_server):
     sampler = own_server.sampler(own_server.session(), 0, base_model=BASE_MODEL)
     own_server.crash()

@@ -225,6 +225,13 @@ def test_unloaded_model_refuses_further_requests(server):
     assert failure["category"] == "user" and "unloaded" in failure["error"]
 
 
+def test_an_unload_that_is_sent_again_is_the_same_request(server):
+    model = server.model()
+    first, second = (server.ok("/unload_model", {"model_id": model})["request_id"] for _ in range(2))
+    server.result(first)
+    assert first == second == server.ok("/unload_model", {"model_id": model})["request_id"]
+
+
 def test_unload_comes_after_what_was_submitted_before(server):
     model = server.model()
     request = server.submit_pass(model, 1)

@@ -245,6 +245,19 @@ def test_version_of_a_session_that_was_silent_for_a_day_goes_unless_the_server_w
     assert folders(own_server, "ephemeral") == []
 
 
+def test_a_machine_that_slept_for_a_day_does_not_take_that_for_silence(own_server):
+    model = own_server.model()
+    own_server.publish(model, 1)
+    own_server.written()
+    own_server.collect()
+    own_server.sql("UPDATE sessions SET created_at = ?, last_seen_at = ?", LONG_AGO, LONG_AGO)
+    own_server.listens_since(time.time() - 2 * DAY_S)
+    own_server.collector._last_round -= 25 * 3600  # its round before the sleep
+    own_server.collect()
+    own_server.collect()
+    assert folders(own_server, "ephemeral") == ["1"]
+
+
 def test_session_that_was_heard_of_a_moment_ago_is_not_taken_for_silent(own_server):
     model = own_server.model()
     own_server.publish(model, 1)
