@@ -56,6 +56,10 @@ INCREMENTAL = 2
 """SQLite's number for files that give space back a few pages at a time."""
 
 
+class Unreachable(RequestError):
+    """Where the database should be there is none, or it does not answer."""
+
+
 class DatabaseFull(Exception):
     """The database's disk is full (or fails). Nothing of the job has been stored; it may be tried again."""
 
@@ -329,7 +333,9 @@ def _open(url: str) -> Engine:
     try:
         engine.connect().close()
     except DatabaseError as error:
-        raise _refusal(url, f"it cannot be opened ({error.orig}); check the path or server") from error
+        raise Unreachable(
+            str(_refusal(url, f"it cannot be opened ({error.orig}); check the path or server"))
+        ) from error
     return engine
 
 

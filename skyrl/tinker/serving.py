@@ -22,7 +22,7 @@ from skyrl.errors import RequestError
 from skyrl.tinker.api_process import BACKLOG, KeeperLink, fail
 from skyrl.tinker.app import create_app
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.db import without_password
+from skyrl.tinker.db import Unreachable, without_password
 from skyrl.tinker.engine_process import EngineProcess
 from skyrl.tinker.server import TinkerServer
 from skyrl.tinker.supervisor import EngineSupervisor
@@ -78,6 +78,10 @@ async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket
     with listener:
         try:
             await server.start()
+        except Unreachable as error:
+            if not link.again:
+                return fail(str(error))
+            raise SystemExit(f"skyrl: {error}") from error  # it was there before: the keeper tries again
         except RequestError as error:
             return fail(str(error))
         # What is loaded by now stays; looking through it all again would stop every answer for 0.2 s.

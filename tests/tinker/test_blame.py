@@ -192,6 +192,19 @@ def test_a_pass_of_which_the_whole_server_dies_three_times_fails_by_name_and_its
         assert server.outcome(submit_pass(server, model, 3)).headers["content-type"] == PROTOBUF
 
 
+def test_a_model_whose_past_kills_the_engine_is_left_alone_by_later_servers_too(tmp_path):
+    with InProcessServer(tmp_path / "server", session_cleanup_interval_sec=-1) as server:
+        model = new_model(server)
+        past = submit_pass(server, model, 1)
+        assert server.outcome(past).headers["content-type"] == PROTOBUF
+        early = submit_pass(server, model, 3)  # it waits for the second
+        server.kill()
+        hold(server)
+        for _ in range(ALONE):
+            die_while_running(server, past)
+        assert f"cannot be brought back: request {past}" in server.outcome(early).json()["error"]
+
+
 DEADLY = """
 import os, pathlib, signal, sys
 if "skyrl.tinker.api_process" in sys.orig_argv:

@@ -49,10 +49,16 @@ class Cluster:
     folder: Path
     port: int
 
+    def stop(self) -> None:
+        run("pg_ctl", "stop", "--wait", "-D", self.folder / "data", "-m", "immediate", folder=self.folder)
+
+    def start(self) -> None:
+        run("pg_ctl", "start", "--wait", "-D", self.folder / "data", "-l", self.folder / "log", folder=self.folder)
+
     def restart(self) -> None:
         """As after a crash: connections end, and what was not committed is gone."""
-        how = ["--wait", "-m", "immediate", "-l", self.folder / "log"]
-        run("pg_ctl", "restart", "-D", self.folder / "data", *how, folder=self.folder)
+        self.stop()
+        self.start()
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +72,13 @@ def cluster() -> Iterator[Cluster]:
     data, port = folder / "data", free_port()
     try:
         run("initdb", "--pgdata", data, "--username", USER, "--auth", "trust", "--no-sync", folder=folder)
-        options = f"-c listen_addresses=127.0.0.1 -c port={port} -c unix_socket_directories={folder} -c fsync=off"
-        run("pg_ctl", "start", "--wait", "-D", data, "-o", options, "-l", folder / "log", folder=folder)
-        yield Cluster(folder, port)
-        run("pg_ctl", "stop", "--wait", "-D", data, "-m", "immediate", folder=folder)
+        (data / "postgresql.auto.conf").write_text(
+            f"listen_addresses = '127.0.0.1'\nport = {port}\nunix_socket_directories = '{folder}'\nfsync = off\n"
+        )
+        cluster = Cluster(folder, port)
+        cluster.start()
+        yield cluster
+        cluster.stop()
     finally:
         shutil.rmtree(folder)
 
@@ -313,3 +322,14 @@ def test_restarts_of_the_database_change_no_outcome(cluster, url, tmp_path, undi
                 if sent == 9:
                     own.join()
         assert script.finish() == undisturbed
+
+
+def test_a_server_that_is_started_again_while_its_database_is_away_waits_for_it(cluster, url, tmp_path):
+    with running(tmp_path, database_url=url) as server:
+        model = server.model()
+        cluster.stop()
+        server.kill("api")
+        server.wait_for("it cannot be opened")
+        cluster.start()
+        server.wait_for("serving again at")
+        server.train(model, 1)
