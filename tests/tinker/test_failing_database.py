@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy import event
 from sqlmodel import col, select
 
+from skyrl.tinker import model_log
 from skyrl.tinker.tables import RequestRow
 from tests.faults.failing_database import failing
 from tests.tinker.harness import LiveServer, wait_until_ready
@@ -134,6 +135,31 @@ def test_what_follows_an_outcome_that_a_stopping_server_could_not_store_is_done_
         server.pass_result(requests[0])
         server.result(requests[1])
         assert server.logprobs(model, 3) == expected
+
+
+def test_a_pass_whose_answer_cannot_be_made_is_in_the_model_that_is_brought_back_as_in_the_one_that_was(
+    own_server, monkeypatch
+):
+    twin, model = own_server.model(), own_server.model()
+    own_server.train(twin, 1)
+
+    async def broken(size: int, function: object) -> object:
+        raise RuntimeError("no memory for it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("skyrl.tinker.outcomes.encoded", broken)
+        assert "internal error" in own_server.failure(own_server.submit_pass(model, 1))["error"]
+    own_server.result(own_server.submit_step(model, 2))
+    expected = own_server.logprobs(twin, 3)
+    assert own_server.logprobs(model, 3) == expected
+    kill_engine(own_server)
+    assert own_server.logprobs(model, 4) == expected
+
+
+def test_the_bodies_of_any_number_of_requests_can_be_read(own_server):
+    names = [str(number) for number in range(40_000)]
+    database = own_server.app.state.server.service.database
+    assert database.read_now(lambda session: model_log.bodies(session, names)) == {}
 
 
 @pytest.mark.parametrize("path", ["/sessions", "/training_runs", "/checkpoints"])

@@ -1,0 +1,45 @@
+"""A server's processes are killed while its database fails every so often: everything acknowledged is done once."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.failing_database import Faults, in_server, order
+from tests.tinker.harness import LiveServer
+from tests.tinker.processes import ServerProcess, running
+from tests.tinker.test_durability import Script
+from tests.tinker.test_failing_database import patient
+
+KILLS = {4: "engine", 9: "api", 15: "engine"}
+"""What is killed after so many requests."""
+
+
+def run_script(server: LiveServer, folder: Path | None = None) -> list[object]:
+    """What comes of all requests. In a `folder` of faults, processes are killed meanwhile."""
+    script, sent = Script(patient(server)), 0
+    while script.submit():
+        sent += 1
+        if folder is not None and sent in KILLS:
+            assert isinstance(server, ServerProcess)
+            order(folder, None)  # a start that finds no database is another matter
+            before = server.pids().engine
+            server.kill(KILLS[sent])
+            while server.pids().engine in (None, before):
+                pass
+            order(folder, Faults(reads=20, writes=20, answers=20))
+    return script.finish()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> list[object]:
+    with LiveServer(tmp_path_factory.mktemp("undisturbed")) as server:
+        return run_script(server)
+
+
+def test_kills_and_a_failing_database_change_no_outcome(tmp_path, undisturbed):
+    faults = tmp_path / "faults"
+    with running(tmp_path, env=in_server(faults), snapshot_every_steps=2) as server:
+        order(faults, Faults(reads=20, writes=20, answers=20))
+        assert run_script(server, faults) == undisturbed
+        order(faults, None)
+    assert "injected" in server.output
