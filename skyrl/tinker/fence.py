@@ -60,7 +60,7 @@ class Fence:
     """
 
     def __init__(self, engine: Engine, claim: Connection, shown: str, writes: bool):
-        self.on_superseded: Callable[[str], None] = lambda message: log.error("%s", message)
+        self.on_superseded: Callable[[str], object] = lambda message: log.error("%s", message)
         """Told, in some thread, when another server has been started on this database."""
         self._engine = engine
         self._claim = claim

@@ -33,6 +33,9 @@ TENANTS = "tests/backends/test_jax_tenants.py::"
 SAMPLER = "skyrl/backends/jax/sampler.py"
 BATCHING = "tests/backends/test_sampler_batching.py::"
 RECOVERY = "tests/tinker/test_engine_recovery.py::"
+BLAME = "skyrl/tinker/blame.py"
+BLAMED = "tests/tinker/test_blame.py::"
+FAILING = "tests/tinker/test_failing_database.py::"
 
 DEFECTS = [
     Defect(
@@ -589,5 +592,44 @@ DEFECTS = [
             )
         ],
         ["tests/tinker/test_trash.py::test_what_expires_is_surplus_or_has_no_name_goes_to_the_trash"],
+    ),
+    Defect(
+        "crash-of-everything",
+        "what was running when all processes died at once is blamed for nothing, so it kills every server for ever",
+        [Edit(BLAME, "        if life > self._lives:\n", "        if False:\n")],
+        [
+            BLAMED + "test_a_pass_of_which_the_whole_server_dies_three_times_fails_by_name_and_its_model_goes_on",
+            BLAMED + "test_what_was_computed_when_everything_died_is_counted_once",
+        ],
+    ),
+    Defect(
+        "blamed-beside-others",
+        "a request fails after three crashes though others were being computed beside it",
+        [Edit(BLAME, "self.alone + 1 if alone else 0)", "self.alone + 1)")],
+        [BLAMED + "test_crashes_beside_others_make_suspects_and_fail_nobody"],
+    ),
+    Defect(
+        "read-gives-up",
+        "a read that fails once while a model is brought back fails all that was acknowledged for it",
+        [
+            Edit(
+                "skyrl/tinker/residents.py",
+                'await self._database.attempt(read, f"the log of model {model_id} cannot be read")',
+                "await read()",
+            )
+        ],
+        [FAILING + "test_a_model_is_brought_back_once_the_database_can_be_read_again"],
+    ),
+    Defect(
+        "stored-out-of-line",
+        "a stopping server stores what follows an outcome that it could not store, which then cannot be done again",
+        [Edit("skyrl/tinker/outcomes.py", "            self._dropped.add(model_id)", "            pass")],
+        [FAILING + "test_what_follows_an_outcome_that_a_stopping_server_could_not_store_is_done_again_with_it"],
+    ),
+    Defect(
+        "no-fence",
+        "a server whose database another has taken over goes on writing to it",
+        [Edit("skyrl/tinker/db.py", "                self.fence.check(session)\n", "")],
+        ["tests/tinker/test_fence.py::test_a_server_that_another_has_followed_writes_nothing_and_says_so"],
     ),
 ]

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -80,6 +81,25 @@ def test_api_process_that_is_killed_again_and_again_is_started_again(tmp_path):
             server.kill("api")
             server.wait_for(AGAIN, count)
         server.train(server.model(), 1)
+
+
+def test_pauses_between_deaths_that_come_right_after_ready_grow(monkeypatch):
+    """Else what kills the API process as soon as it works on the log would be tried ten times a second."""
+    deaths, pauses = 5, []
+
+    class Dying(keeper.Keeper):
+        def _run_api(self) -> int:
+            self._was_ready, self._ready_at = True, time.monotonic() - (10 if len(pauses) == deaths - 1 else 0)
+            return -signal.SIGKILL
+
+        def _wait(self, timeout_s: float | None) -> None:
+            pauses.append(timeout_s)
+            self._stops = int(len(pauses) == deaths)
+
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(signal, "set_wakeup_fd", lambda *_, **__: None)
+    assert Dying("skyrl serve", []).run() == 0
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 0.1]
 
 
 def test_engine_of_a_killed_api_process_ends(tmp_path):
