@@ -317,7 +317,7 @@ DEFECTS = [
         [
             Edit(
                 "skyrl/tinker/revival.py",
-                '        elif request.status == "done" and request.seq_id is None:\n',
+                "        elif request.is_done and request.seq_id is None:\n",
                 "        elif False:\n",
             )
         ],
