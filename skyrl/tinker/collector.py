@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -11,9 +11,10 @@ from skyrl.tinker import retention, trash
 from skyrl.tinker.admission import Obsolete
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database, DatabaseFull
-from skyrl.tinker.disk import MIB
+from skyrl.tinker.disk import GIB, MIB, remove_empty_folders
 from skyrl.tinker.guard import Stake, at_stake, nameless_folders
-from skyrl.tinker.retention import OFTEN, SELDOM, Removal, Rules
+from skyrl.tinker.retention import SELDOM, Removal, Rules
+from skyrl.tinker.surplus import surplus_versions
 from skyrl.utils.crash_points import crash_point
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ Discard = Callable[[Obsolete], Awaitable[None]]
 Forget = Callable[[tuple[str, ...]], None]
 Refresh = Callable[[], Awaitable[None]]
 
+OFTEN = (*retention.OFTEN, surplus_versions)
 SELDOM_S = 3600
 """Seconds between two looks through everything."""
 LATE_S = 300
@@ -38,9 +40,10 @@ class Collector:
         discard: Removes files, unless something reads them still; then they are found without a name later on.
         forget: Told which rows have changed.
         refresh: Writes down which clients were heard of, before it is decided who was silent.
-        heard_since: When clients could first be heard, so that silence counts from then on.
+        heard_since: When clients could first be heard.
         force: Remove what nothing names, and surplus checkpoints, however many there are (see `guard`).
         tell: Told why a round leaves them, once, and again when there are more or less.
+        sampled: When versions were last sampled since then. None: that is not known, so none is taken for unused.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Collector:
         heard_since: float = 0.0,
         force: bool = False,
         tell: Callable[[str], None] = log.error,
+        sampled: Callable[[], Mapping[str, float]] | None = None,
     ):
         self.refusal: str | None = None
         """Why the last look at everything took nothing that has no name, if it did not."""
@@ -65,6 +69,7 @@ class Collector:
         self._force = force
         self._tell = tell
         self._refused: Stake | None = None
+        self._sampled = sampled
         self._seldom_at = 0.0
         self._last_round = time.time()
         self._turn = asyncio.Lock()
@@ -89,14 +94,19 @@ class Collector:
             if seldom and not self._force:
                 await self._look_at_stake()
             removals: list[Removal] = []
+            most_bytes = self._config.max_results_gib * GIB
+            since = await self._database.read(partial(retention.oldest_result, max_bytes=most_bytes))
+            rules = replace(self._rules, results_since=since)
             for job in (*OFTEN, *SELDOM) if seldom else OFTEN:
-                while found := await self._database.write(partial(job, rules=self._rules, now=time.time())):
+                rules = replace(rules, sampled=self._sampled() if self._sampled else None)
+                while found := await self._database.write(partial(job, rules=rules, now=time.time())):
                     removals += await self._remove(found)
             if seldom:
                 if self.refusal is None:
                     removals += await self._remove(
                         await asyncio.to_thread(nameless_folders, self._config, self._database)
                     )
+                await asyncio.to_thread(remove_empty_folders, self._config.checkpoints_base)
                 await self._database.give_back()
                 self._seldom_at = time.monotonic() + SELDOM_S
             removals += await asyncio.to_thread(_empty_trash, self._config)
@@ -133,6 +143,8 @@ class Collector:
                 crash_point("api: checkpoint unnamed, files still there")
                 done.append(await asyncio.to_thread(retention.measured, removal, self._config.checkpoints_base))
                 await self._discard(removal.files)
+                folder = self._config.checkpoints_base / removal.files.folder
+                await asyncio.to_thread(remove_empty_folders, self._config.checkpoints_base, folder.parent)
         return done
 
 

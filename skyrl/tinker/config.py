@@ -111,8 +111,26 @@ class EngineConfig(BaseModel):
     result_retention_sec: int = Field(24 * 3600, ge=600)
     """Seconds that the result of a training request can be read again."""
 
+    max_results_gib: float = Field(4, ge=0, allow_inf_nan=False)
+    """GiB that results may take in the database; past it the oldest go, but none before 10 minutes. 0: no limit."""
+
     ephemeral_grace_sec: int = Field(3600, ge=0)
     """Seconds that versions without a name outlive their session, which ends when finished or silent for a day."""
+
+    keep_last_ephemeral: int = Field(8, ge=0)
+    """Versions without a name that a model keeps while its session goes on, the newest ones, beside those that are in
+    use (see ephemeral_idle_sec) or not on disk yet; 0: all."""
+
+    max_ephemeral_gib: float = Field(0, ge=0, allow_inf_nan=False)
+    """GiB that a model's versions without a name may take, the newest and those in use aside; the oldest go first.
+    0: no limit."""
+
+    ephemeral_idle_sec: int = Field(600, ge=0)
+    """Seconds after it was made, or last sampled, for which a version without a name counts as in use."""
+
+    session_retention_sec: int = Field(30 * 24 * 3600, ge=0)
+    """Seconds after the end of a session for which its requests are known and, if it was not finished but silent for a
+    day, its models can be asked for again. Checkpoints stay."""
 
     keep_last_checkpoints: int = Field(0, ge=0)
     """Checkpoints of a kind that a model keeps, the newest ones, beside public ones; 0: all."""

@@ -6,10 +6,12 @@ through the folder. What the disk has left is asked of the disk.
 
 import asyncio
 import logging
+import re
 import shutil
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from sqlalchemy import func
@@ -29,6 +31,8 @@ LOCK = ".server.lock"
 KINDS = ("weights", "sampler_weights", "external_weights", "ephemeral", "snapshots")
 """Folders of a model. Others are not ours."""
 MIB, GIB = 2**20, 2**30
+_MODEL = re.compile(r"[0-9a-f-]{36}-train-\d+")
+"""Name of a model's folder. Others are not ours, such as what a file system keeps in its root."""
 WAY_OUT = "delete checkpoints (tinker checkpoint delete), finish sessions, or start the server with"
 
 
@@ -71,6 +75,21 @@ def saved_folders(base: Path) -> set[str]:
     kinds = (kind for kind in folders_of_kinds(base) if kind.name in KINDS)
     paths = (path for kind in kinds for path in kind.iterdir() if path.is_dir() and not path.name.startswith("."))
     return {str(path.relative_to(base)) for path in paths}
+
+
+def remove_empty_folders(base: Path, kind: Path | None = None) -> None:
+    """Remove the folders MODEL/KIND, and then MODEL, that hold nothing. A save that needs one makes it again.
+
+    Args:
+        base: Folder of checkpoints.
+        kind: Look at this one and its MODEL only.
+    """
+    kinds = list(folders_of_kinds(base)) if kind is None else [kind]
+    models = {path.parent for path in kinds} if kind is not None else set(base.iterdir())
+    ours = {model for model in models if model.parent == base and _MODEL.fullmatch(model.name)}
+    for path in (*(kind for kind in kinds if kind.parent in ours), *ours):
+        with suppress(OSError):  # it is not empty, or gone
+            path.rmdir()
 
 
 class Disk:

@@ -14,13 +14,13 @@ from sqlmodel import Session
 from skyrl.errors import RequestError
 from skyrl.tinker import adoption, retention, state_id, trash
 from skyrl.tinker.admission import Obsolete
-from skyrl.tinker.collector import Collector, mebibytes, past_its_time, summary
+from skyrl.tinker.collector import OFTEN, Collector, mebibytes, past_its_time, summary
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database
-from skyrl.tinker.disk import hold_folder
+from skyrl.tinker.disk import GIB, hold_folder
 from skyrl.tinker.guard import at_stake, nameless_folders
 from skyrl.tinker.lease import InUse
-from skyrl.tinker.retention import OFTEN, SELDOM, Removal, Rules
+from skyrl.tinker.retention import SELDOM, Removal, Rules
 
 Say = Callable[[str], None]
 
@@ -132,8 +132,9 @@ def _would_remove(config: EngineConfig, database: Database, force: bool) -> tupl
 
     def jobs(session: Session) -> list[Removal]:
         removals: list[Removal] = []
+        now_rules = replace(rules, results_since=retention.oldest_result(session, config.max_results_gib * GIB))
         for job in (*OFTEN, *SELDOM):
-            while found := job(session, rules=rules, now=time.time()):
+            while found := job(session, rules=now_rules, now=time.time()):
                 removals += found
                 session.flush()
         return removals

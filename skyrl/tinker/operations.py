@@ -33,6 +33,7 @@ from skyrl.errors import RequestError
 from skyrl.tinker import external, ids, schemas, wire
 from skyrl.tinker.admission import Accepted, Admission, Obsolete
 from skyrl.tinker.checkpoints import SAVED_TO, SavedAs, refuse_taken_name, store_checkpoint, training_checkpoint
+from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.ids import TinkerPath
 from skyrl.tinker.parsing import (
     Address,
@@ -44,6 +45,7 @@ from skyrl.tinker.parsing import (
     WholeModelAddress,
     json_parser,
 )
+from skyrl.tinker.surplus import limit_that_removed
 from skyrl.tinker.tables import ModelRow, SamplerRow, VersionRow
 from skyrl.types import Datum, LoraConfig, ModelOutput, OptimStepOutput, SaveOutput
 
@@ -449,7 +451,8 @@ async def sample(admission: Admission, request: schemas.SampleRequest) -> Accept
         model = await service.directory.model(sampler.model_id, admission.caller)
         version, folder = model.inflight_version, model.inflight_folder
     if sampler.kind != "base" and version is None:
-        raise RequestError(_gone(sampler, service.config.ephemeral_grace_sec))
+        raise RequestError(_gone(sampler, service.config))
+    service.version_use.begin(admission.request_id, version, folder and service.path_of(folder))
     if sampler.base_model != service.info.base_model:
         raise RequestError(
             f"sampling_session_id={sampler.sampler_id} samples from base model {sampler.base_model!r}, which is not "
@@ -499,14 +502,17 @@ async def sample(admission: Admission, request: schemas.SampleRequest) -> Accept
     return Accepted(operation)
 
 
-def _gone(sampler: SamplerRow, grace_s: int) -> str:
+def _gone(sampler: SamplerRow, config: EngineConfig) -> str:
     """Why a sampler has no weights any more."""
     field = f"sampling_session_id={sampler.sampler_id}"
     if sampler.kind == "checkpoint":
         return f"{field}: its checkpoint {sampler.model_path} was deleted or has expired; make a sampler of another one"
+    if (limit := limit_that_removed(sampler, config)) is not None:
+        return f"{field}: {limit}"
     return (
-        f"{field}: its weights are gone; weights without a name are kept for {grace_s} seconds after their session was "
-        "finished, or has been silent for a day. Give save_weights_for_sampler a name (path) to keep them"
+        f"{field}: its weights are gone; those without a name are kept for {config.ephemeral_grace_sec} seconds after "
+        "their session was finished, or has been silent for a day. Give save_weights_for_sampler a name (path) to keep "
+        "them"
     )
 
 

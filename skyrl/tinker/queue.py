@@ -7,9 +7,11 @@ from typing import Literal
 from skyrl.tinker import request_log
 from skyrl.tinker.admission import Obsolete
 from skyrl.tinker.auth import Caller
-from skyrl.tinker.futures import Lost, Outcome
+from skyrl.tinker.futures import Failure, Lost, Outcome
 from skyrl.tinker.ids import is_sample
 from skyrl.tinker.persistent import Persistent
+from skyrl.tinker.request_log import Forgotten
+from skyrl.tinker.retention import ENDED_AFTER_S
 from skyrl.tinker.sample_queue import SampleQueue
 from skyrl.tinker.service import Service
 from skyrl.tinker.training_queue import TrainingQueue
@@ -76,7 +78,10 @@ class RequestQueue:
 
     def park(self, session_id: str | None = None) -> None:
         """Put models on disk whose session has ended or is silent; or those of one session, which ends now."""
-        activity, timeout_s = self._service.activity, self._service.config.session_timeout_sec
+        activity, config = self._service.activity, self._service.config
+        timeout_s = config.session_timeout_sec
+        if timeout_s < 0:  # never, but what has expired is of no use in the engine
+            timeout_s = ENDED_AFTER_S + config.session_retention_sec
         if session_id is not None:
             activity.finished(session_id)
         self.training.residents.park(lambda session: activity.is_idle(session, timeout_s))
@@ -109,7 +114,18 @@ class RequestQueue:
         tenant, outcome = await self._service.database.read(lambda session: request_log.outcome_of(session, request_id))
         if not caller.may_touch(tenant):
             raise request_log.unknown_request(request_id)
-        return outcome
+        return self._result_is_gone(request_id) if isinstance(outcome, Forgotten) else outcome
+
+    def _result_is_gone(self, request_id: str) -> Failure:
+        """The answer where a training request was done, whose result is not kept any more. To send it again is no way
+        out: it is the same request."""
+        config = self._service.config
+        return Failure(
+            f"request {request_id} was done, but its result is kept no longer (result_retention_sec="
+            f"{config.result_retention_sec}, max_results_gib={config.max_results_gib:g}); go on without it, and read "
+            "results sooner, or start the server with a larger --max-results-gib or --result-retention-sec",
+            "user",
+        )
 
     def _try_again(self, request_id: str, reason: str | None) -> TryAgain:
         engine = self._service.engine

@@ -15,7 +15,7 @@ from sqlmodel import Session, SQLModel, col
 
 from skyrl.errors import UnknownName
 from skyrl.tinker.futures import Answer, Failure, Lost, Outcome
-from skyrl.tinker.tables import ModelRow, RequestRow
+from skyrl.tinker.tables import CheckpointRow, ModelRow, RequestRow
 from skyrl.types import GradientEffect
 
 LOST_ADVICE = (
@@ -24,6 +24,11 @@ LOST_ADVICE = (
 )
 UNLOAD = "unload_model"
 """The kind of request that has no place in its model's order; so the second of a model is the first, sent again."""
+EXPIRED = (
+    "can not be brought back any more: its session had been silent for longer than --session-retention-sec; load its "
+    "last checkpoint (create_training_client_from_state_with_optimizer), or make a fresh training client; saved "
+    "checkpoints still work"
+)
 _IS_PENDING = col(RequestRow.status) == "pending"
 
 # Statements that every request needs are made once, of tables: to make one of mapped classes takes ten times what it
@@ -97,6 +102,8 @@ def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Call
             if earlier is not None:
                 return Logged(earlier.request_id)
         refusal = refused_by_status(status, entry.model_id)
+        if status == "expired":
+            refusal = _expired(session, entry.model_id)
     if refusal is None:
         on_log(session)
         session.flush()
@@ -152,20 +159,24 @@ def finish(
     assert isinstance(found, CursorResult) and found.rowcount == 1, f"request {request_id} is not in the log"
 
 
-def outcome_of(session: Session, request_id: str) -> tuple[str, Outcome]:
+@dataclass(frozen=True)
+class Forgotten:
+    """The request was done, but its result is not kept any more."""
+
+
+def outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | Forgotten]:
     """(tenant, outcome) of a logged request that is no longer pending. Raises `UnknownName` if it is not in the log."""
-    columns = map(
-        col, (RequestRow.tenant, RequestRow.result, RequestRow.result_type, RequestRow.error, RequestRow.category)
-    )
+    names = ("tenant", "result", "result_type", "error", "category", "status")
+    columns = [getattr(RequestRow, name) for name in names]
     row = session.execute(select(*columns).where(col(RequestRow.request_id) == request_id)).first()
     if row is None:
         raise unknown_request(request_id)
-    tenant, result, result_type, error, category = row
+    tenant, result, result_type, error, category, status = row
     if result is not None and result_type is not None:
         return tenant, Answer(result, result_type)
     if error is not None:
         return tenant, Failure(error, "user" if category == "user" else "server")
-    return tenant, Lost()
+    return tenant, Forgotten() if status == "done" else Lost()
 
 
 def drop_old_results(session: Session, finished_before: float) -> None:
@@ -226,6 +237,14 @@ def _taken(entry: Entry, kind: str) -> Failure:
     return Failure(error, "user")
 
 
+def _expired(session: Session, model_id: str) -> Failure:
+    """That a model has expired, and what can be loaded instead."""
+    saved = select(CheckpointRow).where(col(CheckpointRow.model_id) == model_id, col(CheckpointRow.kind) == "weights")
+    last = session.execute(saved.order_by(col(CheckpointRow.id).desc()).limit(1)).scalar()
+    which = f"its last checkpoint is tinker://{model_id}/weights/{last.name}" if last else "it has no checkpoint"
+    return Failure(f"model_id={model_id} {EXPIRED}; {which}", "user")
+
+
 def refused_by_status(status: str | None, model_id: str) -> Failure | None:
     """Why a model of this status takes no requests, if it takes none. None: there is no such model."""
     if status in ("creating", "live"):
@@ -236,4 +255,6 @@ def refused_by_status(status: str | None, model_id: str) -> Failure | None:
         return Failure(f"model_id={model_id} holds a copy of a checkpoint; load that as a new model to train", "user")
     if status == "failed":
         return Failure(f"model_id={model_id} could not be created; the error of its creation says why", "user")
+    if status == "expired":
+        return Failure(f"model_id={model_id} {EXPIRED}", "user")
     return Failure(f"model_id={model_id} is lost: what it was kept in is missing or damaged; {LOST_ADVICE}", "server")

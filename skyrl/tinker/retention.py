@@ -5,8 +5,9 @@ leaves files without a name, which `orphans` finds, and never a name without fil
 back. What a revival of a model would read again stays, whatever its age.
 """
 
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,20 @@ from skyrl.utils.storage import QUARANTINED, TEMPORARY, folder_bytes
 DAY_S = 24 * 3600
 ENDED_AFTER_S = DAY_S
 """Seconds of silence after which a session counts as ended."""
-ROWS_AFTER_S = 30 * DAY_S
-"""Seconds that an ended session without checkpoints is still known."""
+HEARD_WITHIN_S = 3600
+"""Seconds that a server listens before it takes a session for silent. Clients say something every 10."""
+RESULT_AGE_S = 600
+"""Seconds that a result stays at least, however large results are."""
 ORPHAN_AGE_S = 3600
 QUARANTINE_S = 7 * DAY_S
 BATCH = 200
-"""Requests or sessions per transaction, so that others get their turn."""
-GONE = ("failed", "copy")
+"""Things that go in one transaction, so that others get their turn."""
+GONE = ("failed", "copy", "expired")
 """Statuses of models that are never brought back. An unloaded one may have to be, to write what it has published; one
 that is lost may be found again (`request_log.try_lost_models_again`)."""
+NOT_BROUGHT_BACK = (*GONE, "unloaded")
+_HAS_RESULT = literal_column("result IS NOT NULL")
+"""As the index has it."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,13 @@ class Rules:
 
     config: EngineConfig
     heard_since: float = 0.0
-    """When the server came up: nobody can have been heard of before, so silence counts from here at the earliest."""
+    """When the server came up: nobody can have been heard of for a while before it."""
     surplus_since: float = 0.0
     """Checkpoints from before are not taken for surplus."""
+    sampled: Mapping[str, float] | None = None
+    """When versions were last sampled since then. None where that is not known."""
+    results_since: float = 0.0
+    """Results that ended before are too many (`oldest_result`)."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +70,23 @@ class Removal:
 
 
 def results(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """Results that nobody has asked for in a long time. What remains still tells an equal request apart."""
-    old = and_(
-        col(RequestRow.finished_at) < now - rules.config.result_retention_sec, literal_column("result IS NOT NULL")
-    )
+    """Results that nobody has asked for in a long time, or that are too many. What remains still tells an equal request
+    apart."""
+    since = max(now - rules.config.result_retention_sec, min(rules.results_since, now - RESULT_AGE_S))
+    old = and_(col(RequestRow.finished_at) < since, _HAS_RESULT)
     return _emptied(session, old, "result", None, "results of old requests")
+
+
+def oldest_result(session: Session, max_bytes: float) -> float:
+    """When the oldest result ended that still fits if all later ones are kept. 0.0 where all do."""
+    size = func.length(RequestRow.result)
+    if max_bytes == 0 or (session.exec(select(func.sum(size)).where(_HAS_RESULT)).one() or 0) <= max_bytes:
+        return 0.0
+    newest_first = col(RequestRow.finished_at).desc()
+    sums = select(RequestRow.finished_at, func.sum(size).over(order_by=newest_first).label("taken")).where(_HAS_RESULT)
+    taken = sums.subquery()
+    last = session.exec(select(func.max(taken.c.finished_at)).where(taken.c.taken > max_bytes)).one()
+    return math.nextafter(last, math.inf)
 
 
 def bodies(session: Session, rules: Rules, now: float) -> list[Removal]:
@@ -94,7 +116,7 @@ def _emptied(session: Session, which: ColumnElement[bool], column: str, empty: A
 
 def expired_checkpoints(session: Session, rules: Rules, now: float) -> list[Removal]:
     """Checkpoints whose time to live is over."""
-    query = select(CheckpointRow).where(col(CheckpointRow.expires_at) <= now)
+    query = select(CheckpointRow).where(col(CheckpointRow.expires_at) <= now).order_by(col(CheckpointRow.expires_at))
     return _unnamed(session, rules, session.exec(query).all(), "expired checkpoint")
 
 
@@ -124,7 +146,7 @@ def _unnamed(session: Session, rules: Rules, rows: Any, what: str) -> list[Remov
     needed = folders_to_load(session) if rows else set()
     removals = []
     for row in rows:
-        if row.folder not in needed:
+        if row.folder not in needed and len(removals) < BATCH:
             path = f"tinker://{row.model_id}/{row.kind}/{row.name}"
             gone = unname(session, row)
             files = gone.files._replace(to_trash=rules.config.trash_retention_sec > 0)
@@ -134,7 +156,7 @@ def _unnamed(session: Session, rules: Rules, rows: Any, what: str) -> list[Remov
 
 def ended_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
     """Versions without a name whose sessions are over, and inflight ones that a newer one has replaced."""
-    over = _ended(rules, now - rules.config.ephemeral_grace_sec)
+    over = _ended(rules, now, rules.config.ephemeral_grace_sec)
     sampled_on = select(SamplerRow.sampler_id).where(SamplerRow.version == VersionRow.version)
     elsewhere = sampled_on.where(col(SamplerRow.session_id).not_in(over))
     current = select(ModelRow.model_id).where(ModelRow.inflight_version == VersionRow.version)
@@ -144,8 +166,8 @@ def ended_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
     settled = or_(col(VersionRow.digest).is_not(None), col(VersionRow.created_at) < now - DAY_S)
     removals = []
     for row in session.exec(select(VersionRow).where(settled, or_(ended, replaced))).all():
-        if not _is_pending(session, row):
-            removals.append(_forgotten(session, row.version, row.folder, row.size_bytes or 0))
+        if len(removals) < BATCH and not _is_pending(session, row):
+            removals.append(forget_version(session, row.version, row.folder, row.size_bytes or 0))
             session.delete(row)
     session.flush()
     return removals + _older_versions(session, over)
@@ -153,7 +175,7 @@ def ended_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
 
 def overwritten_checkpoints(session: Session, rules: Rules, now: float) -> list[Removal]:
     """Files whose name went to a later save, and which only samplers of ended sessions have used since."""
-    over = _ended(rules, now - rules.config.ephemeral_grace_sec)
+    over = _ended(rules, now, rules.config.ephemeral_grace_sec)
     named = select(CheckpointRow.version)
     running = select(SamplerRow.version).where(
         col(SamplerRow.session_id).not_in(over), col(SamplerRow.version).is_not(None)
@@ -163,11 +185,8 @@ def overwritten_checkpoints(session: Session, rules: Rules, now: float) -> list[
     )
     found = set(session.exec(unnamed).all())
     needed = folders_to_load(session) if found else set()
-    return [
-        _forgotten(session, version, folder, 0)
-        for version, folder in found
-        if version and folder and folder not in needed
-    ]
+    unneeded = [(version, folder) for version, folder in found if version and folder and folder not in needed]
+    return [forget_version(session, version, folder, 0) for version, folder in unneeded[:BATCH]]
 
 
 def _older_versions(session: Session, over: Any) -> list[Removal]:
@@ -180,19 +199,23 @@ def _older_versions(session: Session, over: Any) -> list[Removal]:
         col(ModelRow.session_id).in_(over), col(ModelRow.inflight_version).not_in(known)
     )
     found = {*session.exec(samplers).all(), *session.exec(models).all()}
-    return [_forgotten(session, version, folder, 0) for version, folder in found if version and folder]
+    return [forget_version(session, version, folder, 0) for version, folder in found if version and folder]
 
 
-def _forgotten(session: Session, version: str, folder: str, size_bytes: int) -> Removal:
-    """Take a version away from all that sample it."""
+def forget_version(
+    session: Session, version: str, folder: str, size_bytes: int, removed_by: str | None = None
+) -> Removal:
+    """Take a version away from all that sample it, which from then on say why, where it was a limit."""
     samplers = session.exec(select(SamplerRow).where(SamplerRow.version == version)).all()
     models = session.exec(select(ModelRow).where(ModelRow.inflight_version == version)).all()
     for sampler in samplers:
         sampler.version = sampler.folder = None
+        sampler.removed_by = removed_by
     for model in models:
         model.inflight_version = model.inflight_folder = None
     changed = (*(sampler.sampler_id for sampler in samplers), *(model.model_id for model in models))
-    return Removal(f"version {version}", size_bytes, Obsolete(version, folder), changed)
+    why = f" beyond {removed_by}" if removed_by else ""
+    return Removal(f"version {version}{why}", size_bytes, Obsolete(version, folder), changed)
 
 
 def _is_pending(session: Session, row: VersionRow) -> bool:
@@ -203,33 +226,56 @@ def _is_pending(session: Session, row: VersionRow) -> bool:
 
 
 def snapshots(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """Snapshots of models that will not be asked for again. Those of finished sessions are unloaded by this."""
+    """What models would be brought back from that will not be asked for again: snapshots and logged bodies.
+
+    Those of sessions that are finished are unloaded by this; those of sessions that were silent for too long expire.
+    """
     waiting = select(RequestRow.request_id).where(
         RequestRow.model_id == ModelRow.model_id, RequestRow.status == "pending"
     )
-    unwritten = select(VersionRow.version).where(
+    finished = select(SessionRow.session_id).where(col(SessionRow.finished_at) < now - rules.config.ephemeral_grace_sec)
+    silent = _ended(rules, now, rules.config.session_retention_sec)
+    ended = or_(col(ModelRow.session_id).in_(finished), col(ModelRow.session_id).in_(silent))
+    kept = or_(col(ModelRow.snapshot_folder).is_not(None), col(ModelRow.status).not_in(NOT_BROUGHT_BACK))
+    over = or_(col(ModelRow.status).in_(GONE), and_(or_(col(ModelRow.status) == "unloaded", ended), ~_unwritten()))
+    removals = []
+    for row in session.exec(select(ModelRow).where(kept, over, ~waiting.exists()).limit(BATCH)).all():
+        if row.snapshot_folder is not None:
+            removals.append(_snapshot_removal(row))
+        else:
+            removals.append(Removal(f"requests to repeat for model {row.model_id}", changed=(row.model_id,)))
+        release(session, row.model_id)
+        if row.status not in NOT_BROUGHT_BACK:
+            was_finished = session.get_one(SessionRow, row.session_id).finished_at is not None
+            row.status = "unloaded" if was_finished else "expired"
+    return removals
+
+
+def _unwritten() -> ColumnElement[bool]:
+    """Whether a model has published something that is not on disk."""
+    versions = select(VersionRow.version).where(
         VersionRow.model_id == ModelRow.model_id, col(VersionRow.digest).is_(None)
     )
-    finished = select(SessionRow.session_id).where(col(SessionRow.finished_at) < now - rules.config.ephemeral_grace_sec)
-    over = or_(
-        col(ModelRow.status).in_(GONE),
-        and_(col(ModelRow.status) == "unloaded", ~unwritten.exists()),
-        and_(col(ModelRow.session_id).in_(finished), ~unwritten.exists()),
-    )
-    done = select(ModelRow).where(over, col(ModelRow.snapshot_folder).is_not(None), ~waiting.exists())
-    removals = []
-    for row in session.exec(done).all():
-        removals.append(_snapshot_removal(row))
-        release(session, row.model_id)
-        if row.status not in GONE:
-            row.status = "unloaded"
-    return removals
+    return versions.exists()
 
 
 def _snapshot_removal(row: ModelRow) -> Removal:
     assert row.snapshot_folder is not None
     files = Obsolete(f"{row.model_id}@snapshot", row.snapshot_folder)
     return Removal(f"snapshot of model {row.model_id}", row.snapshot_bytes or 0, files, (row.model_id,))
+
+
+def old_requests(session: Session, rules: Rules, now: float) -> list[Removal]:
+    """What the log has of models of sessions that ended long ago, which are not brought back any more."""
+    models = select(ModelRow.model_id).where(
+        col(ModelRow.session_id).in_(_ended(rules, now, rules.config.session_retention_sec)),
+        col(ModelRow.status).in_(NOT_BROUGHT_BACK),
+        ~_unwritten(),
+    )
+    old = select(RequestRow.request_id).where(col(RequestRow.model_id).in_(models), col(RequestRow.status) != "pending")
+    found = session.exec(old.limit(BATCH)).all()
+    session.execute(delete(RequestRow).where(col(RequestRow.request_id).in_(found)))
+    return [Removal(f"{len(found)} requests of ended sessions")] if found else []
 
 
 def old_sessions(session: Session, rules: Rules, now: float) -> list[Removal]:
@@ -240,7 +286,7 @@ def old_sessions(session: Session, rules: Rules, now: float) -> list[Removal]:
         .where(ModelRow.session_id == SessionRow.session_id)
     )
     versions = select(VersionRow.version).where(VersionRow.session_id == SessionRow.session_id)
-    over = col(SessionRow.session_id).in_(_ended(rules, now - ROWS_AFTER_S))
+    over = col(SessionRow.session_id).in_(_ended(rules, now, rules.config.session_retention_sec))
     removals = []
     for row in session.exec(select(SessionRow).where(over, ~saved.exists(), ~versions.exists()).limit(BATCH)).all():
         models = session.exec(select(ModelRow).where(ModelRow.session_id == row.session_id)).all()
@@ -256,18 +302,16 @@ def old_sessions(session: Session, rules: Rules, now: float) -> list[Removal]:
 
 
 OFTEN = (results, bodies, expired_checkpoints, surplus_checkpoints, overwritten_checkpoints, ended_versions)
-SELDOM = (snapshots, old_sessions)
+SELDOM = (snapshots, old_requests, old_sessions)
 """Jobs of every round, and those that look at more than there is to do."""
 
 
-def _ended(rules: Rules, before: float) -> Any:
-    """Ids of sessions that ended before that time: finished, or silent for so long that they count as ended."""
-    silent_since = before - ENDED_AFTER_S
+def _ended(rules: Rules, now: float, for_s: float) -> Any:
+    """Ids of sessions that ended so long ago: finished, or silent for so long that they count as ended."""
     heard = func.coalesce(SessionRow.last_seen_at, SessionRow.created_at)
-    finished = col(SessionRow.finished_at) < before
-    conditions = [finished]
-    if rules.heard_since < silent_since:
-        conditions.append(and_(col(SessionRow.finished_at).is_(None), heard < silent_since))
+    conditions = [col(SessionRow.finished_at) < now - for_s]
+    if rules.heard_since < now - HEARD_WITHIN_S:
+        conditions.append(and_(col(SessionRow.finished_at).is_(None), heard < now - for_s - ENDED_AFTER_S))
     return select(SessionRow.session_id).where(or_(*conditions))
 
 

@@ -6,6 +6,7 @@ that sends a sample again after the end of the server sends the same suspect.
 """
 
 import logging
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,14 +16,14 @@ import numpy as np
 from skyrl.backends.operations import Sample
 from skyrl.errors import RequestError
 from skyrl.tinker import ids, schemas
-from skyrl.tinker.admission import Accepted
+from skyrl.tinker.admission import Accepted, Admission
 from skyrl.tinker.auth import Caller
 from skyrl.tinker.channel import Cancel, Enqueue
 from skyrl.tinker.codec import encoded
 from skyrl.tinker.completions import client_of
 from skyrl.tinker.futures import PROTOBUF, Answer, Failure, Lost
 from skyrl.tinker.operations import QueuedOperation
-from skyrl.tinker.parsing import Body, SamplerAddress
+from skyrl.tinker.parsing import Body, Parsed, SamplerAddress
 from skyrl.tinker.quota import Quota
 from skyrl.tinker.sample_counts import SampleCounts
 from skyrl.tinker.service import Service
@@ -84,8 +85,18 @@ class SampleQueue:
         admission, parsed = await admit(self._service, operation, body, caller)
         assert isinstance(parsed.address, SamplerAddress)
         key, count = (parsed.address.sampling_session_id, parsed.address.seq_id), parsed.address.num_samples
-        request_id, target = ids.sample_id(*key), admission.target
+        request_id = ids.sample_id(*key)
         admission = replace(admission, request_id=request_id)
+        try:
+            return await self._take_in(operation, body, admission, parsed, key), count
+        finally:
+            self._service.version_use.taken_in(request_id)
+
+    async def _take_in(
+        self, operation: QueuedOperation, body: Body, admission: Admission, parsed: Parsed, key: tuple[str, int]
+    ) -> str:
+        """Queue a sample, or answer it with why not. Returns its request id, or that of an equal one before it."""
+        request_id, target = admission.request_id, admission.target
         refusal: Failure | None = None
         accepted: Accepted | None = None
         try:
@@ -98,7 +109,7 @@ class SampleQueue:
         await self._counts.reach(key)
         # No await from here on: of two equal requests the second finds the first.
         if (earlier := self._futures.sample_with(key)) is not None:
-            return earlier, count
+            return earlier
         waiting = None
         if refusal is None and accepted is not None:
             assert isinstance(accepted.operation, Sample)
@@ -114,7 +125,7 @@ class SampleQueue:
             self._number.add(target.tenant, 1)
             self._bytes.add(target.tenant, waiting.bytes)
             self._send_what_may_go()
-        return request_id, count
+        return request_id
 
     def done(self, request_id: str, result: Result) -> None:
         """The engine has finished a sample."""
@@ -169,7 +180,14 @@ class SampleQueue:
 
     def reads(self, path: str) -> bool:
         """Whether a pending sample may still read the folder at this path."""
-        return any(waiting.sample.path == path for waiting in self._pending.values())
+        pending = any(waiting.sample.path == path for waiting in self._pending.values())
+        return pending or self._service.version_use.enters(path)
+
+    def sampled(self) -> dict[str, float]:
+        """When versions were last sampled, in unix seconds; infinity for those that a sample waits for or reads."""
+        versions = (waiting.sample.version for waiting in self._pending.values())
+        pending = {version: math.inf for version in versions if version is not None}
+        return {**self._service.version_use.last(), **pending}
 
     async def settle(self) -> None:
         """Wait until every result that has arrived is answered."""
@@ -188,6 +206,7 @@ class SampleQueue:
         self._unsent.remove(request_id)
         waiting = self._pending.pop(request_id, None)
         if waiting is not None:
+            self._service.version_use.ended(waiting.sample)
             self._number.remove(waiting.sample.tenant, 1)
             self._bytes.remove(waiting.sample.tenant, waiting.bytes)
         return waiting

@@ -77,7 +77,13 @@ class TinkerServer:
         self.service.engine.start()
         self._started = True
         collector = Collector(
-            self.config, database, self.queue.discard, self._forget, self._write_activity, heard_since=time.time()
+            self.config,
+            database,
+            self.queue.discard,
+            self._forget,
+            self._write_activity,
+            heard_since=time.time(),
+            sampled=self.queue.samples.sampled,
         )
         self.service.disk.collect = collector.collect
         self._cleanup = asyncio.create_task(collector.run())

@@ -18,6 +18,7 @@ from skyrl.tinker.directory import Directory
 from skyrl.tinker.disk import Disk
 from skyrl.tinker.futures import Futures
 from skyrl.tinker.redaction import Redaction
+from skyrl.tinker.version_use import VersionUse
 from skyrl.types import BackendInfo
 
 BUILTIN_MODEL = "tiny-qwen3"
@@ -81,6 +82,7 @@ class Service:
         self.blame = Blame(config.checkpoints_base)
         self.futures = Futures()
         self.activity = Activity()
+        self.version_use = VersionUse()
         self.bodies = Bodies()
         self.redact = Redaction(config)
         self.became_ready = asyncio.Event()

@@ -22,7 +22,7 @@ from sqlalchemy import (
 )
 from sqlmodel import Field, SQLModel
 
-ModelStatus = Literal["creating", "live", "failed", "lost", "unloaded", "copy"]
+ModelStatus = Literal["creating", "live", "failed", "lost", "unloaded", "expired", "copy"]
 RequestStatus = Literal["pending", "done", "failed"]
 SamplerKind = Literal["base", "checkpoint", "snapshot", "inflight"]
 DONE = "done"
@@ -78,7 +78,8 @@ class ModelRow(SQLModel, table=True):
     user_metadata: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
     status: str = "creating"
     """A `ModelStatus`. `live` ones are in the engine, or can be revived from their snapshot and the log after it.
-    `lost` ones cannot, because files of theirs are gone or damaged. `copy` ones hold a copy of a checkpoint only."""
+    `lost` ones cannot, because files of theirs are gone or damaged; `expired` ones, because their session was silent
+    for too long. `copy` ones hold a copy of a checkpoint only."""
     snapshot_seq_id: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
     """The last request that is part of its newest snapshot; None before the first."""
     snapshot_folder: str | None = None
@@ -115,6 +116,8 @@ class SamplerRow(SQLModel, table=True):
         default_factory=dict, sa_column=Column(JSON, nullable=False, server_default=text("'{}'"))
     )
     """By number of a client, a bound on the seq_ids that it has used, once they are many (see `sample_counts`)."""
+    removed_by: str | None = None
+    """The option, with its value, that took its version away before its session ended."""
     created_at: float = _created()
 
 

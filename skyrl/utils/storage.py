@@ -25,6 +25,8 @@ TEMPORARY = ".tmp"
 REPLACED = ".old"
 QUARANTINED = ".quarantined"
 """What names of folders that are not for reading end in. They begin with a dot."""
+MAKE_TRIES = 100
+"""How often a folder is made, if those above it go each time."""
 LONGEST_NAME = 200
 """Characters of a name that are kept when more is put around it, so that both fit into the 255 of a file system."""
 
@@ -117,8 +119,7 @@ def replacing_folder(path: str | Path) -> Iterator[Path]:
     target = local_path(path)
     temporary = target.with_name(f".{uuid4().hex}{TEMPORARY}")
     try:
-        _make_folder(target.parent)
-        temporary.mkdir()
+        _make_temporary(temporary)
         yield temporary
         _flush_folder(temporary)
         crash_point("storage: files written, not in place")
@@ -376,6 +377,18 @@ def _put_in_place(temporary: Path, target: Path) -> None:
     _flush_folder(target.parent)
     crash_point("storage: folder in place")
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _make_temporary(path: Path) -> None:
+    """Make a folder and those above it. An empty one above may be removed meanwhile, and is made again then."""
+    for tries_left in reversed(range(MAKE_TRIES)):
+        try:
+            _make_folder(path.parent)
+            path.mkdir()
+            return
+        except FileNotFoundError:
+            if not tries_left:
+                raise
 
 
 def _make_folder(path: Path) -> None:

@@ -19,7 +19,7 @@ from sqlmodel import Session, SQLModel, select
 from skyrl.errors import RequestError
 from skyrl.tinker import request_log
 from skyrl.tinker.db import Database
-from skyrl.tinker.futures import Answer, Failure, Lost
+from skyrl.tinker.futures import Answer, Failure
 from skyrl.tinker.tables import ModelRow, RequestRow, SessionRow
 
 
@@ -263,7 +263,7 @@ def test_old_results_are_dropped_and_their_seq_ids_kept(database):
     asyncio.run(database.write(append(entry("r"))))
     asyncio.run(database.write(partial(request_log.finish, request_id="r", outcome=Answer(b"{}"))))
     asyncio.run(database.write(partial(request_log.drop_old_results, finished_before=time.time() + 1)))
-    assert database.read_now(lambda session: request_log.outcome_of(session, "r")) == ("t", Lost())
+    assert database.read_now(lambda session: request_log.outcome_of(session, "r")) == ("t", request_log.Forgotten())
     assert asyncio.run(database.write(append(entry("s")))).request_id == "r"
 
 

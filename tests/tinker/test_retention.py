@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl.tinker import retention
 from skyrl.tinker.collector import Collector
 from skyrl.tinker.retention import Rules
 from skyrl.utils.storage import write_folder
@@ -94,6 +95,46 @@ def test_old_results_go_and_a_repeated_request_is_still_told_apart(own_server):
     own_server.collect()
     assert own_server.sql("SELECT count(*) FROM requests WHERE result IS NOT NULL") == [(0,)]
     assert own_server.submit_pass(model, 1) == request
+
+
+def test_client_of_an_old_result_is_told_what_went_and_not_to_send_it_again(own_server):
+    request = own_server.submit_pass(own_server.model(), 1)
+    own_server.outcome(request)
+    own_server.sql("UPDATE requests SET finished_at = ?", LONG_AGO)
+    own_server.collect()
+    own_server.app.state.server.service.futures.drop(request)  # as in time others take its place in memory
+    failure = own_server.failure(request)
+    assert failure["category"] == "user" and "was done" in failure["error"]
+    assert "result_retention_sec=86400" in failure["error"] and "max_results_gib=4" in failure["error"]
+
+
+def put_results(server: Server, sizes: list[int], age_s: float) -> None:
+    """Results of so many bytes, each older than the one before it, the first `age_s` seconds old."""
+    for number, size in enumerate(sizes):
+        server.sql(
+            "INSERT INTO requests (request_id, kind, tenant, model_id, body, content_type, status, created_at, "
+            "content_encoding, finished_at, result) VALUES (?, 'forward', 't', 'm', x'', '', 'done', 1, '', ?, ?)",
+            f"r{number}",
+            time.time() - age_s - number,
+            bytes(size),
+        )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "age_s", "kept"),
+    [
+        ([400, 400, 400], 700, ["r0", "r1"]),
+        ([400, 400, 224], 700, ["r0", "r1", "r2"]),
+        ([2000, 1, 1], 700, []),
+        ([2000, 1, 1], 500, ["r0", "r1", "r2"]),
+    ],
+)
+def test_results_past_their_bytes_go_the_oldest_first_but_none_of_the_last_ten_minutes(tmp_path, sizes, age_s, kept):
+    with Server(tmp_path, session_cleanup_interval_sec=-1, max_results_gib=1024 / 2**30) as server:
+        put_results(server, sizes, age_s)
+        server.collect()
+        left = server.sql("SELECT request_id FROM requests WHERE result IS NOT NULL ORDER BY 1")
+        assert left == [(request,) for request in kept]
 
 
 def test_young_results_stay(own_server):
@@ -281,7 +322,7 @@ def test_inflight_version_goes_when_a_newer_one_has_replaced_it(own_server):
 # -- sessions, snapshots, files without a name ------------------------------------------------------------------------
 
 
-def test_rows_of_a_session_that_ended_long_ago_go_unless_it_has_a_checkpoint(own_server):
+def test_rows_of_a_session_that_ended_long_ago_go_but_for_its_checkpoint_and_what_that_is_of(own_server):
     gone, kept = own_server.model(), own_server.model()
     own_server.train(gone, 1)
     own_server.save(kept, 1, "a")
@@ -289,8 +330,133 @@ def test_rows_of_a_session_that_ended_long_ago_go_unless_it_has_a_checkpoint(own
     own_server.everything_later()
     own_server.collect()
     assert own_server.sql("SELECT session_id FROM sessions") == [(session_of(kept),)]
-    assert own_server.sql("SELECT DISTINCT model_id FROM requests") == [(kept,)]
+    assert own_server.sql("SELECT model_id FROM models") == [(kept,)]
+    assert own_server.sql("SELECT model_id FROM requests") == []
     assert own_server.http.get(f"/training_runs/{gone}").status_code == 404
+
+
+@pytest.fixture
+def silent(tmp_path: Path) -> Iterator[tuple[Server, str, str]]:
+    """(server, model with a snapshot and a checkpoint, path of that); its session was not finished."""
+    options = {"session_cleanup_interval_sec": -1, "ephemeral_grace_sec": 0, "snapshot_every_steps": 1}
+    with Server(tmp_path, **options) as server:
+        wait_until_ready(server)
+        model = server.model()
+        seq_id = server.train(model, 1)
+        path = server.save(model, seq_id, "a")
+        while not server.sql("SELECT snapshot_folder FROM models WHERE snapshot_folder IS NOT NULL"):
+            pass
+        server.collect()  # what was heard of until now is stored
+        yield server, model, path
+
+
+def fall_silent(server: Server, days: float) -> None:
+    """The server has been up, and its sessions have said nothing, for so long."""
+    when = time.time() - days * DAY_S
+    server.sql("UPDATE sessions SET created_at = ?, last_seen_at = ?", when, when)
+    server.listens_since(when)
+    server.everything_later()
+
+
+def test_snapshot_and_requests_of_a_session_that_was_silent_for_a_month_go_and_its_checkpoint_stays(silent):
+    server, _, path = silent
+    fall_silent(server, 31.5)
+    server.collect()
+    assert folders(server, "snapshots") == [] and folders(server, "weights") == ["a@3"]
+    assert server.sql("SELECT status, snapshot_folder FROM models") == [("expired", None)]
+    assert server.sql("SELECT count(*) FROM requests") == [(0,)]
+    assert [each["tinker_path"] for each in server.http.get("/checkpoints").json()["checkpoints"]] == [path]
+
+
+def test_client_that_comes_back_too_late_is_told_which_checkpoint_to_load_and_can(silent):
+    server, model, path = silent
+    fall_silent(server, 31.5)
+    server.collect()
+    failure = server.failure(server.submit_pass(model, 4))
+    assert failure["category"] == "user" and path in failure["error"] and "--session-retention-sec" in failure["error"]
+    body = {"session_id": session_of(model), "model_seq_id": 1, "path": path, "optimizer": True}
+    assert server.train(server.run("/load_weights", body)["model_id"], 1) == 3
+
+
+def test_model_of_a_session_that_was_silent_for_less_than_a_month_goes_on(silent):
+    server, model, _ = silent
+    fall_silent(server, 30.5)
+    server.collect()
+    assert len(folders(server, "snapshots")) == 1 and server.train(model, 4) == 6
+
+
+def test_time_that_a_silent_session_can_go_on_is_an_option(tmp_path):
+    with Server(tmp_path, session_cleanup_interval_sec=-1, session_retention_sec=3600) as server:
+        wait_until_ready(server)
+        model = server.model()
+        server.save(model, 1, "a")
+        server.collect()
+        fall_silent(server, 1.1)
+        server.collect()
+        assert server.sql("SELECT status FROM models") == [("expired",)]
+
+
+def test_silence_counts_soon_after_a_restart(silent):
+    server, *_ = silent
+    fall_silent(server, 31.5)
+    server.listens_since(time.time() - 3500)
+    server.collect()
+    assert server.sql("SELECT status FROM models") == [("live",)]
+    server.listens_since(time.time() - 3700)
+    server.everything_later()
+    server.collect()
+    assert server.sql("SELECT status FROM models") == [("expired",)]
+
+
+@pytest.mark.parametrize(
+    "need",
+    [
+        "INSERT INTO versions (version, model_id, session_id, tenant, folder, created_at) "
+        "SELECT model_id || '@9', model_id, session_id, 't', 'f', strftime('%s') FROM models",
+        "UPDATE requests SET status = 'pending' WHERE seq_id = 2",
+    ],
+    ids=["a version that is not on disk", "a request that has not ended"],
+)
+def test_what_a_silent_session_has_yet_to_do_keeps_what_its_model_would_be_brought_back_from(silent, need):
+    server, *_ = silent
+    server.sql(need)
+    fall_silent(server, 31.5)
+    server.collect()
+    assert len(folders(server, "snapshots")) == 1 and server.sql("SELECT status FROM models") == [("live",)]
+    assert server.sql("SELECT count(*) FROM requests") == [(4,)]
+
+
+def test_requests_of_an_ended_session_go_a_few_at_a_time(silent, monkeypatch):
+    server, *_ = silent
+    monkeypatch.setattr(retention, "BATCH", 2)
+    fall_silent(server, 31.5)
+    assert [what for what in server.collect() if "requests of" in what] == ["2 requests of ended sessions"] * 2
+
+
+def test_folders_that_hold_nothing_go_with_what_was_in_them(own_server):
+    model = own_server.model()
+    own_server.save(model, 1, "a")
+    own_server.run("/save_weights_for_sampler", {"model_id": model, "seq_id": 2, "path": "s"})
+    own_server.sql("UPDATE checkpoints SET expires_at = ? WHERE name = 'a'", LONG_AGO)
+    own_server.collect()
+    [folder] = (path for path in (own_server.folder / "checkpoints").iterdir() if path.is_dir())
+    assert [path.name for path in folder.iterdir()] == ["sampler_weights"]
+    own_server.sql("UPDATE checkpoints SET expires_at = ?", LONG_AGO)
+    own_server.collect()
+    assert not folder.exists()
+    own_server.save(model, 3, "b")
+    assert folders(own_server, "weights") == ["b@3"]
+
+
+def test_hourly_look_removes_empty_folders_of_models_and_no_others(own_server):
+    model = own_server.model()
+    base = own_server.folder / "checkpoints"
+    ours, foreign = base / model.replace(":", "-") / "weights", base / "lost+found"
+    ours.mkdir(parents=True)
+    foreign.mkdir()
+    own_server.everything_later()
+    own_server.collect()
+    assert (ours.exists(), ours.parent.exists(), foreign.exists()) == (False, False, True)
 
 
 def folder_of(server: Server, model: str, kind: str, name: str, age_s: float) -> Path:

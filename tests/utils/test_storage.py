@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,8 @@ def test_a_file_that_cannot_be_replaced_stays_what_it_was(tmp_path, monkeypatch)
 
 WRITER = f"""
 import sys
+import threading
+from contextlib import suppress
 from skyrl.utils.storage import write_folder
 write_folder(sys.argv[1], {NEW!r})
 """
@@ -266,3 +270,24 @@ def test_removal_tells_how_many_bytes_it_freed(tmp_path):
 def test_urls_are_refused_by_their_scheme():
     with pytest.raises(RequestError, match="s3:// is not served yet"):
         write_folder("s3://bucket/x", OLD)
+
+
+def test_folder_is_written_though_those_above_it_are_removed_while_they_are_empty(tmp_path):
+    """As a collector does beside a save."""
+    stop = threading.Event()
+
+    def remove() -> None:
+        while not stop.wait(0.005):
+            for path in (tmp_path / "model/kind", tmp_path / "model"):
+                with suppress(OSError):
+                    path.rmdir()
+
+    remover = threading.Thread(target=remove)
+    remover.start()
+    try:
+        for number in range(50):
+            write_folder(tmp_path / "model/kind" / str(number), {"a": b"1"})
+            remove_folder(tmp_path / "model/kind" / str(number))
+    finally:
+        stop.set()
+        remover.join()
