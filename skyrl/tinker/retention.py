@@ -35,6 +35,8 @@ ORPHAN_AGE_S = 3600
 QUARANTINE_S = 7 * DAY_S
 BATCH = 200
 """Things that go in one transaction, so that others get their turn."""
+BATCH_BYTES = 64 * 2**20
+"""What results or bodies that go in one transaction hold at most, unless a single one is larger."""
 GONE = ("failed", "copy", "expired")
 """Statuses of models that are never brought back. An unloaded one may have to be, to write what it has published; one
 that is lost may be found again (`request_log.try_lost_models_again`)."""
@@ -109,9 +111,13 @@ def _emptied(session: Session, which: ColumnElement[bool], column: str, empty: A
     found = session.exec(select(RequestRow.request_id, length).where(which).limit(BATCH)).all()
     if not found:
         return []
-    ids = [request_id for request_id, _ in found]
+    ids, total = [], 0
+    for request_id, size in found:
+        if not ids or total + size <= BATCH_BYTES:
+            ids.append(request_id)
+            total += size
     session.execute(update(RequestRow).where(col(RequestRow.request_id).in_(ids)).values({column: empty}))
-    return [Removal(f"{len(ids)} {what}", sum(size for _, size in found))]
+    return [Removal(f"{len(ids)} {what}", total)]
 
 
 def expired_checkpoints(session: Session, rules: Rules, now: float) -> list[Removal]:

@@ -23,6 +23,7 @@ from algorithm_defects import ALGORITHM_DEFECTS
 from config_defects import CONFIG_DEFECTS
 from defects import DEFECTS, Defect
 from env_defects import ENV_DEFECTS
+from retention_defects import RETENTION_DEFECTS
 from rollout_defects import ROLLOUT_DEFECTS
 from run_defects import RUN_DEFECTS
 from sft_defects import SFT_DEFECTS
@@ -37,6 +38,7 @@ KNOWN = (
     RUN_DEFECTS,
     SFT_DEFECTS,
     SOURCE_DEFECTS,
+    RETENTION_DEFECTS,
 )
 ROOT = Path(__file__).parents[2]
 PROGRAMS = "programs"

@@ -21,7 +21,7 @@ class Run(Server):
     """A server, and a run on it that publishes a version at each step."""
 
     def __init__(self, folder: Path, **options: Any):
-        super().__init__(folder, **{"session_cleanup_interval_sec": -1, "keep_last_ephemeral": 3, **options})
+        super().__init__(folder, session_cleanup_interval_sec=-1, **options)
 
     def __enter__(self) -> "Run":
         super().__enter__()
@@ -50,7 +50,7 @@ class Run(Server):
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    with Run(tmp_path) as server:
+    with Run(tmp_path, keep_last_ephemeral=3) as server:
         yield server
 
 
@@ -63,7 +63,7 @@ def test_newest_versions_are_kept_and_older_ones_go_with_their_files_while_their
 
 
 def test_sampler_of_a_version_that_went_names_the_limit_and_the_way_out_also_after_a_restart(tmp_path):
-    with Run(tmp_path) as run:
+    with Run(tmp_path, keep_last_ephemeral=3) as run:
         sampler = run.steps(4)[0]
         run.let_pass(1000)
         run.collect()
@@ -134,7 +134,7 @@ def test_after_a_restart_all_versions_stay_for_as_long_as_one_may_not_be_sampled
     with Run(tmp_path, keep_last_ephemeral=0) as run:
         run.steps(5)
         run.let_pass(1000)
-    with Run(tmp_path) as run:
+    with Run(tmp_path, keep_last_ephemeral=3) as run:
         run.collect()
         assert run.versions() == [1, 2, 3, 4, 5]
         run.let_pass(601)
@@ -202,7 +202,7 @@ def test_gc_leaves_versions_of_a_session_that_may_go_on(tmp_path):
 
 
 def test_a_loop_of_the_sdk_keeps_its_newest_eight_versions_and_the_one_that_it_evaluates(tmp_path):
-    with Run(tmp_path, keep_last_ephemeral=8) as run:
+    with Run(tmp_path) as run:
         client = tinker.ServiceClient(base_url=run.url, api_key="tml-test")
         trainer = client.create_lora_training_client("fake/model", rank=4).result()
         samplers = []
