@@ -90,7 +90,8 @@ class EngineConfig(BaseModel):
     (key-...), for example '{"key-ba7816bf8f01cfea": 2}'. Keys that are not in it weigh 1."""
 
     session_timeout_sec: int = Field(300, ge=-1)
-    """Seconds of silence after which a session's models are parked on disk until they are asked for; -1: never."""
+    """Seconds of silence after which a session's models are parked on disk until they are asked for; -1: only when
+    they cannot be asked for any more (session_retention_sec)."""
 
     session_cleanup_interval_sec: int = Field(60, ge=-1)
     """Seconds between two looks for what can be parked or collected; -1: never."""

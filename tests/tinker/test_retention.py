@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tinker
 
+from skyrl.local_server import close_client
 from skyrl.tinker import retention
+from skyrl.tinker.channel import Park
 from skyrl.tinker.collector import Collector
 from skyrl.tinker.retention import Rules
 from skyrl.utils.storage import write_folder
@@ -376,6 +379,40 @@ def test_client_that_comes_back_too_late_is_told_which_checkpoint_to_load_and_ca
     assert failure["category"] == "user" and path in failure["error"] and "--session-retention-sec" in failure["error"]
     body = {"session_id": session_of(model), "model_seq_id": 1, "path": path, "optimizer": True}
     assert server.train(server.run("/load_weights", body)["model_id"], 1) == 3
+
+
+def test_client_of_the_sdk_that_comes_back_too_late_is_told_so_at_once_and_goes_on_from_its_checkpoint(silent):
+    server, *_ = silent
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
+    trainer = client.create_lora_training_client("fake/model", rank=4).result()
+    path = trainer.save_state("last").result().path
+
+    async def nobody_was_heard() -> None:
+        return None
+
+    server.collector._refresh = nobody_was_heard  # but for its heartbeats, it is silent
+    fall_silent(server, 31.5)
+    server.collect()
+    with pytest.raises(tinker.RequestFailedError, match=f"its last checkpoint is {path}"):
+        trainer.save_state("later").result()
+    resumed = client.create_training_client_from_state_with_optimizer(path).result()
+    assert resumed.save_state("later").result().path.endswith("/later")
+    close_client(client)
+
+
+@pytest.mark.parametrize(("days", "parked"), [(31.5, True), (30.5, False)])
+def test_expired_models_leave_the_engine_also_where_silent_ones_are_not_parked(tmp_path, days, parked):
+    with Server(tmp_path, session_cleanup_interval_sec=-1, session_timeout_sec=-1) as server:
+        wait_until_ready(server)
+        model = server.model()
+        service = server.app.state.server.service
+        service.activity._last_seen[session_of(model)] = time.time() - days * DAY_S
+
+        async def park() -> None:
+            server.app.state.server.queue.park()
+
+        server.on_loop(park())
+        assert (Park(model) in server.engine.sent) == parked
 
 
 def test_model_of_a_session_that_was_silent_for_less_than_a_month_goes_on(silent):
