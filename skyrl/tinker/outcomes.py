@@ -28,6 +28,7 @@ from skyrl.tinker.ids import model_of_version
 from skyrl.tinker.operations import FORWARD_ONLY, VERSION
 from skyrl.tinker.pending import Owed, Pending
 from skyrl.tinker.persistent import Persistent, Stopped
+from skyrl.tinker.request_log import Forgotten
 from skyrl.tinker.service import Service
 from skyrl.tinker.tables import DONE, ModelRow
 from skyrl.tinker.tasks import Lines
@@ -201,7 +202,7 @@ class _Once:
     def __call__(self, session: Session) -> tuple[Outcome, Obsolete | None]:
         if self.tried:
             _, outcome = request_log.outcome_of(session, self.request_id)
-            if not isinstance(outcome, Lost):
+            if not isinstance(outcome, Lost | Forgotten):
                 return outcome, None
         self.tried = True
         return self.job(session)

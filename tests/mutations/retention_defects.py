@@ -69,7 +69,7 @@ RETENTION_DEFECTS = [
     Defect(
         "D9b5",
         "files of a version go while a sample is about to read them",
-        [Edit(QUEUE, "return pending or self._service.version_use.enters(folder)", "return pending")],
+        [Edit(QUEUE, "return pending or self._service.version_use.enters(path)", "return pending")],
         [RUNS + "test_files_of_a_version_that_a_sample_is_about_to_read_are_left_for_it"],
     ),
     Defect(

@@ -170,19 +170,20 @@ def test_without_limits_all_stay(tmp_path):
 def test_files_of_a_version_that_a_sample_is_about_to_read_are_left_for_it(run):
     samplers = run.steps(5)
     [(version, folder)] = run.sql("SELECT version, folder FROM versions WHERE version LIKE '%@1'")
+    path = run.config.checkpoints_base / folder
     run.let_pass(1000)
     use = run.app.state.server.service.version_use
     collect, begun = run.collector._remove, threading.Event()
 
     async def begin_then_remove(removals):  # between the rows' end and that of the files
-        use.begin("r", version, folder)
+        use.begin("r", version, str(path))
         begun.set()
         return await collect(removals)
 
     run.collector._remove = begin_then_remove
     run.collect()
     assert begun.is_set() and run.versions() == [3, 4, 5]
-    assert Path(folder).exists() and "keep_last_ephemeral=3" in failure_of_sample(run, samplers[0], 1)
+    assert path.exists() and "keep_last_ephemeral=3" in failure_of_sample(run, samplers[0], 1)
 
 
 def test_samplers_without_weights_are_forgotten_but_for_the_newest(run, monkeypatch):
