@@ -286,6 +286,10 @@ class FakeSampler:
         return bool(self._running)
 
     @property
+    def stalled(self) -> bool:
+        return False
+
+    @property
     def running(self) -> tuple[str, ...]:
         return tuple(self._running)[: self._backend.config.rows]
 

@@ -52,6 +52,11 @@ class SamplerLoop(Protocol):
     def busy(self) -> bool: ...
 
     @property
+    def stalled(self) -> bool:
+        """Whether the last burst found nothing to do, because all that is here waits for what happens elsewhere."""
+        ...
+
+    @property
     def running(self) -> tuple[str, ...]:
         """Requests that the next burst may work on."""
         ...
@@ -174,7 +179,8 @@ class Executor(AbstractBackend):
         if self.sampler.busy:
             self.on_quantum(self.sampler.running)
             completions += self.sampler.burst()
-        elif self._quanta.stalled and not completions:
+        idle = self.sampler.stalled if self.sampler.busy else self._quanta.stalled
+        if idle and (not self._quanta or self._quanta.stalled) and not completions:
             with self._wake:
                 self._wake.wait(LOOK_S)
         return completions

@@ -1,6 +1,7 @@
 """A tiny model with a sampler and a few very different adapters, and ways to drive them in tests."""
 
 import itertools
+from concurrent.futures import Future
 from functools import lru_cache
 from pathlib import Path
 
@@ -40,6 +41,8 @@ class Rig:
         self.tokenizer = Tokenizer(folder)
         self.graphdef, self.base = nnx.split(self.model)
         self.stored: dict[str, Adapter] = {}
+        self.held: dict[str, Future[Adapter] | None] = {}
+        """What is being read from folders whose disk does not answer."""
         self.versions = self.pool()
         self.sampler = self.make_sampler(self.versions)
         for seed in range(3):
@@ -65,10 +68,15 @@ class Rig:
         """A pool that reads versions from `stored`. With 4 slots, its programs are those of `sampler`."""
         return VersionPool(zero_adapter(self.config, RANK), slots=slots, load=self.load, max_resident=max_resident)
 
-    def load(self, path: str) -> Adapter:
-        if path not in self.stored:
-            raise StorageError(f"{path}: no such folder")
-        return self.stored[path]
+    def load(self, path: str) -> "Future[Adapter]":
+        reading: Future[Adapter] = Future()
+        if path in self.held:
+            self.held[path] = reading
+        elif path in self.stored:
+            reading.set_result(self.stored[path])
+        else:
+            reading.set_exception(StorageError(f"{path}: no such folder"))
+        return reading
 
     def adapter(self, seed: int) -> Adapter:
         """Random A and B, strong enough to make the distribution far from uniform."""

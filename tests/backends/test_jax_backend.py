@@ -1,6 +1,7 @@
 """The JAX backend's numbers against Hugging Face + PEFT + torch, and the isolation of its tenants."""
 
 import dataclasses
+import os
 import threading
 
 import jax
@@ -461,6 +462,34 @@ def test_others_go_on_while_a_load_waits_for_the_writer(backend, tmp_path):
     create(backend, "other")
     held.set()
     assert isinstance(forward_backward(backend, [random_datum(9)]).metrics, dict)
+
+
+def test_others_are_sampled_while_a_version_is_read_from_a_disk_that_does_not_answer(backend, tmp_path):
+    create(backend)
+    publish(backend, "other", tmp_path / "other")
+    publish(backend, "stored", tmp_path / "stored")
+    expected = sample(backend, "stored").sequences
+    manifest, done, answered = tmp_path / "stored" / "manifest.json", threading.Event(), threading.Event()
+    content = manifest.read_bytes()
+    manifest.unlink()
+    os.mkfifo(manifest)
+
+    def answer() -> None:
+        done.wait(30)
+        answered.set()
+        manifest.write_bytes(content)
+
+    threading.Thread(target=answer).start()
+    late = driver.sampling("again", tmp_path / "stored")
+    backend.submit(late)
+    sample(backend, "other")
+    assert not answered.is_set()
+    done.set()
+    while not (completions := backend.step()):
+        assert backend.wait(30)
+    (completion,) = completions
+    assert completion.request_id == late.request_id
+    assert completion.result.sequences[0].tokens.tolist() == expected[0].tokens.tolist()
 
 
 def test_sampled_logprobs_equal_the_trainers(backend, tmp_path):

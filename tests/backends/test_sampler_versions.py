@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from sampling_rig import Rig, finish, prompt_of, request, run, same, sequence
 
+from skyrl.backends.jax.versions import READ_AT_ONCE
 from skyrl.errors import RequestError, StorageError
 from skyrl.types import ErrorResponse
 
@@ -214,6 +215,41 @@ def test_an_unknown_version_is_read_from_the_requests_path(rig):
     rig.versions.publish("known", rig.stored["/elsewhere"])
     read = sequence(rig.sampler, PROMPT, "unknown", path="/elsewhere")
     assert same(read, sequence(rig.sampler, PROMPT, "known"))
+
+
+def test_a_version_that_is_being_read_holds_up_no_other_request(rig):
+    rig.stored["/slow"], rig.held["/slow"] = rig.adapter(42), None
+    late = request(PROMPT, "slow", path="/slow")
+    rig.sampler.add(late)
+    rig.sampler.burst()
+    assert rig.sampler.stalled
+    beside = request(PROMPT, "v0")
+    rig.sampler.add(beside)
+    completions = []
+    while not completions:
+        completions = rig.sampler.burst()
+    assert [completion.request_id for completion in completions] == [beside.request_id]
+    rig.held.pop("/slow").set_result(rig.stored["/slow"])
+    assert list(finish(rig.sampler)) == [late.request_id]
+
+
+def test_a_version_that_was_deleted_while_it_was_read_is_not_there(rig):
+    pool = rig.pool()
+    rig.stored["/slow"], rig.held["/slow"] = rig.adapter(42), None
+    assert not pool.at_hand("slow", "/slow")
+    pool.drop("slow")
+    rig.held.pop("/slow").set_result(rig.stored["/slow"])
+    with pytest.raises(RequestError, match="version=slow is not known here"):
+        pool.acquire("slow")
+
+
+def test_few_versions_are_read_at_once(rig):
+    pool = rig.pool()
+    folders = [f"/slow{number}" for number in range(READ_AT_ONCE + 2)]
+    rig.held |= dict.fromkeys(folders)
+    assert not any(pool.at_hand(folder, folder) for folder in folders)
+    begun = [folder for folder in folders if rig.held.pop(folder) is not None]
+    assert begun == folders[:READ_AT_ONCE]
 
 
 def test_a_dropped_version_is_unknown_but_its_running_samples_go_on(rig):

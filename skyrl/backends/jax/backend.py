@@ -10,6 +10,7 @@ the model owns is ever donated to a program, so a failure at any point leaves th
 import contextlib
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator
 from functools import partial, singledispatchmethod
 from pathlib import Path
@@ -34,7 +35,7 @@ from skyrl.backends.backend import (
     SaveSnapshot,
 )
 from skyrl.backends.batching import TileShape
-from skyrl.backends.executor import Executor, Quantum, Work
+from skyrl.backends.executor import LOOK_S, Executor, Quantum, Work
 from skyrl.backends.jax import checkpoints
 from skyrl.backends.jax.adapters import (
     Kind,
@@ -152,7 +153,7 @@ class JaxBackend(Executor):
         self._versions = VersionPool(
             zero,
             slots=config.max_lora_adapters,
-            load=lambda path: checkpoints.load_version(path, self.model, config.max_lora_rank)[0],
+            load=lambda path: self._writer.submit(self._read_version, path),
         )
         self._storage = Storage(
             base_model=self.info().base_model,
@@ -247,7 +248,7 @@ class JaxBackend(Executor):
     def load_sampler_checkpoint(self, model_id: str, checkpoint_id: str, checkpoint_path: str) -> None:
         """Make the sampler or training checkpoint in a folder samplable as `checkpoint_id` of `model_id`."""
         version = version_of(model_id, checkpoint_id)
-        adapter, _ = checkpoints.load_version(checkpoint_path, self.model, self.config.max_lora_rank)
+        adapter = self._read_version(checkpoint_path)
         self._versions.publish(version, adapter)
         self._versions.mark_stored(version, adapter, checkpoint_path)
 
@@ -261,7 +262,10 @@ class JaxBackend(Executor):
             for model_id, checkpoint_id in zip(
                 prepared_batch.all_model_ids, prepared_batch.all_checkpoint_ids, strict=True
             ):
-                slot = self._versions.acquire(version_of(model_id, checkpoint_id) if model_id else None)
+                version = version_of(model_id, checkpoint_id) if model_id else None
+                while not self._versions.at_hand(version):
+                    time.sleep(LOOK_S)
+                slot = self._versions.acquire(version)
                 if slot is None:
                     raise RequestError(
                         f"max_lora_adapters={self.config.max_lora_adapters}: no slot is left for {model_id}/"
@@ -302,6 +306,9 @@ class JaxBackend(Executor):
         """The model's current `Adapter`."""
         self._check_loaded(model_id)
         return self._models.peek(model_id).adapter
+
+    def _read_version(self, path: str) -> Adapter:
+        return checkpoints.load_version(path, self.model, self.config.max_lora_rank)[0]
 
     def _peeked(self) -> Iterator[tuple[str, ModelState]]:
         return ((model_id, self._models.peek(model_id)) for model_id in self._models)

@@ -157,6 +157,11 @@ class Sampler:
         return bool(self._waiting or self._reading or self._read or self._running)
 
     @property
+    def stalled(self) -> bool:
+        """Whether all requests wait for versions that are being read."""
+        return bool(self._waiting) and not (self._reading or self._read or self._running)
+
+    @property
     def running(self) -> tuple[str, ...]:
         """Requests that the next burst may work on: those that have begun, and as many as it may begin to read."""
         begun = [sequence.job for sequence in self._running]
@@ -216,30 +221,39 @@ class Sampler:
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
-        """Let waiting requests begin, in order, while there are pages and slots. Raises what is wrong with one."""
-        while self._waiting and len(self._reading) + len(self._read) < self._counts[-1]:
-            job = self._waiting[0]
-            slot = self._versions.acquire(job.request.version, job.request.path)
-            if slot is None:
-                return
-            if not self._cache.pages.reserve(_pages_to_begin(job)):
-                self._versions.release(slot)
-                return
-            self._waiting.popleft()
-            job.slot = slot
-            self._reading.append(Prompt(job, self._owner(job), self._cache, self._vocab_size))
+    def _admit(self) -> list[Completion]:
+        """Let waiting requests begin, in order, while there are pages and slots; those that failed.
+
+        Those whose version is being read are passed by.
+        """
+        failed: list[Completion] = []
+        for job in list(self._waiting):
+            if len(self._reading) + len(self._read) >= self._counts[-1]:
+                break
+            try:
+                if not self._versions.at_hand(job.request.version, job.request.path):
+                    continue
+                slot = self._versions.acquire(job.request.version, job.request.path)
+                if slot is None:
+                    break
+                if not self._cache.pages.reserve(_pages_to_begin(job)):
+                    self._versions.release(slot)
+                    break
+                job.slot = slot
+                prompt = Prompt(job, self._owner(job), self._cache, self._vocab_size)
+            except Exception as error:
+                failed += self._fail([job], error)
+                continue
+            self._waiting.remove(job)
+            self._reading.append(prompt)
+        return failed
 
     def _read_prompts(self) -> list[Completion]:
         """Read the prompts that there are by turns, one chunk's worth of tokens."""
         completions: list[Completion] = []
         left = CHUNKS[-1]
         while left > 0:
-            try:
-                self._admit()
-            except Exception as error:
-                completions += self._fail([self._waiting[0]], error)
-                continue
+            completions += self._admit()
             prompt = self._next_to_read()
             if prompt is None:
                 break

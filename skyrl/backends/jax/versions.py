@@ -3,13 +3,16 @@
 JAX arrays never change, so publishing a version is keeping a reference to its adapter. Slots limit how many versions
 are sampled at once (slot 0 is the base model, without an adapter): a version is put into one when a sample needs it and
 stays until another version needs the slot. Versions that are also on disk may leave memory, least recently used first,
-and are read back when they are asked for. Versions with a base of their own are large, so few of them are kept.
+and are read back, while others are sampled, when they are asked for. Versions with a base of their own are large, so
+few of them are kept.
 """
 
 import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
 import jax
@@ -23,6 +26,9 @@ BASE_SLOT = 0
 
 OWN_BASES = 2
 """Versions with a base of their own to keep in memory, beside those that are nowhere else or in use."""
+
+READ_AT_ONCE = 4
+"""Versions that are read at the same time, each of which takes its memory."""
 
 
 @dataclass
@@ -41,11 +47,12 @@ class VersionPool:
     Args:
         zero: An adapter of the largest rank. Those of smaller ranks are padded to it.
         slots: Slots there are, the base model's included.
-        load: Reads the adapter that is stored in a folder. Raises `StorageError` or `RequestError`.
+        load: Starts to read the adapter that is stored in a folder, in another thread. The future fails with
+            `StorageError` or `RequestError`.
         max_resident: Versions to keep in memory, beside those that are nowhere else.
     """
 
-    def __init__(self, zero: Adapter, *, slots: int, load: Callable[[str], Adapter], max_resident: int = 32):
+    def __init__(self, zero: Adapter, *, slots: int, load: Callable[[str], Future[Adapter]], max_resident: int = 32):
         assert slots >= 2, slots
         self._zero = zero
         self._load = load
@@ -54,6 +61,8 @@ class VersionPool:
         self._slots: OrderedDict[int, _Slot] = OrderedDict((slot, _Slot()) for slot in range(1, slots))
         self._resident: OrderedDict[str, Adapter] = OrderedDict()
         self._paths: dict[str, str] = {}
+        self._readings: dict[str, tuple[str, Future[Adapter]]] = {}
+        """(folder, what is being read from it) by version."""
         self._lock = threading.RLock()
 
     def adapter(self, slot: int) -> Adapter | None:
@@ -85,13 +94,14 @@ class VersionPool:
         with self._lock:
             self._resident.pop(version, None)
             self._paths.pop(version, None)
+            self._readings.pop(version, None)
             for slot in self._slots.values():
                 if slot.version == version:
                     slot.version = None
             self._shed()
 
-    def acquire(self, version: str | None, path: str | None = None) -> int | None:
-        """Pin a version and return its slot. None (for now) if samples are running on every slot.
+    def at_hand(self, version: str | None, path: str | None = None) -> bool:
+        """Whether a version is in memory. If not, it is being read from now on, or once others have been.
 
         Args:
             version: None is the base model.
@@ -101,15 +111,42 @@ class VersionPool:
             RequestError: Neither in memory nor at a known path, or not an adapter of this model.
             StorageError: Its files are missing or damaged.
         """
+        with self._lock:
+            if version is None or version in self._resident or self._slot_of(version) is not None:
+                return True
+            if version in self._readings:
+                return self._has_arrived(version)
+            path = self._paths.get(version, path)
+            if path is None:
+                raise RequestError(
+                    f"version={version} is not known here (deleted, expired or never saved); save the weights again "
+                    "or name a checkpoint that exists"
+                )
+            for other in list(self._readings):  # whose requests were cancelled, perhaps
+                with suppress(Exception):
+                    self._has_arrived(other)
+            if len(self._readings) >= READ_AT_ONCE:
+                return False
+            self._readings[version] = path, self._load(path)
+            return self._has_arrived(version)
+
+    def acquire(self, version: str | None, path: str | None = None) -> int | None:
+        """Pin a version and return its slot. None (for now) if it is not at hand, or samples run on every slot.
+
+        Arguments and errors are those of `at_hand`.
+        """
         if version is None:
             return BASE_SLOT
         with self._lock:
-            slot = next((slot for slot, held in self._slots.items() if held.version == version), None)
+            if not self.at_hand(version, path):
+                return None
+            slot = self._slot_of(version)
             if slot is None:
                 slot = self._free_slot()
                 if slot is None:
                     return None
-                adapter = self._adapter(version, path)
+                adapter = self._resident[version]
+                self._resident.move_to_end(version)
                 adapter = adapter if adapter.own_base is not None else padded(adapter, self._zero)
                 self._slots[slot] = _Slot(version, 0, adapter, next(self._contents))
             self._slots[slot].pins += 1
@@ -130,27 +167,25 @@ class VersionPool:
         """Pins that have not been released."""
         return sum(slot.pins for slot in self._slots.values())
 
+    def _slot_of(self, version: str) -> int | None:
+        return next((slot for slot, held in self._slots.items() if held.version == version), None)
+
+    def _has_arrived(self, version: str) -> bool:
+        """Take in a version that is being read, if it has been. Raises what its reading failed with."""
+        path, reading = self._readings[version]
+        if not reading.done():
+            return False
+        del self._readings[version]
+        adapter = reading.result()
+        self._paths[version] = path
+        self._keep(version, adapter)
+        return True
+
     def _free_slot(self) -> int | None:
         """An unused slot, else the least recently used one that is not pinned."""
         unpinned = [slot for slot, held in self._slots.items() if held.pins == 0]
         unused = (slot for slot in unpinned if self._slots[slot].version is None)
         return next(unused, unpinned[0] if unpinned else None)
-
-    def _adapter(self, version: str, path: str | None) -> Adapter:
-        adapter = self._resident.get(version)
-        if adapter is not None:
-            self._resident.move_to_end(version)
-            return adapter
-        path = self._paths.get(version, path)
-        if path is None:
-            raise RequestError(
-                f"version={version} is not known here (deleted, expired or never saved); save the weights again "
-                "or name a checkpoint that exists"
-            )
-        adapter = self._load(path)
-        self._paths[version] = path
-        self._keep(version, adapter)
-        return adapter
 
     def _keep(self, version: str, adapter: Adapter) -> None:
         self._resident[version] = adapter
