@@ -218,6 +218,17 @@ def test_a_request_that_can_never_fit_is_refused_with_a_way_out(rig):
         sampler.add(request(prompt_of(100), max_tokens=200))
 
 
+def test_a_request_that_there_is_no_memory_to_begin_fails_alone(rig):
+    """More alternatives than any machine can hold: the first request's tables are never made."""
+    hopeless = request(prompt_of(20), "v0", alternatives=2**50)
+    other = request(prompt_of(20), "v1")
+    failed, result = run(rig.sampler, hopeless, other)
+    assert isinstance(failed, ErrorResponse)
+    assert same(result.sequences[0], sequence(rig.sampler, prompt_of(20), "v1"))
+    assert rig.versions.pinned == 0
+    assert rig.sampler.pages_free == rig.sampler.pages_total
+
+
 @pytest.mark.parametrize("bursts", [0, 1, 3])
 @pytest.mark.parametrize("length", [4, 900])
 def test_a_cancelled_request_frees_everything_and_completes_nothing(rig, bursts, length):
