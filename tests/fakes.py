@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -187,14 +188,13 @@ class FakeBackend(Executor):
             return ModelOutput(model_id)
         if isinstance(operation, LoadCheckpoint):
             # Through the writer, so that a save which is still being written is read after its end.
-            model = self._writer.submit(FakeModel.from_folder, operation.path, operation.digest).result()
+            model = self._read(operation)
             if not operation.load_optimizer:
                 model = dataclasses.replace(FakeModel.fresh(model.lora_config), weights=model.weights)
             self.models[model_id] = model
             return ModelOutput(model_id)
         if isinstance(operation, LoadSnapshot):
-            read = self._writer.submit(FakeModel.from_folder, operation.path, operation.digest)
-            self.models[model_id] = read.result()
+            self.models[model_id] = self._read(operation)
             return ModelOutput(model_id)
         model = self._model(model_id)
         match operation:
@@ -204,19 +204,26 @@ class FakeBackend(Executor):
                 norm = 0.0 if model.gradient_sums is None else float(np.linalg.norm(model.gradient_sums))
                 return OptimStepOutput({"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": params.learning_rate})
             case SaveCheckpoint(path=path):
-                return self._writer.submit(write, path, dataclasses.replace(model, gradient_sums=None))
+                return self._write(operation, path, dataclasses.replace(model, gradient_sums=None))
             case SaveSnapshot(path=path):
-                return self._writer.snapshot(model_id, lambda: write(path, model))
+                return self._writer.snapshot(model_id, path, lambda: write(path, model))
             case Publish(version=version, path=path):
                 self.versions[version] = model.weights
                 if operation.persist:
-                    return self._writer.submit(write, path, model)
-                self._writer.keep_version(version, model_id, lambda: write(path, model))
+                    return self._write(operation, path, model)
+                self._writer.keep_version(version, model_id, path, lambda: write(path, model))
                 return SaveOutput(path)
             case DeleteModel():
                 del self.models[model_id]
                 return ModelOutput(model_id)
         raise AssertionError(operation)
+
+    def _read(self, operation: LoadCheckpoint | LoadSnapshot) -> FakeModel:
+        path, digest = operation.path, operation.digest
+        return self._writer.read(path, lambda: FakeModel.from_folder(path, digest)).result()
+
+    def _write(self, operation: ModelOperation, path: str, model: FakeModel) -> "Future[SaveOutput]":
+        return self._writer.submit(operation.model_id, path, lambda: write(path, model))
 
     def _model(self, model_id: str) -> FakeModel:
         if model_id not in self.models:

@@ -1,16 +1,20 @@
-"""What backends write to disk: in one background thread, in the order in which it was handed over.
+"""What backends write to disk and read from it: in background threads, each model's writes in the order in which they
+were handed over.
 
-The order is a promise: when a snapshot of a model is on disk, so is everything that the model wrote before. A version
-that was published at once has nobody left to tell of a full disk, so one that cannot be written is kept here and
-written before the next snapshot of its model, which fails if that fails again.
+The order is a promise: when a snapshot of a model is on disk, so is everything that the model wrote before, and what is
+read from a folder is what was handed over for it before, whoever did. Otherwise nobody waits for anybody: a model whose
+writes take long has one thread. A version that was published at once has nobody left to tell of a full disk, so one
+that cannot be written is kept here and written before the next snapshot of its model, which fails if that fails again.
 """
 
 import logging
+import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from skyrl.errors import StorageError
 from skyrl.types import SaveOutput
@@ -20,56 +24,102 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+THREADS = 4
+"""Models that write at once, and reads."""
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class _Unwritten:
     model_id: str
+    path: str
     write: Callable[[], SaveOutput]
 
 
 class Writer:
-    """One thread that writes. `submit`, `snapshot` and `keep_version` may be called from any other.
+    """A few threads that write and read. All but `close` and `wait` return at once, and may be called from any thread.
 
     Args:
-        on_stored: Called in the thread with a version, once what `keep_version` was given for it is on disk.
+        on_stored: Called in a thread with a version, once what `keep_version` was given for it is on disk.
     """
 
     def __init__(self, on_stored: Callable[[str, SaveOutput], None]):
         self._on_stored = on_stored
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
+        self._writers = ThreadPoolExecutor(THREADS, thread_name_prefix="writer")
+        self._readers = ThreadPoolExecutor(THREADS, thread_name_prefix="reader")
+        self._last: dict[tuple[str, str], Future[Any]] = {}
+        """What is written last, of all that has been handed over, of a ("model", id) and to a ("folder", path)."""
         self._unwritten: dict[str, _Unwritten] = {}
         """By version, in order of publication."""
         self._lock = threading.Lock()
 
-    def submit(self, write: Callable[..., T], *arguments: object) -> "Future[T]":
-        """Call `write` after all that came before."""
-        return self._thread.submit(write, *arguments)
+    def submit(self, model_id: str, path: str, write: Callable[[], T]) -> "Future[T]":
+        """Write something of a model to the folder `path`, after all that the model wrote before."""
+        lines, writing = [("model", model_id), _folder(path)], Future[T]()
+        with self._lock:
+            before = self._before(lines)
+            self._last |= dict.fromkeys(lines, writing)
+        writing.add_done_callback(partial(self._forget, lines))
+        _after(before, self._writers, write, writing)
+        return writing
 
-    def keep_version(self, version: str, model_id: str, write: Callable[[], SaveOutput]) -> "Future[Exception | None]":
+    def read(self, path: str, read: Callable[[], T]) -> "Future[T]":
+        """Read the folder `path`, after all that is being written to it, whichever model it is of."""
+        reading = Future[T]()
+        with self._lock:
+            before = self._before([_folder(path)])
+        _after(before, self._readers, read, reading)
+        return reading
+
+    def keep_version(
+        self, version: str, model_id: str, path: str, write: Callable[[], SaveOutput]
+    ) -> "Future[Exception | None]":
         """Write a version that is in use already; try again before each snapshot of its model until it is written.
 
         The future is done after the first time.
         """
-        entry = _Unwritten(model_id, write)
+        entry = _Unwritten(model_id, path, write)
         with self._lock:
             self._unwritten.pop(version, None)
             self._unwritten[version] = entry
-        return self._thread.submit(self._write_version, version, entry)
+        return self._submit_version(version, entry)
 
     def forget_version(self, version: str) -> None:
         """The version was deleted; nobody waits for it any more."""
         with self._lock:
             self._unwritten.pop(version, None)
 
-    def snapshot(self, model_id: str, write: Callable[[], T]) -> "Future[T]":
+    def snapshot(self, model_id: str, path: str, write: Callable[[], T]) -> "Future[T]":
         """Call `write` once everything of the model is on disk. Fails with `StorageError` if something cannot be."""
-        return self._thread.submit(self._write_after_versions, model_id, write)
+        return self.submit(model_id, path, partial(self._write_after_versions, model_id, write))
+
+    def wait(self) -> None:
+        """Wait until all that was handed over is written, or cannot be."""
+        while True:
+            with self._lock:
+                writings = set(self._last.values())
+            if not writings:
+                return
+            wait(writings)
 
     def close(self) -> None:
         """Finish all writes, those that failed before included."""
         for version, entry in self._left():
-            self._thread.submit(self._write_version, version, entry)
-        self._thread.shutdown(wait=True)
+            self._submit_version(version, entry)
+        self.wait()
+        self._writers.shutdown(wait=True)
+        self._readers.shutdown(wait=True, cancel_futures=True)
+
+    def _before(self, lines: Iterable[tuple[str, str]]) -> list[Future[Any]]:
+        return [self._last[line] for line in lines if line in self._last]
+
+    def _forget(self, lines: list[tuple[str, str]], writing: Future[Any]) -> None:
+        with self._lock:
+            for line in lines:
+                if self._last.get(line) is writing:
+                    del self._last[line]
+
+    def _submit_version(self, version: str, entry: _Unwritten) -> "Future[Exception | None]":
+        return self.submit(entry.model_id, entry.path, partial(self._write_version, version, entry))
 
     def _write_after_versions(self, model_id: str, write: Callable[[], T]) -> T:
         for version, entry in self._left():
@@ -98,3 +148,26 @@ class Writer:
     def _left(self) -> list[tuple[str, _Unwritten]]:
         with self._lock:
             return list(self._unwritten.items())
+
+
+def _folder(path: str) -> tuple[str, str]:
+    return "folder", os.path.abspath(path)
+
+
+def _after(before: list[Future[Any]], threads: ThreadPoolExecutor, call: Callable[[], T], outcome: "Future[T]") -> None:
+    """Once all of `before` has ended, call in one of the threads. No thread waits meanwhile."""
+    if before:
+        before[0].add_done_callback(lambda _: _after(before[1:], threads, call, outcome))
+    else:
+        threads.submit(_settle, call, outcome)
+
+
+def _settle(call: Callable[[], T], outcome: "Future[T]") -> None:
+    if not outcome.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(result)

@@ -93,7 +93,7 @@ def test_a_pass_that_breaks_fails_the_next_optimizer_step_of_its_model_only(back
 
 def test_a_background_write_lets_its_model_go_on_and_wakes_the_loop_at_its_end(backend, tmp_path):
     held = threading.Event()
-    backend._writer.submit(held.wait, 30)
+    backend._writer.submit("a", "held", lambda: held.wait(30))
     woken = threading.Event()
     backend.on_wake = woken.set
     backend.submit(SaveCheckpoint(request_id="save", model_id="a", path=str(tmp_path / "save")))
@@ -145,7 +145,7 @@ def test_close_writes_versions_that_could_not_be_written_before(tmp_path):
     blocked.write_text("a file where a folder should be")
     path = str(blocked / "v")
     finish(backend, Publish(request_id="p", model_id="a", version="v", path=path, persist=False))
-    backend._writer.submit(blocked.unlink)
+    backend._writer.submit("a", "blocked", blocked.unlink)
     backend.close()
     assert (blocked / "v" / "manifest.json").exists()
 

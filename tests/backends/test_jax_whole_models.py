@@ -237,7 +237,8 @@ WRITING = {
 def test_a_whole_model_goes_on_when_it_is_written_so_that_copies_do_not_pile_up(backend, tmp_path, kind):
     create(backend, "lora", rank=4)
     disk = threading.Event()
-    backend._writer.submit(disk.wait)
+    for model_id in ("model", "lora"):
+        backend._writer.submit(model_id, "held", disk.wait)
     passes = {}
     for model_id in ("model", "lora"):
         backend.submit(WRITING[kind](request_id=new_id(), model_id=model_id, path=str(tmp_path / model_id)))

@@ -94,7 +94,7 @@ class Bench:
 
     def write(self) -> None:
         """Wait until what was handed over to be written is on disk, or cannot be."""
-        self.backend._writer.submit(int).result()
+        self.backend._writer.wait()
 
     def _hear(self) -> list[FromEngine]:
         self.channel.send(Progress("that is all"))

@@ -158,7 +158,7 @@ def test_an_orderly_end_reports_the_saves_that_were_being_written(bench, tmp_pat
     engine = bench()
     save = SaveCheckpoint(request_id="save", model_id="m", path=str(tmp_path / "save"))
     held = threading.Event()
-    engine.backend._writer.submit(held.wait, 30)
+    engine.backend._writer.submit("m", "held", lambda: held.wait(30))
     engine.turn(*engine.enqueued(create(), save))
     while engine.backend.busy:
         engine.turn()

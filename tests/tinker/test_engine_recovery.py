@@ -57,7 +57,7 @@ def test_completions_of_snapshots_are_no_results(bench):
 def test_a_model_that_runs_in_front_of_its_snapshots_has_one_under_way_at_a_time(bench, option, operation):
     engine = bench(**{option: 1})
     held = threading.Event()
-    engine.backend._writer.submit(held.wait, 30)
+    engine.backend._writer.submit("m", "held", lambda: held.wait(30))
     engine.turn(*engine.enqueued(create(), *[operation() for _ in range(5)]))
     while engine.backend.busy:
         engine.turn()
@@ -94,7 +94,7 @@ def test_the_snapshot_of_a_model_that_was_deleted_meanwhile_is_removed(bench, tm
     engine = bench(snapshot_every_steps=1)
     delete = DeleteModel(request_id="delete", model_id="m")
     held = threading.Event()
-    engine.backend._writer.submit(held.wait, 30)
+    engine.backend._writer.submit("m", "held", lambda: held.wait(30))
     engine.turn(*engine.enqueued(create(), a_step()), Enqueue(delete))
     while engine.backend.busy:
         engine.turn()

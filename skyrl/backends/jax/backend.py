@@ -153,7 +153,7 @@ class JaxBackend(Executor):
         self._versions = VersionPool(
             zero,
             slots=config.max_lora_adapters,
-            load=lambda path: self._writer.submit(self._read_version, path),
+            load=lambda path: self._writer.read(path, partial(self._read_version, path)),
         )
         self._storage = Storage(
             base_model=self.info().base_model,

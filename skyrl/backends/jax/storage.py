@@ -1,7 +1,8 @@
 """Models as files: what is saved, published and exported of them, and what is loaded again.
 
-All files are written and read by the backend's writer, in order, while other models have their turns. What is written
-is of the moment at which the operation had its turn: arrays are never changed, so keeping them is enough.
+All files are written and read by the backend's writer, those of a model in order, while other models have their turns.
+What is written is of the moment at which the operation had its turn: arrays are never changed, so keeping them is
+enough.
 """
 
 import dataclasses
@@ -58,14 +59,15 @@ class Storage:
             return (yield from self._publish(operation, state))
         state = dataclasses.replace(state)
         yield
+        model_id, path = operation.model_id, operation.path
         match operation:
-            case SaveCheckpoint(path=path):
+            case SaveCheckpoint():
                 kept = dataclasses.replace(state, gradient_sums=None)
-                writing = self.writer.submit(self.write_state, path, kept)
-            case SaveSnapshot(path=path):
-                writing = self.writer.snapshot(operation.model_id, partial(self.write_state, path, state))
-            case ExportModel(path=path):
-                writing = self.writer.submit(self._write_model, path, state.adapter)
+                writing = self.writer.submit(model_id, path, partial(self.write_state, path, kept))
+            case SaveSnapshot():
+                writing = self.writer.snapshot(model_id, path, partial(self.write_state, path, state))
+            case ExportModel():
+                writing = self.writer.submit(model_id, path, partial(self._write_model, path, state.adapter))
         return (yield from _in_turn(writing, state.adapter))
 
     def _publish(self, operation: Publish, state: ModelState) -> Work:
@@ -80,28 +82,29 @@ class Storage:
         if operation.path is None:
             self.versions.publish(operation.version, adapter)
             return SaveOutput("")
-        write = partial(self._write_version, operation, operation.path, adapter, lora_config)
+        model_id, path = operation.model_id, operation.path
+        write = partial(self._write_version, operation, path, adapter, lora_config)
         if operation.persist:
-            return (yield from _in_turn(self.writer.submit(write), adapter))
+            return (yield from _in_turn(self.writer.submit(model_id, path, write), adapter))
         self.versions.publish(operation.version, adapter)
-        writing = self.writer.keep_version(operation.version, operation.model_id, write)
+        writing = self.writer.keep_version(operation.version, model_id, path, write)
         yield from _in_turn(writing, adapter)
-        return SaveOutput(operation.path)
+        return SaveOutput(path)
 
     def stored_kind(self, operation: LoadCheckpoint | LoadSnapshot) -> Turns[Kind]:
         """What the operation would load. Raises as `checkpoints.stored_kind`."""
-        return self._in_background(partial(checkpoints.stored_kind, operation.path, operation.digest))
+        return self._in_background(operation.path, partial(checkpoints.stored_kind, operation.path, operation.digest))
 
     def read(self, operation: LoadCheckpoint | LoadSnapshot, loaded: About | None) -> Turns[ModelState]:
         """What the operation loads, a checkpoint in place of the model `loaded` if there is one.
 
         Raises as `checkpoints.load_training`, and `RequestError` if it cannot be in that model's place.
         """
-        return self._in_background(partial(self._read, operation, loaded))
+        return self._in_background(operation.path, partial(self._read, operation, loaded))
 
-    def _in_background(self, read: Callable[[], T]) -> Turns[T]:
-        """What `read` returns, after the writes that are under way."""
-        reading = self.writer.submit(read)
+    def _in_background(self, path: str, read: Callable[[], T]) -> Turns[T]:
+        """What `read` returns, after the writes to the folder that are under way."""
+        reading = self.writer.read(path, read)
         while not reading.done():
             yield Waiting(reading.done)
         return reading.result()
