@@ -212,6 +212,55 @@ def test_long_requests_take_turns_when_memory_is_short(rig):
     assert same(results[requests[1].request_id].sequences[0], alone.sequences[0])
 
 
+def test_a_small_request_passes_a_large_one_that_waits_for_memory(rig):
+    sampler = rig.make_sampler(cache_bytes=TOKEN_BYTES * 64 * 9)  # 8 pages
+    large = [request(prompt_of(10, seed), max_tokens=320) for seed in range(2)]  # 6 pages each
+    small = request(prompt_of(11), max_tokens=6)
+    for asked in (*large, small):
+        sampler.add(asked)
+    assert small.request_id in sampler.running
+    results = finish(sampler)
+    assert list(results) == [small.request_id, *(asked.request_id for asked in large)]
+    assert same(results[small.request_id].sequences[0], sequence(rig.sampler, prompt_of(11), max_tokens=6))
+
+
+def test_small_requests_that_never_end_do_not_starve_a_large_one(rig):
+    """The large one takes all pages, and there is always a small one that has some."""
+    sampler = rig.make_sampler(cache_bytes=TOKEN_BYTES * 64 * 9)
+    sampler.add(request(prompt_of(12), max_tokens=40))
+    sampler.burst()
+    sampler.add(request(prompt_of(440), name="large", max_tokens=3))
+    ended = []
+    for seed in range(24):
+        sampler.add(request(prompt_of(12, seed), max_tokens=20))
+        ended += [done.request_id for done in sampler.burst()]
+    assert "large" in ended
+    finish(sampler)
+
+
+def test_samples_that_lack_pages_do_not_hold_up_those_that_have_them(rig):
+    """Of the first request's samples one fits at a time; the second begins between them, with what the next needs."""
+    sampler = rig.make_sampler(cache_bytes=TOKEN_BYTES * 64 * 9)
+    first, second = request(prompt_of(65), n=2, max_tokens=440), request(prompt_of(65, 1), max_tokens=6)
+    sampler.add(first)
+    sampler.add(second)
+    ended = [done.request_id for _ in range(400) if sampler.busy for done in sampler.burst()]
+    assert sorted(ended) == sorted([first.request_id, second.request_id])
+
+
+def test_deterministic_samples_are_bitwise_the_same_when_one_passes_another(rig):
+    sampler = rig.make_sampler(deterministic=True, max_rows=4, max_context_length=256, cache_bytes=TOKEN_BYTES * 64 * 6)
+    large = [request(prompt_of(129, seed), "v0", max_tokens=40) for seed in range(2)]  # 3 of 5 pages each
+    small = request(prompt_of(11), "v0", max_tokens=6)
+    for asked in (*large, small):
+        sampler.add(asked)
+    together = finish(sampler)
+    assert next(iter(together)) == small.request_id
+    for asked in (*large, small):
+        (alone,) = run(sampler, asked)
+        assert same(alone.sequences[0], together[asked.request_id].sequences[0], atol=0)
+
+
 def test_a_request_that_can_never_fit_is_refused_with_a_way_out(rig):
     sampler = rig.make_sampler(cache_bytes=TOKEN_BYTES * 64 * 6)
     with pytest.raises(RequestError, match=r"max_tokens=200 after a prompt of 100 .* at most 257; ask for fewer"):

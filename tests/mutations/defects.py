@@ -632,4 +632,30 @@ DEFECTS = [
         [Edit("skyrl/tinker/db.py", "                self.fence.check(session)\n", "")],
         ["tests/tinker/test_fence.py::test_a_server_that_another_has_followed_writes_nothing_and_says_so"],
     ),
+    Defect(
+        "head-of-line",
+        "a sample that waits for pages holds up all behind it, however small",
+        [Edit("skyrl/backends/jax/line.py", "left = min(left, self._room - job.passed_by)", "left = 0")],
+        [BATCHING + "test_a_small_request_passes_a_large_one_that_waits_for_memory"],
+    ),
+    Defect(
+        "starved-by-small-ones",
+        "a sample that waits for pages is passed by smaller ones for ever",
+        [Edit(SAMPLER, "            job.lacks_room = True\n            return\n", "            return\n")],
+        [BATCHING + "test_small_requests_that_never_end_do_not_starve_a_large_one"],
+    ),
+    Defect(
+        "pages-of-one-that-cannot-begin",
+        "a request that fails as it begins keeps the pages that were reserved for it",
+        [
+            Edit(
+                SAMPLER,
+                "        prompt = Prompt(job, self._owner(job), self._cache, self._vocab_size)\n"
+                "        reserved = pages.reserve(count)  # when nothing can fail any more\n",
+                "        reserved = pages.reserve(count)\n"
+                "        prompt = Prompt(job, self._owner(job), self._cache, self._vocab_size)\n",
+            )
+        ],
+        [BATCHING + "test_a_request_that_there_is_no_memory_to_begin_fails_alone"],
+    ),
 ]

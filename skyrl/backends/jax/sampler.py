@@ -1,6 +1,6 @@
 """Continuous sampling: requests join and leave a running decode batch whenever they are ready.
 
-A request waits in order, pins its version, is read by chunks into pages (`Prompt`), and then starts one sequence per
+A request waits in a `Line`, pins its version, is read by chunks into pages (`Prompt`), and then starts one sequence per
 sample, which shares the prompt's full pages. Each burst reads about one chunk of the prompts, which take turns, and
 then decodes a few steps, so neither long prompts nor long continuations nor many samples hold others up. Everything
 here runs on the caller's thread.
@@ -20,8 +20,9 @@ import numpy as np
 from skyrl.backends.executor import failure
 from skyrl.backends.jax.banks import SLOTS, Banks
 from skyrl.backends.jax.decoding import decode, push, row_counts, steps_to_go
+from skyrl.backends.jax.line import LOOK_PAST, Line, pages_to_begin
 from skyrl.backends.jax.pages import SCRATCH, Pages
-from skyrl.backends.jax.prompts import Cache, Prompt, pages_of, pages_per_sample
+from skyrl.backends.jax.prompts import Cache, Prompt, pages_per_sample
 from skyrl.backends.jax.sampling_programs import (
     BURST,
     CHUNKS,
@@ -92,7 +93,7 @@ class Sampler:
         self._cache = Cache(Pages(count, PAGE_SIZE), programs, blocks)
         self._programs = programs
         self._banks = Banks(programs, versions, zero, apart=deterministic)
-        self._waiting: deque[Job] = deque()
+        self._waiting = Line(self.pages_total)
         self._reading: deque[Prompt] = deque()
         """Prompts that are not read yet, in the order of their turns."""
         self._read: deque[Prompt] = deque()
@@ -163,16 +164,13 @@ class Sampler:
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Requests that the next burst may work on: those that have begun, and as many as it may begin to read."""
-        begun = [sequence.job for sequence in self._running]
-        begun += [prompt.job for prompt in (*self._reading, *self._read)]
-        jobs, left = dict.fromkeys(begun), CHUNKS[-1]
-        for job in self._waiting:
-            if left <= 0:
-                break
-            jobs[job] = None
-            left -= max(1, len(job.request.prompt) - 1)
-        return tuple(job.request.request_id for job in jobs)
+        """Requests that the next burst may work on: those that have begun, and those that it may let begin."""
+        jobs = [sequence.job for sequence in self._running]
+        jobs += [prompt.job for prompt in (*self._reading, *self._read)]
+        if self._places > 0:
+            waiting = self._waiting.may_begin(jobs, LOOK_PAST + self._places)
+            jobs += [job for job in waiting if pages_to_begin(job) <= self.pages_free]
+        return tuple(job.request.request_id for job in dict.fromkeys(jobs))
 
     @property
     def programs(self) -> int:
@@ -197,7 +195,7 @@ class Sampler:
     def add(self, request: Sample) -> None:
         """Queue a checked request (see `check_sample`). Raises `RequestError` if its sequences can never fit."""
         job = Job.of(request, self._tokenizer.eos_ids)
-        if _pages_to_begin(job) > self.pages_total:
+        if pages_to_begin(job) > self.pages_total:
             raise RequestError(
                 f"max_tokens={job.max_tokens} after a prompt of {len(request.prompt)} tokens makes {job.tokens}, but "
                 f"the server's cache holds sequences of at most {(self.pages_total - 1) * PAGE_SIZE + 1}; ask for "
@@ -221,39 +219,50 @@ class Sampler:
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> list[Completion]:
-        """Let waiting requests begin, in order, while there are pages and slots; those that failed.
+    @property
+    def _places(self) -> int:
+        """Requests that may begin beside those whose samples have not all started."""
+        return self._counts[-1] - len(self._reading) - len(self._read)
 
-        Those whose version is being read are passed by.
+    def _admit(self) -> list[Completion]:
+        """Let waiting requests begin, in the order of `Line`, while there are pages and slots; those that failed.
+
+        Those whose version is being read are passed without limit.
         """
         failed: list[Completion] = []
-        for job in list(self._waiting):
-            if len(self._reading) + len(self._read) >= self._counts[-1]:
-                break
-            try:
-                if not self._versions.at_hand(job.request.version, job.request.path):
-                    continue
-                slot = self._versions.acquire(job.request.version, job.request.path)
-                if slot is None:
+        if self._places > 0:
+            for job in self._waiting.may_begin([prompt.job for prompt in self._read]):
+                try:
+                    self._begin(job)
+                except Exception as error:
+                    failed += self._fail([job], error)
+                if self._places == 0:
                     break
-                if not self._cache.pages.reserve(_pages_to_begin(job)):
-                    self._versions.release(slot)
-                    break
-                job.slot = slot
-                prompt = Prompt(job, self._owner(job), self._cache, self._vocab_size)
-            except Exception as error:
-                failed += self._fail([job], error)
-                continue
-            self._waiting.remove(job)
-            self._reading.append(prompt)
         return failed
+
+    def _begin(self, job: Job) -> None:
+        """Let a waiting request begin, unless it lacks room or its version. Raises what is wrong with it."""
+        job.lacks_room = False
+        if not self._versions.at_hand(job.request.version, job.request.path):
+            return
+        pages, count = self._cache.pages, pages_to_begin(job)
+        if count <= pages.available:
+            job.slot = self._versions.acquire(job.request.version, job.request.path)
+        if job.slot is None:
+            job.lacks_room = True
+            return
+        prompt = Prompt(job, self._owner(job), self._cache, self._vocab_size)
+        reserved = pages.reserve(count)  # when nothing can fail any more
+        assert reserved, count
+        job.passed_by = 0
+        self._waiting.remove(job)
+        self._reading.append(prompt)
 
     def _read_prompts(self) -> list[Completion]:
         """Read the prompts that there are by turns, one chunk's worth of tokens."""
-        completions: list[Completion] = []
+        completions = self._admit()
         left = CHUNKS[-1]
         while left > 0:
-            completions += self._admit()
             prompt = self._next_to_read()
             if prompt is None:
                 break
@@ -286,11 +295,15 @@ class Sampler:
         copies: list[tuple[int, int]] = []
         started: list[Job] = []
         ended: list[Prompt] = []
-        while self._read and len(self._running) < self._counts[-1]:
-            prompt = self._read[0]
+        lacking = 0  # those that lack pages keep their places, before the others
+        while lacking < len(self._read) and len(self._running) < self._counts[-1]:
+            prompt = self._read[lacking]
             job, count = prompt.job, pages_per_sample(prompt.job, PAGE_SIZE)
-            if prompt.samples_started and not pages.reserve(count):
-                break  # for its first sample they were reserved with its own
+            job.lacks_room = prompt.samples_started > 0 and not pages.reserve(count)
+            if job.lacks_room:  # not for its first sample: that was reserved with the prompt
+                lacking += 1
+                continue
+            job.passed_by = 0
             full, rest = divmod(len(prompt.tokens), PAGE_SIZE)
             own = [pages.take() for _ in range(count)]
             if rest:
@@ -300,10 +313,8 @@ class Sampler:
             self._running.append(Sequence(job, prompt.samples_started, self._tokenizer, prompt.path[:full], own))
             started.append(job)
             prompt.samples_started += 1
-            self._read.rotate(-1)
-            if prompt.samples_started == job.request.num_samples:
-                self._read.remove(prompt)
-                ended.append(prompt)
+            self._read.remove(prompt)
+            (ended if prompt.samples_started == job.request.num_samples else self._read).append(prompt)
         try:
             with ExitStack() as copied:
                 for prompt in ended:
@@ -405,8 +416,3 @@ class Sampler:
         if job.slot is not None:
             self._versions.release(job.slot)
             job.slot = None
-
-
-def _pages_to_begin(job: Job) -> int:
-    """Pages that a prompt and its first sample take."""
-    return pages_of(job, PAGE_SIZE) + pages_per_sample(job, PAGE_SIZE)

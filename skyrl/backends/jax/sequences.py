@@ -44,6 +44,10 @@ class Job:
     """In the order of arrival; no two are alike."""
     slot: int | None = None
     """Slot of its version, pinned from admission to the end."""
+    lacks_room: bool = False
+    """Whether there was no room when it was to begin, or to start its next sample."""
+    passed_by: int = 0
+    """Pages of requests behind it that began meanwhile."""
     cache_hits: int = 0
     """Tokens of its prompt that did not have to be computed."""
     finished: dict[int, GeneratedSequence] = field(default_factory=dict)
