@@ -33,6 +33,9 @@ class _Unwritten:
     model_id: str
     path: str
     write: Callable[[], SaveOutput]
+    nbytes: int
+    failure: Exception | None = None
+    """Why it could not be written, unless it is being tried."""
 
 
 class Writer:
@@ -50,14 +53,20 @@ class Writer:
         """What is written last, of all that has been handed over, of a ("model", id) and to a ("folder", path)."""
         self._unwritten: dict[str, _Unwritten] = {}
         """By version, in order of publication."""
+        self._pending: dict[Future[Any], int] = {}
+        """Bytes of what is in memory until it is written."""
         self._lock = threading.Lock()
 
-    def submit(self, model_id: str, path: str, write: Callable[[], T]) -> "Future[T]":
-        """Write something of a model to the folder `path`, after all that the model wrote before."""
+    def submit(self, model_id: str, path: str, write: Callable[[], T], nbytes: int = 0) -> "Future[T]":
+        """Write something of a model to the folder `path`, after all that the model wrote before.
+
+        `nbytes` of memory count as `unwritten_bytes` meanwhile.
+        """
         lines, writing = [("model", model_id), _folder(path)], Future[T]()
         with self._lock:
             before = self._before(lines)
             self._last |= dict.fromkeys(lines, writing)
+            self._pending |= {writing: nbytes} if nbytes else {}
         writing.add_done_callback(partial(self._forget, lines))
         _after(before, self._writers, write, writing)
         return writing
@@ -71,13 +80,13 @@ class Writer:
         return reading
 
     def keep_version(
-        self, version: str, model_id: str, path: str, write: Callable[[], SaveOutput]
+        self, version: str, model_id: str, path: str, write: Callable[[], SaveOutput], nbytes: int = 0
     ) -> "Future[Exception | None]":
         """Write a version that is in use already; try again before each snapshot of its model until it is written.
 
-        The future is done after the first time.
+        The future is done after the first time. `nbytes` of memory count as `unwritten_bytes` until it is written.
         """
-        entry = _Unwritten(model_id, path, write)
+        entry = _Unwritten(model_id, path, write, nbytes)
         with self._lock:
             self._unwritten.pop(version, None)
             self._unwritten[version] = entry
@@ -87,6 +96,30 @@ class Writer:
         """The version was deleted; nobody waits for it any more."""
         with self._lock:
             self._unwritten.pop(version, None)
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Memory of what is there only until it is written."""
+        with self._lock:
+            return sum(self._pending.values()) + sum(entry.nbytes for entry in self._unwritten.values())
+
+    @property
+    def trying(self) -> bool:
+        """Whether any of it is on its way to the disk."""
+        with self._lock:
+            return bool(self._pending) or any(entry.failure is None for entry in self._unwritten.values())
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why some of it is not on disk."""
+        return next((entry.failure for _, entry in self._left() if entry.failure is not None), None)
+
+    def try_again(self) -> None:
+        """Write what could not be written."""
+        for version, entry in self._left():
+            if entry.failure is not None:
+                entry.failure = None
+                self._submit_version(version, entry)
 
     def snapshot(self, model_id: str, path: str, write: Callable[[], T]) -> "Future[T]":
         """Call `write` once everything of the model is on disk. Fails with `StorageError` if something cannot be."""
@@ -114,6 +147,7 @@ class Writer:
 
     def _forget(self, lines: list[tuple[str, str]], writing: Future[Any]) -> None:
         with self._lock:
+            self._pending.pop(writing, None)
             for line in lines:
                 if self._last.get(line) is writing:
                     del self._last[line]
@@ -136,6 +170,7 @@ class Writer:
             saved = entry.write()
         except Exception as error:
             log.error("version %s is in memory only until it can be written: %s", version, error)
+            entry.failure = error
             return error
         with self._lock:
             wanted = self._unwritten.get(version) is entry

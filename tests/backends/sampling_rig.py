@@ -64,9 +64,9 @@ class Rig:
             **options,
         )
 
-    def pool(self, slots: int = 4, max_resident: int = 32) -> VersionPool:
+    def pool(self, slots: int = 4, max_bytes: int = 2**40) -> VersionPool:
         """A pool that reads versions from `stored`. With 4 slots, its programs are those of `sampler`."""
-        return VersionPool(zero_adapter(self.config, RANK), slots=slots, load=self.load, max_resident=max_resident)
+        return VersionPool(zero_adapter(self.config, RANK), slots=slots, load=self.load, max_bytes=max_bytes)
 
     def load(self, path: str) -> "Future[Adapter]":
         reading: Future[Adapter] = Future()

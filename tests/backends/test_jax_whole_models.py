@@ -16,7 +16,6 @@ import oracle
 from driver import create, datum, finish, forward_backward, new_id, optim_step, publish, random_datum, sample, train
 from skyrl.backends.backend import ExportModel, LoadSnapshot, Publish, SaveCheckpoint, SaveSnapshot
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.backends.jax.versions import OWN_BASES
 from skyrl.tx.export import WEIGHTS, named_tensors
 from skyrl.tx.make_model import make_model
 from skyrl.tx.models.types import MODELS as KINDS
@@ -178,15 +177,6 @@ def test_a_version_that_left_memory_is_read_from_its_folder(backend, tmp_path):
     after = sample(backend, "stored", tmp_path / "stored", max_tokens=10).sequences[0]
     np.testing.assert_array_equal(before.tokens, after.tokens)
     np.testing.assert_array_equal(before.logprobs, after.logprobs)
-
-
-def test_few_versions_that_are_stored_stay_in_memory(backend, tmp_path):
-    for number in range(5):
-        train(backend, seed=number)
-        publish(backend, f"version-{number}", tmp_path / str(number))
-        sample(backend, f"version-{number}")
-    held = [backend._versions.adapter(slot) for slot in range(1, 32)]
-    assert sum(adapter is not None and adapter.own_base is not None for adapter in held) <= OWN_BASES
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")

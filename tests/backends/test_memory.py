@@ -106,7 +106,7 @@ def test_calls_with_several_tiles_are_those_that_memory_has_room_for():
     assert choose_stacks(0, 100) == (1,)
 
 
-@pytest.mark.parametrize("field", ["adapter_memory_gib", "adapter_host_memory_gib"])
+@pytest.mark.parametrize("field", ["adapter_memory_gib", "adapter_host_memory_gib", "version_memory_gib"])
 def test_room_that_is_not_there_is_refused_with_the_field(tiny_model, field):
     with pytest.raises(RequestError, match=rf"{field}=100000 is more than"):
         JaxBackend(str(tiny_model), JaxBackendConfig(compilation_cache=False, **{field: 1e5}))
@@ -136,6 +136,8 @@ def test_room_for_models_is_what_the_configuration_says_else_a_part_of_what_is_l
     for given in (0, 35):
         device, host = plan.models(device=given, host=0)
         assert device + host <= plan.left
+        assert plan.versions(0, (device, host)) == plan.left - device - host
+        assert plan.versions(1.5, (device, host)) == 1.5 * 2**30
 
 
 def test_the_host_has_the_memory_that_the_kernel_says_or_its_control_group_less():

@@ -1,6 +1,7 @@
 """Published versions: frozen, apart from each other, and a cache over what is on disk."""
 
 import dataclasses
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 from sampling_rig import Rig, finish, prompt_of, request, run, same, sequence
 
-from skyrl.backends.jax.versions import READ_AT_ONCE
+from skyrl.backends.jax.versions import READ_AT_ONCE, bytes_of
 from skyrl.errors import RequestError, StorageError
+from skyrl.tx.models.types import Adapter
 from skyrl.types import ErrorResponse
 
 pytestmark = pytest.mark.gpu
@@ -175,7 +177,7 @@ def test_a_version_waits_while_samples_run_on_every_slot(rig):
 
 
 def test_stored_versions_leave_memory_and_are_read_back(rig):
-    pool = rig.pool(max_resident=1)
+    pool = rig.pool(max_bytes=bytes_of(rig.adapter(0)))
     sampler = rig.make_sampler(pool)
     for seed in range(4):
         rig.stored[f"/folder{seed}"] = rig.adapter(30 + seed)
@@ -190,8 +192,58 @@ def test_stored_versions_leave_memory_and_are_read_back(rig):
         pool.acquire("a0")
 
 
+def copied(rig, adapter, rank: int = 8):
+    """An adapter with arrays of its own, of a smaller rank perhaps, so that a slot holds a padded copy."""
+    cut = per_pair(adapter.weights, lambda a: jnp.array(a[..., :rank]), lambda b: jnp.array(b[..., :rank, :]))
+    return adapter._replace(weights=cut)
+
+
+def live_bytes() -> int:
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+@pytest.mark.parametrize("rank", [8, 4])
+def test_versions_that_are_stored_keep_to_the_bytes_that_they_may_take(rig, rank):
+    one = bytes_of(rig.adapter(0))
+    gc.collect()
+    pool, before = rig.pool(slots=8, max_bytes=3 * one), live_bytes()
+    for number in range(8):
+        rig.stored[f"/{number}"] = adapter = copied(rig, rig.adapter(60 + number % 3), rank)
+        pool.publish(f"a{number}", adapter)
+        pool.mark_stored(f"a{number}", adapter, f"/{number}")
+        pool.release(pool.acquire(f"a{number}"))
+        del adapter, rig.stored[f"/{number}"]
+    gc.collect()
+    assert one < live_bytes() - before <= 3 * one + 2**10
+
+
+def test_large_versions_leave_memory_after_fewer_than_small_ones(rig):
+    one, large = bytes_of(rig.adapter(0)), Adapter({"base": jnp.zeros(2**20)}, jnp.float32(1))
+    pool = rig.pool(max_bytes=2**22 + 4 * one)
+    for number in range(3):
+        pool.publish(f"large{number}", large)
+        pool.mark_stored(f"large{number}", large, f"/large{number}")
+    rig.held["/large1"] = None
+    assert [pool.at_hand(f"large{number}") for number in (2, 1)] == [True, False]
+    rig.held.clear()
+
+
+def test_versions_in_use_and_those_that_are_nowhere_else_stay_whatever_they_take(rig):
+    pool = rig.pool(max_bytes=0)
+    for number in range(3):
+        pool.publish(f"a{number}", rig.adapter(number))
+    pins = [pool.acquire(f"a{number}") for number in range(2)]
+    pool.mark_stored("a0", pool.adapter(pins[0]), "/a0")
+    pool.publish("last", rig.adapter(3))
+    assert all(pool.at_hand(f"a{number}") for number in range(3))
+    pool.release(pins[0])
+    assert pool.at_hand("a1") and pool.at_hand("a2")
+    with pytest.raises(StorageError, match="/a0"):
+        pool.at_hand("a0")
+
+
 def test_a_write_that_ends_after_its_name_was_published_again_says_nothing_of_the_new_weights(rig):
-    pool = rig.pool(slots=2, max_resident=1)
+    pool = rig.pool(slots=2, max_bytes=bytes_of(rig.adapter(0)))
     old, new = rig.adapter(50), rig.adapter(51)
     rig.stored["/old"] = old
     pool.publish("name", old)
@@ -203,7 +255,7 @@ def test_a_write_that_ends_after_its_name_was_published_again_says_nothing_of_th
 
 
 def test_a_version_that_is_nowhere_else_stays_in_memory(rig):
-    pool = rig.pool(slots=2, max_resident=1)
+    pool = rig.pool(slots=2, max_bytes=bytes_of(rig.adapter(0)))
     for seed in range(3):
         pool.publish(f"a{seed}", rig.adapter(seed))
     for seed in range(3):

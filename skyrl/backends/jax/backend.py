@@ -126,6 +126,7 @@ class JaxBackend(Executor):
         self.plan = plan
         progress(str(plan))
         room = Room(*plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib))
+        version_bytes = plan.versions(config.version_memory_gib, (room.device, room.host))
         self._models = Residence(
             room,
             lambda path, state: self._storage.write_state(path, state),
@@ -153,6 +154,7 @@ class JaxBackend(Executor):
         self._versions = VersionPool(
             zero,
             slots=config.max_lora_adapters,
+            max_bytes=version_bytes,
             load=lambda path: self._writer.read(path, partial(self._read_version, path)),
         )
         self._storage = Storage(
@@ -164,6 +166,7 @@ class JaxBackend(Executor):
             like=self._empty_adapter,
             writer=self._writer,
             versions=self._versions,
+            unwritten_bytes=max(1, version_bytes // 2),
         )
         self.sampler = self._sampler = Sampler(
             graphdef,
@@ -211,7 +214,8 @@ class JaxBackend(Executor):
 
     def may_wait(self, operation: ModelOperation) -> bool:
         if operation.model_id in self._models and not isinstance(operation, LoadCheckpoint):
-            return not self._models.is_at_hand(operation.model_id)
+            crowded = isinstance(operation, Publish) and self._storage.crowded
+            return crowded or not self._models.is_at_hand(operation.model_id)
         return isinstance(operation, CreateModel | LoadCheckpoint | LoadSnapshot)
 
     def discard_gradients(self, model_id: str) -> None:
@@ -428,6 +432,8 @@ class JaxBackend(Executor):
 
     @_work.register
     def _write(self, operation: SaveCheckpoint | SaveSnapshot | ExportModel | Publish) -> Work:
+        if isinstance(operation, Publish):  # before the model is at work: that must not wait for others
+            yield from self._storage.room_for_version()
         with self._at_work(operation.model_id) as brought:
             return (yield from self._storage.write(operation, (yield from brought)))
 

@@ -67,6 +67,10 @@ class JaxBackendConfig(BaseModel):
     adapter_host_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """GiB of host memory for models that are not at work. More are moved to disk. 0: as planned."""
 
+    version_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """GiB for published versions. Those that are on disk leave memory, least recently used first, to keep to it; those
+    that are still to be written may take half of it, and publishing waits meanwhile. 0: what models leave."""
+
     offload_folder: str | None = None
     """Folder for models that memory has no room for, while the server runs. What a server that was killed left there is
     removed by the next. None: where temporary files are."""

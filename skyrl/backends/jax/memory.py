@@ -77,7 +77,22 @@ class Plan(NamedTuple):
         on_device = int(device * GIB) or max(self.left // (4 if shared else 2), self.model)
         beside = self.left - on_device if shared else host_memory()
         _check_room("adapter_host_memory_gib", host, beside)
-        return on_device, int(host * GIB) or min((self.left if shared else beside) // 4, beside)
+        return on_device, int(host * GIB) or (min(self.left // 4, beside // 2) if shared else beside // 4)
+
+    def versions(self, gib: float, models: tuple[int, int]) -> int:
+        """Bytes for published versions in memory.
+
+        Args:
+            gib: As configured; 0 leaves it to the plan, all that models leave.
+            models: What `models` returned.
+
+        Raises:
+            RequestError: What is configured is not there.
+        """
+        device, host = models
+        left = max(0, self.left - device - (host if jax.default_backend() == "cpu" else 0))
+        _check_room("version_memory_gib", gib, left)
+        return int(gib * GIB) or left
 
     def check(self, longest: int | None = None) -> None:
         """Raise `RequestError` unless one model fits beside the rest.
@@ -174,7 +189,7 @@ def stack_bytes(stack: int, adapter: int) -> int:
 def _check_room(field: str, gib: float, left: int) -> None:
     if gib * GIB > left:
         raise RequestError(
-            f"{field}={gib:g} is more than the {_size(left)} that are left for models beside all else; use less, or 0 "
+            f"{field}={gib:g} is more than the {_size(left)} that are left for it beside all else; use less, or 0 "
             "for a part of what is left"
         )
 

@@ -18,9 +18,9 @@ from skyrl.backends.executor import Waiting, Work
 from skyrl.backends.jax import checkpoints
 from skyrl.backends.jax.adapters import Kind, ModelState, in_types_of
 from skyrl.backends.jax.residence import About, Turns
-from skyrl.backends.jax.versions import VersionPool
+from skyrl.backends.jax.versions import VersionPool, bytes_of
 from skyrl.backends.writer import Writer
-from skyrl.errors import RequestError
+from skyrl.errors import RequestError, StorageError
 from skyrl.tx.export import model_files
 from skyrl.tx.models.types import Adapter
 from skyrl.types import LoraConfig, SaveOutput
@@ -50,6 +50,8 @@ class Storage:
     """An adapter of what is stored, to compare shapes with. Raises `RequestError` for what is not served here."""
     writer: Writer
     versions: VersionPool
+    unwritten_bytes: int
+    """Memory that versions may take which are not on disk yet. While they do, no other is published."""
 
     # -- operations, in turns with others -----------------------------------------------------------------------------
 
@@ -70,6 +72,26 @@ class Storage:
                 writing = self.writer.submit(model_id, path, partial(self._write_model, path, state.adapter))
         return (yield from _in_turn(writing, state.adapter))
 
+    @property
+    def crowded(self) -> bool:
+        """Whether versions that are not on disk take all the memory that they may."""
+        return self.writer.unwritten_bytes >= self.unwritten_bytes
+
+    def room_for_version(self) -> Turns[None]:
+        """Wait until versions have been written, if it has to be. Raises `StorageError` if they cannot be."""
+        tried = False
+        while self.crowded:
+            if self.writer.trying:
+                yield Waiting(lambda: not (self.crowded and self.writer.trying))
+            elif not tried:
+                self.writer.try_again()
+                tried = True
+            else:
+                raise StorageError(
+                    f"versions of {self.writer.unwritten_bytes} bytes are in memory and cannot be written, so no other "
+                    f"can be published: {self.writer.failure}"
+                )
+
     def _publish(self, operation: Publish, state: ModelState) -> Work:
         adapter, lora_config = state.adapter, state.lora_config
         if state.value_head:
@@ -84,10 +106,11 @@ class Storage:
             return SaveOutput("")
         model_id, path = operation.model_id, operation.path
         write = partial(self._write_version, operation, path, adapter, lora_config)
+        nbytes = bytes_of(adapter)
         if operation.persist:
-            return (yield from _in_turn(self.writer.submit(model_id, path, write), adapter))
+            return (yield from _in_turn(self.writer.submit(model_id, path, write, nbytes), adapter))
         self.versions.publish(operation.version, adapter)
-        writing = self.writer.keep_version(operation.version, model_id, path, write)
+        writing = self.writer.keep_version(operation.version, model_id, path, write, nbytes)
         yield from _in_turn(writing, adapter)
         return SaveOutput(path)
 

@@ -2,12 +2,12 @@
 
 JAX arrays never change, so publishing a version is keeping a reference to its adapter. Slots limit how many versions
 are sampled at once (slot 0 is the base model, without an adapter): a version is put into one when a sample needs it and
-stays until another version needs the slot. Versions that are also on disk may leave memory, least recently used first,
-and are read back, while others are sampled, when they are asked for. Versions with a base of their own are large, so
-few of them are kept.
+stays until another version needs the slot. Versions that are also on disk leave memory, least recently used first, when
+all take more than they may, and are read back, while others are sampled, when they are asked for.
 """
 
 import itertools
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,9 +24,6 @@ from skyrl.tx.models.types import Adapter
 
 BASE_SLOT = 0
 
-OWN_BASES = 2
-"""Versions with a base of their own to keep in memory, beside those that are nowhere else or in use."""
-
 READ_AT_ONCE = 4
 """Versions that are read at the same time, each of which takes its memory."""
 
@@ -39,6 +36,8 @@ class _Slot:
     adapter: Adapter | None = None
     content: int = 0
     """Different for everything that was ever in a slot."""
+    nbytes: int = 0
+    """That it takes beside the version, if that is of a smaller rank."""
 
 
 class VersionPool:
@@ -49,17 +48,20 @@ class VersionPool:
         slots: Slots there are, the base model's included.
         load: Starts to read the adapter that is stored in a folder, in another thread. The future fails with
             `StorageError` or `RequestError`.
-        max_resident: Versions to keep in memory, beside those that are nowhere else.
+        max_bytes: Memory of all versions, beside those that are nowhere else or in use, and the one used last.
     """
 
-    def __init__(self, zero: Adapter, *, slots: int, load: Callable[[str], Future[Adapter]], max_resident: int = 32):
+    def __init__(self, zero: Adapter, *, slots: int, load: Callable[[str], Future[Adapter]], max_bytes: int):
         assert slots >= 2, slots
         self._zero = zero
         self._load = load
-        self._max_resident = max_resident
+        self._max_bytes = max_bytes
         self._contents = itertools.count(1)
         self._slots: OrderedDict[int, _Slot] = OrderedDict((slot, _Slot()) for slot in range(1, slots))
         self._resident: OrderedDict[str, Adapter] = OrderedDict()
+        """Least recently used first."""
+        self._sizes: dict[str, int] = {}
+        """Bytes of those."""
         self._paths: dict[str, str] = {}
         self._readings: dict[str, tuple[str, Future[Adapter]]] = {}
         """(folder, what is being read from it) by version."""
@@ -92,13 +94,12 @@ class VersionPool:
     def drop(self, version: str) -> None:
         """Forget a version. Samples that run on it go on; its slot is free when they are done."""
         with self._lock:
-            self._resident.pop(version, None)
+            self._let_go(version)
             self._paths.pop(version, None)
             self._readings.pop(version, None)
-            for slot in self._slots.values():
-                if slot.version == version:
-                    slot.version = None
-            self._shed()
+            if (slot := self._slot_of(version)) is not None:
+                self._slots[slot].version = None
+                self._clear_unused(slot)
 
     def at_hand(self, version: str | None, path: str | None = None) -> bool:
         """Whether a version is in memory. If not, it is being read from now on, or once others have been.
@@ -112,7 +113,7 @@ class VersionPool:
             StorageError: Its files are missing or damaged.
         """
         with self._lock:
-            if version is None or version in self._resident or self._slot_of(version) is not None:
+            if version is None or version in self._resident:
                 return True
             if version in self._readings:
                 return self._has_arrived(version)
@@ -145,12 +146,14 @@ class VersionPool:
                 slot = self._free_slot()
                 if slot is None:
                     return None
-                adapter = self._resident[version]
-                self._resident.move_to_end(version)
-                adapter = adapter if adapter.own_base is not None else padded(adapter, self._zero)
-                self._slots[slot] = _Slot(version, 0, adapter, next(self._contents))
+                own = self._resident[version]
+                adapter = own if own.own_base is not None else padded(own, self._zero)
+                copied = 0 if adapter is own else bytes_of(adapter)
+                self._slots[slot] = _Slot(version, 0, adapter, next(self._contents), copied)
             self._slots[slot].pins += 1
             self._slots.move_to_end(slot)
+            self._resident.move_to_end(version)
+            self._shed()
             return slot
 
     def release(self, slot: int) -> None:
@@ -160,12 +163,18 @@ class VersionPool:
         with self._lock:
             assert self._slots[slot].pins > 0, slot
             self._slots[slot].pins -= 1
+            self._clear_unused(slot)
             self._shed()
 
     @property
     def pinned(self) -> int:
         """Pins that have not been released."""
         return sum(slot.pins for slot in self._slots.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of all versions, with the copies that are in slots."""
+        return sum(self._sizes.values()) + sum(slot.nbytes for slot in self._slots.values())
 
     def _slot_of(self, version: str) -> int | None:
         return next((slot for slot, held in self._slots.items() if held.version == version), None)
@@ -190,19 +199,41 @@ class VersionPool:
     def _keep(self, version: str, adapter: Adapter) -> None:
         self._resident[version] = adapter
         self._resident.move_to_end(version)
+        self._sizes[version] = bytes_of(adapter)
         self._shed()
 
+    def _let_go(self, version: str) -> None:
+        self._resident.pop(version, None)
+        self._sizes.pop(version, None)
+
+    def _clear_unused(self, slot: int) -> None:
+        """Free what nobody can ask for any more: in use no longer, and dropped."""
+        if not self._slots[slot].pins and self._slots[slot].version is None:
+            self._slots[slot] = _Slot()
+
     def _shed(self) -> None:
-        """Let stored versions go, least recently used first, while there are too many in memory."""
-        whole = {version for version, adapter in self._resident.items() if adapter.own_base is not None}
-        for version in [version for version in self._resident if version in self._paths]:
-            if len(self._resident) > self._max_resident or (version in whole and len(whole) > OWN_BASES):
-                del self._resident[version]
-                whole.discard(version)
-        for slot, held in self._slots.items():
-            unused = not held.pins and held.version not in self._resident
-            if unused and held.adapter is not None and held.adapter.own_base is not None:
+        """Let stored versions go that are not in use, least recently used first, while all take too much memory."""
+        excess = self.held_bytes - self._max_bytes
+        if excess <= 0:
+            return
+        slots = {held.version: slot for slot, held in self._slots.items() if held.version is not None}
+        for version in list(self._resident)[:-1]:
+            slot = slots.get(version)
+            if excess <= 0:
+                return
+            if slot is not None and self._slots[slot].pins:
+                continue
+            if slot is not None:
+                excess -= self._slots[slot].nbytes
                 self._slots[slot] = _Slot()
+            if version in self._paths:
+                excess -= self._sizes[version]
+                self._let_go(version)
+
+
+def bytes_of(adapter: Adapter) -> int:
+    """Memory of its weights."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(adapter.weights))
 
 
 def padded(adapter: Adapter, like: Adapter) -> Adapter:
@@ -219,4 +250,6 @@ def padded(adapter: Adapter, like: Adapter) -> Adapter:
         missing = [(0, wanted - size) for size, wanted in zip(leaf.shape, room.shape, strict=True)]
         return jnp.asarray(np.pad(leaf, missing))  # on the host, where no program has to be compiled for it
 
-    return jax.tree.map(pad, adapter, like)
+    made = jax.tree.map(pad, adapter, like)
+    same = all(map(operator.is_, jax.tree.leaves(made), jax.tree.leaves(adapter)))
+    return adapter if same else made
