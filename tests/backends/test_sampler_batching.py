@@ -224,9 +224,10 @@ def test_a_small_request_passes_a_large_one_that_waits_for_memory(rig):
     assert same(results[small.request_id].sequences[0], sequence(rig.sampler, prompt_of(11), max_tokens=6))
 
 
-def test_small_requests_that_never_end_do_not_starve_a_large_one(rig):
+@pytest.mark.parametrize("rows", [1, 4])
+def test_small_requests_that_never_end_do_not_starve_a_large_one(rig, rows):
     """The large one takes all pages, and there is always a small one that has some."""
-    sampler = rig.make_sampler(cache_bytes=TOKEN_BYTES * 64 * 9)
+    sampler = rig.make_sampler(cache_bytes=TOKEN_BYTES * 64 * 9, max_rows=rows)
     sampler.add(request(prompt_of(12), max_tokens=40))
     sampler.burst()
     sampler.add(request(prompt_of(440), name="large", max_tokens=3))

@@ -41,17 +41,16 @@ class Line:
     def remove(self, job: Job) -> None:
         self._jobs.remove(job)
 
-    def may_begin(self, begun: Sequence[Job] = (), most: int = LOOK_PAST) -> Iterator[Job]:
+    def may_begin(self, begun: Sequence[Job] = ()) -> Iterator[Job]:
         """The jobs that may begin if there is room, in order. Who lets one begin removes it before going on.
 
         Args:
             begun: Jobs that have left the line; those that lack room count as ahead of all that wait.
-            most: Jobs to go past.
         """
         ahead = [job for job in begun if job.lacks_room]
         left = min((self._room - job.passed_by for job in ahead), default=math.inf)
         passed = 0
-        while left > 0 and passed < min(most, len(self._jobs)):
+        while left > 0 and passed < min(LOOK_PAST, len(self._jobs)):
             job = self._jobs[passed]
             pages = pages_in_all(job)
             if pages <= left:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack
+from itertools import islice
 from typing import Any
 
 import jax
@@ -168,8 +169,8 @@ class Sampler:
         jobs = [sequence.job for sequence in self._running]
         jobs += [prompt.job for prompt in (*self._reading, *self._read)]
         if self._places > 0:
-            waiting = self._waiting.may_begin(jobs, LOOK_PAST + self._places)
-            jobs += [job for job in waiting if pages_to_begin(job) <= self.pages_free]
+            first = islice(self._waiting, LOOK_PAST + self._places)
+            jobs += [job for job in first if pages_to_begin(job) <= self.pages_free]
         return tuple(job.request.request_id for job in dict.fromkeys(jobs))
 
     @property
@@ -230,14 +231,13 @@ class Sampler:
         Those whose version is being read are passed without limit.
         """
         failed: list[Completion] = []
-        if self._places > 0:
-            for job in self._waiting.may_begin([prompt.job for prompt in self._read]):
-                try:
-                    self._begin(job)
-                except Exception as error:
-                    failed += self._fail([job], error)
-                if self._places == 0:
-                    break
+        for job in self._waiting.may_begin([prompt.job for prompt in self._read]):
+            if self._places == 0:
+                break
+            try:
+                self._begin(job)
+            except Exception as error:
+                failed += self._fail([job], error)
         return failed
 
     def _begin(self, job: Job) -> None:
