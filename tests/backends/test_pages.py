@@ -1,5 +1,7 @@
 """Pages of the cache: none is lost, none has two owners, and a prefix is found again as long as it is there."""
 
+from collections.abc import Hashable
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -16,7 +18,7 @@ def pages_of(sequence: list[int]) -> list[np.ndarray]:
     return [np.asarray(sequence[i : i + SIZE], np.int32) for i in range(0, len(sequence), SIZE)]
 
 
-def put(pages: Pages, sequence: list[int], owner: str = "") -> list[Node]:
+def put(pages: Pages, sequence: list[int], owner: Hashable = "") -> list[Node]:
     """Insert a sequence, page by page. Its path is pinned."""
     node, path = pages.root(owner), []
     for part in pages_of(sequence):
@@ -75,6 +77,15 @@ def test_pages_in_use_are_not_given_up():
     pages = Pages(3, SIZE)
     put(pages, [1, 2, 3, 4, 5])
     assert not pages.reserve(1)
+
+
+def test_who_has_no_pages_is_not_remembered():
+    pages = Pages(3, SIZE)
+    for owner in range(100):
+        assert pages.next_full(pages.root(owner), np.asarray([1, 2, 3, 4], np.int32)) is None
+    for owner in range(100, 200):  # the pages of the last two are there
+        free(pages, put(pages, [1], owner))
+    assert set(pages._roots) == {198, 199}
 
 
 class Model(RuleBasedStateMachine):

@@ -149,6 +149,12 @@ def test_requests_with_one_prompt_that_come_together_read_it_once(rig):
     assert same(results[4].sequences[0], alone.sequences[0])
 
 
+def test_deterministic_prompts_of_one_token_leave_nothing_behind(rig):
+    sampler = rig.make_sampler(deterministic=True, max_rows=4, max_context_length=256)
+    run(sampler, *(request([5], seed=seed, max_tokens=1) for seed in range(12)))
+    assert sampler._cache.pages._roots == {}
+
+
 @pytest.mark.parametrize("other", [{"tenant": "b"}, {"version": "v1"}, {"version": None}])
 def test_nothing_is_shared_between_tenants_or_versions(rig, other):
     sampler = rig.make_sampler()
@@ -228,12 +234,12 @@ def test_a_small_request_passes_a_large_one_that_waits_for_memory(rig):
 def test_small_requests_that_never_end_do_not_starve_a_large_one(rig, rows):
     """The large one takes all pages, and there is always a small one that has some."""
     sampler = rig.make_sampler(cache_bytes=TOKEN_BYTES * 64 * 9, max_rows=rows)
-    sampler.add(request(prompt_of(12), max_tokens=40))
+    sampler.add(request(prompt_of(12), max_tokens=8))
     sampler.burst()
     sampler.add(request(prompt_of(440), name="large", max_tokens=3))
     ended = []
-    for seed in range(24):
-        sampler.add(request(prompt_of(12, seed), max_tokens=20))
+    for seed in range(40):
+        sampler.add(request(prompt_of(12, seed), max_tokens=4))
         ended += [done.request_id for done in sampler.burst()]
     assert "large" in ended
     finish(sampler)

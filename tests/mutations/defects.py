@@ -658,4 +658,16 @@ DEFECTS = [
         ],
         [BATCHING + "test_a_request_that_there_is_no_memory_to_begin_fails_alone"],
     ),
+    Defect(
+        "owners-kept-for-ever",
+        "an owner of prefixes is remembered for each request, though it has no pages",
+        [
+            Edit(
+                "skyrl/backends/jax/pages.py",
+                "return Node(np.empty(0, np.int32), SCRATCH, None, owner) if known is None else known",
+                "return self._roots.setdefault(owner, known or Node(np.empty(0, np.int32), SCRATCH, None, owner))",
+            )
+        ],
+        ["tests/backends/test_pages.py::test_who_has_no_pages_is_not_remembered"],
+    ),
 ]

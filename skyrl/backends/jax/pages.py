@@ -46,6 +46,7 @@ class Pages:
         self._free = list(range(count - 1, SCRATCH, -1))
         self._reserved = 0
         self._roots: dict[Hashable, Node] = {}
+        """Of the owners that have pages in the tree."""
         self._idle: OrderedDict[Node, None] = OrderedDict()
         """Nodes without users, least recently used first."""
 
@@ -80,10 +81,9 @@ class Pages:
     # -- prefixes -----------------------------------------------------------------------------------------------------
 
     def root(self, owner: Hashable) -> Node:
-        """Where the prefixes of an owner begin."""
-        if owner not in self._roots:
-            self._roots[owner] = Node(np.empty(0, np.int32), SCRATCH, None, owner)
-        return self._roots[owner]
+        """Where the prefixes of an owner begin. It is kept from the first `insert` below it on."""
+        known = self._roots.get(owner)
+        return Node(np.empty(0, np.int32), SCRATCH, None, owner) if known is None else known
 
     def next_full(self, node: Node, tokens: np.ndarray) -> Node | None:
         """The child that holds exactly these tokens, a full page of them."""
@@ -119,6 +119,8 @@ class Pages:
 
     def insert(self, parent: Node, tokens: np.ndarray, page: int) -> Node:
         """Hand a page over to the tree, pinned once. If it has an equal one, that is returned and `page` freed."""
+        if parent.parent is None:
+            assert self._roots.setdefault(parent.owner, parent) is parent, parent.owner
         children = parent.children.setdefault(int(tokens[0]), [])
         node = next((child for child in children if np.array_equal(child.tokens, tokens)), None)
         if node is None:
