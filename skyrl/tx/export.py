@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save
 
 from skyrl.tx.lora import lora_targets, pair_at
 from skyrl.tx.models.types import MODELS, Adapter
+from skyrl.tx.tensor_file import Tensor, on_host, tensor_file
+from skyrl.utils.storage import Content
 
 if TYPE_CHECKING:
     from skyrl.tx.models.configs import ModelConfig
@@ -23,11 +24,11 @@ BESIDE = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vo
 
 def model_files(
     folder: Path, model_config: "ModelConfig", base: Any, adapter: Adapter, value_head: str
-) -> dict[str, bytes]:
+) -> dict[str, Content]:
     """Files of the model that `adapter` makes of the base model, by name, as `transformers` loads them.
 
     Weights have the types that they have in `base`; LoRA is merged, W + scaling (A B), in float32. An adapted
-    vocabulary projection is not tied to the embedding any more.
+    vocabulary projection is not tied to the embedding any more. Tensors are made one by one, as they are written.
 
     Args:
         folder: The base model's files.
@@ -49,12 +50,12 @@ def model_files(
         if key in config:
             config[key] = str(types[EMBEDDING])
     if adapter.value_head is not None:
-        weights[f"{value_head}.weight"] = np.asarray(adapter.value_head)[None]
+        weights[f"{value_head}.weight"] = Tensor.of(np.asarray(adapter.value_head)[None])
     beside = {path.name: path.read_bytes() for pattern in BESIDE for path in sorted(folder.glob(pattern))}
-    return {**beside, CONFIG: json.dumps(config, indent=2).encode(), WEIGHTS: save(weights, {"format": "pt"})}
+    return {**beside, CONFIG: json.dumps(config, indent=2).encode(), WEIGHTS: tensor_file(weights, {"format": "pt"})}
 
 
-def named_tensors(names: Mapping[tuple[Any, ...], str], state: Any) -> dict[str, np.ndarray]:
+def named_tensors(names: Mapping[tuple[Any, ...], str], state: Any) -> dict[str, Tensor]:
     """Parameters by their Hugging Face names, in Hugging Face's layout, each of stacked layers by itself.
 
     Args:
@@ -62,20 +63,29 @@ def named_tensors(names: Mapping[tuple[Any, ...], str], state: Any) -> dict[str,
             `ModelForCausalLM.weight_names` has them.
         state: Parameters of a split NNX model, or other arrays in their structure.
     """
-    tensors: dict[str, np.ndarray] = {}
+    tensors: dict[str, Tensor] = {}
     for path, variable in nnx.to_flat_state(state):
         layer = next((part for part in path if isinstance(part, int)), None)
         template = names[tuple(part for part in path if not isinstance(part, int))]
-        array = np.asarray(variable[...])
-        array = np.swapaxes(array, -1, -2) if path[-1] == "kernel" else array
+        array, transposed = variable[...], path[-1] == "kernel"
         if "{layer}" not in template or layer is not None:
-            tensors[template.format(layer=layer)] = array
+            tensors[template.format(layer=layer)] = _tensor(array, None, transposed)
         else:
-            tensors |= {template.format(layer=number): one for number, one in enumerate(array)}
-    return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+            layers = range(array.shape[0])
+            tensors |= {template.format(layer=number): _tensor(array, number, transposed) for number in layers}
+    return tensors
 
 
-def _merge(tensors: dict[str, np.ndarray], adapter: Adapter, model_config: "ModelConfig") -> None:
+def _tensor(array: Any, number: int | None, transposed: bool) -> Tensor:
+    """An array, or the one of a layer, perhaps with its last two axes swapped."""
+    shape = array.shape if number is None else array.shape[1:]
+    if not transposed:
+        return Tensor(shape, np.dtype(array.dtype), lambda: on_host(array, number))
+    swapped = (*shape[:-2], shape[-1], shape[-2])
+    return Tensor(swapped, np.dtype(array.dtype), lambda: np.swapaxes(on_host(array, number), -1, -2))
+
+
+def _merge(tensors: dict[str, Tensor], adapter: Adapter, model_config: "ModelConfig") -> None:
     """Add the adapter's products to the weights that they belong to."""
     scaling = float(adapter.scaling)
     for target in lora_targets(model_config):
@@ -87,4 +97,15 @@ def _merge(tensors: dict[str, np.ndarray], adapter: Adapter, model_config: "Mode
             name = f"{target.module.format(layer=layer)}.weight"
             at_layer = ... if layer is None else layer
             before = tensors[EMBEDDING if name == PROJECTION and name not in tensors else name]
-            tensors[name] = before.astype(np.float32) + scaling * (a[at_layer] @ b[at_layer]).T
+            tensors[name] = _merged(before, a[at_layer], b[at_layer], scaling)
+
+
+def _merged(before: Tensor, a: np.ndarray, b: np.ndarray, scaling: float) -> Tensor:
+    def make() -> np.ndarray:
+        product = a @ b
+        product *= np.float32(scaling)
+        product = product.T
+        product += before.make().astype(np.float32, copy=False)
+        return product
+
+    return Tensor(before.shape, np.dtype(np.float32), make)

@@ -39,6 +39,10 @@ def local_path(path: str | Path) -> Path:
     return Path(path)
 
 
+Content = bytes | Callable[[BinaryIO], object]
+"""What a file holds, or what writes it piece by piece."""
+
+
 class Written(NamedTuple):
     """A folder that is on disk."""
 
@@ -52,12 +56,12 @@ class _Damaged(Exception):
     """What is in a folder is not what its manifest says."""
 
 
-def write_folder(path: str | Path, files: Mapping[str, bytes | Callable[[BinaryIO], object]]) -> Written:
+def write_folder(path: str | Path, files: Mapping[str, Content]) -> Written:
     """Put a folder with these files at `path`, replacing what is there.
 
     Args:
         path: The folder.
-        files: By name, what they hold, or what writes it piece by piece.
+        files: By name.
 
     Raises:
         StorageError: The disk refuses a write. What was at `path` is unchanged.
@@ -66,7 +70,7 @@ def write_folder(path: str | Path, files: Mapping[str, bytes | Callable[[BinaryI
         return write_files(temporary, files)
 
 
-def write_files(folder: Path, files: Mapping[str, bytes | Callable[[BinaryIO], object]]) -> Written:
+def write_files(folder: Path, files: Mapping[str, Content]) -> Written:
     """Write these files and their manifest to a folder that `replacing_folder` gave."""
     entries = {}
     for name, content in files.items():
@@ -333,7 +337,7 @@ class _Hashing(io.RawIOBase):
         return {"sha256": self._hash.hexdigest(), "bytes": self._bytes}
 
 
-def _write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> dict[str, Any]:
+def _write_file(path: Path, content: Content) -> dict[str, Any]:
     """Write a file to the disk. Returns what the manifest says of it."""
     with open(path, "wb") as file:
         hashing = _Hashing(file)

@@ -78,7 +78,8 @@ def batch(seed: int) -> list:
 
 def as_in_files(backend, tree) -> dict[str, np.ndarray]:
     """The arrays of a tree under Hugging Face's names."""
-    return named_tensors(KINDS[backend.model_config.architecture].weight_names, tree["base"])
+    tensors = named_tensors(KINDS[backend.model_config.architecture].weight_names, tree["base"])
+    return {name: tensor.make() for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("folder", ["scanned", "tied", SLOW[0]], indirect=True)

@@ -23,16 +23,20 @@ from skyrl.tx.export import WEIGHTS
 from skyrl.tx.lora import padded_rank
 from skyrl.tx.models.types import Adapter, ModelForCausalLM
 from skyrl.tx.peft import adapter_from_peft, adapter_to_peft
+from skyrl.tx.tensor_file import Tensor, tensor_file
 from skyrl.tx.weights import with_weights
 from skyrl.types import LoraConfig
-from skyrl.utils.storage import open_folder, read_folder
+from skyrl.utils.storage import Content, open_folder, read_folder
 
 TRAINING_TENSORS, TRAINING_STATE = "training_state.safetensors", "training_state.json"
 PEFT_TENSORS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def pack_training(state: ModelState, base_model: str) -> dict[str, bytes]:
-    """Files of a training checkpoint or snapshot: weights, moments, step, LoRA configuration, gradient sums if any."""
+def pack_training(state: ModelState, base_model: str) -> dict[str, Content]:
+    """Files of a training checkpoint or snapshot: weights, moments, step, LoRA configuration, gradient sums if any.
+
+    Tensors are copied one by one, as they are written.
+    """
     parts = {"weights": state.adapter.weights, "first_moment": state.first_moment, "second_moment": state.second_moment}
     if state.gradient_sums is not None:
         parts["gradient_sums"] = state.gradient_sums
@@ -43,11 +47,11 @@ def pack_training(state: ModelState, base_model: str) -> dict[str, bytes]:
         "lora_config": state.lora_config.model_dump(),
         "value_head": state.value_head,
     }
-    tensors = {name: np.asarray(array) for name, array in _flatten(parts).items()}
-    return {TRAINING_TENSORS: save(tensors), TRAINING_STATE: json.dumps(header, indent=1).encode()}
+    tensors = {name: Tensor.of(array) for name, array in _flatten(parts).items()}
+    return {TRAINING_TENSORS: tensor_file(tensors), TRAINING_STATE: json.dumps(header, indent=1).encode()}
 
 
-def pack_sampler(adapter: Adapter, lora_config: LoraConfig, model_config: Any) -> dict[str, bytes]:
+def pack_sampler(adapter: Adapter, lora_config: LoraConfig, model_config: Any) -> dict[str, Content]:
     """Files of a sampler checkpoint, as `peft.PeftModel.from_pretrained` and vLLM read them."""
     tensors, config = adapter_to_peft(adapter, lora_config, model_config)
     return {PEFT_TENSORS: save(tensors), PEFT_CONFIG: json.dumps(config, indent=1).encode()}

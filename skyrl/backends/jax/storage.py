@@ -24,7 +24,7 @@ from skyrl.errors import RequestError, StorageError
 from skyrl.tx.export import model_files
 from skyrl.tx.models.types import Adapter
 from skyrl.types import LoraConfig, SaveOutput
-from skyrl.utils.storage import write_folder
+from skyrl.utils.storage import Content, write_folder
 
 if TYPE_CHECKING:
     from skyrl.tx.models.configs import ModelConfig
@@ -169,7 +169,7 @@ class Storage:
     def _write_model(self, path: str, adapter: Adapter) -> SaveOutput:
         return SaveOutput(path, *write_folder(path, self._model_files(adapter)))
 
-    def _model_files(self, adapter: Adapter) -> dict[str, bytes]:
+    def _model_files(self, adapter: Adapter) -> dict[str, Content]:
         return model_files(self.folder, self.model_config, self.base, adapter, self.value_head)
 
 

@@ -1,0 +1,106 @@
+"""Files of tensors that are written one by one, against safetensors and the memory that they take."""
+
+import io
+import json
+import tracemalloc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load, load_file, save
+
+from skyrl.backends.jax.adapters import Kind, ModelState, empty_adapter
+from skyrl.backends.jax.checkpoints import TRAINING_STATE, TRAINING_TENSORS, pack_training
+from skyrl.tx.export import WEIGHTS, model_files
+from skyrl.tx.lora import init_adapter
+from skyrl.tx.make_model import make_model
+from skyrl.tx.tensor_file import TYPES, Tensor, on_host, tensor_file
+from skyrl.tx.weights import load_model
+from skyrl.types import LoraConfig
+from skyrl.utils.storage import write_folder
+
+SIZE = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 512, "vocab": 320, "layers": 12}
+
+
+def written(tensors: dict[str, np.ndarray], metadata=None) -> bytes:
+    file = io.BytesIO()
+    tensor_file({name: Tensor.of(array) for name, array in tensors.items()}, metadata)(file)
+    return file.getvalue()
+
+
+def some(dtype: str, *shape: int) -> np.ndarray:
+    numbers = np.random.default_rng(len(dtype)).integers(0, 2, shape)
+    return np.asarray(numbers.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+@pytest.mark.parametrize("shape", [(), (3,), (0, 4), (2, 3, 5)], ids=str)
+def test_a_file_is_byte_for_byte_what_safetensors_saves(shape, metadata):
+    tensors = {f"{name}.{dtype}": some(dtype, *shape) for dtype in TYPES for name in ("z", "a", 'ü "x"\n', "a\x7f/\\")}
+    assert written(tensors, metadata) == save(tensors, metadata)
+
+
+def test_an_array_that_is_not_contiguous_is_written_in_its_order():
+    matrix = np.arange(6, dtype=np.float32).reshape(2, 3)
+    np.testing.assert_array_equal(load(written({"t": matrix.T}))["t"], matrix.T)
+
+
+def test_one_of_stacked_arrays_is_that_one():
+    stacked = jnp.arange(12.0).reshape(3, 4)
+    np.testing.assert_array_equal(on_host(stacked, 1), [4, 5, 6, 7])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("files") / "model", **SIZE)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder, dtype="float32")
+
+
+def peak_bytes(path: Path, files) -> int:
+    """Most memory that making and writing these files takes at once."""
+    tracemalloc.start()
+    try:
+        write_folder(path, files())
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def total_bytes(path: Path) -> int:
+    return sum(tensor.nbytes for tensor in load_file(path).values())
+
+
+def whole(model) -> ModelState:
+    base = jax.tree.map(lambda leaf: leaf + 1, nnx.split(model)[1])
+    config = LoraConfig(rank=0)
+    return ModelState.fresh(config, empty_adapter(model.config, base, Kind(config)))
+
+
+def test_a_whole_models_checkpoint_takes_the_memory_of_no_second_model(model, tmp_path):
+    state = whole(model)
+    peak = peak_bytes(tmp_path / "state", lambda: pack_training(state, "base"))
+    assert peak < total_bytes(tmp_path / "state" / TRAINING_TENSORS) / 5
+    assert json.loads((tmp_path / "state" / TRAINING_STATE).read_text())["base_model"] == "base"
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_an_export_takes_the_memory_of_no_second_model(model, folder, tmp_path, rank):
+    base = nnx.split(model)[1]
+    adapter = whole(model).adapter if rank == 0 else strong(init_adapter(model.config, LoraConfig(rank=4), 0, 8))
+    path = tmp_path / "export"
+    peak = peak_bytes(path, lambda: model_files(folder, model.config, base, adapter, "value_head"))
+    content = (path / WEIGHTS).read_bytes()
+    assert peak < len(content) / 5
+    assert content == save(load(content), {"format": "pt"})
+
+
+def strong(adapter):
+    return jax.tree.map(lambda leaf: leaf + 0.1, adapter)
