@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_rig import Rig, finish, output, prompt_of, request, run, same, sequence
 
+from skyrl.backends.jax.pages import common_prefix
 from skyrl.errors import RequestError
 from skyrl.types import ErrorResponse, SampleOutput
 
@@ -153,6 +154,23 @@ def test_deterministic_prompts_of_one_token_leave_nothing_behind(rig):
     sampler = rig.make_sampler(deterministic=True, max_rows=4, max_context_length=256)
     run(sampler, *(request([5], seed=seed, max_tokens=1) for seed in range(12)))
     assert sampler._cache.pages._roots == {}
+
+
+def test_tokens_are_compared_a_few_times_however_many_prompts_are_read_together(rig, monkeypatch):
+    """Of 24 prompts with three beginnings: at most twice each, not in every turn with all others."""
+    compared = 0
+
+    def counting(a, b):
+        nonlocal compared
+        compared += min(len(a), len(b))
+        return common_prefix(a, b)
+
+    for module in ("prompts", "reading"):
+        monkeypatch.setattr(f"skyrl.backends.jax.{module}.common_prefix", counting, raising=False)
+    sampler = rig.make_sampler(max_rows=32)
+    asked = [request(prompt_of(300, seed % 3) + [seed] * 300, "v0", max_tokens=1) for seed in range(24)]
+    assert sorted(map(hits, run(sampler, *asked))) == [0] * 3 + [300] * 21
+    assert 0 < compared <= 2 * 24 * 600
 
 
 @pytest.mark.parametrize("other", [{"tenant": "b"}, {"version": "v1"}, {"version": None}])

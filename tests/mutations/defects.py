@@ -651,9 +651,11 @@ DEFECTS = [
             Edit(
                 SAMPLER,
                 "        prompt = Prompt(job, self._owner(job), self._cache, self._vocab_size)\n"
+                "        self._reading.append(prompt)\n"
                 "        reserved = pages.reserve(count)  # when nothing can fail any more\n",
                 "        reserved = pages.reserve(count)\n"
-                "        prompt = Prompt(job, self._owner(job), self._cache, self._vocab_size)\n",
+                "        prompt = Prompt(job, self._owner(job), self._cache, self._vocab_size)\n"
+                "        self._reading.append(prompt)\n",
             )
         ],
         [BATCHING + "test_a_request_that_there_is_no_memory_to_begin_fails_alone"],

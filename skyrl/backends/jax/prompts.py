@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl.backends.jax.pages import Node, Pages, common_prefix
+from skyrl.backends.jax.pages import Node, Pages
 from skyrl.backends.jax.prompt_scores import PromptScores
 from skyrl.backends.jax.sampling_programs import CHUNKS, Pool, SamplingPrograms
 from skyrl.backends.jax.sequences import Job
@@ -125,11 +125,11 @@ class Prompt:
         """Its pages so far."""
         return [node.page for node in self.path] + self._own
 
-    def waits_for(self, earlier: "Prompt") -> bool:
-        """Whether an earlier prompt is about to read much of what this one needs next."""
-        if earlier.owner != self.owner or earlier.is_read:
+    def waits_for(self, earlier: "Prompt", common: int) -> bool:
+        """Whether an earlier prompt is about to read much of what this one needs next; they begin with common tokens."""
+        if earlier.is_read:
             return False
-        shared = min(common_prefix(self.tokens, earlier.tokens), self._reusable)
+        shared = min(common, self._reusable)
         size = self._pages.size
         there = min(-(-shared // size) * size, len(earlier.tokens))  # others find a page when it is full
         return shared - self._read >= WORTH_WAITING and earlier._read < there

@@ -24,6 +24,7 @@ from skyrl.backends.jax.decoding import decode, push, row_counts, steps_to_go
 from skyrl.backends.jax.line import LOOK_PAST, Line, pages_to_begin
 from skyrl.backends.jax.pages import SCRATCH, Pages
 from skyrl.backends.jax.prompts import Cache, Prompt, pages_per_sample
+from skyrl.backends.jax.reading import Reading
 from skyrl.backends.jax.sampling_programs import (
     BURST,
     CHUNKS,
@@ -95,8 +96,7 @@ class Sampler:
         self._programs = programs
         self._banks = Banks(programs, versions, zero, apart=deterministic)
         self._waiting = Line(self.pages_total)
-        self._reading: deque[Prompt] = deque()
-        """Prompts that are not read yet, in the order of their turns."""
+        self._reading = Reading()
         self._read: deque[Prompt] = deque()
         """Prompts with samples that have not started, in the order of their turns."""
         self._running: list[Sequence] = []
@@ -252,18 +252,18 @@ class Sampler:
             job.lacks_room = True
             return
         prompt = Prompt(job, self._owner(job), self._cache, self._vocab_size)
+        self._reading.append(prompt)
         reserved = pages.reserve(count)  # when nothing can fail any more
         assert reserved, count
         job.passed_by = 0
         self._waiting.remove(job)
-        self._reading.append(prompt)
 
     def _read_prompts(self) -> list[Completion]:
         """Read the prompts that there are by turns, one chunk's worth of tokens."""
         completions = self._admit()
         left = CHUNKS[-1]
         while left > 0:
-            prompt = self._next_to_read()
+            prompt = self._reading.next()
             if prompt is None:
                 break
             try:
@@ -277,17 +277,12 @@ class Sampler:
             except Exception as error:
                 completions += self._fail([prompt.job], error)
                 continue
-            self._reading.remove(prompt)
-            (self._read if prompt.is_read else self._reading).append(prompt)
+            if prompt.is_read:
+                self._reading.remove(prompt)
+                self._read.append(prompt)
+            else:
+                self._reading.end_turn(prompt)
         return completions
-
-    def _next_to_read(self) -> Prompt | None:
-        """The first prompt in turn that does not wait for one that arrived earlier."""
-        for prompt in self._reading:
-            earlier = (other for other in self._reading if other.job.number < prompt.job.number)
-            if not any(prompt.waits_for(other) for other in earlier):
-                return prompt
-        return None
 
     def _start_samples(self) -> list[Completion]:
         """Start samples of the prompts that are read, one of each by turns, while there are rows and pages."""
