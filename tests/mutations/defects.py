@@ -31,6 +31,8 @@ CHECKS = "skyrl/algorithms/checks.py"
 JAX_TESTS = "tests/backends/test_jax_backend.py::"
 TENANTS = "tests/backends/test_jax_tenants.py::"
 SAMPLER = "skyrl/backends/jax/sampler.py"
+VERSIONS = "skyrl/backends/jax/versions.py"
+WRITER = "skyrl/backends/writer.py"
 BATCHING = "tests/backends/test_sampler_batching.py::"
 RECOVERY = "tests/tinker/test_engine_recovery.py::"
 BLAME = "skyrl/tinker/blame.py"
@@ -540,6 +542,65 @@ DEFECTS = [
         ["tests/tinker/test_sdk_errors.py::test_a_sample_beside_a_nan_version_is_unchanged"],
     ),
     Defect(
+        "version-read-inline",
+        "the engine stands still while a version is read from the disk",
+        [
+            Edit(
+                VERSIONS,
+                "            self._readings[version] = path, self._load(path)\n",
+                "            self._readings[version] = path, self._load(path)\n"
+                "            self._readings[version][1].exception()\n",
+            )
+        ],
+        [JAX_TESTS + "test_others_are_sampled_while_a_version_is_read_from_a_disk_that_does_not_answer"],
+    ),
+    Defect(
+        "versions-without-limit",
+        "versions stay in memory whatever they take",
+        [Edit(VERSIONS, "        excess = self.held_bytes - self._max_bytes\n", "        excess = 0\n")],
+        ["tests/backends/test_sampler_versions.py::test_versions_that_are_stored_keep_to_the_bytes_that_they_may_take"],
+    ),
+    Defect(
+        "publishing-without-limit",
+        "versions that the disk is too slow for pile up in memory",
+        [
+            Edit(
+                "skyrl/backends/jax/storage.py",
+                "        return self.writer.unwritten_bytes >= self.unwritten_bytes\n",
+                "        return False\n",
+            )
+        ],
+        [
+            "tests/backends/test_unwritten_versions.py::"
+            "test_publishing_waits_for_the_disk_once_versions_take_half_their_memory"
+        ],
+    ),
+    Defect(
+        "one-writer",
+        "a save waits for what other models write",
+        [Edit(WRITER, '[("model", model_id), _folder(path)]', '[("model", ""), _folder(path)]')],
+        ["tests/backends/test_writer.py::test_a_save_that_takes_long_holds_up_no_other_models_save_or_load"],
+    ),
+    Defect(
+        "load-before-its-save",
+        "a checkpoint that is still being written for one model is looked for by another",
+        [Edit(WRITER, "            before = self._before([_folder(path)])\n", "            before = []\n")],
+        ["tests/backends/test_writer.py::test_a_folder_is_read_after_what_any_model_is_writing_there"],
+    ),
+    Defect(
+        "all-tensors-at-once",
+        "a save holds a second copy of the model in memory",
+        [
+            Edit(
+                "skyrl/tx/tensor_file.py",
+                "        file.write(_header(",
+                "        kept = []\n        file.write(_header(",
+            ),
+            Edit("skyrl/tx/tensor_file.py", "            del made\n", "            kept.append(made.tobytes())\n"),
+        ],
+        ["tests/tx/test_tensor_file.py::test_a_whole_models_checkpoint_takes_the_memory_of_no_second_model"],
+    ),
+    Defect(
         "learning-rate-of-float64",
         "a learning rate that float32 cannot hold is taken, and makes all weights NaN",
         [Edit("skyrl/types.py", "Field(ge=0, le=LARGEST_FLOAT32)", "Field(ge=0)")],
@@ -671,5 +732,11 @@ DEFECTS = [
             )
         ],
         ["tests/backends/test_pages.py::test_who_has_no_pages_is_not_remembered"],
+    ),
+    Defect(
+        "objectives-kept-for-ever",
+        "programs of every objective that was ever used are kept",
+        [Edit(STEP, "            if len(self._programs) > OBJECTIVES:\n", "            if False:\n")],
+        ["tests/backends/test_training_programs.py::test_what_was_compiled_for_an_objective_that_went_is_freed"],
     ),
 ]

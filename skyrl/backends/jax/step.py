@@ -4,9 +4,10 @@ A pass maps one tile to outputs and the gradients of the adapter that it belongs
 leading axis, one adapter each: the stack is a `vmap`, so base GEMMs see all tokens at once while each adapter's
 gradient comes out on its own and nothing contracts over adapters. A stack of one runs as plain GEMMs. Which loss of the
 protocol, its settings and its inputs are data, so shapes alone decide what is compiled; a trainer's objective has
-programs of its own.
+programs of its own, found by the object and kept for the `OBJECTIVES` that were used last.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +25,9 @@ from skyrl.backends.jax.compilation import Compiler, Program
 from skyrl.tx.layers.logprobs import Needs
 from skyrl.tx.models.types import Adapter
 from skyrl.types import AdamParams
+
+OBJECTIVES = 16
+"""Objectives of trainers whose programs are kept; those of the least recently used one go when there is another."""
 
 SMALLEST_EPS = float(np.finfo(np.float32).tiny)
 """What is smaller is 0 in float32, and would make 0 / 0 of weights that never had a gradient."""
@@ -89,8 +93,9 @@ class TrainingPrograms:
         self._graphdef = graphdef
         self._loss_chunk_size = loss_chunk_size
         self._compiler = Compiler("training", deterministic)
-        self._programs: dict[Objective | None, tuple[Program, Program]] = {}
-        self.forward, self.forward_backward = self.of(None)
+        self._programs: OrderedDict[Objective, tuple[Program, Program]] = OrderedDict()
+        """By objective, the least recently used first."""
+        self.forward, self.forward_backward = self._programs_of(None)
         """Those for losses of the protocol, see `of`."""
         self.optim_step = self._compiler.jit("optim_step", adamw)
         self.add = self._compiler.jit("add", lambda a, b: jax.tree.map(jnp.add, a, b))
@@ -102,24 +107,32 @@ class TrainingPrograms:
         The first is (base, adapter, tile) -> PassOutput. The second is (base, adapters, tiles) -> (PassOutput,
         gradients) of each tile; tiles have one shape, adapters one rank.
         """
+        if objective is None:
+            return self.forward, self.forward_backward
         if objective not in self._programs:
-            losses = partial(self._losses, objective)
-
-            def forward(base: Any, adapter: Adapter, tile: TileArrays) -> PassOutput:
-                return losses(adapter.weights, adapter.scaling, base, tile)[1]
-
-            def forward_backward(base: Any, adapter: Adapter, tile: TileArrays) -> tuple[PassOutput, Tree]:
-                gradients, output = jax.grad(losses, has_aux=True)(adapter.weights, adapter.scaling, base, tile)
-                return output, gradients
-
-            def over_stack(base: Any, adapters: tuple[Adapter, ...], tiles: tuple[TileArrays, ...]) -> list[Any]:
-                return _over_stack(forward_backward, base, adapters, tiles)
-
-            self._programs[objective] = (
-                self._compiler.program("forward", forward),
-                self._compiler.program("forward_backward", over_stack),
-            )
+            self._programs[objective] = self._programs_of(objective)
+            if len(self._programs) > OBJECTIVES:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(objective)
         return self._programs[objective]
+
+    def _programs_of(self, objective: Objective | None) -> tuple[Program, Program]:
+        losses = partial(self._losses, objective)
+
+        def forward(base: Any, adapter: Adapter, tile: TileArrays) -> PassOutput:
+            return losses(adapter.weights, adapter.scaling, base, tile)[1]
+
+        def forward_backward(base: Any, adapter: Adapter, tile: TileArrays) -> tuple[PassOutput, Tree]:
+            gradients, output = jax.grad(losses, has_aux=True)(adapter.weights, adapter.scaling, base, tile)
+            return output, gradients
+
+        def over_stack(base: Any, adapters: tuple[Adapter, ...], tiles: tuple[TileArrays, ...]) -> list[Any]:
+            return _over_stack(forward_backward, base, adapters, tiles)
+
+        return (
+            self._compiler.program("forward", forward),
+            self._compiler.program("forward_backward", over_stack),
+        )
 
     def _losses(
         self, objective: Objective | None, weights: Tree, scaling: jax.Array, base: Any, tile: TileArrays

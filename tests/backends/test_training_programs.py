@@ -1,0 +1,62 @@
+"""Which compiled training programs are kept, and which go."""
+
+import gc
+import weakref
+
+import jax
+import pytest
+from sampling_rig import Rig
+
+from skyrl.algorithms.objective import Scores
+from skyrl.backends.jax.step import OBJECTIVES, TrainingPrograms, abstract_tile
+
+
+@pytest.fixture
+def rig(tiny_model) -> Rig:
+    return Rig.of(tiny_model)
+
+
+@pytest.fixture
+def programs(rig) -> TrainingPrograms:
+    return TrainingPrograms(lambda _: rig.graphdef, 0, False)
+
+
+def scores() -> Scores:
+    return Scores(("logprobs",))
+
+
+def executables() -> int:
+    """Compiled programs that the device's client holds."""
+    gc.collect()
+    return len(jax.devices()[0].client.live_executables())
+
+
+def test_what_was_compiled_for_an_objective_that_went_is_freed(rig, programs):
+    objective, arguments = scores(), (rig.base, rig.adapter(0), abstract_tile(32, 1))
+    own, before = weakref.ref(objective), executables()
+    programs.of(objective)[0].compiled_for(*arguments)
+    assert executables() == before + 1
+    del objective
+    for _ in range(OBJECTIVES):
+        programs.of(scores())
+    assert executables() == before
+    assert own() is None
+
+
+def test_programs_of_the_objectives_used_last_are_kept(programs):
+    first, others = scores(), [scores() for _ in range(OBJECTIVES - 1)]
+    kept = programs.of(first)
+    forgotten = programs.of(others[0])
+    for other in others[1:]:
+        programs.of(other)
+    assert programs.of(first) is kept
+    programs.of(scores())
+    assert programs.of(first) is kept
+    assert programs.of(others[0]) is not forgotten
+
+
+def test_programs_of_the_protocols_losses_are_kept_whatever_comes(programs):
+    own = programs.of(None)
+    for _ in range(2 * OBJECTIVES):
+        programs.of(scores())
+    assert programs.of(None) == own
