@@ -35,6 +35,8 @@ ORPHAN_AGE_S = 3600
 QUARANTINE_S = 7 * DAY_S
 BATCH = 200
 """Things that go in one transaction, so that others get their turn."""
+MANY_SAMPLERS = 1000
+"""Samplers of a session that go in a transaction of their own."""
 BATCH_BYTES = 64 * 2**20
 """What results or bodies that go in one transaction hold at most, unless a single one is larger."""
 GONE = ("failed", "copy", "expired")
@@ -298,7 +300,13 @@ def old_sessions(session: Session, rules: Rules, now: float) -> list[Removal]:
         models = session.exec(select(ModelRow).where(ModelRow.session_id == row.session_id)).all()
         ids = [model.model_id for model in models]
         session.execute(delete(RequestRow).where(col(RequestRow.model_id).in_(ids)))
-        samplers = session.exec(select(SamplerRow).where(SamplerRow.session_id == row.session_id)).all()
+        mine = select(SamplerRow).where(SamplerRow.session_id == row.session_id)
+        samplers = session.exec(mine.limit(MANY_SAMPLERS)).all()
+        if len(samplers) == MANY_SAMPLERS:
+            for sampler in samplers:
+                session.delete(sampler)
+            changed = tuple(sampler.sampler_id for sampler in samplers)
+            return [*removals, Removal(f"{len(samplers)} samplers of session {row.session_id}", changed=changed)]
         for gone in (*samplers, *models, row):
             session.delete(gone)
         changed = (row.session_id, *ids, *(sampler.sampler_id for sampler in samplers))

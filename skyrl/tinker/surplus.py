@@ -32,11 +32,14 @@ def surplus_versions(session: Session, rules: Rules, now: float) -> list[Removal
     crowded = select(VersionRow.model_id).group_by(col(VersionRow.model_id)).having(or_(*limits))
     removals: list[Removal] = []
     for model_id in session.exec(crowded).all():
+        model = session.get(ModelRow, model_id)
         for row, limit in _beyond(session, model_id, config):
-            if len(removals) < BATCH and not _in_use(session, row, rules, now):
+            is_current = model is not None and model.inflight_version == row.version
+            if len(removals) < BATCH and not is_current and not _in_use(row, rules, now):
                 removals.append(forget_version(session, row.version, row.folder, row.size_bytes or 0, limit))
                 session.delete(row)
-                removals += _forgotten_samplers(session, row)
+        if removals and model is not None:
+            removals += _forgotten_samplers(session, model)
     return removals
 
 
@@ -57,23 +60,18 @@ def _place(row: VersionRow) -> int:
     return int(row.version.rpartition("@")[2])
 
 
-def _in_use(session: Session, row: VersionRow, rules: Rules, now: float) -> bool:
+def _in_use(row: VersionRow, rules: Rules, now: float) -> bool:
     assert rules.sampled is not None
     used_at = max(row.created_at, rules.heard_since, rules.sampled.get(row.version, 0.0))
-    current = select(ModelRow.model_id).where(ModelRow.inflight_version == row.version)
-    return (
-        row.digest is None
-        or used_at > now - rules.config.ephemeral_idle_sec
-        or session.exec(current).first() is not None
-    )
+    return row.digest is None or used_at > now - rules.config.ephemeral_idle_sec
 
 
-def _forgotten_samplers(session: Session, row: VersionRow) -> list[Removal]:
+def _forgotten_samplers(session: Session, model: ModelRow) -> list[Removal]:
     """Forget the oldest samplers of a model that have lost their versions, when they are too many."""
     session.flush()
     gone = select(SamplerRow).where(
-        SamplerRow.session_id == row.session_id,
-        SamplerRow.model_id == row.model_id,
+        SamplerRow.session_id == model.session_id,
+        SamplerRow.model_id == model.model_id,
         col(SamplerRow.removed_by).is_not(None),
     )
     oldest = session.exec(gone.order_by(col(SamplerRow.created_at).desc()).offset(KNOWN_SAMPLERS)).all()

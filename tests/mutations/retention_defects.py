@@ -42,7 +42,7 @@ RETENTION_DEFECTS = [
     Defect(
         "D9b2",
         "a version goes under the hands of an evaluation that samples it",
-        [Edit(SURPLUS, "        or used_at > now - rules.config.ephemeral_idle_sec\n", "")],
+        [Edit(SURPLUS, "row.digest is None or used_at > now - rules.config.ephemeral_idle_sec", "row.digest is None")],
         [
             RUNS + "test_a_loop_of_the_sdk_keeps_its_newest_eight_versions_and_the_one_that_it_evaluates",
             RUNS + "test_version_that_was_sampled_lately_stays_until_it_is_not_sampled_any_more",
@@ -63,7 +63,7 @@ RETENTION_DEFECTS = [
     Defect(
         "D9b4",
         "a version goes that is not on disk yet",
-        [Edit(SURPLUS, "        row.digest is None\n        or used_at", "        used_at")],
+        [Edit(SURPLUS, "row.digest is None or used_at", "used_at")],
         [RUNS + "test_version_that_is_not_on_disk_yet_stays"],
     ),
     Defect(

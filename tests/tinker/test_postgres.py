@@ -217,6 +217,27 @@ def test_everything_that_can_be_collected_is(url, tmp_path):
         assert any("results" in what for what in removed) and any("bodies" in what for what in removed)
 
 
+def test_results_and_versions_past_their_limits_go(url, tmp_path):
+    limits = {"keep_last_ephemeral": 2, "max_ephemeral_gib": 1e-9, "ephemeral_idle_sec": 0, "max_results_gib": 1e-9}
+    with LiveServer(tmp_path, database_url=url, session_cleanup_interval_sec=-1, **limits) as server:
+        wait_until_ready(server)
+        model = server.model()
+        for number in (1, 2, 3):
+            server.run(
+                "/save_weights_for_sampler", {"model_id": model, "seq_id": number, "sampling_session_seq_id": number}
+            )
+        service = server.app.state.server.service
+        unwritten = text("SELECT count(*) FROM versions WHERE digest IS NULL")
+        while service.database.read_now(lambda session: session.connection().execute(unwritten).scalar()):
+            pass
+        older = text("UPDATE requests SET finished_at = finished_at - 700")
+        server.on_loop(service.database.write(lambda session: session.connection().execute(older).rowcount))
+        removed = [removal.what for removal in server.on_loop(service.disk.collect())]
+        assert f"version {model}@1 beyond keep_last_ephemeral=2" in removed
+        assert f"version {model}@2 beyond max_ephemeral_gib=1e-09" in removed
+        assert any("results" in what for what in removed)
+
+
 def test_killed_server_is_replaced_and_has_the_database_to_itself(url, tmp_path):
     with running(tmp_path, database_url=url) as server:
         server.kill("api")

@@ -496,6 +496,16 @@ def test_hourly_look_removes_empty_folders_of_models_and_no_others(own_server):
     assert (ours.exists(), ours.parent.exists(), foreign.exists()) == (False, False, True)
 
 
+def test_samplers_of_an_ended_session_go_a_few_at_a_time(own_server, monkeypatch):
+    monkeypatch.setattr(retention, "MANY_SAMPLERS", 2)
+    session = own_server.session()
+    samplers = [own_server.sampler(session, number, base_model="fake/model") for number in range(3)]
+    own_server.sql("UPDATE sessions SET finished_at = ?", LONG_AGO)
+    own_server.everything_later()
+    assert own_server.collect() == [f"2 samplers of session {session}", f"session {session} with 0 models"]
+    assert [own_server.http.get(f"/samplers/{sampler}").status_code for sampler in samplers] == [404] * 3
+
+
 def folder_of(server: Server, model: str, kind: str, name: str, age_s: float) -> Path:
     path = server.folder / "checkpoints" / model.replace(":", "-") / kind / name
     write_folder(path, {"a": b"1"})

@@ -10,9 +10,10 @@ import tinker
 
 from skyrl.local_server import close_client
 from skyrl.tinker import surplus
+from skyrl.tinker.collector import collect
 from skyrl.tinker.retention import Rules
 from tests.tinker.harness import wait_until_ready
-from tests.tinker.test_retention import Server, failure_of_sample, folders, gc
+from tests.tinker.test_retention import Server, failure_of_sample, folders
 
 PROMPT = tinker.ModelInput.from_ints([1, 2, 3])
 
@@ -173,12 +174,12 @@ def test_files_of_a_version_that_a_sample_is_about_to_read_are_left_for_it(run):
     path = run.config.checkpoints_base / folder
     run.let_pass(1000)
     use = run.app.state.server.service.version_use
-    collect, begun = run.collector._remove, threading.Event()
+    remove, begun = run.collector._remove, threading.Event()
 
     async def begin_then_remove(removals):  # between the rows' end and that of the files
         use.begin("r", version, str(path))
         begun.set()
-        return await collect(removals)
+        return await remove(removals)
 
     run.collector._remove = begin_then_remove
     run.collect()
@@ -198,7 +199,7 @@ def test_gc_leaves_versions_of_a_session_that_may_go_on(tmp_path):
     with Run(tmp_path, keep_last_ephemeral=0) as run:
         run.steps(5)
         run.let_pass(1000)
-    assert gc(tmp_path, "--keep-last-ephemeral", "3").returncode == 0
+    collect(run.config.model_copy(update={"keep_last_ephemeral": 3}), dry_run=False, say=lambda line: None)
     assert folders(run, "ephemeral") == ["1", "2", "3", "4", "5"]
 
 
