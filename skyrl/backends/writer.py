@@ -139,6 +139,8 @@ class Writer:
         for version, entry in self._left():
             self._submit_version(version, entry)
         self.wait()
+        with self._lock:
+            self._unwritten.clear()
         self._writers.shutdown(wait=True)
         self._readers.shutdown(wait=True, cancel_futures=True)
 
@@ -193,8 +195,11 @@ def _after(before: list[Future[Any]], threads: ThreadPoolExecutor, call: Callabl
     """Once all of `before` has ended, call in one of the threads. No thread waits meanwhile."""
     if before:
         before[0].add_done_callback(lambda _: _after(before[1:], threads, call, outcome))
-    else:
+        return
+    try:
         threads.submit(_settle, call, outcome)
+    except RuntimeError as closed:
+        outcome.set_exception(closed)
 
 
 def _settle(call: Callable[[], T], outcome: "Future[T]") -> None:

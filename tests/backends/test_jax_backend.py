@@ -457,7 +457,7 @@ def test_others_go_on_while_a_load_waits_for_the_writer(backend, tmp_path):
     create(backend)
     driver.save(backend, tmp_path / "state")
     held = threading.Event()
-    backend._writer.submit("model", str(tmp_path / "state"), lambda: held.wait(60))
+    backend._writer.submit("another", str(tmp_path / "state"), lambda: held.wait(60))
     backend.submit(LoadCheckpoint(request_id="load", model_id="model", path=str(tmp_path / "state")))
     create(backend, "other")
     held.set()
