@@ -119,6 +119,10 @@ class InstantSampler:
         return bool(self._waiting)
 
     @property
+    def stalled(self) -> bool:
+        return False
+
+    @property
     def running(self) -> tuple[str, ...]:
         return tuple(self._waiting)[:AT_ONCE]
 

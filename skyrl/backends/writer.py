@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 THREADS = 4
 """Models that write at once, and reads."""
+LARGE = 2
+"""Of the models that write at once, those that write a model's base too. They have threads of their own."""
 
 
 @dataclass(eq=False)
@@ -34,6 +36,7 @@ class _Unwritten:
     path: str
     write: Callable[[], SaveOutput]
     nbytes: int
+    large: bool
     failure: Exception | None = None
     """Why it could not be written, unless it is being tried."""
 
@@ -47,28 +50,31 @@ class Writer:
 
     def __init__(self, on_stored: Callable[[str, SaveOutput], None]):
         self._on_stored = on_stored
-        self._writers = ThreadPoolExecutor(THREADS, thread_name_prefix="writer")
+        self._writers = ThreadPoolExecutor(THREADS - LARGE, thread_name_prefix="writer")
+        self._large = ThreadPoolExecutor(LARGE, thread_name_prefix="large-writer")
         self._readers = ThreadPoolExecutor(THREADS, thread_name_prefix="reader")
         self._last: dict[tuple[str, str], Future[Any]] = {}
         """What is written last, of all that has been handed over, of a ("model", id) and to a ("folder", path)."""
         self._unwritten: dict[str, _Unwritten] = {}
         """By version, in order of publication."""
-        self._pending: dict[Future[Any], int] = {}
-        """Bytes of what is in memory until it is written."""
+        self._pending: dict[Future[Any], tuple[str, int]] = {}
+        """Model and bytes of what is in memory until it is written."""
         self._lock = threading.Lock()
 
-    def submit(self, model_id: str, path: str, write: Callable[[], T], nbytes: int = 0) -> "Future[T]":
+    def submit(
+        self, model_id: str, path: str, write: Callable[[], T], nbytes: int = 0, large: bool = False
+    ) -> "Future[T]":
         """Write something of a model to the folder `path`, after all that the model wrote before.
 
-        `nbytes` of memory count as `unwritten_bytes` meanwhile.
+        `nbytes` of memory count as `unwritten_bytes` meanwhile. What is `large` holds up no small ones.
         """
         lines, writing = [("model", model_id), _folder(path)], Future[T]()
         with self._lock:
             before = self._before(lines)
             self._last |= dict.fromkeys(lines, writing)
-            self._pending |= {writing: nbytes} if nbytes else {}
+            self._pending |= {writing: (model_id, nbytes)} if nbytes else {}
         writing.add_done_callback(partial(self._forget, lines))
-        _after(before, self._writers, write, writing)
+        _after(before, self._large if large else self._writers, write, writing)
         return writing
 
     def read(self, path: str, read: Callable[[], T]) -> "Future[T]":
@@ -80,13 +86,19 @@ class Writer:
         return reading
 
     def keep_version(
-        self, version: str, model_id: str, path: str, write: Callable[[], SaveOutput], nbytes: int = 0
+        self,
+        version: str,
+        model_id: str,
+        path: str,
+        write: Callable[[], SaveOutput],
+        nbytes: int = 0,
+        large: bool = False,
     ) -> "Future[Exception | None]":
         """Write a version that is in use already; try again before each snapshot of its model until it is written.
 
         The future is done after the first time. `nbytes` of memory count as `unwritten_bytes` until it is written.
         """
-        entry = _Unwritten(model_id, path, write, nbytes)
+        entry = _Unwritten(model_id, path, write, nbytes, large)
         with self._lock:
             self._unwritten.pop(version, None)
             self._unwritten[version] = entry
@@ -101,7 +113,14 @@ class Writer:
     def unwritten_bytes(self) -> int:
         """Memory of what is there only until it is written."""
         with self._lock:
-            return sum(self._pending.values()) + sum(entry.nbytes for entry in self._unwritten.values())
+            pending = sum(nbytes for _, nbytes in self._pending.values())
+            return pending + sum(entry.nbytes for entry in self._unwritten.values())
+
+    def has_unwritten(self, model_id: str) -> bool:
+        """Whether some of it is of this model."""
+        with self._lock:
+            versions = {entry.model_id for entry in self._unwritten.values()}
+            return model_id in versions.union(model for model, _ in self._pending.values())
 
     @property
     def trying(self) -> bool:
@@ -121,9 +140,9 @@ class Writer:
                 entry.failure = None
                 self._submit_version(version, entry)
 
-    def snapshot(self, model_id: str, path: str, write: Callable[[], T]) -> "Future[T]":
+    def snapshot(self, model_id: str, path: str, write: Callable[[], T], large: bool = False) -> "Future[T]":
         """Call `write` once everything of the model is on disk. Fails with `StorageError` if something cannot be."""
-        return self.submit(model_id, path, partial(self._write_after_versions, model_id, write))
+        return self.submit(model_id, path, partial(self._write_after_versions, model_id, write), large=large)
 
     def wait(self) -> None:
         """Wait until all that was handed over is written, or cannot be."""
@@ -142,6 +161,7 @@ class Writer:
         with self._lock:
             self._unwritten.clear()
         self._writers.shutdown(wait=True)
+        self._large.shutdown(wait=True)
         self._readers.shutdown(wait=True, cancel_futures=True)
 
     def _before(self, lines: Iterable[tuple[str, str]]) -> list[Future[Any]]:
@@ -155,7 +175,8 @@ class Writer:
                     del self._last[line]
 
     def _submit_version(self, version: str, entry: _Unwritten) -> "Future[Exception | None]":
-        return self.submit(entry.model_id, entry.path, partial(self._write_version, version, entry))
+        write = partial(self._write_version, version, entry)
+        return self.submit(entry.model_id, entry.path, write, large=entry.large)
 
     def _write_after_versions(self, model_id: str, write: Callable[[], T]) -> T:
         for version, entry in self._left():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import driver
-from skyrl.backends.backend import Publish
+from skyrl.backends.backend import Publish, SaveCheckpoint
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.jax.versions import bytes_of
 from skyrl.types import ErrorResponse, SaveOutput
@@ -66,6 +66,25 @@ def test_publishing_waits_for_the_disk_once_versions_take_half_their_memory(back
         results |= pump(backend, 1)
     backend._writer.wait()
     assert all((tmp_path / f"v{number}" / "manifest.json").exists() for number in range(6))
+
+
+def test_saving_waits_for_the_disk_too_once_its_model_has_much_to_write(backend, tmp_path):
+    held = threading.Event()
+    backend._writer.submit("model", "held", lambda: held.wait(60))
+    saves = [SaveCheckpoint(request_id=f"s{n}", model_id="model", path=str(tmp_path / f"s{n}")) for n in range(3)]
+    for operation in saves:
+        backend.submit(operation)
+    try:
+        assert pump(backend) == {}
+        assert backend._writer.unwritten_bytes == 3 * bytes_of(backend.adapter("model")), "one save: weights, moments"
+        assert isinstance(driver.save(backend, tmp_path / "other", "other"), SaveOutput)
+    finally:
+        held.set()
+    results = {}
+    while len(results) < len(saves):
+        assert backend.wait(30)
+        results |= pump(backend, 1)
+    assert all(isinstance(result, SaveOutput) for result in results.values())
 
 
 def test_publishing_fails_while_what_was_published_cannot_be_written_and_nothing_is_lost(backend, tmp_path):

@@ -54,6 +54,12 @@ def test_a_save_that_takes_long_holds_up_no_other_models_save_or_load(writer, di
     assert not slow.done()
 
 
+def test_large_writes_of_any_number_of_models_hold_up_no_small_one(writer, disk):
+    for number in range(2 * THREADS):
+        writer.submit(f"huge{number}", f"/{number}", lambda number=number: disk.slow_write(f"/{number}"), large=True)
+    assert writer.submit("small", "/small", lambda: disk.write("/small")).result(30) == SaveOutput("/small")
+
+
 def test_loads_go_on_while_as_many_models_are_written_as_can_be(writer, disk):
     for number in range(THREADS + 1):
         writer.submit(f"huge{number}", f"/huge{number}", lambda number=number: disk.slow_write(f"/huge{number}"))

@@ -214,7 +214,8 @@ class JaxBackend(Executor):
 
     def may_wait(self, operation: ModelOperation) -> bool:
         if operation.model_id in self._models and not isinstance(operation, LoadCheckpoint):
-            crowded = isinstance(operation, Publish) and self._storage.crowded
+            writes = isinstance(operation, SaveCheckpoint | ExportModel | Publish)
+            crowded = writes and self._storage.is_crowded(operation.model_id)
             return crowded or not self._models.is_at_hand(operation.model_id)
         return isinstance(operation, CreateModel | LoadCheckpoint | LoadSnapshot)
 
@@ -432,8 +433,8 @@ class JaxBackend(Executor):
 
     @_work.register
     def _write(self, operation: SaveCheckpoint | SaveSnapshot | ExportModel | Publish) -> Work:
-        if isinstance(operation, Publish):  # before the model is at work: that must not wait for others
-            yield from self._storage.room_for_version()
+        if not isinstance(operation, SaveSnapshot):  # before the model is at work: that must not wait for others
+            yield from self._storage.room_to_write(operation.model_id)
         with self._at_work(operation.model_id) as brought:
             return (yield from self._storage.write(operation, (yield from brought)))
 

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import jax
+
 from skyrl.backends.backend import ExportModel, LoadCheckpoint, LoadSnapshot, Publish, SaveCheckpoint, SaveSnapshot
 from skyrl.backends.executor import Waiting, Work
 from skyrl.backends.jax import checkpoints
@@ -51,7 +53,7 @@ class Storage:
     writer: Writer
     versions: VersionPool
     unwritten_bytes: int
-    """Memory that versions may take which are not on disk yet. While they do, no other is published."""
+    """Memory that may be taken by what is not on disk yet. While it is, none of these models writes more."""
 
     # -- operations, in turns with others -----------------------------------------------------------------------------
 
@@ -61,35 +63,39 @@ class Storage:
             return (yield from self._publish(operation, state))
         state = dataclasses.replace(state)
         yield
-        model_id, path = operation.model_id, operation.path
+        model_id, path, large = operation.model_id, operation.path, state.adapter.own_base is not None
         match operation:
             case SaveCheckpoint():
                 kept = dataclasses.replace(state, gradient_sums=None)
-                writing = self.writer.submit(model_id, path, partial(self.write_state, path, kept))
+                nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves((kept.adapter.weights, *kept.arrays[1:])))
+                writing = self.writer.submit(model_id, path, partial(self.write_state, path, kept), nbytes, large)
             case SaveSnapshot():
-                writing = self.writer.snapshot(model_id, path, partial(self.write_state, path, state))
+                writing = self.writer.snapshot(model_id, path, partial(self.write_state, path, state), large)
             case ExportModel():
-                writing = self.writer.submit(model_id, path, partial(self._write_model, path, state.adapter))
+                write, nbytes = partial(self._write_model, path, state.adapter), bytes_of(state.adapter)
+                writing = self.writer.submit(model_id, path, write, nbytes, large=True)
         return (yield from _in_turn(writing, state.adapter))
 
-    @property
-    def crowded(self) -> bool:
-        """Whether versions that are not on disk take all the memory that they may."""
-        return self.writer.unwritten_bytes >= self.unwritten_bytes
+    def is_crowded(self, model_id: str) -> bool:
+        """Whether what was saved or published and is not on disk takes all its memory, some of it for this model."""
+        return self.writer.unwritten_bytes >= self.unwritten_bytes and self.writer.has_unwritten(model_id)
 
-    def room_for_version(self) -> Turns[None]:
-        """Wait until versions have been written, if it has to be. Raises `StorageError` if they cannot be."""
+    def room_to_write(self, model_id: str) -> Turns[None]:
+        """Wait until more has been written, if it has to be. Raises `StorageError` if versions cannot be.
+
+        A model of which nothing is to be written does not wait for the writes of others.
+        """
         tried = False
-        while self.crowded:
+        while self.is_crowded(model_id):
             if self.writer.trying:
-                yield Waiting(lambda: not (self.crowded and self.writer.trying))
+                yield Waiting(lambda: not (self.is_crowded(model_id) and self.writer.trying))
             elif not tried:
                 self.writer.try_again()
                 tried = True
             else:
                 raise StorageError(
-                    f"versions of {self.writer.unwritten_bytes} bytes are in memory and cannot be written, so no other "
-                    f"can be published: {self.writer.failure}"
+                    f"versions of {self.writer.unwritten_bytes} bytes are in memory and cannot be written, so nothing "
+                    f"else can be published or saved: {self.writer.failure}"
                 )
 
     def _publish(self, operation: Publish, state: ModelState) -> Work:
@@ -106,11 +112,11 @@ class Storage:
             return SaveOutput("")
         model_id, path = operation.model_id, operation.path
         write = partial(self._write_version, operation, path, adapter, lora_config)
-        nbytes = bytes_of(adapter)
+        nbytes, large = bytes_of(adapter), adapter.own_base is not None
         if operation.persist:
-            return (yield from _in_turn(self.writer.submit(model_id, path, write, nbytes), adapter))
+            return (yield from _in_turn(self.writer.submit(model_id, path, write, nbytes, large), adapter))
         self.versions.publish(operation.version, adapter)
-        writing = self.writer.keep_version(operation.version, model_id, path, write, nbytes)
+        writing = self.writer.keep_version(operation.version, model_id, path, write, nbytes, large)
         yield from _in_turn(writing, adapter)
         return SaveOutput(path)
 
