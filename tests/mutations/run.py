@@ -30,7 +30,7 @@ from sft_defects import SFT_DEFECTS
 from source_defects import SOURCE_DEFECTS
 
 KNOWN = (
-    DEFECTS,
+    DEFECTS + RETENTION_DEFECTS,
     ALGORITHM_DEFECTS,
     CONFIG_DEFECTS,
     ROLLOUT_DEFECTS,
@@ -38,7 +38,6 @@ KNOWN = (
     RUN_DEFECTS,
     SFT_DEFECTS,
     SOURCE_DEFECTS,
-    RETENTION_DEFECTS,
 )
 ROOT = Path(__file__).parents[2]
 PROGRAMS = "programs"
