@@ -252,12 +252,12 @@ def test_a_small_request_passes_a_large_one_that_waits_for_memory(rig):
 def test_small_requests_that_never_end_do_not_starve_a_large_one(rig, rows):
     """The large one takes all pages, and there is always a small one that has some."""
     sampler = rig.make_sampler(cache_bytes=TOKEN_BYTES * 64 * 9, max_rows=rows)
-    sampler.add(request(prompt_of(12), max_tokens=8))
+    sampler.add(request(prompt_of(12), max_tokens=20))
     sampler.burst()
     sampler.add(request(prompt_of(440), name="large", max_tokens=3))
     ended = []
     for seed in range(40):
-        sampler.add(request(prompt_of(12, seed), max_tokens=4))
+        sampler.add(request(prompt_of(12, seed), max_tokens=12))
         ended += [done.request_id for done in sampler.burst()]
     assert "large" in ended
     finish(sampler)
