@@ -28,7 +28,8 @@ from skyrl.utils.storage import remove_folder, tidy
 log = logging.getLogger(__name__)
 
 LOCK = ".server.lock"
-KINDS = ("weights", "sampler_weights", "external_weights", "ephemeral", "snapshots")
+EPHEMERAL = "ephemeral"
+KINDS = ("weights", "sampler_weights", "external_weights", EPHEMERAL, "snapshots")
 """Folders of a model. Others are not ours."""
 MIB, GIB = 2**20, 2**30
 _MODEL = re.compile(r"[0-9a-f-]{36}-train-\d+")

@@ -5,13 +5,14 @@ from an older backup; checkpoints are many too many where `keep_last_checkpoints
 """
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
 from skyrl.tinker import retention
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database
-from skyrl.tinker.disk import saved_folders
+from skyrl.tinker.disk import EPHEMERAL, saved_folders
 from skyrl.tinker.retention import Removal, Rules
 
 FEW = 10
@@ -52,7 +53,12 @@ def at_stake(config: EngineConfig, database: Database, rules: Rules, first: bool
     surplus = len(database.read_now(partial(retention.surplus, rules=rules))) if first else 0
     names = [removal.files.folder for removal in nameless_folders(config, database) if removal.files is not None]
     whole = [name for name in names if not name.rpartition("/")[2].startswith(".")]
-    return Stake(len(whole), surplus, len(saved_folders(config.checkpoints_base)))
+    return Stake(_kept(whole), surplus, _kept(saved_folders(config.checkpoints_base)))
+
+
+def _kept(names: Collection[str]) -> int:
+    """How many were to be kept. A round takes many versions without a name, and may be killed before their files go."""
+    return sum(f"/{EPHEMERAL}/" not in name for name in names)
 
 
 def nameless_folders(config: EngineConfig, database: Database) -> list[Removal]:

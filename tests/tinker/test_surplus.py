@@ -1,6 +1,8 @@
 """Versions without a name of a long run: how many are kept, which are in use, what is told of those that went."""
 
+import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import tinker
 
 from skyrl.local_server import close_client
 from skyrl.tinker import surplus
-from skyrl.tinker.collector import collect
+from skyrl.tinker.offline import collect
 from skyrl.tinker.retention import Rules
 from tests.tinker.harness import wait_until_ready
 from tests.tinker.test_retention import Server, failure_of_sample, folders
@@ -229,3 +231,24 @@ def test_a_loop_of_the_sdk_keeps_its_newest_eight_versions_and_the_one_that_it_e
 def sampled(sampler: tinker.SamplingClient) -> list[int]:
     params = tinker.SamplingParams(max_tokens=4, temperature=0.0, stop=[])
     return sampler.sample(PROMPT, 1, params).result().sequences[0].tokens
+
+
+def test_versions_that_a_kill_left_without_a_name_go_to_the_trash_however_many(tmp_path):
+    """Their rows go first, many at a time."""
+    with Run(tmp_path, keep_last_ephemeral=3) as run:
+        run.steps(20)
+        run.let_pass(1000)
+
+        async def killed(removals):
+            raise OSError("stands for a kill between rows and files")
+
+        run.collector._remove = killed
+        with pytest.raises(OSError):
+            run.collect()
+        assert len(run.versions()) == 3 and len(folders(run, "ephemeral")) == 20
+        for path in (run.folder / "checkpoints").glob("*/ephemeral/*"):
+            os.utime(path, (time.time() - 7200,) * 2)
+    with Run(tmp_path, keep_last_ephemeral=3) as run:
+        run.collect()
+        assert run.collector.refusal is None and folders(run, "ephemeral") == ["18", "19", "20"]
+        assert len(list((run.folder / "checkpoints" / ".trash").iterdir())) == 17
