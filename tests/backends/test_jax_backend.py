@@ -480,7 +480,7 @@ def test_others_are_sampled_while_a_version_is_read_from_a_disk_that_does_not_an
         manifest.write_bytes(content)
 
     threading.Thread(target=answer).start()
-    late = driver.sampling("again", tmp_path / "stored")
+    late = driver.sampling("read late", tmp_path / "stored")
     backend.submit(late)
     sample(backend, "other")
     assert not answered.is_set()
