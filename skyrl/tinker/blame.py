@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from skyrl.errors import RequestError
+
 log = logging.getLogger(__name__)
 
 ALONE = 3
@@ -61,7 +63,11 @@ class Blame:
         self._work: dict[str, Count] = {}
         self._bodies: dict[str, Count] = {}
         self._lives = self._load()
-        self._handle: int | None = os.open(folder / RUNNING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._handle: int | None = os.open(folder / RUNNING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            why = f"{RUNNING} cannot be opened ({error.strerror or error}); make it readable and writable"
+            raise RequestError(f"checkpoints_base={folder}: {why}") from error
         self.running: tuple[str, ...] = ()
         """What the engine computes now."""
         self._decoding: dict[str, str] = {}

@@ -31,7 +31,7 @@ from sqlalchemy.pool import PoolProxiedConnection
 from sqlmodel import Session
 
 from skyrl.errors import RequestError
-from skyrl.tinker.fence import TRY_LOCK, Fence, Superseded
+from skyrl.tinker.fence import TRY_LOCK, WRITES, Fence, Superseded, writing
 from skyrl.tinker.lease import Lease, in_use
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ MAX_GROUP = 256
 MAX_QUEUED = 10_000
 """Jobs that may wait for the writer. Past them `write` waits before it queues its own."""
 READERS = 4
+POSTGRES_LIMITS = {"connect_timeout": 10, "tcp_user_timeout": 20_000}
+"""Seconds that a connection may take to be made, milliseconds that the network may leave what was sent unconfirmed."""
 CLAIM_S = 10.0
 """Seconds that PostgreSQL gets to notice that the server before this one is dead."""
 IN_MEMORY = (None, "", ":memory:")
@@ -182,7 +184,7 @@ class Database:
     def _commit(self, group: list[_Queued]) -> None:
         """One transaction for the whole group; where that fails, one for each, so that a failure stays alone."""
         try:
-            with Session(self._engine, expire_on_commit=False) as session:
+            with Session(writing(self._engine), expire_on_commit=False) as session:
                 self.fence.check(session)
                 results = [queued.job(session) for queued in group]
                 session.commit()
@@ -318,7 +320,8 @@ def _open(url: str) -> Engine:
         if sqlite:
             Path(str(parsed.database)).parent.mkdir(parents=True, exist_ok=True)
         # A connection that has died while nobody used it is found out before a job does, and replaced.
-        engine = sqlalchemy.create_engine(parsed, pool_size=READERS + 2, pool_pre_ping=not sqlite)
+        limits: dict[str, Any] = {} if sqlite else {"connect_args": POSTGRES_LIMITS}
+        engine = sqlalchemy.create_engine(parsed, pool_size=READERS + 2, pool_pre_ping=not sqlite, **limits)
     except ModuleNotFoundError as error:
         raise _refusal(
             url, f"this needs the package {error.name}; install it with: pip install 'skyrl[postgres]'"
@@ -349,7 +352,8 @@ def _sqlite_connect(connection: Any, _: Any) -> None:
 
 
 def _sqlite_begin(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN")
+    """A transaction that is to write takes the lock at once: SQLite waits for no lock once it has read something."""
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get(WRITES) else "BEGIN")
 
 
 def _sqlite_file(url: str) -> Path | None:

@@ -122,17 +122,21 @@ class Disk:
         if self.collect is not None:
             await self.collect()
         left = await asyncio.to_thread(trash.entries, self._config.checkpoints_base)
+        in_trash = sum(entry.size_bytes for entry in left)
+        if (refusal := await self._refusal(model_id, sampler, without=in_trash)) is not None:
+            raise RequestError(refusal)  # it would not fit without the trash either
         while (refusal := await self._refusal(model_id, sampler)) is not None:
             if not left:
                 raise RequestError(refusal)
             log.info("%s goes, as its room is needed", left[0].path)
             await asyncio.to_thread(remove_folder, left.pop(0).path)
 
-    async def _refusal(self, model_id: str, sampler: bool) -> str | None:
+    async def _refusal(self, model_id: str, sampler: bool, without: int = 0) -> str | None:
+        """Why it does not fit, also if so many bytes went. None if it fits."""
         config = self._config
         size = await self._database.read(lambda session: _expected_bytes(session, model_id, sampler))
         free = shutil.disk_usage(config.checkpoints_base).free
-        if free - size < config.min_free_disk_mib * MIB:
+        if free + without - size < config.min_free_disk_mib * MIB:
             return (
                 f"the disk of checkpoints has {free / MIB:.0f} MiB left, of which min_free_disk_mib="
                 f"{config.min_free_disk_mib} are to stay free, and this needs {size / MIB:.1f}; {WAY_OUT} a lower "
@@ -142,7 +146,7 @@ class Disk:
             return None
         used = await self._database.read(used_bytes)
         used += sum(entry.size_bytes for entry in trash.entries(config.checkpoints_base))
-        if used + size > config.max_disk_gib * GIB:
+        if used - without + size > config.max_disk_gib * GIB:
             return (
                 f"checkpoints take {used / GIB:.3f} GiB of max_disk_gib={config.max_disk_gib:g}, and this needs "
                 f"{size / GIB:.3f}; {WAY_OUT} a larger --max-disk-gib"

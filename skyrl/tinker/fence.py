@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from sqlalchemy import Connection, Engine, bindparam, select
+from sqlalchemy import Connection, Engine, bindparam, select, text
 from sqlalchemy.exc import DBAPIError
 from sqlmodel import Session, SQLModel
 
@@ -22,6 +22,10 @@ log = logging.getLogger(__name__)
 EPOCH = "epoch"
 SERVER_LOCK = 0x736B7972
 """PostgreSQL's number for the lock of the one server of a database."""
+RAISE_S = 10
+"""Seconds that a start waits for the row of the epoch."""
+WRITES = "writes"
+"""Execution option of connections whose transactions write."""
 WATCH_S = 5.0
 """Seconds between two looks at the lock."""
 
@@ -40,9 +44,16 @@ class Superseded(Exception):
     """Another server has been started on this database. Nothing has been stored."""
 
 
+def writing(engine: Engine) -> Engine:
+    """The same engine, for transactions that write."""
+    return engine.execution_options(**{WRITES: True})
+
+
 def raise_epoch(engine: Engine) -> None:
     """Begin an epoch, later than any before it."""
-    with Session(engine) as session:
+    with Session(writing(engine)) as session:
+        if engine.dialect.name == "postgresql":  # a server that hangs may hold the row for ever
+            session.execute(text(f"SET LOCAL lock_timeout = '{RAISE_S}s'"))
         row = session.get(SettingRow, EPOCH, with_for_update=True) or SettingRow(name=EPOCH, value="0")
         row.value = str(int(row.value) + 1)
         session.add(row)

@@ -13,9 +13,9 @@ from skyrl.tinker import retention
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database
 from skyrl.tinker.disk import EPHEMERAL, saved_folders
-from skyrl.tinker.retention import Removal, Rules
+from skyrl.tinker.retention import FOLDERS, Removal, Rules
 
-FEW = 10
+FEW = FOLDERS
 """Folders that may always go."""
 SHARE = 0.2
 """Of all folders, what may go in one round."""

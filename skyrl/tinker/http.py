@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from sqlalchemy.exc import DataError, InterfaceError, OperationalError
+from sqlalchemy.exc import DataError, InterfaceError, InternalError, OperationalError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -96,6 +96,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(DatabaseFull, _full)
     app.add_exception_handler(OperationalError, _unreachable)
     app.add_exception_handler(InterfaceError, _unreachable)
+    app.add_exception_handler(InternalError, _unreachable)
     app.add_exception_handler(Stopped, _unreachable)
     app.add_exception_handler(Superseded, _unreachable)
     app.add_exception_handler(DataError, _unstorable)

@@ -56,6 +56,7 @@ class Outcomes:
         self._reads = reads
         self._lines = Lines()
         self._writer = Persistent(service.database, DatabaseFull)
+        self._last_writer = Persistent(service.database, Exception)
         self._dropped: set[str] = set()
         """Models of which something could not be stored any more, and so nothing that came after it is."""
 
@@ -93,6 +94,7 @@ class Outcomes:
     async def settle(self) -> None:
         """Wait until all that has come is stored, or cannot be."""
         self._writer.stop()
+        self._last_writer.stop()
         await self._lines.settle()
 
     # -- how ----------------------------------------------------------------------------------------------------------
@@ -131,13 +133,9 @@ class Outcomes:
             await self.discard(obsolete)
 
     async def _store_at_last(self, owed: Owed, error: ErrorResponse, done: bool) -> tuple[Outcome, Obsolete | None]:
-        try:
-            return await self._write(partial(_store_failure, owed, error, done=done))
-        except Stopped:
-            raise
-        except Exception as another:
-            log.error("nor can it be stored that request %s has failed", owed.request_id, exc_info=another)
-            return Failure(error.error, error.status), None
+        """Nobody is told what is not stored, as it would be done again: it is tried until it is, whatever the error."""
+        job = _Once(owed.request_id, partial(_store_failure, owed, error, done=done))
+        return await self._last_writer.write(job, f"that request {owed.request_id} has failed")
 
     async def _store(self, owed: Owed, result: Result) -> tuple[Outcome, Obsolete | None]:
         if owed.accepted is not None and owed.accepted.complete is not None and not isinstance(result, ErrorResponse):

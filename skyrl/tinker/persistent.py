@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
-from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 
 from skyrl.tinker.db import Database, Job
 from skyrl.tinker.fence import Superseded
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
-PASSING = (OperationalError, InterfaceError)
+PASSING = (OperationalError, InterfaceError, InternalError)
 """Errors of a connection: the database was away, is busy, or went away in between."""
 
 

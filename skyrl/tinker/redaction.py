@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,9 @@ from sqlalchemy.exc import ArgumentError
 from skyrl.tinker.config import EngineConfig
 
 log = logging.getLogger(__name__)
+
+HIDDEN = "(its folder)"
+"""What is said in place of a folder by itself."""
 
 
 class Redaction:
@@ -24,13 +28,13 @@ class Redaction:
     """
 
     def __init__(self, config: EngineConfig):
-        self._prefixes = sorted({f"{spelling}/" for path in _folders(config) for spelling in _spellings(path)}, key=len)
+        spellings = {spelling for path in _folders(config) for spelling in _spellings(path)}
+        longest_first = sorted(spellings, key=len, reverse=True)
+        self._folder = re.compile(f"({'|'.join(map(re.escape, longest_first))})(/|(?![\\w.-]))")
 
     def __call__(self, message: str) -> str:
         """The message as clients may read it."""
-        redacted = message
-        for prefix in reversed(self._prefixes):
-            redacted = redacted.replace(prefix, "")
+        redacted = self._folder.sub(lambda found: "" if found[2] else HIDDEN, message)
         if redacted != message:
             log.warning("a client is told without its paths: %s", message)
         return redacted

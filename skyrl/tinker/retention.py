@@ -33,6 +33,9 @@ RESULT_AGE_S = 600
 """Seconds that a result stays at least, however large results are."""
 ORPHAN_AGE_S = 3600
 QUARANTINE_S = 7 * DAY_S
+FOLDERS = 10
+"""Saved folders that lose their names in one transaction. Those that a kill leaves without one are few enough for the
+guard."""
 BATCH = 200
 """Things that go in one transaction, so that others get their turn."""
 MANY_SAMPLERS = 1000
@@ -154,7 +157,7 @@ def _unnamed(session: Session, rules: Rules, rows: Any, what: str) -> list[Remov
     needed = folders_to_load(session) if rows else set()
     removals = []
     for row in rows:
-        if row.folder not in needed and len(removals) < BATCH:
+        if row.folder not in needed and len(removals) < FOLDERS:
             path = f"tinker://{row.model_id}/{row.kind}/{row.name}"
             gone = unname(session, row)
             files = gone.files._replace(to_trash=rules.config.trash_retention_sec > 0)
@@ -194,7 +197,7 @@ def overwritten_checkpoints(session: Session, rules: Rules, now: float) -> list[
     found = set(session.exec(unnamed).all())
     needed = folders_to_load(session) if found else set()
     unneeded = [(version, folder) for version, folder in found if version and folder and folder not in needed]
-    return [forget_version(session, version, folder, 0) for version, folder in unneeded[:BATCH]]
+    return [forget_version(session, version, folder, 0) for version, folder in unneeded[:FOLDERS]]
 
 
 def _older_versions(session: Session, over: Any) -> list[Removal]:
@@ -247,7 +250,7 @@ def snapshots(session: Session, rules: Rules, now: float) -> list[Removal]:
     kept = or_(col(ModelRow.snapshot_folder).is_not(None), col(ModelRow.status).not_in(NOT_BROUGHT_BACK))
     over = or_(col(ModelRow.status).in_(GONE), and_(or_(col(ModelRow.status) == "unloaded", ended), ~_unwritten()))
     removals = []
-    for row in session.exec(select(ModelRow).where(kept, over, ~waiting.exists()).limit(BATCH)).all():
+    for row in session.exec(select(ModelRow).where(kept, over, ~waiting.exists()).limit(FOLDERS)).all():
         if row.snapshot_folder is not None:
             removals.append(_snapshot_removal(row))
         else:

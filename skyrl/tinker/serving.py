@@ -9,11 +9,13 @@ import contextlib
 import gc
 import logging
 import math
+import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import uvicorn
@@ -41,6 +43,8 @@ SWITCH_S = 0.0005
 ten times as much, is paid several times by each answer."""
 OPEN_REQUESTS = 0.25
 """Part of `shutdown_timeout_sec` that open requests get to finish; the rest is the engine's."""
+LAST_S = 1.5
+"""Seconds after `shutdown_timeout_sec` that storing what has come, and closing, may take."""
 
 
 def run(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine: EngineProcess) -> int:
@@ -70,7 +74,7 @@ async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(OPEN_REQUESTS * config.shutdown_timeout_sec),
     )
-    http = _HttpServer(options, server)
+    http = _HttpServer(options, server, partial(_leave, config.shutdown_timeout_sec + LAST_S, link))
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, http.end)
     link.watch(http.end)
@@ -100,9 +104,10 @@ async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket
 class _HttpServer(uvicorn.Server):
     """uvicorn that ends when it is told to, and lets long polls go at once."""
 
-    def __init__(self, config: uvicorn.Config, server: TinkerServer):
+    def __init__(self, config: uvicorn.Config, server: TinkerServer, leave: Callable[[], None]):
         super().__init__(config)
         self._server = server
+        self._leave = leave
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -112,9 +117,26 @@ class _HttpServer(uvicorn.Server):
         """Stop; `at_once` waits neither for open requests nor for the engine, whose work is in the log."""
         if not self.should_exit:
             log.info("stopping")
+            self._leave()
         self.should_exit = True
         self.force_exit |= at_once
         self._server.let_go(at_once)
+
+
+def _leave(after_s: float, link: KeeperLink) -> None:
+    """End the process after so long, whatever it waits for then, such as a database that hangs.
+
+    What is not stored is done again at the next start.
+    """
+
+    def end() -> None:
+        log.warning("something hangs, so the server ends without waiting for it")
+        link.say_ends()
+        os._exit(0)
+
+    timer = threading.Timer(after_s, end)
+    timer.daemon = True
+    timer.start()
 
 
 async def _announce(server: TinkerServer, url: str, http: _HttpServer, link: KeeperLink) -> None:

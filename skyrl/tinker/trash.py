@@ -5,6 +5,7 @@ and how large it is can be told from names alone, and whoever moves it back sees
 """
 
 import calendar
+import errno
 import logging
 import os
 import re
@@ -41,7 +42,11 @@ def discard(base: Path, folder: str, to_trash: bool) -> None:
     try:
         _throw_away(base, folder)
     except OSError as error:
-        log.warning("%s cannot be put into %s, so it stays: %s", folder, NAME, error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # what is to make room needs some in the trash
+            log.warning("%s is removed, as there is no room for it in %s: %s", folder, NAME, error)
+            remove_folder(base / folder)
+        else:
+            log.warning("%s cannot be put into %s, so it stays: %s", folder, NAME, error)
 
 
 def _throw_away(base: Path, folder: str) -> None:
@@ -50,8 +55,12 @@ def _throw_away(base: Path, folder: str) -> None:
         return
     entry = f"{time.strftime(_TIME, time.gmtime())}-{folder_bytes(source)}-{uuid4().hex[:8]}"
     target = base / NAME / entry / folder
-    target.parent.mkdir(parents=True)
-    os.rename(source, target)
+    try:
+        target.parent.mkdir(parents=True)
+        os.rename(source, target)
+    except OSError:
+        remove_folder(base / NAME / entry)  # its name says that it takes room
+        raise
 
 
 def entries(base: Path) -> list[Entry]:

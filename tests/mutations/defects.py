@@ -566,7 +566,7 @@ DEFECTS = [
         [
             Edit(
                 "skyrl/backends/jax/storage.py",
-                "        return self.writer.unwritten_bytes >= self.unwritten_bytes\n",
+                "        return self.writer.unwritten_bytes >= self.unwritten_bytes and self.writer.has_unwritten(model_id)\n",
                 "        return False\n",
             )
         ],

@@ -5,6 +5,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from skyrl.errors import RequestError
 from skyrl.tinker import request_log
 from skyrl.tinker.db import Database
 from skyrl.tinker.futures import Answer, Failure
-from skyrl.tinker.tables import ModelRow, RequestRow, SessionRow
+from skyrl.tinker.tables import ModelRow, RequestRow, SessionRow, SettingRow
 
 
 @pytest.fixture
@@ -286,3 +287,23 @@ def test_request_to_a_model_that_is_gone_is_logged_as_failed(database, status, c
     logged = asyncio.run(database.write(append(entry("r", needs_model=True))))
     assert logged.refusal is not None and logged.refusal.category == category
     assert database.read_now(lambda session: request_log.outcome_of(session, "r"))[1] == logged.refusal
+
+
+def test_a_write_waits_for_another_programs_write_to_end(tmp_path):
+    """SQLite waits for no lock in a transaction that has read something, so ours takes it first."""
+    url = f"sqlite:///{tmp_path / 'server.db'}"
+    with (
+        closing(Database(url)) as database,
+        closing(sqlite3.connect(tmp_path / "server.db", isolation_level=None)) as other,
+    ):
+        other.execute("BEGIN IMMEDIATE")
+
+        async def scenario():
+            writing = asyncio.create_task(database.write(lambda session: session.add(SettingRow(name="a", value="1"))))
+            await asyncio.sleep(0.5)
+            assert not writing.done()
+            other.execute("ROLLBACK")
+            await writing
+
+        asyncio.run(scenario())
+        assert database.read_now(lambda session: session.get_one(SettingRow, "a")).value == "1"

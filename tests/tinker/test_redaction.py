@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.redaction import Redaction
+from skyrl.tinker.redaction import HIDDEN, Redaction
 from tests.tinker.harness import LiveServer
 from tests.tinker.test_api_checkpoints import load, save
 
@@ -46,4 +46,5 @@ def test_folders_are_removed_however_they_are_reached(tmp_path, spelling):
     redact = Redaction(config)
     assert redact(f"cannot write {tmp_path}/{spelling}/a/m/weights/x: full") == "cannot write m/weights/x: full"
     assert redact(f"{tmp_path}/offload/m.safetensors and {tmp_path}/state/server.db") == "m.safetensors and server.db"
+    assert redact(f"checkpoints_base={tmp_path}/{spelling}/a is full") == f"checkpoints_base={HIDDEN} is full"
     assert redact("base_model=/models/qwen: dtype float32/float32") == "base_model=/models/qwen: dtype float32/float32"

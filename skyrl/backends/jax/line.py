@@ -15,7 +15,9 @@ from skyrl.backends.jax.sequences import Job
 from skyrl.tx.models.types import PAGE_SIZE
 
 LOOK_PAST = 64
-"""Requests that are passed at most: a long line costs no more to look through than a short one."""
+"""Requests without room that are passed at most; those whose version is being read do not count."""
+LOOK_AT = 512
+"""Requests that are looked at, at most: a long line costs no more than a short one."""
 
 
 class Line:
@@ -49,8 +51,8 @@ class Line:
         """
         ahead = [job for job in begun if job.lacks_room]
         left = min((self._room - job.passed_by for job in ahead), default=math.inf)
-        passed = 0
-        while left > 0 and passed < min(LOOK_PAST, len(self._jobs)):
+        passed = lacking = 0
+        while left > 0 and lacking < LOOK_PAST and passed < min(LOOK_AT, len(self._jobs)):
             job = self._jobs[passed]
             pages = pages_in_all(job)
             if pages <= left:
@@ -64,6 +66,7 @@ class Line:
                     continue
             passed += 1
             if job.lacks_room:
+                lacking += 1
                 ahead.append(job)
                 left = min(left, self._room - job.passed_by)
 

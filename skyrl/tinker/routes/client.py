@@ -16,7 +16,7 @@ async def healthz(service: ServiceDependency) -> schemas.HealthResponse | JSONRe
     """Whether requests are being worked on."""
     if service.engine.state == "ready":
         return schemas.HealthResponse(engine=service.engine.metrics)
-    return JSONResponse({"status": "starting", "detail": service.engine.progress}, 503)
+    return JSONResponse({"status": "starting", "detail": service.redact(service.engine.progress)}, 503)
 
 
 @router.post("/client/config")
