@@ -20,12 +20,12 @@ help:
 	@echo "setup      install into $(VENV)"
 	@echo "demo       train two adapters through the Tinker SDK against a local server"
 	@echo "demo-rl    teach a small model to add: examples first, then GRPO; minutes on two cores"
-	@echo "test       the test suite, in two processes (JOBS=0: in one); 25 minutes on two cores with other work"
+	@echo "test       the test suite, in two processes (JOBS=0: in one); 26 minutes on two cores with other work"
 	@echo "test-slow  the tests marked slow: kills of a server, long random histories, each way of training; an hour and more"
 	@echo "matrix     every SDK from 0.7.0 to 0.38.0, or those of SDK=\"0.7.0 0.38.0\", against one server, in .sdk"
 	@echo "cookbook   recipes of tinker-cookbook against a server, offline"
 	@echo "mutations  re-introduce known defects, all or those of ONLY=\"C1.5 F1.8\"; each must turn a test red"
-	@echo "accelerator  all that benchmarks/accelerator.py measures on a GPU or TPU, small, on this machine"
+	@echo "accelerator  all that benchmarks/accelerator.py measures on a GPU or TPU, or ONLY=\"train decode\", small, here"
 	@echo "check      format, lint, types, layers"
 	@echo "bench      all benchmarks, JSON lines on standard output"
 	@echo "proto      compile the protobuf schema"
@@ -66,7 +66,7 @@ mutations: $(STAMP)
 accelerator: $(STAMP)
 	mkdir -p build
 	rm -f build/accelerator.jsonl
-	$(BIN)/python benchmarks/accelerator.py --tiny --output build/accelerator.jsonl
+	$(BIN)/python benchmarks/accelerator.py --tiny --output build/accelerator.jsonl $(if $(ONLY),--only $(ONLY))
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

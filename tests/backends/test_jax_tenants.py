@@ -387,7 +387,8 @@ def random_traffic(backend, random, requests: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("requests", [12, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.slow  # with fewer programs: tests/tinker/test_warm_up.py
+@pytest.mark.parametrize("requests", [12, 40])
 def test_nothing_is_compiled_after_the_warm_up(tiny_model, requests):
     backend = opened(tiny_model, max_lora_rank=32, kv_cache_gib=0.05)
     with backend._computing():

@@ -566,8 +566,8 @@ DEFECTS = [
         [
             Edit(
                 "skyrl/backends/jax/storage.py",
-                "        return self.writer.unwritten_bytes >= self.unwritten_bytes and self.writer.has_unwritten(model_id)\n",
-                "        return False\n",
+                "return self.writer.unwritten_bytes >= self.unwritten_bytes and self.writer.has_unwritten(model_id)",
+                "return False",
             )
         ],
         [

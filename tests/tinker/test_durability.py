@@ -126,9 +126,8 @@ SNAPSHOTS = [{}, {"snapshot_every_steps": 1}, {"snapshot_every_requests": 1}]
 QUICK = [
     *(("engine killed", snapshots) for snapshots in SNAPSHOTS),
     ("server killed", {"snapshot_every_steps": 1}),
-    ("server restarted", {}),
 ]
-"""Where a server starts again after every answer, a test takes long: one each, the others are slow."""
+"""Where a server starts again after every answer, a test takes long: one, the others are slow."""
 
 
 def slow_unless(quick: bool, *values: object) -> object:

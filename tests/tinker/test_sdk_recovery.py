@@ -24,6 +24,7 @@ def greedy(client: tinker.ServiceClient, path: str) -> list[int]:
     return sample(sampler, TOKENS[:3], max_tokens=6, temperature=0.0, stop=[]).sequences[0].tokens
 
 
+@pytest.mark.slow  # `make demo` restarts a server too, and tests/faults stops one
 def test_checkpoints_outlive_a_restart(own_server):
     with service(own_server) as client:
         trainer = new_trainer(client, own_server)

@@ -101,7 +101,8 @@ ALGORITHMS = {
 }
 
 
-IN_SLOW_SUITE = ("grpo", "one step off")  # short runs of them are killed in test_rl_kills, resumed in test_rl_options
+IN_SLOW_SUITE = ("grpo", "clip_cov, whole", "one step off")
+"""Short runs of some are killed in test_rl_kills, and resumed in test_rl_options."""
 
 
 @pytest.mark.parametrize(
