@@ -56,7 +56,8 @@ async def copy_checkpoint(
     path = TinkerPath.parse("source_path", request.source_path)
     source = await readable_checkpoint(service, "source_path", path, caller, request.weights_access_token)
     place = await _place(service, caller, request, idempotency_key)
-    async with service.copying:  # of two equal requests the second finds the first
+    copying = service.copying.setdefault(place.request_id, asyncio.Lock())
+    async with copying:  # of two equal requests the second finds the first
         earlier = await service.database.read(lambda session: _earlier(session, place))
         if earlier is not None:
             return earlier

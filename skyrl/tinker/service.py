@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from skyrl.errors import RequestError
 from skyrl.tinker.activity import Activity
@@ -88,8 +89,8 @@ class Service:
         self.became_ready = asyncio.Event()
         self._waited = asyncio.Event()
         """Set where there is no point in waiting for the base model: it is known, or will not be."""
-        self.copying = asyncio.Lock()
-        """Held while a copy of a checkpoint is made."""
+        self.copying: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By request, what is held while its copy of a checkpoint is made."""
 
     @property
     def info(self) -> BackendInfo:

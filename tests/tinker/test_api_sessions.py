@@ -102,6 +102,14 @@ def test_heartbeat_of_a_finished_session_is_410(server):
     assert server.post("/session_heartbeat", {"session_id": session}).status_code == 410
 
 
+def test_what_a_client_says_of_a_sessions_end_is_in_the_log(server, caplog):
+    session, reason = server.session(), {"reason": {"type": "errored"}, "detail": "CUDA\nerror " + "x" * 5000}
+    with caplog.at_level("INFO"):
+        assert server.post(f"/sessions/{session}/finish", reason).status_code == 204
+    [line] = [record.message for record in caplog.records if "was finished" in record.message]
+    assert line.startswith(f"session {session} was finished: CUDA error xxx") and len(line) < 1100
+
+
 def test_session_may_be_finished_twice(server):
     session = server.session()
     finish(server, session)

@@ -1,5 +1,9 @@
 """Copies of checkpoints over HTTP."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from skyrl.utils.storage import copy_folder
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.test_api_checkpoints import load_as_new, publish, save
 from tests.tinker.test_rest_checkpoints import get, listed, saved, url
@@ -132,3 +136,25 @@ def test_copy_survives_a_restart(tmp_path):
         wait_until_ready(server)
         assert server.result(load_as_new(server, path))["model_id"]
         assert copied(server, path, key="k") == path
+
+
+def test_a_copy_waits_for_no_other_copy(tmp_path, monkeypatch):
+    """However long that takes to write."""
+    answer, begun = threading.Event(), threading.Event()
+
+    def slow(source: str, target: str) -> None:
+        if not begun.is_set():
+            begun.set()
+            assert answer.wait(60)
+        copy_folder(source, target)
+
+    monkeypatch.setattr("skyrl.tinker.copies.copy_folder", slow)
+    with LiveServer(tmp_path, api_keys=["tml-test", "tml-other"]) as server, ThreadPoolExecutor(1) as pool:
+        wait_until_ready(server)
+        first = pool.submit(copy, server, saved(server))
+        assert begun.wait(30)
+        server.http.headers["X-API-Key"] = "tml-other"
+        assert copy(server, saved(server)).status_code == 200
+        assert not first.done()
+        answer.set()
+        assert first.result(30).status_code == 200

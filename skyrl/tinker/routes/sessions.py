@@ -1,5 +1,6 @@
 """Sessions: one per client process. A silent one is kept; a finished one takes no more requests."""
 
+import logging
 import time
 from functools import partial
 from typing import Annotated
@@ -21,7 +22,12 @@ from skyrl.tinker.routes.dependencies import (
 )
 from skyrl.tinker.tables import SessionRow
 
+log = logging.getLogger(__name__)
+
 router = APIRouter()
+
+MOST_DETAIL = 1000
+"""Characters of what a client says of a session's end that go into the log."""
 
 
 @router.post("/create_session", response_model_exclude_none=True)
@@ -81,6 +87,8 @@ async def finish_session(
             row.finish_reason = request.reason.type if request.reason else None
 
     await service.database.write(finish)
+    if request.detail is not None:
+        log.info("session %s was finished: %s", session_id, " ".join(request.detail[:MOST_DETAIL].split()))
     service.directory.forget(session_id)
     queue.park(session_id)
 
