@@ -43,7 +43,7 @@ SWITCH_S = 0.0005
 ten times as much, is paid several times by each answer."""
 OPEN_REQUESTS = 0.25
 """Part of `shutdown_timeout_sec` that open requests get to finish; the rest is the engine's."""
-LAST_S = 1.5
+LAST_S = 1.0
 """Seconds after `shutdown_timeout_sec` that storing what has come, and closing, may take."""
 
 
