@@ -53,7 +53,7 @@ class SamplerLoop(Protocol):
 
     @property
     def stalled(self) -> bool:
-        """Whether the last burst found nothing to do, because all that is here waits for what happens elsewhere."""
+        """True if the last burst had nothing to do: every request waits for an event outside, such as a read."""
         ...
 
     @property

@@ -1,5 +1,5 @@
-"""What backends write to disk and read from it: in background threads, each model's writes in the order in which they
-were handed over.
+"""Background writes to disk and reads from it: in threads, each model's writes in the order in which they were handed
+over.
 
 The order is a promise: when a snapshot of a model is on disk, so is everything that the model wrote before, and what is
 read from a folder is what was handed over for it before, whoever did. Otherwise nobody waits for anybody: a model whose
@@ -54,7 +54,7 @@ class Writer:
         self._large = ThreadPoolExecutor(LARGE, thread_name_prefix="large-writer")
         self._readers = ThreadPoolExecutor(THREADS, thread_name_prefix="reader")
         self._last: dict[tuple[str, str], Future[Any]] = {}
-        """What is written last, of all that has been handed over, of a ("model", id) and to a ("folder", path)."""
+        """Last write that was handed over, of each ("model", id) and to each ("folder", path)."""
         self._unwritten: dict[str, _Unwritten] = {}
         """By version, in order of publication."""
         self._pending: dict[Future[Any], tuple[str, int]] = {}
@@ -117,7 +117,7 @@ class Writer:
             return pending + sum(entry.nbytes for entry in self._unwritten.values())
 
     def has_unwritten(self, model_id: str) -> bool:
-        """Whether some of it is of this model."""
+        """True if some of what is not written yet is of this model."""
         with self._lock:
             versions = {entry.model_id for entry in self._unwritten.values()}
             return model_id in versions.union(model for model, _ in self._pending.values())

@@ -133,7 +133,7 @@ class Outcomes:
             await self.discard(obsolete)
 
     async def _store_at_last(self, owed: Owed, error: ErrorResponse, done: bool) -> tuple[Outcome, Obsolete | None]:
-        """Nobody is told what is not stored, as it would be done again: it is tried until it is, whatever the error."""
+        """Store that a request has failed, tried again after any error: told unstored, it would be done once more."""
         job = _Once(owed.request_id, partial(_store_failure, owed, error, done=done))
         return await self._last_writer.write(job, f"that request {owed.request_id} has failed")
 

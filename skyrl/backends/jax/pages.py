@@ -81,7 +81,7 @@ class Pages:
     # -- prefixes -----------------------------------------------------------------------------------------------------
 
     def root(self, owner: Hashable) -> Node:
-        """Where the prefixes of an owner begin. It is kept from the first `insert` below it on."""
+        """Root of an owner's prefix tree. It is kept from the first `insert` below it on."""
         known = self._roots.get(owner)
         return Node(np.empty(0, np.int32), SCRATCH, None, owner) if known is None else known
 

@@ -126,7 +126,7 @@ class Prompt:
         return [node.page for node in self.path] + self._own
 
     def waits_for(self, earlier: "Prompt", common: int) -> bool:
-        """Whether an earlier prompt, alike in so many tokens, is about to read much of what this one needs next."""
+        """True if an earlier prompt that shares so many tokens is about to prefill much of what this one needs next."""
         if earlier.is_read:
             return False
         shared = min(common, self._reusable)

@@ -20,7 +20,7 @@ class Reading:
         self._sorted: dict[Hashable, list[tuple[bytes, Prompt]]] = {}
         """By owner, in the order of their tokens."""
         self._ahead: dict[Prompt, tuple[Prompt, int] | None] = {}
-        """What shares most with each of those that came before it, and how many tokens."""
+        """Longest common prefix of each prompt with an earlier one: that prompt, and the number of tokens."""
 
     def __len__(self) -> int:
         return len(self._turns)

@@ -160,7 +160,7 @@ class Sampler:
 
     @property
     def stalled(self) -> bool:
-        """Whether all requests wait for versions that are being read."""
+        """True if every request waits for a version that is being read."""
         return bool(self._waiting) and not (self._reading or self._read or self._running)
 
     @property

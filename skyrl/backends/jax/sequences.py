@@ -45,7 +45,7 @@ class Job:
     slot: int | None = None
     """Slot of its version, pinned from admission to the end."""
     lacks_room: bool = False
-    """Whether there was no room when it was to begin, or to start its next sample."""
+    """True if there was no room when it was to begin, or to start its next sample."""
     passed_by: int = 0
     """Pages of requests behind it that began meanwhile."""
     cache_hits: int = 0

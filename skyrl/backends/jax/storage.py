@@ -77,7 +77,7 @@ class Storage:
         return (yield from _in_turn(writing, state.adapter))
 
     def is_crowded(self, model_id: str) -> bool:
-        """Whether what was saved or published and is not on disk takes all its memory, some of it for this model."""
+        """True if unwritten saves and versions take all their memory, some of it for this model."""
         return self.writer.unwritten_bytes >= self.unwritten_bytes and self.writer.has_unwritten(model_id)
 
     def room_to_write(self, model_id: str) -> Turns[None]:
@@ -132,7 +132,7 @@ class Storage:
         return self._in_background(operation.path, partial(self._read, operation, loaded))
 
     def _in_background(self, path: str, read: Callable[[], T]) -> Turns[T]:
-        """What `read` returns, after the writes to the folder that are under way."""
+        """Result of `read`, called in a thread after the writes to the folder that are under way."""
         reading = self.writer.read(path, read)
         while not reading.done():
             yield Waiting(reading.done)

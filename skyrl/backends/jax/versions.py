@@ -102,7 +102,7 @@ class VersionPool:
                 self._clear_unused(slot)
 
     def at_hand(self, version: str | None, path: str | None = None) -> bool:
-        """Whether a version is in memory. If not, it is being read from now on, or once others have been.
+        """True if a version is in memory. If not, it is being read from now on, or once others have been.
 
         Args:
             version: None is the base model.
