@@ -63,6 +63,12 @@ def delete(backend, model_id: str = "model") -> Result:
     return finish(backend, DeleteModel(request_id=new_id(), model_id=model_id))
 
 
+def clear(backend) -> None:
+    """Delete all models."""
+    for model_id in list(backend.models):
+        delete(backend, model_id)
+
+
 def forward_backward(backend, data, model_id="model", loss_fn="cross_entropy", forward_only=False, **config) -> Result:
     return finish(
         backend,

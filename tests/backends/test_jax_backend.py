@@ -37,8 +37,7 @@ def shared(tiny_model):
 @pytest.fixture
 def backend(shared):
     """The shared backend, without models."""
-    for model_id in list(shared.models):
-        driver.delete(shared, model_id)
+    driver.clear(shared)
     return shared
 
 

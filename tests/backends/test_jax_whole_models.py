@@ -45,8 +45,7 @@ def shared(folder):
 @pytest.fixture
 def backend(shared):
     """The shared backend, with one whole model."""
-    for model_id in list(shared.models):
-        driver.delete(shared, model_id)
+    driver.clear(shared)
     assert isinstance(create(shared, rank=0), ModelOutput)
     return shared
 

@@ -31,8 +31,7 @@ def shared(tiny_model):
 
 @pytest.fixture
 def backend(shared):
-    for model_id in list(shared.models):
-        driver.delete(shared, model_id)
+    driver.clear(shared)
     driver.create(shared)
     driver.create(shared, "other")
     return shared
