@@ -11,7 +11,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DatabaseError
+from sqlalchemy.exc import ArgumentError, DatabaseError, InterfaceError, InternalError, OperationalError
 from sqlalchemy.pool import PoolProxiedConnection
 from sqlmodel import Session
 
@@ -110,7 +110,8 @@ class Database:
     async def write(self, job: Job[T]) -> T:
         """Run `job` in the writer's next transaction; return once that is committed.
 
-        A job may run twice (alone, after a failure in its group), so it does nothing but database work.
+        What it has written is undone if it raises. A job may run twice (alone, after a disk was full), so it does
+        nothing but database work.
 
         Raises:
             DatabaseFull: There is no room on the database's disk.
@@ -182,22 +183,50 @@ class Database:
                 return
 
     def _commit(self, group: list[_Queued]) -> None:
-        """One transaction for the whole group; where that fails, one for each, so that a failure stays alone."""
+        """One transaction for the whole group, in which a job that fails is undone alone."""
         try:
             with Session(writing(self._engine), expire_on_commit=False) as session:
                 self.fence.check(session)
-                results = [queued.job(session) for queued in group]
+                outcomes = _attempt(session, [queued.job for queued in group])
                 session.commit()
         except Exception as error:
             if len(group) == 1 or _is_of_all(error):
                 for queued in group:
                     queued.future.set_exception(_named(error, self.url))
-            else:
+            else:  # such as of a disk that is almost full: what is small may fit
                 for queued in group:
                     self._commit([queued])
             return
-        for queued, result in zip(group, results, strict=True):
-            queued.future.set_result(result)
+        for queued, outcome in zip(group, outcomes, strict=True):
+            if isinstance(outcome, _Failed):
+                queued.future.set_exception(outcome.error)
+            else:
+                queued.future.set_result(outcome)
+
+
+@dataclass
+class _Failed:
+    error: Exception
+
+
+def _attempt(session: Session, jobs: Sequence[Job[Any]]) -> list[Any]:
+    """What each job returns, or `_Failed`: then it has written nothing. Raises what ends the transaction."""
+    if len(jobs) == 1:
+        return [jobs[0](session)]
+    outcomes: list[Any] = []
+    for job in jobs:
+        savepoint = session.begin_nested()
+        try:
+            outcome = job(session)
+            savepoint.commit()
+        except (OperationalError, InterfaceError, InternalError):
+            raise
+        except Exception as error:
+            savepoint.rollback()
+            outcome = _Failed(error)
+        session.expunge_all()  # or a later job's failure would take back what this one returns
+        outcomes.append(outcome)
+    return outcomes
 
 
 def migration_config(connection: Connection) -> AlembicConfig:
@@ -266,11 +295,13 @@ def _claim(engine: Engine, url: str) -> Connection:
 
 
 def _is_of_all(error: Exception) -> bool:
-    """Whether an error would be every job's, so that to try each alone would take as long again for each."""
+    """Whether an error is every job's: to try each alone would take as long again for each, or do it twice, where the
+    connection has ended and the transaction may have been stored."""
     if not isinstance(error, DatabaseError):
         return isinstance(error, Superseded)
     code = getattr(error.orig, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
-    return error.connection_invalidated or code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    said_by_database = code != sqlite3.SQLITE_OK or getattr(error.orig, "sqlstate", None) is not None
+    return error.connection_invalidated or not said_by_database or code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def _named(error: Exception, url: str) -> Exception:

@@ -4,7 +4,7 @@ import asyncio
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,15 @@ import pytest
 import sqlalchemy
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sqlalchemy import event, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlmodel import Session, SQLModel, select
 
-from skyrl.errors import RequestError
+from skyrl.errors import RequestError, UnknownName
 from skyrl.tinker import request_log
-from skyrl.tinker.db import Database
+from skyrl.tinker.db import Database, Job
 from skyrl.tinker.futures import Answer, Failure
 from skyrl.tinker.tables import ModelRow, RequestRow, SessionRow, SettingRow
 
@@ -45,6 +47,23 @@ def entry(request_id: str, model_id: str = "m", seq_id: int | None = 1, needs_mo
 
 def append(entry: request_log.Entry, refusal: Failure | None = None):
     return partial(request_log.append, entry=entry, refusal=refusal, on_log=lambda session: None)
+
+
+async def written_together(database: Database, jobs: Sequence[Job]) -> list[object]:
+    """What comes of jobs that share a transaction: they queue up while the writer is busy."""
+    busy, go_on = threading.Event(), threading.Event()
+
+    def hold(session: Session) -> None:
+        busy.set()
+        go_on.wait()
+
+    first = asyncio.create_task(database.write(hold))
+    await asyncio.to_thread(busy.wait)
+    tasks = [asyncio.create_task(database.write(job)) for job in jobs]
+    await asyncio.sleep(0)
+    go_on.set()
+    await first
+    return await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def test_tables_equal_the_newest_revision(tmp_path):
@@ -105,35 +124,81 @@ def test_rows_survive_reopening(tmp_path):
 def test_writes_that_queue_up_share_a_transaction(database):
     commits = []
     event.listen(database._engine, "commit", lambda connection: commits.append(1))
-    blocked = threading.Event()
-
-    async def main() -> None:
-        first = asyncio.create_task(database.write(lambda session: blocked.wait()))
-        await asyncio.sleep(0)
-        others = [asyncio.create_task(database.write(partial(add_session, str(i)))) for i in range(100)]
-        await asyncio.sleep(0)
-        blocked.set()
-        await asyncio.gather(first, *others)
-
-    asyncio.run(main())
-    assert len(commits) <= 2
+    asyncio.run(written_together(database, [partial(add_session, str(i)) for i in range(100)]))
+    assert len(commits) == 2
 
 
 def test_failure_stays_alone_in_its_group(database):
-    blocked = threading.Event()
-
-    async def main() -> list[object]:
-        first = asyncio.create_task(database.write(lambda session: blocked.wait()))
-        await asyncio.sleep(0)
-        tasks = [asyncio.create_task(database.write(partial(add_session, name))) for name in ("a", "b", "a", "c")]
-        await asyncio.sleep(0)
-        blocked.set()
-        await first
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    results = asyncio.run(main())
+    results = asyncio.run(written_together(database, [partial(add_session, name) for name in ("a", "b", "a", "c")]))
     assert [isinstance(result, IntegrityError) for result in results] == [False, False, True, False]
     assert database.read_now(session_ids) == ["a", "b", "c"]
+
+
+def test_jobs_that_fail_leave_the_one_commit_of_their_group_whole(database):
+    commits = []
+    event.listen(database._engine, "commit", lambda connection: commits.append(1))
+
+    def refused(name: str, session: Session) -> None:
+        add_session(name, session)
+        session.flush()
+        raise UnknownName(name)
+
+    jobs = [partial(add_session if number % 2 else refused, str(number)) for number in range(100)]
+    results = asyncio.run(written_together(database, jobs))
+    assert [isinstance(result, UnknownName) for result in results] == [True, False] * 50
+    assert database.read_now(session_ids) == sorted(str(number) for number in range(1, 100, 2))
+    assert len(commits) == 2
+
+
+STEPS = st.tuples(st.sampled_from(["add", "add and raise", "raise", "read"]), st.sampled_from("abcde"))
+
+
+@given(jobs=st.lists(STEPS, min_size=1, max_size=12))
+@settings(max_examples=50, deadline=None)
+def test_a_group_stores_what_its_jobs_would_store_one_after_the_other(tmp_path_factory, jobs):
+    def run(kind: str, name: str, session: Session) -> list[str] | SessionRow | None:
+        if kind.startswith("add"):
+            row = SessionRow(session_id=name, tenant="t")
+            session.add(row)
+        if kind.endswith("raise"):
+            session.flush()
+            raise KeyError(name)
+        return session_ids(session) if kind == "read" else row
+
+    expected: list[object] = []
+    there: set[str] = set()
+    for kind, name in jobs:
+        if kind == "read":
+            expected.append(sorted(there))
+        elif kind.startswith("add") and name in there:
+            expected.append(IntegrityError)
+        elif kind.endswith("raise"):
+            expected.append(KeyError)
+        else:
+            there.add(name)
+            expected.append(name)
+
+    database = Database(f"sqlite:///{tmp_path_factory.mktemp('group') / 'a.db'}")
+    results = asyncio.run(written_together(database, [partial(run, *job) for job in jobs]))
+    found = [
+        type(result) if isinstance(result, Exception) else getattr(result, "session_id", result) for result in results
+    ]
+    assert found == expected and set(database.read_now(session_ids)) == there
+    database.close()
+
+
+def test_a_group_whose_commit_is_not_confirmed_is_not_done_again(database, monkeypatch):
+    commit, ran = Session.commit, []
+
+    def committing(session: Session) -> None:
+        commit(session)
+        if ran:
+            raise OperationalError("COMMIT", {}, Exception("the connection was closed"))
+
+    monkeypatch.setattr(Session, "commit", committing)
+    errors = asyncio.run(written_together(database, [lambda session: ran.append(1)] * 2))
+    assert [type(error) for error in errors] == [OperationalError] * 2
+    assert ran == [1, 1]
 
 
 def test_second_server_on_the_same_file_is_refused(database, tmp_path):
