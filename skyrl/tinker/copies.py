@@ -20,6 +20,7 @@ from skyrl.tinker.checkpoints import SAVED_TO, expiry, readable_checkpoint
 from skyrl.tinker.db import DatabaseFull
 from skyrl.tinker.futures import JSON
 from skyrl.tinker.ids import TinkerPath
+from skyrl.tinker.request_log import result_row
 from skyrl.tinker.service import Service
 from skyrl.tinker.tables import CheckpointRow, ModelRow, RequestRow, SessionRow
 from skyrl.utils.storage import copy_folder, remove_folder
@@ -137,6 +138,7 @@ def _record(session: Session, place: Place, source: CheckpointRow, copy: Checkpo
         lora_config=source.lora_config,
         status="copy",
     )
+    now = time.time()
     request = RequestRow(
         request_id=place.request_id,
         kind=KIND,
@@ -147,11 +149,10 @@ def _record(session: Session, place: Place, source: CheckpointRow, copy: Checkpo
         body=b"",
         content_type=JSON,
         status="done",
-        result=json_text.dumps({"tinker_path": str(_path(copy))}),
-        result_type=JSON,
-        finished_at=time.time(),
+        finished_at=now,
     )
-    session.add_all([run, request, CheckpointRow(**copy.model_dump())])
+    result = result_row(place.request_id, json_text.dumps({"tinker_path": str(_path(copy))}), JSON, now)
+    session.add_all([run, request, result, CheckpointRow(**copy.model_dump())])
 
 
 def _path(copy: CheckpointRow) -> TinkerPath:

@@ -9,16 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import or_, select, update
+from sqlalchemy import literal_column, or_, select, update
 from sqlmodel import Session, col
 
 from skyrl.tinker.channel import Snapshotted
 from skyrl.tinker.parsing import Body
-from skyrl.tinker.tables import DONE, ModelRow, RequestRow, SessionRow, VersionRow
+from skyrl.tinker.tables import DONE, WITH_BODY, ModelRow, RequestRow, SessionRow, VersionRow
 from skyrl.types import SaveOutput
 
 AT_A_TIME = 1000
 """Requests that are named in one query: databases bound how many names that may be."""
+_HAS_BODY = literal_column(WITH_BODY)
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,13 @@ def history(session: Session, model_id: str) -> History | None:
         return None
     names = ("request_id", "kind", "seq_id", "status", "decided", "gradients", "error")
     columns = [getattr(RequestRow, name) for name in names]
-    columns += [col(RequestRow.body) != b"", RequestRow.created_at, RequestRow.finished_at]
+    columns += [_HAS_BODY, RequestRow.created_at, RequestRow.finished_at]
     query = select(*columns).where(col(RequestRow.model_id) == model_id)
-    if model.snapshot_seq_id is not None:
-        place = col(RequestRow.seq_id)
-        after = or_(place > model.snapshot_seq_id, place.is_(None))
-        query = query.where(or_(after, col(RequestRow.status) == "pending"))
-    requests = [LoggedRequest(*row) for row in session.execute(query)]
+    place, pending = col(RequestRow.seq_id), col(RequestRow.status) == "pending"
+    parts = [query]
+    if (last := model.snapshot_seq_id) is not None:  # one by one, as each has an index
+        parts = [query.where(place > last), query.where(place.is_(None)), query.where(pending, place <= last)]
+    requests = [LoggedRequest(*row) for part in parts for row in session.execute(part)]
     requests.sort(key=lambda request: (request.seq_id is None, request.seq_id or 0, request.created_at))
     return History(model, owner, requests, _unwritten(session, model_id))
 
@@ -140,7 +141,7 @@ def folders_to_load(session: Session) -> set[str]:
     query = (
         select(col(RequestRow.decided))
         .join(ModelRow, col(ModelRow.model_id) == col(RequestRow.model_id))
-        .where(col(RequestRow.kind) == "load_weights", col(RequestRow.body) != b"", uncovered)
+        .where(col(RequestRow.kind) == "load_weights", _HAS_BODY, uncovered)
         .where(col(ModelRow.status).in_(["creating", "live", "unloaded"]))
     )
     return {decided["folder"] for (decided,) in session.execute(query) if "folder" in decided}
@@ -153,5 +154,5 @@ def _unwritten(session: Session, model_id: str) -> dict[str, str]:
 
 
 def _drop_bodies(session: Session, model_id: str, *which: Any) -> None:
-    these = update(RequestRow).where(col(RequestRow.model_id) == model_id, col(RequestRow.body) != b"", *which)
+    these = update(RequestRow).where(col(RequestRow.model_id) == model_id, _HAS_BODY, *which)
     session.execute(these.values(body=b""))

@@ -15,7 +15,7 @@ from sqlmodel import Session, SQLModel, col
 
 from skyrl.errors import UnknownName
 from skyrl.tinker.futures import Answer, Failure, Lost, Outcome
-from skyrl.tinker.tables import CheckpointRow, ModelRow, RequestRow
+from skyrl.tinker.tables import CheckpointRow, ModelRow, RequestRow, ResultRow
 from skyrl.types import GradientEffect
 
 LOST_ADVICE = (
@@ -34,6 +34,7 @@ _IS_PENDING = col(RequestRow.status) == "pending"
 # Statements that every request needs are made once, of tables: to make one of mapped classes takes ten times what it
 # takes to run it. Unlike those, these do not flush what an earlier job has left in the session.
 _REQUESTS = SQLModel.metadata.tables[str(RequestRow.__tablename__)]
+_RESULTS = SQLModel.metadata.tables[str(ResultRow.__tablename__)]
 _MODELS = SQLModel.metadata.tables[str(ModelRow.__tablename__)]
 _SAME = select(_REQUESTS.c.request_id, _REQUESTS.c.kind).where(
     _REQUESTS.c.model_id == bindparam("model"), _REQUESTS.c.seq_id == bindparam("place")
@@ -43,6 +44,7 @@ _UNLOADED = select(_REQUESTS.c.request_id).where(
 )
 _STATUS = select(_MODELS.c.status).where(_MODELS.c.model_id == bindparam("model"))
 _INSERT = insert(_REQUESTS)
+_INSERT_RESULT = insert(_RESULTS)
 _TOUCH = update(_MODELS).where(_MODELS.c.model_id == bindparam("model")).values(last_request_at=bindparam("now"))
 _FINISH = update(_REQUESTS).where(_REQUESTS.c.request_id == bindparam("request"))
 
@@ -148,15 +150,25 @@ def finish(
         keep_body: Whether reviving the model without a newer snapshot takes doing it again.
     """
     session.flush()
-    values: dict[str, object] = {"finished_at": time.time()}
+    now = time.time()
+    values: dict[str, object] = {"finished_at": now}
     if not keep_body:
         values["body"] = b""
     if isinstance(outcome, Answer):
-        values |= {"status": "done", "result": outcome.body, "result_type": outcome.media_type}
+        values |= {"status": "done"}
     else:
         values |= {"status": "failed", "error": outcome.error, "category": outcome.category, "gradients": gradients}
     found = session.execute(_FINISH, {"request": request_id, **values})
     assert isinstance(found, CursorResult) and found.rowcount == 1, f"request {request_id} is not in the log"
+    if isinstance(outcome, Answer):
+        session.execute(_INSERT_RESULT, result_row(request_id, outcome.body, outcome.media_type, now).model_dump())
+
+
+def result_row(request_id: str, body: bytes, media_type: str, finished_at: float) -> ResultRow:
+    """A result, to be stored."""
+    return ResultRow(
+        request_id=request_id, media_type=media_type, size_bytes=len(body), finished_at=finished_at, body=body
+    )
 
 
 @dataclass(frozen=True)
@@ -166,9 +178,11 @@ class Forgotten:
 
 def outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | Forgotten]:
     """(tenant, outcome) of a logged request that is no longer pending. Raises `UnknownName` if it is not in the log."""
-    names = ("tenant", "result", "result_type", "error", "category", "status")
-    columns = [getattr(RequestRow, name) for name in names]
-    row = session.execute(select(*columns).where(col(RequestRow.request_id) == request_id)).first()
+    asked = (_REQUESTS.c.tenant, _RESULTS.c.body, _RESULTS.c.media_type)
+    told = (_REQUESTS.c.error, _REQUESTS.c.category, _REQUESTS.c.status)
+    both = _REQUESTS.outerjoin(_RESULTS, _RESULTS.c.request_id == _REQUESTS.c.request_id)
+    query = select(*asked, *told).select_from(both).where(_REQUESTS.c.request_id == request_id)
+    row = session.execute(query).first()
     if row is None:
         raise unknown_request(request_id)
     tenant, result, result_type, error, category, status = row
@@ -177,12 +191,6 @@ def outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | Forgot
     if error is not None:
         return tenant, Failure(error, "user" if category == "user" else "server")
     return tenant, Forgotten() if status == "done" else Lost()
-
-
-def drop_old_results(session: Session, finished_before: float) -> None:
-    """Forget results that nobody has asked for in a long time. What remains still tells an equal request apart."""
-    old = col(RequestRow.finished_at) < finished_before
-    session.execute(update(RequestRow).where(old, col(RequestRow.result).is_not(None)).values(result=None))
 
 
 def unknown_request(request_id: str) -> UnknownName:

@@ -21,7 +21,17 @@ from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.disk import KINDS, folders_of_kinds
 from skyrl.tinker.ids import folder_of_model
 from skyrl.tinker.model_log import folders_to_load, release
-from skyrl.tinker.tables import DONE, CheckpointRow, ModelRow, RequestRow, SamplerRow, SessionRow, VersionRow
+from skyrl.tinker.tables import (
+    DONE,
+    WITH_BODY,
+    CheckpointRow,
+    ModelRow,
+    RequestRow,
+    ResultRow,
+    SamplerRow,
+    SessionRow,
+    VersionRow,
+)
 from skyrl.utils.storage import QUARANTINED, TEMPORARY, folder_bytes
 
 DAY_S = 24 * 3600
@@ -46,8 +56,6 @@ GONE = ("failed", "copy", "expired")
 """Statuses of models that are never brought back. An unloaded one may have to be, to write what it has published; one
 that is lost may be found again (`request_log.try_lost_models_again`)."""
 NOT_BROUGHT_BACK = (*GONE, "unloaded")
-_HAS_RESULT = literal_column("result IS NOT NULL")
-"""As the index has it."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +88,20 @@ def results(session: Session, rules: Rules, now: float) -> list[Removal]:
     """Results that nobody has asked for in a long time, or that are too many. What remains still tells an equal request
     apart."""
     since = max(now - rules.config.result_retention_sec, min(rules.results_since, now - RESULT_AGE_S))
-    old = and_(col(RequestRow.finished_at) < since, _HAS_RESULT)
-    return _emptied(session, old, "result", None, "results of old requests")
+    oldest = select(ResultRow.request_id, ResultRow.size_bytes).where(col(ResultRow.finished_at) < since)
+    found = session.exec(oldest.order_by(col(ResultRow.finished_at)).limit(BATCH)).all()
+    ids, total = _up_to_batch_bytes(found)
+    session.execute(delete(ResultRow).where(col(ResultRow.request_id).in_(ids)))
+    return [Removal(f"{len(ids)} results of old requests", total)] if ids else []
 
 
 def oldest_result(session: Session, max_bytes: float) -> float:
     """When the oldest result ended that still fits if all later ones are kept. 0.0 where all do."""
-    size = func.length(RequestRow.result)
-    if max_bytes == 0 or (session.exec(select(func.sum(size)).where(_HAS_RESULT)).one() or 0) <= max_bytes:
+    size = col(ResultRow.size_bytes)
+    if max_bytes == 0 or (session.exec(select(func.sum(size))).one() or 0) <= max_bytes:
         return 0.0
-    newest_first = col(RequestRow.finished_at).desc()
-    sums = select(RequestRow.finished_at, func.sum(size).over(order_by=newest_first).label("taken")).where(_HAS_RESULT)
-    taken = sums.subquery()
+    newest_first = col(ResultRow.finished_at).desc()
+    taken = select(ResultRow.finished_at, func.sum(size).over(order_by=newest_first).label("taken")).subquery()
     last = session.exec(select(func.max(taken.c.finished_at)).where(taken.c.taken > max_bytes)).one()
     return math.nextafter(last, math.inf)
 
@@ -104,25 +114,24 @@ def bodies(session: Session, rules: Rules, now: float) -> list[Removal]:
         or_(col(ModelRow.snapshot_seq_id).is_(None), col(ModelRow.snapshot_seq_id) < col(RequestRow.seq_id)),
     )
     unneeded = and_(
-        literal_column("length(body) > 0"),
+        literal_column(WITH_BODY),
         col(RequestRow.status) != "pending",
         or_(and_(col(RequestRow.status) == "failed", col(RequestRow.gradients) != DONE), ~covered.exists()),
     )
-    return _emptied(session, unneeded, "body", b"", "bodies of finished requests")
+    length = func.length(RequestRow.body)
+    ids, total = _up_to_batch_bytes(session.exec(select(RequestRow.request_id, length).where(unneeded).limit(BATCH)))
+    session.execute(update(RequestRow).where(col(RequestRow.request_id).in_(ids)).values(body=b""))
+    return [Removal(f"{len(ids)} bodies of finished requests", total)] if ids else []
 
 
-def _emptied(session: Session, which: ColumnElement[bool], column: str, empty: Any, what: str) -> list[Removal]:
-    length = func.length(getattr(RequestRow, column))
-    found = session.exec(select(RequestRow.request_id, length).where(which).limit(BATCH)).all()
-    if not found:
-        return []
+def _up_to_batch_bytes(sized: Iterable[tuple[str, int]]) -> tuple[list[str], int]:
+    """The ids that go in one transaction, and the bytes that they hold."""
     ids, total = [], 0
-    for request_id, size in found:
+    for request_id, size in sized:
         if not ids or total + size <= BATCH_BYTES:
             ids.append(request_id)
             total += size
-    session.execute(update(RequestRow).where(col(RequestRow.request_id).in_(ids)).values({column: empty}))
-    return [Removal(f"{len(ids)} {what}", total)]
+    return ids, total
 
 
 def expired_checkpoints(session: Session, rules: Rules, now: float) -> list[Removal]:
@@ -285,6 +294,7 @@ def old_requests(session: Session, rules: Rules, now: float) -> list[Removal]:
     )
     old = select(RequestRow.request_id).where(col(RequestRow.model_id).in_(models), col(RequestRow.status) != "pending")
     found = session.exec(old.limit(BATCH)).all()
+    session.execute(delete(ResultRow).where(col(ResultRow.request_id).in_(found)))
     session.execute(delete(RequestRow).where(col(RequestRow.request_id).in_(found)))
     return [Removal(f"{len(found)} requests of ended sessions")] if found else []
 
@@ -302,6 +312,8 @@ def old_sessions(session: Session, rules: Rules, now: float) -> list[Removal]:
     for row in session.exec(select(SessionRow).where(over, ~saved.exists(), ~versions.exists()).limit(BATCH)).all():
         models = session.exec(select(ModelRow).where(ModelRow.session_id == row.session_id)).all()
         ids = [model.model_id for model in models]
+        theirs = select(RequestRow.request_id).where(col(RequestRow.model_id).in_(ids))
+        session.execute(delete(ResultRow).where(col(ResultRow.request_id).in_(theirs)))
         session.execute(delete(RequestRow).where(col(RequestRow.model_id).in_(ids)))
         mine = select(SamplerRow).where(SamplerRow.session_id == row.session_id)
         samplers = session.exec(mine.limit(MANY_SAMPLERS)).all()
@@ -325,7 +337,7 @@ SELDOM = (snapshots, old_requests, old_sessions)
 
 def _ended(rules: Rules, now: float, for_s: float) -> Any:
     """Ids of sessions that ended so long ago: finished, or silent for so long that they count as ended."""
-    heard = func.coalesce(SessionRow.last_seen_at, SessionRow.created_at)
+    heard = col(SessionRow.last_seen_at)
     conditions = [col(SessionRow.finished_at) < now - for_s]
     if rules.heard_since < now - HEARD_WITHIN_S:
         conditions.append(and_(col(SessionRow.finished_at).is_(None), heard < now - for_s - ENDED_AFTER_S))

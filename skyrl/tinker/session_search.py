@@ -81,8 +81,7 @@ def _status(row: SessionRow) -> rest.SessionStatus | None:
     if row.finished_at is not None:
         reason = FinishReason.model_validate({"type": row.finish_reason or "success"})
         return rest.SessionStatus(type="client_finished", reason=reason)
-    heard_of = row.last_seen_at or row.created_at
-    return rest.SessionStatus(type="active") if heard_of > time.time() - ACTIVE_S else None
+    return rest.SessionStatus(type="active") if row.last_seen_at > time.time() - ACTIVE_S else None
 
 
 def _project(row: SessionRow) -> str:

@@ -25,6 +25,8 @@ from sqlmodel import Field, SQLModel
 ModelStatus = Literal["creating", "live", "failed", "lost", "unloaded", "expired", "copy"]
 RequestStatus = Literal["pending", "done", "failed"]
 SamplerKind = Literal["base", "checkpoint", "snapshot", "inflight"]
+WITH_BODY = "length(body) > 0"
+"""A condition on requests, as their indexes have it."""
 DONE = "done"
 """In `RequestRow.gradients`: the engine has done it and the model is what it made of it; only its answer failed."""
 
@@ -50,6 +52,13 @@ class SessionRow(SQLModel, table=True):
     """One client process (`ServiceClient`)."""
 
     __tablename__ = "sessions"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (
+        Index("sessions_of_tenant", "tenant", "created_at", "session_id"),
+        Index("sessions_by_age", "created_at", "session_id"),
+        Index("sessions_by_end", "finished_at"),
+        Index("sessions_by_silence", "last_seen_at"),
+        Index("sessions_of_project", "project_id"),
+    )
 
     session_id: str = Field(primary_key=True)
     tenant: str
@@ -59,8 +68,8 @@ class SessionRow(SQLModel, table=True):
     project_id: str | None = None
     display_name: str | None = None
     created_at: float = _created()
-    last_seen_at: float | None = None
-    """When its client was last heard of, as it was when the server last wrote that down. None: at `created_at`."""
+    last_seen_at: float = _created()
+    """When its client was last heard of, as it was when the server last wrote that down."""
     finished_at: float | None = None
     finish_reason: str | None = None
 
@@ -69,6 +78,13 @@ class ModelRow(SQLModel, table=True):
     """A training run: an adapter with its optimizer."""
 
     __tablename__ = "models"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (
+        Index("models_of_tenant", "tenant", "created_at", "model_id"),
+        Index("models_by_age", "created_at", "model_id"),
+        Index("models_by_status", "status", "session_id"),
+        Index("models_by_snapshot", "snapshot_folder"),
+        Index("models_by_inflight_version", "inflight_version"),
+    )
 
     model_id: str = Field(primary_key=True)
     session_id: str = Field(index=True)
@@ -169,9 +185,10 @@ class RequestRow(SQLModel, table=True):
     __tablename__ = "requests"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
         UniqueConstraint("model_id", "seq_id", name="request_order"),
-        # What retention looks for, without a walk through bodies and results.
-        _partial_index("requests_with_result", "finished_at", "result IS NOT NULL"),
-        _partial_index("requests_with_body", "model_id", "length(body) > 0"),
+        Index("requests_by_status", "status", "model_id"),
+        Index("requests_by_kind", "model_id", "kind", "status"),
+        _partial_index("requests_with_body", "model_id", WITH_BODY),
+        _partial_index("requests_with_body_by_kind", "kind", WITH_BODY),
     )
 
     request_id: str = Field(primary_key=True)
@@ -186,15 +203,27 @@ class RequestRow(SQLModel, table=True):
     """What the server chose when it accepted the request, such as a seed or the folder a path stood for."""
     gradients: str = Field(default="kept", sa_column=Column(String, nullable=False, server_default="kept"))
     """A `GradientEffect`: what its failure meant to the model's gradient sums; or `DONE`."""
-    body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
     content_type: str
     content_encoding: str = ""
-    status: str = Field(default="pending", index=True)
+    status: str = "pending"
     """A `RequestStatus`."""
-    result: bytes | None = Field(default=None, sa_column=Column(LargeBinary, nullable=True))
-    result_type: str | None = None
-    """Media type of `result`."""
     error: str | None = None
     category: str | None = None
     created_at: float = _created()
     finished_at: float | None = None
+    body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
+    """What was sent; empty once no revival needs it. Last, as SQLite reads through a row to what is behind it."""
+
+
+class ResultRow(SQLModel, table=True):
+    """The result of a request that is done, until nobody asks for it any more."""
+
+    __tablename__ = "results"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (Index("results_by_age", "finished_at", "size_bytes"),)
+
+    request_id: str = Field(primary_key=True)
+    media_type: str
+    size_bytes: int = Field(sa_column=Column(BigInteger, nullable=False))
+    """Of `body`."""
+    finished_at: float
+    body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))

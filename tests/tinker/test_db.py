@@ -3,7 +3,6 @@
 import asyncio
 import sqlite3
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -323,21 +322,6 @@ def test_a_request_sees_what_an_earlier_job_of_its_transaction_has_made_of_its_m
         return refused
 
     assert asyncio.run(database.write(job)) == [False, True]
-
-
-def test_old_results_are_dropped_and_their_seq_ids_kept(database):
-    asyncio.run(database.write(append(entry("r"))))
-    asyncio.run(database.write(partial(request_log.finish, request_id="r", outcome=Answer(b"{}"))))
-    asyncio.run(database.write(partial(request_log.drop_old_results, finished_before=time.time() + 1)))
-    assert database.read_now(lambda session: request_log.outcome_of(session, "r")) == ("t", request_log.Forgotten())
-    assert asyncio.run(database.write(append(entry("s")))).request_id == "r"
-
-
-def test_young_results_are_kept(database):
-    asyncio.run(database.write(append(entry("r"))))
-    asyncio.run(database.write(partial(request_log.finish, request_id="r", outcome=Answer(b"{}"))))
-    asyncio.run(database.write(partial(request_log.drop_old_results, finished_before=time.time() - 3600)))
-    assert database.read_now(lambda session: request_log.outcome_of(session, "r")) == ("t", Answer(b"{}"))
 
 
 @pytest.mark.parametrize(("status", "category"), [("lost", "server"), ("unloaded", "user"), ("failed", "user")])

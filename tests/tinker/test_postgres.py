@@ -201,7 +201,7 @@ def test_everything_that_can_be_collected_is(url, tmp_path):
 
         def make_older(session: Session) -> None:
             for statement in (
-                "UPDATE requests SET finished_at = :old",
+                "UPDATE results SET finished_at = :old",
                 "UPDATE sessions SET finished_at = :old",
                 "UPDATE versions SET created_at = :old",
                 "UPDATE requests SET body = 'x'",
@@ -230,7 +230,7 @@ def test_results_and_versions_past_their_limits_go(url, tmp_path):
         unwritten = text("SELECT count(*) FROM versions WHERE digest IS NULL")
         while service.database.read_now(lambda session: session.connection().execute(unwritten).scalar()):
             pass
-        older = text("UPDATE requests SET finished_at = finished_at - 700")
+        older = text("UPDATE results SET finished_at = finished_at - 700")
         server.on_loop(service.database.write(lambda session: session.connection().execute(older).rowcount))
         removed = [removal.what for removal in server.on_loop(service.disk.collect())]
         assert f"version {model}@1 beyond keep_last_ephemeral=2" in removed

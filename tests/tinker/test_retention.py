@@ -94,16 +94,16 @@ def test_old_results_go_and_a_repeated_request_is_still_told_apart(own_server):
     model = own_server.model()
     request = own_server.submit_pass(model, 1)
     own_server.outcome(request)
-    own_server.sql("UPDATE requests SET finished_at = ?", LONG_AGO)
+    own_server.sql("UPDATE results SET finished_at = ?", LONG_AGO)
     own_server.collect()
-    assert own_server.sql("SELECT count(*) FROM requests WHERE result IS NOT NULL") == [(0,)]
+    assert own_server.sql("SELECT count(*) FROM results") == [(0,)]
     assert own_server.submit_pass(model, 1) == request
 
 
 def test_client_of_an_old_result_is_told_what_went_and_not_to_send_it_again(own_server):
     request = own_server.submit_pass(own_server.model(), 1)
     own_server.outcome(request)
-    own_server.sql("UPDATE requests SET finished_at = ?", LONG_AGO)
+    own_server.sql("UPDATE results SET finished_at = ?", LONG_AGO)
     own_server.collect()
     own_server.app.state.server.service.futures.drop(request)  # as in time others take its place in memory
     failure = own_server.failure(request)
@@ -115,9 +115,9 @@ def put_results(server: Server, sizes: list[int], age_s: float) -> None:
     """Results of so many bytes, each older than the one before it, the first `age_s` seconds old."""
     for number, size in enumerate(sizes):
         server.sql(
-            "INSERT INTO requests (request_id, kind, tenant, model_id, body, content_type, status, created_at, "
-            "content_encoding, finished_at, result) VALUES (?, 'forward', 't', 'm', x'', '', 'done', 1, '', ?, ?)",
+            "INSERT INTO results (request_id, media_type, size_bytes, finished_at, body) VALUES (?, '', ?, ?, ?)",
             f"r{number}",
+            size,
             time.time() - age_s - number,
             bytes(size),
         )
@@ -136,14 +136,14 @@ def test_results_past_their_bytes_go_the_oldest_first_but_none_of_the_last_ten_m
     with Server(tmp_path, session_cleanup_interval_sec=-1, max_results_gib=1024 / 2**30) as server:
         put_results(server, sizes, age_s)
         server.collect()
-        left = server.sql("SELECT request_id FROM requests WHERE result IS NOT NULL ORDER BY 1")
+        left = server.sql("SELECT request_id FROM results ORDER BY 1")
         assert left == [(request,) for request in kept]
 
 
 def test_young_results_stay(own_server):
     own_server.train(own_server.model(), 1)
     own_server.collect()
-    assert own_server.sql("SELECT count(*) FROM requests WHERE result IS NOT NULL") == [(3,)]
+    assert own_server.sql("SELECT count(*) FROM results") == [(3,)]
 
 
 def put_bodies(server: Server, model: str) -> None:
