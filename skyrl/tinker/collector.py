@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from skyrl.tinker import retention, trash
 from skyrl.tinker.admission import Obsolete
@@ -13,7 +14,7 @@ from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database, DatabaseFull
 from skyrl.tinker.disk import GIB, MIB, remove_empty_folders
 from skyrl.tinker.guard import Stake, at_stake, nameless_folders
-from skyrl.tinker.retention import SELDOM, Removal, Rules
+from skyrl.tinker.retention import SELDOM, Removal, Rules, Walk
 from skyrl.tinker.surplus import surplus_versions
 from skyrl.utils.crash_points import crash_point
 
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 Discard = Callable[[Obsolete], Awaitable[None]]
 Forget = Callable[[tuple[str, ...]], None]
 Refresh = Callable[[], Awaitable[None]]
+
+Job = Walk[Any] | Callable[..., list[Removal]]
 
 OFTEN = (*retention.OFTEN, surplus_versions)
 SELDOM_S = 3600
@@ -99,8 +102,8 @@ class Collector:
             rules = replace(self._rules, results_since=since)
             for job in (*OFTEN, *SELDOM) if seldom else OFTEN:
                 rules = replace(rules, sampled=self._sampled() if self._sampled else None)
-                while found := await self._database.write(partial(job, rules=rules, now=time.time())):
-                    removals += await self._remove(found)
+                while gone := await self._carry_out(job, rules, time.time()):
+                    removals += await self._remove(gone)
             if seldom:
                 if self.refusal is None:
                     removals += await self._remove(
@@ -113,6 +116,12 @@ class Collector:
             if removals:
                 log.info("collected %s", summary(removals))
             return removals
+
+    async def _carry_out(self, job: Job, rules: Rules, now: float) -> list[Removal]:
+        if not isinstance(job, Walk):
+            return await self._database.write(partial(job, rules=rules, now=now))
+        found = await self._database.read(lambda session: job.find(session, rules, now))
+        return await self._database.write(lambda session: job.remove(session, rules, now, found)) if found else []
 
     async def _look_at_stake(self) -> None:
         """Spare what the guard does not let go."""

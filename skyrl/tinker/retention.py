@@ -1,18 +1,20 @@
 """What may go: rows and files that are past their time. Each function removes rows and says which files go with them.
 
-The functions are jobs of the database's writer. Rows go first and files after the commit, so that a kill in between
+The functions are jobs of the database's writer; what takes a look at everything is found by a reader (`Walk`), so that
+nobody's writes wait for it. Rows go first and files after the commit, so that a kill in between
 leaves files without a name, which `orphans` finds, and never a name without files. A dry run is the same jobs, rolled
 back. What a revival of a model would read again stays, whatever its age.
 """
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from sqlalchemy import ColumnElement, and_, delete, func, literal_column, or_, update
+from sqlalchemy.orm import aliased
 from sqlmodel import Session, col, select
 
 from skyrl.tinker.admission import Obsolete
@@ -33,6 +35,8 @@ from skyrl.tinker.tables import (
     VersionRow,
 )
 from skyrl.utils.storage import QUARANTINED, TEMPORARY, folder_bytes
+
+Found = TypeVar("Found")
 
 DAY_S = 24 * 3600
 ENDED_AFTER_S = DAY_S
@@ -84,6 +88,19 @@ class Removal:
     """Ids of rows that changed or went."""
 
 
+@dataclass(frozen=True)
+class Walk(Generic[Found]):
+    """A job that walks through a table: a reader finds what may go, the writer looks at that again and removes it."""
+
+    find: Callable[[Session, Rules, float], Sequence[Found]]
+    remove: Callable[[Session, Rules, float, Sequence[Found]], list[Removal]]
+
+    def __call__(self, session: Session, rules: Rules, now: float) -> list[Removal]:
+        """Both in one transaction."""
+        found = self.find(session, rules, now)
+        return self.remove(session, rules, now, found) if found else []
+
+
 def results(session: Session, rules: Rules, now: float) -> list[Removal]:
     """Results that nobody has asked for in a long time, or that are too many. What remains still tells an equal request
     apart."""
@@ -91,7 +108,8 @@ def results(session: Session, rules: Rules, now: float) -> list[Removal]:
     oldest = select(ResultRow.request_id, ResultRow.size_bytes).where(col(ResultRow.finished_at) < since)
     found = session.exec(oldest.order_by(col(ResultRow.finished_at)).limit(BATCH)).all()
     ids, total = _up_to_batch_bytes(found)
-    session.execute(delete(ResultRow).where(col(ResultRow.request_id).in_(ids)))
+    if ids:
+        session.execute(delete(ResultRow).where(col(ResultRow.request_id).in_(ids)))
     return [Removal(f"{len(ids)} results of old requests", total)] if ids else []
 
 
@@ -106,8 +124,9 @@ def oldest_result(session: Session, max_bytes: float) -> float:
     return math.nextafter(last, math.inf)
 
 
-def bodies(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """Bodies of finished requests that no revival repeats: failed, part of a snapshot, or of a model that is gone."""
+def _unneeded_bodies() -> Any:
+    """(request, bytes) of bodies of finished requests that no revival repeats: failed, part of a snapshot, or of a
+    model that is gone."""
     covered = select(ModelRow.model_id).where(
         ModelRow.model_id == RequestRow.model_id,
         col(ModelRow.status).not_in(GONE),
@@ -118,10 +137,20 @@ def bodies(session: Session, rules: Rules, now: float) -> list[Removal]:
         col(RequestRow.status) != "pending",
         or_(and_(col(RequestRow.status) == "failed", col(RequestRow.gradients) != DONE), ~covered.exists()),
     )
-    length = func.length(RequestRow.body)
-    ids, total = _up_to_batch_bytes(session.exec(select(RequestRow.request_id, length).where(unneeded).limit(BATCH)))
+    return select(RequestRow.request_id, func.length(RequestRow.body)).where(unneeded)
+
+
+def _find_bodies(session: Session, rules: Rules, now: float) -> list[str]:
+    return [request_id for request_id, _ in session.exec(_unneeded_bodies().limit(BATCH))]
+
+
+def _empty_bodies(session: Session, rules: Rules, now: float, found: Sequence[str]) -> list[Removal]:
+    ids, total = _up_to_batch_bytes(session.exec(_unneeded_bodies().where(col(RequestRow.request_id).in_(found))))
     session.execute(update(RequestRow).where(col(RequestRow.request_id).in_(ids)).values(body=b""))
     return [Removal(f"{len(ids)} bodies of finished requests", total)] if ids else []
+
+
+bodies = Walk(_find_bodies, _empty_bodies)
 
 
 def _up_to_batch_bytes(sized: Iterable[tuple[str, int]]) -> tuple[list[str], int]:
@@ -140,26 +169,36 @@ def expired_checkpoints(session: Session, rules: Rules, now: float) -> list[Remo
     return _unnamed(session, rules, session.exec(query).all(), "expired checkpoint")
 
 
-def surplus_checkpoints(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """All but the newest `keep_last_checkpoints` of a model and kind. Public ones stay and do not count."""
-    what = f"checkpoint beyond the newest {rules.config.keep_last_checkpoints}"
-    return _unnamed(session, rules, surplus(session, rules), what)
+def _crowded(session: Session, rules: Rules, now: float) -> Sequence[tuple[str, str]]:
+    """(model, kind) of more checkpoints than the newest `keep_last_checkpoints`. Public ones do not count."""
+    keep = rules.config.keep_last_checkpoints
+    groups = select(CheckpointRow.model_id, CheckpointRow.kind).where(col(CheckpointRow.public).is_(False))
+    groups = groups.group_by(CheckpointRow.model_id, CheckpointRow.kind).having(func.count() > keep)
+    return session.exec(groups).all() if keep else []
+
+
+def _beyond(session: Session, rules: Rules, crowded: Sequence[tuple[str, str]]) -> list[CheckpointRow]:
+    found: list[CheckpointRow] = []
+    for model_id, kind in crowded:
+        mine = select(CheckpointRow).where(CheckpointRow.model_id == model_id, CheckpointRow.kind == kind)
+        newest_first = mine.order_by(col(CheckpointRow.created_at).desc(), col(CheckpointRow.id).desc())
+        private = newest_first.where(col(CheckpointRow.public).is_(False))
+        found += session.exec(private.offset(rules.config.keep_last_checkpoints)).all()
+    return [row for row in found if row.created_at >= rules.surplus_since]
 
 
 def surplus(session: Session, rules: Rules) -> list[CheckpointRow]:
     """What `surplus_checkpoints` would take."""
-    keep = rules.config.keep_last_checkpoints
-    if keep == 0:
-        return []
-    private = col(CheckpointRow.public).is_(False)
-    groups = select(CheckpointRow.model_id, CheckpointRow.kind).where(private)
-    groups = groups.group_by(CheckpointRow.model_id, CheckpointRow.kind).having(func.count() > keep)
-    found: list[CheckpointRow] = []
-    for model_id, kind in session.exec(groups).all():
-        mine = select(CheckpointRow).where(private, CheckpointRow.model_id == model_id, CheckpointRow.kind == kind)
-        newest_first = mine.order_by(col(CheckpointRow.created_at).desc(), col(CheckpointRow.id).desc())
-        found += session.exec(newest_first.offset(keep)).all()
-    return [row for row in found if row.created_at >= rules.surplus_since]
+    return _beyond(session, rules, _crowded(session, rules, 0.0))
+
+
+def _remove_surplus(session: Session, rules: Rules, now: float, crowded: Sequence[tuple[str, str]]) -> list[Removal]:
+    what = f"checkpoint beyond the newest {rules.config.keep_last_checkpoints}"
+    return _unnamed(session, rules, _beyond(session, rules, crowded), what)
+
+
+surplus_checkpoints = Walk(_crowded, _remove_surplus)
+"""All but the newest `keep_last_checkpoints` of a model and kind. Public ones stay and do not count."""
 
 
 def _unnamed(session: Session, rules: Rules, rows: Any, what: str) -> list[Removal]:
@@ -174,7 +213,7 @@ def _unnamed(session: Session, rules: Rules, rows: Any, what: str) -> list[Remov
     return removals
 
 
-def ended_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
+def _ended_versions(rules: Rules, now: float) -> Any:
     """Versions without a name whose sessions are over, and inflight ones that a newer one has replaced."""
     over = _ended(rules, now, rules.config.ephemeral_grace_sec)
     sampled_on = select(SamplerRow.sampler_id).where(SamplerRow.version == VersionRow.version)
@@ -184,33 +223,59 @@ def ended_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
     replaced = and_(~sampled_on.exists(), ~current.exists())
     # What is still being written would be written again; it goes once it is there, or will not be.
     settled = or_(col(VersionRow.digest).is_not(None), col(VersionRow.created_at) < now - DAY_S)
+    return select(VersionRow).where(settled, or_(ended, replaced))
+
+
+def _find_ended_versions(session: Session, rules: Rules, now: float) -> list[str]:
+    rows = session.exec(_ended_versions(rules, now)).all()
+    return [row.version for row in rows if not _is_pending(session, row)][:BATCH]
+
+
+def _forget_ended_versions(session: Session, rules: Rules, now: float, found: Sequence[str]) -> list[Removal]:
     removals = []
-    for row in session.exec(select(VersionRow).where(settled, or_(ended, replaced))).all():
-        if len(removals) < BATCH and not _is_pending(session, row):
+    for row in session.exec(_ended_versions(rules, now).where(col(VersionRow.version).in_(found))).all():
+        if not _is_pending(session, row):
             removals.append(forget_version(session, row.version, row.folder, row.size_bytes or 0))
             session.delete(row)
-    session.flush()
-    return removals + _older_versions(session, over)
+    return removals
 
 
-def overwritten_checkpoints(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """Files whose name went to a later save, and which only samplers of ended sessions have used since."""
+ended_versions = Walk(_find_ended_versions, _forget_ended_versions)
+
+
+def _overwritten(rules: Rules, now: float) -> Any:
+    """(version, folder) of files whose name went to a later save, which only samplers of ended sessions have used
+    since."""
     over = _ended(rules, now, rules.config.ephemeral_grace_sec)
-    named = select(CheckpointRow.version)
-    running = select(SamplerRow.version).where(
-        col(SamplerRow.session_id).not_in(over), col(SamplerRow.version).is_not(None)
+    named = select(CheckpointRow.id).where(CheckpointRow.version == SamplerRow.version)
+    other = aliased(SamplerRow)
+    running = select(other.sampler_id).where(other.version == SamplerRow.version, col(other.session_id).not_in(over))
+    return select(SamplerRow.version, SamplerRow.folder).where(
+        SamplerRow.kind == "checkpoint",
+        col(SamplerRow.version).is_not(None),
+        ~named.exists(),
+        ~running.correlate(SamplerRow).exists(),
     )
-    unnamed = select(SamplerRow.version, SamplerRow.folder).where(
-        SamplerRow.kind == "checkpoint", col(SamplerRow.version).not_in(named), col(SamplerRow.version).not_in(running)
-    )
-    found = set(session.exec(unnamed).all())
+
+
+def _find_overwritten(session: Session, rules: Rules, now: float) -> list[str]:
+    found = set(session.exec(_overwritten(rules, now)).all())
     needed = folders_to_load(session) if found else set()
-    unneeded = [(version, folder) for version, folder in found if version and folder and folder not in needed]
-    return [forget_version(session, version, folder, 0) for version, folder in unneeded[:FOLDERS]]
+    return [version for version, folder in found if folder and folder not in needed][:FOLDERS]
 
 
-def _older_versions(session: Session, over: Any) -> list[Removal]:
+def _forget_overwritten(session: Session, rules: Rules, now: float, found: Sequence[str]) -> list[Removal]:
+    still = set(session.exec(_overwritten(rules, now).where(col(SamplerRow.version).in_(found))).all())
+    needed = folders_to_load(session)
+    return [forget_version(session, version, folder, 0) for version, folder in still if folder not in needed]
+
+
+overwritten_checkpoints = Walk(_find_overwritten, _forget_overwritten)
+
+
+def older_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
     """Versions of ended sessions that samplers and models name, but no row: of servers that kept none."""
+    over = _ended(rules, now, rules.config.ephemeral_grace_sec)
     known = select(VersionRow.version)
     samplers = select(SamplerRow.version, SamplerRow.folder).where(
         SamplerRow.kind == "snapshot", col(SamplerRow.session_id).in_(over), col(SamplerRow.version).not_in(known)
@@ -245,11 +310,8 @@ def _is_pending(session: Session, row: VersionRow) -> bool:
     return session.exec(query).first() == "pending"
 
 
-def snapshots(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """What models would be brought back from that will not be asked for again: snapshots and logged bodies.
-
-    Those of sessions that are finished are unloaded by this; those of sessions that were silent for too long expire.
-    """
+def _ended_models(rules: Rules, now: float) -> Any:
+    """Models that will not be asked for again, with what they would be brought back from: snapshots, logged bodies."""
     waiting = select(RequestRow.request_id).where(
         RequestRow.model_id == ModelRow.model_id, RequestRow.status == "pending"
     )
@@ -258,8 +320,17 @@ def snapshots(session: Session, rules: Rules, now: float) -> list[Removal]:
     ended = or_(col(ModelRow.session_id).in_(finished), col(ModelRow.session_id).in_(silent))
     kept = or_(col(ModelRow.snapshot_folder).is_not(None), col(ModelRow.status).not_in(NOT_BROUGHT_BACK))
     over = or_(col(ModelRow.status).in_(GONE), and_(or_(col(ModelRow.status) == "unloaded", ended), ~_unwritten()))
+    return select(ModelRow).where(kept, over, ~waiting.exists())
+
+
+def _find_ended_models(session: Session, rules: Rules, now: float) -> list[str]:
+    return [row.model_id for row in session.exec(_ended_models(rules, now).limit(FOLDERS))]
+
+
+def _forget_snapshots(session: Session, rules: Rules, now: float, found: Sequence[str]) -> list[Removal]:
+    """Models of sessions that are finished are unloaded; those of sessions that were silent for too long expire."""
     removals = []
-    for row in session.exec(select(ModelRow).where(kept, over, ~waiting.exists()).limit(FOLDERS)).all():
+    for row in session.exec(_ended_models(rules, now).where(col(ModelRow.model_id).in_(found))).all():
         if row.snapshot_folder is not None:
             removals.append(_snapshot_removal(row))
         else:
@@ -269,6 +340,9 @@ def snapshots(session: Session, rules: Rules, now: float) -> list[Removal]:
             was_finished = session.get_one(SessionRow, row.session_id).finished_at is not None
             row.status = "unloaded" if was_finished else "expired"
     return removals
+
+
+snapshots = Walk(_find_ended_models, _forget_snapshots)
 
 
 def _unwritten() -> ColumnElement[bool]:
@@ -294,8 +368,8 @@ def old_requests(session: Session, rules: Rules, now: float) -> list[Removal]:
     )
     old = select(RequestRow.request_id).where(col(RequestRow.model_id).in_(models), col(RequestRow.status) != "pending")
     found = session.exec(old.limit(BATCH)).all()
-    session.execute(delete(ResultRow).where(col(ResultRow.request_id).in_(found)))
-    session.execute(delete(RequestRow).where(col(RequestRow.request_id).in_(found)))
+    for table in (ResultRow, RequestRow) if found else ():
+        session.execute(delete(table).where(col(table.request_id).in_(found)))
     return [Removal(f"{len(found)} requests of ended sessions")] if found else []
 
 
@@ -330,7 +404,15 @@ def old_sessions(session: Session, rules: Rules, now: float) -> list[Removal]:
     return removals
 
 
-OFTEN = (results, bodies, expired_checkpoints, surplus_checkpoints, overwritten_checkpoints, ended_versions)
+OFTEN = (
+    results,
+    bodies,
+    expired_checkpoints,
+    surplus_checkpoints,
+    overwritten_checkpoints,
+    ended_versions,
+    older_versions,
+)
 SELDOM = (snapshots, old_requests, old_sessions)
 """Jobs of every round, and those that look at more than there is to do."""
 

@@ -5,22 +5,22 @@ sample waits for, the one that inflight samplers sample, and those that are not 
 while their session goes on. Their samplers stay known, the newest of them, and say which limit it was.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from sqlalchemy import func, or_
 from sqlmodel import Session, col, select
 
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.disk import GIB
-from skyrl.tinker.retention import BATCH, Removal, Rules, forget_version
+from skyrl.tinker.retention import BATCH, Removal, Rules, Walk, forget_version
 from skyrl.tinker.tables import ModelRow, SamplerRow, VersionRow
 
 KNOWN_SAMPLERS = 1000
 """Samplers of a model that are still known after their versions have gone."""
 
 
-def surplus_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """Versions that are too many. None where it is not known what is sampled."""
+def _crowded(session: Session, rules: Rules, now: float) -> Sequence[str]:
+    """Models with too many versions. None where it is not known what is sampled."""
     config = rules.config
     limits = []
     if config.keep_last_ephemeral:
@@ -29,11 +29,14 @@ def surplus_versions(session: Session, rules: Rules, now: float) -> list[Removal
         limits.append(func.sum(VersionRow.size_bytes) > config.max_ephemeral_gib * GIB)
     if rules.sampled is None or not limits:
         return []
-    crowded = select(VersionRow.model_id).group_by(col(VersionRow.model_id)).having(or_(*limits))
+    return session.exec(select(VersionRow.model_id).group_by(col(VersionRow.model_id)).having(or_(*limits))).all()
+
+
+def _remove(session: Session, rules: Rules, now: float, crowded: Sequence[str]) -> list[Removal]:
     removals: list[Removal] = []
-    for model_id in session.exec(crowded).all():
+    for model_id in crowded:
         model = session.get(ModelRow, model_id)
-        for row, limit in _beyond(session, model_id, config):
+        for row, limit in _beyond(session, model_id, rules.config):
             is_current = model is not None and model.inflight_version == row.version
             if len(removals) < BATCH and not is_current and not _in_use(row, rules, now):
                 removals.append(forget_version(session, row.version, row.folder, row.size_bytes or 0, limit))
@@ -41,6 +44,9 @@ def surplus_versions(session: Session, rules: Rules, now: float) -> list[Removal
         if removals and model is not None:
             removals += _forgotten_samplers(session, model)
     return removals
+
+
+surplus_versions = Walk(_crowded, _remove)
 
 
 def _beyond(session: Session, model_id: str, config: EngineConfig) -> Iterator[tuple[VersionRow, str]]:

@@ -81,8 +81,8 @@ class ModelRow(SQLModel, table=True):
     __table_args__ = (
         Index("models_of_tenant", "tenant", "created_at", "model_id"),
         Index("models_by_age", "created_at", "model_id"),
-        Index("models_by_status", "status", "session_id"),
-        Index("models_by_snapshot", "snapshot_folder"),
+        Index("models_by_status", "status"),
+        Index("models_by_snapshot_bytes", "snapshot_bytes"),
         Index("models_by_inflight_version", "inflight_version"),
     )
 
@@ -141,9 +141,13 @@ class VersionRow(SQLModel, table=True):
     """A version without a name: what `save_weights_for_sampler` without a path has frozen."""
 
     __tablename__ = "versions"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (
+        Index("versions_of_model", "model_id", "size_bytes"),
+        _partial_index("versions_unwritten", "model_id", "digest IS NULL"),
+    )
 
     version: str = Field(primary_key=True)
-    model_id: str = Field(index=True)
+    model_id: str
     session_id: str = Field(index=True)
     tenant: str
     folder: str
@@ -157,14 +161,22 @@ class CheckpointRow(SQLModel, table=True):
     """A named checkpoint that is on disk. Holds all that is needed to load it after the model is gone."""
 
     __tablename__ = "checkpoints"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = (UniqueConstraint("model_id", "kind", "name", name="checkpoint_path"),)
+    __table_args__ = (
+        UniqueConstraint("model_id", "kind", "name", name="checkpoint_path"),
+        Index("checkpoints_of_tenant", "tenant", "created_at", "id"),
+        Index("checkpoints_by_age", "created_at", "id"),
+        Index("checkpoints_by_version", "version"),
+        Index("checkpoints_by_size", "size_bytes"),
+        Index("checkpoints_shared", "public", "model_id"),
+        _partial_index("checkpoints_by_expiry", "expires_at", "expires_at IS NOT NULL"),
+    )
 
     id: int | None = Field(default=None, primary_key=True)
     model_id: str = Field(index=True)
     kind: str
     """A `CheckpointKind` (`skyrl.tinker.ids`)."""
     name: str
-    tenant: str = Field(index=True)
+    tenant: str
     version: str
     folder: str
     base_model: str
@@ -175,7 +187,7 @@ class CheckpointRow(SQLModel, table=True):
     """sha256 of the manifest in `folder`. None for those of older servers."""
     public: bool = Field(default=False, sa_column=Column(Boolean, nullable=False, server_default=false()))
     """Readable by every key."""
-    expires_at: float | None = Field(default=None, index=True)
+    expires_at: float | None = None
     created_at: float = _created()
 
 

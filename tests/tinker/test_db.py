@@ -153,7 +153,7 @@ STEPS = st.tuples(st.sampled_from(["add", "add and raise", "raise", "read"]), st
 
 
 @given(jobs=st.lists(STEPS, min_size=1, max_size=12))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_group_stores_what_its_jobs_would_store_one_after_the_other(tmp_path_factory, jobs):
     def run(kind: str, name: str, session: Session) -> list[str] | SessionRow | None:
         if kind.startswith("add"):

@@ -2,9 +2,11 @@
 
 import re
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +25,33 @@ OPTIONS = {
     "ephemeral_grace_sec": 0,
     "snapshot_every_steps": 1,
     "session_cleanup_interval_sec": -1,
+    "api_keys": ["tml-test"],
 }
-OVER_ALL = {
-    "SELECT checkpoints.folder FROM checkpoints": "names of all folders, for those that have none; once an hour",
-}
-"""Queries that are of everything by nature, and when they run."""
+SUMS = ("sum(checkpoints.size_bytes)", "sum(versions.size_bytes)", "sum(models.snapshot_bytes)")
+"""What max_disk_gib asks before a save: walks, of small entries of an index alone."""
+
+
+@dataclass(frozen=True, eq=False)
+class Query:
+    statement: str
+    parameters: Any
+    by_writer: bool
+    in_round: bool
+    """Asked at a start or by the collector rather than for a request."""
 
 
 class Asked:
-    """Statements that have been run, with parameters of one run each."""
+    """Queries that have been run, each once."""
 
     def __init__(self) -> None:
-        self.statements: dict[str, Any] = {}
+        self.queries: dict[object, Query] = {}
+        self.in_round = True
 
     def note(self, connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool) -> None:
         if re.match(r"(?i)\s*(with|select|update|delete|insert)\b", statement):
-            self.statements.setdefault(re.sub(r"\?(, \?)+", "?", statement), (statement, parameters))
+            writes = threading.current_thread().name == "database-writer"
+            key = (re.sub(r"\?(, \?)+", "?", statement), writes, self.in_round)
+            self.queries.setdefault(key, Query(statement, parameters, writes, self.in_round))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +69,9 @@ def asked(folder) -> Iterator[Asked]:
     event.listen(Engine, "before_cursor_execute", asked.note)
     with LiveServer(folder, **OPTIONS) as server:
         wait_until_ready(server)
+        asked.in_round = False
         use(server)
+        asked.in_round = True
         make_older(folder)
         server.on_loop(server.app.state.server.service.disk.collect())
     with LiveServer(folder, **OPTIONS) as server:
@@ -121,15 +136,53 @@ def make_older(folder) -> None:
             database.execute(f"UPDATE {table} SET {column} = ? WHERE {column} IS NOT NULL", [old])
 
 
-def plan(database: sqlite3.Connection, statement: str, parameters: Any) -> list[str]:
-    return [row[3] for row in database.execute(f"EXPLAIN QUERY PLAN {statement}", parameters)]
-
-
-def test_no_query_walks_through_a_table(asked, folder):
-    walks = []
+@pytest.fixture(scope="module")
+def plans(asked, folder) -> dict[Query, list[str]]:
+    """What SQLite does for each query."""
     with closing(sqlite3.connect(folder / "server.db")) as database:
-        for statement, parameters in asked.statements.values():
-            steps = plan(database, statement, parameters)
-            if any(re.match(r"SCAN (?!CONSTANT|\(|subquery)", step) for step in steps):
-                walks.append(re.sub(r"\s+", " ", statement)+"\n    "+"\n    ".join(steps))
-    assert not walks, f"{len(asked.statements)} statements\n" + "\n\n".join(walks)
+        return {
+            query: [row[3] for row in database.execute(f"EXPLAIN QUERY PLAN {query.statement}", query.parameters)]
+            for query in asked.queries.values()
+        }
+
+
+def shown(found: list[Query], plans: dict[Query, list[str]]) -> str:
+    return "\n\n".join(f"{query.statement}\n  {'; '.join(plans[query])}" for query in found)
+
+
+def walks(steps: list[str]) -> bool:
+    return any(re.match(r"SCAN (?!CONSTANT)", step) for step in steps)
+
+
+def test_what_a_request_asks_runs_on_an_index(plans):
+    asked = [query for query in plans if not query.in_round]
+    assert len(asked) > 60
+    bad = [query for query in asked if walks(plans[query]) and not any(name in query.statement for name in SUMS)]
+    assert not bad, shown(bad, plans)
+
+
+def test_the_writer_walks_through_nothing(plans):
+    asked = [query for query in plans if query.by_writer]
+    assert len(asked) > 60
+    bad = [query for query in asked if walks(plans[query])]
+    assert not bad, shown(bad, plans)
+
+
+def test_requests_are_not_looked_for_by_a_status_that_most_of_them_have(plans):
+    by_status = [query for query, steps in plans.items() if any("by_status (status=?)" in step for step in steps)]
+    requests = [query for query in by_status if "FROM requests" in query.statement]
+    assert requests and all("pending" in query.parameters for query in requests), shown(requests, plans)
+
+
+def test_checkpoints_that_are_shared_are_found_among_all(plans):
+    shared = [query for query in plans if "checkpoints.public = 1)" in query.statement and "models" in query.statement]
+    assert shared
+    bad = [query for query in shared if not any("checkpoints_shared (public=?" in step for step in plans[query])]
+    assert not bad, shown(bad, plans)
+
+
+def test_pages_of_a_tenants_own_are_not_sorted(plans):
+    sorting = [query for query, steps in plans.items() if any("TEMP B-TREE" in step for step in steps)]
+    own = [query for query in sorting if "OFFSET" in query.statement and "public" not in query.statement]
+    bad = [query for query in own if not query.in_round]
+    assert not bad, shown(bad, plans)

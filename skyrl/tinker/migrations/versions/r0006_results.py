@@ -14,14 +14,29 @@ INDEXES = {
     "sessions_of_project": ("sessions", ["project_id"]),
     "models_of_tenant": ("models", ["tenant", "created_at", "model_id"]),
     "models_by_age": ("models", ["created_at", "model_id"]),
-    "models_by_status": ("models", ["status", "session_id"]),
-    "models_by_snapshot": ("models", ["snapshot_folder"]),
+    "models_by_status": ("models", ["status"]),
+    "models_by_snapshot_bytes": ("models", ["snapshot_bytes"]),
     "models_by_inflight_version": ("models", ["inflight_version"]),
+    "versions_of_model": ("versions", ["model_id", "size_bytes"]),
+    "checkpoints_of_tenant": ("checkpoints", ["tenant", "created_at", "id"]),
+    "checkpoints_by_age": ("checkpoints", ["created_at", "id"]),
+    "checkpoints_by_version": ("checkpoints", ["version"]),
+    "checkpoints_shared": ("checkpoints", ["public", "model_id"]),
+    "checkpoints_by_size": ("checkpoints", ["size_bytes"]),
     "requests_by_status": ("requests", ["status", "model_id"]),
     "requests_by_kind": ("requests", ["model_id", "kind", "status"]),
 }
-WITH_BODY = "length(body) > 0"
-WITH_RESULT = "result IS NOT NULL"
+PARTIAL_INDEXES = {
+    "requests_with_body": ("requests", "model_id", "length(body) > 0"),
+    "requests_with_body_by_kind": ("requests", "kind", "length(body) > 0"),
+    "checkpoints_by_expiry": ("checkpoints", "expires_at", "expires_at IS NOT NULL"),
+    "versions_unwritten": ("versions", "model_id", "digest IS NULL"),
+}
+OLD_INDEXES = {
+    "ix_versions_model_id": ("versions", "model_id"),
+    "ix_checkpoints_tenant": ("checkpoints", "tenant"),
+    "ix_checkpoints_expires_at": ("checkpoints", "expires_at"),
+}
 
 
 def upgrade() -> None:
@@ -47,22 +62,24 @@ def upgrade() -> None:
     with op.batch_alter_table("requests", partial_reordering=[("finished_at", "body")]) as batch_op:
         batch_op.drop_column("result")
         batch_op.drop_column("result_type")
-    _partial_index("requests_with_body", "model_id", WITH_BODY)
-    _partial_index("requests_with_body_by_kind", "kind", WITH_BODY)
-
     op.execute("UPDATE sessions SET last_seen_at = created_at WHERE last_seen_at IS NULL")
     with op.batch_alter_table("sessions") as batch_op:
         batch_op.alter_column("last_seen_at", existing_type=sa.Float(), nullable=False)
+    for name, (table, _) in OLD_INDEXES.items():
+        op.drop_index(name, table)
     for name, (table, columns) in INDEXES.items():
         op.create_index(name, table, columns)
+    for name, (table, column, where) in PARTIAL_INDEXES.items():
+        _partial_index(name, table, column, where)
 
 
 def downgrade() -> None:
-    for name, (table, _) in INDEXES.items():
+    for name, (table, *_) in (INDEXES | PARTIAL_INDEXES).items():
         op.drop_index(name, table)
+    for name, (table, column) in OLD_INDEXES.items():
+        op.create_index(name, table, [column])
     with op.batch_alter_table("sessions") as batch_op:
         batch_op.alter_column("last_seen_at", existing_type=sa.Float(), nullable=True)
-    op.drop_index("requests_with_body_by_kind", "requests")
     op.add_column("requests", sa.Column("result", sa.LargeBinary(), nullable=True))
     op.add_column("requests", sa.Column("result_type", sa.String(), nullable=True))
     op.execute(
@@ -70,9 +87,10 @@ def downgrade() -> None:
         "result_type = (SELECT media_type FROM results WHERE results.request_id = requests.request_id)"
     )
     op.create_index("ix_requests_status", "requests", ["status"])
-    _partial_index("requests_with_result", "finished_at", WITH_RESULT)
+    _partial_index("requests_with_result", "requests", "finished_at", "result IS NOT NULL")
+    _partial_index("requests_with_body", "requests", "model_id", "length(body) > 0")
     op.drop_table("results")
 
 
-def _partial_index(name: str, column: str, where: str) -> None:
-    op.create_index(name, "requests", [column], sqlite_where=sa.text(where), postgresql_where=sa.text(where))
+def _partial_index(name: str, table: str, column: str, where: str) -> None:
+    op.create_index(name, table, [column], sqlite_where=sa.text(where), postgresql_where=sa.text(where))
