@@ -1,24 +1,86 @@
 """JSON that every client can parse: numbers that JSON does not have are sent as "NaN", "Infinity" and "-Infinity".
 
 The SDK's parser refuses bare NaN, and its models read these words as numbers.
+
+A value may hold NumPy arrays and iterators, which are lists. So a large one need not be there as Python objects, and is
+written in pieces: between two of them a thread that writes lets go of the interpreter.
 """
 
 import json
 import math
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
+
+import numpy as np
+
+PIECE_BYTES = 64 * 1024
+"""Of text. To write so much takes two milliseconds."""
+NUMBERS = 1024
+"""Of an array that are written at once."""
+ITEMS = 32
+"""Of an iterator that are written at once, each of which may be a short list."""
 
 
 def dumps(value: Any) -> bytes:
     """The value as UTF-8 JSON."""
+    return b"".join(pieces(value))
+
+
+def pieces(value: Any) -> Iterator[bytes]:
+    """The same in pieces of `PIECE_BYTES`, or little more."""
+    texts: list[str] = []
+    size = 0
+    for text in _texts(value):
+        texts.append(text)
+        size += len(text)
+        if size >= PIECE_BYTES:
+            yield "".join(texts).encode()
+            texts, size = [], 0
+    if texts:
+        yield "".join(texts).encode()
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        before = "{"
+        for key, child in value.items():
+            yield f"{before}{json.dumps(key)}: "
+            yield from _texts(child)
+            before = ", "
+        yield "}"
+    elif isinstance(value, list | tuple) and value:
+        before = "["
+        for child in value:
+            yield before
+            yield from _texts(child)
+            before = ", "
+        yield "]"
+    elif isinstance(value, np.ndarray):
+        yield from _joined(value[at : at + NUMBERS].tolist() for at in range(0, len(value), NUMBERS))
+    elif isinstance(value, Iterator):
+        yield from _joined(iter(lambda: list(islice(value, ITEMS)), []))
+    else:
+        yield _text(value)
+
+
+def _joined(parts: Iterable[list[Any]]) -> Iterator[str]:
+    """The list of which these are parts, none of them empty."""
+    before = "["
+    for part in parts:
+        yield before + _text(part)[1:-1]
+        before = ", "
+    yield "]" if before == ", " else "[]"
+
+
+def _text(value: Any) -> str:
     try:
-        return json.dumps(value, allow_nan=False).encode()
+        return json.dumps(value, allow_nan=False)
     except ValueError:
-        return json.dumps(_in_words(value), allow_nan=False).encode()
+        return json.dumps(_in_words(value), allow_nan=False)
 
 
 def _in_words(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _in_words(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
         return [_in_words(child) for child in value]
     if isinstance(value, float) and not math.isfinite(value):

@@ -3,6 +3,7 @@
 Results are stored once, in protobuf; who asks for JSON gets it made from that.
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -14,10 +15,10 @@ from skyrl.tinker.wire import DTYPES, forward_backward_json, sample_json
 from skyrl.types import Cells, ForwardBackwardOutput, GeneratedSequence, SampleOutput, TokenTable
 
 
-def as_json(request_id: str, result: bytes) -> bytes:
-    """The JSON form of what `wire.encode_sample` or `wire.encode_forward_backward` made."""
+def as_json(request_id: str, result: bytes) -> Iterator[bytes]:
+    """The JSON form of what `wire.encode_sample` or `wire.encode_forward_backward` made, in pieces."""
     payload = sample_json(_sample(result)) if is_sample(request_id) else forward_backward_json(_pass(result))
-    return json_text.dumps(payload)
+    yield from json_text.pieces(payload)
 
 
 def _pass(result: bytes) -> ForwardBackwardOutput:
@@ -30,10 +31,10 @@ def _pass(result: bytes) -> ForwardBackwardOutput:
 
 
 def _datums(batch: pb.BatchedTensor) -> list[np.ndarray]:
-    offsets = np.frombuffer(batch.offsets, "<i8")
-    shape = (-1, *batch.trailing_shape)
-    parts = (batch.data[start:end] for start, end in pairwise(offsets))
-    return [np.frombuffer(part, DTYPES[batch.dtype]).reshape(shape) for part in parts]
+    dtype, shape = DTYPES[batch.dtype], (-1, *batch.trailing_shape)
+    offsets = np.frombuffer(batch.offsets, "<i8") // dtype.itemsize
+    values = np.frombuffer(batch.data, dtype)
+    return [values[start:end].reshape(shape) for start, end in pairwise(offsets)]
 
 
 def _sample(result: bytes) -> SampleOutput:

@@ -1,7 +1,9 @@
 """Numbers that JSON does not have, as the SDK reads them."""
 
+import json
 import math
 
+import numpy as np
 import orjson
 import pytest
 import tinker
@@ -22,3 +24,20 @@ def test_values_without_such_numbers_are_plain_json():
 
 def test_nested_numbers_are_found():
     assert orjson.loads(json_text.dumps([{"a": (math.nan,)}])) == [{"a": ["NaN"]}]
+
+
+@pytest.mark.parametrize("count", [0, 1, json_text.NUMBERS, json_text.NUMBERS + 1, 20_000])
+def test_arrays_and_iterators_are_the_lists_that_they_stand_for(count):
+    array = np.linspace(-1, 1, count, dtype=np.float32)
+    value = {"a": array, "b": [{"c": iter(array.tolist())}], "d": {}, "e": []}
+    assert json.loads(json_text.dumps(value)) == {"a": array.tolist(), "b": [{"c": array.tolist()}], "d": {}, "e": []}
+
+
+def test_a_large_value_is_written_in_pieces_of_a_bounded_size():
+    sizes = [len(piece) for piece in json_text.pieces({"a": np.full(2**18, 1 / 3), "b": iter([[0.25] * 64] * 2**12)})]
+    assert len(sizes) > 50 and max(sizes) < 2 * json_text.PIECE_BYTES
+
+
+def test_an_array_may_hold_numbers_that_json_does_not_have():
+    array = np.array([1.5, math.nan, -math.inf], np.float32)
+    assert orjson.loads(json_text.dumps(array)) == [1.5, "NaN", "-Infinity"]

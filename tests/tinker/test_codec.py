@@ -112,3 +112,39 @@ def test_few_bytes_are_worked_on_at_once_unless_they_may_become_many(size, at_mo
         return await Bodies().work("a", size, threading.current_thread, at_most) is not threading.current_thread()
 
     assert asyncio.run(run()) == in_a_thread
+
+
+def test_the_pieces_of_one_take_turns_with_the_work_of_others():
+    async def run() -> list[str]:
+        bodies, begun = Bodies(), []
+        held, tasks = await flooded(bodies, begun, THREADS_FOR_BODIES)
+
+        async def read() -> list[str]:
+            made = (Work(begun, f"piece {number}")() for number in range(5))
+            return [piece async for piece in bodies.pieces("b", LARGE, made)]
+
+        reader = asyncio.ensure_future(read())
+        tasks += [asyncio.ensure_future(bodies.work("c", 2 * LARGE, Work(begun, "c"))) for _ in range(2)]
+        await asyncio.sleep(0)
+        let_go(held)
+        assert await reader == [f"piece {number}" for number in range(5)]
+        await asyncio.gather(*tasks)
+        return begun
+
+    begun = asyncio.run(run())
+    assert begun.index("c") < begun.index("piece 3")
+
+
+def test_a_thread_that_is_left_behind_is_not_given_to_the_next_before_it_has_ended():
+    async def run() -> None:
+        bodies, begun = Bodies(), []
+        held, tasks = await flooded(bodies, begun, THREADS_FOR_BODIES)
+        for task in tasks:
+            task.cancel()
+        other = asyncio.ensure_future(bodies.work("b", LARGE, Work(begun, "b")))
+        await asyncio.sleep(0.01)
+        assert bodies._free == 0 and "b" not in begun
+        let_go(held)
+        assert await other == "b"
+
+    asyncio.run(run())

@@ -12,7 +12,7 @@ from tinker.proto import tinker_public_pb2 as sdk_pb
 from tinker.types._pydantic_types import tensor_data as sdk_json
 
 from skyrl.errors import RequestError
-from skyrl.tinker import wire
+from skyrl.tinker import json_text, wire
 from skyrl.tinker.parsing import MalformedBody
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.schemas import MAX_DATUMS, ModelInput
@@ -408,7 +408,7 @@ def test_the_sdk_reads_results_of_ragged_k_in_request_order():
 
 def test_the_sdk_reads_the_tensors_of_a_json_result():
     output = outputs((3,), (2, 2))
-    value = json.loads(json.dumps(wire.forward_backward_json(output)))
+    value = json.loads(json_text.dumps(wire.forward_backward_json(output)))
     assert (value["loss_fn_output_type"], value["metrics"]) == ("ArrayRecord", {"loss:sum": 1.5})
     for got, want in zip(value["loss_fn_outputs"], output.loss_fn_outputs, strict=True):
         for name, array in want.items():
@@ -441,7 +441,7 @@ def test_samples_without_prompt_logprobs_have_none():
 
 
 def test_undefined_prompt_logprobs_are_null_in_json():
-    value = json.loads(json.dumps(wire.sample_json(samples())))
+    value = json.loads(json_text.dumps(wire.sample_json(samples())))
     assert value["sequences"][0] == {"stop_reason": "stop", "tokens": [5, 6], "logprobs": [-0.5, -0.25]}
     assert value["prompt_logprobs"] == [None, -2.0]
     assert value["topk_prompt_logprobs"] == [None, [[3, -0.5], [4, -1.5]]]

@@ -79,7 +79,7 @@ def test_scores_are_in_json_too():
     drawn = (np.array([[1, 2]], np.int32), np.array([[-1.0, -2.0]], np.float32))
     targets = Cells(np.array([-1.0, -2.0, -3.0], np.float32), cells.shape, cells.crow_indices, cells.col_indices)
     encoded = wire.encode_sample(output(target_prompt_logprobs=targets, prompt_alt_tokens=drawn))
-    value = json.loads(old_clients.as_json("sample-1", encoded))
+    value = json.loads(b"".join(old_clients.as_json("sample-1", encoded)))
     assert value["sequences"][0]["topk_logprobs"] == [[[3, -0.5], [4, -1.5]], [[5, -0.25], [6, -2.0]]]
     assert value["target_prompt_logprobs"] == {
         "data": [-1.0, -2.0, -3.0],

@@ -6,18 +6,25 @@ One POST per entry of the table of operations, which answers as soon as the requ
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from skyrl.algorithms.checks import MAX_NUM_SAMPLES
 from skyrl.tinker import schemas
-from skyrl.tinker.codec import encoded
+from skyrl.tinker.codec import LARGE_BYTES, NOBODY
 from skyrl.tinker.futures import JSON, PROTOBUF, Answer, Failure, Lost
 from skyrl.tinker.http import error_response
 from skyrl.tinker.ids import SAMPLE
+from skyrl.tinker.json_text import PIECE_BYTES
 from skyrl.tinker.old_clients import as_json
 from skyrl.tinker.operations import OPERATIONS, QueuedOperation
 from skyrl.tinker.queue import TryAgain
-from skyrl.tinker.routes.dependencies import BodyDependency, CallerDependency, QueueDependency, json_body
+from skyrl.tinker.routes.dependencies import (
+    BodyDependency,
+    CallerDependency,
+    QueueDependency,
+    ServiceDependency,
+    json_body,
+)
 
 router = APIRouter()
 
@@ -53,6 +60,7 @@ async def asample(queue: QueueDependency, caller: CallerDependency, body: BodyDe
 async def retrieve_future(
     request: Request,
     queue: QueueDependency,
+    service: ServiceDependency,
     caller: CallerDependency,
     body: Annotated[schemas.RetrieveFutureRequest, json_body(schemas.RetrieveFutureRequest)],
 ) -> Response:
@@ -62,9 +70,14 @@ async def retrieve_future(
         case Answer(body=data) if body.allow_metadata_only and len(data) > MAX_INLINE_BYTES:
             return _json(schemas.MetadataResponse(response_payload_size=len(data)))
         case Answer(body=data, media_type=media_type):
-            if media_type == PROTOBUF and PROTOBUF not in request.headers.get("accept", ""):
-                data, media_type = await encoded(len(data), lambda: as_json(body.request_id, data)), JSON
-            return Response(data, media_type=media_type)
+            if media_type != PROTOBUF or PROTOBUF in request.headers.get("accept", ""):
+                return Response(data, media_type=media_type)
+            pieces = as_json(body.request_id, data)
+            if len(data) <= LARGE_BYTES:
+                return Response(b"".join(pieces), media_type=JSON)
+            # As the client takes them, so that the text, five times as long, is never there as a whole.
+            sent = service.bodies.pieces(caller.tenant or NOBODY, PIECE_BYTES, pieces)
+            return StreamingResponse(sent, media_type=JSON)
         case Failure(error=error, category=category):
             return _json(schemas.FailedResponse(error=error, category=category))
         case Lost():

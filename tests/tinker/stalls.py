@@ -1,0 +1,88 @@
+"""How long the event loop of a server stands still, and another key's heartbeats with it, while a request is worked on.
+
+The work is real: nothing is held up, because what waits lets go of the interpreter and what works may not.
+"""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.tinker.in_process import InProcessServer
+
+TICK_S = 0.002
+SHORT_S = 0.25
+"""What a stall may be, on a machine that does other things besides."""
+OTHER = "tml-other"
+"""The key of those who are not to notice."""
+
+
+@dataclass
+class Meanwhile:
+    """What went on beside a request."""
+
+    responses: list[httpx.Response]
+    longest_stall_s: float = 0.0
+    heartbeats_s: list[float] = field(default_factory=list)
+
+
+class Stalls(InProcessServer):
+    """A server that says how it goes on while requests are worked on."""
+
+    def __init__(self, folder: Path, **options: Any):
+        super().__init__(folder, **{"api_keys": ["tml-test", OTHER], **options})
+
+    def session(self, key: str = "tml-test") -> str:
+        return self.post("/create_session", {"tags": [], "user_metadata": {}}, key).json()["session_id"]
+
+    def sampler(self, key: str = "tml-test") -> str:
+        body = {"session_id": self.session(key), "sampling_session_seq_id": 0, "base_model": self.config.base_model}
+        return self.post("/create_sampling_session", body, key).json()["sampling_session_id"]
+
+    def answer(self, request_id: str, outcome: Any) -> None:
+        """There is a result of the caller's."""
+        service = self.app.state.server.service
+        service.futures.add(request_id, service.keys.caller("tml-test").tenant)
+        service.futures.set(request_id, outcome)
+
+    def sent(self, path: str, body: bytes | None = None, key: str = "tml-test", **options: Any) -> Coroutine:
+        """A request, to be made while others are."""
+        headers = {"X-API-Key": key, **options.pop("headers", {})}
+        return self._http.request("POST", path, content=body, headers=headers, **options)
+
+    def meanwhile(self, *requests: Coroutine) -> Meanwhile:
+        """Make requests, and see what goes on beside them."""
+        session = self.session(OTHER)
+        return self._runner.run(self._meanwhile(session, requests))
+
+    async def _meanwhile(self, session: str, requests: tuple[Coroutine, ...]) -> Meanwhile:
+        seen = Meanwhile([])
+        beside = [asyncio.create_task(self._tick(seen)), asyncio.create_task(self._beat(seen, session))]
+        try:
+            seen.responses = await asyncio.gather(*requests)
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+        return seen
+
+    async def _tick(self, seen: Meanwhile) -> None:
+        last = time.perf_counter()
+        while True:
+            try:
+                await asyncio.sleep(TICK_S)
+            finally:
+                now = time.perf_counter()
+                seen.longest_stall_s, last = max(seen.longest_stall_s, now - last), now
+
+    async def _beat(self, seen: Meanwhile, session: str) -> None:
+        while True:
+            begun = time.perf_counter()
+            response = await self.sent("/session_heartbeat", key=OTHER, json={"session_id": session})
+            assert response.status_code == 200, response.text
+            seen.heartbeats_s.append(time.perf_counter() - begun)
+            await asyncio.sleep(0.01)

@@ -1,0 +1,55 @@
+"""The event loop goes on while it is asked for, or sent, a lot of JSON."""
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from skyrl.tinker import wire
+from skyrl.tinker.futures import PROTOBUF, Answer
+from skyrl.types import ForwardBackwardOutput, GeneratedSequence, SampleOutput
+from tests.tinker.stalls import SHORT_S, Meanwhile, Stalls
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Stalls]:
+    with Stalls(tmp_path_factory.mktemp("server")) as server:
+        while server.engine.state != "ready":
+            server.let_it_work(0.001)
+        yield server
+
+
+def assert_others_went_on(seen: Meanwhile) -> None:
+    assert seen.longest_stall_s < SHORT_S
+    assert max(seen.heartbeats_s) < 2 * SHORT_S
+
+
+def numbers(count: int) -> np.ndarray:
+    return -np.random.default_rng(count).random(count, np.float32)
+
+
+def test_a_large_result_as_json_does_not_stop_the_others(server: Stalls):
+    """8 MiB, half of them in one array."""
+    outputs = [{"logprobs": numbers(count)} for count in [2**20, *[2**13] * 128]]
+    request_id = "forward_backward-1"
+    server.answer(request_id, Answer(wire.encode_forward_backward(ForwardBackwardOutput(outputs, {})), PROTOBUF))
+    seen = server.meanwhile(server.sent("/retrieve_future", json={"request_id": request_id}))
+    assert_others_went_on(seen)
+    read = json.loads(seen.responses[0].content)["loss_fn_outputs"]
+    for datum, output in zip(read, outputs, strict=True):
+        np.testing.assert_array_equal(np.float32(datum["logprobs"]["data"]), output["logprobs"])
+
+
+def test_a_table_of_alternatives_as_json_does_not_stop_the_others(server: Stalls):
+    """2^19 cells are 4 MiB."""
+    k = 64
+    ids = np.arange(2**19, dtype=np.int32).reshape(-1, k)
+    logprobs = numbers(2**19).reshape(-1, k)
+    sequence = GeneratedSequence(ids[:, 0].copy(), logprobs[:, 0].copy(), "stop", (ids, logprobs))
+    server.answer("sample-1", Answer(wire.encode_sample(SampleOutput([sequence])), PROTOBUF))
+    seen = server.meanwhile(server.sent("/retrieve_future", json={"request_id": "sample-1"}))
+    assert_others_went_on(seen)
+    table = json.loads(seen.responses[0].content)["sequences"][0]["topk_logprobs"]
+    np.testing.assert_array_equal(np.int32([[cell[0] for cell in row] for row in table]), ids)
+    np.testing.assert_array_equal(np.float32([[cell[1] for cell in row] for row in table]), logprobs)
