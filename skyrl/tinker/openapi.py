@@ -5,15 +5,18 @@ the door (`parsing.py`). So their schemas are put into the document afterwards, 
 the `JsonBody` dependency of a route, or the entry of the table of operations that a route is made of.
 """
 
+import asyncio
 from collections.abc import Iterable, Iterator
-from typing import Any, get_args, get_type_hints
+from functools import cache
+from typing import Any, cast, get_args, get_type_hints
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.dependencies.models import Dependant
+from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from skyrl.tinker import schemas
+from skyrl.tinker import json_text, schemas
 from skyrl.tinker.futures import JSON, PROTOBUF
 from skyrl.tinker.ids import SAMPLE
 from skyrl.tinker.operations import OPERATIONS
@@ -53,10 +56,14 @@ _REFERENCE = "#/components/schemas/{model}"
 
 
 def complete(app: FastAPI, prefix: str, routers: Iterable[APIRouter]) -> None:
-    """Make the document of `app` tell of the bodies and keys that the routes of `routers` read."""
+    """Make the document of `app` tell of the bodies and keys that the routes of `routers` read.
+
+    It is made in a thread when somebody first asks for it, which takes a tenth of a second, and sent as it is then.
+    """
     made_by_fastapi = app.openapi
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
 
+    @cache
     def openapi() -> dict[str, Any]:
         document = made_by_fastapi()
         components = document.setdefault("components", {})
@@ -72,7 +79,15 @@ def complete(app: FastAPI, prefix: str, routers: Iterable[APIRouter]) -> None:
                     entry["requestBody"] = _body(schema, components.setdefault("schemas", {}))
         return document
 
+    lock, text = asyncio.Lock(), cache(lambda: json_text.dumps(openapi()))
+
+    async def document(_: Request) -> Response:
+        async with lock:
+            return Response(await asyncio.to_thread(text), media_type=JSON)
+
     app.openapi = openapi
+    app.router.routes[:] = [route for route in app.routes if getattr(route, "path", None) != app.openapi_url]
+    app.add_route(cast(str, app.openapi_url), document, include_in_schema=False)
 
 
 def _dependencies(dependant: Dependant) -> Iterator[Any]:

@@ -54,6 +54,10 @@ class Stalls(InProcessServer):
         headers = {"X-API-Key": key, **options.pop("headers", {})}
         return self._http.request("POST", path, content=body, headers=headers, **options)
 
+    def asked(self, url: str) -> Coroutine:
+        """A page that anybody may read, without a key."""
+        return self._http.get(f"http://server{url}")
+
     def meanwhile(self, *requests: Coroutine) -> Meanwhile:
         """Make requests, and see what goes on beside them."""
         session = self.session(OTHER)

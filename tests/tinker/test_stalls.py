@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from skyrl.tinker import wire
+from skyrl.tinker import json_text, wire
 from skyrl.tinker.futures import PROTOBUF, Answer
 from skyrl.types import ForwardBackwardOutput, GeneratedSequence, SampleOutput
 from tests.tinker.stalls import SHORT_S, Meanwhile, Stalls
@@ -53,3 +53,9 @@ def test_a_table_of_alternatives_as_json_does_not_stop_the_others(server: Stalls
     table = json.loads(seen.responses[0].content)["sequences"][0]["topk_logprobs"]
     np.testing.assert_array_equal(np.int32([[cell[0] for cell in row] for row in table]), ids)
     np.testing.assert_array_equal(np.float32([[cell[1] for cell in row] for row in table]), logprobs)
+
+
+def test_a_crowd_that_asks_for_the_openapi_document_does_not_stop_the_others(server: Stalls):
+    seen = server.meanwhile(*(server.asked("/openapi.json") for _ in range(20)))
+    assert_others_went_on(seen)
+    assert {response.content for response in seen.responses} == {json_text.dumps(server.app.openapi())}
