@@ -40,16 +40,22 @@ def from_bytes(name: str, data: bytes, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(data, dtype)
 
 
+def check_dimensions(name: str, shape: Sequence[int]) -> None:
+    """Raises `RequestError` for a shape that no tensor has here, of which there is more than can be looked at."""
+    if len(shape) > 2:
+        shown = f"[{', '.join(map(str, shape[:3]))}{', ...' if len(shape) > 3 else ''}]"
+        raise RequestError(f"{name}: shape={shown} has {len(shape)} dimensions; send [tokens] or [tokens, K]")
+
+
 def dense(name: str, values: np.ndarray, shape: list[int], budget: Budget) -> np.ndarray:
     """Flat values in their shape (`[len]` where none is given)."""
+    check_dimensions(name, shape)
     if shape == [values.size]:
         budget.take(name, shape, values.dtype)
         return values
     shape = shape or [values.size]
     if min(shape) < 0 or prod(shape) != values.size:
         raise RequestError(f"{name}: shape={shape} does not fit {values.size} values; send the shape of the data")
-    if len(shape) > 2:
-        raise RequestError(f"{name}: shape={shape} has {len(shape)} dimensions; send [tokens] or [tokens, K]")
     budget.take(name, shape, values.dtype)
     return values.reshape(shape)
 
@@ -91,6 +97,7 @@ def sparse(name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray,
 
 
 def _check_matrix(name: str, shape: list[int]) -> None:
+    check_dimensions(name, shape)
     if len(shape) != 2 or min(shape) < 0:
         raise RequestError(f"{name}: shape={shape} of a sparse tensor; send [tokens, K]")
 

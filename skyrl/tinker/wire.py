@@ -21,7 +21,7 @@ from skyrl.errors import RequestError
 from skyrl.tinker.parsing import Body, MalformedBody, ModelAddress, describe_faults, json_object, read_address
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.schemas import ForwardBackwardRequest, ForwardRequest, ModelInput, PassInput, TensorData
-from skyrl.tinker.tensors import Budget, dense, densified, float32s, from_bytes, int64s, sparse
+from skyrl.tinker.tensors import Budget, check_dimensions, dense, densified, float32s, from_bytes, int64s, sparse
 from skyrl.tinker.wire_scan import address_of, check_parts
 from skyrl.types import Cells, Datum, ForwardBackwardOutput, SampleOutput, TokenTable
 
@@ -113,6 +113,7 @@ def target_cells(tensor: TensorData) -> Cells:
     if tensor.dtype != "int64":
         raise RequestError(f"{name}: dtype={tensor.dtype}; send int64 token ids")
     shape = tensor.shape or []
+    check_dimensions(name, shape)
     if len(shape) != 2:
         raise RequestError(f"{name}: shape={shape}; send [tokens of the prompt - 1, K]")
     values = _json_values(name, tensor)
@@ -221,6 +222,7 @@ def _protobuf_tensor(name: str, tensor: pb.Tensor, budget: Budget) -> np.ndarray
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         raise RequestError(f"{name}: dtype={tensor.dtype} is not served; send FLOAT32 (1) or INT64 (2)")
+    check_dimensions(name, tensor.shape)
     shape = list(tensor.shape)
     match tensor.WhichOneof("encoding"):
         case "dense":

@@ -1,21 +1,20 @@
 """A look at a protobuf body before it is parsed: of how many parts it is made.
 
 A part takes two bytes to send and a hundred to parse, and compressed almost nothing to send. So a body of a few KB can
-stand for gigabytes of messages; here they are counted, two levels deep, where everything repeated is.
+stand for gigabytes of messages, and for seconds of a parser that lets nobody else go on. Here all fields are counted,
+as deep as messages go.
 """
 
-from collections.abc import Iterator
-from itertools import islice
-from typing import NamedTuple
-
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 from skyrl.errors import RequestError
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.schemas import MAX_DATUMS
 
-MAX_PARTS = 2**19
-"""Datums, chunks, tensors and options in a request."""
+MAX_PARTS = 2**18
+"""Fields of a request and of the messages in it, such as datums, chunks, tensors and their shapes: 256 for each of the
+1024 datums that clients send at a time, of which one with one chunk and five tensors takes 34."""
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 
@@ -26,63 +25,88 @@ ADDRESS = (
     pb.ForwardBackwardRequest.FORWARD_ONLY_FIELD_NUMBER,
 )
 
+Table = dict[int, "Table | None"]
+"""What is in the fields of a message that hold more than one value, by their numbers: messages, or (None) numbers."""
 
-class Field(NamedTuple):
-    """A field as it was sent: its number, its kind of encoding, where it begins and where its content is."""
 
-    number: int
-    encoding: int
-    begin: int
-    content: int
-    end: int
+def _table(message: Descriptor) -> Table:
+    numbers = [field.number for field in message.fields if field.is_repeated and field.is_packed]
+    inner = {field.number: _table(field.message_type) for field in message.fields if field.message_type}
+    return {**dict.fromkeys(numbers), **inner}
+
+
+REQUEST = _table(pb.ForwardBackwardRequest.DESCRIPTOR)
+PACKED_BYTES = 8
+"""Of numbers without fields of their own, which count for one part together."""
 
 
 def address_of(body: bytes) -> bytes:
     """A request that says only whose the given one is. Raises `DecodeError` where the body is no protobuf."""
-    sent = islice(fields(body, 0, len(body)), MAX_PARTS)
-    return b"".join(body[field.begin : field.end] for field in sent if field.number in ADDRESS)
+    at, sent = 0, []
+    for _ in range(MAX_PARTS):
+        if at >= len(body):
+            break
+        begin = at
+        key, _, at = _field(body, at, len(body))
+        if key >> 3 in ADDRESS:
+            sent.append(body[begin:at])
+    return b"".join(sent)
 
 
 def check_parts(body: bytes) -> None:
     """Raises `RequestError` for too many parts, `DecodeError` where nothing can be read."""
-    datums = parts = 0
-    for field in fields(body, 0, len(body)):
+    datums = parts = at = 0
+    while at < len(body):
+        key, content, at = _field(body, at, len(body))
+        parts += 1 + _parts_within(body, key, content, at, REQUEST, MAX_PARTS - parts)
+        datums += key >> 3 == DATA
+        if datums > MAX_DATUMS:
+            raise RequestError(f"data has more than {MAX_DATUMS} datums; send fewer per request")
+        if parts > MAX_PARTS:
+            raise RequestError(f"the request has more than {MAX_PARTS} parts; send fewer sequences per request")
+
+
+def _parts_within(data: bytes, key: int, at: int, end: int, table: Table, most: int) -> int:
+    """Of how many parts a field is made, or some more than `most`."""
+    if key & 7 != LENGTH or at == end or (inner := table.get(key >> 3, ABSENT)) is ABSENT:
+        return 0
+    if inner is None:
+        return (end - at) // PACKED_BYTES
+    parts = 0
+    while at < end and parts <= most:
+        key, content, at = _field(data, at, end)
         parts += 1
-        if field.number == DATA:
-            datums += 1
-            if datums > MAX_DATUMS:
-                raise RequestError(f"data has more than {MAX_DATUMS} datums; send fewer per request")
-            for _ in fields(body, field.content, field.end):
-                parts += 1
-                _check_count(parts)
-        _check_count(parts)
+        if inner:
+            parts += _parts_within(data, key, content, at, inner, most - parts)
+    return parts
 
 
-def fields(data: bytes, at: int, end: int) -> Iterator[Field]:
-    """The fields of a message. Raises `DecodeError`."""
-    while at < end:
-        begin = at
-        key, at = _varint(data, at, end)
-        number, encoding = key >> 3, key & 7
-        content = at
-        if encoding == VARINT:
-            _, at = _varint(data, at, end)
-        elif encoding == LENGTH:
-            length, content = _varint(data, at, end)
-            at = content + length
-        elif encoding in (FIXED32, FIXED64):
-            at += 4 if encoding == FIXED32 else 8
-        else:
-            raise DecodeError(f"a field of wire type {encoding}")
-        if at > end:
-            raise DecodeError("a field goes on after the end")
-        yield Field(number, encoding, begin, content, at)
+ABSENT: Table = {}
+
+
+def _field(data: bytes, at: int, end: int) -> tuple[int, int, int]:
+    """(number and encoding, where the content begins, where the next field does). Raises `DecodeError`.
+
+    There may be very many, so what most of them are is told in few steps.
+    """
+    key, at = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at, end)
+    content, encoding = at, key & 7
+    if encoding == LENGTH:
+        length, content = (data[at], at + 1) if at < end and data[at] < 0x80 else _varint(data, at, end)
+        at = content + length
+    elif encoding == VARINT:
+        _, at = _varint(data, at, end)
+    elif encoding in (FIXED32, FIXED64):
+        at += 4 if encoding == FIXED32 else 8
+    else:
+        raise DecodeError(f"a field of wire type {encoding}")
+    if at > end:
+        raise DecodeError("a field goes on after the end")
+    return key, content, at
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
     """(value, where the next thing begins)."""
-    if at < end and data[at] < 0x80:
-        return data[at], at + 1
     value = shift = 0
     while at < end and shift < 70:
         byte = data[at]
@@ -92,8 +116,3 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
             return value, at
         shift += 7
     raise DecodeError("a number without an end")
-
-
-def _check_count(parts: int) -> None:
-    if parts > MAX_PARTS:
-        raise RequestError(f"the request has more than {MAX_PARTS} parts; send fewer sequences per request")

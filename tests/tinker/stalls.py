@@ -43,6 +43,11 @@ class Stalls(InProcessServer):
         body = {"session_id": self.session(key), "sampling_session_seq_id": 0, "base_model": self.config.base_model}
         return self.post("/create_sampling_session", body, key).json()["sampling_session_id"]
 
+    def model(self, key: str = "tml-test") -> str:
+        body = {"session_id": self.session(key), "model_seq_id": 0, "base_model": self.config.base_model}
+        request_id = self.post("/create_model", {**body, "lora_config": {"rank": 4}}, key).json()["request_id"]
+        return self.outcome(request_id, key).json()["model_id"]
+
     def answer(self, request_id: str, outcome: Any) -> None:
         """There is a result of the caller's."""
         service = self.app.state.server.service
@@ -90,3 +95,11 @@ class Stalls(InProcessServer):
             assert response.status_code == 200, response.text
             seen.heartbeats_s.append(time.perf_counter() - begun)
             await asyncio.sleep(0.01)
+
+
+def length_delimited(number: int, content: bytes) -> bytes:
+    """A field of a protobuf message."""
+    size, length = len(content), b""
+    while size > 127:
+        size, length = size >> 7, length + bytes([size & 127 | 128])
+    return bytes([number << 3 | 2]) + length + bytes([size]) + content

@@ -28,6 +28,10 @@ def length_delimited(tag, content):
     return tag + length + bytes([size]) + content
 
 
+def datum_with_tensor(tensor):
+    return length_delimited(b"\\x1a", length_delimited(b"\\x12", length_delimited(b"\\x12", tensor)))
+
+
 def status(name):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
 
@@ -38,6 +42,9 @@ bombs = {
     "chunks": (address + length_delimited(b"\\x1a", b"\\x0a\\x00" * (HALF - 50)), wire.PROTOBUF),
     "spans": (address + length_delimited(b"\\x1a", b"\\x1a\\x00" * (HALF - 50)), wire.PROTOBUF),
     "options": (address + b"\\x3a\\x02\\x12\\x00" * (HALF // 2 - 50), wire.PROTOBUF),
+    "shape": (
+        address + datum_with_tensor(length_delimited(b"\\x22", b"\\x01" * (MAX_BYTES - 100))), wire.PROTOBUF
+    ),
     "unknown fields": (address + b"\\x7a\\x00" * (HALF - 50), wire.PROTOBUF),
     "unknown fields of a datum": (address + length_delimited(b"\\x1a", b"\\x7a\\x00" * (HALF - 50)), wire.PROTOBUF),
     "models": (b"\\x0a\\x00" * (HALF - 50) + address, wire.PROTOBUF),
@@ -73,11 +80,12 @@ def bombs() -> dict[str, dict]:
 NAMES = {
     "zeros": f"more than {MAX_BYTES} bytes",
     "datums": "more than 16384 datums",
-    "chunks": "more than 524288 parts",
-    "spans": "more than 524288 parts",
-    "options": "more than 524288 parts",
-    "unknown fields": "more than 524288 parts",
-    "unknown fields of a datum": "more than 524288 parts",
+    "chunks": "more than 262144 parts",
+    "spans": "more than 262144 parts",
+    "options": "more than 262144 parts",
+    "shape": "more than 262144 parts",
+    "unknown fields": "more than 262144 parts",
+    "unknown fields of a datum": "more than 262144 parts",
     "models": "both are required",
     "json objects": "is required",
     "json names": "values or names do not fit",

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import zstandard
 
 from skyrl.tinker import json_text, wire
 from skyrl.tinker.futures import PROTOBUF, Answer
 from skyrl.types import ForwardBackwardOutput, GeneratedSequence, SampleOutput
-from tests.tinker.stalls import SHORT_S, Meanwhile, Stalls
+from tests.tinker.harness import pass_request
+from tests.tinker.stalls import SHORT_S, Meanwhile, Stalls, length_delimited
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +61,16 @@ def test_a_crowd_that_asks_for_the_openapi_document_does_not_stop_the_others(ser
     seen = server.meanwhile(*(server.asked("/openapi.json") for _ in range(20)))
     assert_others_went_on(seen)
     assert {response.content for response in seen.responses} == {json_text.dumps(server.app.openapi())}
+
+
+def test_a_shape_of_very_many_dimensions_does_not_stop_the_others(server: Stalls):
+    """16 MiB in a kilobyte, which a parser and a product of them take seconds for."""
+    tensor = length_delimited(1, bytes(8)) + b"\x18\x02" + length_delimited(4, b"\x01" * 2**24)
+    entry = length_delimited(1, b"target_tokens") + length_delimited(2, tensor)
+    datum = pass_request(server.model(), 1, []).SerializeToString() + length_delimited(3, length_delimited(2, entry))
+    body = zstandard.compress(datum)
+    headers = {"Content-Type": PROTOBUF, "Content-Encoding": "zstd"}
+    seen = server.meanwhile(server.sent("/forward_backward", body, headers=headers))
+    assert_others_went_on(seen)
+    outcome = server.outcome(seen.responses[0].json()["request_id"]).json()
+    assert outcome["category"] == "user" and "parts; send fewer" in outcome["error"]

@@ -1,0 +1,87 @@
+"""What a body costs, its sender waits for: a hundred bytes that take a thread for long delay nobody else."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import zstandard
+
+from skyrl.tinker import wire
+from skyrl.tinker.codec import Bodies
+from skyrl.tinker.wire_scan import MAX_PARTS
+from tests.tinker.harness import PROTOBUF, pass_request
+from tests.tinker.stalls import OTHER, Stalls, length_delimited
+
+MIB = 2**20
+FLOOD = 30
+"""Bombs that always wait."""
+
+
+def bomb(model_id: str = "m", seq_id: int = 1) -> bytes:
+    """A datum of as many empty chunks as are served, in about a hundred bytes."""
+    address = pass_request(model_id, seq_id, []).SerializeToString()
+    return zstandard.compress(address + length_delimited(3, b"\x0a\x02\x0a\x00" * (MAX_PARTS // 2 - 100)))
+
+
+def test_bodies_of_another_get_in_among_bombs():
+    """As many bombs go between two of them as cost the same, whose bytes are nothing."""
+    sent, honest, begun = bomb(), bytes(5 * MIB), []
+
+    def work(name: str, body: bytes) -> None:
+        begun.append(name)
+        if name == "bomb":
+            wire.decode_forward_backward(body, PROTOBUF, "zstd", 256 * MIB)
+
+    async def run() -> None:
+        bodies = Bodies()
+        flood = [
+            asyncio.ensure_future(bodies.work("a", len(sent), partial(work, "bomb", sent), 256 * MIB))
+            for _ in range(FLOOD)
+        ]
+        await asyncio.sleep(0)
+        for _ in range(4):
+            await bodies.work("b", len(honest), partial(work, "honest", honest))
+        for waiting in flood:
+            waiting.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+
+    assert len(sent) < 200
+    asyncio.run(run())
+    last = len(begun) - begun[::-1].index("honest")
+    assert begun.count("honest") == 4 and begun[:last].count("bomb") <= 10, begun
+
+
+@pytest.fixture
+def server(tmp_path) -> Iterator[Stalls]:
+    with Stalls(tmp_path) as server:
+        while server.engine.state != "ready":
+            server.let_it_work(0.001)
+        yield server
+
+
+def test_a_flood_of_bombs_does_not_keep_the_bodies_of_another_waiting(server: Stalls):
+    mine, other = server.model(), server.model(OTHER)
+    headers = {"Content-Type": PROTOBUF, "Content-Encoding": "zstd"}
+    bombs = [server.sent("/forward_backward", bomb(mine, seq_id), headers=headers) for seq_id in range(1, FLOOD)]
+    waited: list[float] = []
+
+    async def honest() -> None:
+        for seq_id in range(1, 4):
+            begun = time.perf_counter()
+            body = pass_request(other, seq_id, [[1] * 1000] * 100).SerializeToString()
+            response = await server.sent("/forward_backward", body, OTHER, headers={"Content-Type": PROTOBUF})
+            assert response.status_code == 200, response.text
+            waited.append(time.perf_counter() - begun)
+        for task in flood:
+            task.cancel()
+
+    async def run() -> None:
+        flood.extend(asyncio.ensure_future(request) for request in bombs)
+        await honest()
+        await asyncio.gather(*flood, return_exceptions=True)
+
+    flood: list[asyncio.Future] = []
+    server._runner.run(run())
+    assert max(waited) < 2.0, waited
