@@ -12,8 +12,8 @@ from skyrl.errors import RequestError
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.schemas import MAX_DATUMS
 
-MAX_PARTS = 2**18
-"""Fields of a request and of the messages in it, such as datums, chunks, tensors and their shapes: 256 for each of the
+MAX_PARTS = 2**17
+"""Fields of a request and of the messages in it, such as datums, chunks, tensors and their shapes: 128 for each of the
 1024 datums that clients send at a time, of which one with one chunk and five tensors takes 34."""
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5

@@ -15,7 +15,7 @@ from tests.tinker.harness import PROTOBUF, pass_request
 from tests.tinker.stalls import OTHER, Stalls, length_delimited
 
 MIB = 2**20
-FLOOD = 30
+FLOOD = 60
 """Bombs that always wait."""
 
 
@@ -84,4 +84,4 @@ def test_a_flood_of_bombs_does_not_keep_the_bodies_of_another_waiting(server: St
 
     flood: list[asyncio.Future] = []
     server._runner.run(run())
-    assert max(waited) < 2.0, waited
+    assert max(waited) < 4.0, waited
