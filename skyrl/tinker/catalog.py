@@ -75,11 +75,11 @@ def training_run(session: Session, caller: Caller, scope: Scope, run_id: str) ->
     return _described(session, caller, [_run(session, caller, scope, run_id)])[0]
 
 
-def session_ids(session: Session, caller: Caller, limit: int, offset: int) -> list[str]:
+def sessions(session: Session, caller: Caller, limit: int, offset: int) -> rest.ListSessionsResponse:
     """A page of the caller's sessions."""
     newest = col(SessionRow.created_at).desc(), col(SessionRow.session_id).desc()
     mine = select(SessionRow.session_id).where(_owned(SessionRow.tenant, caller))
-    return list(session.exec(mine.order_by(*newest).limit(limit).offset(offset)))
+    return rest.ListSessionsResponse(sessions=list(session.exec(mine.order_by(*newest).limit(limit).offset(offset))))
 
 
 def session_contents(session: Session, row: SessionRow) -> rest.GetSessionResponse:

@@ -52,15 +52,21 @@ class _Turn:
 
 
 class Bodies:
-    """Those who wait for work on bytes of theirs. All methods are called on the event loop."""
+    """Those who wait for work on bytes of theirs. All methods are called on the event loop.
 
-    def __init__(self) -> None:
+    Args:
+        threads: Where it is done.
+        number: Of those threads.
+    """
+
+    def __init__(self, threads: ThreadPoolExecutor = _FOR_BODIES, number: int = THREADS_FOR_BODIES) -> None:
+        self._threads = threads
         self._accounts = Accounts()
         self._lines: dict[str, deque[_Turn]] = {}
         """The turns that each tenant waits for. No line is empty."""
         self._turns: Counter[str] = Counter()
         """How many turns each tenant waits for or has. Its account stays open as long, so that it pays for them all."""
-        self._free = THREADS_FOR_BODIES
+        self._free = number
 
     async def work(self, tenant: str, size: int, function: Callable[[], T], at_most: int = 0) -> T:
         """Call `function`, in a thread and when it is the tenant's turn if it works on many bytes.
@@ -87,7 +93,7 @@ class Bodies:
                 self._end(turn)
             raise
         # Who leaves now leaves its thread behind, which is taken until it has ended.
-        running = loop.run_in_executor(_FOR_BODIES, partial(turn.do, function))
+        running = loop.run_in_executor(self._threads, partial(turn.do, function))
         running.add_done_callback(lambda ended: self._end(turn, ended))
         return await asyncio.shield(running)
 

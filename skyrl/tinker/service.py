@@ -18,6 +18,7 @@ from skyrl.tinker.db import Database
 from skyrl.tinker.directory import Directory
 from skyrl.tinker.disk import Disk
 from skyrl.tinker.futures import Futures
+from skyrl.tinker.listings import Listings
 from skyrl.tinker.redaction import Redaction
 from skyrl.tinker.version_use import VersionUse
 from skyrl.types import BackendInfo
@@ -85,6 +86,7 @@ class Service:
         self.activity = Activity()
         self.version_use = VersionUse()
         self.bodies = Bodies()
+        self.listings = Listings(database)
         self.redact = Redaction(config)
         self.became_ready = asyncio.Event()
         self._waited = asyncio.Event()

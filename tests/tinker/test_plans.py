@@ -186,3 +186,9 @@ def test_pages_of_a_tenants_own_are_not_sorted(plans):
     own = [query for query in sorting if "OFFSET" in query.statement and "public" not in query.statement]
     bad = [query for query in own if not query.in_round]
     assert not bad, shown(bad, plans)
+
+
+def test_bodies_come_last_in_their_rows(folder):
+    with closing(sqlite3.connect(folder / "server.db")) as database:
+        for table in ("requests", "results"):
+            assert database.execute(f"PRAGMA table_info({table})").fetchall()[-1][1] == "body"

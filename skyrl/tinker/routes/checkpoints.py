@@ -3,6 +3,7 @@
 What is asked for already is no error: the client tries again where an answer is lost.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
@@ -10,11 +11,11 @@ from fastapi import APIRouter
 from sqlmodel import Session
 from starlette.responses import Response
 
-from skyrl.errors import UnknownName
 from skyrl.tinker import catalog
 from skyrl.tinker import rest_schemas as rest
 from skyrl.tinker.auth import Caller
 from skyrl.tinker.checkpoints import Unnamed, expiry, own_checkpoint, unname, was_saved
+from skyrl.tinker.directory import find_checkpoint
 from skyrl.tinker.ids import TinkerPath
 from skyrl.tinker.routes.dependencies import (
     CallerDependency,
@@ -32,12 +33,14 @@ router = APIRouter()
 CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
-@router.get("/checkpoints", response_model_exclude_none=True)
+@router.get("/checkpoints", response_model=rest.CheckpointsListResponse)
 async def list_checkpoints(
     service: ServiceDependency, caller: CallerDependency, limit: Limit = 100, offset: Offset = 0
-) -> rest.CheckpointsListResponse:
+) -> Response:
     """The caller's checkpoints of all runs, newest first."""
-    return await service.database.read(partial(catalog.checkpoints, caller=caller, limit=limit, offset=offset))
+    return await service.listings.answer(
+        caller, partial(catalog.checkpoints, caller=caller, limit=limit, offset=offset)
+    )
 
 
 @router.delete(CHECKPOINT, status_code=204, response_class=Response)
@@ -46,14 +49,17 @@ async def delete_checkpoint(
 ) -> None:
     """Remove a checkpoint for good. Its name goes first; its files as soon as nothing reads them any more."""
 
-    def forget(session: Session) -> Unnamed | None:
-        try:
-            return unname(session, own_checkpoint(session, path, caller))
-        except UnknownName:
-            if was_saved(session, path, caller):
-                return None
-            raise
+    def known(session: Session) -> None:
+        if find_checkpoint(session, path) is None and was_saved(session, path, caller):
+            return
+        own_checkpoint(session, path, caller)
 
+    def forget(session: Session) -> Unnamed | None:
+        if find_checkpoint(session, path) is None:
+            return None  # as it was when it was looked for, or gone since
+        return unname(session, own_checkpoint(session, path, caller))
+
+    await service.database.read(known)
     unnamed = await service.database.write(forget)
     if unnamed is not None:
         service.directory.forget(*unnamed.samplers)
@@ -84,11 +90,17 @@ async def set_ttl(
     def change(session: Session) -> None:
         own_checkpoint(session, path, caller).expires_at = expiry(request.ttl_seconds)
 
-    await service.database.write(change)
+    await _change(path, service, caller, change)
 
 
 async def _share(path: TinkerPath, service: Service, caller: Caller, public: bool) -> None:
     def change(session: Session) -> None:
         own_checkpoint(session, path, caller).public = public
 
+    await _change(path, service, caller, change)
+
+
+async def _change(path: TinkerPath, service: Service, caller: Caller, change: Callable[[Session], None]) -> None:
+    """Change a checkpoint of the caller's. What is not there, or not his, never comes to the writer."""
+    await service.database.read(lambda session: own_checkpoint(session, path, caller))
     await service.database.write(change)

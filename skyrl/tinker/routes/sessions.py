@@ -93,36 +93,35 @@ async def finish_session(
     queue.park(session_id)
 
 
-@router.get("/sessions")
+@router.get("/sessions", response_model=rest.ListSessionsResponse)
 async def list_sessions(
     service: ServiceDependency,
     caller: CallerDependency,
     limit: Limit = 20,
     offset: Offset = 0,
     access_scope: catalog.Scope = "owned",
-) -> rest.ListSessionsResponse:
+) -> Response:
     """The caller's sessions, newest first. Nobody else's is accessible, whatever the scope."""
-    page = partial(catalog.session_ids, caller=caller, limit=limit, offset=offset)
-    return rest.ListSessionsResponse(sessions=await service.database.read(page))
+    return await service.listings.answer(caller, partial(catalog.sessions, caller=caller, limit=limit, offset=offset))
 
 
-@router.post("/sessions/search", response_model_exclude_none=True)
+@router.post("/sessions/search", response_model=rest.SessionSearchResponse)
 async def search_sessions(
     service: ServiceDependency,
     caller: CallerDependency,
     request: Annotated[rest.SessionSearchRequest, json_body(rest.SessionSearchRequest)],
-) -> rest.SessionSearchResponse:
+) -> Response:
     """Sessions that match, newest first."""
-    return await service.database.read(partial(session_search.search, caller=caller, request=request))
+    return await service.listings.answer(caller, partial(session_search.search, caller=caller, request=request))
 
 
-@router.get("/sessions/{session_id}", response_model_exclude_none=True)
+@router.get("/sessions/{session_id}", response_model=rest.GetSessionResponse)
 async def get_session(
     session_id: str, service: ServiceDependency, caller: CallerDependency, access_scope: catalog.Scope = "owned"
-) -> rest.GetSessionResponse:
+) -> Response:
     """The runs and samplers of a session."""
     row = await service.directory.session(session_id, caller)
-    return await service.database.read(partial(catalog.session_contents, row=row))
+    return await service.listings.answer(caller, partial(catalog.session_contents, row=row))
 
 
 @router.put("/sessions/{session_id}/project", status_code=204, response_class=Response)

@@ -3,6 +3,7 @@
 from functools import partial
 
 from fastapi import APIRouter
+from starlette.responses import Response
 
 from skyrl.tinker import catalog
 from skyrl.tinker import rest_schemas as rest
@@ -11,7 +12,7 @@ from skyrl.tinker.routes.dependencies import CallerDependency, Limit, Offset, Se
 router = APIRouter()
 
 
-@router.get("/training_runs", response_model_exclude_none=True)
+@router.get("/training_runs", response_model=rest.TrainingRunsResponse)
 async def list_training_runs(
     service: ServiceDependency,
     caller: CallerDependency,
@@ -19,12 +20,12 @@ async def list_training_runs(
     offset: Offset = 0,
     access_scope: catalog.Scope = "owned",
     project_id: str | None = None,
-) -> rest.TrainingRunsResponse:
+) -> Response:
     """Runs, newest first."""
     page = partial(
         catalog.training_runs, caller=caller, scope=access_scope, project_id=project_id, limit=limit, offset=offset
     )
-    return await service.database.read(page)
+    return await service.listings.answer(caller, page)
 
 
 @router.get("/training_runs/{run_id}", response_model_exclude_none=True)
@@ -35,9 +36,7 @@ async def get_training_run(
     return await service.database.read(partial(catalog.training_run, caller=caller, scope=access_scope, run_id=run_id))
 
 
-@router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True)
-async def list_checkpoints_of_run(
-    run_id: str, service: ServiceDependency, caller: CallerDependency
-) -> rest.CheckpointsListResponse:
+@router.get("/training_runs/{run_id}/checkpoints", response_model=rest.CheckpointsListResponse)
+async def list_checkpoints_of_run(run_id: str, service: ServiceDependency, caller: CallerDependency) -> Response:
     """Checkpoints of a run, newest first; of another's run, its public ones."""
-    return await service.database.read(partial(catalog.checkpoints_of_run, caller=caller, run_id=run_id))
+    return await service.listings.answer(caller, partial(catalog.checkpoints_of_run, caller=caller, run_id=run_id))

@@ -1,0 +1,34 @@
+"""Lists, read and written out in threads of their own: the longest of one tenant delays nobody's look at one row."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from pydantic import BaseModel
+from sqlmodel import Session
+from starlette.responses import Response
+
+from skyrl.tinker.auth import Caller
+from skyrl.tinker.codec import LARGE_BYTES, Bodies
+from skyrl.tinker.db import Database
+
+THREADS = 2
+
+
+class Listings:
+    """Answers with what a tenant has, in fair order, by the time that its lists have taken.
+
+    Args:
+        database: Of the server.
+    """
+
+    def __init__(self, database: Database):
+        self._database = database
+        self._turns = Bodies(ThreadPoolExecutor(THREADS, "listings"), THREADS)
+
+    async def answer(self, caller: Caller, job: Callable[[Session], BaseModel]) -> Response:
+        """What a reading job returns, as JSON without its Nones."""
+
+        def read() -> bytes:
+            return self._database.read_now(job).model_dump_json(exclude_none=True).encode()
+
+        return Response(await self._turns.work(caller.name, LARGE_BYTES + 1, read), media_type="application/json")

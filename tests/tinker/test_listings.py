@@ -1,0 +1,64 @@
+"""Long lists of one tenant and what it asks in vain: nobody's look at one row and nobody's write waits for them."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from skyrl.tinker import catalog
+from tests.tinker.harness import LiveServer, wait_until_ready
+
+NOWHERE = "/training_runs/11111111-2222-4333-8444-555555555555:train:0/checkpoints/weights/none"
+
+
+@pytest.fixture
+def server(tmp_path):
+    with LiveServer(tmp_path) as server:
+        wait_until_ready(server)
+        yield server
+
+
+def test_rows_are_looked_up_while_a_flood_of_lists_is_read(server, monkeypatch):
+    session = server.session()
+    server.app.state.server.service.directory.forget_all()
+    go_on, listed = threading.Event(), catalog.checkpoints
+
+    def slow(*args, **options):
+        go_on.wait()
+        return listed(*args, **options)
+
+    monkeypatch.setattr(catalog, "checkpoints", slow)
+    with ThreadPoolExecutor(8) as pool:
+        flood = [pool.submit(server.http.get, "/checkpoints") for _ in range(8)]
+        try:
+            assert server.post("/session_heartbeat", {"session_id": session}, timeout=10).status_code == 200
+        finally:
+            go_on.set()
+        assert [answer.result().status_code for answer in flood] == [200] * 8
+
+
+@pytest.mark.parametrize(
+    ("method", "of", "body"),
+    [
+        ("DELETE", "", None),
+        ("POST", "/publish", None),
+        ("DELETE", "/publish", None),
+        ("PUT", "/ttl", {"ttl_seconds": 3600}),
+    ],
+)
+def test_what_is_done_to_an_unknown_checkpoint_never_comes_to_the_writer(server, method, of, body):
+    busy, go_on = threading.Event(), threading.Event()
+
+    def hold(_: object) -> None:
+        busy.set()
+        go_on.wait()
+
+    writes = asyncio.run_coroutine_threadsafe(server.app.state.server.service.database.write(hold), server.engine.loop)
+    busy.wait()
+    try:
+        response = server.http.request(method, f"{NOWHERE}{of}", json=body, timeout=10)
+        assert response.status_code == 404 and "there is no such checkpoint" in response.json()["detail"]
+    finally:
+        go_on.set()
+        writes.result(10)
