@@ -27,10 +27,11 @@ from retention_defects import RETENTION_DEFECTS
 from rollout_defects import ROLLOUT_DEFECTS
 from run_defects import RUN_DEFECTS
 from sft_defects import SFT_DEFECTS
+from sharing_defects import SHARING_DEFECTS
 from source_defects import SOURCE_DEFECTS
 
 KNOWN = (
-    DEFECTS + RETENTION_DEFECTS,
+    DEFECTS + RETENTION_DEFECTS + SHARING_DEFECTS,
     ALGORITHM_DEFECTS,
     CONFIG_DEFECTS,
     ROLLOUT_DEFECTS,

@@ -1,0 +1,45 @@
+"""Defects by which one client stops or starves the rest, as in `defects.py`."""
+
+from defects import Defect, Edit
+
+DB = "skyrl/tinker/db.py"
+LISTINGS = "skyrl/tinker/listings.py"
+
+SHARING_DEFECTS = [
+    Defect(
+        "D6b",
+        "a job that fails rolls its group back, and each is done alone",
+        [Edit(DB, "except (OperationalError, InterfaceError, InternalError):", "except Exception:")],
+        ["tests/tinker/test_db.py::test_jobs_that_fail_leave_the_one_commit_of_their_group_whole"],
+    ),
+    Defect(
+        "D6b2",
+        "jobs whose commit was not confirmed are done again, one by one",
+        [
+            Edit(
+                DB,
+                "error.connection_invalidated or not said_by_database or code",
+                "error.connection_invalidated or code",
+            )
+        ],
+        ["tests/tinker/test_db.py::test_a_group_whose_commit_is_not_confirmed_is_not_done_again"],
+    ),
+    Defect(
+        "D6c",
+        "a round looks through tables in the writer, where all others wait",
+        [Edit("skyrl/tinker/collector.py", "if not isinstance(job, Walk):", "if True:")],
+        ["tests/tinker/test_plans.py::test_the_writer_walks_through_nothing"],
+    ),
+    Defect(
+        "D6d",
+        "long lists are read where single rows are",
+        [
+            Edit(
+                LISTINGS,
+                "await self._turns.work(caller.name, LARGE_BYTES + 1, read)",
+                "await self._database.read(lambda _: read())",
+            )
+        ],
+        ["tests/tinker/test_listings.py::test_rows_are_looked_up_while_a_flood_of_lists_is_read"],
+    ),
+]
