@@ -68,8 +68,9 @@ def history(session: Session, model_id: str) -> History | None:
     place, pending = col(RequestRow.seq_id), col(RequestRow.status) == "pending"
     parts = [query]
     if (last := model.snapshot_seq_id) is not None:  # one by one, as each has an index
-        parts = [query.where(place > last), query.where(place.is_(None)), query.where(pending, place <= last)]
-    requests = [LoggedRequest(*row) for part in parts for row in session.execute(part)]
+        parts = [query.where(place > last), query.where(place.is_(None)), query.where(pending)]
+    found = {row.request_id: LoggedRequest(*row) for part in parts for row in session.execute(part)}
+    requests = list(found.values())
     requests.sort(key=lambda request: (request.seq_id is None, request.seq_id or 0, request.created_at))
     return History(model, owner, requests, _unwritten(session, model_id))
 
