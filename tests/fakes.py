@@ -2,7 +2,8 @@
 
 A model is a vector w. The log-probability of target t is w . feature(t), the loss of a token -weight x logprob, so
 gradients are exact sums; the optimizer is Adam. A sampled token is a hash of (weights, prompt, seed, sample, place).
-Tokens of a prompt or a datum can break things: `POISON` raises in the middle of the work, `KILL` kills the process.
+Tokens of a prompt or a datum can break things: `POISON` raises in the middle of the work, `KILL` kills the process,
+`HANG` never ends.
 """
 
 import dataclasses
@@ -58,6 +59,8 @@ POISON = 13
 """A token that makes its request fail with an internal error."""
 KILL = 66
 """A token that kills the process with SIGKILL."""
+HANG = 67
+"""A token that computes for ever."""
 EOS = 0
 WIDTH = 4
 
@@ -391,5 +394,7 @@ def feature(tokens: np.ndarray) -> np.ndarray:
 def break_on(tokens: np.ndarray) -> None:
     if KILL in tokens:
         os.kill(os.getpid(), signal.SIGKILL)
+    while HANG in tokens:
+        time.sleep(1)
     if POISON in tokens:
         raise RuntimeError("poisoned")

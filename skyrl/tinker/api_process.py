@@ -106,13 +106,17 @@ def _run(config: EngineConfig, link: KeeperLink) -> int:
         listener = link.listener or _listen(config.host, config.port)
     except OSError as error:
         return fail(f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --host or --port")
-    engine = EngineProcess(config)
+    try:
+        engine = EngineProcess(config)
+    except OSError:  # the supervisor tries again
+        engine = None
     try:
         from skyrl.tinker import serving  # takes a second, in which the engine loads too
 
         return serving.run(config, link, listener, engine)
     finally:
-        engine.close()
+        if engine is not None:
+            engine.close()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -114,6 +114,14 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """The engine process runs."""
+
+    step_s: float
+    """Seconds that its present step has taken; 0.0 between two."""
+
+
+@dataclass(frozen=True)
 class Metrics:
     """What the backend counts about itself, whenever it has changed."""
 
@@ -181,7 +189,7 @@ class Parked:
     done: bool
 
 
-FromEngine = Progress | Ready | Metrics | Failed | Done | Held | Running | Snapshotted | Stored | Parked
+FromEngine = Progress | Ready | Alive | Metrics | Failed | Done | Held | Running | Snapshotted | Stored | Parked
 
 
 class ChannelClosed(ConnectionError):
@@ -196,6 +204,7 @@ class EngineChannel:
         self._stream = connection.makefile("rb")
         self._inbox: deque[ToEngine] = deque()
         self._reader: threading.Thread | None = None
+        self._sending = threading.Lock()
         self.wake = threading.Event()
         """Set when there is a new frame, when the channel closes, and by whoever else wants the engine's attention."""
         self.closed = False
@@ -203,8 +212,9 @@ class EngineChannel:
     def send(self, frame: FromEngine) -> None:
         """Write one frame. Raises `ChannelClosed` if nobody reads any more."""
         try:
-            for piece in encode(frame):
-                self._socket.sendall(piece)
+            with self._sending:
+                for piece in encode(frame):
+                    self._socket.sendall(piece)
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 

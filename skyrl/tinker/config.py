@@ -155,6 +155,14 @@ class EngineConfig(BaseModel):
     gap_timeout_s: float = Field(300.0, gt=0)
     """Seconds that requests wait for a missing earlier seq_id of their model before they fail."""
 
+    engine_heartbeat_timeout_sec: float = Field(60, ge=0, allow_inf_nan=False)
+    """Seconds without a sign of life after which the engine process counts as hung, is killed and started again; 0:
+    never."""
+
+    compute_timeout_sec: float = Field(3600, ge=0, allow_inf_nan=False)
+    """Seconds that one step of the engine (a batch of passes, an optimizer step, a few decoded tokens; its compilation
+    with it) may take before the engine counts as hung; 0: for ever."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message to log."""
 

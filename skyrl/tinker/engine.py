@@ -38,6 +38,7 @@ from skyrl.backends.operations import (
     Sample,
 )
 from skyrl.errors import RequestError, StorageError
+from skyrl.tinker import heartbeat
 from skyrl.tinker.channel import (
     Cancel,
     ChannelClosed,
@@ -108,6 +109,8 @@ class TinkerEngine:
         """When something came, or was computed, last."""
         self._unprepared = True
         """Whether the backend may have something left to prepare."""
+        self.step_began: float | None = None
+        """When what the engine does now began, on the monotonic clock; None while it waits."""
         backend.weigh(config.weights)
         backend.on_wake = channel.wake.set
         backend.on_quantum = self._about_to_run
@@ -122,7 +125,9 @@ class TinkerEngine:
                     self._tell_running(set())
                     self._rest()
                 self.channel.wake.clear()
+                self.step_began = time.monotonic()
                 self.turn()
+                self.step_began = None
             if self._stopping:
                 self._snapshot_all()
         except ChannelClosed:
@@ -257,7 +262,9 @@ class TinkerEngine:
         if self._unprepared and not self.channel.wake.is_set():
             left_s = self._worked_at + QUIET_S - time.monotonic()
             if left_s <= 0:
+                self.step_began = time.monotonic()
                 self._unprepared = self.backend.prepare()
+                self.step_began = None
                 return
             patience_s = left_s if patience_s is None else min(patience_s, left_s)
         self.channel.wake.wait(patience_s)
@@ -332,6 +339,9 @@ def serve(channel: EngineChannel, alone: bool = False) -> int:
         log.info("%s", message)
         channel.send(Progress(message))
 
+    engine: TinkerEngine | None = None
+    if alone:
+        heartbeat.start(channel, config, lambda: engine.step_began if engine else None)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(engine_lock(config.checkpoints_base, progress))
@@ -344,7 +354,8 @@ def serve(channel: EngineChannel, alone: bool = False) -> int:
             log.exception("cannot load the backend")
             message = f"cannot load the {config.backend} backend: {type(error).__name__}: {error}"
         else:
-            TinkerEngine(backend, channel, config).run()
+            engine = TinkerEngine(backend, channel, config)
+            engine.run()
             return 0
     with contextlib.suppress(ChannelClosed):
         channel.send(Failed(message))

@@ -67,16 +67,22 @@ class Keeper:
             signal.signal(number, _noticed)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for its children, which inherit this until they can answer it
         while True:
-            status = self._run_api()
+            try:
+                status = self._run_api()
+                reason = _reason(status)
+            except OSError as error:  # of descriptors, memory or processes, which may come back
+                if self._stops:
+                    return 1
+                status, reason, self._ended = 1, f"cannot be started: {error}", False
             if self._ended or self._stops:
                 return status if status >= 0 else 0 if status == -signal.SIGTERM else 128 - status
             if self._ready_at is not None and time.monotonic() - self._ready_at > STEADY_S:
                 self._deaths = 0
             self._deaths, self._ready_at = self._deaths + 1, None
             if not self._was_ready and self._deaths == STARTS:
-                _say(f"error: the server process {_reason(status)}, {STARTS} times before it was ready; see above")
+                _say(f"error: the server process {reason}, {STARTS} times before it was ready; see above")
                 return 1
-            _say(f"the server process {_reason(status)}; starting it again")
+            _say(f"the server process {reason}; starting it again")
             self._wait(min(FIRST_PAUSE_S * 2 ** (self._deaths - 1), LONGEST_PAUSE_S))
             if self._stops:
                 return 0

@@ -35,6 +35,8 @@ class TinkerServer:
         self.config = config
         self.failure: str | None = None
         """Why there will never be an engine, once that is known."""
+        self.again = False
+        """Whether another process may do better (see `failure`)."""
         self.failed = asyncio.Event()
         self._make_engine = make_engine
         self._started = False
@@ -161,6 +163,6 @@ class TinkerServer:
             self.service.engine.kill()
         self._on_failure(message)
 
-    def _on_failure(self, message: str) -> None:
-        self.failure = message
+    def _on_failure(self, message: str, again: bool = False) -> None:
+        self.failure, self.again = message, again
         self.failed.set()

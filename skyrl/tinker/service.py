@@ -66,7 +66,7 @@ class EngineFactory(Protocol):
         *,
         on_frame: Callable[[FromEngine], None],
         on_crash: Callable[[str], None],
-        on_failure: Callable[[str], None],
+        on_failure: Callable[..., None],
     ) -> Engine: ...
 
 

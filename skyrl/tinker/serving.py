@@ -47,8 +47,8 @@ LAST_S = 1.0
 """Seconds after `shutdown_timeout_sec` that storing what has come, and closing, may take."""
 
 
-def run(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine: EngineProcess) -> int:
-    """Serve on `listener` until told to stop, with `engine` as the first engine's process.
+def run(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine: EngineProcess | None) -> int:
+    """Serve on `listener` until told to stop, with `engine` as the first engine's process, if there is one already.
 
     Returns the process's exit status; start-up failures are told in one line.
     """
@@ -61,7 +61,7 @@ def run(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
 
 
-async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine: EngineProcess) -> int:
+async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine: EngineProcess | None) -> int:
     app = create_app(config, partial(EngineSupervisor, first=engine))
     server: TinkerServer = app.state.server
     options = uvicorn.Config(
@@ -98,6 +98,8 @@ async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket
         finally:
             announcement.cancel()
             await server.stop()
+    if server.failure is not None and server.again:
+        raise SystemExit(f"skyrl: {server.failure}")  # without a word to the keeper, which tries again
     return fail(server.failure) if server.failure is not None else 0
 
 

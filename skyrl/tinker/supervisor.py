@@ -1,9 +1,10 @@
 """Keeps one engine process alive next to the API process.
 
-The end of the stream from it is the one sign of life: when it comes, the child is reaped, `on_crash` is told why, and a
-new child is started after a growing pause. The other way round the child leaves when its own end closes, so it never
-outlives this process, however that ended. Frames are for the engine that runs: nothing is kept for the next one,
-because who sends knows what that has to be told when its `Ready` comes.
+When the stream from it ends, the child is reaped, `on_crash` is told why, and a new child is started after a growing
+pause, also if the system has no process or descriptor for it now. One that hangs is killed (`heartbeat`). The other way
+round the child leaves when its own end closes, so it never outlives this process, however that ended. Frames are for
+the engine that runs: nothing is kept for the next one, because who sends knows what that has to be told when its
+`Ready` comes.
 """
 
 import asyncio
@@ -13,9 +14,10 @@ import signal
 from collections.abc import Callable
 from typing import Literal
 
-from skyrl.tinker.channel import ApiChannel, Failed, FromEngine, Metrics, Progress, Ready, Shutdown, ToEngine
+from skyrl.tinker.channel import Alive, ApiChannel, Failed, FromEngine, Metrics, Progress, Ready, Shutdown, ToEngine
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.engine_process import EngineProcess
+from skyrl.tinker.heartbeat import Watch, interval_s
 from skyrl.types import BackendInfo
 
 log = logging.getLogger(__name__)
@@ -28,6 +30,8 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 TERMINATE_S = 5.0
 """Seconds between asking a process to end and killing it."""
+NO_THREAD = "can't start new thread"
+"""What Python says where a limit of processes is reached."""
 GRACE = 0.75
 """Part of `shutdown_timeout_sec` after which an engine that does not end is killed."""
 
@@ -39,7 +43,8 @@ class EngineSupervisor:
         config: Sent to each engine.
         on_frame: Called on the loop with every frame of the engine.
         on_crash: Called with the reason when an engine has ended by itself; what it was working on is lost.
-        on_failure: Called once, with a message for the person who started the server, when no engine can be started.
+        on_failure: Called once, with a message for the person who started the server, when no engine can be started;
+            with `again=True` where another API process may do better.
         first: The first engine's process, if there is one already.
     """
 
@@ -49,7 +54,7 @@ class EngineSupervisor:
         *,
         on_frame: Callable[[FromEngine], None],
         on_crash: Callable[[str], None],
-        on_failure: Callable[[str], None],
+        on_failure: Callable[..., None],
         first: EngineProcess | None = None,
     ):
         self.config = config
@@ -68,6 +73,8 @@ class EngineSupervisor:
         self._first = first
         self._process: EngineProcess | None = None
         self._failure: str | None = None
+        self._hung: str | None = None
+        """Why the engine that runs was killed, if it was."""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -109,14 +116,21 @@ class EngineSupervisor:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _supervise(self) -> None:
-        failed_starts = 0
+        failed_starts = pauses = 0
         while True:
-            failed_starts += 1
-            reason, became_ready = await self._run_engine()
+            failed_starts, pauses = failed_starts + 1, pauses + 1
+            try:
+                reason, became_ready = await self._run_engine()
+            except (
+                OSError,
+                RuntimeError,
+            ) as error:  # of descriptors, memory, processes or threads, which may come back
+                reason, became_ready = f"the engine cannot be started: {error}", False
+                failed_starts -= 1
             if self.state == "stopped":
                 return
             if became_ready:
-                failed_starts = 0
+                failed_starts = pauses = 0
             if self.info is None and (self._failure or failed_starts == STARTS):
                 self.state = "failed"
                 self._on_failure(self._failure or f"the engine does not start: {reason}; its log above says why")
@@ -125,17 +139,19 @@ class EngineSupervisor:
             self.progress = f"restarting the engine: {reason}"
             log.error("%s; restarting it", reason)
             self._on_crash(reason)
-            await asyncio.sleep(min(FIRST_PAUSE_S * 2**failed_starts, LONGEST_PAUSE_S))
+            await asyncio.sleep(min(FIRST_PAUSE_S * 2**pauses, LONGEST_PAUSE_S))
             self.restarts += 1
 
     async def _run_engine(self) -> tuple[str, bool]:
         """Run one engine to its end. Returns why it ended and whether it had been ready."""
         process, self._first = self._first or EngineProcess(self.config), None
-        self._process = process
+        self._process, self._hung = process, None
+        watch = Watch(self.config)
+        watcher = asyncio.create_task(self._kill_if_it_hangs(process, watch), name="engine watch")
         try:
             channel = self._channel = await ApiChannel.open(process.socket)
             try:
-                became_ready = await self._converse(channel)
+                became_ready = await self._converse(channel, watch)
                 await _end(process)
             finally:
                 self._channel = None
@@ -143,15 +159,28 @@ class EngineSupervisor:
                 await channel.close()
                 status = await process.wait()
         finally:
+            watcher.cancel()
             self._process = None
             process.close()
-        return self._failure or _reason(status), became_ready
+        return self._failure or self._hung or _reason(status), became_ready
 
-    async def _converse(self, channel: ApiChannel) -> bool:
+    async def _kill_if_it_hangs(self, process: EngineProcess, watch: Watch) -> None:
+        clock = asyncio.get_running_loop().time
+        while self._hung is None:
+            await asyncio.sleep(interval_s(self.config))
+            if self.state != "stopped" and (complaint := watch.complaint(clock())) is not None:
+                self._hung = complaint
+                log.error("%s; killing it", complaint)
+                process.signal(signal.SIGKILL)
+
+    async def _converse(self, channel: ApiChannel, watch: Watch) -> bool:
         """Exchange frames until the engine closes its end. Returns whether it has been ready."""
         self._failure = None
         became_ready = False
         async for frame in channel.frames():
+            if isinstance(frame, Alive):
+                watch.heard(frame, asyncio.get_running_loop().time())
+                continue
             became_ready |= isinstance(frame, Ready)
             self._note(frame)
             self._on_frame(frame)
@@ -175,7 +204,7 @@ class EngineSupervisor:
             return
         log.error("the engine's supervisor failed", exc_info=error)
         self.state = "failed"
-        self._on_failure(f"the engine's supervisor failed: {error!r}")
+        self._on_failure(f"the engine's supervisor failed: {error!r}", again=True)
 
 
 async def _end(process: EngineProcess) -> None:

@@ -1,0 +1,86 @@
+"""What the system refuses, and an engine that hangs, are not the end of a server: real processes and real limits."""
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from skyrl.tinker.channel import Alive
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.heartbeat import Watch, interval_s
+from tests.fakes import HANG
+from tests.tinker.processes import running
+from tests.tinker.test_keeper import AGAIN, wait_for_end
+
+
+@contextmanager
+def no_more_files(pid: int) -> Iterator[None]:
+    """Let a process open nothing more for a while."""
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+def test_an_engine_is_started_again_once_there_are_descriptors(tmp_path):
+    with running(tmp_path) as server:
+        model = server.model()
+        api = server.pids().api
+        with no_more_files(api):
+            wait_for_end(server.kill("engine"))
+            server.wait_for("the engine cannot be started: [Errno 24] Too many open files; restarting it", 3)
+            assert server.http.get("/healthz").status_code == 503
+        server.train(model, 1)
+        assert server.pids().api == api
+
+
+def test_an_api_process_is_started_again_once_there_are_descriptors(tmp_path):
+    with running(tmp_path) as server:
+        with no_more_files(server.process.pid):
+            wait_for_end(server.kill("api"))
+            server.wait_for("cannot be started: [Errno 24] Too many open files; starting it again", 2)
+        server.wait_for(AGAIN)
+        server.train(server.model(), 1)
+
+
+def test_an_engine_that_stands_still_is_noticed_killed_and_recovered_from(tmp_path):
+    with running(tmp_path, engine_heartbeat_timeout_sec=1) as server:
+        model = server.model()
+        following = server.train(model, 1)
+        engine = server.pids().engine
+        os.kill(engine, signal.SIGSTOP)
+        assert server.train(model, following) == following + 2
+        server.wait_for("the engine hung: it gave no sign of life for engine_heartbeat_timeout_sec=1")
+        wait_for_end(engine)
+
+
+def test_a_request_that_computes_for_ever_fails_by_name_and_its_neighbours_are_served(tmp_path):
+    with running(tmp_path, compute_timeout_sec=0.5) as server:
+        model, other = server.model(), server.model()
+        hanging = server.submit_pass(model, 1, [HANG])
+        assert server.train(other, 1) == 3
+        failure = server.failure(hanging)
+        assert "not tried again" in failure["error"]
+        server.wait_for("the engine hung: a step took longer than compute_timeout_sec=0.5; restarting it", 3)
+        server.train(other, 3)
+
+
+def test_a_supervisor_that_was_away_itself_does_not_take_its_engine_for_hung():
+    config = EngineConfig(engine_heartbeat_timeout_sec=60)
+    tick = interval_s(config)
+    watch = Watch(config)
+    watch.heard(Alive(0.0), 0.0)
+    assert watch.complaint(tick) is None
+    assert watch.complaint(3600.0) is None  # the machine slept: the heartbeats are still to be read
+    times = [3600.0 + tick * number for number in range(1, 14)]
+    assert [watch.complaint(time) is not None for time in times] == [False] * 12 + [True]
+
+
+def test_without_limits_no_engine_counts_as_hung():
+    watch = Watch(EngineConfig(engine_heartbeat_timeout_sec=0, compute_timeout_sec=0))
+    watch.heard(Alive(1e6), 0.0)
+    assert watch.complaint(5.0) is None and watch.complaint(10.0) is None
