@@ -17,6 +17,7 @@ from skyrl.tinker.routes import (
     copies,
     downloads,
     models,
+    probes,
     queued,
     samplers,
     sessions,
@@ -54,6 +55,7 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
     for router in routers:
         app.include_router(router, prefix=PREFIX, responses=openapi.ERRORS)
     openapi.complete(app, PREFIX, routers)
+    app.include_router(probes.router)
     add_error_handlers(app)
     limits = {
         f"{PREFIX}/{'asample' if operation.name == SAMPLE else operation.name}": operation.max_body_bytes

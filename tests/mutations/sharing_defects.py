@@ -3,6 +3,8 @@
 from defects import Defect, Edit
 
 DB = "skyrl/tinker/db.py"
+HEARTBEAT = "skyrl/tinker/heartbeat.py"
+TROUBLE = "tests/tinker/test_trouble_below.py::"
 LISTINGS = "skyrl/tinker/listings.py"
 
 SHARING_DEFECTS = [
@@ -41,5 +43,29 @@ SHARING_DEFECTS = [
             )
         ],
         ["tests/tinker/test_listings.py::test_rows_are_looked_up_while_a_flood_of_lists_is_read"],
+    ),
+    Defect(
+        "D10",
+        "an engine that is stopped is waited for for ever",
+        [Edit(HEARTBEAT, "if limit_s and silent_s > limit_s:", "if False:")],
+        [TROUBLE + "test_an_engine_that_stands_still_is_noticed_killed_and_recovered_from"],
+    ),
+    Defect(
+        "D10b",
+        "a step that never ends is waited for for ever",
+        [Edit(HEARTBEAT, "and self._step_s > self._config.compute_timeout_sec:", "and False:")],
+        [TROUBLE + "test_a_request_that_computes_for_ever_fails_by_name_and_its_neighbours_are_served"],
+    ),
+    Defect(
+        "D5",
+        "a system that has no descriptor for an engine ends the server",
+        [
+            Edit(
+                "skyrl/tinker/supervisor.py",
+                "except (OSError, RuntimeError) as error:",
+                "except ArithmeticError as error:",
+            )
+        ],
+        [TROUBLE + "test_an_engine_is_started_again_once_there_are_descriptors"],
     ),
 ]

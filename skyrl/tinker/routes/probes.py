@@ -1,0 +1,49 @@
+"""Probes of orchestrators, outside the API and without a key: a server that is alive need not be ready."""
+
+import asyncio
+from contextlib import suppress
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from sqlalchemy import text
+from sqlalchemy.exc import SQLAlchemyError
+from sqlmodel import Session
+
+from skyrl.tinker.routes.dependencies import ServiceDependency
+from skyrl.tinker.service import Service
+
+router = APIRouter()
+
+PATIENCE_S = 2.0
+"""Seconds that the database gets to answer."""
+
+
+@router.get("/livez")
+async def livez() -> dict[str, str]:
+    """The process answers. It waits for an engine or a database that is away, so starting it again is in vain."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz", response_model=None)
+async def readyz(service: ServiceDependency) -> dict[str, str] | JSONResponse:
+    """Requests are worked on: the engine is ready and the database answers."""
+    if service.engine.state != "ready":
+        return _unready(f"the engine is not ready: {service.redact(service.engine.progress)}")
+    if not await _answers(service):
+        return _unready("the database does not answer")
+    return {"status": "ok"}
+
+
+async def _answers(service: Service) -> bool:
+    with suppress(TimeoutError, SQLAlchemyError):
+        async with asyncio.timeout(PATIENCE_S):
+            return await service.database.read(_ask)
+    return False
+
+
+def _ask(session: Session) -> bool:
+    return session.connection().execute(text("SELECT 1")).scalar() == 1
+
+
+def _unready(detail: str) -> JSONResponse:
+    return JSONResponse({"status": "not ready", "detail": detail}, 503)

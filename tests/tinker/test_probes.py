@@ -1,0 +1,44 @@
+"""Liveness apart from readiness, as an orchestrator asks for them."""
+
+import pytest
+from sqlalchemy import event
+from sqlalchemy.exc import OperationalError
+
+from tests.tinker.harness import LiveServer, wait_until_ready
+
+
+@pytest.fixture
+def server(tmp_path):
+    with LiveServer(tmp_path, api_keys=["tml-test"]) as server:
+        wait_until_ready(server)
+        yield server
+
+
+def probe(server: LiveServer, name: str) -> tuple[int, str]:
+    response = server.http.get(f"{server.url}/{name}", headers={"X-API-Key": ""})
+    return response.status_code, response.json().get("detail", "")
+
+
+def test_a_server_that_serves_is_alive_and_ready(server):
+    assert [probe(server, name) for name in ("livez", "readyz")] == [(200, ""), (200, "")]
+
+
+def test_without_an_engine_it_is_alive_and_says_why_it_is_not_ready(server):
+    server.crash()
+    assert probe(server, "livez") == (200, "")
+    assert probe(server, "readyz") == (503, "the engine is not ready: restarting")
+    server.recover()
+    assert probe(server, "readyz") == (200, "")
+
+
+def test_without_a_database_it_is_alive_and_not_ready(server):
+    engine = server.app.state.server.service.database._engine
+
+    def gone(*_: object) -> None:
+        raise OperationalError("SELECT 1", {}, Exception("the server closed the connection"))
+
+    event.listen(engine, "before_cursor_execute", gone)
+    assert probe(server, "livez") == (200, "")
+    assert probe(server, "readyz") == (503, "the database does not answer")
+    event.remove(engine, "before_cursor_execute", gone)
+    assert probe(server, "readyz") == (200, "")
