@@ -121,10 +121,10 @@ class EngineSupervisor:
             failed_starts, pauses = failed_starts + 1, pauses + 1
             try:
                 reason, became_ready = await self._run_engine()
-            except (
-                OSError,
-                RuntimeError,
-            ) as error:  # of descriptors, memory, processes or threads, which may come back
+            except (OSError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and str(error) != NO_THREAD:
+                    raise
+                # Descriptors, memory, processes or threads are short, and may not be for long.
                 reason, became_ready = f"the engine cannot be started: {error}", False
                 failed_starts -= 1
             if self.state == "stopped":

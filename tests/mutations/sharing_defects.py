@@ -48,13 +48,13 @@ SHARING_DEFECTS = [
         "D10",
         "an engine that is stopped is waited for for ever",
         [Edit(HEARTBEAT, "if limit_s and silent_s > limit_s:", "if False:")],
-        [TROUBLE + "test_an_engine_that_stands_still_is_noticed_killed_and_recovered_from"],
+        [TROUBLE + "test_a_supervisor_that_was_away_itself_does_not_take_its_engine_for_hung"],
     ),
     Defect(
         "D10b",
         "a step that never ends is waited for for ever",
         [Edit(HEARTBEAT, "and self._step_s > self._config.compute_timeout_sec:", "and False:")],
-        [TROUBLE + "test_a_request_that_computes_for_ever_fails_by_name_and_its_neighbours_are_served"],
+        [TROUBLE + "test_a_step_that_takes_longer_than_its_limit_is_complained_of"],
     ),
     Defect(
         "D5",

@@ -80,6 +80,15 @@ def test_a_supervisor_that_was_away_itself_does_not_take_its_engine_for_hung():
     assert [watch.complaint(time) is not None for time in times] == [False] * 12 + [True]
 
 
+def test_a_step_that_takes_longer_than_its_limit_is_complained_of():
+    watch = Watch(EngineConfig(compute_timeout_sec=100))
+    for seconds in (99.0, 100.0):
+        watch.heard(Alive(seconds), seconds)
+        assert watch.complaint(seconds) is None
+    watch.heard(Alive(101.0), 101.0)
+    assert "compute_timeout_sec=100" in (watch.complaint(101.0) or "")
+
+
 def test_without_limits_no_engine_counts_as_hung():
     watch = Watch(EngineConfig(engine_heartbeat_timeout_sec=0, compute_timeout_sec=0))
     watch.heard(Alive(1e6), 0.0)
