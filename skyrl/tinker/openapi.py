@@ -27,6 +27,8 @@ PASSES: dict[str, type[BaseModel]] = {
     "forward": schemas.ForwardRequest,
 }
 """Operations whose bodies `wire` reads: JSON, or protobuf."""
+BODIES = {**PASSES, "asample": schemas.SampleRequest}
+"""Those whose `accept` is not given a body's schema, but what was made of it."""
 
 
 class ErrorDetail(BaseModel):
@@ -104,7 +106,7 @@ def _schema(route: APIRoute, dependencies: list[Any]) -> type[BaseModel] | None:
     operation = OPERATIONS.get(SAMPLE if name == "asample" else name)
     if operation is None:
         return None
-    return PASSES.get(name) or get_type_hints(operation.accept)["request"]
+    return BODIES.get(name) or get_type_hints(operation.accept)["request"]
 
 
 def _body(schema: type[BaseModel], definitions: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 from sqlmodel import Session
 
 from skyrl.algorithms.checks import check_pass, check_sample
@@ -30,7 +31,7 @@ from skyrl.backends.operations import (
     SaveCheckpoint,
 )
 from skyrl.errors import RequestError
-from skyrl.tinker import external, ids, schemas, wire
+from skyrl.tinker import external, ids, json_numbers, schemas, wire
 from skyrl.tinker.admission import Accepted, Admission, Obsolete
 from skyrl.tinker.checkpoints import SAVED_TO, SavedAs, refuse_taken_name, store_checkpoint, training_checkpoint
 from skyrl.tinker.config import EngineConfig
@@ -38,18 +39,22 @@ from skyrl.tinker.ids import TinkerPath
 from skyrl.tinker.parsing import (
     Address,
     Body,
+    Limits,
     ModelAddress,
     NewModelAddress,
     Parsed,
     SamplerAddress,
     WholeModelAddress,
+    describe_faults,
+    json_object,
     json_parser,
+    read_address,
 )
 from skyrl.tinker.surplus import limit_that_removed
 from skyrl.tinker.tables import ModelRow, SamplerRow, VersionRow
-from skyrl.types import Datum, LoraConfig, ModelOutput, OptimStepOutput, SaveOutput
+from skyrl.types import Cells, Datum, LoraConfig, ModelOutput, OptimStepOutput, SaveOutput
 
-Parse = Callable[[Body, int], Parsed]
+Parse = Callable[[Body, Limits], Parsed]
 Accept = Callable[[Admission, Any], Awaitable[Accepted]]
 Encode = Callable[[Any], bytes]
 
@@ -74,7 +79,7 @@ class QueuedOperation:
     name: str
     """Its path under /api/v1, and its kind in the log."""
     parse: Parse
-    """From a body, of a bounded number of bytes, to its request. Raises `MalformedBody`."""
+    """From a body to its request. Raises `MalformedBody`."""
     accept: Accept
     encode: Encode | None
     """Its result as protobuf. None: `record` returns it as JSON."""
@@ -107,8 +112,8 @@ def _load_address(value: dict[str, Any]) -> type[Address]:
     return ModelAddress if value.get("model_id") is not None else NewModelAddress
 
 
-def _parse_pass(body: Body, max_bytes: int) -> Parsed:
-    request = wire.decode_forward_backward(body.data, body.content_type, body.content_encoding, max_bytes)
+def _parse_pass(body: Body, limits: Limits) -> Parsed:
+    request = wire.decode_forward_backward(body.data, body.content_type, body.content_encoding, limits.max_bytes)
     address = ModelAddress(model_id=request.model_id, seq_id=request.seq_id)
     if request.error is not None:
         return Parsed(address, None, request.error, is_pass=not request.forward_only)
@@ -440,9 +445,33 @@ def _publish_sampler(admission: Admission, request: schemas.SaveWeightsForSample
 # -- sampling ---------------------------------------------------------------------------------------------------------
 
 
-@operation(ids.SAMPLE, json_parser(schemas.SampleRequest, SamplerAddress), wire.encode_sample, LARGE_PROMPTS)
-async def sample(admission: Admission, request: schemas.SampleRequest) -> Accepted:
+@dataclass(frozen=True)
+class SampleInput:
+    """A sample that was read, its tokens as arrays."""
+
+    request: schemas.SampleRequest
+    prompt: np.ndarray
+    targets: Cells | None
+
+
+def _parse_sample(body: Body, limits: Limits) -> Parsed:
+    value = json_object(body, partial(json_numbers.parse, max_tokens=limits.max_context_length))
+    address = read_address(SamplerAddress, value)
+    try:
+        request = schemas.SampleRequest.model_validate(value)
+        targets = request.target_prompt_logprobs
+        cells = None if targets is None else wire.target_cells(targets)
+        return Parsed(address, SampleInput(request, wire.prompt_tokens(request.prompt), cells))
+    except ValidationError as error:
+        return Parsed(address, None, describe_faults(error))
+    except RequestError as error:
+        return Parsed(address, None, str(error))
+
+
+@operation(ids.SAMPLE, _parse_sample, wire.encode_sample, LARGE_PROMPTS)
+async def sample(admission: Admission, given: SampleInput) -> Accepted:
     """Continue a prompt with a sampler's version; an inflight sampler's is the newest one now."""
+    request, prompt, cells = given.request, given.prompt, given.targets
     _refuse_unserved(request)
     service, sampler = admission.service, admission.sampler
     version, folder = sampler.version, sampler.folder
@@ -458,7 +487,6 @@ async def sample(admission: Admission, request: schemas.SampleRequest) -> Accept
             f"sampling_session_id={sampler.sampler_id} samples from base model {sampler.base_model!r}, which is not "
             f"the one served now ({service.info.base_model!r}); start the server with --base-model {sampler.base_model}"
         )
-    prompt = wire.prompt_tokens(request.prompt)
     params = request.sampling_params
     max_tokens = check_sample(
         prompt,
@@ -468,11 +496,6 @@ async def sample(admission: Admission, request: schemas.SampleRequest) -> Accept
         vocab_size=service.info.vocab_size,
         max_context_length=service.info.max_context_length,
     )
-    targets = request.target_prompt_logprobs
-    cells = None
-    if targets is not None:
-        read = partial(wire.target_cells, targets)
-        cells = await service.bodies.work(admission.target.tenant, len(targets.data) * 8, read)
     check_scores(
         len(prompt),
         request.num_samples,

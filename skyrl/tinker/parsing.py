@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import ErrorDetails
+
+from skyrl.tinker.json_numbers import TooMuch, parse_short
 
 R = TypeVar("R", bound=BaseModel)
 T = TypeVar("T")
@@ -83,12 +85,24 @@ class Parsed(Generic[T]):
     """What the request takes in memory, roughly. A small body may stand for a large one."""
 
 
-def json_object(body: Body) -> dict[str, Any]:
-    """The JSON object in a body. Raises `MalformedBody` if there is none."""
+@dataclass(frozen=True)
+class Limits:
+    """What a body may be."""
+
+    max_bytes: int
+    """After decompression, and of the arrays made of it."""
+    max_context_length: int = 2**31
+    """Tokens that a prompt may have, roughly."""
+
+
+def json_object(body: Body, parse: Callable[[bytes], Any] = parse_short) -> dict[str, Any]:
+    """The JSON object in a body, read by `parse`. Raises `MalformedBody` if there is none."""
     if body.content_encoding not in ("", "identity"):
         raise MalformedBody(f"Content-Encoding: {body.content_encoding} is not served for JSON; send it uncompressed")
     try:
-        value = from_json(body.data or b"{}")
+        value = parse(body.data or b"{}")
+    except TooMuch as error:
+        raise MalformedBody(str(error)) from error
     except ValueError as error:
         raise MalformedBody(f"the body is not JSON ({error}); send a JSON object") from error
     if not isinstance(value, dict):
@@ -106,7 +120,7 @@ def read_address(kind: type[Address], value: dict[str, Any]) -> Address:
 
 def json_parser(
     schema: type[R], address: type[Address] | Callable[[dict[str, Any]], type[Address]]
-) -> Callable[[Body, int], Parsed[R]]:
+) -> Callable[[Body, Limits], Parsed[R]]:
     """A function from a JSON body to its request.
 
     Args:
@@ -114,7 +128,7 @@ def json_parser(
         address: What it is for, which may depend on the body.
     """
 
-    def parse(body: Body, _: int) -> Parsed[R]:
+    def parse(body: Body, _: Limits) -> Parsed[R]:
         value = json_object(body)
         kind = address if isinstance(address, type) else address(value)
         where = read_address(kind, value)

@@ -31,14 +31,14 @@ from skyrl.tinker.auth import Caller
 from skyrl.tinker.checkpoints import SAVED_TO
 from skyrl.tinker.model_log import History, LoggedRequest
 from skyrl.tinker.operations import FORWARD_ONLY, OPERATIONS, VERSION
-from skyrl.tinker.parsing import Body, MalformedBody
+from skyrl.tinker.parsing import Body, Limits, MalformedBody
 from skyrl.tinker.service import Service
 from skyrl.tinker.submission import REFUSED, accept, not_served, rejected
 from skyrl.tinker.tables import ModelRow
 from skyrl.types import ErrorCategory, SaveOutput
 from skyrl.utils.storage import inspect_folder
 
-ANY_SIZE = 2**62
+ANY_SIZE = Limits(max_bytes=2**62)
 """Bodies in the log were taken before, whatever the limit is now."""
 
 Files = Mapping[str, SaveOutput]

@@ -7,7 +7,18 @@ not served yet are fields too: `unserved` names one that is set, the rest of the
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, JsonValue, StrictFloat, StrictInt, field_validator, model_validator
+import numpy as np
+from pydantic import (
+    BaseModel,
+    Field,
+    JsonValue,
+    StrictFloat,
+    StrictInt,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from skyrl.tinker.parsing import Int64
 from skyrl.types import AdamParams, ErrorCategory, LoraConfig, SamplingParams, WireModel
@@ -18,9 +29,20 @@ FREE_FORM = "user_metadata"
 """Field whose nulls are the user's."""
 
 
-Integers = Annotated[list[StrictInt], Field(fail_fast=True)]
-Numbers = Annotated[list[StrictInt | StrictFloat], Field(fail_fast=True)]
-"""Long lists report their first bad entry only."""
+def _array_of_integers(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype.kind != "i":
+        at = int(np.argmax(value != np.trunc(value)))
+        raise ValueError(f"entry {at} is {value[at]}; send integers only")
+    return value if isinstance(value, np.ndarray) else read(value)
+
+
+def _array_of_numbers(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    return value if isinstance(value, np.ndarray) else read(value)
+
+
+Integers = Annotated[list[StrictInt], Field(fail_fast=True), WrapValidator(_array_of_integers)]
+Numbers = Annotated[list[StrictInt | StrictFloat], Field(fail_fast=True), WrapValidator(_array_of_numbers)]
+"""Lists that report their first bad entry only. Long ones are arrays already (`json_numbers`), and stay so."""
 
 
 class RequestModel(WireModel):

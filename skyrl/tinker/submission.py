@@ -11,7 +11,7 @@ from skyrl.tinker.codec import NOBODY
 from skyrl.tinker.futures import Failure
 from skyrl.tinker.ids import new_request_id
 from skyrl.tinker.operations import QueuedOperation
-from skyrl.tinker.parsing import Body, Parsed
+from skyrl.tinker.parsing import Body, Limits, Parsed
 from skyrl.tinker.service import Service
 from skyrl.tinker.tables import ModelRow
 
@@ -31,9 +31,9 @@ async def admit(service: Service, operation: QueuedOperation, body: Body, caller
         UnknownName: There is no such model, sampler or session.
         EngineStarting: The base model is not known yet.
     """
-    await service.wait_until_ready()
-    max_bytes = service.config.max_body_bytes
-    parse, at_most = partial(operation.parse, body, max_bytes), max_bytes if body.content_encoding else 0
+    info = await service.wait_until_ready()
+    limits = Limits(service.config.max_body_bytes, info.max_context_length)
+    parse, at_most = partial(operation.parse, body, limits), limits.max_bytes if body.content_encoding else 0
     parsed = await service.bodies.work(caller.tenant or NOBODY, len(body.data), parse, at_most)
     target = await locate(service, caller, parsed.address)
     return Admission(service, caller, target, new_request_id(operation.name)), parsed

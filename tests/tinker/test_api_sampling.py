@@ -244,3 +244,15 @@ def test_a_sample_that_waits_for_others_says_so_and_one_that_runs_does_not(tmp_p
         assert server.poll(runs).json()["queue_state"] == "active"
         for request_id in (runs, waits):
             server.post("/cancel_future", {"request_id": request_id})
+
+
+def test_a_prompt_far_above_the_context_is_refused_by_its_size(server):
+    prompt = {"chunks": [{"tokens": [1] * 2**17}] * 5}
+    response = server.post(
+        "/asample", sample_request(server.sampler(server.session(), 1, base_model=BASE_MODEL), 1, prompt=prompt)
+    )
+    assert response.status_code == 400
+    assert response.json()["detail"] == (
+        "tokens: more than the 1048576 bytes that a prompt of the model's context of 1024 tokens may take; "
+        "send a shorter prompt"
+    )

@@ -14,7 +14,7 @@ from sqlmodel import func, select
 
 from skyrl.tinker import sample_queue, training_queue
 from skyrl.tinker.operations import OPERATIONS
-from skyrl.tinker.parsing import Body
+from skyrl.tinker.parsing import Body, Limits
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.tables import RequestRow
 from tests.fakes import POISON
@@ -88,7 +88,7 @@ def test_a_request_counts_for_at_least_what_it_takes(name):
     data = make()
     body = Body(data.encode() if isinstance(data, str) else data, PROTOBUF if kind == "forward_backward" else "")
     tracemalloc.start()
-    parsed = OPERATIONS[kind].parse(body, 256 * MIB)
+    parsed = OPERATIONS[kind].parse(body, Limits(256 * MIB))
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert parsed.request is not None, parsed.error

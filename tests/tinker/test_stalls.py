@@ -10,13 +10,17 @@ import zstandard
 from skyrl.tinker import json_text, wire
 from skyrl.tinker.futures import PROTOBUF, Answer
 from skyrl.types import ForwardBackwardOutput, GeneratedSequence, SampleOutput
-from tests.tinker.harness import pass_request
+from tests.tinker.harness import pass_request, sample_request
 from tests.tinker.stalls import SHORT_S, Meanwhile, Stalls, length_delimited
+
+CONTEXT = 2**21
+UNKNOWN = 10**6
+"""A token that is in no vocabulary, so that the engine, which is a thread here, has nothing to do with it."""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Stalls]:
-    with Stalls(tmp_path_factory.mktemp("server")) as server:
+    with Stalls(tmp_path_factory.mktemp("server"), backend_config={"max_context_length": CONTEXT}) as server:
         while server.engine.state != "ready":
             server.let_it_work(0.001)
         yield server
@@ -74,3 +78,38 @@ def test_a_shape_of_very_many_dimensions_does_not_stop_the_others(server: Stalls
     assert_others_went_on(seen)
     outcome = server.outcome(seen.responses[0].json()["request_id"]).json()
     assert outcome["category"] == "user" and "parts; send fewer" in outcome["error"]
+
+
+def tokens(count: int) -> list[int]:
+    return [*np.random.default_rng(count).integers(0, 500, count - 1).tolist(), UNKNOWN]
+
+
+def test_a_large_sample_does_not_stop_the_others(server: Stalls):
+    """A prompt of 8 MiB, which the model's context has room for."""
+    body = json.dumps(sample_request(server.sampler(), 1, prompt={"chunks": [{"tokens": tokens(17 * 2**17)}]})).encode()
+    assert len(body) > 8 * 2**20
+    seen = server.meanwhile(server.sent("/asample", body))
+    assert_others_went_on(seen)
+    outcome = server.outcome(seen.responses[0].json()["request_id"]).json()
+    assert f"={UNKNOWN} is outside the vocabulary" in outcome["error"]
+
+
+def test_a_large_pass_as_json_does_not_stop_the_others(server: Stalls):
+    """As clients before 0.25 send it: 8 MiB in 512 datums."""
+    values = {"data": [0.123456789] * 500, "dtype": "float32", "shape": [500]}
+    datum = {
+        "model_input": {"chunks": [{"tokens": tokens(500)}]},
+        "loss_fn_inputs": {
+            "target_tokens": {"data": tokens(500), "dtype": "int64", "shape": [500]},
+            "weights": values,
+        },
+    }
+    body = {
+        "model_id": server.model(),
+        "seq_id": 1,
+        "forward_input": {"data": [datum] * 512, "loss_fn": "cross_entropy"},
+    }
+    seen = server.meanwhile(server.sent("/forward", json.dumps(body).encode()))
+    assert_others_went_on(seen)
+    outcome = server.outcome(seen.responses[0].json()["request_id"]).json()
+    assert f"={UNKNOWN} is outside the vocabulary" in outcome["error"]
