@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from pydantic_core import from_json
 
+from skyrl.tinker.pace import Pace
+
 NAMES = ("tokens", "data", "sparse_crow_indices", "sparse_col_indices")
 """Fields whose lists may be long."""
 LONG_BYTES = 64
@@ -48,7 +50,7 @@ def parse(text: bytes, max_tokens: int | None = None) -> Any:
         text: A body.
         max_tokens: How many tokens there may be in all lists of that name together, roughly.
     """
-    rest, arrays = [], []
+    rest, arrays, pace = [], [], Pace()
     at = end = tokens_bytes = rest_bytes = 0
     begin = -1
     while (begin := text.find(b"[", begin + 1)) >= 0:
@@ -61,7 +63,7 @@ def parse(text: bytes, max_tokens: int | None = None) -> Any:
         if name[1] == b"tokens" and max_tokens is not None:
             tokens_bytes += end - begin
             _check_tokens(tokens_bytes, max_tokens)
-        if (array := _array(text, begin + 1, end)) is None:
+        if (array := _array(text, begin + 1, end, pace)) is None:
             continue  # the parser will say what is wrong with it
         rest += [text[at:begin], f'"{_MARK}{len(arrays)}"'.encode()]
         rest_bytes += begin - at + len(rest[-1])
@@ -94,7 +96,7 @@ def _too_much() -> TooMuch:
     )
 
 
-def _array(text: bytes, at: int, end: int) -> np.ndarray | None:
+def _array(text: bytes, at: int, end: int, pace: Pace) -> np.ndarray | None:
     """The numbers of a list without its brackets. None where anything else is in it, or none, or none of 64 bits."""
     parts = []
     while at <= end:
@@ -113,6 +115,7 @@ def _array(text: bytes, at: int, end: int) -> np.ndarray | None:
         except OverflowError:
             return None
         at = stop + 1
+        pace()
     return np.concatenate(parts)
 
 

@@ -5,7 +5,8 @@ stand for gigabytes of messages, and for seconds of a parser that lets nobody el
 as deep as messages go.
 """
 
-from google.protobuf.descriptor import Descriptor
+from typing import Any
+
 from google.protobuf.message import DecodeError
 
 from skyrl.errors import RequestError
@@ -29,7 +30,8 @@ Table = dict[int, "Table | None"]
 """What is in the fields of a message that hold more than one value, by their numbers: messages, or (None) numbers."""
 
 
-def _table(message: Descriptor) -> Table:
+def _table(message: Any) -> Table:
+    """That of a message's descriptor."""
     numbers = [field.number for field in message.fields if field.is_repeated and field.is_packed]
     inner = {field.number: _table(field.message_type) for field in message.fields if field.message_type}
     return {**dict.fromkeys(numbers), **inner}

@@ -4,6 +4,7 @@ The work is real: nothing is held up, because what waits lets go of the interpre
 """
 
 import asyncio
+import gc
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import httpx
 from tests.tinker.in_process import InProcessServer
 
 TICK_S = 0.002
-SHORT_S = 0.25
+SHORT_S = 0.3
 """What a stall may be, on a machine that does other things besides."""
 OTHER = "tml-other"
 """The key of those who are not to notice."""
@@ -64,9 +65,14 @@ class Stalls(InProcessServer):
         return self._http.get(f"http://server{url}")
 
     def meanwhile(self, *requests: Coroutine) -> Meanwhile:
-        """Make requests, and see what goes on beside them."""
+        """Make requests, and see what goes on beside them. What was there before is not collected, as in `serving`."""
         session = self.session(OTHER)
-        return self._runner.run(self._meanwhile(session, requests))
+        gc.collect()
+        gc.freeze()
+        try:
+            return self._runner.run(self._meanwhile(session, requests))
+        finally:
+            gc.unfreeze()
 
     async def _meanwhile(self, session: str, requests: tuple[Coroutine, ...]) -> Meanwhile:
         seen = Meanwhile([])

@@ -13,7 +13,7 @@ from skyrl.types import ForwardBackwardOutput, GeneratedSequence, SampleOutput
 from tests.tinker.harness import pass_request, sample_request
 from tests.tinker.stalls import SHORT_S, Meanwhile, Stalls, length_delimited
 
-CONTEXT = 2**21
+CONTEXT = 2**23
 UNKNOWN = 10**6
 """A token that is in no vocabulary, so that the engine, which is a thread here, has nothing to do with it."""
 
@@ -85,9 +85,11 @@ def tokens(count: int) -> list[int]:
 
 
 def test_a_large_sample_does_not_stop_the_others(server: Stalls):
-    """A prompt of 8 MiB, which the model's context has room for."""
-    body = json.dumps(sample_request(server.sampler(), 1, prompt={"chunks": [{"tokens": tokens(17 * 2**17)}]})).encode()
-    assert len(body) > 8 * 2**20
+    """A prompt of 30 MiB, which the model's context has room for."""
+    body = json.dumps(
+        sample_request(server.sampler(), 1, prompt={"chunks": [{"tokens": tokens(CONTEXT * 3 // 4)}]})
+    ).encode()
+    assert len(body) > 28 * 2**20
     seen = server.meanwhile(server.sent("/asample", body))
     assert_others_went_on(seen)
     outcome = server.outcome(seen.responses[0].json()["request_id"]).json()
@@ -95,12 +97,12 @@ def test_a_large_sample_does_not_stop_the_others(server: Stalls):
 
 
 def test_a_large_pass_as_json_does_not_stop_the_others(server: Stalls):
-    """As clients before 0.25 send it: 8 MiB in 512 datums."""
-    values = {"data": [0.123456789] * 500, "dtype": "float32", "shape": [500]}
+    """As clients before 0.25 send it: 30 MiB in 512 datums."""
+    values = {"data": [0.123456789] * 2000, "dtype": "float32", "shape": [2000]}
     datum = {
-        "model_input": {"chunks": [{"tokens": tokens(500)}]},
+        "model_input": {"chunks": [{"tokens": tokens(2000)}]},
         "loss_fn_inputs": {
-            "target_tokens": {"data": tokens(500), "dtype": "int64", "shape": [500]},
+            "target_tokens": {"data": tokens(2000), "dtype": "int64", "shape": [2000]},
             "weights": values,
         },
     }
