@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from skyrl.errors import RequestError, UnknownName
 from skyrl.tinker.db import DatabaseFull
 from skyrl.tinker.fence import Superseded
-from skyrl.tinker.parsing import MalformedBody, describe
+from skyrl.tinker.parsing import MalformedBody, brief, describe
 from skyrl.tinker.persistent import Stopped
 from skyrl.tinker.service import EngineStarting
 from skyrl.tinker.submission import Busy
@@ -81,7 +81,7 @@ def _too_large(limit: int) -> HTTPException:
 
 
 def error_response(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"detail": " ".join(detail.splitlines())}, status, headers)
+    return JSONResponse({"detail": brief(" ".join(detail.splitlines()))}, status, headers)
 
 
 def add_error_handlers(app: FastAPI) -> None:

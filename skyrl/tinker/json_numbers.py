@@ -92,7 +92,7 @@ def _check_tokens(size: int, max_tokens: int) -> None:
 def _too_much() -> TooMuch:
     return TooMuch(
         f"beside the long lists of numbers in {', '.join(NAMES)} there are more than {MAX_REST_BYTES} bytes, or "
-        f"{MAX_MARKS} quotes and opening brackets; send fewer sequences per request, or protobuf"
+        f"{MAX_MARKS} quotes and opening brackets; send less in one request"
     )
 
 

@@ -22,6 +22,8 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
 
 MANY_FAULTS = 1000
+MAX_ERROR = 2000
+"""Characters. A client may send, and so be told, names and values of any length."""
 JSON_FACTOR = 32
 """Bytes that the values of a JSON text take in memory per byte of it, at most."""
 
@@ -161,6 +163,13 @@ def _describe(error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         return f"{field}: is not a field of this request; remove it"
     return f"{field}: {_shortened(error['input'])}: {message[:1].lower()}{message[1:]}"
+
+
+def brief(error: str) -> str:
+    """An error of which not more comes back than is of use: the field at its beginning, the way out at its end."""
+    if len(error) <= MAX_ERROR:
+        return error
+    return f"{error[: MAX_ERROR // 2]} ... {error[-MAX_ERROR // 2 :]}"
 
 
 def _shown(part: int | str) -> str:

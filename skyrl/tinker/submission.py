@@ -11,7 +11,7 @@ from skyrl.tinker.codec import NOBODY
 from skyrl.tinker.futures import Failure
 from skyrl.tinker.ids import new_request_id
 from skyrl.tinker.operations import QueuedOperation
-from skyrl.tinker.parsing import Body, Limits, Parsed
+from skyrl.tinker.parsing import Body, Limits, Parsed, brief
 from skyrl.tinker.service import Service
 from skyrl.tinker.tables import ModelRow
 
@@ -42,8 +42,11 @@ async def admit(service: Service, operation: QueuedOperation, body: Body, caller
 async def accept(operation: QueuedOperation, admission: Admission, parsed: Parsed) -> Accepted:
     """Turn a request into work. Raises `RequestError` where it asks for something that cannot be done."""
     if parsed.request is None:
-        raise RequestError(parsed.error)
-    accepted = await operation.accept(admission, parsed.request)
+        raise RequestError(brief(parsed.error))
+    try:
+        accepted = await operation.accept(admission, parsed.request)
+    except RequestError as error:
+        raise RequestError(brief(str(error))) from error
     return replace(accepted, operation=replace(accepted.operation, tenant=admission.target.tenant))
 
 

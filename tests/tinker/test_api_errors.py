@@ -199,3 +199,13 @@ def test_mutated_protobuf_is_never_a_5xx(server, at, byte, cut):
     body[at % len(body)] = byte
     sent = bytes(body[: at % len(body)] if cut else body)
     check(server.http.post("/forward_backward", content=sent, headers={"Content-Type": PROTOBUF}))
+
+
+def test_an_error_is_no_longer_than_is_of_use_whatever_was_sent(server):
+    model = server.model()
+    name = "x" * 100_000
+    error = server.failure(server.submit_pass(model, 1, loss_fn=name))["error"]
+    assert len(error) < 3000 and error.startswith("loss_fn='xxx") and "known losses: " in error
+    response = server.post("/optim_step", {"model_id": name, "seq_id": 1})
+    assert response.status_code == 404 and len(response.content) < 3000
+    assert "model_id='xxx" in response.json()["detail"]
