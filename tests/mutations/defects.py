@@ -739,4 +739,58 @@ DEFECTS = [
         [Edit(STEP, "            if len(self._programs) > OBJECTIVES:\n", "            if False:\n")],
         ["tests/backends/test_training_programs.py::test_what_was_compiled_for_an_objective_that_went_is_freed"],
     ),
+    Defect(
+        "json-of-a-result-at-once",
+        "an array of a result is made JSON in one call, which holds the interpreter",
+        [Edit("skyrl/tinker/json_text.py", "\nNUMBERS = 1024\n", "\nNUMBERS = 2**40\n")],
+        ["tests/tinker/test_api_json.py::test_a_large_value_is_written_in_pieces_of_a_bounded_size"],
+    ),
+    Defect(
+        "openapi-for-everybody",
+        "the OpenAPI document is made anew for everybody who asks, on the event loop",
+        [
+            Edit("skyrl/tinker/openapi.py", "    @cache\n    def openapi()", "    def openapi()"),
+            Edit("skyrl/tinker/openapi.py", "await asyncio.to_thread(text)", "json_text.dumps(openapi())"),
+        ],
+        ["tests/tinker/test_stalls.py::test_a_crowd_that_asks_for_the_openapi_document_does_not_stop_the_others"],
+    ),
+    Defect(
+        "bodies-charged-by-bytes",
+        "a tenant is charged for the bytes of a body alone, whatever they cost to read",
+        [Edit("skyrl/tinker/codec.py", "        if surplus > 0:\n", "        if False:\n")],
+        ["tests/tinker/test_charged_bodies.py::test_bodies_of_another_get_in_among_bombs"],
+    ),
+    Defect(
+        "thread-left-behind",
+        "the thread of a body whose sender has gone is given to the next before it has ended",
+        [Edit("skyrl/tinker/codec.py", "return await asyncio.shield(running)", "return await running")],
+        ["tests/tinker/test_codec.py::test_a_thread_that_is_left_behind_is_not_given_to_the_next_before_it_has_ended"],
+    ),
+    Defect(
+        "parts-counted-two-deep",
+        "parts of a protobuf body are not counted below chunks and inputs",
+        [
+            Edit(
+                "skyrl/tinker/wire_scan.py",
+                "        if inner:\n            parts += _parts_within(data, key, content, at, inner, most - parts)\n",
+                "",
+            )
+        ],
+        ["tests/tinker/test_bombs.py::test_a_bomb_is_refused_by_what_is_wrong_with_it[shape]"],
+    ),
+    Defect(
+        "long-lists-through-the-parser",
+        "the parser of JSON reads long lists of numbers too, during which nothing else goes on",
+        [
+            Edit("skyrl/tinker/json_numbers.py", "\nLONG_BYTES = 64\n", "\nLONG_BYTES = 2**40\n"),
+            Edit("skyrl/tinker/json_numbers.py", "\nMAX_REST_BYTES = 2 * 2**20\n", "\nMAX_REST_BYTES = 2**40\n"),
+        ],
+        ["tests/tinker/test_stalls.py::test_a_large_sample_does_not_stop_the_others"],
+    ),
+    Defect(
+        "errors-as-long-as-requests",
+        "an error repeats whatever name was sent",
+        [Edit("skyrl/tinker/parsing.py", "    if len(error) <= MAX_ERROR:\n", "    if True:\n")],
+        ["tests/tinker/test_api_errors.py::test_an_error_is_no_longer_than_is_of_use_whatever_was_sent"],
+    ),
 ]
