@@ -128,3 +128,13 @@ def test_the_log_keeps_a_large_pass_compressed(own_server: LiveServer):
     sent = body_of(model, LARGE)
     assert encoding == "zstd" and len(body) < len(sent) / 4
     assert zstandard.decompress(body) == sent
+
+
+def test_who_stops_reading_a_result_as_json_holds_up_nobody(own_server: LiveServer):
+    model = own_server.model()
+    result = submit(own_server, model, 10 * LARGE)
+    own_server.pass_result(result)
+    question = {"json": {"request_id": result}, "headers": {"Accept": "application/json"}}
+    with own_server.http.stream("POST", "/retrieve_future", **question) as response:
+        next(response.iter_raw(1000))
+    assert len(own_server.outcome(result, accept="application/json").json()["loss_fn_outputs"]) == 10 * LARGE
