@@ -8,7 +8,7 @@ from sqlmodel import Session
 
 from skyrl.backends.operations import Operation
 from skyrl.tinker import ids
-from skyrl.tinker.auth import Caller
+from skyrl.tinker.auth import EVERYBODY, Caller
 from skyrl.tinker.parsing import Address, ModelAddress, NewModelAddress, SamplerAddress, WholeModelAddress
 from skyrl.tinker.service import Service
 from skyrl.tinker.tables import ModelRow, SamplerRow, SessionRow
@@ -86,7 +86,7 @@ class Accepted:
 
 async def locate(service: Service, caller: Caller, address: Address) -> Target:
     """Find what an address names. Raises `UnknownName` where there is no such thing."""
-    everybody = Caller()  # who may touch a model or sampler may learn of its session
+    everybody = EVERYBODY  # who may touch a model or sampler may learn of its session
     match address:
         case ModelAddress() | WholeModelAddress():
             model_id = address.model_id

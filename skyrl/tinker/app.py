@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from skyrl.tinker import openapi
-from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.http import BodyLimit, add_error_handlers
+from skyrl.tinker.config import EngineConfig, is_loopback
+from skyrl.tinker.http import BodyLimit, add_error_handlers, error_response
 from skyrl.tinker.ids import SAMPLE
+from skyrl.tinker.local_only import LocalOnly
 from skyrl.tinker.operations import OPERATIONS, SMALL_BODY
 from skyrl.tinker.routes import (
     auth,
@@ -66,4 +67,6 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
         return min(limits.get(path, SMALL_BODY) or config.max_body_bytes, config.max_body_bytes)
 
     app.add_middleware(BodyLimit, limit_of=limit_of)
+    if not config.api_keys:
+        app.add_middleware(LocalOnly, check_host=is_loopback(config.host), refuse=error_response)
     return app

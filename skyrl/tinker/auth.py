@@ -5,7 +5,6 @@ configured no longer are refused.
 """
 
 import hashlib
-import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,7 +29,7 @@ class BadKey(Exception):
 class Caller:
     """The sender of a request. `tenant` is None on a server without keys, where everybody may touch everything."""
 
-    tenant: str | None = None
+    tenant: str | None
 
     def tenant_of(self, session_id: str) -> str:
         """The tenant that owns what this caller makes in that session."""
@@ -59,8 +58,12 @@ class Caller:
         return f"{self.name}@localhost"
 
 
+EVERYBODY = Caller(None)
+"""The sender of anything, on a server without keys."""
+
+
 class Keys:
-    """The keys of this server, and the tokens that stand for them.
+    """The keys of this server, by their hashes, and the tokens that stand for them.
 
     Args:
         api_keys: Those that are configured. Without any, everything is a key.
@@ -68,28 +71,40 @@ class Keys:
     """
 
     def __init__(self, api_keys: Sequence[str], signer: Signer):
-        self._api_keys = [key.encode() for key in api_keys]
-        self._tenants = {tenant_of_key(key) for key in self._api_keys}
+        self._tenants = {_hash(key): tenant_of_key(key.encode()) for key in api_keys}
         self.signer = signer
 
     def caller(self, api_key: str | None) -> Caller:
         """Who sends this key or token. Raises `BadKey`."""
-        if not self._api_keys:
-            return Caller()
-        given = (api_key or "").encode()
-        if any(hmac.compare_digest(given, known) for known in self._api_keys):
-            return Caller(tenant_of_key(given))
+        if not self._tenants:
+            return EVERYBODY
+        if (tenant := self._tenants.get(_hash(api_key or ""))) is not None:
+            return Caller(tenant)
         if api_key is None or not api_key.startswith(TOKEN_PREFIX):
             raise BadKey("X-API-Key is not one of this server's keys; set api_key or TINKER_API_KEY to one")
         try:
             tenant = self.signer.read("api", api_key).get("tenant")
         except BadToken as error:
             raise BadKey(f"the token in X-API-Key {error}; get another from auth/token", is_token=True) from error
-        if tenant not in self._tenants:
+        if tenant not in self._tenants.values():
             raise BadKey("the token in X-API-Key is of a key that this server no longer has", is_token=True)
         return Caller(tenant)
+
+    def token_for_key(self, api_key: str | None) -> str:
+        """A token for who sends this key; with another token none is made, so that one that leaks ends with its hour.
+
+        Raises `BadKey`.
+        """
+        caller = self.caller(api_key)
+        if self._tenants and _hash(api_key or "") not in self._tenants:
+            raise BadKey("X-API-Key is a token, which is not exchanged for another; send the key")
+        return self.token_for(caller)
 
     def token_for(self, caller: Caller) -> str:
         """A token that stands for the caller, with the claims that clients read."""
         claims = {"iss": "skyrl", "sub": caller.urn, "org_id": ORGANIZATION, "email": caller.email}
         return self.signer.sign("api", {**claims, "tenant": caller.tenant}, TOKEN_LIFETIME_S)
+
+
+def _hash(api_key: str) -> bytes:
+    return hashlib.sha256(api_key.encode()).digest()

@@ -6,8 +6,11 @@ add a field with a docstring: the flag, its help text and its environment variab
 """
 
 import argparse
+import ipaddress
 import json
 import os
+import re
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,14 +29,23 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from skyrl.tinker.ids import tenant_of_key
+from skyrl.tinker.ids import KEY_PREFIX, tenant_of_key
 from skyrl.utils.fairness import HEAVIEST, LIGHTEST
 
 ENVIRONMENT_PREFIXES = ("SKYRL_", "TX_")
 """Environment variables are a prefix and the field's name in capitals; the first prefix that is set wins."""
 
+SEEN = "every user of the machine sees command lines"
+SECRET = ("api_keys", "tenant_weights", "external_inference_api_key", "database_url")
+"""Options whose values are shown to nobody."""
+
 STATE = Path(user_data_dir("skyrl"))
 """Where a server keeps what must survive it, unless told otherwise."""
+
+
+def without_password(url: str) -> str:
+    """A URL, fit to be shown."""
+    return re.sub(r":[^:@/]*@", ":***@", url)
 
 
 def _json_object(value: object) -> object:
@@ -77,16 +89,22 @@ class EngineConfig(BaseModel):
     """SQLAlchemy URL of the database (SQLite or PostgreSQL)."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for every interface (set api_keys then)."""
+    """Address to listen on; 0.0.0.0 for every interface, which takes keys (api_keys_file)."""
+
+    insecure: bool = False
+    """Without keys, listen also on an address that others reach: everybody there may then use and delete everything."""
 
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 picks a free one."""
 
-    api_keys: Names = ()
-    """Keys that clients may use, separated by commas. Without any, every key is accepted."""
+    api_keys_file: Path | None = None
+    """File with the keys that clients may use, one in each line. Without any, every key is accepted."""
 
-    tenant_weights: JsonObject = Field(default_factory=dict)
-    """How much of the machine keys are given beside others while both wait, as a JSON object of keys, or their names
+    api_keys: Names = Field((), repr=False)
+    """More keys, separated by commas: only in the environment (SKYRL_API_KEYS), as everybody sees command lines."""
+
+    tenant_weights: JsonObject = Field(default_factory=dict, repr=False)
+    """How much of the machine keys are given beside others while both wait, as a JSON object of the keys' names
     (key-...), for example '{"key-ba7816bf8f01cfea": 2}'. Keys that are not in it weigh 1."""
 
     session_timeout_sec: int = Field(300, ge=-1)
@@ -205,9 +223,32 @@ class EngineConfig(BaseModel):
             number = isinstance(weight, int | float) and not isinstance(weight, bool)
             if not (number and LIGHTEST <= weight <= HEAVIEST):
                 raise ValueError(
-                    f"{name!r} weighs {weight!r}; give it a number from {LIGHTEST:g} to {HEAVIEST:g} (others weigh 1)"
+                    f"{_named(name)} weighs {weight!r}; give it a number from {LIGHTEST:g} to {HEAVIEST:g} "
+                    "(others weigh 1)"
                 )
         return weights
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_of_file(cls, values: Any) -> Any:
+        """Keys are in one place from here on."""
+        if not isinstance(values, dict) or not values.get("api_keys_file"):
+            return values
+        given = _comma_separated(values.get("api_keys", ()))
+        return {**values, "api_keys": tuple(dict.fromkeys([*given, *_read_keys(Path(values["api_keys_file"]))]))}
+
+    @model_validator(mode="after")
+    def _others_need_keys(self) -> "EngineConfig":
+        if not (is_loopback(self.host) or self.api_keys or self.insecure):
+            raise ValueError(
+                f"host={self.host}: others than this machine's users can reach it, and there are no keys; name a file "
+                "with keys (--api-keys-file), or say --insecure to let everybody in"
+            )
+        return self
+
+    def without_secrets(self) -> "EngineConfig":
+        """The same for the engine, which knows keys by their names and opens no database."""
+        return self.model_copy(update={"api_keys": (), "tenant_weights": self.weights, "database_url": ""})
 
     @model_validator(mode="after")
     def _weights_are_of_keys(self) -> "EngineConfig":
@@ -215,7 +256,7 @@ class EngineConfig(BaseModel):
         for name in self.tenant_weights:
             if name not in tenants:
                 raise ValueError(
-                    f"tenant_weights: {name!r} is none of api_keys, nor the name of one; correct it, or leave it out"
+                    f"tenant_weights: {_named(name)} is the name of none of the keys; correct it, or leave it out"
                 )
         if len(self.weights) < len(self.tenant_weights):
             raise ValueError("tenant_weights: a key is there twice, as itself and by its name; leave out one of them")
@@ -225,13 +266,41 @@ class EngineConfig(BaseModel):
     def weights(self) -> dict[str, float]:
         """The weights of tenants; all others weigh 1."""
         tenants = self._tenants
-        return {tenants[name]: weight for name, weight in self.tenant_weights.items()}
+        return {tenants.get(name, name): weight for name, weight in self.tenant_weights.items()}
 
     @property
     def _tenants(self) -> dict[str, str]:
         """The tenant that is meant by each key, and by each name of one."""
         tenants = {key: tenant_of_key(key.encode()) for key in self.api_keys}
         return tenants | {tenant: tenant for tenant in tenants.values()}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address reaches programs of this machine only."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _read_keys(file: Path) -> list[str]:
+    try:
+        keys = file.expanduser().read_text().split()
+        readable = file.expanduser().stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"api_keys_file={file}: it cannot be read ({type(error).__name__}); check its path and permissions"
+        ) from None
+    if readable:
+        raise ValueError(f"api_keys_file={file}: others can read it; keep it to yourself with: chmod 600 {file}")
+    if not keys:
+        raise ValueError(f"api_keys_file={file}: it is empty; write one key in each line")
+    return keys
+
+
+def _named(key: str) -> str:
+    """A key's name, for messages, which never have keys."""
+    return repr(key) if key.startswith(KEY_PREFIX) else f"the key with the name {tenant_of_key(key.encode())}"
 
 
 def parse_config(
@@ -254,7 +323,10 @@ def options_parser(prog: str | None, description: str) -> argparse.ArgumentParse
         allow_abbrev=False,
     )
     for name, field in EngineConfig.model_fields.items():
-        parser.add_argument(_flag(name), default=argparse.SUPPRESS, metavar=_metavar(name, field), help=_help(field))
+        words: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
+        parser.add_argument(
+            _flag(name), default=argparse.SUPPRESS, metavar=_metavar(name, field), help=_help(field), **words
+        )
     return parser
 
 
@@ -269,6 +341,12 @@ def read_config(
             if environ.get(variable) and name not in values:
                 values[name], origins[name] = environ[variable], variable
     given = vars(parser.parse_args(argv))
+    if "api_keys" in given:
+        parser.error(
+            f"--api-keys: {SEEN}; put the keys into a file, one in each line, and name it with --api-keys-file"
+        )
+    if without_password(url := given.get("database_url", "")) != url:
+        parser.error(f"--database-url has a password, and {SEEN}; set SKYRL_DATABASE_URL, or leave it to ~/.pgpass")
     for name in EngineConfig.model_fields.keys() & given.keys():
         values[name], origins[name] = given.pop(name), _flag(name)
     try:
@@ -286,7 +364,8 @@ def describe(error: ValidationError, origins: Mapping[str, str] | None = None) -
         if problem["type"] == "extra_forbidden":
             problems.append(f"{name}: there is no such option")
         else:
-            value = f"{name}={problem['input']}: " if path else ""  # a check of several options names them itself
+            # A check of several options names them itself.
+            value = "" if not path else f"{name}: " if path in SECRET else f"{name}={problem['input']}: "
             problems.append(value + problem["msg"].removeprefix("Value error, "))
     return "; ".join(problems)
 

@@ -7,7 +7,6 @@ requests costs one fsync, and a job that reads before it writes needs no lock. R
 import asyncio
 import logging
 import queue
-import re
 import sqlite3
 import threading
 import time
@@ -31,6 +30,7 @@ from sqlalchemy.pool import PoolProxiedConnection
 from sqlmodel import Session
 
 from skyrl.errors import RequestError
+from skyrl.tinker.config import without_password
 from skyrl.tinker.fence import TRY_LOCK, WRITES, Fence, Superseded, writing
 from skyrl.tinker.lease import Lease, in_use
 
@@ -239,11 +239,6 @@ def migration_config(connection: Connection) -> AlembicConfig:
 
 def _refusal(url: str, why: str) -> RequestError:
     return RequestError(f"database_url={without_password(url)}: {why}")
-
-
-def without_password(url: str) -> str:
-    """The URL, fit to be shown."""
-    return re.sub(r":[^:@/]*@", ":***@", url)
 
 
 def _migrate(engine: Engine, url: str) -> None:

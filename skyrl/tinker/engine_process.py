@@ -14,10 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from skyrl.tinker.channel import Start, encode
-from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.config import ENVIRONMENT_PREFIXES, SECRET, EngineConfig
 
 MALLOC = "glibc.malloc.hugetlb=1"
 """Large arrays on huge pages, where the system has them: a training step then has 30 times fewer page faults."""
+
+
+def _environment_without_secrets() -> dict[str, str]:
+    hidden = {prefix + name.upper() for prefix in ENVIRONMENT_PREFIXES for name in SECRET}
+    return {name: value for name, value in os.environ.items() if name not in hidden}
 
 
 class EngineProcess:
@@ -41,13 +46,13 @@ class EngineProcess:
                     stdin=subprocess.DEVNULL,
                     pass_fds=[its.fileno()],
                     start_new_session=True,
-                    env={**os.environ, "GLIBC_TUNABLES": tunables},
+                    env={**_environment_without_secrets(), "GLIBC_TUNABLES": tunables},
                 )
         except BaseException:
             self.socket.close()
             raise
         with suppress(OSError):  # it may have ended already, which its end of the socket will tell
-            for piece in encode(Start(config)):
+            for piece in encode(Start(config.without_secrets())):
                 self.socket.sendall(piece)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="engine process")
         """One for each of those who may wait for its end at the same time."""

@@ -20,12 +20,14 @@ SCHEME = "tinker://"
 SAMPLE = "sample"
 MAX_NAME = 180
 """Characters of a checkpoint's name. What storage puts around it has to fit into 255 as well."""
+KEY_PREFIX = "key-"
+"""Of the names of keys."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def tenant_of_key(api_key: bytes) -> str:
     """The tenant that a key stands for. The key cannot be told from it."""
-    return "key-" + hashlib.sha256(api_key).hexdigest()[:16]
+    return KEY_PREFIX + hashlib.sha256(api_key).hexdigest()[:16]
 
 
 def new_session_id() -> str:

@@ -31,6 +31,8 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 STEADY_S = 2.0
 """Seconds after `READY` from which on a death is no sign that the next is near, so that the pause begins anew."""
+PRIVATE = 0o077
+"""What the files of a server's processes are not: open to other users. They hold data, results and secrets."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -60,6 +62,7 @@ class Keeper:
 
     def run(self) -> int:
         """Serve until the API process ends as it should, or is told to. Returns its exit status."""
+        os.umask(PRIVATE)
         self._waker.setblocking(False)
         self._wake.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)

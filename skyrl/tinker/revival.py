@@ -27,7 +27,7 @@ from skyrl.backends.operations import LoadSnapshot, ModelOperation, Rejected
 from skyrl.errors import RequestError
 from skyrl.tinker import model_log, request_log
 from skyrl.tinker.admission import Accepted, Admission, Target
-from skyrl.tinker.auth import Caller
+from skyrl.tinker.auth import EVERYBODY
 from skyrl.tinker.checkpoints import SAVED_TO
 from skyrl.tinker.model_log import History, LoggedRequest
 from skyrl.tinker.operations import FORWARD_ONLY, OPERATIONS, VERSION
@@ -258,7 +258,7 @@ async def _accept_again(service: Service, history: History, request: LoggedReque
     target = Target(
         history.session, model.tenant, model.model_id, request.seq_id, creates=request.seq_id == 0, model=model
     )
-    admission = Admission(service, Caller(), target, request.request_id, request.decided, again=True)
+    admission = Admission(service, EVERYBODY, target, request.request_id, request.decided, again=True)
     if REFUSED in request.decided:
         return rejected(admission, "", False)
     operation = OPERATIONS[request.kind]

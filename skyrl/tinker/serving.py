@@ -23,8 +23,8 @@ import uvicorn
 from skyrl.errors import RequestError
 from skyrl.tinker.api_process import BACKLOG, KeeperLink, fail
 from skyrl.tinker.app import create_app
-from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.db import Unreachable, without_password
+from skyrl.tinker.config import EngineConfig, without_password
+from skyrl.tinker.db import Unreachable
 from skyrl.tinker.engine_process import EngineProcess
 from skyrl.tinker.server import TinkerServer
 from skyrl.tinker.supervisor import EngineSupervisor
@@ -167,7 +167,7 @@ def _summary(server: TinkerServer, url: str) -> str:
         "context": f"{service.info.max_context_length} tokens, LoRA rank up to {service.info.max_lora_rank}",
         "checkpoints": str(config.checkpoints_base),
         "database": without_password(config.database_url),
-        "keys": f"{len(config.api_keys)} configured" if config.api_keys else "any (--api-keys limits them)",
+        "keys": f"{len(config.api_keys)} configured" if config.api_keys else "any (--api-keys-file limits them)",
     }
     lines = [f"SkyRL Tinker server at {url}", *(f"  {name:<12}{value}" for name, value in rows.items())]
     key = "one of its keys" if config.api_keys else "tml-local"

@@ -2,20 +2,23 @@
 
 from typing import NoReturn
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 
 from skyrl.tinker import rest_schemas as rest
-from skyrl.tinker.auth import ORGANIZATION
+from skyrl.tinker.auth import ORGANIZATION, BadKey
 from skyrl.tinker.routes.dependencies import CallerDependency, ServiceDependency
 
 router = APIRouter()
 
 
 @router.post("/auth/token")
-async def auth_token(service: ServiceDependency, caller: CallerDependency) -> rest.AuthTokenResponse:
-    """Exchange a key (or a token that is still good) for a token. The client sends it instead, and renews it."""
-    return rest.AuthTokenResponse(jwt=service.keys.token_for(caller))
+async def auth_token(service: ServiceDependency, _: CallerDependency, request: Request) -> rest.AuthTokenResponse:
+    """Exchange a key for a token. The client sends that instead, and renews it with the key."""
+    try:
+        return rest.AuthTokenResponse(jwt=service.keys.token_for_key(request.headers.get("x-api-key")))
+    except BadKey as error:
+        raise HTTPException(401, str(error)) from error
 
 
 @router.get("/auth/apikey/me")
@@ -30,7 +33,9 @@ async def get_api_key(caller: CallerDependency) -> rest.ApiKeyResponse:
 @router.delete("/auth/apikey/me", response_model=None)
 async def delete_api_key(_: CallerDependency) -> NoReturn:
     """Keys are an option of the server, which no client may change."""
-    raise HTTPException(403, "keys are not deleted here: take the key out of the server's --api-keys and restart it")
+    raise HTTPException(
+        403, "keys are not deleted here: take the key out of the server's (--api-keys-file) and restart it"
+    )
 
 
 def _not_served(path: str, what: str) -> None:

@@ -1,0 +1,53 @@
+"""What a server without keys answers: programs of its own machine, not pages that a browser there has open.
+
+Any web page may send requests to 127.0.0.1, and, with a name of its own that it lets point there (DNS rebinding), read
+the answers. A browser then names the page in `Origin` or the page's host in `Host`, and sends without asking only bodies
+of types that forms have.
+"""
+
+from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from skyrl.tinker.config import is_loopback
+
+BODY_TYPES = ("application/json", "application/x-protobuf")
+"""Media types of requests. A page may send neither to another site without asking it first."""
+WAY_OUT = "start the server with keys (--api-keys-file, or SKYRL_API_KEYS) to use it from elsewhere"
+
+
+class LocalOnly:
+    """ASGI middleware that refuses what a web page in a browser may have sent.
+
+    Args:
+        app: The application.
+        check_host: Whether `Host` has to be an address of this machine.
+        refuse: Makes the answer of a status and a reason.
+    """
+
+    def __init__(self, app: ASGIApp, check_host: bool, refuse: Callable[[int, str], ASGIApp]):
+        self._app = app
+        self._check_host = check_host
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = next(self._objections(scope), None) if scope["type"] == "http" else None
+        await (self._app if refusal is None else self._refuse(*refusal))(scope, receive, send)
+
+    def _objections(self, scope: Scope) -> Iterator[tuple[int, str]]:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host, origin = headers.get(b"host", ""), headers.get(b"origin")
+        if self._check_host and not is_loopback(_name(host)):
+            yield 403, f"Host={host[:300]!r} is not this machine, and this server has no keys; {WAY_OUT}"
+        if origin is not None and urlsplit(origin).netloc != host:
+            yield 403, f"Origin={origin[:300]!r}: web pages may not use a server without keys; {WAY_OUT}"
+        has_body = headers.get(b"content-length", "0") != "0" or b"transfer-encoding" in headers
+        media_type = headers.get(b"content-type", "").partition(";")[0].strip().lower()
+        if has_body and media_type not in BODY_TYPES:
+            yield 400, f"Content-Type={media_type[:300]!r} is not read; send {' or '.join(BODY_TYPES)}"
+
+
+def _name(host: str) -> str:
+    """Of `NAME:PORT` or `[ADDRESS]:PORT`, without the port."""
+    return urlsplit(f"//{host}").hostname or "" if host.count("[") == host.count("]") else ""
