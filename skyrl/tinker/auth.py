@@ -30,6 +30,13 @@ class Caller:
     """The sender of a request. `tenant` is None on a server without keys, where everybody may touch everything."""
 
     tenant: str | None
+    address: str = ""
+    """Where the request came from."""
+
+    @property
+    def sharer(self) -> str:
+        """Whose part of a limit the request counts for. Without keys that is an address: anybody can make sessions."""
+        return self.tenant or self.address
 
     def tenant_of(self, session_id: str) -> str:
         """The tenant that owns what this caller makes in that session."""

@@ -21,6 +21,8 @@ class Owed:
     operation: QueuedOperation
     bytes: int
     """What it takes in memory, roughly."""
+    sharer: str
+    """Whose part of the room it takes; see `Caller.sharer`."""
     accepted: Accepted | None = None
     """None: an earlier server took it in, and the log has to be read for what it is."""
     decided: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +52,7 @@ class Pending:
     def add(self, owed: Owed) -> None:
         self._by_id[owed.request_id] = owed
         self._by_model.setdefault(owed.model_id, {})[owed.request_id] = owed
-        self.quota.add(owed.tenant, owed.bytes)
+        self.quota.add(owed.sharer, owed.bytes)
 
     def get(self, request_id: str) -> Owed | None:
         return self._by_id.get(request_id)
@@ -59,7 +61,7 @@ class Pending:
         """Remove and return one; None if it is not there (any more)."""
         owed = self._by_id.pop(request_id, None)
         if owed is not None:
-            self.quota.remove(owed.tenant, owed.bytes)
+            self.quota.remove(owed.sharer, owed.bytes)
             of_model = self._by_model[owed.model_id]
             del of_model[request_id]
             if not of_model:

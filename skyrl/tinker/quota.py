@@ -1,7 +1,8 @@
-"""How much may wait at a time: so much of all tenants together, and at most half of that of one tenant.
+"""How much may be held at a time, shared so that no tenants together can keep another one out.
 
-So a tenant whose requests are not served, because they are too many or wait for one that does not come, leaves room for
-the others. Where nothing waits there is room for anything.
+A tenant may hold as much as it leaves free: half of what the others do not hold. So one that is alone has half of the
+limit; of n that take all they can, each ends with a part of 1/(n + 1). One that holds nothing is let in with one
+request, whatever its size and whatever the others hold: the total stays below the limit and one request of each tenant.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from skyrl.tinker.submission import Busy
 
 
 class Quota:
-    """Counts what waits. Limits are given with each question.
+    """Counts what is held. Limits are given with each question.
 
     Args:
         what: What is counted, with braces for the number, such as "{} samples".
@@ -22,16 +23,22 @@ class Quota:
         self._held: dict[str, int] = {}
         self.total = 0
 
-    def check(self, tenant: str | None, amount: int, limit: int) -> None:
-        """Raise `Busy` unless `amount` more may wait. A tenant that is not known (None) has no share of its own."""
-        own = self._held.get(tenant, 0) if tenant is not None else 0
-        if own and own + amount > limit // 2:
+    def check(self, tenant: str, amount: int, limit: int, aside: int = 0) -> None:
+        """Raise `Busy` unless `amount` more may be held.
+
+        Args:
+            tenant: Who would hold it.
+            amount: How much more.
+            limit: Of all tenants together.
+            aside: How much of what the tenant holds is not counted.
+        """
+        held = self._held.get(tenant, 0)
+        own, share = held - aside, max(0, limit - (self.total - held)) // 2
+        if own and own + amount > share:
             raise Busy(
-                f"{self._what.format(own)} of this sender are queued already, which may have {limit // 2} at a time; "
+                f"{self._what.format(held)} of this sender are queued already, which may have {share} at a time now; "
                 "send this one again in a second"
             )
-        if self.total and self.total + amount > limit:
-            raise Busy(f"{self._what.format(self.total)} are queued already; send this one again in a second")
 
     def add(self, tenant: str, amount: int) -> None:
         """Count `amount` more, whatever the limit."""
@@ -39,16 +46,16 @@ class Quota:
         self.total += amount
 
     def remove(self, tenant: str, amount: int) -> None:
-        """`amount` waits no more."""
+        """`amount` is held no more."""
         self.total -= amount
         self._held[tenant] -= amount
         if not self._held[tenant]:
             del self._held[tenant]
 
     @contextmanager
-    def reserved(self, tenant: str, amount: int, limit: int) -> Iterator[None]:
+    def reserved(self, tenant: str, amount: int, limit: int, aside: int = 0) -> Iterator[None]:
         """Keep room for `amount` until the end of the block. Raises `Busy` if there is none."""
-        self.check(tenant, amount, limit)
+        self.check(tenant, amount, limit, aside)
         self.add(tenant, amount)
         try:
             yield

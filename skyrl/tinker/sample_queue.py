@@ -36,9 +36,9 @@ from skyrl.types import ErrorResponse, Result, SampleOutput
 log = logging.getLogger(__name__)
 
 MAX_PENDING_SAMPLES = 20_000
-"""Samples that may wait at a time; of one tenant half as many. More are turned away for a second (429)."""
+"""Samples that may wait at a time, shared as in `quota`. More are turned away for a second (429)."""
 MAX_PENDING_BYTES = 2 * 2**30
-"""What they may take in memory, together; those of one tenant half of it."""
+"""What they may take in memory, together, shared alike."""
 OVERHEAD_BYTES = 4096
 """What a sample counts for beside its body, or its prompt and targets."""
 TOGETHER = 2
@@ -55,6 +55,8 @@ class _Waiting:
     sample: Sample
     bytes: int
     """What it takes in memory, roughly."""
+    sharer: str
+    """Whose part of the room it takes; see `Caller.sharer`."""
 
 
 class SampleQueue:
@@ -113,17 +115,17 @@ class SampleQueue:
         waiting = None
         if refusal is None and accepted is not None:
             assert isinstance(accepted.operation, Sample)
-            waiting = _Waiting(operation, accepted.operation, _size(body, accepted.operation))
-            self._number.check(target.tenant, 1, MAX_PENDING_SAMPLES)
-            self._bytes.check(target.tenant, waiting.bytes, MAX_PENDING_BYTES)
+            waiting = _Waiting(operation, accepted.operation, _size(body, accepted.operation), admission.caller.sharer)
+            self._number.check(waiting.sharer, 1, MAX_PENDING_SAMPLES)
+            self._bytes.check(waiting.sharer, waiting.bytes, MAX_PENDING_BYTES)
         self._futures.add(request_id, target.tenant, key)
         if waiting is None:
             self._futures.set(request_id, refusal or Lost())
         else:
             self._pending[request_id] = waiting
             self._wait(request_id, waiting)
-            self._number.add(target.tenant, 1)
-            self._bytes.add(target.tenant, waiting.bytes)
+            self._number.add(waiting.sharer, 1)
+            self._bytes.add(waiting.sharer, waiting.bytes)
             self._send_what_may_go()
         return request_id
 
@@ -207,8 +209,8 @@ class SampleQueue:
         waiting = self._pending.pop(request_id, None)
         if waiting is not None:
             self._service.version_use.ended(waiting.sample)
-            self._number.remove(waiting.sample.tenant, 1)
-            self._bytes.remove(waiting.sample.tenant, waiting.bytes)
+            self._number.remove(waiting.sharer, 1)
+            self._bytes.remove(waiting.sharer, waiting.bytes)
         return waiting
 
     def _send_what_may_go(self) -> None:

@@ -30,14 +30,16 @@ from skyrl.types import ErrorResponse, Result, SaveOutput
 from skyrl.utils.crash_points import crash_point
 
 MAX_PENDING_BYTES = 2 * 2**30
-"""What training requests that wait may take in memory, together; those of one tenant half of it. Past that a submission
-is turned away for a second (429)."""
+"""What training requests that wait may take in memory, together, shared as in `quota`. Past that a submission is turned
+away for a second (429)."""
 OVERHEAD_BYTES = 4096
 """What a training request counts for beside what it was sent with."""
 PATIENCE_S = 30.0
 """Seconds after which a submission that the database has not answered is turned away. It is logged all the same."""
 HELD_BYTES = "held_bytes"
 """In `Admission.decided`: what a request counts for."""
+SHARER = "sharer"
+"""In `Admission.decided`: whose part of the room it takes."""
 
 
 class TrainingQueue:
@@ -67,11 +69,11 @@ class TrainingQueue:
         Raises as `admit`, and `Busy`: too many bytes wait already, or the database does not answer.
         """
         quota = self._pending.quota
-        quota.check(caller.tenant, OVERHEAD_BYTES + len(body.data), MAX_PENDING_BYTES)  # before it is decoded
+        quota.check(caller.sharer, OVERHEAD_BYTES + len(body.data), MAX_PENDING_BYTES)  # before it is decoded
         admission, parsed = await admit(self._service, operation, body, caller)
         size = OVERHEAD_BYTES + max(len(body.data), parsed.held_bytes)
-        admission.decided[HELD_BYTES] = size
-        with quota.reserved(admission.target.tenant, size, MAX_PENDING_BYTES):
+        admission.decided[HELD_BYTES], admission.decided[SHARER] = size, caller.sharer
+        with quota.reserved(caller.sharer, size, MAX_PENDING_BYTES):
             accepted, refusal = await self._accept(operation, admission, parsed)
         entry = request_log.Entry(
             request_id=admission.request_id,
@@ -88,7 +90,7 @@ class TrainingQueue:
         )
         crash_point("api: request parsed, not logged")
         # Known from here on, so that a poll never finds it missing. There was no await since the room for it was kept.
-        owed = _owed(entry.request_id, operation, entry, size)
+        owed = _owed(entry.request_id, operation, entry, size, caller.sharer)
         owed.accepted = accepted
         self._futures.add(owed.request_id, owed.tenant)
         self._pending.add(owed)
@@ -176,7 +178,8 @@ class TrainingQueue:
         self._versions.restore(await database.read(model_log.unwritten_versions, "unwritten versions"))
         for request in await database.read(request_log.pending, "pending requests"):
             size = request.decided.get(HELD_BYTES, OVERHEAD_BYTES + request.body_bytes)
-            owed = _owed(request.request_id, OPERATIONS[request.kind], request, size)
+            sharer = request.decided.get(SHARER, request.tenant)
+            owed = _owed(request.request_id, OPERATIONS[request.kind], request, size, sharer)
             owed.logged = True
             self._futures.add(owed.request_id, owed.tenant)
             self._pending.add(owed)
@@ -195,6 +198,7 @@ def _owed(
     operation: QueuedOperation,
     source: request_log.Entry | request_log.PendingRequest,
     size: int,
+    sharer: str,
 ) -> Owed:
     return Owed(
         request_id=request_id,
@@ -203,5 +207,6 @@ def _owed(
         seq_id=source.seq_id,
         operation=operation,
         bytes=size,
+        sharer=sharer,
         decided=source.decided,
     )

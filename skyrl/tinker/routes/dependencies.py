@@ -3,6 +3,7 @@
 All dependencies are coroutines: others would each be a journey to a thread and back.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, cast
 
 from fastapi import Depends, Query, Request
@@ -32,7 +33,8 @@ async def _queue(request: Request) -> RequestQueue:
 
 async def _caller(request: Request) -> Caller:
     try:
-        return _server(request).service.keys.caller(request.headers.get("x-api-key"))
+        caller = _server(request).service.keys.caller(request.headers.get("x-api-key"))
+        return replace(caller, address=request.client.host if request.client else "")
     except BadKey as error:
         # Clients that read this of a token make another and try again.
         challenge = {"WWW-Authenticate": 'Bearer error="invalid_token"'} if error.is_token else None
