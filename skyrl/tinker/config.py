@@ -171,7 +171,7 @@ class EngineConfig(BaseModel):
     """Largest request body in bytes, after decompression."""
 
     gap_timeout_s: float = Field(300.0, gt=0)
-    """Seconds that requests wait for a missing earlier seq_id of their model before they fail."""
+    """Seconds without anything new of a model after which requests that wait for an earlier seq_id of it fail."""
 
     engine_heartbeat_timeout_sec: float = Field(60, ge=0, allow_inf_nan=False)
     """Seconds without a sign of life after which the engine process counts as hung, is killed and started again; 0:

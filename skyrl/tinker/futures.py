@@ -1,20 +1,21 @@
 """Results that clients wait for.
 
 A future is made before its request is acknowledged and answered once; its answer may be read any number of times. Those
-of samples live here only: finished ones are dropped, oldest first, when their bytes exceed a cap (the client then
-resubmits). Those of training requests are stored in the database before they are answered here, so finished ones are a
-cache of it and may be dropped at any time.
+of samples live here only: finished ones are dropped when their bytes exceed a cap (the client then resubmits), the
+oldest of the tenant that holds most, whose newest stays: nobody else loses anything by large answers. Those of training
+requests are stored in the database before they are answered here, so finished ones are a cache of it and may be dropped
+at any time.
 """
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter
 from dataclasses import dataclass
 
 from skyrl.tinker.completions import Completions, client_of
 from skyrl.types import ErrorCategory
 
 MAX_FINISHED_BYTES = 256 * 2**20
-"""Answers kept in memory, together."""
+"""Answers kept in memory, together; more only where the tenant that holds most has a single one."""
 OVERHEAD_BYTES = 1536
 """What an answer counts for beside its body."""
 
@@ -86,7 +87,10 @@ class Futures:
         self._max_bytes = max_finished_bytes
         self._by_id: dict[str, PendingFuture] = {}
         self._sample_ids: dict[tuple[str, int], str] = {}
-        self._finished: OrderedDict[str, int] = OrderedDict()
+        self._finished: dict[str, dict[str, int]] = {}
+        """Bytes of finished answers, by tenant and id, the oldest first."""
+        self._bytes_of: Counter[str] = Counter()
+        """By tenant."""
         self._finished_bytes = 0
         self._closing = False
 
@@ -107,7 +111,7 @@ class Futures:
         return self._sample_ids.get(key)
 
     def set(self, request_id: str, outcome: Outcome) -> None:
-        """Answer a future, and drop the oldest answers that exceed the cap. Unknown ids are ignored."""
+        """Answer a future, and drop answers that exceed the cap. Unknown ids are ignored."""
         future = self._by_id.get(request_id)
         if future is None or future.outcome is not None:
             return
@@ -119,10 +123,14 @@ class Futures:
             self.drop(request_id)
             return
         size = OVERHEAD_BYTES + (len(outcome.body) if isinstance(outcome, Answer) else len(outcome.error))
-        self._finished[request_id] = size
+        self._finished.setdefault(future.tenant, {})[request_id] = size
+        self._bytes_of[future.tenant] += size
         self._finished_bytes += size
-        while self._finished_bytes > self._max_bytes and len(self._finished) > 1:
-            self.drop(next(iter(self._finished)))
+        while self._finished_bytes > self._max_bytes:
+            most = self._finished[max(self._bytes_of, key=self._bytes_of.__getitem__)]
+            if len(most) == 1:
+                break
+            self.drop(next(iter(most)))
 
     def drop(self, request_id: str) -> None:
         """Forget a future. Who waits for it keeps waiting for its outcome."""
@@ -130,7 +138,11 @@ class Futures:
         if future is not None and future.key is not None:
             self._sample_ids.pop(future.key, None)
             self.completions.outlive(client_of(future.key), request_id)
-        self._finished_bytes -= self._finished.pop(request_id, 0)
+        if future is not None and (size := self._finished.get(future.tenant, {}).pop(request_id, 0)):
+            self._finished_bytes -= size
+            self._bytes_of[future.tenant] -= size
+            if not self._finished[future.tenant]:
+                del self._finished[future.tenant], self._bytes_of[future.tenant]
 
     def clear_reasons(self) -> None:
         """What was known of why something takes long is so no more."""

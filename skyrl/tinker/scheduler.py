@@ -1,9 +1,9 @@
 """In which order requests reach the backend: strictly by seq_id in a model, fairly between tenants.
 
 A model's requests carry seq_ids 0, 1, 2, ... and may arrive in any order after 0, its creation. One that arrives early
-is held until those before it are here. If they do not come for `gap_timeout_s`, what is held fails, in its place in the
-model's order, and the model goes on with the next request. Requests whose turn has come wait in two fair queues, one of
-model operations and one of samples, because the backend works on both at once.
+is held until those before it are here. If nothing of the model comes for `gap_timeout_s`, what is held fails, in its
+place in the model's order, and the model goes on with the next request. Requests whose turn has come wait in two fair
+queues, one of model operations and one of samples, because the backend works on both at once.
 
 It also knows how far each model is: which request was the last to end. A revived model has a place in its order again
 once all that repeats its past has ended.
@@ -55,7 +55,7 @@ class Scheduler:
     """Orders requests: `add` them, submit what `next` returns, report its end to `done`; `expire` at `deadline`.
 
     Args:
-        gap_timeout_s: Seconds that a request waits for a missing earlier one.
+        gap_timeout_s: Seconds that requests wait for a missing earlier one while nothing else of their model comes.
         training_window: See `TRAINING_WINDOW`.
         sampling_window: See `SAMPLING_WINDOW`.
         weights: Of tenants; all others weigh 1.
@@ -73,7 +73,7 @@ class Scheduler:
         self._samples: FairQueue[Operation] = FairQueue(sampling_window, weights=weights)
         self._lines: dict[str, _Line] = {}
         self._gaps: dict[str, float] = {}
-        """Models with held requests, and since when they wait for the one that is missing now."""
+        """Models with held requests, and when something of them came last."""
         self._notices: list[tuple[str, str | None]] = []
         self._own: set[str] = set()
         self._seq_ids: dict[str, int] = {}
@@ -179,7 +179,7 @@ class Scheduler:
             return
         line.held[seq_id] = operation
         if seq_id > line.next_seq_id:
-            self._gaps.setdefault(operation.model_id, now)
+            self._gaps[operation.model_id] = now
             reason = f"waiting for the request with seq_id={line.next_seq_id}, which has not arrived"
             self._notices.append((operation.request_id, reason))
             return

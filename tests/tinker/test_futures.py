@@ -75,3 +75,25 @@ def test_closing_lets_go_of_all_who_wait_now_or_later():
         return await waiting, await futures.add("b", "t").wait(60)
 
     assert asyncio.run(main()) == (None, None)
+
+
+def test_large_answers_of_a_tenant_drop_only_its_own():
+    futures = Futures(max_finished_bytes=10 * OVERHEAD_BYTES)
+    for number in range(3):
+        futures.add(f"small-{number}", "careful")
+        futures.set(f"small-{number}", Answer(b"1"))
+    for number in range(3):
+        futures.add(f"large-{number}", "greedy")
+        futures.set(f"large-{number}", Answer(bytes(8 * OVERHEAD_BYTES)))
+    kept = [f"{size}-{number}" for size in ("small", "large") for number in range(3)]
+    assert [name for name in kept if futures.get(name)] == ["small-0", "small-1", "small-2", "large-2"]
+
+
+def test_a_large_answer_is_not_dropped_for_the_next_small_one_of_somebody_else():
+    futures = Futures(max_finished_bytes=4 * OVERHEAD_BYTES)
+    futures.add("large", "a")
+    futures.set("large", Answer(bytes(4 * OVERHEAD_BYTES)))
+    for number in range(3):
+        futures.add(f"small-{number}", "b")
+        futures.set(f"small-{number}", Answer(b"1"))
+    assert futures.get("large") is not None

@@ -52,7 +52,7 @@ def test_tenants_that_take_all_they_can_leave_room_for_the_next(order, size):
 
 
 def test_tenants_that_come_and_go_end_with_equal_parts():
-    quota, held = Quota("{}"), {tenant: 0 for tenant in TENANTS[:4]}
+    quota, held = Quota("{}"), dict.fromkeys(TENANTS[:4], 0)
     for turn in range(2000):
         tenant = TENANTS[turn % 4]
         if held[tenant] and turn % 3 == 0:

@@ -131,6 +131,12 @@ def test_a_model_goes_on_with_the_next_request_after_a_gap_expired():
     assert submitted(scheduler)[-1] == save(3)
 
 
+def test_what_still_arrives_is_not_given_up():
+    scheduler = with_model((3, save(3)))
+    scheduler.add(save(2), 2, TIMEOUT_S - 1)
+    assert scheduler.deadline() == 2 * TIMEOUT_S - 1
+
+
 def test_a_gap_that_moves_on_gets_a_new_deadline():
     scheduler = with_model((3, save(3)))
     scheduler.add(save(1), 1, 200.0)
