@@ -18,21 +18,24 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl.errors import RequestError, UnknownName
+from skyrl.tinker.body_room import announced_length
 from skyrl.tinker.db import DatabaseFull
 from skyrl.tinker.fence import Superseded
 from skyrl.tinker.parsing import MalformedBody, brief, describe
 from skyrl.tinker.persistent import Stopped
+from skyrl.tinker.quota import Busy
 from skyrl.tinker.service import EngineStarting
-from skyrl.tinker.submission import Busy
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
 """Seconds without a byte after which a body that is not complete is given up; clients give up as soon."""
+MIN_BYTES_PER_S = 2**14
+"""What a body has to come at, on the whole, after the first `PATIENCE_S`."""
 
 
 class BodyLimit:
-    """ASGI middleware that bounds bodies: at their path's limit it answers 413, at one that stops coming 408.
+    """ASGI middleware that bounds bodies: it answers 413 at their path's limit, 408 at one that stops or trickles.
 
     Args:
         app: The application.
@@ -50,17 +53,20 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         limit, size, complete = self._limit_of(scope["path"]), 0, False
-        announced = _announced_length(scope)
+        start = asyncio.get_running_loop().time()
+        announced = announced_length(scope)
 
         async def limited() -> Message:
             nonlocal size, complete
             if announced > limit:
                 raise _too_large(limit)
+            now = asyncio.get_running_loop().time()
+            left_s = start + self._patience_s + size / MIN_BYTES_PER_S - now
             try:
-                async with asyncio.timeout(None if complete else self._patience_s):
+                async with asyncio.timeout(None if complete else min(self._patience_s, left_s)):
                     message = await receive()
             except TimeoutError:
-                raise HTTPException(408, f"nothing came for {self._patience_s:g} s; send the whole body") from None
+                raise HTTPException(408, _too_slow(size, now - start, self._patience_s)) from None
             complete |= not message.get("more_body", False)
             size += len(message.get("body", b""))
             if size > limit:
@@ -70,10 +76,11 @@ class BodyLimit:
         await self._app(scope, limited, send)
 
 
-def _announced_length(scope: Scope) -> int:
-    """The request's Content-Length; 0 where it has none."""
-    length = dict(scope["headers"]).get(b"content-length", b"0")
-    return int(length) if length.isdigit() else 0
+def _too_slow(size: int, seconds: float, patience_s: float) -> str:
+    return (
+        f"{size} bytes of the body came in {seconds:.0f} s, then no more; send the whole body, without a pause of "
+        f"{patience_s:g} s and at {MIN_BYTES_PER_S} bytes per second or more"
+    )
 
 
 def _too_large(limit: int) -> HTTPException:

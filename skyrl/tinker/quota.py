@@ -8,7 +8,9 @@ request, whatever its size and whatever the others hold: the total stays below t
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from skyrl.tinker.submission import Busy
+
+class Busy(Exception):
+    """Too much is held; the client should send the request again in a moment."""
 
 
 class Quota:

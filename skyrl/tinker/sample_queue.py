@@ -23,7 +23,7 @@ from skyrl.tinker.codec import encoded
 from skyrl.tinker.completions import client_of
 from skyrl.tinker.futures import PROTOBUF, Answer, Failure, Lost
 from skyrl.tinker.operations import QueuedOperation
-from skyrl.tinker.parsing import Body, Parsed, SamplerAddress
+from skyrl.tinker.parsing import JSON_FACTOR, Body, Parsed, SamplerAddress
 from skyrl.tinker.quota import Quota
 from skyrl.tinker.sample_counts import SampleCounts
 from skyrl.tinker.service import Service
@@ -77,6 +77,8 @@ class SampleQueue:
         """Those of `_pending` that the engine that runs does not have."""
         self._number, self._bytes = Quota("{} samples"), Quota("samples of {} bytes")
         """What is in `_pending`."""
+        self._read = Quota("unread samples of {} bytes")
+        """What those that are being read may take meanwhile."""
         self._alone: str | None = None
         """The suspect that the engine has to itself."""
         self._counts = SampleCounts(service.database)
@@ -84,6 +86,10 @@ class SampleQueue:
 
     async def submit(self, operation: QueuedOperation, body: Body, caller: Caller) -> tuple[str, int]:
         """Take in a sample. Returns (request id, number of sequences). Raises as `admit`, and `Busy`."""
+        with self._read.reserved(caller.sharer, JSON_FACTOR * len(body.data), MAX_PENDING_BYTES):
+            return await self._read_and_take_in(operation, body, caller)
+
+    async def _read_and_take_in(self, operation: QueuedOperation, body: Body, caller: Caller) -> tuple[str, int]:
         admission, parsed = await admit(self._service, operation, body, caller)
         assert isinstance(parsed.address, SamplerAddress)
         key, count = (parsed.address.sampling_session_id, parsed.address.seq_id), parsed.address.num_samples

@@ -11,6 +11,7 @@ from skyrl.errors import RequestError
 from skyrl.tinker.activity import Activity
 from skyrl.tinker.auth import Keys
 from skyrl.tinker.blame import Blame
+from skyrl.tinker.body_room import BodyRoom
 from skyrl.tinker.channel import FromEngine, ToEngine
 from skyrl.tinker.codec import Bodies
 from skyrl.tinker.config import EngineConfig
@@ -87,6 +88,7 @@ class Service:
         self.version_use = VersionUse()
         self.bodies = Bodies()
         self.listings = Listings(database)
+        self.body_room = BodyRoom()
         self.redact = Redaction(config)
         self.became_ready = asyncio.Event()
         self._waited = asyncio.Event()

@@ -19,10 +19,6 @@ REFUSED = "refused"
 """In `Admission.decided`: why a request was refused when it came, and what that means to the gradient sums."""
 
 
-class Busy(Exception):
-    """Too much is queued; the client should send the request again in a moment."""
-
-
 async def admit(service: Service, operation: QueuedOperation, body: Body, caller: Caller) -> tuple[Admission, Parsed]:
     """Parse a request and find what it is for.
 

@@ -21,9 +21,10 @@ from skyrl.tinker.outcomes import Outcomes
 from skyrl.tinker.parsing import Body, Parsed
 from skyrl.tinker.pending import Owed, Pending
 from skyrl.tinker.persistent import Persistent
+from skyrl.tinker.quota import Busy
 from skyrl.tinker.residents import Residents, is_pass
 from skyrl.tinker.service import Service
-from skyrl.tinker.submission import Busy, accept, admit, refused_at_once, rejected
+from skyrl.tinker.submission import accept, admit, refused_at_once, rejected
 from skyrl.tinker.tasks import Tasks
 from skyrl.tinker.versions import UnwrittenVersions
 from skyrl.types import ErrorResponse, Result, SaveOutput

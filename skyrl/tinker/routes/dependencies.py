@@ -3,6 +3,7 @@
 All dependencies are coroutines: others would each be a journey to a thread and back.
 """
 
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Annotated, Any, cast
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from skyrl.tinker.auth import BadKey, Caller
+from skyrl.tinker.body_room import announced_length
 from skyrl.tinker.codec import NOBODY
 from skyrl.tinker.ids import CheckpointKind, TinkerPath
 from skyrl.tinker.parsing import Body, MalformedBody, describe_faults, json_object
@@ -41,12 +43,6 @@ async def _caller(request: Request) -> Caller:
         raise HTTPException(401, str(error), challenge) from error
 
 
-async def _body(request: Request) -> Body:
-    headers = request.headers
-    content_type = headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    return Body(await request.body(), content_type, headers.get("content-encoding", "").strip().lower())
-
-
 async def _path(run_id: str, kind: CheckpointKind, name: str) -> TinkerPath:
     return TinkerPath(run_id, kind, name)
 
@@ -54,6 +50,22 @@ async def _path(run_id: str, kind: CheckpointKind, name: str) -> TinkerPath:
 ServiceDependency = Annotated[Service, Depends(_service)]
 QueueDependency = Annotated[RequestQueue, Depends(_queue)]
 CallerDependency = Annotated[Caller, Depends(_caller)]
+
+
+async def _body(request: Request, service: ServiceDependency, caller: CallerDependency) -> AsyncIterator[Body]:
+    """The body, read once the caller is known and there is room for it, which is kept until the request is answered."""
+    headers = request.headers
+    content_type = headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    with service.body_room.keep(caller.sharer) as room:
+        room.grow_to(announced_length(request.scope))
+        pieces, size = [], 0
+        async for piece in request.stream():
+            size += len(piece)
+            room.grow_to(size)
+            pieces.append(piece)
+        yield Body(b"".join(pieces), content_type, headers.get("content-encoding", "").strip().lower())
+
+
 BodyDependency = Annotated[Body, Depends(_body)]
 
 PathDependency = Annotated[TinkerPath, Depends(_path)]

@@ -1,0 +1,107 @@
+"""Bodies that are on their way: who may send, and how much, is known before they are read."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from starlette.exceptions import HTTPException
+
+from skyrl.tinker import body_room, http
+from skyrl.tinker.http import BodyLimit
+from tests.tinker.harness import LiveServer
+from tests.tinker.test_http_fuzz import address
+
+KIB = 2**10
+LARGE = 128 * KIB
+KEYS = ("tml-a", "tml-b")
+
+
+@pytest.fixture
+def small_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
+    """A server with keys that has room for four large bodies."""
+    monkeypatch.setattr(body_room, "MAX_BYTES", 4 * LARGE)
+    with LiveServer(tmp_path, api_keys=KEYS) as server:
+        server.http.headers["X-API-Key"] = KEYS[1]
+        yield server
+
+
+def begin(server: LiveServer, stack: ExitStack, key: str, length: str) -> socket.socket:
+    """A request of which only the headers have come."""
+    connection = stack.enter_context(socket.create_connection(address(server), timeout=20))
+    head = f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\n{length}\r\n\r\n"
+    connection.sendall(head.encode())
+    return connection
+
+
+def status(connection: socket.socket) -> int:
+    return int(connection.recv(4096).split()[1])
+
+
+def silent(connection: socket.socket, seconds: float = 0.2) -> bool:
+    connection.settimeout(seconds)
+    try:
+        return not connection.recv(1)
+    except TimeoutError:
+        return True
+
+
+def test_a_wrong_key_is_refused_before_its_body_has_come(small_room):
+    with ExitStack() as stack:
+        assert status(begin(small_room, stack, "tml-wrong", f"Content-Length: {LARGE}")) == 401
+
+
+def test_bodies_that_do_not_come_take_only_their_senders_room(small_room):
+    with ExitStack() as stack:
+        waiting = [begin(small_room, stack, KEYS[0], f"Content-Length: {LARGE}") for _ in range(2)]
+        assert all(silent(connection) for connection in waiting)
+        assert status(begin(small_room, stack, KEYS[0], f"Content-Length: {LARGE}")) == 429
+        assert silent(begin(small_room, stack, KEYS[1], f"Content-Length: {LARGE}"))
+
+
+def test_a_body_that_announces_no_length_takes_room_as_it_comes(small_room):
+    with ExitStack() as stack:
+        for _ in range(2):
+            assert silent(begin(small_room, stack, KEYS[0], f"Content-Length: {LARGE}"))
+        chunked = begin(small_room, stack, KEYS[0], "Transfer-Encoding: chunked")
+        assert silent(chunked)
+        chunked.sendall(b"%x\r\n" % LARGE + bytes(LARGE) + b"\r\n")
+        chunked.settimeout(20)
+        assert status(chunked) == 429
+
+
+def test_a_sender_without_room_may_still_make_sessions(small_room):
+    small_room.http.headers["X-API-Key"] = KEYS[0]
+    with ExitStack() as stack:
+        for _ in range(2):
+            assert silent(begin(small_room, stack, KEYS[0], f"Content-Length: {LARGE}"))
+        small_room.session()
+
+
+def test_room_comes_back_when_the_sender_leaves(small_room):
+    for _ in range(4):
+        with ExitStack() as stack:
+            assert silent(begin(small_room, stack, KEYS[0], f"Content-Length: {2 * LARGE}"), 0.05)
+    quota = small_room.app.state.server.service.body_room.quota
+    while quota.total:
+        pass
+
+
+def test_a_body_that_trickles_is_given_up(monkeypatch):
+    monkeypatch.setattr(http, "MIN_BYTES_PER_S", 1000)
+
+    async def application(scope, receive, send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+
+    async def receive() -> dict[str, object]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": b"1", "more_body": True}
+
+    bounded = BodyLimit(application, lambda path: 10**9, patience_s=0.1)
+    scope = {"type": "http", "path": "/", "headers": []}
+    with pytest.raises(HTTPException, match="1000 bytes per second") as refusal:
+        asyncio.run(asyncio.wait_for(bounded(scope, receive, None), 10))
+    assert refusal.value.status_code == 408
