@@ -31,6 +31,9 @@ class Owed:
     sent: bool = False
     """Whether the engine that runs now has it."""
 
+    held: bool = False
+    """Whether the engine waits for an earlier one of its model."""
+
     @property
     def creates(self) -> bool:
         """Whether its model is made by it."""
@@ -67,6 +70,11 @@ class Pending:
             if not of_model:
                 del self._by_model[owed.model_id]
         return owed
+
+    def held(self, sharer: str, model_id: str | None = None) -> list[Owed]:
+        """A sender's requests that the engine holds for want of an earlier one: of a model, or of all."""
+        some = self._by_id if model_id is None else self._by_model.get(model_id, {})
+        return [owed for owed in some.values() if owed.held and owed.sharer == sharer]
 
     def models(self) -> list[str]:
         """Models that are owed anything."""

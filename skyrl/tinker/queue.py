@@ -75,6 +75,7 @@ class RequestQueue:
         """The engine cannot start a request yet (or, None, now can)."""
         if (future := self._service.futures.get(request_id)) is not None:
             future.reason = reason
+        self.training.held(request_id, reason is not None)
 
     def park(self, session_id: str | None = None) -> None:
         """Put models on disk whose session has ended or is silent; or those of one session, which ends now."""

@@ -34,13 +34,20 @@ class Quota:
             limit: Of all tenants together.
             aside: How much of what the tenant holds is not counted.
         """
-        held = self._held.get(tenant, 0)
-        own, share = held - aside, max(0, limit - (self.total - held)) // 2
-        if own and own + amount > share:
+        if not self.has_room(tenant, amount, limit, aside):
             raise Busy(
-                f"{self._what.format(held)} of this sender are queued already, which may have {share} at a time now; "
-                "send this one again in a second"
+                f"{self._what.format(self._held[tenant])} of this sender are queued already, which may have "
+                f"{self._share(tenant, limit)} at a time now; send this one again in a second"
             )
+
+    def has_room(self, tenant: str, amount: int, limit: int, aside: int = 0) -> bool:
+        """Whether `check` lets it in."""
+        own = self._held.get(tenant, 0) - aside
+        return not own or own + amount <= self._share(tenant, limit)
+
+    def _share(self, tenant: str, limit: int) -> int:
+        """What a tenant may hold while the others hold what they do."""
+        return max(0, limit - (self.total - self._held.get(tenant, 0))) // 2
 
     def add(self, tenant: str, amount: int) -> None:
         """Count `amount` more, whatever the limit."""

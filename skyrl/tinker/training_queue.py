@@ -69,12 +69,12 @@ class TrainingQueue:
 
         Raises as `admit`, and `Busy`: too many bytes wait already, or the database does not answer.
         """
-        quota = self._pending.quota
-        quota.check(caller.sharer, OVERHEAD_BYTES + len(body.data), MAX_PENDING_BYTES)  # before it is decoded
+        self._check_undecoded(caller.sharer, OVERHEAD_BYTES + len(body.data))
         admission, parsed = await admit(self._service, operation, body, caller)
         size = OVERHEAD_BYTES + max(len(body.data), parsed.held_bytes)
         admission.decided[HELD_BYTES], admission.decided[SHARER] = size, caller.sharer
-        with quota.reserved(caller.sharer, size, MAX_PENDING_BYTES):
+        aside = self._aside(admission, size)
+        with self._pending.quota.reserved(caller.sharer, size, MAX_PENDING_BYTES, aside):
             accepted, refusal = await self._accept(operation, admission, parsed)
         entry = request_log.Entry(
             request_id=admission.request_id,
@@ -100,6 +100,36 @@ class TrainingQueue:
                 return await self._tasks.unbroken(self._log_and_send(owed, accepted, refusal, entry))
         except TimeoutError:
             raise Busy(f"the database has not answered for {PATIENCE_S:g} s; send this one again in a second") from None
+
+    def _check_undecoded(self, sharer: str, size: int) -> None:
+        """Raise `Busy` for a request of which nothing but its size is known, unless it may be what others wait for."""
+        quota = self._pending.quota
+        if not quota.has_room(sharer, size, MAX_PENDING_BYTES):
+            aside = sum(owed.bytes for owed in self._pending.held(sharer))
+            quota.check(sharer, size, MAX_PENDING_BYTES, aside)
+
+    def _aside(self, admission: Admission, size: int) -> int:
+        """How much of what its sender has here a request need not share the room with.
+
+        Raises:
+            RequestError: It would be held, and there will never be room for all that is: the client sends what they
+                wait for only after them.
+        """
+        target, sharer = admission.target, admission.caller.sharer
+        if self._pending.quota.has_room(sharer, size, MAX_PENDING_BYTES):
+            return 0
+        held = {owed.seq_id: owed.bytes for owed in self._pending.held(sharer, target.model_id) if owed.seq_id}
+        if not held or target.seq_id is None or target.seq_id in held:
+            return 0
+        earlier, bytes_held = target.seq_id < min(held), sum(held.values())
+        limit = MAX_PENDING_BYTES // 4 * (3 if earlier else 2)
+        if bytes_held + size > limit:
+            raise RequestError(
+                f"seq_id={target.seq_id} of model_id={target.model_id} would make {bytes_held + size} bytes of "
+                f"requests that wait for an earlier one, of which there may be {limit}; send a batch of fewer "
+                "tokens (or fewer targets for each), in several passes before the optimizer step"
+            )
+        return bytes_held if earlier else 0
 
     async def _accept(
         self, operation: QueuedOperation, admission: Admission, parsed: Parsed
@@ -140,6 +170,11 @@ class TrainingQueue:
 
     # -- what the engine says -----------------------------------------------------------------------------------------
 
+    def held(self, request_id: str, held: bool) -> None:
+        """The engine holds a request for want of an earlier one, or no longer."""
+        if (owed := self._pending.get(request_id)) is not None:
+            owed.held = held
+
     def done(self, request_id: str, result: Result) -> None:
         """The engine has finished a request."""
         owed = self._pending.pop(request_id)
@@ -161,6 +196,8 @@ class TrainingQueue:
 
     def engine_ended(self, running: Collection[str]) -> None:
         """The engine has ended by itself while it worked on `running`."""
+        for owed in self._pending:
+            owed.held = False
         self.residents.engine_ended()
         for request_id in running:
             self._fail_poisonous(request_id)

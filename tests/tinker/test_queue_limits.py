@@ -264,3 +264,39 @@ def test_the_room_of_training_requests_comes_back_however_they_end(own_server, m
     own_server.failure(post_pass(own_server, model, 5, rows).json()["request_id"])
     model = own_server.model()
     assert accepted(lambda number: post_pass(own_server, model, 2 + number, rows)) == 1
+
+
+# -- batches in several requests, the first of which comes last -------------------------------------------------------
+
+
+def send_held(server: LiveServer, model: str, seq_id: int) -> httpx.Response:
+    """A pass of a little more than a mebibyte that waits for an earlier one, and is known to."""
+    response = post_pass(server, model, seq_id, [[1] * 1000] * 90)
+    while response.status_code == 200 and "queue_state_reason" not in server.poll(response.json()["request_id"]).json():
+        pass
+    return response
+
+
+def test_a_batch_that_can_never_fit_is_refused_at_once_with_the_number(own_server, monkeypatch):
+    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", 8 * MIB)
+    model = own_server.model()
+    answers = [send_held(own_server, model, seq_id) for seq_id in range(2, 6)]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 400]
+    assert f"of which there may be {4 * MIB}" in answers[-1].json()["detail"]
+
+
+def test_the_first_request_of_a_batch_is_let_in_though_the_others_fill_the_room(own_server, monkeypatch):
+    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", 8 * MIB)
+    model = own_server.model()
+    held = [send_held(own_server, model, seq_id) for seq_id in range(2, 5)]
+    first = post_pass(own_server, model, 1, [[1] * 1000] * 90)
+    assert first.status_code == 200, first.text
+    for response in [first, *held]:
+        own_server.pass_result(response.json()["request_id"])
+
+
+def test_requests_that_come_in_reverse_are_bounded_too(own_server, monkeypatch):
+    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", 8 * MIB)
+    model = own_server.model()
+    answers = [send_held(own_server, model, seq_id).status_code for seq_id in range(20, 12, -1)]
+    assert 400 in answers and answers.count(200) <= 6
