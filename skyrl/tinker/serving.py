@@ -24,6 +24,7 @@ from skyrl.errors import RequestError
 from skyrl.tinker.api_process import BACKLOG, KeeperLink, fail
 from skyrl.tinker.app import create_app
 from skyrl.tinker.config import EngineConfig, without_password
+from skyrl.tinker.connections import Connection
 from skyrl.tinker.db import Unreachable
 from skyrl.tinker.engine_process import EngineProcess
 from skyrl.tinker.server import TinkerServer
@@ -66,7 +67,7 @@ async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket
     server: TinkerServer = app.state.server
     options = uvicorn.Config(
         app,
-        http="h11",  # which bounds headers, as httptools, if that happens to be installed, does not
+        http=Connection,  # of h11, which bounds headers, as httptools, if that happens to be installed, does not
         lifespan="off",
         log_config=None,
         access_log=False,

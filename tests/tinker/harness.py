@@ -25,6 +25,7 @@ from skyrl.tinker.channel import (
     ToEngine,
 )
 from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.connections import Connection
 from skyrl.tinker.engine import TinkerEngine
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
 from skyrl.types import BackendInfo
@@ -167,7 +168,7 @@ class LiveServer:
             timeout=60,
         )
         self._uvicorn = uvicorn.Server(
-            uvicorn.Config(self.app, http="h11", log_config=None, timeout_graceful_shutdown=1)
+            uvicorn.Config(self.app, http=Connection, log_config=None, timeout_graceful_shutdown=1)
         )
         self._thread = threading.Thread(target=self._uvicorn.run, kwargs={"sockets": [self._listener]})
         self._thread.start()

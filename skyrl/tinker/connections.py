@@ -1,0 +1,73 @@
+"""Connections that only honest clients keep: uvicorn's HTTP protocol with a limit on their number and on silence.
+
+A connection has to bring the whole head of a request within `HEAD_S` seconds of its start, and of the first byte of
+each further request. Addresses share the limit of connections as tenants share a queue (`quota`): what one takes always
+leaves some to the next. Long polls are many connections, so an address alone may have half of all.
+"""
+
+import asyncio
+import resource
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from skyrl.tinker.quota import Quota
+
+HEAD_S = 20.0
+"""Seconds for the head of a request."""
+RESERVED_FILES = 512
+"""Descriptors that connections leave to the database, the engine and files."""
+
+
+def most_connections() -> int:
+    """How many connections the process's limit of open files allows."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**16 if soft == resource.RLIM_INFINITY else max(soft - RESERVED_FILES, soft // 2)
+
+
+class Connection(H11Protocol):
+    """A connection that is closed at once where its address has too many, and later where no request comes."""
+
+    open_connections = Quota("{} connections")
+    """Of this process, by address."""
+    _address: str | None = None
+    """Whose part of them it takes; None: it was not let in."""
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        address = self.client[0] if self.client else ""
+        if not self.open_connections.has_room(address, 1, most_connections()):
+            transport.abort()
+            return
+        self._address = address
+        self.open_connections.add(address, 1)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._address is not None:
+            self.open_connections.remove(self._address, 1)
+            self._address = None
+        self._head_has_come()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._answered() and self._head_timer is None:
+            self._await_head()
+        super().data_received(data)
+        if not self._answered():
+            self._head_has_come()
+
+    def _answered(self) -> bool:
+        """Whether no request is being worked on."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_S, self._give_up)
+
+    def _head_has_come(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        self.transport.abort()

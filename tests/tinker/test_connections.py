@@ -1,0 +1,70 @@
+"""Connections: silent ones go, one address cannot take all, and long polls stay."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from skyrl.tinker import connections
+from tests.tinker.harness import LiveServer, wait_until_ready
+from tests.tinker.test_http_fuzz import address
+
+HEALTH = b"GET /api/v1/healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture
+def hasty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
+    """A server that waits a moment for heads, and holds polls for longer."""
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+    with LiveServer(tmp_path, long_poll_s=1.0) as server:
+        wait_until_ready(server)
+        yield server
+
+
+def connect(server: LiveServer, stack: ExitStack, source: str = "127.0.0.1") -> socket.socket:
+    return stack.enter_context(socket.create_connection(address(server), timeout=20, source_address=(source, 0)))
+
+
+def received(connection: socket.socket) -> bytes:
+    """What comes next; nothing where the connection is closed."""
+    try:
+        return connection.recv(4096)
+    except ConnectionError:
+        return b""
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /api", HEALTH[:-2]])
+def test_a_connection_that_brings_no_request_is_closed(hasty, sent):
+    with ExitStack() as stack:
+        connection = connect(hasty, stack)
+        connection.sendall(sent)
+        assert received(connection) == b""
+
+
+def test_a_second_request_that_does_not_come_whole_closes_its_connection(hasty):
+    with ExitStack() as stack:
+        connection = connect(hasty, stack)
+        connection.sendall(HEALTH)
+        assert received(connection).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET /api")
+        assert received(connection) == b""
+
+
+def test_a_poll_that_takes_longer_than_a_head_may_is_answered(hasty):
+    model = hasty.model()
+    assert hasty.poll(hasty.submit_pass(model, 2)).status_code == 408
+
+
+def test_an_address_that_opens_all_it_can_leaves_room_to_others(own_server, monkeypatch):
+    monkeypatch.setattr(connections, "most_connections", lambda: 20)
+    own_server.http.close()
+    with ExitStack() as stack:
+        greedy = [connect(own_server, stack) for _ in range(30)]
+        for connection in greedy[-10:]:
+            assert received(connection) == b""
+        for source in ("127.0.0.2", "127.0.0.3", "127.0.0.4"):
+            other = connect(own_server, stack, source)
+            other.sendall(HEALTH)
+            assert received(other).startswith(b"HTTP/1.1 200")
