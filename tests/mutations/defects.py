@@ -793,4 +793,58 @@ DEFECTS = [
         [Edit("skyrl/tinker/parsing.py", "    if len(error) <= MAX_ERROR:\n", "    if True:\n")],
         ["tests/tinker/test_api_errors.py::test_an_error_is_no_longer_than_is_of_use_whatever_was_sent"],
     ),
+    Defect(
+        "shares-of-the-whole",
+        "a tenant may take half of a limit however much the others hold",
+        [
+            Edit(
+                "skyrl/tinker/quota.py",
+                "return max(0, limit - (self.total - self._held.get(tenant, 0))) // 2",
+                "return limit // 2",
+            )
+        ],
+        ["tests/tinker/test_quota.py::test_tenants_that_come_and_go_end_with_equal_parts"],
+    ),
+    Defect(
+        "gap-clock-not-moved",
+        "what waits for an earlier request fails although its batch still arrives",
+        [
+            Edit(
+                "skyrl/tinker/scheduler.py",
+                "            self._gaps[operation.model_id] = now\n            reason",
+                "            self._gaps.setdefault(operation.model_id, now)\n            reason",
+            )
+        ],
+        ["tests/tinker/test_scheduler.py::test_what_still_arrives_is_not_given_up"],
+    ),
+    Defect(
+        "bodies-before-room",
+        "a body is read before there is room for it",
+        [Edit("skyrl/tinker/routes/dependencies.py", "        room.grow_to(announced_length(request.scope))\n", "")],
+        ["tests/tinker/test_body_room.py::test_bodies_that_do_not_come_take_only_their_senders_room"],
+    ),
+    Defect(
+        "silent-connections-stay",
+        "a connection that brings no request stays for ever",
+        [
+            Edit(
+                "skyrl/tinker/connections.py",
+                "    def _give_up(self) -> None:\n        self.transport.abort()",
+                "    def _give_up(self) -> None:\n        pass",
+            )
+        ],
+        ["tests/tinker/test_connections.py::test_a_second_request_that_does_not_come_whole_closes_its_connection"],
+    ),
+    Defect(
+        "others-answers-dropped",
+        "large answers of a tenant drop those of others",
+        [
+            Edit(
+                "skyrl/tinker/futures.py",
+                "            if len(most) == 1:\n                break\n",
+                "            if len(most) == 1:\n                most = next(iter(self._finished.values()))\n",
+            )
+        ],
+        ["tests/tinker/test_futures.py::test_large_answers_of_a_tenant_drop_only_its_own"],
+    ),
 ]
