@@ -1,0 +1,223 @@
+"""What can one client do to another? Heartbeats and training of a client while others attack the server.
+
+Run: `python benchmarks/bench_hostile.py --seconds 10 --together 60`. A real server whose passes sleep for 50 ms as on a
+device of their own (benchmarks/slow_device.py), so that the training rate says what is lost on the way there. Each
+attack alone, then all together; attackers are niced processes on the same cores, `attackers_share` of which they take
+themselves. Heartbeats are timed from when they were due. Prints one JSON line per attack; exits with 1 unless
+each keeps the goals: p99 of a heartbeat, training rate against alone, growth of the API's memory, and no request of the
+victim that fails.
+"""
+
+import argparse
+import multiprocessing
+import os
+import sqlite3
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+import attacks
+import victim
+from attacks import ATTACKS, LISTING_KEY, SMALL, Size
+from common import emit
+from plain_http import PlainClient
+
+BASE_MODEL = "fake"
+P99_MS, RATE, GROWTH_MIB = 250.0, 0.4, 3072.0
+"""Goals. Memory: 2 GiB of queued requests, 256 MiB of answers, and what is being read and made at a time."""
+NOTHING, TOGETHER = "nothing", "all together"
+
+
+def start(folder: Path):
+    """The server under attack."""
+    from skyrl.local_server import LocalServer
+
+    root = str(Path(__file__).parents[1])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    options = {"backend": "benchmarks.slow_device:SlowDevice", "backend-config": '{"max_context_length": 524288}'}
+    return LocalServer(folder, BASE_MODEL, options, {"PYTHONPATH": path})
+
+
+def fill(server, size: Size) -> None:
+    """A database as after long use: done requests, and one key's many sessions and checkpoints, copied from one."""
+    client = PlainClient(server.url, LISTING_KEY)
+    session = client.new_session()
+    model = client.new_model(BASE_MODEL, session)
+    client.result(client.post("save_weights", {"model_id": model, "path": "saved", "seq_id": 1})["request_id"])
+    with closing(sqlite3.connect(server.folder / "server.db", timeout=60)) as database:
+        tables = [
+            (
+                "requests",
+                "kind = 'save_weights'",
+                {"request_id": "'copy-' || n", "seq_id": "1000 + n"},
+                size.table_rows,
+            ),
+            ("sessions", "1", {"session_id": "session_id || '-' || n"}, size.listed),
+            ("checkpoints", "1", {"id": "1000 + n", "name": "name || '-' || n"}, size.listed),
+        ]
+        for table, where, changed, copies in tables:
+            columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
+            values = ", ".join(changed.get(name, name) for name in columns)
+            numbers = f"WITH RECURSIVE many(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM many WHERE n < {copies})"
+            one = f"(SELECT * FROM {table} WHERE {where} LIMIT 1)"
+            database.execute(f"INSERT INTO {table} {numbers} SELECT {values} FROM {one}, many")
+        database.commit()
+
+
+@dataclass
+class Memory:
+    """Resident MiB of the API process, looked at ten times a second in a thread."""
+
+    pid: int
+    mib: list[float] = field(default_factory=list)
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> "Memory":
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        process = psutil.Process(self.pid)
+        with suppress(psutil.NoSuchProcess):  # it was killed, and its successor is another
+            self.mib.append(process.memory_info().rss / 2**20)
+            while not self._over.wait(0.1):
+                self.mib.append(process.memory_info().rss / 2**20)
+
+
+@contextmanager
+def process(target, *arguments) -> Iterator[Connection]:
+    """A process that has said that it is ready."""
+    context = multiprocessing.get_context("spawn")
+    ours, its = context.Pipe()
+    child = context.Process(target=target, args=(*arguments, its), daemon=True)
+    child.start()
+    its.close()
+    try:
+        assert ours.recv() == "ready"
+        yield ours
+    finally:
+        child.kill()
+        child.join()
+
+
+def measure(server, size: Size, names: list[str], seconds: float, link: Connection) -> dict[str, object]:
+    """Figures of the victim and of the attackers, while the named attacks go on."""
+    api = server.pids().api
+    with ExitStack() as stack:
+        attackers = [stack.enter_context(process(attacks.run, name, server.url, BASE_MODEL, size)) for name in names]
+        with Memory(api) as memory:
+            begun = time.monotonic()
+            link.send("begin")
+            for attacker in attackers:
+                attacker.send("begin")
+            time.sleep(seconds)
+            wall_s = time.monotonic() - begun
+            link.send("end")
+            for attacker in attackers:
+                attacker.send("end")
+            pulse, training = link.recv()
+            reports = [attacker.recv() for attacker in attackers]
+    return figures(pulse, training, reports, memory.mib, wall_s, survived=server.pids().api == api)
+
+
+def figures(
+    pulse: victim.Part, training: victim.Part, reports: list[dict], mib: list[float], wall_s: float, survived: bool
+) -> dict[str, object]:
+    """What is printed of a case.
+
+    Args:
+        pulse: Of the victim's heartbeats.
+        training: Of its training.
+        reports: What the attackers did.
+        mib: Resident memory of the API process, the first before the attack.
+        wall_s: How long it went on.
+        survived: Whether the API process is the one that it was.
+    """
+    statuses = pulse.statuses + training.statuses
+    times = 1e3 * np.asarray(pulse.heartbeats_s or [np.inf])
+    attackers_s = sum(report["processor_s"] for report in reports)
+    counted = sum((Counter(report["statuses"]) for report in reports), Counter[str]())
+    return {
+        "heartbeats": len(pulse.heartbeats_s),
+        **{f"p{q}_ms": round(float(np.percentile(times, q)), 1) for q in (50, 99, 100)},
+        "steps_per_s": round(training.steps / wall_s, 2),
+        "peak_mib": round(max(mib)),
+        "growth_mib": round(max(mib) - mib[0]),
+        "victim_429": statuses[429],
+        "victim_4xx": sum(number for status, number in statuses.items() if 400 <= status < 500 and status != 429),
+        "victim_5xx": sum(number for status, number in statuses.items() if status >= 500),
+        "broken": pulse.broken + training.broken,
+        "failed": len(pulse.failed) + len(training.failed) + (not survived),
+        "attacks_per_s": round(sum(report["requests"] for report in reports) / wall_s, 1),
+        "attackers_got": " ".join(f"{status}:{number}" for status, number in sorted(counted.items())),
+        "attackers_share": round(attackers_s / (wall_s * (os.cpu_count() or 1)), 3),
+        "largest_answer": max((report["largest_answer"] for report in reports), default=0),
+        "first_failure": (pulse.failed + training.failed + [""])[0][:200],
+    }
+
+
+def missed(row: dict) -> list[str]:
+    """The goals that a case does not keep."""
+    kept = {
+        "heartbeat": row["p99_ms"] < P99_MS,
+        "rate": row["of_alone"] > RATE,
+        "memory": row["growth_mib"] < GROWTH_MIB,
+        "requests": row["failed"] == 0,
+    }
+    return [goal for goal, is_kept in kept.items() if not is_kept]
+
+
+def rows(names: list[str], seconds: float, together: float, size: Size, folder: Path) -> Iterator[dict]:
+    """The figures of each attack. Each has a server of its own, so that none finds what the one before left."""
+    cases = [(name, [name], seconds) for name in names]
+    if together:
+        cases.append((TOGETHER, list(ATTACKS), together))
+    for number, (case, attackers, duration) in enumerate(cases):
+        server = start(folder / str(number))
+        with server:
+            fill(server, size)
+            with process(victim.run, server.url, BASE_MODEL) as link:
+                alone = measure(server, size, [], min(duration, 5.0), link)
+                row = measure(server, size, attackers, duration, link)
+                link.send("stop")
+        row["alone_steps_per_s"] = alone["steps_per_s"]
+        row["alone_p99_ms"] = alone["p99_ms"]
+        row["of_alone"] = round(row["steps_per_s"] / alone["steps_per_s"], 2)
+        row["missed"] = " ".join(missed(row))
+        yield {"case": case, "seconds": duration, **row}
+
+
+def main(names: list[str], seconds: float, together: float, size: Size) -> bool:
+    """Whether all goals were kept."""
+    kept = True
+    with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch:
+        for row in rows(names, seconds, together, size, Path(scratch)):
+            kept &= not row["missed"]
+            emit(benchmark="hostile tenants", **row)
+    return kept
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10, help="of each attack alone")
+    parser.add_argument("--together", type=float, default=60, help="of all attacks at once; 0: leave it out")
+    parser.add_argument("--only", nargs="+", choices=sorted(ATTACKS), default=list(ATTACKS), metavar="NAME")
+    parser.add_argument("--small", action="store_true", help="tiny sizes: shows that it works, and measures nothing")
+    arguments = parser.parse_args()
+    size = SMALL if arguments.small else Size()
+    sys.exit(0 if main(arguments.only, arguments.seconds, arguments.together, size) else 1)
