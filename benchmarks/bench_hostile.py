@@ -115,8 +115,8 @@ def process(target, *arguments) -> Iterator[Connection]:
         child.join()
 
 
-def measure(server, size: Size, names: list[str], seconds: float, link: Connection) -> dict[str, object]:
-    """Figures of the victim and of the attackers, while the named attacks go on."""
+def measure(server, size: Size, names: list[str], seconds: float, link: Connection) -> tuple[dict, dict]:
+    """(figures of a case, what each attacker reports), while the named attacks go on."""
     api = server.pids().api
     with ExitStack() as stack:
         attackers = [stack.enter_context(process(attacks.run, name, server.url, BASE_MODEL, size)) for name in names]
@@ -132,7 +132,8 @@ def measure(server, size: Size, names: list[str], seconds: float, link: Connecti
                 attacker.send("end")
             pulse, training = link.recv()
             reports = [attacker.recv() for attacker in attackers]
-    return figures(pulse, training, reports, memory.mib, wall_s, survived=server.pids().api == api)
+    row = figures(pulse, training, reports, memory.mib, wall_s, survived=server.pids().api == api)
+    return row, dict(zip(names, reports, strict=True))
 
 
 def figures(
@@ -149,7 +150,7 @@ def figures(
         survived: Whether the API process is the one that it was.
     """
     statuses = pulse.statuses + training.statuses
-    times = 1e3 * np.asarray(pulse.heartbeats_s or [np.inf])
+    times = 1e3 * np.asarray(pulse.heartbeats_s or [wall_s])  # none: they took at least as long
     attackers_s = sum(report["processor_s"] for report in reports)
     counted = sum((Counter(report["statuses"]) for report in reports), Counter[str]())
     return {
@@ -192,8 +193,8 @@ def rows(names: list[str], seconds: float, together: float, size: Size, folder: 
         with server:
             fill(server, size)
             with process(victim.run, server.url, BASE_MODEL) as link:
-                alone = measure(server, size, [], min(duration, 5.0), link)
-                row = measure(server, size, attackers, duration, link)
+                alone, _ = measure(server, size, [], min(duration, 5.0), link)
+                row, _ = measure(server, size, attackers, duration, link)
                 link.send("stop")
         row["alone_steps_per_s"] = alone["steps_per_s"]
         row["alone_p99_ms"] = alone["p99_ms"]
