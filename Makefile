@@ -85,6 +85,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_memory.py
 	$(BIN)/python benchmarks/bench_start.py
 	$(BIN)/python benchmarks/bench_load.py
+	$(BIN)/python benchmarks/bench_large_updates.py
 	$(BIN)/python benchmarks/bench_hostile.py
 
 # The generator is pinned: code of protobuf 4.25 runs on every runtime since.
