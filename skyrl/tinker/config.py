@@ -269,6 +269,11 @@ class EngineConfig(BaseModel):
         return {tenants.get(name, name): weight for name, weight in self.tenant_weights.items()}
 
     @property
+    def key_names(self) -> list[str]:
+        """What keys are called, which is no secret."""
+        return [tenant_of_key(key.encode()) for key in self.api_keys]
+
+    @property
     def _tenants(self) -> dict[str, str]:
         """The tenant that is meant by each key, and by each name of one."""
         tenants = {key: tenant_of_key(key.encode()) for key in self.api_keys}
@@ -281,6 +286,15 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def _names(weights: str) -> list[str]:
+    """Of a JSON object's members; none where it is no such thing, which is told elsewhere."""
+    try:
+        given = json.loads(weights)
+    except json.JSONDecodeError:
+        return []
+    return list(given) if isinstance(given, dict) else []
 
 
 def _read_keys(file: Path) -> list[str]:
@@ -345,6 +359,8 @@ def read_config(
         parser.error(
             f"--api-keys: {SEEN}; put the keys into a file, one in each line, and name it with --api-keys-file"
         )
+    if not all(name.startswith(KEY_PREFIX) for name in _names(given.get("tenant_weights", "{}"))):
+        parser.error(f"--tenant-weights: {SEEN}; write keys' names (key-...), which a server prints when it starts")
     if without_password(url := given.get("database_url", "")) != url:
         parser.error(f"--database-url has a password, and {SEEN}; set SKYRL_DATABASE_URL, or leave it to ~/.pgpass")
     for name in EngineConfig.model_fields.keys() & given.keys():

@@ -1,8 +1,8 @@
 """What a server without keys answers: programs of its own machine, not pages that a browser there has open.
 
 Any web page may send requests to 127.0.0.1, and, with a name of its own that it lets point there (DNS rebinding), read
-the answers. A browser then names the page in `Origin` or the page's host in `Host`, and sends without asking only bodies
-of types that forms have.
+the answers. A browser then names the page in `Origin` or the page's host in `Host`, and sends without asking only
+bodies of types that forms have.
 """
 
 from collections.abc import Callable, Iterator

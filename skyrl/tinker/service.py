@@ -90,6 +90,8 @@ class Service:
         self.listings = Listings(database)
         self.body_room = BodyRoom()
         self.redact = Redaction(config)
+        self.database_probe: asyncio.Task[bool] | None = None
+        """Whether the database answers, as it was last asked."""
         self.became_ready = asyncio.Event()
         self._waited = asyncio.Event()
         """Set where there is no point in waiting for the base model: it is known, or will not be."""

@@ -93,7 +93,7 @@ def test_port_in_use_is_one_clear_line(tmp_path):
 
 
 def test_unknown_host_is_one_clear_line(tmp_path):
-    result = run(tmp_path, host="no.such.host.invalid")
+    result = run(tmp_path, host="no.such.host.invalid", insecure="true")
     assert result.returncode == 1 and result.stderr.count("\n") == 1 and "--host" in result.stderr
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 import subprocess
 import sys
 
@@ -58,31 +59,95 @@ def test_backend_config_is_a_json_object():
 
 
 def test_lists_are_separated_by_commas():
-    config = parsed("--api-keys", "a, b", SKYRL_MODEL_ALIASES="x")
+    config = parsed(SKYRL_API_KEYS="a, b", SKYRL_MODEL_ALIASES="x")
     assert (config.api_keys, config.model_aliases) == (("a", "b"), ("x",))
 
 
 def test_tenants_are_weighed_by_their_keys_or_by_the_names_of_those():
     name = "key-" + hashlib.sha256(b"a").hexdigest()[:16]
     for given in ("a", name):
-        assert parsed("--api-keys=a,b", "--tenant-weights", f'{{"{given}": 2.5}}').weights == {name: 2.5}
-    assert parsed("--api-keys=a,b").weights == {}
+        weights = f'{{"{given}": 2.5}}'
+        assert parsed(SKYRL_API_KEYS="a,b", SKYRL_TENANT_WEIGHTS=weights).weights == {name: 2.5}
+    assert parsed("--tenant-weights", f'{{"{name}": 2.5}}', SKYRL_API_KEYS="a,b").weights == {name: 2.5}
+    assert parsed(SKYRL_API_KEYS="a,b").weights == {}
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "NaN", "Infinity", "1e9", "true", "null", '"2"', "[1]"])
 def test_a_weight_that_is_none_is_refused_with_its_key_and_the_range(capsys, weight):
-    message = refusal(capsys, "--api-keys=mine", "--tenant-weights", f'{{"mine": {weight}}}')
-    assert "--tenant-weights=" in message and "'mine' weighs " in message and "from 0.001 to 1000" in message
+    message = refusal(capsys, SKYRL_API_KEYS="mine", SKYRL_TENANT_WEIGHTS=f'{{"mine": {weight}}}')
+    name = "key-" + hashlib.sha256(b"mine").hexdigest()[:16]
+    assert "SKYRL_TENANT_WEIGHTS: the key with the name" in message and "from 0.001 to 1000" in message
+    assert f"{name} weighs " in message and "mine" not in message
 
 
-@pytest.mark.parametrize("keys", ["--api-keys=a,b", "--api-keys="])
+@pytest.mark.parametrize("keys", ["a,b", ""])
 def test_a_weight_of_a_key_that_is_not_there_is_refused(capsys, keys):
-    assert "tenant_weights: 'nobody' is none of api_keys" in refusal(capsys, keys, "--tenant-weights", '{"nobody": 2}')
+    message = refusal(capsys, "--tenant-weights", '{"key-nobody": 2}', SKYRL_API_KEYS=keys)
+    assert "tenant_weights: 'key-nobody' is the name of none of the keys" in message
+
+
+SECRET = "sk-very-secret"
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "way_out"),
+    [
+        (["--api-keys", SECRET], {}, "--api-keys-file"),
+        (["--tenant-weights", f'{{"{SECRET}": 2}}'], {"SKYRL_API_KEYS": SECRET}, "keys' names"),
+        (["--database-url", f"postgresql://me:{SECRET}@host/db"], {}, "SKYRL_DATABASE_URL"),
+        ([], {"SKYRL_API_KEYS": "a", "SKYRL_TENANT_WEIGHTS": f'{{"{SECRET}": 2}}'}, "correct it"),
+        ([], {"SKYRL_API_KEYS": SECRET, "SKYRL_TENANT_WEIGHTS": f'{{"{SECRET}": 0}}'}, "from 0.001"),
+        ([], {"SKYRL_API_KEYS": SECRET, "SKYRL_TENANT_WEIGHTS": f'["{SECRET}"]'}, "dictionary"),
+        (["--external-inference-api-key", SECRET], {}, "not served"),
+    ],
+)
+def test_no_error_says_a_secret(capsys, argv, environ, way_out):
+    message = refusal(capsys, *argv, **environ)
+    assert SECRET not in message and way_out in message
+
+
+def test_keys_are_read_from_a_file_and_the_environment(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("a\n\nb\n")
+    file.chmod(0o600)
+    assert parsed("--api-keys-file", str(file), SKYRL_API_KEYS="c,a").api_keys == ("c", "a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "message"), [("a", 0o644, "chmod 600"), ("", 0o600, "empty"), (None, 0, "cannot be read")]
+)
+def test_a_file_of_keys_that_is_none_or_that_others_can_read_is_refused(tmp_path, capsys, text, mode, message):
+    file = tmp_path / "keys"
+    if text is not None:
+        file.write_text(text)
+        file.chmod(mode)
+    assert message in refusal(capsys, "--api-keys-file", str(file))
+
+
+def test_the_engine_is_told_no_secrets():
+    url = f"postgresql://me:{SECRET}@host/db"
+    config = parsed(SKYRL_API_KEYS=f"{SECRET},b", SKYRL_TENANT_WEIGHTS=f'{{"{SECRET}": 2}}', SKYRL_DATABASE_URL=url)
+    told = config.without_secrets()
+    assert SECRET.encode() not in pickle.dumps(told)
+    assert told.weights == config.weights and SECRET not in repr(config).replace(url, "")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.com"])
+def test_an_address_that_others_reach_takes_keys_or_the_word_of_the_operator(capsys, host):
+    message = refusal(capsys, f"--host={host}")
+    assert f"host={host}" in message and "--api-keys-file" in message and "--insecure" in message
+    assert parsed(f"--host={host}", "--insecure").host == host
+    assert parsed(f"--host={host}", SKYRL_API_KEYS="a").host == host
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.1.1", "::1"])
+def test_an_address_of_this_machine_takes_no_keys(host):
+    assert parsed(f"--host={host}").host == host
 
 
 def test_a_key_that_is_weighed_twice_is_refused(capsys):
     weights = json.dumps({"a": 1, "key-" + hashlib.sha256(b"a").hexdigest()[:16]: 2})
-    assert "a key is there twice" in refusal(capsys, "--api-keys=a", "--tenant-weights", weights)
+    assert "a key is there twice" in refusal(capsys, SKYRL_API_KEYS="a", SKYRL_TENANT_WEIGHTS=weights)
 
 
 def test_minus_one_keeps_silent_sessions_in_memory():
@@ -104,7 +169,7 @@ def test_folders_are_absolute(tmp_path, monkeypatch):
         (["--port", "70000"], "--port=70000: Input should be less than or equal to 65535"),
         (["--log-level", "loud"], "--log-level=loud: Input should be 'debug', 'info', 'warning' or 'error'"),
         (["--backend-config", "{"], "--backend-config={: not JSON"),
-        (["--tenant-weights", "[1]"], "--tenant-weights=[1]: Input should be a valid dictionary"),
+        (["--tenant-weights", "[1]"], "--tenant-weights: Input should be a valid dictionary"),
         (["--backend-config", "[1]"], "--backend-config=[1]: Input should be a valid dictionary"),
         (["--checkpoints-base", "s3://b"], "--checkpoints-base=s3://b: only local folders are served"),
         (["--session-timeout-sec", "-2"], "--session-timeout-sec=-2: Input should be greater than or equal to -1"),

@@ -110,7 +110,7 @@ def test_key_is_described(locked):
 
 def test_keys_are_not_deleted_by_clients(locked):
     response = locked.http.delete("/auth/apikey/me", headers={"X-API-Key": "tml-a"})
-    assert response.status_code == 403 and "--api-keys" in response.json()["detail"]
+    assert response.status_code == 403 and "--api-keys-file" in response.json()["detail"]
     assert status(locked, "tml-a") == 200
 
 

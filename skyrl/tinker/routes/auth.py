@@ -33,9 +33,7 @@ async def get_api_key(caller: CallerDependency) -> rest.ApiKeyResponse:
 @router.delete("/auth/apikey/me", response_model=None)
 async def delete_api_key(_: CallerDependency) -> NoReturn:
     """Keys are an option of the server, which no client may change."""
-    raise HTTPException(
-        403, "keys are not deleted here: take the key out of the server's (--api-keys-file) and restart it"
-    )
+    raise HTTPException(403, "keys are not deleted here: take it out of the server's --api-keys-file and restart that")
 
 
 def _not_served(path: str, what: str) -> None:

@@ -35,6 +35,13 @@ async def readyz(service: ServiceDependency) -> dict[str, str] | JSONResponse:
 
 
 async def _answers(service: Service) -> bool:
+    """Asked once at a time, however many probe, as they need no key."""
+    if service.database_probe is None or service.database_probe.done():
+        service.database_probe = asyncio.create_task(_ask_database(service))
+    return await asyncio.shield(service.database_probe)
+
+
+async def _ask_database(service: Service) -> bool:
     with suppress(TimeoutError, SQLAlchemyError):
         async with asyncio.timeout(PATIENCE_S):
             return await service.database.read(_ask)
