@@ -5,12 +5,20 @@ configured no longer are refused.
 """
 
 import hashlib
+import logging
+import math
+import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl.tinker.ids import tenant_of_key
 from skyrl.tinker.signing import BadToken, Signer
 
+log = logging.getLogger(__name__)
+
+TELL_S = 60.0
+MOST_ADDRESSES = 1000
 TOKEN_LIFETIME_S = 3600
 TOKEN_PREFIX = "eyJ"
 """What every JSON web token starts with."""
@@ -111,6 +119,25 @@ class Keys:
         """A token that stands for the caller, with the claims that clients read."""
         claims = {"iss": "skyrl", "sub": caller.urn, "org_id": ORGANIZATION, "email": caller.email}
         return self.signer.sign("api", {**claims, "tenant": caller.tenant}, TOKEN_LIFETIME_S)
+
+
+class WrongKeys:
+    """Tells the log who comes with keys that are none: at once, and then at most once a minute from each address."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        """By address: when the log was told of it, and how often it has come since."""
+
+    def note(self, address: str) -> None:
+        """A request had no key of this server."""
+        told_at, count = self._seen.pop(address, (-math.inf, 0))
+        count += 1
+        if time.monotonic() - told_at > TELL_S:
+            log.warning("%s with a wrong key from %s", "1 request" if count == 1 else f"{count} requests", address)
+            told_at, count = time.monotonic(), 0
+        self._seen[address] = told_at, count
+        while len(self._seen) > MOST_ADDRESSES:
+            self._seen.popitem(last=False)
 
 
 def _hash(api_key: str) -> bytes:

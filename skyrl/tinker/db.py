@@ -344,7 +344,7 @@ def _open(url: str) -> Engine:
         if sqlite and parsed.database in IN_MEMORY:
             raise _refusal(url, "a database in memory is not served; name a file, sqlite:///FILE")
         if sqlite:
-            Path(str(parsed.database)).parent.mkdir(parents=True, exist_ok=True)
+            _keep_private(Path(str(parsed.database)))
         # A connection that has died while nobody used it is found out before a job does, and replaced.
         limits: dict[str, Any] = {} if sqlite else {"connect_args": POSTGRES_LIMITS}
         engine = sqlalchemy.create_engine(parsed, pool_size=READERS + 2, pool_pre_ping=not sqlite, **limits)
@@ -366,6 +366,15 @@ def _open(url: str) -> Engine:
             str(_refusal(url, f"it cannot be opened ({error.orig}); check the path or server"))
         ) from error
     return engine
+
+
+def _keep_private(file: Path) -> None:
+    """A file with secrets, made if there is none, is its owner's alone; so are those that SQLite puts beside it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch(mode=0o600)
+    for part in (file, file.with_name(f"{file.name}-wal"), file.with_name(f"{file.name}-shm")):
+        with suppress(OSError):  # it is not there, or somebody else's
+            part.chmod(0o600)
 
 
 def _sqlite_connect(connection: Any, _: Any) -> None:

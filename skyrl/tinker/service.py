@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 from skyrl.errors import RequestError
 from skyrl.tinker.activity import Activity
-from skyrl.tinker.auth import Keys
+from skyrl.tinker.auth import Keys, WrongKeys
 from skyrl.tinker.blame import Blame
 from skyrl.tinker.body_room import BodyRoom
 from skyrl.tinker.channel import FromEngine, ToEngine
@@ -86,6 +86,7 @@ class Service:
         self.futures = Futures()
         self.activity = Activity()
         self.version_use = VersionUse()
+        self.wrong_keys = WrongKeys()
         self.bodies = Bodies()
         self.listings = Listings(database)
         self.body_room = BodyRoom()

@@ -7,18 +7,19 @@ that runs, `Outcomes` stores what comes of it.
 
 import asyncio
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from skyrl.backends.operations import DeleteModel, Publish
 from skyrl.errors import RequestError
-from skyrl.tinker import model_log, request_log
+from skyrl.tinker import json_text, model_log, request_log
 from skyrl.tinker.admission import Accepted, Admission
 from skyrl.tinker.auth import Caller
 from skyrl.tinker.channel import Stored
-from skyrl.tinker.futures import Failure
+from skyrl.tinker.futures import JSON, Failure
 from skyrl.tinker.log_writer import LogWriter
 from skyrl.tinker.operations import OPERATIONS, QueuedOperation
 from skyrl.tinker.outcomes import Outcomes
-from skyrl.tinker.parsing import Body, Parsed
+from skyrl.tinker.parsing import Body, Parsed, json_object
 from skyrl.tinker.pending import Owed, Pending
 from skyrl.tinker.persistent import Persistent
 from skyrl.tinker.quota import Busy
@@ -76,6 +77,7 @@ class TrainingQueue:
         aside = self._aside(admission, size)
         with self._pending.quota.reserved(caller.sharer, size, MAX_PENDING_BYTES, aside):
             accepted, refusal = await self._accept(operation, admission, parsed)
+        body = _without_key(operation, body, parsed)
         entry = request_log.Entry(
             request_id=admission.request_id,
             kind=operation.name,
@@ -229,6 +231,17 @@ class TrainingQueue:
         await self._tasks.settle()
         await self.outcomes.settle()
         await self.residents.settle()
+
+
+def _without_key(operation: QueuedOperation, body: Body, parsed: Parsed) -> Body:
+    """What is kept of a request: all but somebody's key, which nothing reads again."""
+    if operation.name != "load_weights":
+        return body
+    if parsed.request is None:  # it is refused, whenever it is done
+        return replace(body, data=b"")
+    fields = json_object(body)
+    fields.pop("weights_access_token", None)
+    return Body(json_text.dumps(fields), JSON)
 
 
 def _owed(

@@ -34,10 +34,11 @@ async def _queue(request: Request) -> RequestQueue:
 
 
 async def _caller(request: Request) -> Caller:
+    service, address = _server(request).service, request.client.host if request.client else ""
     try:
-        caller = _server(request).service.keys.caller(request.headers.get("x-api-key"))
-        return replace(caller, address=request.client.host if request.client else "")
+        return replace(service.keys.caller(request.headers.get("x-api-key")), address=address)
     except BadKey as error:
+        service.wrong_keys.note(address)
         # Clients that read this of a token make another and try again.
         challenge = {"WWW-Authenticate": 'Bearer error="invalid_token"'} if error.is_token else None
         raise HTTPException(401, str(error), challenge) from error
