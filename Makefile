@@ -3,7 +3,7 @@ PYTHON ?= python3
 # Tests compare with torch on the CPU. An exact version lets pip take a CPU build where its index has one.
 TORCH ?= torch==2.13.0
 # Processes that tests run in, side by side; a file's tests stay together. 0: pytest's own. Each has models in memory.
-JOBS ?= 2
+JOBS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +20,7 @@ help:
 	@echo "setup      install into $(VENV)"
 	@echo "demo       train two adapters through the Tinker SDK against a local server"
 	@echo "demo-rl    teach a small model to add: examples first, then GRPO; minutes on two cores"
-	@echo "test       the test suite, in two processes (JOBS=0: in one); about 26 minutes on two cores"
+	@echo "test       the test suite, in three processes (JOBS=0: in one); about 26 minutes on two cores"
 	@echo "test-slow  the tests marked slow: kills of a server, long random histories, each way of training; an hour and more"
 	@echo "matrix     every SDK from 0.7.0 to 0.38.0, or those of SDK=\"0.7.0 0.38.0\", against one server, in .sdk"
 	@echo "cookbook   recipes of tinker-cookbook against a server, offline"

@@ -42,6 +42,8 @@ COLLECTIONS = (10_000, 20, 50)
 SWITCH_S = 0.0005
 """Seconds that a thread which decodes a body may keep the event loop waiting for the interpreter. Python's own choice,
 ten times as much, is paid several times by each answer."""
+SHOWN_KEYS = 8
+"""Keys whose names are printed at the start; of more only their number."""
 OPEN_REQUESTS = 0.25
 """Part of `shutdown_timeout_sec` that open requests get to finish; the rest is the engine's."""
 LAST_S = 1.0
@@ -168,12 +170,16 @@ def _summary(server: TinkerServer, url: str) -> str:
         "context": f"{service.info.max_context_length} tokens, LoRA rank up to {service.info.max_lora_rank}",
         "checkpoints": str(config.checkpoints_base),
         "database": without_password(config.database_url),
-        "keys": ", ".join(config.key_names) if config.api_keys else "any (--api-keys-file limits them)",
+        "keys": _in_short(config.key_names) if config.api_keys else "any (--api-keys-file limits them)",
     }
     lines = [f"SkyRL Tinker server at {url}", *(f"  {name:<12}{value}" for name, value in rows.items())]
     key = "one of its keys" if config.api_keys else "tml-local"
     lines.append(f"  connect     TINKER_BASE_URL={url} TINKER_API_KEY={key} python your_script.py")
     return "\n".join(lines)
+
+
+def _in_short(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= SHOWN_KEYS else f"{len(names)} configured"
 
 
 def _allow_many_connections() -> None:

@@ -45,6 +45,38 @@ SHARING_DEFECTS = [
         ["tests/tinker/test_listings.py::test_rows_are_looked_up_while_a_flood_of_lists_is_read"],
     ),
     Defect(
+        "S2",
+        "web pages that a browser has open may use a server without keys",
+        [Edit("skyrl/tinker/app.py", "    if not config.api_keys:\n", "    if False:\n")],
+        ["tests/tinker/test_local_only.py::test_a_page_of_another_site_is_refused"],
+    ),
+    Defect(
+        "S3",
+        "a server without keys listens for everybody",
+        [Edit("skyrl/tinker/config.py", "if not (is_loopback(self.host) or", "if not (True or")],
+        ["tests/tinker/test_config.py::test_an_address_that_others_reach_takes_keys_or_the_word_of_the_operator"],
+    ),
+    Defect(
+        "S5",
+        "a token is exchanged for another for ever",
+        [Edit("skyrl/tinker/auth.py", "if self._tenants and _hash(api_key", "if False and _hash(api_key")],
+        ["tests/tinker/test_doors.py::test_a_token_is_not_exchanged_for_another"],
+    ),
+    Defect(
+        "S6",
+        "somebody's key, sent to load his weights, is stored",
+        [Edit("skyrl/tinker/training_queue.py", 'if operation.name != "load_weights":', "if operation:")],
+        ["tests/tinker/test_doors.py::test_no_secret_is_anywhere_but_where_it_was_put"],
+    ),
+    Defect(
+        "S6b",
+        "files of a server may be read by other users",
+        [
+            Edit("skyrl/tinker/keeper.py", "os.umask(PRIVATE)", "os.umask(0o022)"),
+        ],
+        ["tests/tinker/test_doors.py::test_no_secret_is_anywhere_but_where_it_was_put"],
+    ),
+    Defect(
         "D10",
         "an engine that is stopped is waited for for ever",
         [Edit(HEARTBEAT, "if limit_s and silent_s > limit_s:", "if False:")],
