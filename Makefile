@@ -35,8 +35,8 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || if command -v uv >/dev/null; then uv venv --quiet --seed $(VENV); else $(PYTHON) -m venv $(VENV); fi
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[dev]'
 	touch $(STAMP)
 
 demo: $(STAMP)
