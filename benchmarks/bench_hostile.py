@@ -38,6 +38,12 @@ P99_MS, RATE, GROWTH_MIB = 250.0, 0.4, 3072.0
 NOTHING, TOGETHER = "nothing", "all together"
 
 
+def keys() -> list[str]:
+    """Of all who take part: each is a tenant."""
+    attackers = [f"tml-attacker-{name}{part}" for name in ATTACKS for part in ("", "-a", "-b")]
+    return ["tml-victim", "tml-large", LISTING_KEY, *attackers]
+
+
 def start(folder: Path):
     """The server under attack."""
     from skyrl.local_server import LocalServer
@@ -45,7 +51,7 @@ def start(folder: Path):
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     options = {"backend": "benchmarks.slow_device:SlowDevice", "backend-config": '{"max_context_length": 524288}'}
-    return LocalServer(folder, BASE_MODEL, options, {"PYTHONPATH": path})
+    return LocalServer(folder, BASE_MODEL, options, {"PYTHONPATH": path, "SKYRL_API_KEYS": ",".join(keys())})
 
 
 def fill(server, size: Size) -> None:

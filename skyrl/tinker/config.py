@@ -14,7 +14,7 @@ import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_origin
+from typing import Annotated, Any, Literal, NoReturn, cast, get_origin
 
 from platformdirs import user_data_dir
 from pydantic import (
@@ -234,7 +234,7 @@ class EngineConfig(BaseModel):
         """Keys are in one place from here on."""
         if not isinstance(values, dict) or not values.get("api_keys_file"):
             return values
-        given = _comma_separated(values.get("api_keys", ()))
+        given = cast(Sequence[str], _comma_separated(values.get("api_keys", ())))
         return {**values, "api_keys": tuple(dict.fromkeys([*given, *_read_keys(Path(values["api_keys_file"]))]))}
 
     @model_validator(mode="after")
