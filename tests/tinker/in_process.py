@@ -39,7 +39,7 @@ class InProcessServer:
         self.app = create_app(self.config, ThreadEngine)
         self._lifespan = self.app.router.lifespan_context(self.app)
         self._runner.run(self._lifespan.__aenter__())
-        self._http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://server/api/v1")
+        self._http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://127.0.0.1/api/v1")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,6 +12,7 @@ from skyrl.tinker.operations import OPERATIONS
 from tests.tinker.harness import BASE_MODEL, PROTOBUF, LiveServer, pass_request, sample_request, wait_until_ready
 
 QUEUED = sorted({"asample" if name == "sample" else name for name in OPERATIONS})
+JSON = {"Content-Type": "application/json"}
 JSON_ENDPOINTS = [
     *QUEUED,
     "create_session",
@@ -78,13 +79,13 @@ def test_wrong_method_says_so(server):
 
 @pytest.mark.parametrize("path", ["optim_step", "create_session"])
 def test_body_above_the_limit_is_413(server, path):
-    response = server.http.post(f"/{path}", content=b" " * (2**20 + 1))
+    response = server.http.post(f"/{path}", content=b" " * (2**20 + 1), headers=JSON)
     assert response.status_code == 413
     assert str(2**20) in response.json()["detail"]
 
 
 def test_body_above_the_limit_is_413_without_a_declared_length(server):
-    response = server.http.post("/optim_step", content=iter([b" " * 2**19] * 3))
+    response = server.http.post("/optim_step", content=iter([b" " * 2**19] * 3), headers=JSON)
     assert response.status_code == 413
 
 
@@ -104,16 +105,15 @@ def test_zstd_body_is_served(server):
     assert server.pass_result(response.json()["request_id"]).metrics
 
 
-@pytest.mark.parametrize("content_type", [None, "text/plain", "application/json; charset=utf-8", "nonsense"])
-def test_json_is_read_whatever_its_content_type(server, content_type):
-    headers = {} if content_type is None else {"Content-Type": content_type}
+def test_parameters_of_a_media_type_change_nothing(server):
+    headers = {"Content-Type": "application/json; charset=utf-8"}
     response = server.http.post("/create_session", content=b'{"tags": []}', headers=headers)
     assert response.json()["session_id"]
 
 
 @pytest.mark.parametrize("path", ["create_session", "optim_step"])
 def test_compressed_json_is_refused_by_its_encoding(server, path):
-    response = server.http.post(f"/{path}", content=b"{}", headers={"Content-Encoding": "gzip"})
+    response = server.http.post(f"/{path}", content=b"{}", headers={**JSON, "Content-Encoding": "gzip"})
     assert response.status_code == 400 and "gzip" in response.json()["detail"]
 
 

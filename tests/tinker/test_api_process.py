@@ -77,7 +77,8 @@ def test_client_that_leaves_in_the_middle_of_a_request_is_no_error(tmp_path, pat
     with running(tmp_path) as server:
         address = server.http.base_url
         with socket.create_connection((address.host, address.port)) as client:
-            client.sendall(f"POST /api/v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{".encode())
+            head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            client.sendall(f"{head}Content-Length: 99\r\n\r\n{{".encode())
         server.train(server.model(), 1)
         _, output = server.end(signal.SIGINT)
     assert "Traceback" not in output and "ERROR" not in output

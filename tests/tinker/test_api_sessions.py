@@ -80,7 +80,7 @@ def test_capabilities_list_the_model_and_its_aliases(server):
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"events": 3}'])
 def test_telemetry_is_always_accepted(server, body):
-    response = server.http.post("/telemetry", content=body)
+    response = server.http.post("/telemetry", content=body, headers={"Content-Type": "application/json"})
     assert (response.status_code, response.json()) == (200, {"status": "accepted"})
 
 

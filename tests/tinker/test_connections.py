@@ -11,7 +11,7 @@ from skyrl.tinker import connections
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.test_http_fuzz import address
 
-HEALTH = b"GET /api/v1/healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /api/v1/healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 @pytest.fixture

@@ -201,8 +201,8 @@ def test_metadata_comes_back_as_it_was_or_is_refused(server):
 # -- HTTP itself ------------------------------------------------------------------------------------------------------
 
 HEAD = (
-    b"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nX-API-Key: tml-test\r\nContent-Type: application/json\r\n"
-    b"Connection: close\r\n"
+    b"POST /api/v1/create_session HTTP/1.1\r\nHost: 127.0.0.1\r\nX-API-Key: tml-test\r\n"
+    b"Content-Type: application/json\r\nConnection: close\r\n"
 )
 BROKEN = {
     "a body longer than its length": HEAD + b"Content-Length: 1\r\n\r\n{}",
@@ -212,7 +212,7 @@ BROKEN = {
     "a chunk without its size": HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
     "an unknown transfer encoding": HEAD + b"Transfer-Encoding: gzip\r\n\r\n{}",
     "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
-    "a path that is no path": b"GET \x00 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a path that is no path": b"GET \x00 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
 }
 
 

@@ -254,7 +254,7 @@ def test_server_whose_keeper_is_killed_is_started_again_at_once(tmp_path, at):
 
 
 def test_start_waits_for_a_server_that_is_stopping(tmp_path):
-    with running(tmp_path, shutdown_timeout_sec=6) as first:
+    with running(tmp_path, shutdown_timeout_sec=9) as first:
         engine = first.pids().engine
         assert engine is not None
         os.kill(engine, signal.SIGSTOP)  # so that it takes all the time that it is given

@@ -52,7 +52,18 @@ def test_a_body_without_a_type_is_not_read(server):
     assert response.status_code == 400 and "send application/json or application/x-protobuf" in response.text
 
 
-def test_with_keys_a_server_may_have_any_name(tmp_path):
-    with LiveServer(tmp_path, api_keys=["tml-test"]) as server:
+@pytest.fixture(scope="module")
+def with_keys(tmp_path_factory):
+    with LiveServer(tmp_path_factory.mktemp("keys"), api_keys=["tml-test"]) as server:
         wait_until_ready(server)
-        assert make_session(server, Host="tinker.example", Origin="https://tinker.example").status_code == 200
+        yield server
+
+
+def test_with_keys_a_server_may_have_any_name(with_keys):
+    assert make_session(with_keys, Host="tinker.example", Origin="https://tinker.example").status_code == 200
+
+
+@pytest.mark.parametrize("headers", [{}, {"Content-Type": "text/plain"}, {"Content-Type": "nonsense"}])
+def test_with_keys_json_is_read_whatever_its_type(with_keys, headers):
+    response = with_keys.http.post("/create_session", content=b'{"tags": []}', headers=headers)
+    assert response.json()["session_id"]

@@ -12,7 +12,7 @@ from sqlalchemy.orm import ORMExecuteState
 from sqlmodel import Session, col, select
 
 from skyrl.tinker import training_queue
-from skyrl.tinker.auth import Caller
+from skyrl.tinker.auth import EVERYBODY
 from skyrl.tinker.operations import OPERATIONS
 from skyrl.tinker.parsing import Body
 from skyrl.tinker.tables import RequestRow
@@ -143,7 +143,7 @@ def test_a_request_whose_sender_has_left_before_the_answer_is_done(own_server, c
     async def submit_and_leave() -> None:
         body = Body(message.SerializeToString(), PROTOBUF)
         training = own_server.app.state.server.queue.training
-        handler = asyncio.create_task(training.submit(OPERATIONS["forward_backward"], body, Caller()))
+        handler = asyncio.create_task(training.submit(OPERATIONS["forward_backward"], body, EVERYBODY))
         while not connection.broken.is_set():
             await asyncio.sleep(0.001)
         handler.cancel()
@@ -192,7 +192,7 @@ def test_a_server_that_stops_while_it_waits_for_an_answer_does_the_request_after
         async def submit() -> None:
             body = Body(pass_request(model, 1, [[1, 2, 3]]).SerializeToString(), PROTOBUF)
             training = server.app.state.server.queue.training
-            waiting.append(asyncio.create_task(training.submit(OPERATIONS["forward_backward"], body, Caller())))
+            waiting.append(asyncio.create_task(training.submit(OPERATIONS["forward_backward"], body, EVERYBODY)))
             while not connection.broken.is_set():
                 await asyncio.sleep(0.001)
 

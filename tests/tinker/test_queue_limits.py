@@ -37,11 +37,16 @@ def accepted(send: Callable[[int], httpx.Response], most: int = 100) -> int:
     """How many requests are taken before one is turned away."""
     for number in range(most):
         response = send(number)
-        if response.status_code == 429:
-            assert "send this one again in a second" in response.json()["detail"]
+        if response.status_code != 200:
+            assert is_turned_away(response), response.text
             return number
-        assert response.status_code == 200, response.text
     return most
+
+
+def is_turned_away(response: httpx.Response) -> bool:
+    """For want of room: for now, or for good if what waits is known to wait for what the client sends later."""
+    what = {429: "send this one again in a second", 400: "bytes of requests that wait for an earlier one"}
+    return response.status_code in what and what[response.status_code] in response.json()["detail"]
 
 
 # -- what a request counts for ----------------------------------------------------------------------------------------
@@ -106,7 +111,7 @@ def test_a_request_that_is_turned_away_leaves_nothing_in_the_log(own_server, mon
     monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", MIB)
     model = own_server.model()
     first, second = (post_pass(own_server, model, seq_id, [[1] * 1000] * 40) for seq_id in (2, 3))
-    assert (first.status_code, second.status_code) == (200, 429)
+    assert first.status_code == 200 and is_turned_away(second)
     count = select(func.count()).select_from(RequestRow)
     assert own_server.app.state.server.service.database.read_now(lambda session: session.exec(count).one()) == 2
 
@@ -131,7 +136,7 @@ def test_requests_that_wait_count_the_same_after_a_restart(tmp_path, monkeypatch
         assert accepted(lambda number: post_pass(server, model, 2 + number, rows)) == 1
     with LiveServer(tmp_path) as server:
         wait_until_ready(server)
-        assert post_pass(server, model, 3, rows).status_code == 429
+        assert is_turned_away(post_pass(server, model, 3, rows))
 
 
 def with_targets(cells: int) -> dict:
