@@ -212,6 +212,8 @@ class FakeBackend(Executor):
                 return self._writer.snapshot(model_id, path, lambda: write(path, model))
             case Publish(version=version, path=path):
                 self.versions[version] = model.weights
+                if path is None:
+                    return SaveOutput("")
                 if operation.persist:
                     return self._write(operation, path, model)
                 self._writer.keep_version(version, model_id, path, lambda: write(path, model))

@@ -123,7 +123,10 @@ class AbstractBackend(ABC):
         return {}
 
     def drop_version(self, version: str) -> None:  # noqa: B027 (a backend without versions in memory has nothing to do)
-        """Forget a published version that was deleted or has expired. Its files are the caller's."""
+        """Forget a published version that was deleted or has expired. Its files are the caller's.
+
+        Samples of it that were submitted before are drawn from it all the same, running or not.
+        """
 
     def close(self) -> None:  # noqa: B027
         """Finish background writes and free resources."""

@@ -54,20 +54,23 @@ TOKENS = np.asarray([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
 OTHER_TOKENS = np.asarray([2, 7, 1, 8, 2, 8], np.int32)
 SEVERAL_QUANTA = 200
 """Sequences of a pass that takes more than one turn."""
+ROWS = 8
+"""Sequences that are sampled at once."""
 COUNTER = itertools.count()
 
 
 def open_fake(folder: Path) -> Executor:
-    return FakeBackend("fake", FakeConfig())
+    return FakeBackend("fake", FakeConfig(rows=ROWS))
 
 
 def open_jax(folder: Path) -> Executor:
     from skyrl.backends.jax import JaxBackend, JaxBackendConfig
     from tests.live import make_tiny_model
 
-    return JaxBackend(
-        str(make_tiny_model(folder)), JaxBackendConfig(max_lora_rank=8, max_lora_adapters=4, max_context_length=64)
+    config = JaxBackendConfig(
+        max_lora_rank=8, max_lora_adapters=4, max_context_length=64, sample_max_num_sequences=ROWS
     )
+    return JaxBackend(str(make_tiny_model(folder)), config)
 
 
 @pytest.fixture(scope="module", params=[open_fake, open_jax], ids=["fake", "jax"])
@@ -156,7 +159,8 @@ def a_load(model_id: str, path, load_optimizer: bool = True) -> LoadCheckpoint:
 
 
 def a_publish(model_id: str, version: str, path, persist: bool = True) -> Publish:
-    return Publish(request_id=fresh("publish"), model_id=model_id, version=version, path=str(path), persist=persist)
+    path = None if path is None else str(path)
+    return Publish(request_id=fresh("publish"), model_id=model_id, version=version, path=path, persist=persist)
 
 
 def a_sample(version: str | None, path=None, *, seed: int = 1, max_tokens: int = 6, **options) -> Sample:
@@ -209,10 +213,14 @@ def logprobs(backend: AbstractBackend, model_id: str) -> np.ndarray:
     return np.concatenate([datum["logprobs"] for datum in output.loss_fn_outputs])
 
 
+def drawn(results: list[Result]) -> list[list[list[int]]]:
+    """Tokens of each sequence of each sample."""
+    assert all(isinstance(result, SampleOutput) for result in results), results
+    return [[sequence.tokens.tolist() for sequence in output.sequences] for output in results]
+
+
 def sampled(backend: AbstractBackend, *args, **options) -> list[list[int]]:
-    (output,) = done(backend, a_sample(*args, **options))
-    assert isinstance(output, SampleOutput)
-    return [sequence.tokens.tolist() for sequence in output.sequences]
+    return drawn(done(backend, a_sample(*args, **options)))[0]
 
 
 def assert_same(actual: np.ndarray, expected: np.ndarray) -> None:
@@ -591,6 +599,32 @@ def test_a_published_version_stays_as_it_was_while_its_model_trains_on_and_is_de
     assert sampled(backend, later, num_samples=4) != before
     backend.delete_model(model)
     assert sampled(backend, version, num_samples=4) == before
+
+
+@pytest.mark.parametrize("republish", [False, True], ids=["dropped", "published-again"])
+def test_samples_that_wait_are_drawn_from_the_version_that_they_asked_for(backend, model, republish):
+    version = fresh("version")
+    done(backend, a_publish(model, version, None))
+    seeds = range(6 * ROWS)
+    expected = drawn(done(backend, *(a_sample(version, seed=seed) for seed in seeds)))
+    done(backend, *(operation for _ in range(5) for operation in (a_pass(model), a_step(model))))
+    waiting = [a_sample(version, seed=seed) for seed in seeds]
+    for operation in waiting:
+        backend.submit(operation)
+    later = a_publish(model, version if republish else fresh("version"), None)
+    backend.submit(later)
+    results: dict[str, Result] = {}
+    while later.request_id not in results:
+        results |= {completion.request_id: completion.result for completion in backend.step()}
+    assert len(results) < len(waiting), "all were drawn before the new weights were there"
+    if not republish:
+        backend.drop_version(version)
+    while len(results) <= len(waiting):
+        results |= {completion.request_id: completion.result for completion in backend.step()}
+    assert drawn([results[operation.request_id] for operation in waiting]) == expected
+    assert drawn(done(backend, *(a_sample(later.version, seed=seed) for seed in seeds))) != expected
+    if not republish:
+        assert f"version={version} is not known here" in failure(backend, a_sample(version))
 
 
 def test_sampling_leaves_the_model_that_trains_alone(backend, model, tmp_path):

@@ -144,21 +144,28 @@ def per_pair(weights, on_a, on_b):
     return {name: per_pair(child, on_a, on_b) for name, child in weights.items()}
 
 
+def use(pool, version: str) -> None:
+    """What a request does that samples it."""
+    claim = pool.claim(version)
+    pool.release(pool.acquire(claim))
+    pool.disclaim(claim)
+
+
 def test_the_least_recently_used_version_gives_up_its_slot(rig):
     pool = rig.pool(slots=3)
     adapters = {f"a{seed}": rig.adapter(20 + seed) for seed in range(3)}
     for name, adapter in adapters.items():
         pool.publish(name, adapter)
     for name in ("a0", "a1", "a0", "a2"):
-        pool.release(pool.acquire(name))
+        use(pool, name)
     assert sorted(slots(pool)[1:]) == sorted([mark(adapters["a0"]), mark(adapters["a2"])])
 
 
 def test_slot_zero_is_the_base_and_is_never_taken(rig):
     pool = rig.pool(slots=2)
     pool.publish("a", rig.adapter(1))
-    assert pool.acquire(None) == 0
-    assert pool.acquire("a") == 1
+    assert pool.acquire(pool.claim(None)) == 0
+    assert pool.acquire(pool.claim("a")) == 1
     assert slots(pool)[0] == 0.0
 
 
@@ -171,7 +178,7 @@ def test_a_version_waits_while_samples_run_on_every_slot(rig):
     for version, max_tokens in lengths.items():
         sampler.add(request(PROMPT, version, max_tokens=max_tokens, name=version))
     sampler.burst()
-    assert pool.acquire("a3") is None
+    assert pool.acquire(pool.claim("a3")) is None
     assert list(finish(sampler)) == ["a0", "a3", "a1", "a2"]
     assert pool.pinned == 0
 
@@ -189,7 +196,7 @@ def test_stored_versions_leave_memory_and_are_read_back(rig):
     assert all(map(same, fresh, again))
     rig.stored.clear()
     with pytest.raises(StorageError, match="/folder0: no such folder"):
-        pool.acquire("a0")
+        pool.acquire(pool.claim("a0"))
 
 
 def copied(rig, adapter, rank: int = 8):
@@ -211,7 +218,7 @@ def test_versions_that_are_stored_keep_to_the_bytes_that_they_may_take(rig, rank
         rig.stored[f"/{number}"] = adapter = copied(rig, rig.adapter(60 + number % 3), rank)
         pool.publish(f"a{number}", adapter)
         pool.mark_stored(f"a{number}", adapter, f"/{number}")
-        pool.release(pool.acquire(f"a{number}"))
+        use(pool, f"a{number}")
         del adapter, rig.stored[f"/{number}"]
     gc.collect()
     assert one < live_bytes() - before <= 3 * one + 2**10
@@ -224,7 +231,7 @@ def test_large_versions_leave_memory_after_fewer_than_small_ones(rig):
         pool.publish(f"large{number}", large)
         pool.mark_stored(f"large{number}", large, f"/large{number}")
     rig.held["/large1"] = None
-    assert [pool.at_hand(f"large{number}") for number in (2, 1)] == [True, False]
+    assert [pool.at_hand(pool.claim(f"large{number}")) for number in (2, 1)] == [True, False]
     rig.held.clear()
 
 
@@ -232,14 +239,14 @@ def test_versions_in_use_and_those_that_are_nowhere_else_stay_whatever_they_take
     pool = rig.pool(max_bytes=0)
     for number in range(3):
         pool.publish(f"a{number}", rig.adapter(number))
-    pins = [pool.acquire(f"a{number}") for number in range(2)]
+    pins = [pool.acquire(pool.claim(f"a{number}")) for number in range(2)]
     pool.mark_stored("a0", pool.adapter(pins[0]), "/a0")
     pool.publish("last", rig.adapter(3))
-    assert all(pool.at_hand(f"a{number}") for number in range(3))
+    assert all(pool.at_hand(pool.claim(f"a{number}")) for number in range(3))
     pool.release(pins[0])
-    assert pool.at_hand("a1") and pool.at_hand("a2")
+    assert pool.at_hand(pool.claim("a1")) and pool.at_hand(pool.claim("a2"))
     with pytest.raises(StorageError, match="/a0"):
-        pool.at_hand("a0")
+        pool.at_hand(pool.claim("a0"))
 
 
 def test_a_write_that_ends_after_its_name_was_published_again_says_nothing_of_the_new_weights(rig):
@@ -250,7 +257,7 @@ def test_a_write_that_ends_after_its_name_was_published_again_says_nothing_of_th
     pool.publish("name", new)
     pool.mark_stored("name", old, "/old")
     pool.publish("other", rig.adapter(52))
-    assert pool.acquire("name") == 1
+    assert pool.acquire(pool.claim("name")) == 1
     assert slots(pool)[1] == mark(new)
 
 
@@ -259,7 +266,7 @@ def test_a_version_that_is_nowhere_else_stays_in_memory(rig):
     for seed in range(3):
         pool.publish(f"a{seed}", rig.adapter(seed))
     for seed in range(3):
-        pool.release(pool.acquire(f"a{seed}"))
+        use(pool, f"a{seed}")
 
 
 def test_an_unknown_version_is_read_from_the_requests_path(rig):
@@ -288,18 +295,18 @@ def test_a_version_that_is_being_read_holds_up_no_other_request(rig):
 def test_a_version_that_was_deleted_while_it_was_read_is_not_there(rig):
     pool = rig.pool()
     rig.stored["/slow"], rig.held["/slow"] = rig.adapter(42), None
-    assert not pool.at_hand("slow", "/slow")
+    assert not pool.at_hand(pool.claim("slow", "/slow"))
     pool.drop("slow")
     rig.held.pop("/slow").set_result(rig.stored["/slow"])
     with pytest.raises(RequestError, match="version=slow is not known here"):
-        pool.acquire("slow")
+        pool.acquire(pool.claim("slow"))
 
 
 def test_few_versions_are_read_at_once(rig):
     pool = rig.pool()
     folders = [f"/slow{number}" for number in range(READ_AT_ONCE + 2)]
     rig.held |= dict.fromkeys(folders)
-    assert not any(pool.at_hand(folder, folder) for folder in folders)
+    assert not any(pool.at_hand(pool.claim(folder, folder)) for folder in folders)
     begun = [folder for folder in folders if rig.held.pop(folder) is not None]
     assert begun == folders[:READ_AT_ONCE]
 
@@ -314,7 +321,7 @@ def test_a_dropped_version_is_unknown_but_its_running_samples_go_on(rig):
     (after,) = finish(rig.sampler).values()
     assert same(before.sequences[0], after.sequences[0])
     with pytest.raises(RequestError, match=r"version=doomed is not known here .* save the weights again"):
-        rig.versions.acquire("doomed")
+        rig.versions.acquire(rig.versions.claim("doomed"))
 
 
 def test_a_version_that_cannot_be_read_fails_its_request_alone(rig):

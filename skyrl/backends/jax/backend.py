@@ -55,7 +55,7 @@ from skyrl.backends.jax.residence import Residence, Room, Turns
 from skyrl.backends.jax.sampler import Sampler
 from skyrl.backends.jax.step import AdamScalars
 from skyrl.backends.jax.storage import Storage
-from skyrl.backends.jax.versions import VersionPool
+from skyrl.backends.jax.versions import Claim, VersionPool
 from skyrl.backends.prepared import version_of
 from skyrl.errors import RequestError
 from skyrl.tx.lora import padded_rank, zero_adapter
@@ -263,14 +263,16 @@ class JaxBackend(Executor):
         Slots are a cache: running samples keep theirs, others may be given to another version later.
         """
         slots: list[int] = []
+        claims: list[Claim] = []
         try:
             for model_id, checkpoint_id in zip(
                 prepared_batch.all_model_ids, prepared_batch.all_checkpoint_ids, strict=True
             ):
-                version = version_of(model_id, checkpoint_id) if model_id else None
-                while not self._versions.at_hand(version):
+                claim = self._versions.claim(version_of(model_id, checkpoint_id) if model_id else None)
+                claims.append(claim)
+                while not self._versions.at_hand(claim):
                     time.sleep(LOOK_S)
-                slot = self._versions.acquire(version)
+                slot = self._versions.acquire(claim)
                 if slot is None:
                     raise RequestError(
                         f"max_lora_adapters={self.config.max_lora_adapters}: no slot is left for {model_id}/"
@@ -280,6 +282,8 @@ class JaxBackend(Executor):
         finally:
             for slot in slots:
                 self._versions.release(slot)
+            for claim in claims:
+                self._versions.disclaim(claim)
         return slots
 
     @property

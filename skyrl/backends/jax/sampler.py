@@ -1,9 +1,9 @@
 """Continuous sampling: requests join and leave a running decode batch whenever they are ready.
 
-A request waits in a `Line`, pins its version, is read by chunks into pages (`Prompt`), and then starts one sequence per
-sample, which shares the prompt's full pages. Each burst reads about one chunk of the prompts, which take turns, and
-then decodes a few steps, so neither long prompts nor long continuations nor many samples hold others up. Everything
-here runs on the caller's thread.
+A request claims its version, waits in a `Line`, gets a slot, is read by chunks into pages (`Prompt`), and then starts
+one sequence per sample, which shares the prompt's full pages. Each burst reads about one chunk of the prompts, which
+take turns, and then decodes a few steps, so neither long prompts nor long continuations nor many samples hold others
+up. Everything here runs on the caller's thread.
 """
 
 import logging
@@ -202,6 +202,7 @@ class Sampler:
                 f"the server's cache holds sequences of at most {(self.pages_total - 1) * PAGE_SIZE + 1}; ask for "
                 "fewer, or start the server with a larger kv_cache_gib"
             )
+        job.claim = self._versions.claim(request.version, request.path)
         self._waiting.append(job)
 
     def cancel(self, request_id: str) -> None:
@@ -243,11 +244,12 @@ class Sampler:
     def _begin(self, job: Job) -> None:
         """Let a waiting request begin, unless it lacks room or its version. Raises what is wrong with it."""
         job.lacks_room = False
-        if not self._versions.at_hand(job.request.version, job.request.path):
+        assert job.claim is not None
+        if not self._versions.at_hand(job.claim):
             return
         pages, count = self._cache.pages, pages_to_begin(job)
         if count <= pages.available:
-            job.slot = self._versions.acquire(job.request.version, job.request.path)
+            job.slot = self._versions.acquire(job.claim)
         if job.slot is None:
             job.lacks_room = True
             return
@@ -411,3 +413,6 @@ class Sampler:
         if job.slot is not None:
             self._versions.release(job.slot)
             job.slot = None
+        if job.claim is not None:
+            self._versions.disclaim(job.claim)
+            job.claim = None

@@ -7,6 +7,7 @@ import numpy as np
 
 from skyrl.backends.jax.pages import Node
 from skyrl.backends.jax.prompt_scores import PromptScores
+from skyrl.backends.jax.versions import Claim
 from skyrl.backends.operations import Sample
 from skyrl.tx.sampling import seed_words
 from skyrl.types import GeneratedSequence, SampleOutput, StopReason, TokenTable
@@ -42,6 +43,8 @@ class Job:
     """As `seed_words`."""
     number: int = field(default_factory=itertools.count().__next__)
     """In the order of arrival; no two are alike."""
+    claim: Claim | None = None
+    """Of its version, from arrival to the end."""
     slot: int | None = None
     """Slot of its version, pinned from admission to the end."""
     lacks_room: bool = False

@@ -2,8 +2,9 @@
 
 JAX arrays never change, so publishing a version is keeping a reference to its adapter. Slots limit how many versions
 are sampled at once (slot 0 is the base model, without an adapter): a version is put into one when a sample needs it and
-stays until another version needs the slot. Versions that are also on disk leave memory, least recently used first, when
-all take more than they may, and are read back, while others are sampled, when they are asked for.
+stays until another version needs the slot. A request claims its version when it arrives, and has it until it ends,
+whatever becomes of the name meanwhile. Versions that are also on disk leave memory, least recently used first, when all
+take more than they may, and are read back, while others are sampled, when they are asked for.
 """
 
 import itertools
@@ -31,13 +32,23 @@ READ_AT_ONCE = 4
 @dataclass
 class _Slot:
     version: str | None = None
-    """None: free, or its version was dropped while samples still run on it."""
+    """None: free."""
     pins: int = 0
     adapter: Adapter | None = None
     content: int = 0
     """Different for everything that was ever in a slot."""
     nbytes: int = 0
     """That it takes beside the version, if that is of a smaller rank."""
+
+
+@dataclass(eq=False)
+class Claim:
+    """A version that somebody has asked for and is not done with. From `VersionPool.claim`."""
+
+    version: str | None
+    """What the pool knows it by now; None is the base model."""
+    path: str | None
+    """Folder to read it from if the pool does not know it."""
 
 
 class VersionPool:
@@ -65,6 +76,9 @@ class VersionPool:
         self._paths: dict[str, str] = {}
         self._readings: dict[str, tuple[str, Future[Adapter]]] = {}
         """(folder, what is being read from it) by version."""
+        self._claims: dict[str, list[Claim]] = {}
+        self._dropped: set[str] = set()
+        """Names that nobody can ask for, of versions that were dropped while they were claimed."""
         self._lock = threading.RLock()
 
     def adapter(self, slot: int) -> Adapter | None:
@@ -78,7 +92,7 @@ class VersionPool:
     def publish(self, version: str, adapter: Adapter) -> None:
         """Make `adapter` samplable as `version`. Its arrays are kept, so no program may be given them as donated.
 
-        An older version of that name is dropped; samples that run on it go on.
+        An older version of that name is dropped, as by `drop`.
         """
         with self._lock:
             self.drop(version)
@@ -92,32 +106,60 @@ class VersionPool:
                 self._shed()
 
     def drop(self, version: str) -> None:
-        """Forget a version. Samples that run on it go on; its slot is free when they are done."""
+        """Forget a version. Whoever has claimed it has it all the same, from memory or, if it is not there, its files."""
         with self._lock:
-            self._let_go(version)
-            self._paths.pop(version, None)
+            path = self._paths.pop(version, None)
             self._readings.pop(version, None)
-            if (slot := self._slot_of(version)) is not None:
-                self._slots[slot].version = None
-                self._clear_unused(slot)
+            claims = self._claims.get(version, [])
+            for claim in claims:
+                claim.path = path or claim.path
+            if version in self._resident and claims:
+                self._set_aside(version)
+            else:
+                self._let_go(version)
+                if (slot := self._slot_of(version)) is not None:
+                    self._slots[slot] = _Slot()
 
-    def at_hand(self, version: str | None, path: str | None = None) -> bool:
-        """True if a version is in memory. If not, it is being read from now on, or once others have been.
+    def claim(self, version: str | None, path: str | None = None) -> Claim:
+        """Ask for a version as it is now, until `disclaim`. Whether there is one is told by `at_hand` and `acquire`.
 
         Args:
             version: None is the base model.
             path: Folder to read the version from if this pool does not know it.
+        """
+        claim = Claim(version, path)
+        if version is not None:
+            with self._lock:
+                self._claims.setdefault(version, []).append(claim)
+        return claim
+
+    def disclaim(self, claim: Claim) -> None:
+        """Undo one `claim`. A version that was dropped leaves memory with its last one."""
+        version = claim.version
+        if version is None:
+            return
+        with self._lock:
+            self._claims[version].remove(claim)
+            if not self._claims[version]:
+                del self._claims[version]
+                if version in self._dropped:
+                    self._dropped.remove(version)
+                    self.drop(version)
+
+    def at_hand(self, claim: Claim) -> bool:
+        """True if a version is in memory. If not, it is being read from now on, or once others have been.
 
         Raises:
             RequestError: Neither in memory nor at a known path, or not an adapter of this model.
             StorageError: Its files are missing or damaged.
         """
+        version = claim.version
         with self._lock:
             if version is None or version in self._resident:
                 return True
             if version in self._readings:
                 return self._has_arrived(version)
-            path = self._paths.get(version, path)
+            path = self._paths.get(version, claim.path)
             if path is None:
                 raise RequestError(
                     f"version={version} is not known here (deleted, expired or never saved); save the weights again "
@@ -131,15 +173,16 @@ class VersionPool:
             self._readings[version] = path, self._load(path)
             return self._has_arrived(version)
 
-    def acquire(self, version: str | None, path: str | None = None) -> int | None:
+    def acquire(self, claim: Claim) -> int | None:
         """Pin a version and return its slot. None (for now) if it is not at hand, or samples run on every slot.
 
-        Arguments and errors are those of `at_hand`.
+        Errors are those of `at_hand`.
         """
+        version = claim.version
         if version is None:
             return BASE_SLOT
         with self._lock:
-            if not self.at_hand(version, path):
+            if not self.at_hand(claim):
                 return None
             slot = self._slot_of(version)
             if slot is None:
@@ -163,7 +206,6 @@ class VersionPool:
         with self._lock:
             assert self._slots[slot].pins > 0, slot
             self._slots[slot].pins -= 1
-            self._clear_unused(slot)
             self._shed()
 
     @property
@@ -202,14 +244,20 @@ class VersionPool:
         self._sizes[version] = bytes_of(adapter)
         self._shed()
 
+    def _set_aside(self, version: str) -> None:
+        """Keep a version for those who have claimed it."""
+        aside = f"{version} (dropped, {next(self._contents)})"
+        self._dropped.add(aside)
+        for held in (self._resident, self._sizes, self._claims):
+            held[aside] = held.pop(version)
+        for claim in self._claims[aside]:
+            claim.version = aside
+        if (slot := self._slot_of(version)) is not None:
+            self._slots[slot].version = aside
+
     def _let_go(self, version: str) -> None:
         self._resident.pop(version, None)
         self._sizes.pop(version, None)
-
-    def _clear_unused(self, slot: int) -> None:
-        """Free what nobody can ask for any more: in use no longer, and dropped."""
-        if not self._slots[slot].pins and self._slots[slot].version is None:
-            self._slots[slot] = _Slot()
 
     def _shed(self) -> None:
         """Let stored versions go that are not in use, least recently used first, while all take too much memory."""
