@@ -175,6 +175,7 @@ JAX_SUPPORT: dict[str, Support] = {
     "generator.apply_overlong_filtering": ROWS,
     "generator.step_wise_trajectories": ROWS,
     "generator.max_failed_fraction": RUN,
+    "generator.env_error_reward": EPISODE,
     "generator.sampling_params": SAMPLING,
     "generator.batched": refused("prompts are sampled together as they come; leave it at False"),
     "generator.max_input_length": OPTIONS,

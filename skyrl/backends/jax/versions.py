@@ -106,7 +106,7 @@ class VersionPool:
                 self._shed()
 
     def drop(self, version: str) -> None:
-        """Forget a version. Whoever has claimed it has it all the same, from memory or, if it is not there, its files."""
+        """Forget a version. Whoever has claimed it has it all the same, from memory or else from its files."""
         with self._lock:
             path = self._paths.pop(version, None)
             self._readings.pop(version, None)

@@ -137,6 +137,13 @@ class GeneratorConfig(BaseConfig):
     trajectory_retries: NonNegativeInt = 2
     """How often a trajectory that failed is begun again, each time with a fresh environment."""
 
+    retry_with_new_seed: bool = True
+    """Whether a trajectory that is begun again is sampled anew. False: what is sampled is the same, where seeds are."""
+
+    env_error_reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """Reward of a turn on which the environment's `step` raised, which ends the trajectory. None: the attempt failed.
+    Errors that say nothing of what the model wrote (EnvError, OSError, timeouts) always fail it."""
+
     max_failed_fraction: Fraction = 0.1
     """Fraction of a batch's trajectories that may fail for good. They are left out; if more fail, the run stops."""
 

@@ -7,13 +7,13 @@ trajectory says why. Only what would fail for every trajectory alike (`FATAL`) i
 import asyncio
 import logging
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from skyrl.envs.env import Env
-from skyrl.errors import ConfigError
-from skyrl.train.rollouts.episode import Episode, Prompt, Stage
+from skyrl.train.rollouts.episode import FATAL, Episode, Prompt, Stage
 from skyrl.train.rollouts.trajectory import (
     Failure,
     FailureKind,
@@ -22,9 +22,6 @@ from skyrl.train.rollouts.trajectory import (
     TrajectoryStopReason,
     Turn,
 )
-
-FATAL = (ConfigError, ImportError, NotImplementedError)
-"""Errors of the program or its configuration: another attempt would fail again, and so would the other trajectories."""
 
 CLOSE_S = 30.0
 """Seconds that an environment may take to close."""
@@ -46,7 +43,8 @@ async def run_trajectory(
     identity: TrajectoryId,
     prompt: Prompt,
     make_env: Callable[[], Env[Any]],
-    make_episode: Callable[[], Episode],
+    make_episode: Callable[[int], Episode],
+    tracebacks: "Tracebacks",
     *,
     timeout_s: float | None,
     retries: int,
@@ -57,17 +55,24 @@ async def run_trajectory(
         identity: What to call it.
         prompt: What it is of.
         make_env: Makes a fresh environment; it is closed exactly once, whatever happens.
-        make_episode: Makes what plays it.
+        make_episode: Makes what plays it, given the number of the attempt, from 1.
+        tracebacks: Shows what environments raise.
         timeout_s: Seconds that an attempt may take. None: no limit.
         retries: Attempts after the first.
 
     Raises the errors in `FATAL`.
     """
     for number in range(1, retries + 2):
-        trajectory = await _attempt(identity, prompt, make_env, make_episode(), timeout_s, number)
-        if trajectory.failure is None:
+        episode = make_episode(number)
+        trajectory = await _attempt(identity, prompt, make_env, episode, timeout_s, number)
+        failure = trajectory.failure
+        if failure is None:
+            if episode.raised is not None:
+                tracebacks.show(identity, episode.raised)
             break
-        log.warning("trajectory %s, attempt %d of %d: %s", identity, number, retries + 1, trajectory.failure.message)
+        log.warning("trajectory %s, attempt %d of %d: %s", identity, number, retries + 1, failure.message)
+        if failure.kind == "env_error" and isinstance(failure.error, Exception):
+            tracebacks.show(identity, failure.error)
     return trajectory  # pyright: ignore[reportPossiblyUnboundVariable] (there is at least one attempt)
 
 
@@ -129,6 +134,22 @@ def _means(turns: Sequence[Turn]) -> dict[str, float]:
             numbers[name] += 1
             sums[name] = sums.get(name, 0.0) + value
     return {name: total / numbers[name] for name, total in sums.items()}
+
+
+class Tracebacks:
+    """Shows where environments raise: the whole traceback the first time, nothing when it is raised there again."""
+
+    def __init__(self) -> None:
+        self._shown: set[tuple[type[Exception], str, int]] = set()
+
+    def show(self, identity: TrajectoryId, error: Exception) -> None:
+        """Log an error that an environment raised, with its traceback."""
+        place = ("", 0)
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            place = frame.f_code.co_filename, line
+        if (type(error), *place) not in self._shown:
+            self._shown.add((type(error), *place))
+            log.warning("trajectory %s: its environment raised (shown once)", identity, exc_info=error)
 
 
 class FailureBudget:

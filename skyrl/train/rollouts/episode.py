@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from skyrl.envs.env import Env, EnvError, Message, StepResult
+from skyrl.errors import ConfigError
 from skyrl.train.config import GeneratorConfig, SamplingParams
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.history import history_class
@@ -18,6 +19,9 @@ from skyrl.train.rollouts.sampler import Sampler
 from skyrl.train.rollouts.trajectory import TrajectoryStopReason, Turn
 
 Stage = Literal["environment", "template", "sampler"]
+
+FATAL = (ConfigError, ImportError, NotImplementedError)
+"""Errors of the program or its configuration: another attempt would fail again, and so would the other trajectories."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class Episode:
         self.messages: Sequence[Message] = ()
         """The prompt, as the environment gave it."""
         self.turns: list[Turn] = []
+        self.raised: Exception | None = None
+        """What the environment raised on the last action, if that has a reward."""
 
     async def run(self, env: Env[Any], prompt: Prompt) -> TrajectoryStopReason:
         """Play it to its end.
@@ -91,7 +97,7 @@ class Episode:
             sampled_at = time.perf_counter()
             self.stage = "environment"
             action = chat.text(sampled.token_ids)
-            result = _checked(await env.step(action))
+            result = await self._step(env, action)
             turn = Turn(
                 prompt_ids,
                 sampled,
@@ -102,6 +108,7 @@ class Episode:
                 {name: float(value) for name, value in result.metrics.items()},
                 sampler_s=sampled_at - start,
                 env_s=time.perf_counter() - sampled_at,
+                env_raised=self.raised is not None,
             )
             self.turns.append(turn)
             if result.done:
@@ -110,6 +117,19 @@ class Episode:
                 return "max_turns"
             self.stage = "template"
             history.extend(sampled, result.observations)
+
+    async def _step(self, env: Env[Any], action: str) -> StepResult:
+        """The environment's answer; the end with `env_error_reward`, if that is set and it raised on the action."""
+        reward = self._config.env_error_reward
+        try:
+            return _checked(await env.step(action))
+        except (EnvError, OSError, *FATAL):  # not for what the model wrote
+            raise
+        except Exception as error:
+            if reward is None:
+                raise
+            self.raised = error
+            return StepResult([], reward, done=True)
 
 
 def _with_stop_strings(params: SamplingParams, stop: Sequence[str]) -> SamplingParams:

@@ -70,6 +70,7 @@ def _failures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics = {f"generate/failed_{kind}": float(number) for kind, number in sorted(kinds.items())}
     metrics["generate/failed"] = float(kinds.total())
     metrics["generate/failed_fraction"] = kinds.total() / max(len(trajectories), 1)
+    metrics["generate/env_errors"] = float(sum(turn.env_raised for item in trajectories for turn in item.turns))
     metrics["generate/retries"] = float(sum(item.attempts - 1 for item in trajectories))
     return metrics
 

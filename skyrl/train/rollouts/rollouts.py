@@ -18,7 +18,7 @@ from skyrl.envs.env import Env, Message, make_env, settings_of
 from skyrl.envs.threads import EnvWorkers
 from skyrl.errors import ConfigError
 from skyrl.train.config import EnvironmentConfig, GeneratorConfig, SamplingParams
-from skyrl.train.rollouts.attempts import FailureBudget, run_trajectory
+from skyrl.train.rollouts.attempts import FailureBudget, Tracebacks, run_trajectory
 from skyrl.train.rollouts.chat import Chat, ChatTokenizer
 from skyrl.train.rollouts.episode import Episode, Prompt
 from skyrl.train.rollouts.history import TokenHistory, history_class
@@ -57,6 +57,7 @@ class Rollouts:
         self._config = config
         self._environment = environment
         self._sampler = sampler
+        self._tracebacks = Tracebacks()
         self._workers = EnvWorkers(environment.skyrl_gym.max_env_workers)
         self._limiter = RateLimiter(config.trajectories_per_second, config.max_concurrent_trajectories)
 
@@ -113,10 +114,18 @@ class Rollouts:
                 identity,
                 prompt,
                 make_env=lambda: self._make_env(prompt),
-                make_episode=lambda: Episode(self._sampler, self.chat, self._config, params, str(identity)),
+                make_episode=lambda attempt: Episode(
+                    self._sampler, self.chat, self._config, params, self._session(identity, attempt)
+                ),
+                tracebacks=self._tracebacks,
                 timeout_s=self._config.trajectory_timeout_s,
                 retries=self._config.trajectory_retries,
             )
+
+    def _session(self, identity: TrajectoryId, attempt: int) -> str:
+        """What the sampler's seeds follow from: another attempt samples another text, unless told otherwise."""
+        again = attempt > 1 and self._config.retry_with_new_seed
+        return f"{identity}, attempt {attempt}" if again else str(identity)
 
     def _make_env(self, prompt: Prompt) -> Env[Any]:
         extras = {**copy.deepcopy(dict(prompt.extras)), "max_turns": self._config.max_turns}

@@ -45,6 +45,7 @@ class Sampler(Protocol):
         Args:
             prompt_token_ids: The whole input; in most cases it begins with the input and output of the call before.
             params: How to sample. Its `stop` holds the environment's stop strings too.
-            session_id: The same for all calls of a trajectory, so that they can go where their prefix is cached.
+            session_id: The same for all calls of an attempt at a trajectory, so that they can go where their prefix is
+                cached. Seeds may follow from it.
         """
         ...

@@ -58,6 +58,9 @@ class Turn:
     env_s: float = 0.0
     """Seconds in the environment."""
 
+    env_raised: bool = False
+    """Whether the environment raised on the action, and the reward is `generator.env_error_reward`."""
+
 
 @dataclass(frozen=True)
 class Failure:

@@ -24,6 +24,8 @@ ADDED = {
     "GeneratorConfig": {
         "trajectory_timeout_s",
         "trajectory_retries",
+        "retry_with_new_seed",
+        "env_error_reward",
         "max_failed_fraction",
         "max_concurrent_trajectories",
         "trajectories_per_second",

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted import Answer, Prompt, Reply, ScriptedEnv, ScriptedSampler, generator, prompt, rollouts, run, user
 
+from skyrl.envs import EnvError
 from skyrl.errors import ConfigError
 from skyrl.train.rollouts import attempts
 from skyrl.train.rollouts.attempts import FailureBudget, RolloutError
@@ -91,6 +93,40 @@ def test_another_attempt_gets_a_fresh_environment_and_starts_from_the_beginning(
     assert (trajectory.failure, trajectory.attempts, len(trajectory.turns)) == (None, 3, 2)
     assert (ScriptedEnv.made["a"], ScriptedEnv.closed["a"]) == (3, 3)
     assert rollout_metrics([trajectory])["generate/retries"] == 2
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_another_attempt_is_sampled_with_another_seed_unless_told_otherwise(chatml, anew):
+    sampler = ScriptedSampler(chatml, [ANSWER])
+    row = prompt(name="a", attempts=[RAISES_AT_1, RAISES_AT_1, GOOD])
+    run(rollouts(chatml, sampler, trajectory_retries=2, retry_with_new_seed=anew).collect([row]))
+    sessions = [call.session_id for call in sampler.calls]
+    assert len(set(sessions)) == (3 if anew else 1)
+    assert sessions[0] == sessions[1]
+
+
+def test_what_an_environment_raises_on_a_text_may_have_a_reward(chatml):
+    rows = [prompt(name="a", script=GOOD), prompt(name="b", script=RAISES_AT_1)]
+    good, raised = collected(chatml, rows, env_error_reward=-0.5, trajectory_retries=2)
+    assert (raised.failure, raised.attempts, [turn.reward for turn in raised.turns][-1]) == (None, 1, -0.5)
+    assert [row.trajectory for row in rows_of([good, raised], generator())] == [0, 1]
+    assert rollout_metrics([good, raised])["generate/env_errors"] == 1
+    assert ScriptedEnv.closed == {"a": 1, "b": 1}
+
+
+@pytest.mark.parametrize("error", [EnvError("down"), ConnectionError("gone"), TimeoutError("slow")])
+def test_trouble_below_an_environment_has_no_reward(chatml, error):
+    (trajectory,) = collected(chatml, [prompt(script=[error])], env_error_reward=0.0)
+    assert failure_of(trajectory).kind == "env_error"
+
+
+@pytest.mark.parametrize("reward", [None, 0.0])
+def test_an_environments_exception_is_shown_once_with_its_traceback(chatml, caplog, reward):
+    rows = [prompt(name=name, script=RAISES_AT_1) for name in "abc"]
+    collected(chatml, rows, trajectory_retries=2, env_error_reward=reward, max_failed_fraction=1.0)
+    shown = [record for record in caplog.records if record.exc_info]
+    assert len(shown) == 1
+    assert "in _act" in "".join(traceback.format_exception(*shown[0].exc_info))
 
 
 def test_after_the_last_attempt_the_trajectory_says_why_it_failed(chatml):

@@ -70,6 +70,7 @@ def test_a_batch_of_failures_has_their_numbers_only():
         "generate/failed": 1,
         "generate/failed_env_error": 1,
         "generate/failed_fraction": 1,
+        "generate/env_errors": 0,
         "generate/retries": 0,
     }
 
