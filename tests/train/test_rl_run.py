@@ -161,6 +161,32 @@ def test_rollouts_beside_training_are_as_old_as_they_may_be(data, tiny_model, po
     assert all(count > 0 for count in trained)
 
 
+@pytest.mark.parametrize("epochs", [2, pytest.param(13, marks=pytest.mark.slow)])
+def test_with_sixty_times_more_samples_in_flight_than_rows_no_trajectory_is_lost_or_begun_again(
+    data, tiny_model, epochs
+):
+    config = configured(
+        data,
+        tiny_model,
+        "trainer.policy_mini_batch_size=4",
+        "trainer.fully_async.enabled=true",
+        "trainer.fully_async.max_staleness_steps=4",
+        "trainer.fully_async.num_parallel_generation_workers=20",
+        "generator.n_samples_per_prompt=6",
+        "generator.inference_engine.max_num_seqs=2",
+        "generator.sampling_params.max_generate_length=40",
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+        "trainer.jax.deterministic=false",
+        "trainer.eval_interval=-1",
+        "trainer.ckpt_interval=-1",
+        f"trainer.epochs={epochs}",
+    )
+    reports = [metrics for step, metrics in run(config) if step > 0]
+    assert len(reports) == 4 * epochs
+    assert [metrics["generate/retries"] + metrics["generate/failed"] for metrics in reports] == [0] * len(reports)
+    assert max(metrics["async/staleness_max"] for metrics in reports) == 4
+
+
 def test_samples_that_wait_for_their_step_are_in_the_checkpoint(data, tiny_model):
     options = [*ALGORITHMS["one step off"], f"trainer.export_path={data}/exports", "trainer.dump_data_batch=true"]
     run(configured(data, tiny_model, *options), kill_at=3)
