@@ -150,6 +150,10 @@ def gae(x: AdvantageInputs, *, gamma: float = 1.0, lambd: float = 1.0) -> Advant
     return Advantages(whiten(advantages, x.mask), advantages + values)
 
 
+class NothingToCompare(ValueError):
+    """An estimator that compares the samples of a prompt was given one of each."""
+
+
 class _Scores:
     """The score of each row, compared with its group's."""
 
@@ -159,7 +163,7 @@ class _Scores:
         """Sum of each row's rewards."""
         self.groups = Groups(x.uids, self.scores)
         if self.groups.sizes.max(initial=0) < 2:
-            raise ValueError(
+            raise NothingToCompare(
                 f"{estimator}: every one of the {len(x.uids)} prompts has one sample, so no score can be compared with "
                 "another; set n_samples_per_prompt to 2 or more, or use reinforce++ or gae"
             )

@@ -100,13 +100,17 @@ class PolicyObjective:
     """Factor of the KL from the reference; 0 is without."""
     entropy_coef: float = 0.0
     """Factor of the entropy, which is rewarded; 0 is without."""
+    on_policy: bool = False
+    """Whether the first step of a batch is the only one, so that `sampling_logprobs` are the learner's own, and what
+    a forward pass would have told before is told by this one."""
 
     @property
     def needs(self) -> tuple[str, ...]:
         """`LossInputs` fields that must be there."""
+        loss = tuple(name for name in self.loss.needs if not (self.on_policy and name == "sampling_logprobs"))
         kl = ("reference_logprobs",) if self.kl_coef else ()
         entropy = ("entropy",) if self.entropy_coef else ()
-        return (*self.loss.needs, *kl, *entropy)
+        return (*loss, *kl, *entropy)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -115,7 +119,7 @@ class PolicyObjective:
 
     @property
     def outputs(self) -> tuple[Output, ...]:
-        return ("logprobs", "entropy") if self.entropy_coef else ("logprobs",)
+        return ("logprobs", "entropy") if self.entropy_coef or self.on_policy else ("logprobs",)
 
     @property
     def multiple_of(self) -> tuple[str, ...]:
@@ -129,6 +133,8 @@ class PolicyObjective:
         for name in self.needs:
             if getattr(x, name) is None:
                 raise ValueError(f"policy_loss_type={self.loss.name!r} needs {name}, {SOURCES.get(name, 'per token')}")
+        if self.on_policy:
+            x = x._replace(sampling_logprobs=stop_gradient(x.logprobs))
         total = self.loss(x, **self.knobs)
         if x.correction is not None:
             total = total * stop_gradient(x.correction)
@@ -141,12 +147,13 @@ class PolicyObjective:
         return total
 
 
-def policy_objective(options: Mapping[str, Any]) -> PolicyObjective:
+def policy_objective(options: Mapping[str, Any], on_policy: bool = False) -> PolicyObjective:
     """The objective that the algorithm's options ask for.
 
     Args:
         options: `trainer.algorithm` as a mapping, its sections as mappings in it: `policy_loss_type` and its settings,
             `use_kl_loss`, `kl_loss_coef`, `kl_estimator_type`, `use_entropy_loss`, `entropy_loss_coef`.
+        on_policy: As `PolicyObjective.on_policy`.
 
     Raises KeyError for unknown names and ValueError for settings out of range, as `find_policy_loss`.
     """
@@ -157,6 +164,7 @@ def policy_objective(options: Mapping[str, Any]) -> PolicyObjective:
         KL_ESTIMATORS.get(options["kl_estimator_type"]),
         options["kl_loss_coef"] if options["use_kl_loss"] else 0.0,
         options["entropy_loss_coef"] if options["use_entropy_loss"] else 0.0,
+        on_policy,
     )
 
 

@@ -5,12 +5,13 @@ are cut in any way; what goes to the backend is one number per token.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from skyrl.algorithms.advantages import AdvantageInputs, Advantages, estimate_advantages
+from skyrl.algorithms.advantages import AdvantageInputs, Advantages, NothingToCompare, estimate_advantages
 from skyrl.algorithms.corrections import correct_off_policy
 from skyrl.algorithms.covariance import select_tokens
 from skyrl.algorithms.filters import filter_zero_variance
@@ -19,9 +20,11 @@ from skyrl.algorithms.objective import Scores, ValueObjective, policy_objective
 from skyrl.algorithms.weights import token_weights
 from skyrl.errors import ConfigError
 from skyrl.train.batch import Array, Batch
-from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, get_config_as_dict
+from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, TrainerConfig, get_config_as_dict
 from skyrl.train.learner import Learner, Policy
 from skyrl.types import AdamParams, ForwardBackwardOutput
+
+log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 RewardShaping = Callable[[Batch], Array]
@@ -36,10 +39,10 @@ def env_rewards(batch: Batch) -> Array:
 
 
 class _Scored(NamedTuple):
-    """What the models say of the batch before it is trained on, each `[rows, tokens]`."""
+    """What the models say of the batch before it is trained on, each `[rows, tokens]`. None: nobody needs it."""
 
-    logprobs: Array
-    entropy: Array
+    logprobs: Array | None
+    entropy: Array | None
     reference: Array | None
     values: Array | None
 
@@ -70,7 +73,13 @@ class Update:
         self._critic = critic
         self._schedule = schedule
         self._shape_rewards = shape_rewards
-        self._objective = policy_objective(self._options)
+        self._on_policy = _steps_once(config.trainer) and not (
+            self._algorithm.use_kl_in_reward
+            or self._algorithm.off_policy_correction.corrects
+            or self._algorithm.policy_loss_type in COVARIANCE_LOSSES
+        )
+        """Whether the training pass tells all that a forward pass before it would tell."""
+        self._objective = policy_objective(self._options, self._on_policy)
         self._kl = KL_ESTIMATORS.get(self._algorithm.kl_estimator_type)
         self._value_objective = ValueObjective(self._algorithm.value_clip)
         self._scores, self._logprobs, self._values = (
@@ -95,18 +104,20 @@ class Update:
     async def __call__(self, batch: Batch) -> Metrics:
         """Train on a batch. Returns metrics by name."""
         scored = await self._score(batch)
-        metrics: Metrics = {"policy/entropy": _mean(scored.entropy, batch.mask)}
+        metrics = self._seen(batch, scored)
         rewards = self._shape_rewards(batch)
         if self._algorithm.use_kl_in_reward:
-            assert scored.reference is not None
+            assert scored.reference is not None and scored.logprobs is not None
             kl = self._kl(scored.logprobs, scored.reference)
             rewards = penalise_rewards(rewards, kl, batch.mask, self.kl_controller.value)
             metrics |= {"loss/kl_coefficient": self.kl_controller.value, "loss/avg_kl": mean_kl(kl, batch.mask)}
             self.kl_controller.update(metrics["loss/avg_kl"], len(batch.trajectories))
-        elif scored.reference is not None:
-            metrics["loss/avg_kl"] = mean_kl(self._kl(scored.logprobs, scored.reference), batch.mask)
         metrics["loss/avg_final_rewards"] = float(batch.by_trajectory(rewards).sum(axis=1).mean())
-        estimated = self._advantages(batch, rewards, scored.values)
+        try:
+            estimated = self._advantages(batch, rewards, scored.values)
+        except NothingToCompare as error:  # too many samples have failed, and not so many that the run ends
+            log.warning("the weights stay as they are: %s", error)
+            return metrics
         metrics["loss/avg_raw_advantages_abs"] = _mean(np.abs(estimated.advantages), batch.mask)
         mask = batch.mask
         if self._algorithm.zero_variance_filter:
@@ -116,9 +127,9 @@ class Update:
         metrics["generate/tokens_trained"] = float(mask.sum())
         fields, corrections = self._fields(batch, mask, scored, estimated)
         metrics |= corrections
-        trained = [self._train_policy(batch, mask, fields)]
-        if self._critic is not None:
-            trained.append(self._train_critic(batch, mask, scored, estimated))
+        trained = [self._train_policy(batch, mask, fields, scored.reference)]
+        if self._critic is not None:  # values are learnt from prompts without a signal too
+            trained.append(self._train_critic(batch, batch.mask, scored, estimated))
         for more in await asyncio.gather(*trained):
             metrics |= more
         return metrics
@@ -126,7 +137,7 @@ class Update:
     async def _score(self, batch: Batch) -> _Scored:
         data = batch.data()
         algorithm = self._algorithm
-        passes = [self._policy.forward(data, self._scores)]
+        passes = [] if self._on_policy else [self._policy.forward(data, self._scores)]
         if algorithm.uses_reference:
             if self.reference is None:
                 passes.append(self._policy.forward(data, self._logprobs, reference=True))
@@ -135,10 +146,32 @@ class Update:
         if self._critic is not None:
             passes.append(self._critic.forward(data, self._values))
         outputs = list(await asyncio.gather(*passes))
-        policy = outputs.pop(0)
+        policy = None if self._on_policy else outputs.pop(0)
         reference = _column(batch, outputs.pop(0), "logprobs") if algorithm.uses_reference else None
         values = _column(batch, outputs.pop(0), "values") if outputs else None
-        return _Scored(_column(batch, policy, "logprobs"), _column(batch, policy, "entropy"), reference, values)
+        logprobs, entropy = _logprobs_and_entropy(batch, policy)
+        return _Scored(logprobs, entropy, reference, values)
+
+    def _seen(self, batch: Batch, scored: _Scored) -> Metrics:
+        """What the policy says of the batch before it is trained on it, as far as that is known by now."""
+        logprobs, entropy, reference, rollout = (
+            scored.logprobs,
+            scored.entropy,
+            scored.reference,
+            batch.rollout_logprobs,
+        )
+        if logprobs is None or entropy is None:
+            return {}
+        metrics: Metrics = {"policy/entropy": _mean(entropy, batch.mask)}
+        if rollout is not None:
+            difference = np.abs(logprobs - rollout)[batch.mask]
+            metrics["policy/rollout_train_logprobs_abs_diff_mean"] = (
+                float(difference.mean()) if difference.size else 0.0
+            )
+            metrics["policy/rollout_train_logprobs_abs_diff_max"] = float(difference.max(initial=0.0))
+        if reference is not None:
+            metrics["loss/avg_kl"] = mean_kl(self._kl(logprobs, reference), batch.mask)
+        return metrics
 
     def _advantages(self, batch: Batch, rewards: Array, values: Array | None) -> Advantages:
         """Advantages and returns of each token. Estimators see the tokens of whole trajectories."""
@@ -150,6 +183,8 @@ class Update:
         )
         try:
             found = estimate_advantages(self._algorithm.advantage_estimator, inputs, self._options)
+        except NothingToCompare:
+            raise
         except ValueError as error:
             raise ConfigError(
                 f"trainer.algorithm.advantage_estimator cannot be used on this batch (samples that failed are not in "
@@ -160,17 +195,14 @@ class Update:
     def _fields(
         self, batch: Batch, mask: Array, scored: _Scored, estimated: Advantages
     ) -> tuple[dict[str, Array], Metrics]:
-        """What the policy's objective reads, and metrics of the mismatch between sampler and trainer."""
-        fields = {"sampling_logprobs": scored.logprobs, "advantages": estimated.advantages}
+        """What the policy's objective reads, and metrics of corrections for what sampler and trainer differ in."""
+        fields = {"advantages": estimated.advantages}
+        if scored.logprobs is not None:
+            fields["sampling_logprobs"] = scored.logprobs
         metrics: Metrics = {}
-        rollout = batch.rollout_logprobs
-        if rollout is not None:
-            difference = np.abs(scored.logprobs - rollout)[batch.mask]
-            metrics["policy/rollout_train_logprobs_abs_diff_mean"] = (
-                float(difference.mean()) if difference.size else 0.0
-            )
-            metrics["policy/rollout_train_logprobs_abs_diff_max"] = float(difference.max(initial=0.0))
         if self._algorithm.off_policy_correction.corrects:
+            rollout = batch.rollout_logprobs
+            assert scored.logprobs is not None
             assert rollout is not None, "a configuration that corrects keeps logprobs"
             correction = correct_off_policy(self._algorithm.off_policy_correction, scored.logprobs, rollout, mask)
             fields["correction"] = np.asarray(correction.factor)
@@ -181,21 +213,35 @@ class Update:
             fields["sequence_ratio_mask"] = mask.astype(np.float64)
         return {name: fields[name] for name in fields if name in self._objective.inputs}, metrics
 
-    async def _train_policy(self, batch: Batch, mask: Array, fields: dict[str, Array]) -> Metrics:
+    async def _train_policy(
+        self, batch: Batch, mask: Array, fields: dict[str, Array], reference: Array | None
+    ) -> Metrics:
+        """Metrics of the optimizer steps, without those that would have no token to train on."""
         optimizer = self._trainer.policy.optimizer_config
         found: list[Metrics] = []
+        seen: Metrics = {}
         for rows in self._mini_batches(batch, self._trainer.policy_mini_batch_size):
             weights = self._weights(batch, mask, rows)
+            if not weights.any():
+                continue
             given = dict(fields)
             if self._algorithm.policy_loss_type in COVARIANCE_LOSSES:
                 given["selected"] = await self._selected(batch, mask, fields, rows)
             output = await self._policy.forward_backward(batch.data(rows, weights=weights, **given), self._objective)
-            metrics = _policy_metrics(output, [fields["sampling_logprobs"][row, mask[row]] for row in rows], mask[rows])
+            if self._on_policy:
+                assert len(rows) == len(batch.rows), "a batch is one mini-batch"
+                logprobs, entropy = _logprobs_and_entropy(batch, output)
+                assert logprobs is not None
+                seen = self._seen(batch, _Scored(logprobs, entropy, reference, None))
+                old = logprobs
+            else:
+                old = fields["sampling_logprobs"]
+            metrics = _policy_metrics(output, [old[row, mask[row]] for row in rows], mask[rows])
             adam = adam_params(optimizer, self._schedule(optimizer, self.policy_steps))
             stepped = await self._policy.optim_step(adam)
             self.policy_steps += 1
             found.append(metrics | {"loss": output.metrics["loss:sum"], **_step_metrics(stepped)})
-        return _averaged("policy", found)
+        return _averaged("policy", found) | seen
 
     async def _train_critic(self, batch: Batch, mask: Array, scored: _Scored, estimated: Advantages) -> Metrics:
         assert self._critic is not None and scored.values is not None
@@ -203,7 +249,10 @@ class Update:
         fields = {"returns": estimated.returns, "old_values": scored.values}
         found: list[Metrics] = []
         for rows in self._mini_batches(batch, self._trainer.critic_mini_batch_size):
-            data = batch.data(rows, weights=self._weights(batch, mask, rows), **fields)
+            weights = self._weights(batch, mask, rows)
+            if not weights.any():
+                continue
+            data = batch.data(rows, weights=weights, **fields)
             output = await self._critic.forward_backward(data, self._value_objective)
             adam = adam_params(optimizer, self._schedule(optimizer, self.critic_steps))
             stepped = await self._critic.optim_step(adam)
@@ -238,6 +287,17 @@ class Update:
         arrays = (logprobs[rows], fields["sampling_logprobs"][rows], fields["advantages"][rows], mask[rows])
         chosen[rows] = np.asarray(select_tokens(self._options, *arrays, self.generator))
         return chosen
+
+
+def _steps_once(trainer: TrainerConfig) -> bool:
+    """Whether a batch is one optimizer step of the policy."""
+    return trainer.update_epochs_per_batch == 1 and trainer.policy_mini_batch_size >= trainer.train_batch_size
+
+
+def _logprobs_and_entropy(
+    batch: Batch, output: ForwardBackwardOutput | None
+) -> tuple[Array, Array] | tuple[None, None]:
+    return (None, None) if output is None else (_column(batch, output, "logprobs"), _column(batch, output, "entropy"))
 
 
 def _column(batch: Batch, output: ForwardBackwardOutput, name: str) -> Array:

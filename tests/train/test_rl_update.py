@@ -1,15 +1,19 @@
 """One training step of the RL trainer on hand-made trajectories, against the same step written in torch."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 import oracle
+from skyrl.algorithms.objective import Scores
 from skyrl.backends.client import BackendClient
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+from skyrl.backends.operations import ForwardBackward, Operation, OptimStep
 from skyrl.train.batch import Batch
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.learner import Learner, Policy
@@ -241,3 +245,127 @@ def test_rows_and_trajectories_are_two_views_of_the_same_numbers(tiny_model):
     numbers = np.where(batch.filled, np.random.default_rng(0).normal(size=batch.filled.shape), 0)
     np.testing.assert_array_equal(batch.by_row(batch.by_trajectory(numbers)), numbers)
     assert batch.by_trajectory(batch.rewards).sum(1).tolist() == [item.reward for item in batch.trajectories]
+
+
+# -- what is computed, and when a step is taken ------------------------------------------------------------------------
+
+
+class Recorded:
+    """A client, and the operations that it was asked for."""
+
+    def __init__(self, client: BackendClient):
+        self._client = client
+        self.operations: list[Operation] = []
+
+    async def run(self, operation: Operation):
+        self.operations.append(operation)
+        return await self._client.run(operation)
+
+    def kinds(self) -> Counter[str]:
+        """How often the policy was stepped, and passes were made with and without gradients."""
+        names = {True: "forward", False: "forward_backward"}
+        return Counter(
+            names[operation.forward_only] if isinstance(operation, ForwardBackward) else "optim_step"
+            for operation in self.operations
+            if isinstance(operation, ForwardBackward | OptimStep)
+        )
+
+
+def updated(client: BackendClient, config: SkyRLTrainConfig, items: list[Trajectory], name: str, critic=False):
+    """(operations of one update by kind, its metrics, what a forward pass says before, and after it)."""
+    recorded = Recorded(client)
+
+    async def run():
+        policy = Policy(recorded, f"policy-{name}", seed=0)
+        await policy.create(LoraConfig(rank=4, seed=0))
+        judge = Learner(recorded, f"critic-{name}") if critic else None
+        if judge is not None:
+            await judge.create(LoraConfig(rank=4, seed=1), value_head=True)
+        update, batch = Update(config, policy, judge), batch_of(config, items)
+        before = await policy.forward(batch.data(), Scores(("logprobs", "entropy")))
+        recorded.operations.clear()
+        metrics = await update(batch)
+        kinds = recorded.kinds()
+        after = await policy.forward(batch.data(), Scores(("logprobs", "entropy")))
+        return kinds, metrics, before, after, batch
+
+    return asyncio.run(run())
+
+
+def means(output, batch: Batch, name: str) -> float:
+    return float(np.mean(chosen(output, batch, name)))
+
+
+def chosen(output, batch: Batch, name: str) -> np.ndarray:
+    """Of the tokens that the policy chose."""
+    pairs = zip(output.loss_fn_outputs, batch.mask, strict=True)
+    return np.concatenate([scores[name][mask[: len(scores[name])]] for scores, mask in pairs])
+
+
+def same(before, after) -> bool:
+    pairs = zip(before.loss_fn_outputs, after.loss_fn_outputs, strict=True)
+    return all(np.array_equal(ours["logprobs"], theirs["logprobs"]) for ours, theirs in pairs)
+
+
+def alike(items: list[Trajectory], prompts: set[str]) -> list[Trajectory]:
+    """The trajectories, with reward 1 for all samples of some prompts."""
+
+    def equal(item: Trajectory) -> Trajectory:
+        *turns, last = item.turns
+        turns = [replace(one, reward=0.0) for one in turns]
+        return replace(item, turns=[*turns, replace(last, reward=1.0)])
+
+    return [equal(item) if item.id.instance_id in prompts else item for item in items]
+
+
+@pytest.mark.parametrize(
+    ("option", "passes"),
+    [
+        ("trainer.algorithm.advantage_estimator=grpo", 0),
+        ("trainer.algorithm.use_kl_loss=true", 1),
+        ("trainer.update_epochs_per_batch=2", 1),
+        ("trainer.policy_mini_batch_size=1", 1),
+        ("trainer.algorithm.off_policy_correction.tis_ratio_type=token", 1),
+        ("trainer.algorithm.policy_loss_type=kl_cov", 2),
+    ],
+)
+def test_forward_passes_are_made_for_what_the_training_pass_does_not_tell(client, tiny_model, option, passes):
+    kinds, metrics, before, _, batch = updated(client, configured(tiny_model, option), trajectories(), option)
+    assert kinds["forward"] == passes
+    assert metrics["policy/entropy"] == pytest.approx(means(before, batch, "entropy"), rel=1e-5)
+    expected = np.abs(chosen(before, batch, "logprobs") + 1.0).mean()
+    assert metrics["policy/rollout_train_logprobs_abs_diff_mean"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_no_step_is_taken_where_no_token_is_trained_on(client, tiny_model):
+    config = configured(tiny_model, "trainer.algorithm.zero_variance_filter=true")
+    kinds, metrics, before, after, _ = updated(client, config, alike(trajectories(), {"0", "1"}), "all-alike")
+    assert kinds["optim_step"] == 0 and metrics["generate/tokens_trained"] == 0
+    assert same(before, after)
+
+
+def test_a_mini_batch_without_tokens_takes_no_step_and_the_other_does(client, tiny_model):
+    config = configured(tiny_model, "trainer.algorithm.zero_variance_filter=true", "trainer.policy_mini_batch_size=1")
+    kinds, _, before, after, _ = updated(client, config, alike(trajectories(), {"0"}), "one-alike")
+    assert kinds["optim_step"] == 1
+    assert not same(before, after)
+
+
+def test_a_critic_learns_from_prompts_that_the_filter_leaves_out(client, tiny_model):
+    config = configured(
+        tiny_model,
+        "trainer.algorithm.zero_variance_filter=true",
+        "trainer.algorithm.advantage_estimator=gae",
+        f"trainer.critic.model.path={tiny_model}",
+    )
+    items = alike(trajectories(), {"0", "1"})
+    kinds, metrics, before, after, _ = updated(client, config, items, "critic-filter", critic=True)
+    assert kinds["optim_step"] == 1 and metrics["critic/grad_norm"] > 0
+    assert same(before, after)
+
+
+def test_a_batch_in_which_no_prompt_keeps_two_samples_is_a_skipped_step(client, tiny_model, caplog):
+    items = [item for item in trajectories() if item.id.repetition_id == 0]
+    kinds, _, before, after, _ = updated(client, configured(tiny_model), items, "no-survivors")
+    assert kinds["optim_step"] == 0 and same(before, after)
+    assert "every one of the 2 prompts has one sample" in caplog.text

@@ -144,11 +144,10 @@ class Tracebacks:
 
     def show(self, identity: TrajectoryId, error: Exception) -> None:
         """Log an error that an environment raised, with its traceback."""
-        place = ("", 0)
-        for frame, line in traceback.walk_tb(error.__traceback__):
-            place = frame.f_code.co_filename, line
-        if (type(error), *place) not in self._shown:
-            self._shown.add((type(error), *place))
+        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        file, line = frames[-1] if frames else ("", 0)
+        if (type(error), file, line) not in self._shown:
+            self._shown.add((type(error), file, line))
             log.warning("trajectory %s: its environment raised (shown once)", identity, exc_info=error)
 
 
