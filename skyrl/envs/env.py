@@ -8,6 +8,7 @@ To add one, subclass `Env` in a file of its own, register it under a name (or na
 `Config` with its settings. `skyrl.envs.gym.adapted` makes one of a synchronous environment in the style of skyrl-gym.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -156,12 +157,14 @@ def settings_of(options: SkyRLGymConfig, env_id: str) -> BaseConfig | Mapping[st
 
 
 def check_settings(options: SkyRLGymConfig, imported: tuple[str, ...] = ()) -> None:
-    """Raises ConfigError for settings of environments that are neither registered nor in `imported`, or wrong ones.
+    """Raises ConfigError for environments that are not there, and for settings of one that is not used, or wrong ones.
 
     Args:
         options: `environment.skyrl_gym` of a configuration.
-        imported: Ids of the form "module:Class" that the run uses.
+        imported: Ids that the run uses; those of the form "module:Class" are imported.
     """
+    for env_id in imported:
+        _env_class(env_id)
     ids = {name: name for name in ENVS} | {name.rpartition(":")[2]: name for name in imported}
     for name, given in options.others.items():
         if name not in ids:
@@ -176,7 +179,13 @@ def _env_class(env_id: str) -> type[Env[Any]]:
     try:
         cls = ENVS.get(env_id)
     except KeyError as error:
-        raise ConfigError(f"{error.args[0]}; {_nearest(env_id, ENVS)}") from error
+        way_out = (
+            f"{env_id.partition(':')[0]} is imported from the working directory ({os.getcwd()}) and from where Python "
+            "looks (PYTHONPATH)"
+            if ":" in env_id
+            else _nearest(env_id, ENVS)
+        )
+        raise ConfigError(f"{error.args[0]}; {way_out}") from error
     if not (isinstance(cls, type) and issubclass(cls, Env)):
         raise ConfigError(
             f"environment {env_id!r} is {cls!r}, no subclass of skyrl.envs.Env; "

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from skyrl.train.config import SFTConfig, SkyRLTrainConfig
 from skyrl.train.config.base import BaseConfig
 from skyrl.train.config.help import render_help
 from skyrl.train.rollouts.attempts import RolloutError
+from skyrl.train.validation import check_strategy
 from skyrl.utils.log import setup_logging
 
 C = TypeVar("C", bound=BaseConfig)
@@ -68,6 +70,7 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
     parser.add_argument("--fields", action="store_true", help="list every field with type, default and meaning")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values are YAML")
     given = parser.parse_args(argv)
+    sys.path.append(os.getcwd())  # where environments, losses and estimators of one's own are, as `module:name`
     if given.fields:
         print(render_help(cls), end="")
         return 0
@@ -75,7 +78,10 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
     warnings.simplefilter("default")
     try:
         made = cls.from_cli_overrides if given.config is None else lambda args: cls.from_file(given.config, args)
-        config = made(given.overrides).resolve()
+        config = made(given.overrides)
+        if isinstance(config, SkyRLTrainConfig):
+            check_strategy(config)  # before rules about what it alone reads
+        config = config.resolve()
         with logging_redirect_tqdm():
             train(config)
     except REPORTED as error:

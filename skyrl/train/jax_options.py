@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from skyrl.errors import ConfigError
-from skyrl.train.config import InferenceEngineConfig, SFTConfig, SkyRLTrainConfig
+from skyrl.train.config import SFTConfig, SkyRLTrainConfig
 from skyrl.train.config import SkyRLLoraConfig as LoraOptions
 from skyrl.train.config.fields import did_you_mean
 from skyrl.train.jax_support import JAX_SUPPORT
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=BaseModel)
+
+CHECKPOINTING, MICRO_TRAIN = "gradient_checkpointing", "micro_train_batch_size_per_gpu"
 
 
 def jax_backend(config: SkyRLTrainConfig) -> tuple[str, "JaxBackendConfig"]:
@@ -89,9 +91,14 @@ def where_available(config: SkyRLTrainConfig) -> str:
     said = ["trainer.flash_attn: attention is the backend's own"]
     if trainer.bf16:
         said.append("trainer.bf16: base weights in the checkpoint's type on an accelerator, in float32 on CPU")
-    if _is_default_max_num_seqs(engine):
+    if not trainer.is_given(CHECKPOINTING):
+        said.append(f"trainer.{CHECKPOINTING}: as little is computed again as memory allows")
+    if not trainer.is_given(MICRO_TRAIN):
+        said.append(f"trainer.{MICRO_TRAIN}: as many sequences as fill a tile")
+    if not engine.is_given("max_num_seqs"):
         said.append("generator.inference_engine.max_num_seqs: as many sequences at once as the backend chooses")
-    return "trainer.strategy=jax: " + "; ".join(said)
+    chosen = "" if trainer.is_given("strategy") else " (it was left out)"
+    return f"trainer.strategy=jax{chosen}: " + "; ".join(said)
 
 
 def _following(config: SkyRLTrainConfig) -> dict[str, Any]:
@@ -102,21 +109,19 @@ def _following(config: SkyRLTrainConfig) -> dict[str, Any]:
     response = max(generator.sampling_params.max_generate_length, eval_sampling_params.max_generate_length)
     options: dict[str, Any] = {
         "dtype": "auto" if trainer.bf16 else "float32",
-        "gradient_checkpointing": trainer.gradient_checkpointing,
-        "train_micro_batch_size": trainer.micro_train_batch_size_per_gpu,
-        "forward_micro_batch_size": trainer.micro_forward_batch_size_per_gpu,
+        "gradient_checkpointing": trainer.gradient_checkpointing if trainer.is_given(CHECKPOINTING) else "auto",
         "max_context_length": generator.max_input_length + response,
         "value_head": trainer.algorithm.value_head_prefix,
     }
     if rank := max(trainer.policy.model.lora.rank, trainer.critic.model.lora.rank):
         options["max_lora_rank"] = rank
-    if not _is_default_max_num_seqs(generator.inference_engine):
+    if trainer.is_given(MICRO_TRAIN):
+        options["train_micro_batch_size"] = trainer.micro_train_batch_size_per_gpu
+    if trainer.is_given("micro_forward_batch_size_per_gpu"):
+        options["forward_micro_batch_size"] = trainer.micro_forward_batch_size_per_gpu
+    if generator.inference_engine.is_given("max_num_seqs"):
         options["sample_max_num_sequences"] = generator.inference_engine.max_num_seqs
     return options
-
-
-def _is_default_max_num_seqs(engine: InferenceEngineConfig) -> bool:
-    return engine.max_num_seqs == InferenceEngineConfig().max_num_seqs
 
 
 def _built(cls: type[T], options: dict[str, Any], where: str) -> T:

@@ -6,8 +6,8 @@ from typing import Any
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.data import PromptDataset
 from skyrl.train.order import OrderState, PromptOrder
+from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.episode import Prompt
-from skyrl.train.rollouts.rollouts import Rollouts
 
 
 class TrainingPrompts:
@@ -35,9 +35,9 @@ class TrainingPrompts:
         return tuple(dict.fromkeys(prompt.env_class for prompt in self._dataset))
 
 
-def training_prompts(config: SkyRLTrainConfig, rollouts: Rollouts) -> TrainingPrompts:
+def training_prompts(config: SkyRLTrainConfig, chat: Chat) -> TrainingPrompts:
     """Those of a run from its beginning. Raises ConfigError for data that are not there or not enough."""
-    dataset = _dataset(config, config.data.train_data, rollouts)
+    dataset = _dataset(config, config.data.train_data, chat)
     settings = config.trainer
     order = PromptOrder(
         len(dataset), batch_size=settings.train_batch_size, seed=settings.seed, fingerprint=dataset.fingerprint
@@ -45,18 +45,18 @@ def training_prompts(config: SkyRLTrainConfig, rollouts: Rollouts) -> TrainingPr
     return TrainingPrompts(dataset, order)
 
 
-def evaluation_prompts(config: SkyRLTrainConfig, rollouts: Rollouts) -> list[Prompt]:
+def evaluation_prompts(config: SkyRLTrainConfig, chat: Chat) -> list[Prompt]:
     """Those that a run is evaluated on; none where there is no evaluation."""
     settings = config.trainer
     if settings.eval_interval <= 0 or not config.data.val_data:
         return []
-    return [*_dataset(config, config.data.val_data, rollouts)]
+    return [*_dataset(config, config.data.val_data, chat)]
 
 
-def _dataset(config: SkyRLTrainConfig, sources: list[str], rollouts: Rollouts) -> PromptDataset:
+def _dataset(config: SkyRLTrainConfig, sources: list[str], chat: Chat) -> PromptDataset:
     return PromptDataset(
         sources,
         default_env_class=config.environment.env_class,
-        prompt_length=lambda prompt: rollouts.prompt_length(prompt.messages, prompt.extras.get("tools") or ()),
+        prompt_length=lambda prompt: len(chat.render(prompt.messages, prompt.extras.get("tools") or ())),
         max_prompt_length=config.trainer.max_prompt_length,
     )

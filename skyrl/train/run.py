@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from skyrl.backends.client import BackendClient
-from skyrl.backends.jax import JaxBackend
 from skyrl.envs import check_settings
 from skyrl.errors import ConfigError, StorageError
+from skyrl.train.base_model import check_base_model, fit_context, load_tokenizer, open_backend
 from skyrl.train.batch import Array, Batch
 from skyrl.train.checkpoints import Checkpoint, CheckpointStore, identity_of
 from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, get_config_as_dict
@@ -31,7 +30,7 @@ from skyrl.train.progress import RunBar
 from skyrl.train.prompts import TrainingPrompts, evaluation_prompts, training_prompts
 from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.records import as_record
-from skyrl.train.rollouts.rollouts import Rollouts
+from skyrl.train.rollouts.rollouts import Rollouts, chat_of
 from skyrl.train.rollouts.trajectory import Trajectory
 from skyrl.train.schedules import learning_rate_factor
 from skyrl.train.sources import Source, SourceState, StalenessPolicy
@@ -39,7 +38,7 @@ from skyrl.train.tracker_clients import RunInfo, tracker_clients
 from skyrl.train.tracking import Tracker
 from skyrl.train.trainer import RLTrainer
 from skyrl.train.update import Metrics, RewardShaping, Update, env_rewards
-from skyrl.train.validation import choose_trackers, validate
+from skyrl.train.validation import usable_trackers, validate
 from skyrl.utils.crash_points import crash_point
 from skyrl.utils.garbage import collecting_seldom
 
@@ -50,6 +49,8 @@ Report = Callable[[Metrics, int], None]
 
 SHOWN = {"reward/avg_raw_reward": "reward", "eval/all/avg_score": "eval"}
 """Metrics beside the progress bar."""
+
+BASE_MODEL = "trainer.policy.model.path"
 
 POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
 
@@ -196,22 +197,24 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: Re
             f"trainer.policy.model.path={settings.policy.model.path}: with strategy=jax the reference is the base "
             "model that the policy started from; leave it out"
         )
+    assert settings.policy.model.path is not None  # or the configuration would not have resolved
+    fit_context(config, check_base_model(settings.policy.model.path, BASE_MODEL))
+    check_settings(config.environment.skyrl_gym, (config.environment.env_class,))
     base_model, options = jax_backend(config)
-    backend = JaxBackend(base_model, options, lambda message: log.info("%s", message))
-    client = stack.enter_context(BackendClient(backend))
-    tokenizer = AutoTokenizer.from_pretrained(backend.info().tokenizer_path, local_files_only=True)
+    tokenizer = load_tokenizer(base_model, BASE_MODEL)
+    chat = chat_of(config.generator, tokenizer)
+    prompts, evaluation = training_prompts(config, chat), evaluation_prompts(config, chat)
+    check_settings(config.environment.skyrl_gym, (*prompts.env_classes, *(each.env_class for each in evaluation)))
+    store = CheckpointStore(settings.ckpt_path, identity=identity_of(config), max_to_keep=settings.max_ckpts_to_keep)
+    checkpoint = store.resume(settings.resume_mode, settings.resume_path)
+    client = stack.enter_context(BackendClient(open_backend(base_model, options, "trainer.jax")))
     policy = Policy(client, POLICY, settings.seed)
     critic = Learner(client, CRITIC) if settings.has_critic else None
     rollouts = Rollouts(config.generator, config.environment, tokenizer, policy)
-    prompts = training_prompts(config, rollouts)
-    check_settings(config.environment.skyrl_gym, prompts.env_classes)
-    evaluation = evaluation_prompts(config, rollouts)
     total = prompts.order.steps_per_epoch * settings.epochs
     update = Update(config, policy, critic, _schedule(config, total), shape_rewards)
     trainer = RLTrainer(config, policy, critic, _source(config, rollouts, prompts), update)
-    store = CheckpointStore(settings.ckpt_path, identity=identity_of(config), max_to_keep=settings.max_ckpts_to_keep)
     run = Run(config, trainer, prompts, evaluation, rollouts, store)
-    checkpoint = store.resume(settings.resume_mode, settings.resume_path)
     if checkpoint is not None:
         await run.restore(checkpoint)
         log.info("going on from %s", checkpoint.path)
@@ -237,7 +240,7 @@ async def train_rl(
         run = await open_run(config, stack, shape_rewards)
         settings, step = config.trainer, run.trainer.global_step
         info = RunInfo(settings.project_name, settings.run_name, run.run_id, get_config_as_dict(config))
-        trackers = tracker_clients(choose_trackers(settings.logger).usable, info)
+        trackers = tracker_clients(usable_trackers(settings.logger), info)
         tracker = Tracker(settings.ckpt_path, trackers, resumed_step=step or None)
         stack.callback(tracker.finish)
         stack.enter_context(collecting_seldom())

@@ -2,10 +2,8 @@
 
 from contextlib import ExitStack
 
-from transformers import AutoTokenizer
-
 from skyrl.backends.client import BackendClient
-from skyrl.backends.jax import JaxBackend
+from skyrl.train.base_model import check_base_model, load_tokenizer, open_backend
 from skyrl.train.config import SFTConfig, get_config_as_dict
 from skyrl.train.jax_options import sft_adapter, sft_backend
 from skyrl.train.learner import Learner
@@ -14,17 +12,19 @@ from skyrl.train.sft import load_datasets
 from skyrl.train.sft.trainer import SFTTrainer, Summary
 from skyrl.train.tracker_clients import RunInfo, tracker_clients
 from skyrl.train.tracking import Tracker
-from skyrl.train.validation import choose_trackers, validate_sft
+from skyrl.train.validation import usable_trackers, validate_sft
+
+BASE_MODEL = "model.path"
 
 
 async def train_sft(config: SFTConfig) -> Summary:
     """Train as a resolved configuration says, and say how it went. Raises ConfigError for what cannot be run."""
     validate_sft(config)
     base_model, options = sft_backend(config)
+    check_base_model(base_model, BASE_MODEL)
+    train, evaluation = load_datasets(config, load_tokenizer(base_model, BASE_MODEL))
     with ExitStack() as stack:
-        client = stack.enter_context(BackendClient(JaxBackend(base_model, options)))
-        tokenizer = AutoTokenizer.from_pretrained(client.backend.info().tokenizer_path, local_files_only=True)
-        train, evaluation = load_datasets(config, tokenizer)
+        client = stack.enter_context(BackendClient(open_backend(base_model, options, "jax")))
         learner = Learner(client, "policy")
 
         def told(step: int, metrics: dict[str, float]) -> None:
@@ -38,7 +38,7 @@ async def train_sft(config: SFTConfig) -> Summary:
         info = RunInfo(
             config.project_name, config.run_name, trainer.run_id or config.run_name, get_config_as_dict(config)
         )
-        clients = tracker_clients(choose_trackers(config.logger).usable, info)
+        clients = tracker_clients(usable_trackers(config.logger), info)
         tracker = Tracker(config.ckpt_path or config.export_path or config.run_name, clients, resumed_step=resumed)
         stack.callback(tracker.finish)
         bar = stack.enter_context(RunBar(trainer.total_steps, trainer.global_step, {"policy/loss": "loss"}))

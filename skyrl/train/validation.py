@@ -83,16 +83,24 @@ def validate(config: SkyRLTrainConfig) -> None:
     ]
     for model, optimizer in (("policy", trainer.policy.optimizer_config), ("critic", trainer.critic.optimizer_config)):
         problems += _scheduler_problems(f"trainer.{model}.", optimizer)
-    if trainer.strategy == "jax":
+    try:
+        check_strategy(config)
         problems += unsupported(config, JAX_SUPPORT)
-    else:
-        problems.append(
-            f"trainer.strategy={trainer.strategy} is not served yet: there is no torch backend; set "
-            "trainer.strategy=jax, which trains and samples on CPU, GPU and TPU"
-        )
+    except ConfigError as error:
+        problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     _warn_of_trackers("trainer.logger", trainer.logger)
+
+
+def check_strategy(config: SkyRLTrainConfig) -> None:
+    """Raise ConfigError if a strategy was given that is not served."""
+    strategy = config.trainer.strategy
+    if config.trainer.is_given("strategy") and strategy != "jax":
+        raise ConfigError(
+            f"trainer.strategy={strategy} is not served yet: there is no torch backend; set trainer.strategy=jax, or "
+            "leave it out, to train and sample with JAX on CPU, GPU and TPU"
+        )
 
 
 def validate_sft(config: SFTConfig) -> None:
@@ -115,6 +123,11 @@ def choose_trackers(logger: str | Iterable[str], environment: Mapping[str, str] 
         [name for name in names if lacks[name] is None],
         {name: lack for name, lack in lacks.items() if lack is not None},
     )
+
+
+def usable_trackers(logger: str | Iterable[str]) -> list[str]:
+    """Those of `choose_trackers`, or the console if there are none, so that metrics are seen."""
+    return choose_trackers(logger).usable or ["console"]
 
 
 def _lack(needs: TrackerNeeds | None, environment: Mapping[str, str]) -> str | None:

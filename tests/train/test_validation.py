@@ -1,5 +1,7 @@
 """What is refused, or said, because it is not known, not served or not installed."""
 
+import copy
+import pickle
 import re
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import transformers
 from skyrl.algorithms.advantages import AdvantageEstimatorRegistry, Advantages
 from skyrl.algorithms.kl import KL_ESTIMATORS
 from skyrl.algorithms.policy_losses import PolicyLossRegistry
-from skyrl.train.config import ConfigError, SFTConfig, SkyRLTrainConfig
+from skyrl.train.config import ConfigError, SFTConfig, SkyRLTrainConfig, TrainerConfig
 from skyrl.train.config.trainer import TRACKERS
 from skyrl.train.schedules import SCHEDULES
 from skyrl.train.validation import TRACKER_NEEDS, choose_trackers, validate, validate_sft
@@ -85,8 +87,29 @@ def test_a_strategy_that_is_not_served_is_refused_with_the_one_that_is(strategy)
     assert "trainer.strategy=jax" in message
 
 
-def test_the_documented_default_strategy_is_kept_and_refused_when_it_is_to_run():
-    config = SkyRLTrainConfig().resolve()
+def test_a_strategy_that_is_left_out_is_the_one_that_is_served():
+    assert SkyRLTrainConfig().trainer.strategy == "fsdp2"
+    assert SkyRLTrainConfig().resolve().trainer.strategy == "jax"
+
+
+def given_in_the_constructor() -> SkyRLTrainConfig:
+    return SkyRLTrainConfig(trainer=TrainerConfig(strategy="fsdp2"))
+
+
+def set_later() -> SkyRLTrainConfig:
+    config = SkyRLTrainConfig()
+    config.trainer.strategy = "fsdp2"
+    return config
+
+
+def laid_over() -> SkyRLTrainConfig:
+    return SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=fsdp2"])
+
+
+@pytest.mark.parametrize("made", [given_in_the_constructor, set_later, laid_over])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))])
+def test_a_strategy_that_is_given_is_kept_and_refused_though_it_is_the_default(made, copied):
+    config = copied(made()).resolve()
     assert config.trainer.strategy == "fsdp2"
     with pytest.raises(ConfigError, match="strategy=fsdp2 is not served yet"):
         validate(config)

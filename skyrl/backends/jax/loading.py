@@ -1,7 +1,10 @@
 """What is set up before a base model is loaded: its folder on this machine, device memory, the cache of programs."""
 
+import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -31,6 +34,32 @@ def model_folder(base_model: str) -> Path:
     Raises:
         RequestError: Neither a model folder nor a model that the hub gives us.
     """
+    from huggingface_hub import snapshot_download
+
+    files = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+    return _found(base_model, lambda: snapshot_download(base_model, allow_patterns=files))
+
+
+def config_of(base_model: str) -> Mapping[str, Any]:
+    """The model's config.json, which alone is downloaded for a hub id.
+
+    Raises:
+        RequestError: As `model_folder`, and for a file that is not what it should be.
+    """
+    from huggingface_hub import hf_hub_download
+
+    path = _found(base_model, lambda: os.path.dirname(hf_hub_download(base_model, "config.json"))) / "config.json"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"base_model={base_model}: {path} cannot be read as JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise RequestError(f"base_model={base_model}: {path} is no JSON object; name a Hugging Face model folder")
+    return found
+
+
+def _found(base_model: str, download: Callable[[], str]) -> Path:
+    """The local folder of that name, or what `download` gives."""
     folder = Path(base_model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
@@ -38,11 +67,10 @@ def model_folder(base_model: str) -> Path:
                 f"base_model={base_model}: the folder has no config.json; name a Hugging Face model folder"
             )
         return folder.resolve()
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(base_model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"]))
+        return Path(download())
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise RequestError(
             f"base_model={base_model}: no such folder, and the model hub does not give it ({type(error).__name__}); "

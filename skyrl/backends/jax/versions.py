@@ -248,8 +248,8 @@ class VersionPool:
         """Keep a version for those who have claimed it."""
         aside = f"{version} (dropped, {next(self._contents)})"
         self._dropped.add(aside)
-        for held in (self._resident, self._sizes, self._claims):
-            held[aside] = held.pop(version)
+        self._resident[aside], self._sizes[aside] = self._resident.pop(version), self._sizes.pop(version)
+        self._claims[aside] = self._claims.pop(version)
         for claim in self._claims[aside]:
             claim.version = aside
         if (slot := self._slot_of(version)) is not None:

@@ -34,6 +34,12 @@ class BaseConfig(Section):
 
     _resolved = False
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        config = super().__new__(cls)
+        names = [field.name for field in fields(cls)] if args else []  # pyright: ignore[reportArgumentType]
+        object.__setattr__(config, "_given", {*names[: len(args)], *kwargs})
+        return config
+
     @classmethod
     def from_dict_config(cls, cfg: Mapping[str, Any]) -> Self:
         """The defaults with `cfg` laid over them.
@@ -58,6 +64,10 @@ class BaseConfig(Section):
     def from_file(cls, path: str | Path, args: Iterable[str] | Mapping[str, Any] = ()) -> Self:
         """The defaults, over them a YAML, JSON or TOML file, over that the overrides `args`."""
         return cls.from_dict_config(read_file(path)).with_overrides(nested(args))
+
+    def is_given(self, name: str) -> bool:
+        """Whether a field was set, by whatever way, rather than left at its default or derived."""
+        return name in self.__dict__.get("_given", ())
 
     def with_overrides(self, cfg: Mapping[str, Any]) -> Self:
         """A copy with `cfg` laid over it. Raises ConfigError."""
@@ -111,7 +121,10 @@ class BaseConfig(Section):
             raise AttributeError(_unknown(type(self), name, name))
         if self._resolved:
             raise AttributeError(f"{type(self).__name__}.{name}: {_RESOLVED}")
+        is_later = name in self.__dict__  # than by the constructor, which sets every field
         _raise_if_any(_set(self, spec, value, name))
+        if is_later:
+            _mark_given(self, name)
 
 
 def get_config_as_dict(cfg: dict[str, Any] | BaseConfig) -> dict[str, Any]:
@@ -172,7 +185,12 @@ def _lay_over(config: BaseConfig, given: object, path: str) -> list[str]:
             value = copy.deepcopy(unwritten(value))
             value = merged(current, value) if isinstance(current, Mapping) else value
         problems += _set(config, spec, value, where)
+        _mark_given(config, spec.name)
     return problems
+
+
+def _mark_given(config: BaseConfig, name: str) -> None:
+    object.__setattr__(config, "_given", {*config.__dict__.get("_given", ()), name})
 
 
 def _set(config: BaseConfig, spec: FieldSpec, value: object, where: str) -> list[str]:

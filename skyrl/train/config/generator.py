@@ -93,7 +93,8 @@ class GeneratorConfig(BaseConfig):
     """Turns of a conversation at most."""
 
     max_input_length: PositiveInt | None = None
-    """Tokens of the input of any turn at most. None: trainer.max_prompt_length."""
+    """Tokens of the input of any turn at most. None: trainer.max_prompt_length, and for each turn before the last as
+    much again, for an observation, and max_generate_length, for an answer."""
 
     chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
     """The template that turns messages into text."""

@@ -83,7 +83,8 @@ class SkyRLTrainConfig(BaseConfig):
     def derive(self) -> None:
         trainer, generator = self.trainer, self.generator
         if generator.max_input_length is None:
-            generator.max_input_length = trainer.max_prompt_length
+            turn = trainer.max_prompt_length + generator.sampling_params.max_generate_length
+            generator.max_input_length = trainer.max_prompt_length + (generator.max_turns - 1) * turn
         if generator.rope_scaling is None:
             generator.rope_scaling = trainer.rope_scaling
         if generator.rope_theta is None:

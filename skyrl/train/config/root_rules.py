@@ -1,6 +1,8 @@
 """Rules about fields of several sections of `SkyRLTrainConfig`: messages with the values, the rule and a way out."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -8,6 +10,9 @@ if TYPE_CHECKING:
 
 GROUP_ESTIMATORS = ("grpo", "rloo", "maxrl")
 """Advantage estimators that compare the samples of a prompt."""
+
+FILTERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+"""Parameters that keep tokens from being sampled, and their values that do not."""
 
 
 def root_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
@@ -29,13 +34,46 @@ def root_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
             f"trainer.algorithm.temperature={algorithm.temperature} and generator.sampling_params.temperature="
             f"{temperature}: the trained policy is not the one that samples; leave trainer.algorithm.temperature out"
         )
+    beside = [name for name in ("fully_async.enabled", "one_step_off") if attrgetter(name)(config.trainer)]
+    if beside and not algorithm.off_policy_correction.corrects:
+        yield (
+            f"trainer.{beside[0]}=True without trainer.algorithm.off_policy_correction: samples of older weights are "
+            "trained on as if the newest had drawn them; off_policy_correction.tis_ratio_type=token weighs them"
+        )
+    if algorithm.use_kl_loss and algorithm.kl_estimator_type == "k1":
+        yield (
+            "trainer.algorithm.kl_estimator_type=k1 with use_kl_loss=True: its gradient is 0 on average, so that there "
+            "is no KL term; use k2 or k3 (k1 is for use_kl_in_reward)"
+        )
+    params = config.generator.sampling_params
+    filters = [f"{name}={getattr(params, name)}" for name, off in FILTERS.items() if getattr(params, name) != off]
+    if filters:
+        yield (
+            f"generator.sampling_params.{' and '.join(filters)}: the policy that samples is not the one that is "
+            "trained, whose probabilities are of all tokens; no correction mends that; leave it out in training"
+        )
+    yield from _turn_cautions(config)
+
+
+def _turn_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
+    generator, prompt = config.generator, config.trainer.max_prompt_length
+    answer, given = generator.sampling_params.max_generate_length, generator.max_input_length or 0
+    if generator.max_turns > 1 and given < prompt + answer:
+        yield (
+            f"generator.max_input_length={given} with generator.max_turns={generator.max_turns}: after a prompt of "
+            f"trainer.max_prompt_length={prompt} tokens and an answer of max_generate_length={answer} there is no "
+            f"second turn; leave it out, or set it to {prompt + answer} and what observations take"
+        )
 
 
 def _batch_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
     trainer = config.trainer
     for model in trainer.models:
         if trainer.gpus(model) % trainer.model_parallel_size(model) == 0:  # else the trainer says so
-            yield from config.geometry(model).problems()
+            geometry = config.geometry(model)
+            if trainer.strategy == "jax":  # which makes micro-batches of at most so many rows, for itself alone
+                geometry = replace(geometry, micro_batch_rows=1)
+            yield from geometry.problems()
     control, sequences = trainer.algorithm.kl_ctrl, trainer.train_batch_size * config.generator.n_samples_per_prompt
     if control.type == "adaptive" and sequences >= 5 * control.horizon:
         yield (

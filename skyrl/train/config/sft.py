@@ -14,6 +14,11 @@ from skyrl.train.config.generator import ChatTemplateConfig
 from skyrl.train.config.models import ModelConfig, OptimizerConfig
 from skyrl.train.config.trainer import Trackers, all_or_some
 
+ADAPTER_LR, WHOLE_LR = 1e-4, 1e-5
+"""Learning rates by default: with adapters about ten times that of all weights.
+
+Source: https://thinkingmachines.ai/blog/lora."""
+
 TRAIN_ON_WHAT = ("last_assistant_message", "last_assistant_turn", "all_assistant_messages", "all_tokens")
 
 
@@ -25,7 +30,7 @@ class SFTConfig(BaseConfig):
     """The model that is trained, and its adapters."""
 
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """Its optimizer."""
+    """Its optimizer. optimizer_config.lr left out: 1e-4 with adapters, 1e-5 for all weights."""
 
     strategy: Annotated[str, one_of("jax")] = "jax"
     """What computes: jax."""
@@ -119,6 +124,8 @@ class SFTConfig(BaseConfig):
         return self.num_steps or (self.num_epochs or 1) * steps_per_epoch
 
     def derive(self) -> None:
+        if not self.optimizer_config.is_given("lr"):
+            object.__setattr__(self.optimizer_config, "lr", ADAPTER_LR if self.model.lora.rank else WHOLE_LR)
         for name in ("ckpt_path", "export_path"):
             setattr(self, name, os.path.expanduser(getattr(self, name)))
         if self.eval_dataset_names is None:

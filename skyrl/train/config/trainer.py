@@ -63,7 +63,7 @@ class TrainerConfig(BaseConfig):
     """How ranks share sequences: ulysses."""
 
     strategy: Annotated[str, one_of("fsdp2", "fsdp", "megatron", "jax")] = "fsdp2"
-    """What computes: fsdp2 (or fsdp, which is the same), megatron, or jax."""
+    """What computes: fsdp2 (or fsdp, which is the same), megatron, or jax. Left out: jax, which is what is served."""
 
     jax: dict[str, Any] = field(default_factory=dict)
     """Options of the JAX backend, with strategy jax."""
@@ -87,7 +87,8 @@ class TrainerConfig(BaseConfig):
     """Whether the next batch is sampled while one is trained on, by weights that are one step old."""
 
     gradient_checkpointing: bool = True
-    """Whether activations are computed again in the backward pass rather than kept."""
+    """Whether activations are computed again in the backward pass rather than kept. Left out, with strategy jax: as few
+    as leave room for the rest."""
 
     gradient_checkpointing_use_reentrant: bool = False
     """Whether that uses torch's reentrant variant."""
@@ -139,10 +140,10 @@ class TrainerConfig(BaseConfig):
     """Prompts of an optimizer step of the critic."""
 
     micro_train_batch_size_per_gpu: PositiveInt = 1
-    """Sequences of which a GPU computes gradients at once."""
+    """Sequences of which a GPU computes gradients at once. Left out, with strategy jax: as many as fill a tile."""
 
     micro_forward_batch_size_per_gpu: PositiveInt = 1
-    """Sequences that a GPU scores at once."""
+    """Sequences that a GPU scores at once. Left out, with strategy jax: as many as fill a tile."""
 
     update_ref_every_epoch: bool = False
     """Whether the policy becomes the reference after each epoch."""
@@ -175,7 +176,8 @@ class TrainerConfig(BaseConfig):
     """Run in the tracker, and what its checkpoints belong to."""
 
     logger: Trackers = "wandb"
-    """Where metrics go beside the local files: one or several of wandb, mlflow, swanlab, tensorboard, console."""
+    """Where metrics go beside the local files: one or several of wandb, mlflow, swanlab, tensorboard, console. To the
+    console where none of them can be used."""
 
     dump_data_batch: bool = False
     """Whether every training batch is written to export_path."""
@@ -216,6 +218,8 @@ class TrainerConfig(BaseConfig):
         return owner.sequence_parallel_size
 
     def derive(self) -> None:
+        if not self.is_given("strategy"):
+            object.__setattr__(self, "strategy", "jax")
         if self.ref.model.path is None:
             self.ref.model.path = self.policy.model.path
         if self.ckpt_path == TrainerConfig().ckpt_path:  # or one run would go on from another's checkpoints

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, Literal, TypeVar
 
-from skyrl.envs.env import Env, Message, make_env, settings_of
+from skyrl.envs.env import Env, make_env, settings_of
 from skyrl.envs.threads import EnvWorkers
 from skyrl.errors import ConfigError
 from skyrl.train.config import EnvironmentConfig, GeneratorConfig, SamplingParams
@@ -34,6 +34,14 @@ Group = list[Trajectory]
 T = TypeVar("T")
 
 
+def chat_of(config: GeneratorConfig, tokenizer: ChatTokenizer) -> Chat:
+    """How rollouts render conversations. Raises ConfigError for a template that cannot be used as is asked."""
+    chat = Chat(tokenizer, load_template(config.chat_template), config.chat_template_kwargs)
+    if config.max_turns > 1 and history_class(config) is TokenHistory:
+        chat.continuation([{"role": "user", "content": "A"}])
+    return chat
+
+
 class Rollouts:
     """Runs environments with a sampler. An instance belongs to one event loop.
 
@@ -51,19 +59,13 @@ class Rollouts:
     ) -> None:
         if config.max_input_length is None:
             raise ConfigError("generator.max_input_length=None: resolve the whole configuration first, or set it")
-        self.chat = Chat(tokenizer, load_template(config.chat_template), config.chat_template_kwargs)
-        if config.max_turns > 1 and history_class(config) is TokenHistory:
-            self.chat.continuation([{"role": "user", "content": "A"}])
+        self.chat = chat_of(config, tokenizer)
         self._config = config
         self._environment = environment
         self._sampler = sampler
         self._tracebacks = Tracebacks()
         self._workers = EnvWorkers(environment.skyrl_gym.max_env_workers)
         self._limiter = RateLimiter(config.trajectories_per_second, config.max_concurrent_trajectories)
-
-    def prompt_length(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> int:
-        """Tokens of a prompt, rendered as rollouts render it."""
-        return len(self.chat.render(messages, tools))
 
     async def collect(self, prompts: Sequence[Prompt], phase: Phase = "train") -> list[Trajectory]:
         """All samples of all prompts: prompt after prompt in their order, each by repetition.

@@ -19,6 +19,7 @@ def configs(draw) -> SkyRLTrainConfig:
     parallel = draw(st.sampled_from(["sequence", "tensor"]))
     size = draw(st.integers(1, 3))
     config = SkyRLTrainConfig()
+    config.trainer.strategy = "fsdp2"
     trainer, placement = config.trainer, config.trainer.placement
     config.generator.n_samples_per_prompt = samples
     trainer.train_batch_size, trainer.policy_mini_batch_size = prompts, mini

@@ -14,7 +14,8 @@ MEGATRON = "trainer.strategy=megatron"
 CRITIC = "trainer.critic.model.path=m"
 GAE = A + "advantage_estimator=gae"
 APART = P + "colocate_all=false"
-ASYNC = ["trainer.fully_async.enabled=true", "trainer.train_batch_size=256", APART]
+CORRECTED = A + "off_policy_correction.tis_ratio_type=token"
+ASYNC = ["trainer.fully_async.enabled=true", "trainer.train_batch_size=256", APART, CORRECTED]
 
 REFUSED = [
     # overrides, message, overrides that are a way out
@@ -301,7 +302,7 @@ REFUSED = [
     (
         [G + "max_input_length=100", G + "max_turns=2"],
         "generator.max_input_length=100 is less than trainer.max_prompt_length=512",
-        [G + "max_input_length=512"],
+        [G + "max_input_length=1536"],
     ),
     (
         [G + "n_samples_per_prompt=1", A + "advantage_estimator=reinforce++", A + "dynamic_sampling.type=filter"],
@@ -334,7 +335,7 @@ REFUSED = [
         [A + "dynamic_sampling.type=null"],
     ),
     ([*ASYNC, "trainer.one_step_off=true"], "two ways to sample beside training", ["trainer.one_step_off=false"]),
-    (["trainer.one_step_off=true"], "one_step_off=True and placement.colocate_all=True", [APART]),
+    (["trainer.one_step_off=true", CORRECTED], "one_step_off=True and placement.colocate_all=True", [APART]),
     ([*ASYNC, P + "colocate_all=true"], "rollouts beside training need their own GPUs", [APART]),
     (
         [*ASYNC, G + "batched=true"],
@@ -350,21 +351,26 @@ REFUSED = [
 NAMES = [" ".join(re.sub(r"(trainer|generator)\.", "", override) for override in given) for given, _, _ in REFUSED]
 
 
+def sharded(given: list[str]) -> SkyRLTrainConfig:
+    """With the documented strategy, unless another one is given."""
+    return SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=fsdp2", *given])
+
+
 @pytest.mark.parametrize(("given", "message", "_way_out"), REFUSED, ids=NAMES)
 def test_what_cannot_be_done_is_refused_with_its_values(given, message, _way_out):
     with pytest.raises(ConfigError) as error:
-        SkyRLTrainConfig.from_cli_overrides(given).resolve()
+        sharded(given).resolve()
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize(("given", "_message", "way_out"), REFUSED, ids=NAMES)
 def test_the_way_out_leads_out(given, _message, way_out):
-    SkyRLTrainConfig.from_cli_overrides([*given, *way_out]).resolve()
+    sharded([*given, *way_out]).resolve()
 
 
 def test_all_broken_rules_are_named_at_once():
     with pytest.raises(ConfigError) as error:
-        SkyRLTrainConfig.from_cli_overrides([GAE, A + "use_kl_in_reward=true", E + "num_engines=2"]).resolve()
+        sharded([GAE, A + "use_kl_in_reward=true", E + "num_engines=2"]).resolve()
     assert len(str(error.value).splitlines()) == 3
 
 
@@ -384,6 +390,17 @@ WARNED = [
     (
         [G + "sampling_params.stop=[a]", G + "append_eos_token_after_stop_str_in_multi_turn=false"],
         "leaves turns without an end-of-sequence token",
+    ),
+    (
+        [option for option in ASYNC if option != CORRECTED],
+        "trainer.fully_async.enabled=True without trainer.algorithm.off_policy_correction",
+    ),
+    (["trainer.one_step_off=true"], "trainer.one_step_off=True without trainer.algorithm.off_policy_correction"),
+    ([A + "use_kl_loss=true", A + "kl_estimator_type=k1"], "its gradient is 0 on average"),
+    ([G + "sampling_params.top_p=0.9"], "generator.sampling_params.top_p=0.9: the policy that samples is not the one"),
+    (
+        [G + "max_turns=5", G + "max_input_length=1000"],
+        "generator.max_input_length=1000 with generator.max_turns=5: after a prompt of trainer.max_prompt_length=512",
     ),
 ]
 
@@ -405,6 +422,8 @@ def test_what_is_probably_not_meant_warns(given, message):
         ["trainer.strategy=jax", "trainer.jax.max_lora_rank=8", E + "num_engines=3"],
         [A + "off_policy_correction.token_mask_is_threshold_low=0.5"],
         [G + "max_turns=3", G + "max_input_length=4096"],
+        [G + "max_turns=5"],
+        [A + "use_kl_loss=false", A + "use_kl_in_reward=true", A + "kl_estimator_type=k1"],
         ["trainer.logger=[wandb, console]"],
         ASYNC,
         [*ASYNC, "trainer.strategy=jax", P + "colocate_all=true"],

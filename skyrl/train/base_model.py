@@ -1,0 +1,91 @@
+"""What a run asks of its base model before anything large is read: that it is there, and of a kind that is known.
+
+Errors name the fields of the trainer's configuration, where the backend's own would name those of a backend.
+"""
+
+import logging
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+from skyrl.backends.jax.loading import config_of
+from skyrl.errors import ConfigError, RequestError
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.tx.models.types import MODELS
+
+log = logging.getLogger(__name__)
+
+
+def check_base_model(path: str, field: str) -> int | None:
+    """Look at a model's config.json. Returns the tokens of its longest context, None if the file does not say.
+
+    Args:
+        path: Folder or hub id, of which that file alone is downloaded.
+        field: What the configuration calls it.
+
+    Raises ConfigError for a model that is not there or not implemented.
+    """
+    try:
+        found = config_of(path)
+    except RequestError as error:
+        text = str(error).removeprefix(f"base_model={path}: ").replace(", or leave it out for the built-in model", "")
+        raise ConfigError(f"{field}={path}: {text}") from error
+    names = found.get("architectures") or ["none"]
+    if names[0] not in MODELS:
+        raise ConfigError(
+            f"{field}={path}: its architecture is {names[0]}, which is not implemented (known: {', '.join(MODELS)}); "
+            "use a model of a known one, such as Qwen/Qwen3-0.6B"
+        )
+    longest = found.get("max_position_embeddings")
+    return longest if isinstance(longest, int) else None
+
+
+def load_tokenizer(path: str, field: str) -> Any:
+    """The model's tokenizer, whose files alone are downloaded. Raises ConfigError."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{field}={path}: its tokenizer cannot be loaded ({error}); use a whole model") from error
+
+
+def open_backend(base_model: str, options: JaxBackendConfig, section: str) -> JaxBackend:
+    """The backend of a run. Raises ConfigError where it cannot be made as asked.
+
+    Args:
+        base_model: Folder or hub id.
+        options: Of the backend.
+        section: Where a configuration sets those.
+    """
+    try:
+        return JaxBackend(base_model, options, lambda message: log.info("%s", message))
+    except RequestError as error:
+        raise ConfigError(f"{error} (options of the backend are set as {section}.<option>)") from error
+
+
+def fit_context(config: SkyRLTrainConfig, longest: int | None) -> None:
+    """Let a resolved configuration keep to the longest context of its base model.
+
+    A limit of inputs over several turns that was derived is lowered to what there is room for.
+
+    Raises ConfigError where a prompt and an answer have no room.
+    """
+    generator, prompt = config.generator, config.trainer.max_prompt_length
+    evaluation = generator.eval_sampling_params
+    assert evaluation is not None and generator.max_input_length is not None, "the configuration is resolved"
+    answer = max(generator.sampling_params.max_generate_length, evaluation.max_generate_length or 0)
+    if longest is None or generator.max_input_length + answer <= longest:
+        return
+    if not generator.is_given("max_input_length") and prompt + answer <= longest:
+        object.__setattr__(generator, "max_input_length", longest - answer)
+        log.info("generator.max_input_length=%d is what the base model's context has room for", longest - answer)
+        return
+    given = generator.is_given("max_input_length")
+    limit = (
+        f"generator.max_input_length={generator.max_input_length}" if given else f"trainer.max_prompt_length={prompt}"
+    )
+    raise ConfigError(
+        f"{limit} and answers of {answer} tokens (generator.sampling_params.max_generate_length, or that of "
+        f"eval_sampling_params) are more than the {longest} tokens that {config.trainer.policy.model.path} was made "
+        "for; lower them"
+    )
