@@ -31,6 +31,21 @@ def test_the_episode_of_the_page_has_the_rewards_that_it_says(folder):
     assert f"# {run.stdout.strip()}" in program
 
 
+@pytest.mark.parametrize("action", ["7\x1d", "\x1d7", "²", "٧", "", "seven", "-", "1" * 5000])
+def test_the_pages_environment_survives_what_is_no_number(folder, monkeypatch, action):
+    monkeypatch.syspath_prepend(folder)
+    env = make_env("guess_env:GuessEnv", {"hint_reward": 0.1}, {"reward_spec": {"ground_truth": "5"}})
+    step = asyncio.run(env.step(action))
+    assert (step.reward, step.done, step.observations[0]["content"]) == (0.0, False, "That is no number.")
+
+
+@pytest.mark.parametrize("action", ["7\n", " 7", "007"])
+def test_the_pages_environment_reads_numbers(folder, monkeypatch, action):
+    monkeypatch.syspath_prepend(folder)
+    env = make_env("guess_env:GuessEnv", {"hint_reward": 0.1}, {"reward_spec": {"ground_truth": "5"}})
+    assert asyncio.run(env.step(action)).observations[0]["content"] == "Lower."
+
+
 def test_the_pages_synchronous_environment_runs(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     env = make_env("multiply_env:MultiplyEnv", None, {"reward_spec": {"ground_truth": "6"}})
@@ -46,7 +61,8 @@ def test_the_pages_tool_is_called(folder, monkeypatch):
 
 
 def test_the_page_has_every_environment():
-    assert sorted(re.findall(r"^\| `(\w+)` \| \d \|", PAGE, re.MULTILINE)) == list(ENVS)
+    ours = [name for name in ENVS if ENVS[name].__module__.startswith("skyrl.")]
+    assert sorted(re.findall(r"^\| `(\w+)` \| \d \|", PAGE, re.MULTILINE)) == ours
 
 
 def test_the_pages_command_writes_rows(tmp_path):
