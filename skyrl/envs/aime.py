@@ -1,6 +1,8 @@
-"""Competition mathematics: a final line `Answer: ...`, compared after a normalisation of how it is written.
+"""Competition mathematics: a final line `Answer: ...` or a box, compared after a normalisation of how it is written.
 
-Differences from skyrl-gym 0.4.0: the gold answer may be a number, and may be in `reward_spec` as everywhere else.
+Differences from skyrl-gym 0.4.0: the gold answer may be a number, and may be in `reward_spec` as everywhere else;
+`\\boxed{42}` alone is an answer; marks of emphasis and a final point are no part of one; numbers are compared as such
+(`025` is 25, `4,2` is not 42); of `41=42` nothing is taken; an empty gold answer is never matched.
 """
 
 import re
@@ -8,36 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl.envs.answers import last_boxed, same_answer
 from skyrl.envs.env import ENVS, Env, StepResult
 from skyrl.train.config.base import BaseConfig
 
 SEARCHED = 300
 """Characters at the end of a solution in which the answer is looked for."""
-_ANSWER = re.compile(r"answer\s*:\s*([^\n<]+)", re.IGNORECASE)
-_REPLACED = (
-    *(("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", "")),
-    *(("mbox", "text"), (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}")),
-)
-"""Spellings, in this order, and what stands for them."""
-_UNITS = (
-    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm "
-    "pounds meters meals edges students childrentickets multiples"
-)
-_DROPPED = (
-    *_UNITS.split(),
-    *(r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}"),
-    *(r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
-)
-_REWRITTEN = (
-    (r"(.*?)\$(.*?)\$(.*)", r"$\2$"),
-    (r"\\text\{(.*?)\}", r"\1"),
-    (r"\\textbf\{(.*?)\}", r"\1"),
-    (r"\\overline\{(.*?)\}", r"\1"),
-    (r"\\boxed\{(.*)\}", r"\1"),
-    (r"frac([^{])(.)", r"frac{\1}{\2}"),
-    (r"sqrt([^{])", r"sqrt{\1}"),
-    (r"\$", ""),
-)
+_ANSWER = re.compile(r"answer[\s*_]*:(?:[\s*_`]|(?:\$\$|\\\[)\s*(?=\n))*([^\n<]+)", re.IGNORECASE)
 
 
 @dataclass
@@ -48,26 +27,19 @@ class AIMEConfig(BaseConfig):
     """Reward of a wrong answer. 0 makes the average reward the accuracy, which is a metric in any case."""
 
 
-def normalize(answer: str) -> str:
-    """The answer without units, articles and spaces, with one spelling for LaTeX.
-
-    Source: Lewkowycz et al. 2022, https://arxiv.org/abs/2206.14858, appendix G (listing 1).
-    """
-    answer = answer.split("=")[-1]
-    for text, spelling in _REPLACED:
-        answer = answer.replace(text, spelling)
-    for text in _DROPPED:
-        answer = answer.replace(text, "")
-    for pattern, replacement in _REWRITTEN:
-        answer = re.sub(pattern, replacement, answer)
-    digits = answer.replace(",", "")
-    return (digits if digits.isdigit() else answer).strip()
+def extract_answer(solution: str) -> str | None:
+    """What follows the last `Answer:` near the end of the solution, or is in the last box there if that comes later."""
+    end = solution[-SEARCHED:]
+    lines, box = list(_ANSWER.finditer(end)), last_boxed(end)
+    if box and (not lines or box[0] > lines[-1].start()):
+        return box[1]
+    return lines[-1][1].lstrip(" \t*_`").rstrip(" \t\r*_`.,;:") if lines else None
 
 
 def is_correct(solution: str, ground_truth: object) -> bool:
-    """Whether the last `Answer:` near the end of the solution is the gold one, both normalised."""
-    answers = _ANSWER.findall(solution[-SEARCHED:])
-    return bool(answers) and normalize(answers[-1]) == normalize(str(ground_truth))
+    """Whether the answer of the solution is the gold one."""
+    answer = extract_answer(solution)
+    return answer is not None and same_answer(ground_truth, answer)
 
 
 @ENVS.register("aime")

@@ -1,7 +1,8 @@
 """Rewards compared with those of skyrl-gym 0.4.0, on random inputs; where they differ on purpose, by one table.
 
-Those of `lcb` are in test_lcb.py, with a table of their own. That `aime` reads another column, and needs a text there,
-is in test_single_turn_maths.py.
+Numbers are written plainly in the random inputs, since answers.py is the judge of how else they may be written. Those
+of `lcb` are in test_lcb.py, with a table of their own. That `aime` reads another column, and needs a text there, is in
+test_single_turn_maths.py.
 """
 
 import os
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from skyrl_gym.envs.sql.utils import verify_format_and_extract
 
+from skyrl.envs.answers import normalize as normalize_answer
 from skyrl.envs.search import normalize
 from skyrl.envs.text2sql import extract_solution
 
@@ -40,21 +42,37 @@ def ours(env_id: str, config: Any, extras: dict, *turns: str) -> list[tuple[floa
     return [(step.reward, step.done, len(step.observations)) for step in play(env_id, plain, extras, *turns)]
 
 
-def texts(*pieces: str) -> st.SearchStrategy[str]:
-    """Texts of these pieces and of arbitrary ones, in any order."""
-    return st.lists(st.one_of(st.sampled_from(pieces), st.text(max_size=3)), max_size=8).map("".join)
+def texts(*pieces: str, without: str = "") -> st.SearchStrategy[str]:
+    """Texts of these pieces and of arbitrary ones that have none of the characters `without`, in any order."""
+    any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=without), max_size=3)
+    return st.lists(st.one_of(st.sampled_from(pieces), any_text), max_size=8).map("".join)
 
 
-solutions = texts("#### ", "####", "42", "-42", "4", "2", ",", ".", "-", "$", "1,000", "#### 42", "\n", "so ")
+PLAIN = (
+    "#### 42\n",
+    "#### -42\n",
+    "#### 1,000\n",
+    "#### 4.2\n",
+    "#### 42 so\n",
+    "#### \n",
+    "#### so ",
+    "####42\n",
+    "####",
+)
+solutions = texts(*PLAIN, "42", "-42", "4", "2", "$", "\n", "so ", without="# \t")
 
 
 def spec(truth: object) -> dict:
     return {"reward_spec": {"ground_truth": truth}}
 
 
+def aime_row(truth: str) -> dict:
+    return {"reward_model": {"ground_truth": truth}}
+
+
 @pytest.mark.parametrize("env_id", ["gsm8k", "searchcode"])
 @few
-@given(text=solutions, truth=st.sampled_from(["42", "-42", "1000", "4.2", ".", ""]))
+@given(text=solutions, truth=st.sampled_from(["42", "-42", "1000", "4.2"]))
 def test_the_number_after_the_mark_is_rewarded_the_same(env_id, text, truth):
     extras = {**spec(truth), "max_turns": 1}
     assert ours(env_id, None, extras, text) == theirs(env_id, None, extras, text)
@@ -75,13 +93,12 @@ MATHS = texts(
         "answer : ",
         "\n",
         "<",
-        "=",
+        "x=",
         " ",
         "$",
         "\\frac12",
         "\\frac{1}{2}",
         "\\sqrt3",
-        "\\boxed{7}",
         "7",
         "1,000",
     ),
@@ -111,6 +128,7 @@ MATHS = texts(
         "}",
         "\\mathrm{th}",
     ),
+    without="\\.,;:=*_`$",
 )
 
 
@@ -119,7 +137,8 @@ MATHS = texts(
     MATHS, st.one_of(st.sampled_from(["7", "\\frac{1}{2}", "1000", "\\sqrt{3}", "[INVALID]x"]), MATHS), st.booleans()
 )
 def test_aime_rewards_the_same(text, truth, quote):
-    assume(truth.strip())
+    # What is empty when normalised is in the table below.
+    assume(normalize_answer(truth) and "answer" not in truth.lower() and "$$" not in text)
     text = f"{text}\nAnswer: {truth}" if quote else text
     extras = {"reward_model": {"ground_truth": truth}}
     assert ours("aime", None, extras, text) == theirs("aime", None, extras, text)
@@ -217,6 +236,20 @@ SMUGGLED = "<think>a</think><sql>select '</observation><think>b</think><solu' ||
 DIFFERENCES = [
     Difference("gsm8k", "the gold answer is a number", spec(42), ("#### 42",), 0.0, 1.0),
     Difference("gsm8k", "the gold answer has separators", spec("1,000"), ("#### 1,000",), 0.0, 1.0),
+    Difference("gsm8k", "a final point is none of the number", spec("42"), ("#### 42.",), 0.0, 1.0),
+    Difference("gsm8k", "nor is the sign of a currency", spec("42"), ("#### $42",), 0.0, 1.0),
+    Difference("gsm8k", "numbers are compared as such", spec("42"), ("#### 42.00",), 0.0, 1.0),
+    Difference("gsm8k", "what goes on in letters is no number", spec("42"), ("#### 42abc",), 1.0, 0.0),
+    Difference("gsm8k", "what goes on as a sum is another number", spec("42"), ("#### 42-43",), 1.0, 0.0),
+    Difference("gsm8k", "commas are between thousands", spec("42"), ("#### 4,2",), 1.0, 0.0),
+    Difference("gsm8k", "an empty gold answer is no answer", spec(""), ("#### ,",), 1.0, 0.0),
+    Difference("aime", "a box is an answer", aime_row("42"), ("\\boxed{42}",), -1.0, 1.0),
+    Difference("aime", "emphasis is none of the answer", aime_row("42"), ("**Answer:** 42",), -1.0, 1.0),
+    Difference("aime", "nor is a final point", aime_row("42"), ("Answer: 42.",), -1.0, 1.0),
+    Difference("aime", "numbers are compared as such", aime_row("025"), ("Answer: 25",), -1.0, 1.0),
+    Difference("aime", "commas are between thousands", aime_row("42"), ("Answer: 4,2",), 1.0, -1.0),
+    Difference("aime", "an equation of two numbers is neither", aime_row("42"), ("Answer: 41=42",), 1.0, -1.0),
+    Difference("aime", "an empty gold answer is no answer", aime_row(""), ("Answer: units",), 1.0, -1.0),
     Difference("search", "an empty answer equals no target", spec({"target": "the"}), ("<answer></answer>",), 1.0, 0.0),
     Difference("search", "articles count if alone", spec({"target": "A"}), ("<answer>The</answer>",), 1.0, 0.0),
     Difference(

@@ -18,7 +18,6 @@ ROW = {"reward_spec": {"ground_truth": "42"}}
         ("#### 42 #### 41", 1.0),
         ("42", 0.0),
         ("####42", 0.0),
-        ("#### 42.", 0.0),
     ],
 )
 def test_the_first_answer_in_the_right_form_counts(text, expected):
