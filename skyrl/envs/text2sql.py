@@ -60,7 +60,7 @@ class Text2SQLEnv(Env[Text2SQLEnvConfig]):
     """Up to `max_turns` turns (5); at the end 1 for the gold query's result, 0 for another, -1 for a wrong form.
 
     Needs `db_id`, `data` (synsql, spider or bird) and `reward_spec.ground_truth`, the gold query. EnvError if the gold
-    query does not run.
+    query does not run, or returns no rows: every query without rows would be right.
     """
 
     Config = Text2SQLEnvConfig
@@ -100,6 +100,11 @@ class Text2SQLEnv(Env[Text2SQLEnvConfig]):
             gold = run_query(self.database, self.gold_sql, JUDGE_S)
         except QueryFailed as error:
             raise EnvError(f"the gold query {self.gold_sql!r} of {self.database} fails: {error}") from error
+        if not gold.rows:
+            raise EnvError(
+                f"the gold query {self.gold_sql!r} of {self.database} returns no rows, as any other query can; "
+                "leave the row out of the data set"
+            )
         try:
             return float(same_result(self.gold_sql, gold, run_query(self.database, solution, JUDGE_S)))
         except QueryFailed:

@@ -62,8 +62,13 @@ def judged(folder: Path, gold: str, sql: str) -> float:
         # Columns count, their names do not.
         ("select name, age from people", "select name as n, age as a from people", 1.0),
         ("select name, age from people", "select age, name from people", 0.0),
-        ("select name from people where age > 99", "select 1, 2 where 0", 0.0),
-        ("select name from people where age > 99", "select 1 where 0", 1.0),
+        # A constant is no answer to a question about tables.
+        ("select count(*) from people", "select 4", 0.0),
+        ("select count(*) from people", "values (4)", 0.0),
+        ("select count(*) from people", "with p as (select 4 as n) select n from p", 0.0),
+        ("select count(*) from people", "select count(name) from people", 1.0),
+        ("select count(*) from people", "select n from (select count(*) as n from people)", 1.0),
+        ("select 4", "select count(*) from people", 1.0),
         # A solution that does not run is wrong.
         ("select name from people", "select nme from people", 0.0),
         ("select name from people", "select name from people; select 1", 0.0),
@@ -97,11 +102,11 @@ def test_a_top_level_order_is_told_from_others(sql, ordered):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["a", "b", None])), max_size=5), st.data())
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["a", "b", None])), min_size=1, max_size=5), st.data())
 def test_unordered_results_are_equal_if_python_counts_the_same_rows(folder, rows, data):
     def query(rows: list) -> str:
         quoted = [f"({number}, {'null' if text is None else repr(text)})" for number, text in rows]
-        return f"select * from (values {', '.join(quoted)})" if rows else "select 1, 2 where 0"
+        return f"select * from (values {', '.join(quoted)})"
 
     other = data.draw(st.one_of(st.permutations(rows), st.permutations([*rows, *rows[:1]])))
     assert judged(folder, query(rows), query(other)) == float(Counter(rows) == Counter(other))
@@ -254,6 +259,17 @@ def test_a_solution_that_a_query_prints_is_not_rewarded(folder):
 def test_a_gold_query_that_fails_is_a_failure_and_no_reward(folder):
     with pytest.raises(EnvError, match=r"the gold query 'select nme from people' .* no such column"):
         judged(folder, "select nme from people", "select 1")
+
+
+@pytest.mark.parametrize("sql", ["select name from people where age > 99", "select 0, 0 where 0", "select 0 where 0"])
+def test_a_gold_query_without_rows_is_refused(folder, sql):
+    with pytest.raises(EnvError, match=r"the gold query 'select name from people where age > 99' .* returns no rows"):
+        judged(folder, "select name from people where age > 99", sql)
+
+
+def test_a_wrong_form_costs_one_also_where_the_gold_query_has_no_rows(folder):
+    gold = row("select name from people where age > 99")
+    assert reward("text2sql", {"db_path": str(folder)}, gold, "<solution>select 1</solution>") == -1.0
 
 
 @pytest.mark.parametrize(

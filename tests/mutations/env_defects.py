@@ -35,7 +35,7 @@ ENV_DEFECTS = [
         "a query of the model can change the database",
         [
             Edit(SQLITE, "mode=ro{immutable}", "mode=rw"),
-            Edit(SQLITE, "        connection.set_authorizer(_authorize)\n", ""),
+            Edit(SQLITE, "        connection.set_authorizer(authorizer)\n", ""),
         ],
         [TESTS + "test_text2sql.py::test_a_query_that_does_more_than_read_is_refused"],
     ),
