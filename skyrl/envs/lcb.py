@@ -5,15 +5,16 @@ outputs are compared here. Tests either call a function with JSON arguments, or 
 
 Differences from skyrl-gym 0.4.0: a program's process has no network, no other process and bounded memory; NumPy and
 pandas are not imported beforehand; tuples count as lists at any depth; a result is judged by its JSON, so an object
-that claims to be equal to everything is not.
+that claims to be equal to everything is not; `true` is not 1, and `1_0` is not 10.
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
-from typing import Any
+from decimal import Decimal
+from typing import Any, NamedTuple
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -21,6 +22,8 @@ from skyrl.envs.env import ENVS, Env, StepResult
 from skyrl.errors import ConfigError
 from skyrl.train.config.base import BaseConfig
 from skyrl.utils.sandbox.run import Isolation, Limits, Outcome, run_code
+
+_NUMBER = re.compile(r"[+-]?(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++)(?:[eE][+-]?[0-9]{1,9})?")
 
 
 @dataclass
@@ -55,9 +58,32 @@ def is_same_output(printed: str, expected: str) -> bool:
 def is_same_value(value: str | None, expected: object) -> bool:
     """Whether the JSON that a function returned says the same as the expected value."""
     try:
-        return value is not None and json.loads(value) == expected
+        return value is not None and _same(json.loads(value), expected)
     except (ValueError, RecursionError):
         return False
+
+
+class Tests(NamedTuple):
+    """What a solution is tried with. Samples of a prompt share it."""
+
+    function: str | None
+    """The function to call; None for a program."""
+
+    cases: list[dict[str, Any]]
+    expected: list[Any]
+
+
+def read_tests(given: Any) -> Tests:
+    """Tests as the sandbox wants them. Raises all kinds of errors for what is no list of tests."""
+    function = given[0]["metadata"]["func_name"] if given[0].get("testtype") == "functional" else None
+    cases = [_case(test["input"], function is not None) for test in given]
+    return Tests(function, cases, [json.loads(test["output"]) if function else str(test["output"]) for test in given])
+
+
+@functools.lru_cache(maxsize=16)
+def _read_once(text: str) -> Tests:
+    # They may be megabytes, and each of a prompt's samples has an environment of its own.
+    return read_tests(json.loads(text))
 
 
 @ENVS.register("lcb")
@@ -74,10 +100,7 @@ class LCBEnv(Env[LCBConfig]):
         super().__init__(config, extras)
         given = self.column("reward_spec.ground_truth")
         try:
-            tests = json.loads(given) if isinstance(given, str) else given
-            self.function = tests[0]["metadata"]["func_name"] if tests[0].get("testtype") == "functional" else None
-            self.expected = [json.loads(test["output"]) if self.function else str(test["output"]) for test in tests]
-            self.cases = [_case(test["input"], self.function is not None) for test in tests]
+            self.tests = _read_once(given) if isinstance(given, str) else read_tests(given)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise ConfigError(
                 f"reward_spec.ground_truth={str(given)[:100]!r} is no list of tests ({type(error).__name__}: {error}); "
@@ -92,23 +115,23 @@ class LCBEnv(Env[LCBConfig]):
         async with self.workers.process():
             outcomes = await run_code(
                 code,
-                self.cases,
-                function=self.function,
+                self.tests.cases,
+                function=self.tests.function,
                 prelude=True,
                 limits=limits,
                 isolation=self.config.isolation,
                 go_on=self._passes,
             )
-        passed = len(outcomes) == len(self.cases) and self._passes(len(outcomes) - 1, outcomes[-1])
+        passed = len(outcomes) == len(self.tests.cases) and self._passes(len(outcomes) - 1, outcomes[-1])
         late = outcomes[-1].status == "timeout"
         return StepResult([], float(passed), done=True, metrics={"has_code": 1.0, "timeout": float(late)})
 
     def _passes(self, index: int, outcome: Outcome) -> bool:
         if outcome.status != "ok":
             return False
-        if self.function is not None:
-            return is_same_value(outcome.value, self.expected[index])
-        return is_same_output(outcome.stdout, self.expected[index])
+        if self.tests.function is not None:
+            return is_same_value(outcome.value, self.tests.expected[index])
+        return is_same_output(outcome.stdout, self.tests.expected[index])
 
 
 def _case(given: Any, functional: bool) -> dict[str, Any]:
@@ -118,8 +141,16 @@ def _case(given: Any, functional: bool) -> dict[str, Any]:
 
 def _numbers(line: str) -> list[Decimal] | None:
     """The numbers of a line; None if something in it is none."""
-    try:
-        numbers = [Decimal(word) for word in line.split()]
-    except InvalidOperation:
-        return None
-    return None if any(number.is_nan() for number in numbers) else numbers
+    words = line.split()
+    return [Decimal(word) for word in words] if all(map(_NUMBER.fullmatch, words)) else None
+
+
+def _same(value: Any, expected: Any) -> bool:
+    """Equality of JSON, which unlike Python's tells truth values from numbers."""
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(_same, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(_same(value[key], expected[key]) for key in value)
+    return value == expected

@@ -1,5 +1,6 @@
 """The environment `lcb`: which solutions pass, compared with skyrl-gym where it agrees, and which cannot be faked."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -51,7 +52,10 @@ class Yes(list):
 def top(a, n): return Yes()
 """
 NESTED = [{**PAIRS[0], "output": "[[1, 3]]"}]
+YES = [{"input": "1", "output": "1", "testtype": "functional", "metadata": {"func_name": "is_one"}}]
 DIFFERENCES = {
+    "a truth value is no number": (YES, "def is_one(n):\n    return n == 1", 1.0, 0.0),
+    "underscores are in no number": ([{"input": "", "output": "10", "testtype": "stdin"}], "print('1_0')", 1.0, 0.0),
     "its result claims to be equal to everything": (PAIRS, EQUAL_TO_ALL, 1.0, 0.0),
     "a tuple within its result counts as a list": (NESTED, "def top(a, n):\n    return [(1, 3)]", 0.0, 1.0),
     "NumPy is not there unless it is imported": (PAIRS, "def top(a, n):\n    return np.sort(a)[:n].tolist()", 1.0, 0.0),
@@ -141,10 +145,36 @@ def test_outputs_are_compared_as_by_skyrl_gym(printed, expected):
         ("[" * 100_000, [], False),
         ("1" * 5000, 1, False),
         ("NaN", 0, False),
+        ("true", 1, False),
+        ("1", True, False),
+        ("0.0", False, False),
+        ("true", True, True),
+        ("[[true]]", [[1]], False),
+        ('{"a": true}', {"a": 1}, False),
+        ('{"a": 1.0}', {"a": 1}, True),
+        ('{"a": 1}', {"b": 1}, False),
+        ('"1"', 1, False),
+        ("[]", {}, False),
     ],
 )
 def test_values_are_compared_by_their_json(value, expected, same):
     assert is_same_value(value, expected) is same
+
+
+@pytest.mark.parametrize("printed", ["1_0", "１０", "10abc", "0xA", "1 0", "1e" + "9" * 30, "1" * 10**6 + "x"])
+def test_what_is_no_number_does_not_equal_one(printed):
+    assert not is_same_output(printed, "10")
+
+
+@pytest.mark.parametrize("printed", ["10.0", "+10", "1e1", "10.", " 10 "])
+def test_a_number_may_be_written_differently(printed):
+    assert is_same_output(printed, "10")
+
+
+def test_the_tests_of_a_row_are_parsed_once_for_all_its_samples():
+    tests = row(PAIRS)
+    first, second = (make_env("lcb", None, copy.deepcopy(tests)) for _ in range(2))
+    assert first.tests is second.tests
 
 
 def test_a_program_is_run_once_per_test_and_not_after_a_failure(tmp_path):
