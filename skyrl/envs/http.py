@@ -17,6 +17,15 @@ TEMPORARY = {408, 425, 429, 500, 502, 503, 504}
 """Statuses with which the same request may succeed a little later."""
 
 
+class StatusError(EnvError):
+    """A server answered that it does not do what it was asked."""
+
+    def __init__(self, message: str, status: int, text: str):
+        super().__init__(message)
+        self.status = status
+        self.text = text
+
+
 @functools.cache
 def _certificates() -> ssl.SSLContext:
     # Reading them takes longer than most requests, and every episode has a client.
@@ -33,16 +42,17 @@ async def post_json(
 ) -> Any:
     """The JSON that `url` answers to the JSON `body`. Tries temporary failures again.
 
-    Raises EnvError, which names the address, for a server that cannot be reached or answers something else.
+    Raises EnvError, which names the address, for a server that cannot be reached or answers something else, and its
+    subclass StatusError for a status that is no success.
     """
-    problem = ""
+    problem, response = "", None
     for attempt in range(ATTEMPTS):
         if attempt:
             await asyncio.sleep(FIRST_DELAY_S * 2 ** (attempt - 1))
         try:
             response = await client.post(url, json=body, headers=dict(headers or {}))
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem, response = f"{type(error).__name__}: {error}", None
             continue
         if response.is_success:
             try:
@@ -52,4 +62,5 @@ async def post_json(
         problem = f"status {response.status_code}: {response.text[:200]!r}"
         if response.status_code not in TEMPORARY:
             break
-    raise EnvError(f"{url} failed ({problem}); is the server running, and is its address right?")
+    message = f"{url} failed ({problem}); is the server running, and is its address right?"
+    raise EnvError(message) if response is None else StatusError(message, response.status_code, response.text)

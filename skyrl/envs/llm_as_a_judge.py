@@ -1,17 +1,20 @@
 """Answers that a language model judges, at any address that speaks OpenAI's chat protocol.
 
 A judge that cannot be reached, or does not say what it was asked for, is a failure (`EnvError`), which a rollout may
-try again; it is never a reward of 0. What is judged stands between marks that it cannot write itself.
+try again; it is never a reward of 0. What is judged stands between marks that it cannot write itself. A judge that
+refuses a temperature, as reasoning models do, is asked without one.
 """
 
+import asyncio
 import os
 import re
 import secrets
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from skyrl.envs.env import ENVS, Env, EnvError, Message, StepResult
-from skyrl.envs.http import http_client, post_json
+from skyrl.envs.http import StatusError, http_client, post_json
 from skyrl.train.config.environment import GSM8kLLMJudgeEnvConfig
 
 TIMEOUT_S = 120.0
@@ -27,12 +30,16 @@ briefly, then end with a line of exactly this form:
 or
 ### Final Score: 1"""
 _SCORE = re.compile(r"### Final Score:\s*([01])(?:\.0)?\b")
+_PLACES: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]] = WeakKeyDictionary()
+"""Of all episodes together, by address and how many it may have."""
+_WITHOUT_TEMPERATURE: set[tuple[str, str]] = set()
+"""Addresses and models that refused one."""
 
 
-def judge_messages(question: str, reference: str, answer: str, mark: str) -> list[Message]:
+def judge_messages(instructions: str, question: str, reference: str, answer: str, mark: str) -> list[Message]:
     """What the judge is asked. `mark` is a line that `answer` does not hold."""
     material = f"Question:\n{question}\n\nReference answer:\n{reference}\n\nStudent's answer:\n{mark}\n{answer}\n{mark}"
-    return [{"role": "system", "content": INSTRUCTIONS.format(mark=mark)}, {"role": "user", "content": material}]
+    return [{"role": "system", "content": instructions.replace("{mark}", mark)}, {"role": "user", "content": material}]
 
 
 @ENVS.register("llm_as_a_judge")
@@ -57,11 +64,12 @@ class LLMJudgeEnv(Env[GSM8kLLMJudgeEnvConfig]):
 
     async def step(self, action: str) -> StepResult:
         base = self.config.base_url or os.environ.get("OPENAI_BASE_URL") or DEFAULT_URL
-        key = os.environ.get("OPENAI_API_KEY")
         url = f"{base.rstrip('/')}/chat/completions"
-        messages = judge_messages(self.question, self.reference, action, f"=== {secrets.token_hex(16)} ===")
-        body = {"model": self.config.model, "messages": messages, "temperature": 0}
-        answer = await post_json(self._client, url, body, {"Authorization": f"Bearer {key}"} if key else None)
+        instructions = self.config.instructions or INSTRUCTIONS
+        mark = f"=== {secrets.token_hex(16)} ==="
+        messages = judge_messages(instructions, self.question, self.reference, action, mark)
+        async with _place(url, self.config.max_concurrency):
+            answer = await self._ask(url, {"model": self.config.model, "messages": messages})
         try:
             verdict = str(answer["choices"][0]["message"]["content"])
         except (KeyError, IndexError, TypeError) as error:
@@ -73,3 +81,22 @@ class LLMJudgeEnv(Env[GSM8kLLMJudgeEnvConfig]):
 
     async def close(self) -> None:
         await self._client.aclose()
+
+    async def _ask(self, url: str, body: Mapping[str, Any]) -> Any:
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else None
+        judge = (url, self.config.model)
+        if judge not in _WITHOUT_TEMPERATURE:
+            try:
+                return await post_json(self._client, url, {**body, "temperature": 0}, headers)
+            except StatusError as error:
+                if error.status not in (400, 422) or "temperature" not in error.text:
+                    raise
+                _WITHOUT_TEMPERATURE.add(judge)
+        return await post_json(self._client, url, body, headers)
+
+
+def _place(url: str, most: int) -> asyncio.Semaphore:
+    # A semaphore belongs to one event loop; programs and tests may run several, one after another.
+    places = _PLACES.setdefault(asyncio.get_running_loop(), {})
+    return places.setdefault((url, most), asyncio.Semaphore(most))

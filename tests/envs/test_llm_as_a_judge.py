@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from http_server import closed_port, serving
 
 from skyrl.envs import EnvError, http, make_env
+from skyrl.errors import ConfigError
 
 ROW = {"reward_spec": {"ground_truth": "42"}}
 QUESTION = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is six times seven?"}]
@@ -39,9 +40,9 @@ class Judge:
             return JSONResponse({"choices": [{"message": {"role": "assistant", "content": reply}}]})
 
 
-def judged(base_url: str | None, answer: str) -> float:
+def judged(base_url: str | None, answer: str, **settings: object) -> float:
     async def episode() -> float:
-        env = make_env("llm_as_a_judge", {"base_url": base_url, "model": "grader"}, ROW)
+        env = make_env("llm_as_a_judge", {"base_url": base_url, "model": "grader", **settings}, ROW)
         try:
             assert await env.init(QUESTION) == QUESTION
             step = await env.step(answer)
@@ -53,9 +54,29 @@ def judged(base_url: str | None, answer: str) -> float:
     return asyncio.run(episode())
 
 
-def reward(judge: Judge, answer: str = "42") -> float:
+def reward(judge: Judge, answer: str = "42", **settings: object) -> float:
     with serving(judge.app) as address:
-        return judged(f"{address}/v1/", answer)
+        return judged(f"{address}/v1/", answer, **settings)
+
+
+class ReasoningJudge:
+    """A server that says 1, to requests without a temperature only, as reasoning models of OpenAI do."""
+
+    def __init__(self, status: int = 400):
+        self.refused = self.busy = self.busiest = 0
+        self.app = FastAPI()
+
+        @self.app.post("/v1/chat/completions")
+        async def complete(request: Request) -> JSONResponse:
+            if "temperature" in await request.json():
+                self.refused += 1
+                message = "Unsupported value: 'temperature' does not support 0 with this model. " + "Sorry. " * 100
+                return JSONResponse({"error": {"message": message, "param": "temperature"}}, status_code=status)
+            self.busy += 1
+            self.busiest = max(self.busiest, self.busy)
+            await asyncio.sleep(0.02)
+            self.busy -= 1
+            return JSONResponse({"choices": [{"message": {"content": "### Final Score: 1"}}]})
 
 
 @pytest.mark.parametrize(
@@ -123,6 +144,48 @@ def test_a_judge_that_refuses_is_not_asked_again():
     with pytest.raises(EnvError, match="status 401"):
         reward(judge)
     assert len(judge.asked) == 1
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_a_judge_that_wants_no_temperature_is_asked_without_it_and_told_once(status):
+    judge = ReasoningJudge(status)
+    with serving(judge.app) as address:
+        assert [judged(f"{address}/v1", "42") for _ in range(3)] == [1.0] * 3
+    assert judge.refused == 1
+
+
+def test_a_judge_that_refuses_something_else_is_not_asked_without_a_temperature():
+    judge = Judge(400, "### Final Score: 1")
+    with pytest.raises(EnvError, match="status 400"):
+        reward(judge)
+    assert len(judge.asked) == 1
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_judge_has_so_many_answers_at_a_time(most):
+    judge = ReasoningJudge()
+
+    async def episodes(address: str) -> None:
+        settings = {"base_url": f"{address}/v1", "max_concurrency": most}
+        envs = [make_env("llm_as_a_judge", settings, ROW) for _ in range(8)]
+        assert [step.reward for step in await asyncio.gather(*(env.step("42") for env in envs))] == [1.0] * 8
+        await asyncio.gather(*(env.close() for env in envs))
+
+    with serving(judge.app) as address:
+        asyncio.run(episodes(address))
+    assert judge.busiest == most
+
+
+def test_the_judge_can_be_told_something_else():
+    judge = Judge("### Final Score: 1")
+    reward(judge, instructions="Is the poem between {mark} {nice}? End with '### Final Score: 0' or 1.")
+    told = judge.asked[0][0]["messages"][0]["content"]
+    assert re.fullmatch(r"Is the poem between === \w{32} === \{nice\}\? End with '### Final Score: 0' or 1\.", told)
+
+
+def test_instructions_that_do_not_say_where_the_answer_is_are_refused():
+    with pytest.raises(ConfigError, match=r"instructions='Be kind\.': .*\{mark\}"):
+        make_env("llm_as_a_judge", {"instructions": "Be kind."}, ROW)
 
 
 @pytest.mark.parametrize(("key", "header"), [("sk-1", "Bearer sk-1"), (None, None)])

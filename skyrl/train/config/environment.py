@@ -1,6 +1,6 @@
 """Environments: which one rows use, and what each of the built-in ones can be told."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -18,6 +18,21 @@ class GSM8kLLMJudgeEnvConfig(BaseConfig):
 
     base_url: str | None = None
     """Address of an OpenAI-compatible API. None: that of the client library."""
+
+    max_concurrency: PositiveInt = 32
+    """Answers that are judged at a time. The others wait."""
+
+    instructions: str | None = None
+    """What the judge is told before it sees question, reference answer and answer. It has to say that the answer is
+    between two lines `{mark}`, and to ask for a last line `### Final Score: 0` or `### Final Score: 1`. None: it is to
+    compare final results."""
+
+    def problems(self) -> Iterator[str]:
+        if self.instructions is not None and "{mark}" not in self.instructions:
+            yield (
+                f"instructions={self.instructions!r}: the judge has to know where an answer ends; "
+                "say that it is between two lines {mark}"
+            )
 
 
 @dataclass

@@ -21,6 +21,7 @@ ADDED = {
     "TrainerConfig": {"jax", "one_step_off"},
     "FullyAsyncConfig": {"enabled", "staleness_policy"},
     "SkyRLGymConfig": {"others"},
+    "GSM8kLLMJudgeEnvConfig": {"max_concurrency", "instructions"},
     "GeneratorConfig": {
         "trajectory_timeout_s",
         "trajectory_retries",
