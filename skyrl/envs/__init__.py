@@ -1,6 +1,17 @@
 """Environments: what a rollout acts in. `env.py` has the protocol; each environment is a file beside it."""
 
-from skyrl.envs import aime, arithmetic, gsm8k, gsm8k_multi_turn, lcb, llm_as_a_judge, search, searchcode, text2sql
+from skyrl.envs import (
+    aime,
+    arithmetic,
+    gsm8k,
+    gsm8k_multi_turn,
+    lcb,
+    llm_as_a_judge,
+    math_boxed,
+    search,
+    searchcode,
+    text2sql,
+)
 from skyrl.envs.env import ENVS, Env, EnvError, Message, StepResult, check_settings, make_env, settings_of
 from skyrl.envs.threads import EnvWorkers
 
@@ -19,6 +30,7 @@ __all__ = [
     "lcb",
     "llm_as_a_judge",
     "make_env",
+    "math_boxed",
     "search",
     "searchcode",
     "settings_of",

@@ -1,7 +1,8 @@
 r"""Answers, and whether they are right: by math-verify, or for a reason that is written down.
 
 Each is judged by the environment that its table is for. Those whose reason is `MATH_VERIFY` are judged by that library,
-too, where it is installed; the verdicts here are those of math-verify 0.9.0 (`verify(parse(gold), parse(text))`). It is
+too, where it is installed; the verdicts here are those of math-verify 0.9.0 (`verify(parse(gold), parse(text))`, with
+the gold answer in a box). It is
 not asked about what depends on the place that the environment asks for, which it does not know.
 """
 
@@ -126,3 +127,53 @@ AIME = [
     Answer("\\boxed{}", "", False, "an empty gold answer is no answer"),
     Answer("42", "42", False, "it is not in the place that is asked for"),
 ]
+
+MATH = [
+    Answer("So it is $\\boxed{42}$.", "42", True, MATH_VERIFY),
+    Answer("\\boxed{42.0}", "42", True, MATH_VERIFY),
+    Answer("\\boxed{1,000}", "1000", True, MATH_VERIFY),
+    Answer("\\boxed{\\$18.90}", "18.90", True, MATH_VERIFY),
+    Answer("\\boxed{50\\%}", "50", True, MATH_VERIFY),
+    Answer("\\boxed{90^\\circ}", "90", True, MATH_VERIFY),
+    Answer("\\boxed{10\\text{ cm}}", "10", True, MATH_VERIFY),
+    Answer("\\boxed{10\\,\\mathrm{cm}^2}", "10", True, MATH_VERIFY),
+    Answer("\\boxed{x=7}", "7", True, MATH_VERIFY),
+    Answer("\\boxed{\\dfrac{1}{2}}", "\\frac{1}{2}", True, MATH_VERIFY),
+    Answer("\\boxed{\\frac12}", "\\frac{1}{2}", True, MATH_VERIFY),
+    Answer("\\boxed{1/2}", "\\frac{1}{2}", True, MATH_VERIFY),
+    Answer("\\boxed{0.5}", "\\frac{1}{2}", True, MATH_VERIFY),
+    Answer("\\boxed{-\\frac{1}{2}}", "-0.5", True, MATH_VERIFY),
+    Answer("\\boxed{\\frac{2}{4}}", "\\frac{1}{2}", True, MATH_VERIFY),
+    Answer("\\boxed{\\frac{1}{2}}", "\\frac{1}{3}", False, MATH_VERIFY),
+    Answer("\\boxed{\\frac{1}{0}}", "0", False, MATH_VERIFY),
+    Answer("\\boxed{2 \\pi}", "2\\pi", True, MATH_VERIFY),
+    Answer("\\boxed{\\frac{\\sqrt{3}}{2}}", "\\frac{\\sqrt3}{2}", True, MATH_VERIFY),
+    Answer("\\boxed{\\left(1, 2\\right)}", "(1,2)", True, MATH_VERIFY),
+    Answer("\\boxed{(2,1)}", "(1,2)", False, MATH_VERIFY),
+    Answer("\\boxed{1,2,3}", "123", False, MATH_VERIFY),
+    Answer("\\boxed{\\text{Monday}}", "\\text{Monday}", True, MATH_VERIFY),
+    Answer("\\boxed{\\text{Monday}}", "\\text{Sunday}", False, MATH_VERIFY),
+    Answer("\\boxed{41}", "42", False, MATH_VERIFY),
+    Answer("\\boxed{42} no, \\boxed{41}", "42", False, MATH_VERIFY),
+    Answer("\\boxed{41} no, \\boxed{42}", "42", True, "the last box counts"),
+    Answer("\\boxed {\\boxed{42}}", "42", True, "the last box counts, also within another"),
+    Answer("\\boxed{42} and \\boxed{41", "42", False, "the last box does not end"),
+    Answer("\\boxed{\\{1\\}}", "\\{1\\}", True, "a brace that is written is none that closes the box"),
+    Answer("Answer: 42", "42", False, "it is not in the place that is asked for"),
+    Answer("\\boxed{42}", 42, True, "a gold answer may be a whole number"),
+    Answer("\\boxed{42}", "$\\boxed{42}$", True, "or be written as an answer may be"),
+    Answer("\\boxed{}", "", False, "an empty gold answer is no answer"),
+    Answer("\\boxed{\\text{cm}}", "", False, "an empty gold answer is no answer"),
+]
+
+ALGEBRA = [
+    Answer("\\boxed{2^{10}}", "1024", True, MATH_VERIFY),
+    Answer("\\boxed{2^{11}}", "1024", False, MATH_VERIFY),
+    Answer("\\boxed{x+1}", "1+x", True, MATH_VERIFY),
+    Answer("\\boxed{x+2}", "1+x", False, MATH_VERIFY),
+    Answer("\\boxed{\\{2,1\\}}", "\\{1,2\\}", True, MATH_VERIFY),
+    Answer("\\boxed{\\pi/4}", "\\frac{\\pi}{4}", True, MATH_VERIFY),
+    Answer("\\boxed{\\frac{3}{2}}", "1 \\frac{1}{2}", True, MATH_VERIFY),
+    Answer("\\boxed{9^{9^{9^{9}}}}", "5", False, "nobody can finish it in time"),
+]
+"""What cannot be told without computing: `math` asks math-verify about it where it is told to."""

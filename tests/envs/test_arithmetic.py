@@ -61,3 +61,8 @@ def test_the_command_writes_two_files_without_a_common_problem(tmp_path):
     problems = {row["prompt"][0]["content"] for row in train + validation}
     assert (len(train), len(validation), len(problems)) == (30, 10, 40)
     assert all(reward(row, row["reward_spec"]["ground_truth"]) == 1.0 for row in train + validation)
+
+
+@pytest.mark.parametrize("action", ["", " "])
+def test_an_empty_gold_answer_is_no_answer(action):
+    assert asyncio.run(make_env("arithmetic", None, {"reward_spec": {"ground_truth": ""}}).step(action)).reward == 0.0

@@ -130,6 +130,7 @@ def test_every_environment_is_registered():
         "gsm8k_multi_turn",
         "lcb",
         "llm_as_a_judge",
+        "math",
         "search",
         "searchcode",
         "text2sql",
