@@ -1,7 +1,7 @@
 """Mathematics with the answer in a box: the last `\\boxed{...}`, compared with the gold answer.
 
 Two answers are the same if they are written the same, or are the same number (`answers.py`). `comparison=math-verify`
-asks that library about the others, so that `2^{10}` is 1024. Its algebra takes a second, and for ever with `9^{9^{9^9}}`:
+asks that library about the others, so that `2^{10}` is 1024. Its algebra takes a second, or for ever (`9^{9^{9^9}}`):
 it is done in a process with limits of its own, as model-written code is.
 """
 

@@ -6,12 +6,16 @@ The numbers are those of the list of known defects of trainers, section by secti
 from defects import Defect, Edit
 
 AIME = "skyrl/envs/aime.py"
+ANSWERS = "skyrl/envs/answers.py"
 JUDGE = "skyrl/envs/llm_as_a_judge.py"
+LCB = "skyrl/envs/lcb.py"
 SANDBOX = "skyrl/utils/sandbox/"
 SEARCH = "skyrl/envs/search.py"
 SEARCHCODE = "skyrl/envs/searchcode.py"
 SQLITE = "skyrl/envs/sqlite.py"
+TEXT2SQL = "skyrl/envs/text2sql.py"
 TESTS = "tests/envs/"
+JUDGED = TESTS + "test_answers.py::test_an_answer_is_judged_as_the_table_says"
 SANDBOX_TESTS = "tests/utils/test_sandbox.py::"
 
 ENV_DEFECTS = [
@@ -105,5 +109,92 @@ ENV_DEFECTS = [
             )
         ],
         [SANDBOX_TESTS + "test_memory_is_bounded"],
+    ),
+    Defect(
+        "T6.2a",
+        "what only begins as the right number is right",
+        [Edit(ANSWERS, '(?P<amount>{_AMOUNT}){_AFTER}")\n_IN', '(?P<amount>{_AMOUNT})")\n_IN')],
+        [JUDGED],
+    ),
+    Defect(
+        "T6.2b",
+        "the right number is wrong if a point or the sign of a currency is at it",
+        [Edit(ANSWERS, "[ \\t*_`\"'(\\[{$€£¥]", "[ \\t]"), Edit(ANSWERS, "[*_`\"')\\]}$€£¥.,;:!?%]", "[,]")],
+        [JUDGED],
+    ),
+    Defect(
+        "T6.2c",
+        "an empty gold answer is the answer of whoever says nothing",
+        [Edit(ANSWERS, "return bool(wanted)", "return True")],
+        [JUDGED],
+    ),
+    Defect(
+        "T6.2d",
+        "of 41=42 the right side is taken",
+        [Edit(ANSWERS, "if len(numbers) <= 1 else", "if numbers is not None else")],
+        [JUDGED],
+    ),
+    Defect(
+        "T6.2e",
+        "the first box counts",
+        [Edit(ANSWERS, "boxes = [*_BOX.finditer(text)]", "boxes = [*_BOX.finditer(text)][:1]")],
+        [JUDGED],
+    ),
+    Defect(
+        "T6.2f",
+        "every query without rows is right where the gold query has none",
+        [Edit(TEXT2SQL, "if not gold.rows:", "if gold.rows is None:")],
+        [TESTS + "test_text2sql.py::test_a_gold_query_without_rows_is_refused"],
+    ),
+    Defect(
+        "T6.2g",
+        "a constant is the answer to a question about tables",
+        [Edit(SQLITE, " or (gold.reads_tables and not other.reads_tables)", "")],
+        [TESTS + "test_text2sql.py::test_results_are_compared_as_the_gold_query_asks"],
+    ),
+    Defect(
+        "T6.2h",
+        "true is 1",
+        [Edit(LCB, "_same(json.loads(value), expected)", "json.loads(value) == expected")],
+        [
+            TESTS + "test_lcb.py::test_values_are_compared_by_their_json",
+            TESTS + "test_lcb.py::test_a_difference_from_skyrl_gym_is_as_documented",
+        ],
+    ),
+    Defect(
+        "T6.2i",
+        "1_0 is 10",
+        [Edit(LCB, "(?:[0-9]++(?:", "(?:[0-9_]++(?:")],
+        [TESTS + "test_lcb.py::test_what_is_no_number_does_not_equal_one"],
+    ),
+    Defect(
+        "T6.2j",
+        "the tests of a row are parsed for each of its samples",
+        [Edit(LCB, "_read_once(given)", "read_tests(json.loads(given))")],
+        [TESTS + "test_lcb.py::test_the_tests_of_a_row_are_parsed_once_for_all_its_samples"],
+    ),
+    Defect(
+        "T6.2k",
+        "a judge that refuses a temperature fails every trajectory",
+        [Edit(JUDGE, "if error.status not in (400, 422) or", "if error.status != 0 or")],
+        [TESTS + "test_llm_as_a_judge.py::test_a_judge_that_wants_no_temperature_is_asked_without_it_and_told_once"],
+    ),
+    Defect(
+        "T6.2l",
+        "a judge is asked about all answers at once",
+        [Edit(JUDGE, "asyncio.Semaphore(most))", "asyncio.Semaphore(1000))")],
+        [TESTS + "test_llm_as_a_judge.py::test_a_judge_has_so_many_answers_at_a_time"],
+    ),
+    Defect(
+        "H5.1",
+        "the page's environment raises for what Python calls a digit",
+        [
+            Edit(
+                "docs/add-an-environment.md",
+                r'if re.fullmatch(r"\s*[0-9]{1,9}\s*", action, re.ASCII)',
+                "if action.strip().isdigit()",
+            )
+        ],
+        [TESTS + "test_environment_page.py::test_the_pages_environment_survives_what_is_no_number"],
     ),
 ]
