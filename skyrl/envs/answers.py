@@ -42,7 +42,7 @@ _AMOUNT = r"(?:[0-9]{1,3}(?:[,\u00a0\u2009\u202f][0-9]{3})+|[0-9]+)(?:\.[0-9]*)?
 _BEFORE = r"""(?:[ \t*_`"'(\[{$€£¥]|\\[(\[$]|\\(?:boxed|text|textbf|mathbf|mathrm)\{)*+"""
 """What may stand around a number without being part of it: marks of emphasis, of LaTeX and of currencies."""
 _AFTER = (
-    r"""(?:[*_`"')\]}$€£¥.,;:!?%]|\\[)\]$%])*+(?=\s|\Z|[<#]|\\(?:text|mathrm|mbox|quad|[,;! ]))"""
+    r"""(?:[*_`"')\]}$€£¥¢°.,;:!?%。]|\\[)\]$%])*+(?=\s|\Z|[<#]|\\(?:text|mathrm|mbox|quad|[,;! ]))"""
     r"(?![ \t]*(?:[-−+*/^×÷][ \t]*[0-9(]|\\(?:times|cdot|div|frac)))"
 )
 """What may follow: no letter or digit, and no further sum."""

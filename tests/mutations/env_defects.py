@@ -61,7 +61,7 @@ ENV_DEFECTS = [
                 "return await self.tools.call(name, text.strip())",
                 "self.heard = await self.tools.call(name, text.strip())\n            return self.heard",
             ),
-            Edit(SEARCHCODE, "is_correct(action,", 'is_correct(getattr(self, "heard", "") + action,'),
+            Edit(SEARCHCODE, "is_correct(action,", 'is_correct(getattr(self, "heard", "") + " " + action,'),
         ],
         [TESTS + "test_searchcode.py::test_an_answer_that_a_program_prints_is_not_rewarded"],
     ),
@@ -119,7 +119,7 @@ ENV_DEFECTS = [
     Defect(
         "T6.2b",
         "the right number is wrong if a point or the sign of a currency is at it",
-        [Edit(ANSWERS, "[ \\t*_`\"'(\\[{$€£¥]", "[ \\t]"), Edit(ANSWERS, "[*_`\"')\\]}$€£¥.,;:!?%]", "[,]")],
+        [Edit(ANSWERS, "[ \\t*_`\"'(\\[{$€£¥]", "[ \\t]"), Edit(ANSWERS, "[*_`\"')\\]}$€£¥¢°.,;:!?%。]", "[,]")],
         [JUDGED],
     ),
     Defect(
