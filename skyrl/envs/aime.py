@@ -18,6 +18,9 @@ SEARCHED = 300
 """Characters at the end of a solution in which the answer is looked for."""
 _ANSWER = re.compile(r"answer[\s*_]*:(?:[\s*_`]|(?:\$\$|\\\[)\s*(?=\n))*([^\n<]+)", re.IGNORECASE)
 
+_AFTER = re.compile(r"[*_`.]+(?=\s*\Z)")
+"""What may follow an answer on its line."""
+
 
 @dataclass
 class AIMEConfig(BaseConfig):
@@ -33,7 +36,7 @@ def extract_answer(solution: str) -> str | None:
     lines, box = list(_ANSWER.finditer(end)), last_boxed(end)
     if box and (not lines or box[0] > lines[-1].start()):
         return box[1]
-    return lines[-1][1].lstrip(" \t*_`").rstrip(" \t\r*_`.,;:") if lines else None
+    return _AFTER.sub("", lines[-1][1].lstrip(" \t*_`")) if lines else None
 
 
 def is_correct(solution: str, ground_truth: object) -> bool:

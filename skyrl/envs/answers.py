@@ -120,7 +120,6 @@ def same_answer(gold: object, said: str) -> bool:
 
 
 def _spelled(answer: str) -> str:
-    answer = answer.strip()
     for text, spelling in _REPLACED:
         answer = answer.replace(text, spelling)
     for text in _DROPPED:

@@ -104,6 +104,8 @@ AIME = [
     Answer("Answer: $$42$$", "42", True, MATH_VERIFY),
     Answer("Answer: \\(42\\)", "42", True, MATH_VERIFY),
     Answer("Answer: 42 units", "42", True, MATH_VERIFY),
+    Answer("Answer: $42\\;$", "42", True, MATH_VERIFY),
+    Answer("Answer: 42\\;", "42", True, MATH_VERIFY),
     Answer("Answer: 1,000", "1000", True, MATH_VERIFY),
     Answer("Answer: 1000", "1,000", True, MATH_VERIFY),
     Answer("Answer: 25", "025", True, MATH_VERIFY),
