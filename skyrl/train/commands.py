@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import logging
 import os
 import sys
 import warnings
@@ -17,6 +18,8 @@ from skyrl.train.config.help import render_help
 from skyrl.train.rollouts.attempts import RolloutError
 from skyrl.train.validation import check_strategy
 from skyrl.utils.log import setup_logging
+
+log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=BaseConfig)
 
@@ -76,6 +79,7 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
         return 0
     setup_logging("info", process="train")
     warnings.simplefilter("default")
+    warnings.showwarning = _warned
     try:
         made = cls.from_cli_overrides if given.config is None else lambda args: cls.from_file(given.config, args)
         config = made(given.overrides)
@@ -88,6 +92,13 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _warned(message: Warning | str, category: type[Warning], *where: object) -> None:
+    """A caution in one line. Where in this program it was given says nothing to who runs it."""
+    log.warning("%s", message) if issubclass(category, UserWarning) else log.warning(
+        "%s: %s", category.__name__, message
+    )
 
 
 def _train_rl(config: SkyRLTrainConfig) -> None:

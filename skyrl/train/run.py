@@ -198,8 +198,8 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: Re
             "model that the policy started from; leave it out"
         )
     assert settings.policy.model.path is not None  # or the configuration would not have resolved
-    fit_context(config, check_base_model(settings.policy.model.path, BASE_MODEL))
     check_settings(config.environment.skyrl_gym, (config.environment.env_class,))
+    fit_context(config, check_base_model(settings.policy.model.path, BASE_MODEL))
     base_model, options = jax_backend(config)
     tokenizer = load_tokenizer(base_model, BASE_MODEL)
     chat = chat_of(config.generator, tokenizer)
@@ -252,10 +252,13 @@ async def train_rl(
             bar.update(step, metrics)
             report(metrics, step)
 
+        if step == run.total_steps:
+            log.info("all %d steps were taken before; raise trainer.epochs to go on", step)
         try:
             await run.train(told)
         finally:
             await run.trainer.source.close()
+        log.info("%d steps are taken; checkpoints and metrics.jsonl are in %s", run.total_steps, settings.ckpt_path)
         return run
 
 

@@ -83,7 +83,7 @@ def test_a_file_is_the_configuration_and_overrides_win(examples, tmp_path, capfd
     [
         (["rl", "trainer.epochs=x"], ["trainer.epochs=x", "integer"]),
         (["rl", "trainer.epoch=1"], ["epoch", "did you mean epochs?"]),
-        (["rl", "trainer.strategy=fsdp2", "generator.batched=true"], ["trainer.strategy=fsdp2", "set trainer.strategy=jax"]),
+        (["rl", "trainer.strategy=fsdp2", "generator.batched=true"], ["trainer.strategy=fsdp2", "not served yet"]),
         (["rl", "--config", "/nowhere.yaml"], ["/nowhere.yaml"]),
         (["sft", "train_datasets=[x.jsonl]", "model.lora.dropout=0.1"], ["model.lora.dropout=0.1", "leave it at 0"]),
         (["sft", "train_datasets=[x.jsonl]", "optimizer_config.scheduler=linea"], ["linea", "did you mean linear?"]),

@@ -79,9 +79,9 @@ def test_the_same_script_gives_the_same_trajectories(chatml):
 
 def test_a_length_of_a_prompt_is_that_of_its_tokens(chatml):
     messages = prompt().messages
-    runs = rollouts(chatml, ScriptedSampler(chatml, []))
+    chat = chat_of(generator(), chatml)
     ids = chatml.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    assert runs.prompt_length(messages) == len(ids)
+    assert chat.render(messages, ()) == ids
 
 
 def test_a_configuration_that_was_not_resolved_is_refused(chatml):

@@ -1,0 +1,157 @@
+"""The first runs of a new user: what is missing is said in one line, before anything is loaded, and what is there runs."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl.envs.arithmetic_data import arithmetic_rows, write_rows
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "add-an-environment.md").read_text()
+CLI = [sys.executable, "-P", "-c", "import sys; from skyrl.cli import main; sys.exit(main())"]
+"""The console script, which does not look for modules in the working directory by itself."""
+
+
+def skyrl(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([*CLI, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """With rows, and a file that has an environment in it."""
+    write_rows(tmp_path / "train.jsonl", arithmetic_rows(8, seed=0, largest=9))
+    blocks = re.findall(r"```python\n# (guess\w+\.py)\n(.*?)```", PAGE, re.DOTALL)
+    for name, block in blocks:
+        (tmp_path / name).write_text(block)
+    assert {name for name, _ in blocks} == {"guess_env.py", "guesses.py"}
+    return tmp_path
+
+
+RUN = [
+    "train",
+    "rl",
+    "data.train_data=[train.jsonl]",
+    "data.val_data=[]",
+    "environment.env_class=arithmetic",
+    "trainer.eval_interval=0",
+    "trainer.eval_before_train=false",
+    "trainer.train_batch_size=8",
+    "trainer.policy_mini_batch_size=8",
+    "trainer.max_prompt_length=64",
+    "generator.n_samples_per_prompt=2",
+    "generator.sampling_params.max_generate_length=4",
+    "trainer.ckpt_path=run/checkpoints",
+    "trainer.export_path=run",
+    "trainer.jax.compilation_cache=false",
+]
+
+
+def of_commands(text: str) -> list[list[str]]:
+    """Commands of a shell, a list of words each."""
+    return [line.split() for line in text.replace("\\\n", " ").splitlines()]
+
+
+def test_the_pages_commands_train_with_the_pages_environment(folder):
+    [block] = [block for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) if "guess_env" in block]
+    rows, model, train = of_commands(block)
+    subprocess.run([sys.executable, *rows[1:]], cwd=folder, check=True)
+    assert skyrl(folder, *model[1:]).returncode == 0
+    ran = skyrl(folder, *train[1:])
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("environment  turns 3") == 4, "metrics without a tracker"
+    assert "trainer.strategy=jax (it was left out)" in ran.stderr
+    steps = [json.loads(line) for line in (folder / "guess/checkpoints/metrics.jsonl").read_text().splitlines()]
+    assert [step["generate/failed"] for step in steps] == [0] * 4
+    again = skyrl(folder, *train[1:])
+    assert again.returncode == 0 and "all 4 steps were taken before; raise trainer.epochs" in again.stderr
+
+
+def qwen2(folder: Path) -> str:
+    """A model of which there is nothing but config.json."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
+    return "trainer.policy.model.path=model"
+
+
+def tiny(folder: Path, tiny_model: Path) -> str:
+    shutil.copytree(tiny_model, folder / "model")
+    return "trainer.policy.model.path=model"
+
+
+REFUSED = {
+    "an environment that is nowhere": (["environment.env_class=nowhere:Env"], ["nowhere:Env", "working directory"]),
+    "an unknown environment": (["environment.env_class=arithmetics"], ["arithmetics", "did you mean 'arithmetic'"]),
+    "data that are not there": (["data.train_data=[none.jsonl]"], ["none.jsonl", "there is no such file"]),
+    "validation data that are not there": (
+        ["data.val_data=[none.jsonl]", "trainer.eval_interval=1"],
+        ["none.jsonl", "there is no such file"],
+    ),
+    "a context that is too long": (
+        ["trainer.max_prompt_length=400000"],
+        ["trainer.max_prompt_length=400000", "generator.sampling_params.max_generate_length", "was made for"],
+    ),
+    "a loss that is nowhere": (["trainer.algorithm.policy_loss_type=nowhere:loss"], ["nowhere:loss"]),
+    "an option that the backend does not have": (["trainer.jax.rows=3"], ["trainer.jax.rows=3", "no such option"]),
+    "a template that is not there": (
+        ["generator.chat_template.source=file", "generator.chat_template.name_or_path=none.jinja"],
+        ["none.jinja"],
+    ),
+    "a checkpoint that is not there": (
+        ["trainer.resume_mode=from_path", "trainer.resume_path=run/global_step_3"],
+        ["run/global_step_3"],
+    ),
+}
+
+
+def refusal(folder: Path, *arguments: str) -> str:
+    """The one line that says what is wrong. Nothing was loaded or compiled."""
+    ran = skyrl(folder, *RUN, *arguments)
+    assert ran.returncode == 1
+    assert "Traceback" not in ran.stderr
+    assert not re.search(r"device |compiling|reading the weights", ran.stderr), ran.stderr
+    *_, last = ran.stderr.splitlines()
+    assert last.startswith("skyrl train rl: error: ")
+    return last
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_run_is_one_line_before_anything_is_loaded(folder, tiny_model, what):
+    given, words = REFUSED[what]
+    said = refusal(folder, tiny(folder, tiny_model), *given)
+    assert all(word in said for word in words), said
+
+
+def test_an_architecture_that_is_not_implemented_is_known_from_its_configuration(folder):
+    said = refusal(folder, qwen2(folder))
+    assert "trainer.policy.model.path=model: its architecture is Qwen2ForCausalLM" in said
+
+
+def test_a_model_that_the_hub_does_not_give_is_named_by_the_trainers_key(folder):
+    said = refusal(folder, "trainer.policy.model.path=nobody/nothing")
+    assert "trainer.policy.model.path=nobody/nothing: no such folder" in said
+    assert "built-in" not in said
+
+
+def test_a_loss_and_an_estimator_of_the_working_directory_are_found(folder, tiny_model):
+    (folder / "mine.py").write_text(
+        "from skyrl.algorithms.advantages import Advantages\n"
+        "def loss(x):\n    return -x.logprobs * x.advantages\n"
+        "def estimate(x):\n    return Advantages(x.rewards * 0 + 1, x.rewards)\n"
+    )
+    ran = skyrl(
+        folder,
+        *RUN,
+        tiny(folder, tiny_model),
+        "trainer.algorithm.policy_loss_type=mine:loss",
+        "trainer.algorithm.advantage_estimator=mine:estimate",
+        "trainer.algorithm.use_kl_loss=false",
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "raw_advantages_abs 1" in ran.stdout
