@@ -6,15 +6,15 @@ Standard library only, so that it starts quickly. What it knows the code may kno
 import json
 import math
 import os
-import select
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from skyrl.utils.sandbox import confinement
+from skyrl.utils.sandbox import calls, confinement, landlock, library, namespaces
+from skyrl.utils.sandbox.threads import Watch
 
 PRELUDE = """
 import bisect, collections, copy, datetime, functools, heapq, io, itertools, json, math, operator, os, random, re
@@ -38,24 +38,22 @@ from typing import *
 def main() -> None:
     """Do the job on standard input; answers are lines of JSON on standard output, one per case.
 
-    The job is a line of JSON. Each case after the first waits for one more line.
+    The job is a line of JSON. Each case after the first waits for one more line. A line of its own before the answers
+    says if the walls could not be built ("refused"), or are lower than they could be ("caution").
     """
     job = json.loads(sys.stdin.readline())
+    os.umask(0o022)
     confinement.die_with_parent()
-    if job["isolation"] == "full":
-        hidden = list(private_files(job["home"], [*job["needed"], *sys.path, sys.prefix, sys.base_prefix]))
-        try:
-            confinement.enter_namespaces(job["folder"], job["folder_bytes"], hidden)
-        except OSError as error:
-            print(json.dumps({"refused": str(error)}), flush=True)
-            return
-        if inner := os.fork():  # the first process of the new namespace: all others in it end with it
-            _, status = os.waitpid(inner, 0)
-            os._exit(os.waitstatus_to_exitcode(status) != 0)
-        confinement.die_with_parent()
-        confinement.mount_own_processes()
+    calls.give_up_gains()
+    try:
+        writes = _enter_full(job) if job["isolation"] == "full" else _enter_limited()
+    except OSError as error:
+        print(json.dumps({"refused": str(error)}), flush=True)
+        return
     confinement.hide_memory()
+    confinement.die_with_parent()
     os.chdir(job["folder"])
+    calls.program(writes, job["isolation"] == "limited")
     sys.set_int_max_str_digits(0)
     names: dict[str, Any] = {}
     if job["prelude"]:
@@ -63,24 +61,59 @@ def main() -> None:
     for number, case in enumerate(job["cases"]):
         if number and not sys.stdin.readline():
             break
-        print(json.dumps(_run(job, case, names)), flush=True)
+        print(json.dumps(_run(job, case, names, writes)), flush=True)
     os._exit(0)
 
 
-def _run(job: dict[str, Any], case: dict[str, Any], names: dict[str, Any]) -> dict[str, str | None]:
+def _enter_full(job: dict[str, Any]) -> bool:
+    """Goes on in a new process, where there is nothing but what the code may see. Returns that it may write."""
+    readable = library.readable()
+    namespaces.enter_namespaces()
+    if inner := os.fork():  # the first process of the new namespace: all others in it end with it
+        _, status = os.waitpid(inner, 0)
+        os._exit(os.waitstatus_to_exitcode(status) != 0)
+    confinement.die_with_parent()
+    namespaces.enter_root(job["folder"], job["folder_bytes"], readable)
+    confinement.give_up_rights(readable, may_read_all=True)
+    return True
+
+
+def _enter_limited() -> bool:
+    """Returns whether calls that write may be allowed, because the kernel refuses them by the rules on files."""
+    readable, version = library.readable(), landlock.version()
+    ruleset = landlock.rules(readable, [path for path in library.DEVICES if os.path.exists(path)]) if version else -1
+    is_user = confinement.give_up_rights(readable, may_read_all=bool(version))
+    if version:
+        landlock.restrict_self(ruleset)
+    if caution := _caution(is_user, bool(version)):
+        print(json.dumps({"caution": caution}), flush=True)
+    return version >= landlock.RESTRICTS_ALL_WRITES
+
+
+def _caution(is_user: bool, has_landlock: bool) -> str:
+    """What code can do that it could not on another system."""
+    reads = "this kernel has no Landlock: code can read all files and environments of processes that its user can read"
+    roots = (
+        "code keeps the user id 0, without its rights: this container may not change users, or only root can read "
+        f"Python's library (make {sys.base_prefix} readable to all)"
+    )
+    return "; ".join(([] if has_landlock else [reads]) + ([] if is_user else [roots]))
+
+
+def _run(job: dict[str, Any], case: dict[str, Any], names: dict[str, Any], writes: bool) -> dict[str, str | None]:
     """One case in a process of its own: how it ended, what it printed, and the JSON of what it returned."""
     # Files in memory: what the process writes is bounded by the limit on files, and needs no reader while it runs.
     given, out, err, value = (os.memfd_create(name) for name in ("in", "out", "err", "value"))
     os.pwrite(given, case.get("stdin", "").encode(errors="surrogateescape"), 0)
+    watch = Watch(asks=job["isolation"] == "limited")
     pid = os.fork()
     if not pid:
-        _run_confined(job, case, names, (given, out, err, value))
-    watch = os.pidfd_open(pid)
-    in_time = bool(select.select([watch], [], [], job["wall_s"])[0])
+        _run_confined(job, case, names, (given, out, err, value), watch, writes)
+    watch.begin()
+    in_time = watch.wait(pid, job["wall_s"])
     if not in_time:
         os.kill(pid, signal.SIGKILL)
     _, wait_status = os.waitpid(pid, 0)
-    os.close(watch)
     exit_code = os.waitstatus_to_exitcode(wait_status)
     late = not in_time or exit_code == -signal.SIGXCPU
     status = "timeout" if late else {0: "ok", 1: "error"}.get(exit_code, "killed")
@@ -97,24 +130,32 @@ def _take(file: int) -> str:
 
 
 def _run_confined(
-    job: dict[str, Any], case: dict[str, Any], names: dict[str, Any], files: tuple[int, int, int, int]
+    job: dict[str, Any],
+    case: dict[str, Any],
+    names: dict[str, Any],
+    files: tuple[int, int, int, int],
+    watch: Watch,
+    writes: bool,
 ) -> None:
     """In the forked process, which it ends: 0 where the code came to its end, 1 where it raised."""
     status = 1
     try:
+        watch.prepare()
         for target, file in enumerate(files):
             os.dup2(file, target + 100)
         os.closerange(4, 100)
         for target in range(4):
             os.dup2(target + 100, target)
-        os.closerange(4, 200)
+        os.closerange(4, calls.CHANNEL)
+        os.closerange(calls.CHANNEL + 1, os.sysconf("SC_OPEN_MAX"))
         sys.stdin = sys.__stdin__ = os.fdopen(0, encoding="utf-8", errors="surrogateescape")
         sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding="utf-8", errors="surrogateescape")
         sys.stderr = sys.__stderr__ = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace")
         confinement.die_with_parent()
-        confinement.drop_capabilities()
         confinement.limit_resources(math.ceil(job["cpu_s"]), job["memory_bytes"], job["file_bytes"])
-        confinement.forbid_calls()
+        if job["isolation"] == "full":
+            confinement.limit_threads()
+        watch.submit(calls.forbid_calls(writes=writes, asks=job["isolation"] == "limited"))
         status = _execute(job["code"], job["function"], case.get("arguments", []), names)
         sys.stderr.flush()
         sys.stdout.flush()
@@ -145,21 +186,3 @@ def _without_own_frames() -> str:
     """The traceback of the current exception from the code's first line on."""
     kind, error, trace = sys.exc_info()
     return "".join(traceback.format_exception(kind, error, trace.tb_next if trace else None))
-
-
-def private_files(home: str, needed: Sequence[str]) -> Iterator[str]:
-    """The home folder, or what is in it and does not hold a file that Python needs."""
-    needed = [os.path.realpath(path) for path in needed if path]
-    home = os.path.realpath(home)
-
-    def holds_needed(folder: str) -> bool:
-        return any(path == folder or path.startswith(folder + os.sep) for path in needed)
-
-    if home == os.sep or not os.path.isdir(home):
-        return
-    if not holds_needed(home):
-        yield home
-        return
-    for entry in os.scandir(home):
-        if not entry.is_symlink() and not holds_needed(entry.path):
-            yield entry.path

@@ -15,6 +15,7 @@ Neither is a virtual machine: an error of the kernel is a way out, and files out
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
@@ -22,11 +23,14 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from skyrl.errors import ConfigError
-from skyrl.utils.sandbox import confinement
+from skyrl.utils.sandbox import calls
+
+logger = logging.getLogger(__name__)
 
 Isolation = Literal["full", "limited"]
 
@@ -98,7 +102,7 @@ async def run_code(
     Returns the outcomes of the cases that were run. Raises ConfigError where the system does not permit the isolation,
     SandboxError if the process fails.
     """
-    if not confinement.is_supported():
+    if not calls.is_supported():
         raise ConfigError("code of a model is run on Linux (x86_64, aarch64) only; use a machine of that kind")
     with tempfile.TemporaryDirectory(prefix="skyrl-code-", ignore_cleanup_errors=True) as folder:
         job = {
@@ -109,8 +113,6 @@ async def run_code(
             "isolation": isolation,
             "folder": folder,
             "folder_bytes": FOLDER_BYTES,
-            "home": os.path.expanduser("~"),
-            "needed": [ROOT],
             "cpu_s": limits.cpu_s,
             "wall_s": limits.wall_s,
             "memory_bytes": limits.memory_mb * 2**20,
@@ -128,7 +130,7 @@ async def run_code(
         )
         try:
             async with asyncio.timeout(START_S + limits.wall_s * len(cases)):
-                return await _converse(process, json.dumps(job).encode(), len(cases), go_on)
+                return await _converse(process, json.dumps(job).encode(), isolation, len(cases), go_on)
         except TimeoutError as error:
             raise SandboxError("the process that runs code did not answer in time") from error
         finally:
@@ -138,14 +140,20 @@ async def run_code(
 
 
 async def _converse(
-    process: asyncio.subprocess.Process, job: bytes, count: int, go_on: Callable[[int, Outcome], bool]
+    process: asyncio.subprocess.Process,
+    job: bytes,
+    isolation: Isolation,
+    count: int,
+    go_on: Callable[[int, Outcome], bool],
 ) -> list[Outcome]:
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     outcomes: list[Outcome] = []
+    message = job + b"\n"
     while len(outcomes) < count:
         with suppress(ConnectionError):  # one that ended early says why on standard error
-            process.stdin.write(b"\n" if outcomes else job + b"\n")
+            process.stdin.write(message)
             await process.stdin.drain()
+        message = b""
         line = await process.stdout.readline()
         if not line:
             said = (await process.stderr.read()).decode(errors="replace")
@@ -153,13 +161,23 @@ async def _converse(
         answer = json.loads(line)
         if "refused" in answer:
             raise ConfigError(
-                f"isolation=full: this system does not permit it ({answer['refused']}); allow user namespaces, or set "
-                "isolation=limited, which leaves files and the environment of other processes open to the code"
+                f"isolation={isolation}: this system does not permit it ({answer['refused']}); allow user namespaces, "
+                "or set isolation=limited, whose code cannot write to files, in a container without secrets"
             )
+        if "caution" in answer:
+            _warn(f"isolation={isolation}: {answer['caution']}")
+            continue
         outcomes.append(Outcome(**answer))
         if not go_on(len(outcomes) - 1, outcomes[-1]):
             break
+        message = b"\n"
     return outcomes
+
+
+@cache
+def _warn(text: str) -> None:
+    """Once."""
+    logger.warning(text)
 
 
 def _environment(folder: str) -> dict[str, str]:

@@ -1,0 +1,19 @@
+"""What code of a model may read: Python's own library and the packages beside it, shared libraries, a few devices."""
+
+import os
+import sys
+
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/nix/store", "/gnu/store")
+_DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
+
+
+def readable() -> list[str]:
+    """Folders and files, none within another.
+
+    Not what a package that is installed in place (`pip install -e`) adds to `sys.path`: that is the user's project.
+    """
+    own = [f"{prefix}/{name}" for prefix in (sys.base_prefix, sys.base_exec_prefix) for name in ("lib", "lib64")]
+    packages = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+    paths = {path for path in (*_SYSTEM, *_DATA, *own, *packages) if os.path.isabs(path) and os.path.exists(path)}
+    return sorted(path for path in paths if not any(path.startswith(other + os.sep) for other in paths))

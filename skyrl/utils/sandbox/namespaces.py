@@ -1,0 +1,134 @@
+"""A machine of its own for a process: no network, no other process, and a file system of what Python needs.
+
+The root is an empty folder in memory into which that is mounted, read-only and without devices. Nothing else of the
+real one is there: what is not named cannot be opened.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+
+from skyrl.utils.sandbox.confinement import NOBODY
+from skyrl.utils.sandbox.library import DEVICES
+from skyrl.utils.sandbox.linux import call, libc, system_call
+
+_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+_CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
+_MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 4096, 16384, 1 << 18, 2
+_SAFE = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_MAX_FILES = 8192
+"""Of the folder: a file without content takes memory too."""
+
+
+class _MountAttributes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
+
+
+def enter_namespaces() -> None:
+    """Own namespaces for this process, and for those that it starts from now on: they see no process outside.
+
+    It may do everything in them, as its present user and, where that is root, as all others. Root needs another
+    process for that: one that stays outside, where root has the right to name other users. Raises OSError where the
+    system does not permit it.
+    """
+    names = ("uid_map", "gid_map")
+    ids = dict(zip(names, (os.getuid(), os.getgid()), strict=True))
+    helper = 0
+    if is_root := os.getuid() == 0:
+        outside, pid = [_same(name) for name in names], os.getpid()
+        ready, entered = os.pipe()
+        if not (helper := os.fork()):
+            status = 1
+            with suppress(OSError):
+                os.close(entered)
+                os.read(ready, 1)
+                for name, text in zip(names, outside, strict=True):
+                    _write(f"/proc/{pid}/{name}", text)
+                status = 0
+            os._exit(status)
+        os.close(ready)
+    call(libc.unshare, _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS)
+    if is_root:
+        os.close(entered)
+        if not os.waitpid(helper, 0)[1]:
+            return
+    _write("/proc/self/setgroups", "deny")
+    for name, number in ids.items():
+        _write(f"/proc/self/{name}", f"{NOBODY if is_root else number} {number} 1")
+
+
+def enter_root(folder: str, folder_bytes: int, readable: Sequence[str]) -> None:
+    """Leave all files but those below `readable`, a few devices, and `folder`: empty, and the only one to write to.
+
+    For a process that was started in the new namespaces. Raises OSError where the system does not permit it.
+    """
+    _set_attributes("/", 0, _MS_PRIVATE)
+    _mount("tmpfs", folder, "tmpfs", _SAFE, "size=1m,nr_inodes=4096,mode=755")
+    for path in readable:
+        _bind(path, folder, _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+    for path in DEVICES:
+        _bind(path, folder, _MS_NOSUID | _MS_NOEXEC)
+    for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        os.symlink(f"/proc/self/{target}", f"{folder}/dev/{name}")
+    _mount_own_processes(f"{folder}/proc")
+    os.makedirs(folder + folder)
+    _mount("tmpfs", folder + folder, "tmpfs", _SAFE, f"size={folder_bytes},nr_inodes={_MAX_FILES},mode=777")
+    os.chdir(folder)
+    system_call("pivot_root", _PIVOT_ROOT[os.uname().machine], b".", b".")
+    call(libc.umount2, b".", _MNT_DETACH)
+    os.chdir("/")
+    _set_attributes("/", _MS_RDONLY, 0, whole=False)
+
+
+def _mount_own_processes(target: str) -> None:
+    """The processes of this namespace and nothing else; an empty folder where that is not permitted.
+
+    A kernel permits it only while it sees a whole `/proc` beside it, which many containers do not have.
+    """
+    os.mkdir(target)
+    with suppress(OSError):
+        _mount("proc", target, "proc", _SAFE | _MS_RDONLY, "subset=pid")
+
+
+def _same(name: str) -> str:
+    """A map of users that names each as it is named here."""
+    with open(f"/proc/self/{name}") as file:
+        lines = [line.split() for line in file]
+    return "".join(f"{inner} {inner} {count}\n" for inner, _, count in lines)
+
+
+def _write(path: str, text: str) -> None:
+    file = os.open(path, os.O_WRONLY)
+    try:
+        os.write(file, text.encode())  # the kernel takes a map in one piece
+    finally:
+        os.close(file)
+
+
+def _bind(path: str, root: str, attributes: int) -> None:
+    """What is at `path`, at the same place below `root`."""
+    target = root + path
+    if os.path.isdir(path):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    _mount(path, target, None, _MS_BIND | _MS_REC, None)
+    _set_attributes(target, attributes, _MS_PRIVATE)
+
+
+def _set_attributes(path: str, attributes: int, propagation: int, whole: bool = True) -> None:
+    """Of a mount, and of all below it if `whole`. The kernel counts those of a new mount from the same numbers."""
+    given = _MountAttributes(attr_set=attributes, propagation=propagation)
+    flags = _AT_RECURSIVE if whole else 0
+    size = ctypes.sizeof(given)
+    system_call("mount_setattr", _SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, ctypes.byref(given), size)
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None) -> None:
+    texts = [None if text is None else text.encode() for text in (source, target, kind, options)]
+    call(libc.mount, texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
