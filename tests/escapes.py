@@ -2,7 +2,8 @@
 
 Run as a program, by the user in question, it plants things worth taking in its folder, runs each attempt in the sandbox
 and prints as JSON what came of it. An attempt is Python that raises OSError where it is refused: if it comes to its
-end, the code got what it wanted. `{...}` stands for what was planted.
+end, the code got what it wanted. `{...}` stands for what was planted. Where the sandbox has a hole, an attempt shows it
+and does no harm: it opens and does not write, or passes an argument that the kernel finds wrong after the rights.
 """
 
 import asyncio
@@ -58,8 +59,8 @@ WRITES = {
     "fuse": "os.open('/dev/fuse', os.O_RDWR)",
     "tun": "os.open('/dev/net/tun', os.O_RDWR)",
     "terminals": "os.open('/dev/ptmx', os.O_RDWR)",
-    "shared memory": "open('/dev/shm/skyrl-was-here', 'w')",
-    "a file in /tmp": "open('/tmp/skyrl-was-here', 'w')",
+    "shared memory": "os.open('/dev/shm', os.O_TMPFILE | os.O_RDWR)",
+    "a file in /tmp": "os.open('/tmp', os.O_TMPFILE | os.O_RDWR)",
     "FIFO": "os.open('{home}/project/data/fifo', os.O_RDWR)",
     "authorized_keys": "open('{home}/.ssh/authorized_keys', 'a').write('ssh-ed25519 mine')",
     "data": "open('{home}/project/data/train.jsonl', 'w')",
@@ -72,7 +73,7 @@ WRITES = {
     "owner of data": "os.chown('{home}/project/data/train.jsonl', os.getuid(), os.getgid())",
     "attribute of data": "os.setxattr('{home}/project/data/train.jsonl', 'user.a', b'')",
     "module beside the data": "open('{home}/project/skyrl.py', 'w')",
-    "pth in site-packages": "import sysconfig; open(sysconfig.get_path('purelib') + '/evil.pth', 'w')",
+    "pth in site-packages": "import sysconfig; os.open(sysconfig.get_path('purelib'), os.O_TMPFILE | os.O_RDWR)",
     "the standard library": "open(os.__file__, 'a')",
     "folder": "os.mkdir('{home}/project/folder')",
     "symbolic link": "os.symlink('/etc/shadow', 'link')",
@@ -139,7 +140,7 @@ CALLS = {
     "unshare": "call('unshare', 0x10000000)",
     "enter a namespace": "call('setns', os.open('/proc/self/ns/net', os.O_RDONLY), 0)",
     "mount": "call('mount', b'tmpfs', b'.', b'tmpfs', 0, None)",
-    "unmount": "call('umount2', b'/proc', 2)",
+    "unmount": "call('umount2', b'/', 0x100)",
     "new mount": "system_call(430, 430, b'tmpfs', 0)",
     "new root": "os.chroot('.')",
     "swap the root": "system_call(155, 41, b'.', b'.')",
@@ -153,8 +154,8 @@ CALLS = {
     "groups": "os.setgroups([])",
     "rights": "system_call(126, 91, None, None)",
     "keys": "system_call(250, 219, 0, -3, 1)",
-    "name of the machine": "socket.sethostname('x')",
-    "clock": "__import__('time').clock_settime(0, 0)",
+    "name of the machine": "system_call(170, 161, b'x', 65)",
+    "clock": "__import__('time').clock_settime(99, 0)",
     "module of the kernel": "system_call(313, 273, 0, b'', 0)",
     "restart": "system_call(169, 142, 0, 0, 0, None)",
     "landlock": "system_call(444, 444, None, 0, 1)",

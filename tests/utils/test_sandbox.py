@@ -14,7 +14,6 @@ import psutil
 import pytest
 from isolation import require, strongest
 
-from skyrl.utils.sandbox.child import private_files
 from skyrl.utils.sandbox.run import Isolation, Limits, Outcome, run_code
 
 SMALL = Limits(cpu_s=10, memory_mb=512, file_mb=1)
@@ -130,14 +129,16 @@ OTHERS = [
     "import os, resource; resource.prlimit(os.getppid(), resource.RLIMIT_CPU)",
     "call('ptrace', 2, 1, 0, 0)",
     "call('unshare', 0x10000000)",
-    "import os; os.mkdir('here'); call('mount', b'tmpfs', b'here', b'tmpfs', 0, None)",
+    "call('mount', b'tmpfs', b'.', b'tmpfs', 0, None)",
 ]
 
 
 @BOTH
 @pytest.mark.parametrize("code", [*NEW_PROCESSES, *NETWORK, *OTHERS])
 def test_the_kernel_refuses(code, isolation):
-    attack = f"{CALLS}\ntry:\n{indented(code)}\nexcept PermissionError:\n    print('refused')"
+    attack = (
+        f"{CALLS}\ntry:\n{indented(code)}\nexcept OSError as error:\n    if error.errno in (1, 38): print('refused')"
+    )
     (outcome,) = run(attack, isolation=isolation)
     assert (outcome.status, outcome.stdout) == ("ok", "refused\n"), outcome
 
@@ -174,11 +175,24 @@ def test_memory_that_grows_is_bounded(isolation):
 
 
 @BOTH
-@pytest.mark.parametrize("code", ["while True: print('x' * 1000)", "open('big', 'wb').write(bytes(2**21))"])
-def test_output_and_files_are_bounded(code, isolation):
-    (outcome,) = run(code, isolation=isolation, limits=Limits(cpu_s=20, file_mb=1))
+def test_output_is_bounded(isolation):
+    (outcome,) = run("while True: print('x' * 1000)", isolation=isolation, limits=Limits(cpu_s=20, file_mb=1))
     assert outcome.status == "error" and "File too large" in outcome.stderr
     assert len(outcome.stdout) <= 2**20
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("open('big', 'wb').write(bytes(2**21))", "File too large"),
+        ("for i in range(99): open(str(i), 'wb').write(bytes(2**20))", "No space left on device"),
+        ("for i in range(10**5): open(str(i), 'wb').close()", "No space left on device"),
+    ],
+    ids=["one file", "all files", "files without content"],
+)
+def test_files_are_bounded(code, said):
+    (outcome,) = run(code, limits=Limits(cpu_s=20, file_mb=1))
+    assert outcome.status == "error" and said in outcome.stderr
 
 
 @BOTH
@@ -277,23 +291,15 @@ def test_a_file_of_the_user_cannot_be_changed(tmp_path):
     assert printed(code) == "refused" and (tmp_path / "data").read_text() == "before"
 
 
-def test_the_home_folder_is_hidden(tmp_path, monkeypatch):
+def test_the_home_folder_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".netrc").write_text("password")
-    code = f"import os; print(os.listdir({str(tmp_path)!r}))"
-    assert printed(code) == "[]"
+    assert printed(f"import os; print(os.path.exists({str(tmp_path)!r}))") == "False"
 
 
-def test_a_home_folder_with_python_in_it_is_hidden_save_that(tmp_path):
-    for name in (".ssh", "python", "python-old"):
-        (tmp_path / name / "lib").mkdir(parents=True)
-    (tmp_path / ".netrc").touch()
-    hidden = set(private_files(str(tmp_path), ["/usr/lib", str(tmp_path / "python/lib")]))
-    assert hidden == {str(tmp_path / name) for name in (".ssh", ".netrc", "python-old")}
-
-
-def test_other_folders_can_be_read():
-    assert printed("print(open('/etc/passwd').read().count('root:') > 0)") == "True"
+def test_packages_beside_python_can_be_imported_but_not_the_users_project():
+    code = "import numpy\ntry: import skyrl.errors\nexcept ModuleNotFoundError: print(numpy.arange(3).sum())"
+    assert printed(code, strongest()) == "3"
 
 
 ONE_OF_EACH = """
@@ -326,16 +332,19 @@ def test_a_system_that_refuses_namespaces_is_told_with_a_way_out():
     assert "set isolation=limited" in full and limited == "limited 0"
 
 
-def test_a_case_is_run_only_after_the_outcome_before_it_was_judged(tmp_path):
-    log = tmp_path / "log"
+def test_a_case_is_run_only_after_the_outcome_before_it_was_judged():
+    judged: list[float] = []
 
     def judge_slowly(index: int, outcome: Outcome) -> bool:
         time.sleep(1)
-        return False
+        judged.append(time.time())
+        return True
 
-    code = f"open({str(log)!r}, 'a').write('ran ')"  # which is only possible without namespaces
-    asyncio.run(run_code(code, [{}, {}], limits=SMALL, isolation="limited", go_on=judge_slowly))
-    assert log.read_text() == "ran "
+    code = run_code(
+        "import time; print(time.time())", [{}, {}], limits=SMALL, isolation=strongest(), go_on=judge_slowly
+    )
+    _, second = asyncio.run(code)
+    assert float(second.stdout) > judged[0]
 
 
 @BOTH
