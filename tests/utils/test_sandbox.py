@@ -332,6 +332,30 @@ def test_a_system_that_refuses_namespaces_is_told_with_a_way_out():
     assert "set isolation=limited" in full and limited == "limited 0"
 
 
+def test_a_root_who_may_name_no_other_user_has_code_that_is_called_nobody():
+    assert within("--user", "--map-root-user") == ["full 65534", "limited 0"]
+
+
+def test_a_container_with_a_masked_proc_has_both_isolations():
+    mask = ("sh", "-c", 'mount -t tmpfs none /proc/irq && exec "$@"', "sh")
+    assert within("--user", "--map-root-user", "--mount", *mask) == ["full 65534", "limited 0"]
+
+
+def test_no_thread_is_started_where_nobody_can_count_them():
+    # A process can have one watcher for its calls; that of some containers takes the place.
+    start = """
+import asyncio
+from skyrl.utils.sandbox import calls
+from skyrl.utils.sandbox.run import Limits, run_code
+calls.give_up_gains()
+calls._install(calls._step(0x06, 0x7FFF0000), 8)
+code = "import threading\\ntry: threading.Thread(target=print).start()\\nexcept RuntimeError: print('refused')"
+print(asyncio.run(run_code(code, [{}], limits=Limits(), isolation="limited"))[0].stdout)
+"""
+    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True)
+    assert done.stdout.strip() == "refused", done.stderr
+
+
 def test_a_case_is_run_only_after_the_outcome_before_it_was_judged():
     judged: list[float] = []
 

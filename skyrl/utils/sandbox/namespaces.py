@@ -20,6 +20,7 @@ _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 4096, 16384, 1 << 18, 2
 _SAFE = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_MAPS = ("uid_map", "gid_map")
 _MAX_FILES = 8192
 """Of the folder: a file without content takes memory too."""
 
@@ -35,29 +36,17 @@ def enter_namespaces() -> None:
     process for that: one that stays outside, where root has the right to name other users. Raises OSError where the
     system does not permit it.
     """
-    names = ("uid_map", "gid_map")
-    ids = dict(zip(names, (os.getuid(), os.getgid()), strict=True))
-    helper = 0
-    if is_root := os.getuid() == 0:
-        outside, pid = [_same(name) for name in names], os.getpid()
-        ready, entered = os.pipe()
-        if not (helper := os.fork()):
-            status = 1
-            with suppress(OSError):
-                os.close(entered)
-                os.read(ready, 1)
-                for name, text in zip(names, outside, strict=True):
-                    _write(f"/proc/{pid}/{name}", text)
-                status = 0
-            os._exit(status)
-        os.close(ready)
+    is_root, ids = os.getuid() == 0, (os.getuid(), os.getgid())
+    waiting, entered = os.pipe()
+    maps = [_same(name) for name in _MAPS]
+    helper = _name_all_users(maps, waiting, entered) if is_root and all(map(_holds_nobody, maps)) else 0
     call(libc.unshare, _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS)
-    if is_root:
-        os.close(entered)
-        if not os.waitpid(helper, 0)[1]:
-            return
+    os.close(waiting)
+    os.close(entered)
+    if helper and not os.waitpid(helper, 0)[1]:
+        return
     _write("/proc/self/setgroups", "deny")
-    for name, number in ids.items():
+    for name, number in zip(_MAPS, ids, strict=True):
         _write(f"/proc/self/{name}", f"{NOBODY if is_root else number} {number} 1")
 
 
@@ -94,11 +83,32 @@ def _mount_own_processes(target: str) -> None:
         _mount("proc", target, "proc", _SAFE | _MS_RDONLY, "subset=pid")
 
 
+def _name_all_users(maps: Sequence[str], waiting: int, entered: int) -> int:
+    """A process, which ends with status 0 if it could name users and groups once this one has closed `entered`."""
+    pid = os.getpid()
+    if helper := os.fork():
+        return helper
+    status = 1
+    with suppress(OSError):
+        os.close(entered)
+        os.read(waiting, 1)
+        for name, text in zip(_MAPS, maps, strict=True):
+            _write(f"/proc/{pid}/{name}", text)
+        status = 0
+    os._exit(status)
+
+
 def _same(name: str) -> str:
     """A map of users that names each as it is named here."""
     with open(f"/proc/self/{name}") as file:
         lines = [line.split() for line in file]
     return "".join(f"{inner} {inner} {count}\n" for inner, _, count in lines)
+
+
+def _holds_nobody(text: str) -> bool:
+    """Whether a map names the user that root becomes."""
+    ranges = [[int(word) for word in line.split()] for line in text.splitlines()]
+    return any(first <= NOBODY < first + count for first, _, count in ranges)
 
 
 def _write(path: str, text: str) -> None:
