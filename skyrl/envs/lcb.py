@@ -37,7 +37,8 @@ class LCBConfig(BaseConfig):
     """MiB of address space for a test."""
 
     isolation: Isolation = "full"
-    """How the process is walled in; see `skyrl/utils/sandbox/run.py` before setting "limited"."""
+    """How the process is walled in: "full" with namespaces of its own; "limited" where the system refuses them (many
+    containers), with no folder to write to, and with all files open to reading where the kernel has no Landlock."""
 
 
 def extract_code(text: str) -> str | None:

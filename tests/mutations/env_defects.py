@@ -86,16 +86,16 @@ ENV_DEFECTS = [
     Defect(
         "F1.24b",
         "code of the model may open sockets and start processes",
-        [Edit(SANDBOX + "child.py", "        confinement.forbid_calls()\n", "")],
+        [Edit(SANDBOX + "child.py", 'calls.forbid_calls(writes=writes, asks=job["isolation"] == "limited")', "-1")],
         [SANDBOX_TESTS + "test_the_kernel_refuses"],
     ),
     Defect(
         "F1.24c",
         "code of the model may write to our files",
-        [Edit(SANDBOX + "confinement.py", "attr_set=_MOUNT_ATTR_RDONLY, ", "")],
+        [Edit(SANDBOX + "namespaces.py", "_MS_RDONLY | _MS_NOSUID | _MS_NODEV", "_MS_NOSUID | _MS_NODEV")],
         [
-            SANDBOX_TESTS + "test_nothing_is_written_outside_of_the_folder",
-            SANDBOX_TESTS + "test_a_file_of_the_user_cannot_be_changed",
+            "tests/utils/test_sandbox_escapes.py::"
+            "test_full_holds_only_mounts_that_are_read_only_or_its_own_memory_or_harmless_devices"
         ],
     ),
     Defect(

@@ -26,6 +26,7 @@ from env_defects import ENV_DEFECTS
 from retention_defects import RETENTION_DEFECTS
 from rollout_defects import ROLLOUT_DEFECTS
 from run_defects import RUN_DEFECTS
+from sandbox_defects import SANDBOX_DEFECTS
 from sft_defects import SFT_DEFECTS
 from sharing_defects import SHARING_DEFECTS
 from source_defects import SOURCE_DEFECTS
@@ -35,7 +36,7 @@ KNOWN = (
     ALGORITHM_DEFECTS,
     CONFIG_DEFECTS,
     ROLLOUT_DEFECTS,
-    ENV_DEFECTS,
+    ENV_DEFECTS + SANDBOX_DEFECTS,
     RUN_DEFECTS,
     SFT_DEFECTS,
     SOURCE_DEFECTS,

@@ -1,16 +1,24 @@
 """Code that a model wrote, run in a process that can do little harm (Linux on x86_64 or aarch64).
 
-In either isolation a process has an empty environment and folder of its own, bounded CPU time, wall time, memory, file
-sizes and open files, and a filter of system calls: it cannot open a socket, start a process, run a program, or signal,
-trace or re-limit another process. Its process group is killed at the end.
+In either isolation a process has an empty environment; bounded CPU time, wall time, memory, file sizes, open files and
+threads; and a list of the system calls that it may make (`calls.py`): no socket, no other process or program, no
+signal to others, no look at them, no device, no shared memory that outlives it. It is never root where the trainer is:
+it becomes the user 65534. What it can read is a list too (`library.py`): Python, its packages and shared libraries. A
+project that is installed in place, data and keys are not on it. Its process group is killed at the end.
 
-`isolation="full"` adds namespaces: no network interface, no process in sight (so no environment of another one), every
-file read-only but those in the folder (64 MiB in memory), the home folder hidden save what Python itself needs. It
-needs a kernel that lets the user make user namespaces. `isolation="limited"` does without: there the code can read and
-write whatever the user can, the environment of other processes of that user among it. It is for machines that are a
-wall themselves, such as a container without secrets.
+`isolation="full"` adds namespaces: an own root that holds nothing else, no network interface, no process in sight, a
+`/proc` and `/dev` of its own, a folder (64 MiB in memory) that it may write to. It needs a kernel that lets the user
+make user namespaces.
 
-Neither is a virtual machine: an error of the kernel is a way out, and files outside the home folder can be read.
+`isolation="limited"` does without, and so is no machine of its own: Landlock (Linux 5.13 and later) refuses to open
+what is not on the list, and to write anywhere. It cannot stop code from asking whether a file is there, how large and
+how old it is, nor from seeing the machine's name and load. Without Landlock (a warning says so) nothing can be written
+still, but all can be read that the user can: data, gold answers, keys, the environment and memory of the trainer. Use
+it only in a container without secrets then. Where root may not become another user, or only root can read Python,
+code keeps the number 0 without its rights (a warning says so).
+
+Neither is a virtual machine: an error of the kernel is a way out, and cases on the same cores can be told by time.
+What is installed as a package can be read, so gold answers have no place in one.
 """
 
 import asyncio
