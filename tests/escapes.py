@@ -216,7 +216,12 @@ LEGITIMATE = {
 
 FACTS = {
     "user": "print(os.getresuid(), os.getresgid(), os.getgroups())",
-    "files": "print(sorted(int(name) for name in os.listdir('/proc/self/fd')))",
+    "files": (
+        "def is_open(number):\n"
+        "    try: return bool(os.fstat(number))\n"
+        "    except OSError: return False\n"
+        "print([number for number in range(5000) if is_open(number)])"
+    ),
     "environment": "print(dict(os.environ))",
     "rights": "print([line for line in open('/proc/self/status') if line.startswith('Cap')])",
     "mounts": "print(open('/proc/self/mountinfo').read())",

@@ -170,7 +170,7 @@ async def _converse(
         if "refused" in answer:
             raise ConfigError(
                 f"isolation={isolation}: this system does not permit it ({answer['refused']}); allow user namespaces, "
-                "or set isolation=limited, whose code cannot write to files, in a container without secrets"
+                "or set isolation=limited, which does without them (see docs/add-an-environment.md)"
             )
         if "caution" in answer:
             _warn(f"isolation={isolation}: {answer['caution']}")
