@@ -3,7 +3,8 @@
 import os
 import sys
 
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_HARMLESS = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICES = [path for path in _HARMLESS if os.path.exists(path)]
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/nix/store", "/gnu/store")
 _DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
 
