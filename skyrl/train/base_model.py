@@ -77,7 +77,7 @@ def fit_context(config: SkyRLTrainConfig, longest: int | None) -> None:
     if longest is None or generator.max_input_length + answer <= longest:
         return
     if not generator.is_given("max_input_length") and prompt + answer <= longest:
-        object.__setattr__(generator, "max_input_length", longest - answer)
+        generator.fill_in("max_input_length", longest - answer)
         log.info("generator.max_input_length=%d is what the base model's context has room for", longest - answer)
         return
     given = generator.is_given("max_input_length")

@@ -1,4 +1,4 @@
-"""The first runs of a new user: what is missing is said in one line, before anything is loaded, and what is there runs."""
+"""The first runs of a new user: what is missing is one line, before anything is loaded, and what is there runs."""
 
 import json
 import os

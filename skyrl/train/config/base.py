@@ -69,6 +69,10 @@ class BaseConfig(Section):
         """Whether a field was set, by whatever way, rather than left at its default or derived."""
         return name in self.__dict__.get("_given", ())
 
+    def fill_in(self, name: str, value: Any) -> None:
+        """Set a field that was left out and follows from others; it stays one that was left out."""
+        object.__setattr__(self, name, value)
+
     def with_overrides(self, cfg: Mapping[str, Any]) -> Self:
         """A copy with `cfg` laid over it. Raises ConfigError."""
         if self._resolved:

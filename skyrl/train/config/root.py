@@ -84,7 +84,7 @@ class SkyRLTrainConfig(BaseConfig):
         trainer, generator = self.trainer, self.generator
         if generator.max_input_length is None:
             turn = trainer.max_prompt_length + generator.sampling_params.max_generate_length
-            generator.max_input_length = trainer.max_prompt_length + (generator.max_turns - 1) * turn
+            generator.fill_in("max_input_length", trainer.max_prompt_length + (generator.max_turns - 1) * turn)
         if generator.rope_scaling is None:
             generator.rope_scaling = trainer.rope_scaling
         if generator.rope_theta is None:
@@ -93,7 +93,7 @@ class SkyRLTrainConfig(BaseConfig):
         if algorithm.temperature is None:
             algorithm.temperature = generator.sampling_params.temperature
         if algorithm.max_seq_len is None and generator.max_turns == 1:
-            algorithm.max_seq_len = generator.max_input_length + generator.sampling_params.max_generate_length
+            algorithm.max_seq_len = trainer.max_prompt_length + generator.sampling_params.max_generate_length
 
     def problems(self) -> Iterator[str]:
         return root_problems(self)

@@ -125,7 +125,7 @@ class SFTConfig(BaseConfig):
 
     def derive(self) -> None:
         if not self.optimizer_config.is_given("lr"):
-            object.__setattr__(self.optimizer_config, "lr", ADAPTER_LR if self.model.lora.rank else WHOLE_LR)
+            self.optimizer_config.fill_in("lr", ADAPTER_LR if self.model.lora.rank else WHOLE_LR)
         for name in ("ckpt_path", "export_path"):
             setattr(self, name, os.path.expanduser(getattr(self, name)))
         if self.eval_dataset_names is None:

@@ -219,7 +219,7 @@ class TrainerConfig(BaseConfig):
 
     def derive(self) -> None:
         if not self.is_given("strategy"):
-            object.__setattr__(self, "strategy", "jax")
+            self.fill_in("strategy", "jax")
         if self.ref.model.path is None:
             self.ref.model.path = self.policy.model.path
         if self.ckpt_path == TrainerConfig().ckpt_path:  # or one run would go on from another's checkpoints
