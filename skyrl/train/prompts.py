@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.data import PromptDataset
 from skyrl.train.order import OrderState, PromptOrder
@@ -37,7 +38,7 @@ class TrainingPrompts:
 
 def training_prompts(config: SkyRLTrainConfig, chat: Chat) -> TrainingPrompts:
     """Those of a run from its beginning. Raises ConfigError for data that are not there or not enough."""
-    dataset = _dataset(config, config.data.train_data, chat)
+    dataset = _dataset(config, "data.train_data", config.data.train_data, chat)
     settings = config.trainer
     order = PromptOrder(
         len(dataset), batch_size=settings.train_batch_size, seed=settings.seed, fingerprint=dataset.fingerprint
@@ -50,13 +51,16 @@ def evaluation_prompts(config: SkyRLTrainConfig, chat: Chat) -> list[Prompt]:
     settings = config.trainer
     if settings.eval_interval <= 0 or not config.data.val_data:
         return []
-    return [*_dataset(config, config.data.val_data, chat)]
+    return [*_dataset(config, "data.val_data", config.data.val_data, chat)]
 
 
-def _dataset(config: SkyRLTrainConfig, sources: list[str], chat: Chat) -> PromptDataset:
-    return PromptDataset(
-        sources,
-        default_env_class=config.environment.env_class,
-        prompt_length=lambda prompt: len(chat.render(prompt.messages, prompt.extras.get("tools") or ())),
-        max_prompt_length=config.trainer.max_prompt_length,
-    )
+def _dataset(config: SkyRLTrainConfig, field: str, sources: list[str], chat: Chat) -> PromptDataset:
+    try:
+        return PromptDataset(
+            sources,
+            default_env_class=config.environment.env_class,
+            prompt_length=lambda prompt: len(chat.render(prompt.messages, prompt.extras.get("tools") or ())),
+            max_prompt_length=config.trainer.max_prompt_length,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}") from error

@@ -85,8 +85,8 @@ CONFIG_DEFECTS = [
         [
             Edit(
                 TRAIN + "jax_options.py",
-                '        "gradient_checkpointing": trainer.gradient_checkpointing,\n',
-                "",
+                'trainer.gradient_checkpointing if trainer.is_given(CHECKPOINTING) else "auto"',
+                '"auto"',
             )
         ],
         [

@@ -18,7 +18,69 @@ REFERENCE_TEST = OPTION_TESTS + "test_a_reference_that_follows_the_policy_is_res
 RESUME_TEST = TESTS + "test_rl_run.py::test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted"
 TRACKING_TESTS = TESTS + "test_tracking.py::"
 
+VERSIONS = "skyrl/backends/jax/versions.py"
+UPDATE = "skyrl/train/update.py"
+UPDATE_TESTS = TESTS + "test_rl_update.py::"
+FAULT_TESTS = TESTS + "rollouts/test_rollout_faults.py::"
+
 RUN_DEFECTS = [
+    Defect(
+        "T3.1",
+        "a version is dropped under the samples that wait for it",
+        [Edit(VERSIONS, "if version in self._resident and claims:", "if False:")],
+        ["tests/backends/test_contract.py::test_samples_that_wait_are_drawn_from_the_version_that_they_asked_for"],
+    ),
+    Defect(
+        "T3.2",
+        "another attempt at a trajectory samples the same text",
+        [Edit("skyrl/train/rollouts/rollouts.py", "again = attempt > 1 and", "again = False and")],
+        [FAULT_TESTS + "test_another_attempt_is_sampled_with_another_seed_unless_told_otherwise[True]"],
+    ),
+    Defect(
+        "T2.1",
+        "the optimizer steps without a token to train on",
+        [
+            Edit(
+                UPDATE,
+                "            weights = self._weights(batch, mask, rows)\n"
+                "            if not weights.any():\n"
+                "                continue\n"
+                "            given = dict(fields)\n",
+                "            weights = self._weights(batch, mask, rows)\n            given = dict(fields)\n",
+            )
+        ],
+        [UPDATE_TESTS + "test_no_step_is_taken_where_no_token_is_trained_on"],
+    ),
+    Defect(
+        "T2.2",
+        "the zero-variance filter keeps prompts from the critic",
+        [Edit(UPDATE, "self._train_critic(batch, batch.mask, ", "self._train_critic(batch, mask, ")],
+        [UPDATE_TESTS + "test_a_critic_learns_from_prompts_that_the_filter_leaves_out"],
+    ),
+    Defect(
+        "T2.6",
+        "a batch in which every prompt has one sample left ends the run",
+        [Edit(UPDATE, "        except NothingToCompare:\n            raise\n", "")],
+        [UPDATE_TESTS + "test_a_batch_in_which_no_prompt_keeps_two_samples_is_a_skipped_step"],
+    ),
+    Defect(
+        "T2.7",
+        "every step scores the batch before it trains on it",
+        [Edit(UPDATE, "self._on_policy = _steps_once(config.trainer) and not (", "self._on_policy = False and not (")],
+        [UPDATE_TESTS + "test_forward_passes_are_made_for_what_the_training_pass_does_not_tell"],
+    ),
+    Defect(
+        "H1",
+        "modules of the working directory are not found",
+        [Edit("skyrl/train/commands.py", "    sys.path.append(os.getcwd())", "    os.getcwd()")],
+        [TESTS + "test_first_contact.py::test_the_pages_commands_train_with_the_pages_environment"],
+    ),
+    Defect(
+        "H5",
+        "a value that equals the default counts as left out",
+        [Edit("skyrl/train/config/base.py", "        _mark_given(config, spec.name)\n", "")],
+        [TESTS + "test_validation.py::test_a_strategy_that_is_given_is_kept_and_refused_though_it_is_the_default"],
+    ),
     Defect(
         "F1.5b",
         "the zero-variance filter does nothing in a run",

@@ -88,10 +88,13 @@ def tiny(folder: Path, tiny_model: Path) -> str:
 REFUSED = {
     "an environment that is nowhere": (["environment.env_class=nowhere:Env"], ["nowhere:Env", "working directory"]),
     "an unknown environment": (["environment.env_class=arithmetics"], ["arithmetics", "did you mean 'arithmetic'"]),
-    "data that are not there": (["data.train_data=[none.jsonl]"], ["none.jsonl", "there is no such file"]),
+    "data that are not there": (
+        ["data.train_data=[none.jsonl]"],
+        ["data.train_data: none.jsonl", "there is no such file"],
+    ),
     "validation data that are not there": (
         ["data.val_data=[none.jsonl]", "trainer.eval_interval=1"],
-        ["none.jsonl", "there is no such file"],
+        ["data.val_data: none.jsonl", "there is no such file"],
     ),
     "a context that is too long": (
         ["trainer.max_prompt_length=400000"],

@@ -7,7 +7,8 @@ from contextlib import closing
 import pytest
 
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.train.config import ConfigError, SkyRLTrainConfig
+from skyrl.train.base_model import fit_context
+from skyrl.train.config import ConfigError, SFTConfig, SkyRLTrainConfig
 from skyrl.train.jax_options import jax_backend, policy_adapter
 
 SHORT = "generator.sampling_params.max_generate_length=30"
@@ -58,6 +59,29 @@ def test_the_base_model_is_the_policys():
 )
 def test_an_option_follows_from_other_fields(overrides, option, value):
     assert options(*overrides)[option] == value
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], 1e-5),
+        (["model.lora.rank=8"], 1e-4),
+        (["optimizer_config.lr=1e-6"], 1e-6),
+        (["model.lora.rank=8", "optimizer_config.lr=1e-6"], 1e-6),
+    ],
+)
+def test_the_learning_rate_of_fine_tuning_suits_what_is_trained_unless_it_is_given(given, expected):
+    config = SFTConfig.from_cli_overrides(["train_datasets=[a]", *given]).resolve()
+    assert config.optimizer_config.lr == expected
+
+
+def test_a_limit_of_turns_that_was_derived_is_lowered_to_the_context_and_a_given_one_is_refused():
+    derived = resolved("generator.max_turns=5", "trainer.max_prompt_length=100", SHORT)
+    fit_context(derived, 400)
+    assert derived.generator.max_input_length == 400 - 30
+    given = resolved("generator.max_turns=5", "trainer.max_prompt_length=100", "generator.max_input_length=500", SHORT)
+    with pytest.raises(ConfigError, match=r"generator.max_input_length=500 and answers of 30 tokens .* than the 400"):
+        fit_context(given, 400)
 
 
 @pytest.mark.parametrize(
