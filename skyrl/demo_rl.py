@@ -165,10 +165,10 @@ async def warm_start(settings: Settings, files: Files) -> None:
     from skyrl.backends.client import BackendClient
     from skyrl.backends.jax import JaxBackend
     from skyrl.train.config import SFTConfig, SkyRLTrainConfig
-    from skyrl.train.data import PromptDataset
     from skyrl.train.evaluate import evaluate
     from skyrl.train.jax_options import sft_adapter, sft_backend
     from skyrl.train.learner import Policy
+    from skyrl.train.prompts import evaluation_prompts
     from skyrl.train.rollouts.rollouts import Rollouts
     from skyrl.train.sft import load_datasets
     from skyrl.train.sft.trainer import SFTTrainer
@@ -194,14 +194,7 @@ async def warm_start(settings: Settings, files: Files) -> None:
         await policy.create(sft_adapter(config))
         trainer = SFTTrainer(config, policy, load_datasets(config, tokenizer)[0])
         rollouts = Rollouts(tried.generator, tried.environment, tokenizer, policy)
-        heldout = [
-            *PromptDataset(
-                tried.data.val_data,
-                default_env_class=tried.environment.env_class,
-                prompt_length=lambda prompt: rollouts.prompt_length(prompt.messages, ()),
-                max_prompt_length=tried.trainer.max_prompt_length,
-            )
-        ]
+        heldout = evaluation_prompts(tried, rollouts.chat)
         while trainer.global_step < trainer.total_steps:
             metrics = await trainer.step()
             if trainer.global_step % WARM_EVAL_INTERVAL and trainer.global_step < trainer.total_steps:
