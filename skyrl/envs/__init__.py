@@ -12,7 +12,7 @@ from skyrl.envs import (
     searchcode,
     text2sql,
 )
-from skyrl.envs.env import ENVS, Env, EnvError, Message, StepResult, check_settings, make_env, settings_of
+from skyrl.envs.env import ENVS, Env, EnvError, Message, StepResult, check_settings, env_class, make_env, settings_of
 from skyrl.envs.threads import EnvWorkers
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "aime",
     "arithmetic",
     "check_settings",
+    "env_class",
     "gsm8k",
     "gsm8k_multi_turn",
     "lcb",

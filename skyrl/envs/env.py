@@ -139,7 +139,7 @@ def make_env(
 
     Raises ConfigError for an unknown id, unknown or wrong settings, and a column that the row lacks.
     """
-    cls = _env_class(env_id)
+    cls = env_class(env_id)
     try:
         env = cls(_configured(cls, settings), extras)
     except ConfigError as error:
@@ -164,18 +164,19 @@ def check_settings(options: SkyRLGymConfig, imported: tuple[str, ...] = ()) -> N
         imported: Ids that the run uses; those of the form "module:Class" are imported.
     """
     for env_id in imported:
-        _env_class(env_id)
+        env_class(env_id)
     ids = {name: name for name in ENVS} | {name.rpartition(":")[2]: name for name in imported}
     for name, given in options.others.items():
         if name not in ids:
             raise ConfigError(f"environment.skyrl_gym.{name}: there is no environment {name!r}; {_nearest(name, ids)}")
         try:
-            _configured(_env_class(ids[name]), given)
+            _configured(env_class(ids[name]), given)
         except ConfigError as error:
             raise ConfigError(f"environment.skyrl_gym.{name}: {error}") from error
 
 
-def _env_class(env_id: str) -> type[Env[Any]]:
+def env_class(env_id: str) -> type[Env[Any]]:
+    """The class of an id, or of "module:Class", which is imported. Raises ConfigError where there is none."""
     try:
         cls = ENVS.get(env_id)
     except KeyError as error:

@@ -4,6 +4,8 @@ Errors name the fields of the trainer's configuration, where the backend's own w
 """
 
 import logging
+import warnings
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -12,9 +14,13 @@ from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.jax.loading import config_of
 from skyrl.errors import ConfigError, RequestError
 from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.config.root_rules import turn_cautions
 from skyrl.tx.models.types import MODELS
 
 log = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+"""Of which a folder with a tokenizer has one at least."""
 
 
 def check_base_model(path: str, field: str) -> int | None:
@@ -31,7 +37,8 @@ def check_base_model(path: str, field: str) -> int | None:
     except RequestError as error:
         text = str(error).removeprefix(f"base_model={path}: ").replace(", or leave it out for the built-in model", "")
         raise ConfigError(f"{field}={path}: {text}") from error
-    names = found.get("architectures") or ["none"]
+    names = found.get("architectures")
+    names = names if isinstance(names, list) and names else ["none"]
     if names[0] not in MODELS:
         raise ConfigError(
             f"{field}={path}: its architecture is {names[0]}, which is not implemented (known: {', '.join(MODELS)}); "
@@ -43,8 +50,11 @@ def check_base_model(path: str, field: str) -> int | None:
 
 def load_tokenizer(path: str, field: str) -> Any:
     """The model's tokenizer, whose files alone are downloaded. Raises ConfigError."""
+    folder = Path(path).expanduser()
+    if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise ConfigError(f"{field}={path}: the folder has none of {', '.join(TOKENIZER_FILES)}; use a whole model")
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(folder if folder.is_dir() else path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{field}={path}: its tokenizer cannot be loaded ({error}); use a whole model") from error
 
@@ -64,12 +74,14 @@ def open_backend(base_model: str, options: JaxBackendConfig, section: str) -> Ja
 
 
 def fit_context(config: SkyRLTrainConfig, longest: int | None) -> None:
-    """Let a resolved configuration keep to the longest context of its base model.
+    """Let a resolved configuration keep to the longest context of its base model, or to `trainer.jax`'s if it is less.
 
     A limit of inputs over several turns that was derived is lowered to what there is room for.
 
     Raises ConfigError where a prompt and an answer have no room.
     """
+    if of_backend := config.trainer.jax.get("max_context_length"):
+        longest = min(longest or of_backend, of_backend)
     generator, prompt = config.generator, config.trainer.max_prompt_length
     evaluation = generator.eval_sampling_params
     assert evaluation is not None and generator.max_input_length is not None, "the configuration is resolved"
@@ -78,7 +90,11 @@ def fit_context(config: SkyRLTrainConfig, longest: int | None) -> None:
         return
     if not generator.is_given("max_input_length") and prompt + answer <= longest:
         generator.fill_in("max_input_length", longest - answer)
-        log.info("generator.max_input_length=%d is what the base model's context has room for", longest - answer)
+        log.info(
+            "generator.max_input_length=%d is what the context of %d tokens has room for", longest - answer, longest
+        )
+        for caution in turn_cautions(config):
+            warnings.warn(caution, stacklevel=2)
         return
     given = generator.is_given("max_input_length")
     limit = (
@@ -87,5 +103,5 @@ def fit_context(config: SkyRLTrainConfig, longest: int | None) -> None:
     raise ConfigError(
         f"{limit} and answers of {answer} tokens (generator.sampling_params.max_generate_length, or that of "
         f"eval_sampling_params) are more than the {longest} tokens that {config.trainer.policy.model.path} was made "
-        "for; lower them"
+        "for, or that trainer.jax.max_context_length allows; lower them"
     )

@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from skyrl.backends.client import BackendClient
-from skyrl.envs import check_settings
+from skyrl.envs import check_settings, env_class
 from skyrl.errors import ConfigError, StorageError
 from skyrl.train.base_model import check_base_model, fit_context, load_tokenizer, open_backend
 from skyrl.train.batch import Array, Batch
@@ -198,7 +198,7 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: Re
             "model that the policy started from; leave it out"
         )
     assert settings.policy.model.path is not None  # or the configuration would not have resolved
-    check_settings(config.environment.skyrl_gym, (config.environment.env_class,))
+    env_class(config.environment.env_class)
     fit_context(config, check_base_model(settings.policy.model.path, BASE_MODEL))
     base_model, options = jax_backend(config)
     tokenizer = load_tokenizer(base_model, BASE_MODEL)

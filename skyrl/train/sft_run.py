@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 
 from skyrl.backends.client import BackendClient
+from skyrl.errors import ConfigError
 from skyrl.train.base_model import check_base_model, load_tokenizer, open_backend
 from skyrl.train.config import SFTConfig, get_config_as_dict
 from skyrl.train.jax_options import sft_adapter, sft_backend
@@ -21,7 +22,11 @@ async def train_sft(config: SFTConfig) -> Summary:
     """Train as a resolved configuration says, and say how it went. Raises ConfigError for what cannot be run."""
     validate_sft(config)
     base_model, options = sft_backend(config)
-    check_base_model(base_model, BASE_MODEL)
+    longest = check_base_model(base_model, BASE_MODEL)
+    if longest is not None and (config.max_length or 0) > longest:
+        raise ConfigError(
+            f"max_length={config.max_length}: {base_model} was made for {longest} tokens; use at most that"
+        )
     train, evaluation = load_datasets(config, load_tokenizer(base_model, BASE_MODEL))
     with ExitStack() as stack:
         client = stack.enter_context(BackendClient(open_backend(base_model, options, "jax")))

@@ -222,7 +222,7 @@ class Update:
         seen: Metrics = {}
         for rows in self._mini_batches(batch, self._trainer.policy_mini_batch_size):
             weights = self._weights(batch, mask, rows)
-            if not weights.any():
+            if not self._trains(weights, fields):
                 continue
             given = dict(fields)
             if self._algorithm.policy_loss_type in COVARIANCE_LOSSES:
@@ -242,6 +242,13 @@ class Update:
             self.policy_steps += 1
             found.append(metrics | {"loss": output.metrics["loss:sum"], **_step_metrics(stepped)})
         return _averaged("policy", found) | seen
+
+    def _trains(self, weights: Array, fields: dict[str, Array]) -> bool:
+        """Whether the loss of a mini-batch has a token."""
+        objective = self._objective
+        if "correction" in fields and not (objective.kl_coef or objective.entropy_coef):
+            weights = weights * fields["correction"]
+        return bool(weights.any())
 
     async def _train_critic(self, batch: Batch, mask: Array, scored: _Scored, estimated: Advantages) -> Metrics:
         assert self._critic is not None and scored.values is not None

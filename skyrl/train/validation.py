@@ -126,8 +126,9 @@ def choose_trackers(logger: str | Iterable[str], environment: Mapping[str, str] 
 
 
 def usable_trackers(logger: str | Iterable[str]) -> list[str]:
-    """Those of `choose_trackers`, or the console if there are none, so that metrics are seen."""
-    return choose_trackers(logger).usable or ["console"]
+    """Those of `choose_trackers`; the console if they are none of those that were asked for."""
+    chosen = choose_trackers(logger)
+    return chosen.usable or ["console"] * bool(chosen.unusable)
 
 
 def _lack(needs: TrackerNeeds | None, environment: Mapping[str, str]) -> str | None:

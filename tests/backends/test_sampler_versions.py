@@ -324,6 +324,34 @@ def test_a_dropped_version_is_unknown_but_its_running_samples_go_on(rig):
         rig.versions.acquire(rig.versions.claim("doomed"))
 
 
+def test_a_claim_of_a_version_on_disk_outlives_its_name(rig):
+    pool, old = rig.pool(max_bytes=0), rig.adapter(43)
+    rig.stored["/old"] = old
+    pool.publish("name", old)
+    pool.mark_stored("name", old, "/old")
+    pool.publish("other", rig.adapter(44))  # so that `name` leaves memory
+    claim = pool.claim("name")
+    pool.publish("name", rig.adapter(45))
+    slot = pool.acquire(claim)
+    assert mark(pool.adapter(slot)) == mark(old)
+    pool.release(slot)
+    pool.disclaim(claim)
+
+
+def test_a_version_that_is_dropped_while_it_is_read_comes_back_for_those_who_claimed_it_alone(rig):
+    pool = rig.pool()
+    rig.stored["/slow"], rig.held["/slow"] = rig.adapter(46), None
+    claim = pool.claim("slow", "/slow")
+    assert not pool.at_hand(claim)
+    pool.drop("slow")
+    rig.held.pop("/slow").set_result(rig.stored["/slow"])
+    assert pool.at_hand(claim)
+    with pytest.raises(RequestError, match="version=slow is not known here"):
+        pool.acquire(pool.claim("slow"))
+    pool.disclaim(claim)
+    assert pool.held_bytes == 0
+
+
 def test_a_version_that_cannot_be_read_fails_its_request_alone(rig):
     good, missing, unknown = run(
         rig.sampler,

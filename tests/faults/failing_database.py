@@ -1,4 +1,4 @@
-"""A database that fails now and then: every Nth read or write is refused, the answer to every Nth commit is lost.
+"""A database that fails now and then: one of N reads or writes is refused, the answer to one of N commits is lost.
 
 The errors are the driver's own (`sqlite3`, `psycopg`), raised where SQLAlchemy calls it, so what the server sees is
 what it sees of a real database. `Faults` are in force in this process while its block lasts; a server's own process
@@ -7,6 +7,7 @@ takes them from a file, as long as that is there, if it is started with the envi
 
 import json
 import os
+import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,11 +30,11 @@ class Faults:
     """How often what fails; 0: never."""
 
     reads: int = 0
-    """Every so many SELECTs."""
+    """One of so many SELECTs."""
     writes: int = 0
-    """Every so many INSERTs, UPDATEs and DELETEs."""
+    """One of so many INSERTs, UPDATEs and DELETEs."""
     answers: int = 0
-    """Every so many commits take effect without an answer."""
+    """One of so many commits takes effect without an answer."""
 
 
 class FailingDatabase:
@@ -47,8 +48,8 @@ class FailingDatabase:
 
     def next_fails(self, kind: str) -> bool:
         every = getattr(self._current(), kind)
+        fails = every > 0 and _fails(kind, *divmod(self.done[kind], every), every)
         self.done[kind] += 1
-        fails = every > 0 and self.done[kind] % every == 0
         self.failed[kind] += fails
         return fails
 
@@ -65,6 +66,11 @@ class FailingDatabase:
         kind = "reads" if verb == "SELECT" else "writes" if verb in ("INSERT", "UPDATE", "DELETE") else None
         if kind is not None and self.next_fails(kind):
             raise connection.dialect.dbapi.OperationalError(f"injected: one of its {kind} fails")
+
+
+def _fails(kind: str, block: int, place: int, every: int) -> bool:
+    """One of each `every`, at a place that is drawn: a loop of as many reads would meet it at the same one for ever."""
+    return place == random.Random(f"{kind} {block}").randrange(every)
 
 
 _DATABASE = FailingDatabase()

@@ -27,7 +27,7 @@ RUN_DEFECTS = [
     Defect(
         "T3.1",
         "a version is dropped under the samples that wait for it",
-        [Edit(VERSIONS, "if version in self._resident and claims:", "if False:")],
+        [Edit(VERSIONS, "if version in self._claims and version in {", "if False and version in {")],
         ["tests/backends/test_contract.py::test_samples_that_wait_are_drawn_from_the_version_that_they_asked_for"],
     ),
     Defect(
@@ -42,11 +42,8 @@ RUN_DEFECTS = [
         [
             Edit(
                 UPDATE,
-                "            weights = self._weights(batch, mask, rows)\n"
-                "            if not weights.any():\n"
-                "                continue\n"
-                "            given = dict(fields)\n",
-                "            weights = self._weights(batch, mask, rows)\n            given = dict(fields)\n",
+                "            if not self._trains(weights, fields):\n                continue\n",
+                "",
             )
         ],
         [UPDATE_TESTS + "test_no_step_is_taken_where_no_token_is_trained_on"],
@@ -78,7 +75,7 @@ RUN_DEFECTS = [
     Defect(
         "H5",
         "a value that equals the default counts as left out",
-        [Edit("skyrl/train/config/base.py", "        _mark_given(config, spec.name)\n", "")],
+        [Edit("skyrl/train/config/base.py", "        _mark(config, spec.name, getattr(config, spec.name))\n", "")],
         [TESTS + "test_validation.py::test_a_strategy_that_is_given_is_kept_and_refused_though_it_is_the_default"],
     ),
     Defect(

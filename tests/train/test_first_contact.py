@@ -85,6 +85,17 @@ def tiny(folder: Path, tiny_model: Path) -> str:
     return "trainer.policy.model.path=model"
 
 
+def test_a_model_below_the_home_folder_and_settings_of_an_environment_that_rows_name(folder, tiny_model, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder))
+    tiny(folder, tiny_model)
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    own = [{**row, "env_class": "guess_env:GuessEnv", "reward_spec": {"ground_truth": "5"}} for row in rows]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    model = ["trainer.policy.model.path=~/model", "environment.skyrl_gym.GuessEnv.hint_reward=0.5"]
+    ran = skyrl(folder, *RUN, *model)
+    assert ran.returncode == 0, ran.stderr
+
+
 REFUSED = {
     "an environment that is nowhere": (["environment.env_class=nowhere:Env"], ["nowhere:Env", "working directory"]),
     "an unknown environment": (["environment.env_class=arithmetics"], ["arithmetics", "did you mean 'arithmetic'"]),
@@ -99,6 +110,10 @@ REFUSED = {
     "a context that is too long": (
         ["trainer.max_prompt_length=400000"],
         ["trainer.max_prompt_length=400000", "generator.sampling_params.max_generate_length", "was made for"],
+    ),
+    "a context above the backend's": (
+        ["trainer.jax.max_context_length=64"],
+        ["trainer.max_prompt_length=64", "trainer.jax.max_context_length"],
     ),
     "a loss that is nowhere": (["trainer.algorithm.policy_loss_type=nowhere:loss"], ["nowhere:loss"]),
     "an option that the backend does not have": (["trainer.jax.rows=3"], ["trainer.jax.rows=3", "no such option"]),
@@ -134,6 +149,14 @@ def test_what_cannot_be_run_is_one_line_before_anything_is_loaded(folder, tiny_m
 def test_an_architecture_that_is_not_implemented_is_known_from_its_configuration(folder):
     said = refusal(folder, qwen2(folder))
     assert "trainer.policy.model.path=model: its architecture is Qwen2ForCausalLM" in said
+
+
+def test_a_folder_without_a_tokenizer_is_no_model(folder, tiny_model):
+    given = tiny(folder, tiny_model)
+    for file in (folder / "model").iterdir():
+        if "token" in file.name:
+            file.unlink()
+    assert "trainer.policy.model.path=model: the folder has none of tokenizer.json" in refusal(folder, given)
 
 
 def test_a_model_that_the_hub_does_not_give_is_named_by_the_trainers_key(folder):

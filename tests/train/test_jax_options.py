@@ -3,12 +3,13 @@
 import logging
 import re
 from contextlib import closing
+from dataclasses import dataclass
 
 import pytest
 
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.train.base_model import fit_context
-from skyrl.train.config import ConfigError, SFTConfig, SkyRLTrainConfig
+from skyrl.train.config import ConfigError, SFTConfig, SkyRLTrainConfig, TrainerConfig
 from skyrl.train.jax_options import jax_backend, policy_adapter
 
 SHORT = "generator.sampling_params.max_generate_length=30"
@@ -73,6 +74,43 @@ def test_an_option_follows_from_other_fields(overrides, option, value):
 def test_the_learning_rate_of_fine_tuning_suits_what_is_trained_unless_it_is_given(given, expected):
     config = SFTConfig.from_cli_overrides(["train_datasets=[a]", *given]).resolve()
     assert config.optimizer_config.lr == expected
+
+
+def test_the_context_that_the_backend_is_given_bounds_turns_too():
+    config = resolved(
+        "generator.max_turns=5", "trainer.max_prompt_length=100", SHORT, "trainer.jax.max_context_length=300"
+    )
+    fit_context(config, 4096)
+    assert config.generator.max_input_length == 300 - 30
+    single = resolved("trainer.max_prompt_length=100", SHORT, "trainer.jax.max_context_length=129")
+    with pytest.raises(ConfigError, match=r"trainer.max_prompt_length=100 .* trainer.jax.max_context_length allows"):
+        fit_context(single, 4096)
+
+
+def test_a_limit_that_is_lowered_below_the_second_turn_is_a_caution():
+    config = resolved("generator.max_turns=5", "trainer.max_prompt_length=100", SHORT)
+    with pytest.warns(UserWarning, match="there is no second turn"):
+        fit_context(config, 150)
+
+
+def test_null_leaves_a_field_out():
+    config = resolved(
+        "generator.max_turns=5", "trainer.max_prompt_length=100", "generator.max_input_length=null", SHORT
+    )
+    fit_context(config, 400)
+    assert config.generator.max_input_length == 370
+
+
+def test_defaults_of_a_subclass_count_as_given():
+    @dataclass
+    class OwnTrainer(TrainerConfig):
+        micro_train_batch_size_per_gpu: int = 4
+        gradient_checkpointing: bool = False
+        strategy: str = "megatron"
+
+    own = OwnTrainer()
+    assert all(map(own.is_given, ("micro_train_batch_size_per_gpu", "gradient_checkpointing", "strategy")))
+    assert not own.is_given("epochs") and not TrainerConfig().is_given("strategy")
 
 
 def test_a_limit_of_turns_that_was_derived_is_lowered_to_the_context_and_a_given_one_is_refused():

@@ -108,14 +108,11 @@ class VersionPool:
     def drop(self, version: str) -> None:
         """Forget a version. Whoever has claimed it has it all the same, from memory or else from its files."""
         with self._lock:
-            path = self._paths.pop(version, None)
-            self._readings.pop(version, None)
-            claims = self._claims.get(version, [])
-            for claim in claims:
-                claim.path = path or claim.path
-            if version in self._resident and claims:
+            if version in self._claims and version in {*self._resident, *self._paths, *self._readings}:
                 self._set_aside(version)
             else:
+                self._paths.pop(version, None)
+                self._readings.pop(version, None)
                 self._let_go(version)
                 if (slot := self._slot_of(version)) is not None:
                     self._slots[slot] = _Slot()
@@ -248,7 +245,13 @@ class VersionPool:
         """Keep a version for those who have claimed it."""
         aside = f"{version} (dropped, {next(self._contents)})"
         self._dropped.add(aside)
-        self._resident[aside], self._sizes[aside] = self._resident.pop(version), self._sizes.pop(version)
+        path = self._paths.pop(version, None)
+        if version in self._resident:  # and stays there, as its files may go
+            self._resident[aside], self._sizes[aside] = self._resident.pop(version), self._sizes.pop(version)
+        elif path is not None:
+            self._paths[aside] = path
+        if version in self._readings:
+            self._readings[aside] = self._readings.pop(version)
         self._claims[aside] = self._claims.pop(version)
         for claim in self._claims[aside]:
             claim.version = aside

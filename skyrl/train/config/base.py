@@ -37,7 +37,8 @@ class BaseConfig(Section):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         config = super().__new__(cls)
         names = [field.name for field in fields(cls)] if args else []  # pyright: ignore[reportArgumentType]
-        object.__setattr__(config, "_given", {*names[: len(args)], *kwargs})
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        object.__setattr__(config, "_given", {name for name, value in given.items() if value is not None})
         return config
 
     @classmethod
@@ -66,8 +67,10 @@ class BaseConfig(Section):
         return cls.from_dict_config(read_file(path)).with_overrides(nested(args))
 
     def is_given(self, name: str) -> bool:
-        """Whether a field was set, by whatever way, rather than left at its default or derived."""
-        return name in self.__dict__.get("_given", ())
+        """Whether a field was set to a value, in whatever way or by a subclass's default: not left out, nor derived."""
+        default = type(self).__dataclass_fields__[name].default
+        owner = [cls for cls in type(self).__mro__ if name in getattr(cls, "__dataclass_fields__", ())][-1]
+        return name in self.__dict__.get("_given", ()) or default != owner.__dataclass_fields__[name].default
 
     def fill_in(self, name: str, value: Any) -> None:
         """Set a field that was left out and follows from others; it stays one that was left out."""
@@ -128,7 +131,7 @@ class BaseConfig(Section):
         is_later = name in self.__dict__  # than by the constructor, which sets every field
         _raise_if_any(_set(self, spec, value, name))
         if is_later:
-            _mark_given(self, name)
+            _mark(self, name, value)
 
 
 def get_config_as_dict(cfg: dict[str, Any] | BaseConfig) -> dict[str, Any]:
@@ -137,7 +140,7 @@ def get_config_as_dict(cfg: dict[str, Any] | BaseConfig) -> dict[str, Any]:
 
 
 def get_config_as_yaml_str(cfg: BaseConfig) -> str:
-    """YAML of a configuration, which `from_file` reads back as an equal one."""
+    """YAML of a configuration, which `from_file` reads back as an equal one, in which every field counts as given."""
     return dump_yaml(asdict(cfg))
 
 
@@ -189,12 +192,14 @@ def _lay_over(config: BaseConfig, given: object, path: str) -> list[str]:
             value = copy.deepcopy(unwritten(value))
             value = merged(current, value) if isinstance(current, Mapping) else value
         problems += _set(config, spec, value, where)
-        _mark_given(config, spec.name)
+        _mark(config, spec.name, getattr(config, spec.name))
     return problems
 
 
-def _mark_given(config: BaseConfig, name: str) -> None:
-    object.__setattr__(config, "_given", {*config.__dict__.get("_given", ()), name})
+def _mark(config: BaseConfig, name: str, value: object) -> None:
+    """Note that a field was set; None leaves it out again."""
+    given = config.__dict__.get("_given", set())
+    object.__setattr__(config, "_given", given - {name} if value is None else {*given, name})
 
 
 def _set(config: BaseConfig, spec: FieldSpec, value: object, where: str) -> list[str]:

@@ -52,10 +52,11 @@ def root_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
             f"generator.sampling_params.{' and '.join(filters)}: the policy that samples is not the one that is "
             "trained, whose probabilities are of all tokens; no correction mends that; leave it out in training"
         )
-    yield from _turn_cautions(config)
+    yield from turn_cautions(config)
 
 
-def _turn_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
+def turn_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
+    """Of a limit of inputs that leaves no second turn."""
     generator, prompt = config.generator, config.trainer.max_prompt_length
     answer, given = generator.sampling_params.max_generate_length, generator.max_input_length or 0
     if generator.max_turns > 1 and given < prompt + answer:

@@ -93,7 +93,8 @@ async def _attempt(
         async with clock:
             env = make_env()
             stop_reason = await episode.run(env, prompt)
-            metrics = _means(episode.turns) | {name: float(value) for name, value in env.metrics().items()}
+            own = {} if episode.raised is not None else env.metrics()
+            metrics = _means(episode.turns) | {name: float(value) for name, value in own.items()}
     except FATAL:
         raise
     except Exception as error:

@@ -7,7 +7,7 @@ from scripted import Answer, Reply, ScriptedEnv, ScriptedSampler, generator, pro
 
 from skyrl.errors import ConfigError
 from skyrl.train.config import EnvironmentConfig, GeneratorConfig
-from skyrl.train.rollouts.rollouts import Rollouts
+from skyrl.train.rollouts.rollouts import Rollouts, chat_of
 
 ANSWER = Answer("One.<|im_end|>")
 DONE = [Reply(done=True)]
