@@ -52,6 +52,7 @@ from skyrl.tinker.parsing import (
 )
 from skyrl.tinker.surplus import limit_that_removed
 from skyrl.tinker.tables import ModelRow, SamplerRow, VersionRow
+from skyrl.tinker.wire_scan import MAX_PARTS
 from skyrl.types import Cells, Datum, LoraConfig, ModelOutput, OptimStepOutput, SaveOutput
 
 Parse = Callable[[Body, Limits], Parsed]
@@ -113,7 +114,10 @@ def _load_address(value: dict[str, Any]) -> type[Address]:
 
 
 def _parse_pass(body: Body, limits: Limits) -> Parsed:
-    request = wire.decode_forward_backward(body.data, body.content_type, body.content_encoding, limits.max_bytes)
+    encoding = body.content_encoding
+    request = wire.decode_forward_backward(
+        body.data, body.content_type, encoding, limits.max_bytes, limits.max_parts or MAX_PARTS
+    )
     address = ModelAddress(model_id=request.model_id, seq_id=request.seq_id)
     if request.error is not None:
         return Parsed(address, None, request.error, is_pass=not request.forward_only)

@@ -93,6 +93,8 @@ class Limits:
 
     max_bytes: int
     """After decompression, and of the arrays made of it."""
+    max_parts: int | None = None
+    """Fields of a training pass in protobuf, in all its messages. None: `wire_scan.MAX_PARTS`."""
     max_context_length: int = 2**31
     """Tokens that a prompt may have, roughly."""
 

@@ -38,7 +38,7 @@ from skyrl.tinker.tables import ModelRow
 from skyrl.types import ErrorCategory, SaveOutput
 from skyrl.utils.storage import inspect_folder
 
-ANY_SIZE = Limits(max_bytes=2**62)
+ANY_SIZE = Limits(max_bytes=2**62, max_parts=2**62)
 """Bodies in the log were taken before, whatever the limit is now."""
 
 Files = Mapping[str, SaveOutput]

@@ -70,6 +70,8 @@ async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket
     options = uvicorn.Config(
         app,
         http=Connection,  # of h11, which bounds headers, as httptools, if that happens to be installed, does not
+        ws="none",
+        proxy_headers=False,  # or a client without a key would have an address of its own for each request
         lifespan="off",
         log_config=None,
         access_log=False,

@@ -28,7 +28,7 @@ async def admit(service: Service, operation: QueuedOperation, body: Body, caller
         EngineStarting: The base model is not known yet.
     """
     info = await service.wait_until_ready()
-    limits = Limits(service.config.max_body_bytes, info.max_context_length)
+    limits = Limits(service.config.max_body_bytes, max_context_length=info.max_context_length)
     parse, at_most = partial(operation.parse, body, limits), limits.max_bytes if body.content_encoding else 0
     parsed = await service.bodies.work(caller.tenant or NOBODY, len(body.data), parse, at_most)
     target = await locate(service, caller, parsed.address)

@@ -23,7 +23,7 @@ from skyrl.tinker.parsing import Body, MalformedBody, ModelAddress, describe_fau
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.schemas import ForwardBackwardRequest, ForwardRequest, ModelInput, PassInput, TensorData
 from skyrl.tinker.tensors import Budget, check_dimensions, dense, densified, float32s, from_bytes, int64s, sparse
-from skyrl.tinker.wire_scan import address_of, check_parts
+from skyrl.tinker.wire_scan import MAX_PARTS, address_of, check_parts
 from skyrl.types import Cells, Datum, ForwardBackwardOutput, SampleOutput, TokenTable
 
 PROTOBUF = "application/x-protobuf"
@@ -60,7 +60,7 @@ class PassRequest:
 
 
 def decode_forward_backward(
-    body: bytes, content_type: str, content_encoding: str | None, max_bytes: int
+    body: bytes, content_type: str, content_encoding: str | None, max_bytes: int, max_parts: int = MAX_PARTS
 ) -> PassRequest:
     """Read the body of `forward_backward` (protobuf or JSON) or `forward` (JSON).
 
@@ -72,11 +72,12 @@ def decode_forward_backward(
         content_type: Its media type.
         content_encoding: None, "", "identity" or "zstd".
         max_bytes: Bound on the body after decompression, and on the arrays made of it.
+        max_parts: Fields that a protobuf body may have, in all its messages.
     """
     body = decompress(body, content_encoding, max_bytes)
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type == PROTOBUF:
-        return _from_protobuf(body, max_bytes)
+        return _from_protobuf(body, max_bytes, max_parts)
     if media_type.endswith("json"):
         return _from_json(body, max_bytes)
     raise MalformedBody(f"Content-Type: {content_type} is not served; send {PROTOBUF} or application/json")
@@ -127,9 +128,9 @@ def target_cells(tensor: TensorData) -> Cells:
     return sparse(name, values, *_json_indices(name, tensor), shape)
 
 
-def _from_protobuf(body: bytes, max_bytes: int) -> PassRequest:
+def _from_protobuf(body: bytes, max_bytes: int, max_parts: int) -> PassRequest:
     try:
-        fault = _fault(body)
+        fault = _fault(body, max_parts)
         message = pb.ForwardBackwardRequest.FromString(address_of(body) if fault else body)
     except DecodeError as error:
         raise MalformedBody(f"the body is no ForwardBackwardRequest ({error}); send the SDK's protobuf") from error
@@ -179,10 +180,10 @@ def _with_error(envelope: PassRequest, error: str) -> PassRequest:
     return PassRequest(envelope.model_id, envelope.seq_id, envelope.forward_only, error=error)
 
 
-def _fault(body: bytes) -> str | None:
+def _fault(body: bytes, max_parts: int) -> str | None:
     """What keeps a protobuf body from being parsed whole."""
     try:
-        check_parts(body)
+        check_parts(body, max_parts)
     except RequestError as error:
         return str(error)
     return None

@@ -55,17 +55,17 @@ def address_of(body: bytes) -> bytes:
     return b"".join(sent)
 
 
-def check_parts(body: bytes) -> None:
-    """Raises `RequestError` for too many parts, `DecodeError` where nothing can be read."""
+def check_parts(body: bytes, most: int = MAX_PARTS) -> None:
+    """Raises `RequestError` for more than `most` parts, `DecodeError` where nothing can be read."""
     datums = parts = at = 0
     while at < len(body):
         key, content, at = _field(body, at, len(body))
-        parts += 1 + _parts_within(body, key, content, at, REQUEST, MAX_PARTS - parts)
+        parts += 1 + _parts_within(body, key, content, at, REQUEST, most - parts)
         datums += key >> 3 == DATA
         if datums > MAX_DATUMS:
             raise RequestError(f"data has more than {MAX_DATUMS} datums; send fewer per request")
-        if parts > MAX_PARTS:
-            raise RequestError(f"the request has more than {MAX_PARTS} parts; send fewer sequences per request")
+        if parts > most:
+            raise RequestError(f"the request has more than {most} parts; send fewer sequences per request")
 
 
 def _parts_within(data: bytes, key: int, at: int, end: int, table: Table, most: int) -> int:

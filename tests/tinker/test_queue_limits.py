@@ -16,6 +16,7 @@ from skyrl.tinker import sample_queue, training_queue
 from skyrl.tinker.operations import OPERATIONS
 from skyrl.tinker.parsing import Body, Limits
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
+from skyrl.tinker.revival import ANY_SIZE
 from skyrl.tinker.tables import RequestRow
 from tests.fakes import POISON
 from tests.tinker.harness import BASE_MODEL, PROTOBUF, LiveServer, pass_request, sample_request, wait_until_ready
@@ -98,6 +99,13 @@ def test_a_request_counts_for_at_least_what_it_takes(name):
     tracemalloc.stop()
     assert parsed.request is not None, parsed.error
     assert taken <= training_queue.OVERHEAD_BYTES + parsed.held_bytes
+
+
+def test_a_request_that_was_taken_under_other_limits_is_read_again_whatever_they_are_now():
+    body = Body(with_inputs(6000, 1, 8), PROTOBUF)
+    parse = OPERATIONS["forward_backward"].parse
+    assert "parts; send fewer" in parse(body, Limits(256 * MIB)).error
+    assert parse(body, ANY_SIZE).error is None
 
 
 def test_compressed_requests_that_wait_count_as_what_they_stand_for(own_server, monkeypatch):

@@ -64,7 +64,9 @@ async def _body(request: Request, service: ServiceDependency, caller: CallerDepe
             size += len(piece)
             room.grow_to(size)
             pieces.append(piece)
-        yield Body(b"".join(pieces), content_type, headers.get("content-encoding", "").strip().lower())
+        data = b"".join(pieces)
+        pieces.clear()  # or they would be there until the answer, beside it
+        yield Body(data, content_type, headers.get("content-encoding", "").strip().lower())
 
 
 BodyDependency = Annotated[Body, Depends(_body)]
