@@ -45,7 +45,8 @@ STATE = Path(user_data_dir("skyrl"))
 
 def without_password(url: str) -> str:
     """A URL, fit to be shown."""
-    return re.sub(r":[^:@/]*@", ":***@", url)
+    hidden = re.sub(r"(://[^:@/?]*):.*@", r"\1:***@", url)
+    return re.sub(r"([?&][^=&]*pass[^=&]*)=[^&]*", r"\1=***", hidden)
 
 
 def _json_object(value: object) -> object:
@@ -299,7 +300,7 @@ def _names(weights: str) -> list[str]:
 
 def _read_keys(file: Path) -> list[str]:
     try:
-        keys = file.expanduser().read_text().split()
+        lines = [line.strip() for line in file.expanduser().read_text().splitlines()]
         readable = file.expanduser().stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
@@ -307,8 +308,11 @@ def _read_keys(file: Path) -> list[str]:
         ) from None
     if readable:
         raise ValueError(f"api_keys_file={file}: others can read it; keep it to yourself with: chmod 600 {file}")
+    keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ValueError(f"api_keys_file={file}: it is empty; write one key in each line")
+        raise ValueError(f"api_keys_file={file}: there is no key in it; write one key in each line")
+    if any(len(key.split()) > 1 for key in keys):
+        raise ValueError(f"api_keys_file={file}: a line has spaces in it; write one key in each line")
     return keys
 
 

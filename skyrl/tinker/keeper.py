@@ -86,7 +86,7 @@ class Keeper:
                 _say(f"error: the server process {reason}, {STARTS} times before it was ready; see above")
                 return 1
             _say(f"the server process {reason}; starting it again")
-            self._wait(min(FIRST_PAUSE_S * 2 ** (self._deaths - 1), LONGEST_PAUSE_S))
+            self._wait(min(FIRST_PAUSE_S * 2 ** min(self._deaths - 1, 20), LONGEST_PAUSE_S))
             if self._stops:
                 return 0
 

@@ -5,8 +5,8 @@ the answers. A browser then names the page in `Origin` or the page's host in `Ho
 bodies of types that forms have.
 """
 
+import re
 from collections.abc import Callable, Iterator
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -40,7 +40,7 @@ class LocalOnly:
         host, origin = headers.get(b"host", ""), headers.get(b"origin")
         if self._check_host and not is_loopback(_name(host)):
             yield 403, f"Host={host[:300]!r} is not this machine, and this server has no keys; {WAY_OUT}"
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
             yield 403, f"Origin={origin[:300]!r}: web pages may not use a server without keys; {WAY_OUT}"
         has_body = headers.get(b"content-length", "0") != "0" or b"transfer-encoding" in headers
         media_type = headers.get(b"content-type", "").partition(";")[0].strip().lower()
@@ -49,5 +49,6 @@ class LocalOnly:
 
 
 def _name(host: str) -> str:
-    """Of `NAME:PORT` or `[ADDRESS]:PORT`, without the port."""
-    return urlsplit(f"//{host}").hostname or "" if host.count("[") == host.count("]") else ""
+    """Of `NAME:PORT` or `[ADDRESS]:PORT`, without the port; nothing of what is neither."""
+    found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+))(?::\d+)?", host)
+    return (found[1] or found[2]).lower() if found else ""

@@ -139,7 +139,7 @@ class EngineSupervisor:
             self.progress = f"restarting the engine: {reason}"
             log.error("%s; restarting it", reason)
             self._on_crash(reason)
-            await asyncio.sleep(min(FIRST_PAUSE_S * 2**pauses, LONGEST_PAUSE_S))
+            await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** min(pauses, 20), LONGEST_PAUSE_S))
             self.restarts += 1
 
     async def _run_engine(self) -> tuple[str, bool]:

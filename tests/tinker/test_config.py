@@ -10,7 +10,7 @@ import pytest
 from platformdirs import user_data_path
 
 from skyrl import cli
-from skyrl.tinker.config import EngineConfig, parse_config
+from skyrl.tinker.config import EngineConfig, parse_config, without_password
 
 
 def parsed(*argv: str, **environ: str) -> EngineConfig:
@@ -114,7 +114,14 @@ def test_keys_are_read_from_a_file_and_the_environment(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "mode", "message"), [("a", 0o644, "chmod 600"), ("", 0o600, "empty"), (None, 0, "cannot be read")]
+    ("text", "mode", "message"),
+    [
+        ("a", 0o644, "chmod 600"),
+        ("", 0o600, "no key"),
+        ("# of Bob\n", 0o600, "no key"),
+        ("a b", 0o600, "spaces"),
+        (None, 0, "cannot be read"),
+    ],
 )
 def test_a_file_of_keys_that_is_none_or_that_others_can_read_is_refused(tmp_path, capsys, text, mode, message):
     file = tmp_path / "keys"
@@ -232,3 +239,22 @@ def test_make_model_refuses_impossible_sizes_in_one_line(tmp_path, capsys):
         cli.main(["make-model", "--out", str(tmp_path / "model"), "--heads", "3", "--kv-heads", "2"])
     assert "error: " in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://u:secret@h/db",
+        "postgresql://u:secret/secret@h/db",
+        "postgresql://u:secret:secret@h/db",
+        "postgresql://h/db?user=u&password=secret",
+        "postgresql://h/db?sslpassword=secret",
+    ],
+)
+def test_a_password_is_shown_nowhere_in_a_url(url):
+    assert "secret" not in without_password(url) and "***" in without_password(url)
+
+
+def test_a_url_without_a_password_is_shown_as_it_is():
+    for url in ("sqlite:////var/lib/a@b.db", "postgresql://u@h:5432/db?sslmode=require"):
+        assert without_password(url) == url

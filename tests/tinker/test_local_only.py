@@ -24,14 +24,27 @@ def test_names_of_this_machine_are_served(server, host):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example:8000", "10.0.0.1", "localhost.evil", "[::1", ""]
+    "host",
+    [
+        "evil.example",
+        "127.0.0.1.evil.example:8000",
+        "10.0.0.1",
+        "localhost.evil",
+        "[::1",
+        "",
+        "[foo]",
+        "a]b[",
+        "evil@127.0.0.1",
+    ],
 )
 def test_a_name_that_a_page_lets_point_here_is_refused(server, host):
     response = make_session(server, Host=host)
     assert response.status_code == 403 and "Host=" in response.json()["detail"], response.text
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1", "https://127.0.0.1"])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://localhost:1", "https://127.0.0.1", "http://["]
+)
 def test_a_page_of_another_site_is_refused(server, origin):
     response = make_session(server, Origin=origin)
     assert response.status_code == 403 and "Origin=" in response.json()["detail"]
