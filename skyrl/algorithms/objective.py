@@ -101,8 +101,8 @@ class PolicyObjective:
     entropy_coef: float = 0.0
     """Factor of the entropy, which is rewarded; 0 is without."""
     on_policy: bool = False
-    """Whether the first step of a batch is the only one, so that `sampling_logprobs` are the learner's own, and what
-    a forward pass would have told before is told by this one."""
+    """One optimizer step per batch: `sampling_logprobs` are the learner's own, without gradient, entropy returned
+    too, so that no forward pass is needed before."""
 
     @property
     def needs(self) -> tuple[str, ...]:

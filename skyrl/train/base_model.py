@@ -33,10 +33,9 @@ def check_base_model(path: str, field: str) -> int | None:
     Raises ConfigError for a model that is not there or not implemented.
     """
     try:
-        found = config_of(path)
+        found = config_of(path, field)
     except RequestError as error:
-        text = str(error).removeprefix(f"base_model={path}: ").replace(", or leave it out for the built-in model", "")
-        raise ConfigError(f"{field}={path}: {text}") from error
+        raise ConfigError(str(error)) from error
     names = found.get("architectures")
     names = names if isinstance(names, list) and names else ["none"]
     if names[0] not in MODELS:

@@ -110,14 +110,15 @@ class Update:
             assert scored.reference is not None and scored.logprobs is not None
             kl = self._kl(scored.logprobs, scored.reference)
             rewards = penalise_rewards(rewards, kl, batch.mask, self.kl_controller.value)
-            metrics |= {"loss/kl_coefficient": self.kl_controller.value, "loss/avg_kl": mean_kl(kl, batch.mask)}
-            self.kl_controller.update(metrics["loss/avg_kl"], len(batch.trajectories))
+            metrics["loss/kl_coefficient"] = self.kl_controller.value
         metrics["loss/avg_final_rewards"] = float(batch.by_trajectory(rewards).sum(axis=1).mean())
         try:
             estimated = self._advantages(batch, rewards, scored.values)
         except NothingToCompare as error:  # too many samples have failed, and not so many that the run ends
             log.warning("the weights stay as they are: %s", error)
             return metrics
+        if self._algorithm.use_kl_in_reward:
+            self.kl_controller.update(metrics["loss/avg_kl"], len(batch.trajectories))
         metrics["loss/avg_raw_advantages_abs"] = _mean(np.abs(estimated.advantages), batch.mask)
         mask = batch.mask
         if self._algorithm.zero_variance_filter:

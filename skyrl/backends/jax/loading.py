@@ -40,39 +40,43 @@ def model_folder(base_model: str) -> Path:
     return _found(base_model, lambda: snapshot_download(base_model, allow_patterns=files))
 
 
-def config_of(base_model: str) -> Mapping[str, Any]:
+def config_of(base_model: str, field: str = "base_model") -> Mapping[str, Any]:
     """The model's config.json, which alone is downloaded for a hub id.
+
+    Args:
+        base_model: Folder or hub id.
+        field: Name of the setting that it comes from, in messages.
 
     Raises:
         RequestError: As `model_folder`, and for a file that is not what it should be.
     """
     from huggingface_hub import hf_hub_download
 
-    path = _found(base_model, lambda: os.path.dirname(hf_hub_download(base_model, "config.json"))) / "config.json"
+    folder = _found(base_model, lambda: os.path.dirname(hf_hub_download(base_model, "config.json")), field)
+    path = folder / "config.json"
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise RequestError(f"base_model={base_model}: {path} cannot be read as JSON ({error})") from error
+        raise RequestError(f"{field}={base_model}: {path} cannot be read as JSON ({error})") from error
     if not isinstance(found, dict):
-        raise RequestError(f"base_model={base_model}: {path} is no JSON object; name a Hugging Face model folder")
+        raise RequestError(f"{field}={base_model}: {path} is no JSON object; name a Hugging Face model folder")
     return found
 
 
-def _found(base_model: str, download: Callable[[], str]) -> Path:
+def _found(base_model: str, download: Callable[[], str], field: str = "base_model") -> Path:
     """The local folder of that name, or what `download` gives."""
     folder = Path(base_model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
-            raise RequestError(
-                f"base_model={base_model}: the folder has no config.json; name a Hugging Face model folder"
-            )
+            raise RequestError(f"{field}={base_model}: the folder has no config.json; name a Hugging Face model folder")
         return folder.resolve()
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(download())
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        built_in = ", or leave it out for the built-in model" if field == "base_model" else ""
         raise RequestError(
-            f"base_model={base_model}: no such folder, and the model hub does not give it ({type(error).__name__}); "
-            "name a local folder, check the spelling and the network, or leave it out for the built-in model"
+            f"{field}={base_model}: no such folder, and the model hub does not give it ({type(error).__name__}); "
+            f"name a local folder, check the spelling and the network{built_in}"
         ) from error

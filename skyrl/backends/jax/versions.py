@@ -46,7 +46,7 @@ class Claim:
     """A version that somebody has asked for and is not done with. From `VersionPool.claim`."""
 
     version: str | None
-    """What the pool knows it by now; None is the base model."""
+    """Name in the pool, which changes where the version is dropped; None is the base model."""
     path: str | None
     """Folder to read it from if the pool does not know it."""
 
