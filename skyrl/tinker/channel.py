@@ -69,6 +69,13 @@ class DropVersion:
 
 
 @dataclass(frozen=True)
+class TurnedAway:
+    """A request of the model came, and its sender was told to send it again: what waits for it waits on."""
+
+    model_id: str
+
+
+@dataclass(frozen=True)
 class Shutdown:
     """Finish background writes and exit."""
 
@@ -93,7 +100,7 @@ class Park:
     model_id: str
 
 
-ToEngine = Start | Enqueue | Cancel | DropVersion | Revive | Park | Shutdown
+ToEngine = Start | Enqueue | Cancel | DropVersion | TurnedAway | Revive | Park | Shutdown
 
 
 # -- from the engine --------------------------------------------------------------------------------------------------

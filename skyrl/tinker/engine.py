@@ -58,6 +58,7 @@ from skyrl.tinker.channel import (
     Start,
     Stored,
     ToEngine,
+    TurnedAway,
 )
 from skyrl.tinker.config import EngineConfig, describe
 from skyrl.tinker.engine_lock import engine_lock
@@ -205,6 +206,8 @@ class TinkerEngine:
             self._cancel(frame.request_id)
         elif isinstance(frame, DropVersion):
             self.backend.drop_version(frame.version)
+        elif isinstance(frame, TurnedAway):
+            self.scheduler.turned_away(frame.model_id, time.monotonic())
         elif isinstance(frame, Shutdown):
             self._stopping = True
         else:

@@ -26,7 +26,7 @@ from skyrl.backends.operations import (
     Publish,
     Rejected,
 )
-from skyrl.tinker.channel import Enqueue, Park, Revive
+from skyrl.tinker.channel import Enqueue, Park, Revive, TurnedAway
 from skyrl.tinker.ids import session_of_model
 from skyrl.tinker.operations import FORWARD_ONLY
 from skyrl.tinker.outcomes import Outcomes
@@ -85,6 +85,11 @@ class Residents:
             self._send(owed)
         elif state is None:
             self._revive(owed.model_id)
+
+    def turned_away(self, model_id: str) -> None:
+        """There was no room for a request of a model, whose sender will send it again."""
+        if self._service.engine.state == "ready" and self._states.get(model_id) == "here":
+            self._service.engine.send(TurnedAway(model_id))
 
     # -- the engine's life --------------------------------------------------------------------------------------------
 

@@ -157,6 +157,11 @@ class Scheduler:
         """Forget a sample that has not been submitted. Returns whether there was one."""
         return self._samples.remove(request_id)
 
+    def turned_away(self, model_id: str, now: float) -> None:
+        """A request of the model came for which there was no room, and will come again: held ones wait on."""
+        if model_id in self._gaps:
+            self._gaps[model_id] = now
+
     def deadline(self) -> float:
         """When `expire` has something to do at the earliest; infinity if no request is held."""
         return min(self._gaps.values(), default=math.inf) + self.gap_timeout_s

@@ -75,8 +75,12 @@ class TrainingQueue:
         size = OVERHEAD_BYTES + max(len(body.data), parsed.held_bytes)
         admission.decided[HELD_BYTES], admission.decided[SHARER] = size, caller.sharer
         aside = self._aside(admission, size)
-        with self._pending.quota.reserved(caller.sharer, size, MAX_PENDING_BYTES, aside):
-            accepted, refusal = await self._accept(operation, admission, parsed)
+        try:
+            with self._pending.quota.reserved(caller.sharer, size, MAX_PENDING_BYTES, aside):
+                accepted, refusal = await self._accept(operation, admission, parsed)
+        except Busy:
+            self.residents.turned_away(admission.target.model_id)
+            raise
         body = _without_key(operation, body, parsed)
         entry = request_log.Entry(
             request_id=admission.request_id,
@@ -107,11 +111,14 @@ class TrainingQueue:
         """Raise `Busy` for a request of which nothing but its size is known, unless it may be what others wait for."""
         quota = self._pending.quota
         if not quota.has_room(sharer, size, MAX_PENDING_BYTES):
-            aside = sum(owed.bytes for owed in self._pending.held(sharer))
-            quota.check(sharer, size, MAX_PENDING_BYTES, aside)
+            quota.check(sharer, size, MAX_PENDING_BYTES, self._held_bytes(sharer))
 
     def _aside(self, admission: Admission, size: int) -> int:
         """How much of what its sender has here a request need not share the room with.
+
+        The room of the requests that wait for it, and of those of the sender's other models that wait likewise: none
+        of them can be done before, so they must not be what keeps it out. All that waits so stays below three quarters
+        of the whole room.
 
         Raises:
             RequestError: It would be held, and there will never be room for all that is: the client sends what they
@@ -123,15 +130,19 @@ class TrainingQueue:
         held = {owed.seq_id: owed.bytes for owed in self._pending.held(sharer, target.model_id) if owed.seq_id}
         if not held or target.seq_id is None or target.seq_id in held:
             return 0
-        earlier, bytes_held = target.seq_id < min(held), sum(held.values())
+        earlier, of_model = target.seq_id < min(held), sum(held.values())
         limit = MAX_PENDING_BYTES // 4 * (3 if earlier else 2)
-        if bytes_held + size > limit:
+        if of_model + size > limit:
             raise RequestError(
-                f"seq_id={target.seq_id} of model_id={target.model_id} would make {bytes_held + size} bytes of "
+                f"seq_id={target.seq_id} of model_id={target.model_id} would make {of_model + size} bytes of "
                 f"requests that wait for an earlier one, of which there may be {limit}; send a batch of fewer "
                 "tokens (or fewer targets for each), in several passes before the optimizer step"
             )
-        return bytes_held if earlier else 0
+        of_all = self._held_bytes(sharer)
+        return of_all if earlier and of_all + size <= limit else 0
+
+    def _held_bytes(self, sharer: str) -> int:
+        return sum(owed.bytes for owed in self._pending.held(sharer))
 
     async def _accept(
         self, operation: QueuedOperation, admission: Admission, parsed: Parsed

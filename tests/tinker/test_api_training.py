@@ -75,14 +75,13 @@ def test_seq_id_of_another_kind_of_request_fails_and_says_what_was_there(server,
 
 def test_more_bytes_than_may_wait_are_turned_away_until_there_is_room(own_server, monkeypatch):
     model = own_server.model()
+    own_server.crash()
     monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", 2 * training_queue.OVERHEAD_BYTES)
-    held = own_server.submit_pass(model, 2)
-    body = {"model_id": model, "seq_id": 3, "adam_params": {"learning_rate": 0.1}}
+    waiting = own_server.submit_pass(model, 1)
+    body = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
     assert own_server.post("/optim_step", body).status_code == 429
-    monkeypatch.undo()
-    own_server.pass_result(own_server.submit_pass(model, 1))
-    own_server.pass_result(held)
-    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", 2 * training_queue.OVERHEAD_BYTES)
+    own_server.recover()
+    own_server.pass_result(waiting)
     own_server.run("/optim_step", body)
 
 

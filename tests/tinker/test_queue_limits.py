@@ -1,6 +1,7 @@
 """How much may wait: counted as what it takes in memory, bounded for all together and for each tenant."""
 
 import json
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -306,6 +307,38 @@ def test_the_first_request_of_a_batch_is_let_in_though_the_others_fill_the_room(
     assert first.status_code == 200, first.text
     for response in [first, *held]:
         own_server.pass_result(response.json()["request_id"])
+
+
+def test_requests_that_others_wait_for_are_let_in_though_two_models_wait(own_server, monkeypatch):
+    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", 8 * MIB)
+    models = [own_server.model(), own_server.model()]
+    held = [send_held(own_server, model, seq_id) for model, seq_id in [(models[0], 2), (models[1], 2), (models[0], 3)]]
+    assert post_pass(own_server, models[1], 3, [[1] * 1000] * 90).status_code == 429
+    first = [post_pass(own_server, model, 1, [[1] * 1000] * 90) for model in models]
+    for response in [*first, *held]:
+        own_server.pass_result(response.json()["request_id"])
+
+
+def test_a_batch_waits_for_a_request_that_is_turned_away_while_others_have_the_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", 8 * MIB)
+    with LiveServer(tmp_path, api_keys=TENANTS, gap_timeout_s=2) as server:
+        models, held = {}, {}
+        for tenant in TENANTS[:2]:
+            speak_as(server, tenant)
+            wait_until_ready(server)
+            models[tenant] = server.model()
+            held[tenant] = [send_held(server, models[tenant], seq_id) for seq_id in (2, 3)]
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            for tenant, model in models.items():
+                speak_as(server, tenant)
+                assert post_pass(server, model, 4, [[1] * 1000] * 90).status_code == 429
+            time.sleep(0.2)
+        for tenant, model in models.items():
+            speak_as(server, tenant)
+            first = post_pass(server, model, 1, [[1] * 1000] * 90)
+            for response in [first, *held[tenant]]:
+                server.pass_result(response.json()["request_id"])
 
 
 def test_requests_that_come_in_reverse_are_bounded_too(own_server, monkeypatch):

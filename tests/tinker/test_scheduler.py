@@ -137,6 +137,18 @@ def test_what_still_arrives_is_not_given_up():
     assert scheduler.deadline() == 2 * TIMEOUT_S - 1
 
 
+def test_a_request_that_was_turned_away_still_arrives():
+    scheduler = with_model((2, save(2)))
+    scheduler.turned_away("m", TIMEOUT_S - 1)
+    assert scheduler.deadline() == 2 * TIMEOUT_S - 1
+
+
+def test_a_request_that_was_turned_away_gives_no_deadline_to_a_model_that_holds_none():
+    scheduler = with_model()
+    scheduler.turned_away("m", 1.0)
+    assert scheduler.deadline() == math.inf
+
+
 def test_a_gap_that_moves_on_gets_a_new_deadline():
     scheduler = with_model((3, save(3)))
     scheduler.add(save(1), 1, 200.0)
