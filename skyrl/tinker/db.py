@@ -219,9 +219,9 @@ def _attempt(session: Session, jobs: Sequence[Job[Any]]) -> list[Any]:
         try:
             outcome = job(session)
             savepoint.commit()
-        except (OperationalError, InterfaceError, InternalError):
-            raise
         except Exception as error:
+            if isinstance(error, (OperationalError, InterfaceError, InternalError)) and not _is_of_one(error):
+                raise
             savepoint.rollback()
             outcome = _Failed(error)
         session.expunge_all()  # or a later job's failure would take back what this one returns
@@ -287,6 +287,11 @@ def _claim(engine: Engine, url: str) -> Connection:
                 raise in_use(f"database_url={without_password(url)}", "--database-url")
             time.sleep(0.1)
     return connection
+
+
+def _is_of_one(error: DatabaseError) -> bool:
+    """Whether PostgreSQL refuses what one statement asks for (class 54: more than its limits), and goes on."""
+    return (getattr(error.orig, "sqlstate", None) or "").startswith("54")
 
 
 def _is_of_all(error: Exception) -> bool:

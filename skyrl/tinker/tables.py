@@ -57,7 +57,7 @@ class SessionRow(SQLModel, table=True):
         Index("sessions_by_age", "created_at", "session_id"),
         Index("sessions_by_end", "finished_at"),
         Index("sessions_by_silence", "last_seen_at"),
-        Index("sessions_of_project", "project_id"),
+        Index("sessions_of_project", "project_id", postgresql_using="hash"),  # a client's text may be of any length
     )
 
     session_id: str = Field(primary_key=True)

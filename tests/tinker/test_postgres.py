@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import random
 import shutil
+import string
 import subprocess
 import tempfile
 import threading
@@ -28,6 +30,7 @@ from skyrl.tinker.fence import SERVER_LOCK, Superseded
 from skyrl.tinker.tables import SessionRow
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.processes import running
+from tests.tinker.test_db import written_together
 from tests.tinker.test_durability import Script
 from tests.tinker.test_failing_database import patient, run_script, undisturbed  # noqa: F401 (a fixture)
 
@@ -156,6 +159,34 @@ def test_failure_stays_alone_in_its_group(url):
         "b",
         "c",
     ]
+    database.close()
+
+
+def too_large(session: Session) -> None:
+    add_session("lost", session)
+    session.exec(text("SELECT repeat('x', 2000000000)"))
+
+
+def test_a_statement_past_the_limits_of_the_database_fails_alone(url):
+    database = Database(url)
+    commits: list[object] = []
+    sqlalchemy.event.listen(database._engine, "commit", commits.append)
+    jobs = [partial(add_session, "a"), too_large, partial(add_session, "b")]
+    outcomes = asyncio.run(written_together(database, jobs))
+    assert [type(outcome).__name__ for outcome in outcomes] == ["NoneType", "OperationalError", "NoneType"]
+    assert len(commits) == 2
+    stored = database.read_now(lambda session: session.exec(select(SessionRow.session_id)).all())
+    assert sorted(stored) == ["a", "b"]
+    database.close()
+
+
+def test_a_project_may_have_a_name_of_any_length(url):
+    database = Database(url)
+    name = "".join(random.Random(0).choices(string.printable, k=18_000))
+    row = SessionRow(session_id="a", tenant="t", project_id=name)
+    asyncio.run(database.write(lambda session: session.add(row)))
+    of_project = select(SessionRow.session_id).where(SessionRow.project_id == name)
+    assert database.read_now(lambda session: session.exec(of_project).all()) == ["a"]
     database.close()
 
 
