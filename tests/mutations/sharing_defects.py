@@ -11,7 +11,13 @@ SHARING_DEFECTS = [
     Defect(
         "D6b",
         "a job that fails rolls its group back, and each is done alone",
-        [Edit(DB, "except (OperationalError, InterfaceError, InternalError):", "except Exception:")],
+        [
+            Edit(
+                DB,
+                "            if isinstance(error, (OperationalError, InterfaceError, InternalError)) and",
+                "            if",
+            )
+        ],
         ["tests/tinker/test_db.py::test_jobs_that_fail_leave_the_one_commit_of_their_group_whole"],
     ),
     Defect(
