@@ -80,7 +80,7 @@ SHARING_DEFECTS = [
         [
             Edit("skyrl/tinker/keeper.py", "os.umask(PRIVATE)", "os.umask(0o022)"),
         ],
-        ["tests/tinker/test_doors.py::test_no_secret_is_anywhere_but_where_it_was_put"],
+        ["tests/tinker/test_doors.py::test_files_are_their_owners_alone"],
     ),
     Defect(
         "D10",

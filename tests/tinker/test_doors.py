@@ -6,6 +6,7 @@ import re
 import signal
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -160,9 +161,25 @@ def test_a_token_is_not_exchanged_for_another(server):
 SECRETS = {"key": "tml-planted-key-1", "other": "tml-planted-key-2"}
 
 
+@dataclass
+class Lived:
+    """What there is to see of a server that trained, failed, crashed and ended."""
+
+    output: str
+    seen: dict[str, str]
+    """Command lines, and the engine's environment."""
+    modes: dict[str, int]
+    """Of its files, while it ran."""
+    held: list[tuple[Path, bytes]]
+    """What was in its files, after a key had been sent and at the end."""
+
+
+def contents(folder: Path) -> list[tuple[Path, bytes]]:
+    return [(path, path.read_bytes()) for path in folder.rglob("*") if path.is_file()]
+
+
 @pytest.fixture(scope="module")
-def lived(tmp_path_factory) -> tuple[Path, str, dict[str, str]]:
-    """(state, output, command lines, the engine's environment) of a server that trained, failed, crashed and ended."""
+def lived(tmp_path_factory) -> Lived:
     folder = tmp_path_factory.mktemp("planted")
     keys = folder / "keys"
     keys.write_text(SECRETS["key"])
@@ -178,6 +195,7 @@ def lived(tmp_path_factory) -> tuple[Path, str, dict[str, str]]:
         server.http.headers["X-API-Key"] = SECRETS["key"]
         loaded = {"session_id": server.session(), "model_seq_id": 0, "path": path, "optimizer": True}
         mine = server.run("/load_weights", {**loaded, "weights_access_token": SECRETS["other"]})["model_id"]
+        held = contents(folder / "state")
         refused = {
             "model_id": mine,
             "seq_id": 1,
@@ -196,26 +214,25 @@ def lived(tmp_path_factory) -> tuple[Path, str, dict[str, str]]:
         }
         seen["environment of the engine"] = Path(f"/proc/{pids.engine}/environ").read_text()
         modes = {path.name: path.stat().st_mode for path in (folder / "state").rglob("*") if path.is_file()}
-        open_to_others = [name for name, mode in modes.items() if mode & (stat.S_IRWXG | stat.S_IRWXO)]
-        assert not open_to_others, open_to_others
-        assert len(modes) > 6
         _, output = server.end(signal.SIGTERM)
-    return folder / "state", output, seen
+    return Lived(output, seen, modes, [*held, *contents(folder / "state")])
 
 
 @pytest.mark.parametrize("secret", [*SECRETS.values(), "tml-nobodys"], ids=["of a file", "of the environment", "sent"])
 def test_no_secret_is_anywhere_but_where_it_was_put(lived, secret):
-    folder, output, seen = lived
-    assert secret not in output
-    places = {place: [part for part in text.split("\0") if secret in part] for place, text in seen.items()}
+    assert secret not in lived.output
+    places = {place: [part for part in text.split("\0") if secret in part] for place, text in lived.seen.items()}
     assert not any(places.values()), places
-    holding = [path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
-    assert holding == []
+    assert [path for path, held in lived.held if secret.encode() in held] == []
+
+
+def test_files_are_their_owners_alone(lived):
+    assert len(lived.modes) > 6
+    assert [name for name, mode in lived.modes.items() if mode & (stat.S_IRWXG | stat.S_IRWXO)] == []
 
 
 def test_who_comes_with_a_wrong_key_is_in_the_log(lived):
-    _, output, _ = lived
-    assert re.search(r"1 request with a wrong key from 127\.0\.0\.1", output)
+    assert re.search(r"1 request with a wrong key from 127\.0\.0\.1", lived.output)
 
 
 def test_files_of_an_earlier_server_are_made_private(tmp_path):
