@@ -4,8 +4,7 @@ A frame is a pickled dataclass and, behind it, its long arrays as they are in me
 front. The sequences of a pass and its outputs are sent as columns, so what a frame takes to make and to read does not
 grow with their number of tokens. Pickle is safe here because the socket is private: a socketpair made by the API
 process, whose other end only its child inherits. The engine's end blocks in a reader thread (`EngineChannel`); the
-API's end is asyncio (`ApiChannel`), where large frames are made and read in a thread and written in pieces, while the
-loop goes on.
+API's end is asyncio (`ApiChannel`), where large frames are made, written and read in a thread while the loop goes on.
 """
 
 import asyncio
@@ -13,8 +12,8 @@ import contextlib
 import logging
 import socket
 import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -29,11 +28,11 @@ LARGE_TOKENS = 4096
 """The frame of a pass over more is made in a thread."""
 LARGE_BYTES = 64 * 1024
 """A frame of more is read in a thread."""
-PIECE_BYTES = 2**18
-"""Of a large frame, written at once."""
+NEVER_S = 1e6
+"""Seconds after which a thread gives up an engine that does not read; it is found to hang long before."""
 
-_THREAD = ThreadPoolExecutor(1, "channel")
-"""Makes and reads large frames for the API process."""
+_THREADS = ThreadPoolExecutor(2, "channel")
+"""One makes and writes large frames for the API process, one reads them."""
 
 
 # -- to the engine ----------------------------------------------------------------------------------------------------
@@ -59,6 +58,7 @@ class Cancel:
     """Drop a sample; nothing is sent back for it."""
 
     request_id: str
+    tenant: str = ""
 
 
 @dataclass(frozen=True)
@@ -276,27 +276,40 @@ class EngineChannel:
 
 
 class ApiChannel:
-    """The API's end, on the running asyncio loop."""
+    """The API's end, on the running asyncio loop.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+    A tenant's frames arrive in the order in which they were sent. Of those that wait, each tenant's next one goes in
+    turn, so nobody waits for more than one large frame of each other tenant.
+    """
+
+    def __init__(self, connection: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._socket = connection
+        """The same as the writer's, for threads."""
         self._reader = reader
         self._writer = writer
-        self._unsent: deque[ToEngine] = deque()
+        self._unsent: OrderedDict[str, deque[ToEngine]] = OrderedDict()
+        """Frames that wait, by tenant, the tenant whose turn it is first; none is without any."""
         self._sending: asyncio.Task[None] | None = None
         """Sends them while there are any."""
+        self._writing = False
+        """Whether a part of a large frame is written and the rest is not."""
 
     @classmethod
     async def open(cls, connection: socket.socket) -> "ApiChannel":
         """Take over one end of a socketpair."""
         reader, writer = await asyncio.open_connection(sock=connection, limit=2**20)
-        return cls(reader, writer)
+        writer.transport.set_write_buffer_limits(0)
+        twin = connection.dup()
+        twin.settimeout(NEVER_S)  # it shares the flag by which asyncio's does not block; with a timeout, Python waits
+        return cls(twin, reader, writer)
 
     def send(self, frame: ToEngine) -> None:
-        """Send a frame after those before it. Never blocks; a closed channel swallows it (its reader sees the end)."""
-        if self._sending is None and not _is_large(frame):
+        """Send a frame. Never blocks; a closed channel swallows it (its reader sees the end)."""
+        tenant = _tenant(frame)
+        if not self._writing and tenant not in self._unsent and not _is_large(frame):
             self._writer.writelines(encode(frame))
             return
-        self._unsent.append(frame)
+        self._unsent.setdefault(tenant, deque()).append(frame)
         if self._sending is None:
             self._sending = asyncio.create_task(self._send_all())
 
@@ -308,7 +321,7 @@ class ApiChannel:
                 sizes = [await self._read_number() for _ in range(await self._read_number())]
                 parts = [await self._reader.readexactly(size) for size in sizes]
                 large = sum(sizes) > LARGE_BYTES
-                yield await loop.run_in_executor(_THREAD, decode, parts) if large else decode(parts)
+                yield await loop.run_in_executor(_THREADS, decode, parts) if large else decode(parts)
         except (asyncio.IncompleteReadError, ConnectionError):
             return
 
@@ -316,6 +329,9 @@ class ApiChannel:
         """Close this end, dropping what has not been sent."""
         if self._sending is not None:
             self._sending.cancel()
+        with contextlib.suppress(OSError):  # the engine may have gone first
+            self._socket.shutdown(socket.SHUT_RDWR)  # a thread that writes ends
+        self._socket.close()
         self._writer.transport.abort()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
@@ -324,12 +340,17 @@ class ApiChannel:
         loop = asyncio.get_running_loop()
         try:
             while self._unsent:
-                for part in await loop.run_in_executor(_THREAD, encode, self._unsent.popleft()):
-                    whole = memoryview(part)
-                    for begin in range(0, len(whole), PIECE_BYTES):
-                        self._writer.write(whole[begin : begin + PIECE_BYTES])
-                        await self._writer.drain()
-        except ConnectionError:
+                tenant, frames = next(iter(self._unsent.items()))
+                parts = await loop.run_in_executor(_THREADS, encode, frames[0])
+                self._writing = True
+                await self._writer.drain()
+                await loop.run_in_executor(_THREADS, self._write, parts)
+                self._writing = False
+                frames.popleft()  # only now, as its tenant's next frame must not be written before it
+                self._unsent.move_to_end(tenant)
+                if not frames:
+                    del self._unsent[tenant]
+        except OSError:
             self._unsent.clear()
         except Exception:
             log.exception("a frame cannot be sent; giving the engine up")
@@ -337,8 +358,22 @@ class ApiChannel:
         finally:
             self._sending = None
 
+    def _write(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Write past the event loop, which has written all that it had and waits."""
+        for part in parts:
+            self._socket.sendall(part)
+
     async def _read_number(self) -> int:
         return NUMBER.unpack(await self._reader.readexactly(NUMBER.size))[0]
+
+
+def _tenant(frame: ToEngine) -> str:
+    """Whose a frame is; the server's own ("") otherwise."""
+    if isinstance(frame, Revive):
+        return frame.operations[-1].tenant
+    if isinstance(frame, Enqueue):
+        return frame.operation.tenant
+    return frame.tenant if isinstance(frame, Cancel) else ""
 
 
 def _is_large(frame: ToEngine) -> bool:

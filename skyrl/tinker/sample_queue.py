@@ -166,7 +166,7 @@ class SampleQueue:
         future = self._futures.get(request_id)
         if future is None or not caller.may_touch(future.tenant) or request_id not in self._pending:
             return
-        self._service.engine.send(Cancel(request_id))
+        self._service.engine.send(Cancel(request_id, self._pending[request_id].sample.tenant))
         self._take(request_id)
         self._futures.set(request_id, Failure("the sample was cancelled by its client", "user"))
 

@@ -314,9 +314,11 @@ def test_requests_that_others_wait_for_are_let_in_though_two_models_wait(own_ser
     models = [own_server.model(), own_server.model()]
     held = [send_held(own_server, model, seq_id) for model, seq_id in [(models[0], 2), (models[1], 2), (models[0], 3)]]
     assert post_pass(own_server, models[1], 3, [[1] * 1000] * 90).status_code == 429
-    first = [post_pass(own_server, model, 1, [[1] * 1000] * 90) for model in models]
-    for response in [*first, *held]:
-        own_server.pass_result(response.json()["request_id"])
+    for model, waiting in zip(models, ([held[0], held[2]], [held[1]]), strict=True):
+        first = post_pass(own_server, model, 1, [[1] * 1000] * 90)
+        assert first.status_code == 200, first.text
+        for response in [first, *waiting]:
+            own_server.pass_result(response.json()["request_id"])
 
 
 def test_a_batch_waits_for_a_request_that_is_turned_away_while_others_have_the_room(tmp_path, monkeypatch):
