@@ -25,6 +25,13 @@ def a_step(tenant: str, number: int) -> Enqueue:
     return Enqueue(OptimStep(request_id=f"{tenant}{number}", tenant=tenant, model_id="m", adam_params=AdamParams()))
 
 
+def name(frame: ToEngine) -> str:
+    if isinstance(frame, Cancel):
+        return frame.request_id
+    assert isinstance(frame, Enqueue)
+    return frame.operation.request_id
+
+
 def arrived(frames: Sequence[ToEngine]) -> list[str]:
     """Request ids of frames that are sent at once, in the order in which the engine receives them."""
 
@@ -36,7 +43,7 @@ def arrived(frames: Sequence[ToEngine]) -> list[str]:
         received = [await asyncio.to_thread(engine.receive) for _ in frames]
         await api.close()
         engine.close()
-        return [frame.request_id if isinstance(frame, Cancel) else frame.operation.request_id for frame in received]
+        return [name(frame) for frame in received]
 
     return asyncio.run(main())
 
@@ -54,7 +61,7 @@ def test_tenants_with_large_frames_take_turns():
     frames = [*[a_pass("a", number) for number in range(8)], a_pass("b", 0), a_pass("b", 1)]
     order = arrived(frames)
     assert order.index("b0") <= 1 and order.index("b1") <= 3
-    assert [name for name in order if name[0] == "a"] == [f"a{number}" for number in range(8)]
+    assert [request for request in order if request[0] == "a"] == [f"a{number}" for number in range(8)]
 
 
 def test_closing_ends_a_write_that_nobody_reads():
