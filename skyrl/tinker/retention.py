@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -163,10 +164,20 @@ def _up_to_batch_bytes(sized: Iterable[tuple[str, int]]) -> tuple[list[str], int
     return ids, total
 
 
-def expired_checkpoints(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """Checkpoints whose time to live is over."""
-    query = select(CheckpointRow).where(col(CheckpointRow.expires_at) <= now).order_by(col(CheckpointRow.expires_at))
-    return _unnamed(session, rules, session.exec(query).all(), "expired checkpoint")
+def _find_expired(session: Session, rules: Rules, now: float) -> Sequence[int | None]:
+    over = select(CheckpointRow.id, CheckpointRow.folder).where(col(CheckpointRow.expires_at) <= now)
+    found = session.exec(over.order_by(col(CheckpointRow.expires_at))).all()
+    needed = folders_to_load(session) if found else set()
+    return [row_id for row_id, folder in found if folder not in needed][:FOLDERS]
+
+
+def _remove_expired(session: Session, rules: Rules, now: float, found: Sequence[int | None]) -> list[Removal]:
+    over = select(CheckpointRow).where(col(CheckpointRow.id).in_(found), col(CheckpointRow.expires_at) <= now)
+    return _unnamed(session, rules, session.exec(over).all(), "expired checkpoint")
+
+
+expired_checkpoints = Walk(_find_expired, _remove_expired)
+"""Checkpoints whose time to live is over."""
 
 
 def _crowded(session: Session, rules: Rules, now: float) -> Sequence[tuple[str, str]]:
@@ -192,12 +203,20 @@ def surplus(session: Session, rules: Rules) -> list[CheckpointRow]:
     return _beyond(session, rules, _crowded(session, rules, 0.0))
 
 
+def _find_surplus(session: Session, rules: Rules, now: float) -> Sequence[tuple[str, str]]:
+    """(model, kind) of which something may go, as many as one transaction may take something of."""
+    crowded = _crowded(session, rules, now)
+    needed = folders_to_load(session) if crowded else set()
+    may_go = (group for group in crowded if any(row.folder not in needed for row in _beyond(session, rules, [group])))
+    return list(islice(may_go, FOLDERS))
+
+
 def _remove_surplus(session: Session, rules: Rules, now: float, crowded: Sequence[tuple[str, str]]) -> list[Removal]:
     what = f"checkpoint beyond the newest {rules.config.keep_last_checkpoints}"
     return _unnamed(session, rules, _beyond(session, rules, crowded), what)
 
 
-surplus_checkpoints = Walk(_crowded, _remove_surplus)
+surplus_checkpoints = Walk(_find_surplus, _remove_surplus)
 """All but the newest `keep_last_checkpoints` of a model and kind. Public ones stay and do not count."""
 
 

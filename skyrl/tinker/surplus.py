@@ -6,6 +6,7 @@ while their session goes on. Their samplers stay known, the newest of them, and 
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from sqlalchemy import func, or_
 from sqlmodel import Session, col, select
@@ -29,24 +30,34 @@ def _crowded(session: Session, rules: Rules, now: float) -> Sequence[str]:
         limits.append(func.sum(VersionRow.size_bytes) > config.max_ephemeral_gib * GIB)
     if rules.sampled is None or not limits:
         return []
-    return session.exec(select(VersionRow.model_id).group_by(col(VersionRow.model_id)).having(or_(*limits))).all()
+    crowded = session.exec(select(VersionRow.model_id).group_by(col(VersionRow.model_id)).having(or_(*limits))).all()
+    may_go = (model_id for model_id in crowded if any(_going(session, model_id, rules, now)))
+    return list(islice(may_go, BATCH))
 
 
 def _remove(session: Session, rules: Rules, now: float, crowded: Sequence[str]) -> list[Removal]:
     removals: list[Removal] = []
     for model_id in crowded:
-        model = session.get(ModelRow, model_id)
-        for row, limit in _beyond(session, model_id, rules.config):
-            is_current = model is not None and model.inflight_version == row.version
-            if len(removals) < BATCH and not is_current and not _in_use(row, rules, now):
-                removals.append(forget_version(session, row.version, row.folder, row.size_bytes or 0, limit))
-                session.delete(row)
-        if removals and model is not None:
+        if len(removals) >= BATCH:
+            break
+        for row, limit in islice(_going(session, model_id, rules, now), BATCH - len(removals)):
+            removals.append(forget_version(session, row.version, row.folder, row.size_bytes or 0, limit))
+            session.delete(row)
+        if removals and (model := session.get(ModelRow, model_id)) is not None:
             removals += _forgotten_samplers(session, model)
     return removals
 
 
 surplus_versions = Walk(_crowded, _remove)
+
+
+def _going(session: Session, model_id: str, rules: Rules, now: float) -> Iterator[tuple[VersionRow, str]]:
+    """Those of `_beyond` that may go now."""
+    model = session.get(ModelRow, model_id)
+    for row, limit in _beyond(session, model_id, rules.config):
+        is_current = model is not None and model.inflight_version == row.version
+        if not is_current and not _in_use(row, rules, now):
+            yield row, limit
 
 
 def _beyond(session: Session, model_id: str, config: EngineConfig) -> Iterator[tuple[VersionRow, str]]:
