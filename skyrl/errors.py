@@ -2,7 +2,7 @@
 
 A `RequestError` is reported to its sender word for word, so its message names the field, its value, the rule and a
 way out. A `ConfigError` is the same for a configuration. Every other exception is a fault of ours: the sender reads
-"internal error (request ...)" and the log has the traceback.
+"internal error (request ...)" and the log has the traceback. `BackendLost` is nobody's fault, and ends the process.
 """
 
 
@@ -16,6 +16,13 @@ class UnknownName(RequestError):
 
 class StorageError(Exception):
     """A stored file is missing, damaged or cannot be written. The message names the path and what is wrong with it."""
+
+
+class BackendLost(Exception):
+    """The backend cannot go on, and no request is to blame: a worker is dead or late, a device has failed for good.
+
+    The message says which and why. Its process ends; a new one recovers from snapshots and the log.
+    """
 
 
 class ConfigError(ValueError):

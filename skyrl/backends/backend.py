@@ -1,15 +1,17 @@
 """The one interface that the Tinker engine and the trainers drive.
 
-Three primitives carry everything: `submit(operation)` queues work, `step()` runs one quantum of it and returns what
+Three primitives carry everything: `submit(operation)` queues work, `step()` does what can be done now and returns what
 completed, `cancel(request_id)` drops a sample. Operations of one model take effect in the order they were submitted;
 different models, and samples, interleave. The documented synchronous methods (`forward_backward(batch)`,
-`optim_step(...)`, `sample(batch)`, ...) submit and step until their own requests are done.
+`optim_step(...)`, `sample(batch)`, ...) submit and step until their own requests are done. `AbstractBackend` has every
+member that the engine, the trainers and the contract tests use.
 
-To add a backend, subclass `skyrl.backends.executor.Executor`, which implements the primitives from a few hooks;
-`tests/backends/test_contract.py` says what is missing.
+To add a backend, subclass `skyrl.backends.executor.Executor`, which implements the primitives from a few hooks
+(`docs/add-a-backend.md`); `tests/backends/test_contract.py` says what is missing.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -45,6 +47,7 @@ from skyrl.types import (
     PreparedSampleBatch,
     Result,
     SampleOutput,
+    SaveOutput,
 )
 
 __all__ = [
@@ -86,7 +89,10 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def step(self) -> list[Completion]:
-        """Run one quantum (a micro-batch of one model or several, and a burst of decoding); return what completed."""
+        """Do what can be done now: dispatch micro-batches, take in what has been computed, a burst of decoding.
+
+        Returns what completed. Raises `BackendLost` when it cannot go on.
+        """
 
     @abstractmethod
     def cancel(self, request_id: str) -> None:
@@ -99,7 +105,21 @@ class AbstractBackend(ABC):
     @property
     @abstractmethod
     def busy(self) -> bool:
-        """Whether `step` has work to do right now (background writes alone do not count)."""
+        """Whether `step` has something to do right now. What is computed or written elsewhere does not count."""
+
+    @property
+    @abstractmethod
+    def computed(self) -> tuple[str, ...]:
+        """Requests that something is computed of elsewhere, so that its end may be theirs to answer for."""
+
+    @abstractmethod
+    def time_left(self) -> float | None:
+        """Seconds until `step` has to be called though nothing has happened; None: it need not."""
+
+    @property
+    @abstractmethod
+    def writing(self) -> bool:
+        """Whether an operation waits for a background write."""
 
     @abstractmethod
     def info(self) -> BackendInfo:
@@ -130,6 +150,39 @@ class AbstractBackend(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Finish background writes and free resources."""
+
+    # -- order and recovery -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Set the weights of tenants, of which all others weigh 1. Before anything is submitted."""
+
+    @abstractmethod
+    def submit_first(self, operation: ModelOperation) -> None:
+        """Queue an operation before all others of its model, none of which may have begun (`is_working_on`)."""
+
+    @abstractmethod
+    def is_working_on(self, model_id: str) -> bool:
+        """Whether an operation of the model has begun and not ended, background writes aside."""
+
+    @abstractmethod
+    def abandon(self) -> list[ModelOperation]:
+        """Drop all model operations that have not ended, and return them. Their models stay as they are."""
+
+    @abstractmethod
+    def failed_pass(self, model_id: str) -> str | None:
+        """Why the model's next optimizer step has to fail: what broke a pass since the last one. None: it need not."""
+
+    # -- what the engine and the trainers replace to be told ----------------------------------------------------------
+
+    def on_wake(self) -> None:  # noqa: B027
+        """Called, from any thread, when there may be something for `step` to do."""
+
+    def on_quantum(self, request_ids: tuple[str, ...]) -> None:  # noqa: B027
+        """Called before anything is computed, with the requests that are computed from then on."""
+
+    def on_stored(self, version: str, saved: SaveOutput) -> None:  # noqa: B027
+        """Called, from any thread, when a version that was published with `persist=False` is on disk."""
 
     # -- documented synchronous methods -------------------------------------------------------------------------------
 

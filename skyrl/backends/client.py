@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from skyrl.backends.executor import Executor
+from skyrl.backends.backend import AbstractBackend
 from skyrl.backends.operations import Operation, Sample
 from skyrl.errors import RequestError, StorageError
 from skyrl.types import ErrorResponse, Result
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class BackendClient:
     """Steps a backend in a thread. Close it, or use it as a context manager; the backend is closed with it."""
 
-    def __init__(self, backend: Executor):
+    def __init__(self, backend: AbstractBackend):
         self.backend = backend
         self._inbox: deque[Callable[[], None]] = deque()
         """What the thread is to do between two steps."""
@@ -94,8 +94,9 @@ class BackendClient:
                 while self._inbox:
                     self._inbox.popleft()()
                 if not self.backend.busy:
-                    self._wake.wait()
-                    continue
+                    self._wake.wait(self.backend.time_left())
+                    if not self.backend.busy:
+                        continue
                 for completion in self.backend.step():
                     future = self._futures.pop(completion.request_id, None)
                     if future is not None and future.set_running_or_notify_cancel():

@@ -1,11 +1,12 @@
 """The quantum loop: interleaves the training work of many models with sampling.
 
-A subclass says how to run one operation as a generator that yields after each quantum (`run`), and how to sample
-(`sampler`). The executor keeps each model's operations in order, takes turns between models, and gives sampling one
-burst per step, so a short request never waits for a long one. An operation may return a `Future` for work that goes
-on in the background (a file being written); it completes when the future does, while the model moves on.
+A subclass says how to run one operation as a generator that yields what it wants computed (`run`), how to compute it
+(`compute`), and how to sample (`sampler`). The executor keeps each model's operations in order, takes turns between
+models, and gives sampling one burst per step, so a short request never waits for a long one. What `compute` hands to
+other processes is in flight until its future is done; nobody looks meanwhile. An operation may return a `Future` for
+work that goes on in the background (a file being written); it completes when the future does, while the model moves on.
 
-One thread submits and steps. Only `wait` may be left by another: background work that ends wakes it.
+One thread submits and steps. Only `wait` may be left by another: what ends elsewhere wakes it (`notify`).
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ from skyrl.backends.backend import (
 from skyrl.backends.quanta import Ended, Quanta, Quantum, Waiting, Work
 from skyrl.backends.writer import Writer
 from skyrl.errors import RequestError, StorageError
-from skyrl.types import ErrorResponse, GradientEffect, Result, SaveOutput
+from skyrl.types import ErrorResponse, GradientEffect, Result
 
 __all__ = ["Executor", "Quantum", "SamplerLoop", "Waiting", "Work", "failure"]
 
@@ -49,7 +50,10 @@ class SamplerLoop(Protocol):
     """Continuous sampling: requests join at `add` and leave by themselves."""
 
     @property
-    def busy(self) -> bool: ...
+    def busy(self) -> bool:
+        """Whether `burst` has something to do now. One that samples elsewhere calls the executor's `notify` when this
+        becomes true."""
+        ...
 
     @property
     def stalled(self) -> bool:
@@ -58,7 +62,7 @@ class SamplerLoop(Protocol):
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Requests that the next burst may work on."""
+        """Requests that the next burst may work on, or that are being worked on elsewhere."""
         ...
 
     def add(self, request: Sample) -> None:
@@ -76,6 +80,13 @@ class Executor(AbstractBackend):
     """`submit`, `step` and `cancel` on top of `run`, `compute`, `discard_gradients` and a sampler."""
 
     sampler: SamplerLoop
+    in_flight = 1
+    """Dispatches that may be under way at a time, where `compute` returns futures."""
+    deadline_s: float | None = None
+    """Seconds after which a dispatch that is under way has failed, and the backend with it; None: never."""
+    in_place = False
+    """Whether `compute` changes gradient sums by itself, so that a dispatch which failed must not be tried again. The
+    sums are void until the model's next optimizer step, which fails and calls `discard_gradients`."""
 
     def __init__(self, base_model: str, config: BaseModel):
         super().__init__(base_model, config)
@@ -87,7 +98,7 @@ class Executor(AbstractBackend):
 
     @abstractmethod
     def run(self, operation: ModelOperation) -> Work:
-        """Do one operation: yield each `Quantum` that it needs and be sent the answer; return the result.
+        """Do one operation: yield each `Quantum` that it needs, or several, and be sent the answers; return the result.
 
         It may as well compute something by itself and yield None, which is a turn that costs 1, or yield what it waits
         for, which costs nothing. An operation that yields quanta must not compute anything before the first of them: it
@@ -96,11 +107,12 @@ class Executor(AbstractBackend):
         Raises `RequestError` if it cannot be done. A failure must leave the model as it was before the operation.
         """
 
-    def compute(self, quanta: list[Quantum]) -> list[Any]:
-        """The answers to several quanta of different models and equal kind, or to one.
+    def compute(self, quanta: list[Quantum]) -> "list[Any] | Future[list[Any]]":
+        """The answers to several quanta of equal kind, or to one; or a future of these, if it is done elsewhere.
 
-        If it raises, nothing may have changed: several quanta are then computed one by one, and the operation whose
-        quantum cannot be computed alone is told, as if its `yield` had raised.
+        If it raises, or its future does, nothing may have changed unless `in_place`: several quanta are then computed
+        one by one, and the operation whose quantum cannot be computed alone is told, as if its `yield` had raised.
+        `BackendLost` is what no quantum is to blame for: `step` raises it.
         """
         raise NotImplementedError(f"run of {type(self).__name__} yields quanta, so it needs compute")
 
@@ -129,34 +141,28 @@ class Executor(AbstractBackend):
             self._wake.notify_all()
 
     def submit_first(self, operation: ModelOperation) -> None:
-        """Queue an operation before all others of its model, none of which may have begun (`is_working_on`)."""
         with self._wake:
             self._quanta.add_first(operation)
             self._wake.notify_all()
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Set the weights of tenants, of which all others weigh 1. Before anything is submitted."""
         assert not self._quanta
         self._quanta = Quanta(self, weights)
 
     def is_working_on(self, model_id: str) -> bool:
-        """Whether an operation of the model has begun and not ended, background writes aside."""
         return self._quanta.has_begun(model_id)
 
     def cancel(self, request_id: str) -> None:
         self.sampler.cancel(request_id)
 
     def abandon(self) -> list[ModelOperation]:
-        """Drop all model operations that have not ended, and return them. Their models stay as they are."""
         return self._quanta.abandon()
 
     def failed_pass(self, model_id: str) -> str | None:
-        """Why the model's next optimizer step has to fail: what broke a pass since the last one. None: it need not."""
         return self._failed_pass.get(model_id)
 
     @property
     def writing(self) -> bool:
-        """Whether an operation waits for a background write."""
         return bool(self._background)
 
     def close(self) -> None:
@@ -164,23 +170,32 @@ class Executor(AbstractBackend):
 
     @property
     def busy(self) -> bool:
-        return bool(self._quanta or self._ready or self.sampler.busy or any(f.done() for f in self._background))
+        return bool(self._quanta.ready or self._ready or self.sampler.busy or any(f.done() for f in self._background))
+
+    @property
+    def computed(self) -> tuple[str, ...]:
+        return (*self._quanta.computed, *self.sampler.running)
+
+    def time_left(self) -> float | None:
+        return self._quanta.time_left()
 
     def wait(self, timeout_s: float | None = None) -> bool:
+        left = [seconds for seconds in (timeout_s, self.time_left()) if seconds is not None]
         with self._wake:
-            return self._wake.wait_for(lambda: self.busy, timeout_s)
+            return self._wake.wait_for(lambda: self.busy, min(left, default=None)) or self.busy
 
     def step(self) -> list[Completion]:
         completions, self._ready = self._ready, []
         completions += self._finished_in_background()
-        if self._quanta:
+        turned, bursts = self._quanta.ready, self.sampler.busy
+        if turned:
             for ended in self._quanta.turn():
                 completions += self._complete(ended)
-        if self.sampler.busy:
-            self.on_quantum(self.sampler.running)
+        if bursts:
+            self.on_quantum((*self.sampler.running, *self._quanta.computed))
             completions += self.sampler.burst()
-        idle = self.sampler.stalled if self.sampler.busy else self._quanta.stalled
-        if idle and (not self._quanta or self._quanta.stalled) and not completions:
+        idle = (not turned or self._quanta.stalled) and (not bursts or self.sampler.stalled)
+        if idle and (turned or bursts) and not completions:
             with self._wake:
                 self._wake.wait(LOOK_S)
         return completions
@@ -211,7 +226,7 @@ class Executor(AbstractBackend):
             result = dataclasses.replace(failure(operation, result), gradients=self._effect(operation, result))
         if isinstance(result, Future):
             self._background[result] = operation.request_id
-            result.add_done_callback(self._notify)
+            result.add_done_callback(lambda _: self.notify())
             return []
         if isinstance(result, ErrorResponse):
             if result.gradients == "incomplete":
@@ -239,21 +254,14 @@ class Executor(AbstractBackend):
             completions.append(Completion(request_id, result))
         return completions
 
-    def _notify(self, _: "Future[Result]") -> None:
+    def notify(self) -> None:
+        """Say, from any thread, that there may be something for `step` to do."""
         with self._wake:
             self._wake.notify_all()
         self.on_wake()
 
-    # -- what the engine replaces to be told --------------------------------------------------------------------------
-
-    def on_wake(self) -> None:
-        """Called, from any thread, when background work has finished."""
-
-    def on_quantum(self, request_ids: tuple[str, ...]) -> None:
-        """Called before each quantum with the requests that it works on."""
-
-    def on_stored(self, version: str, saved: SaveOutput) -> None:
-        """Called, from any thread, when a version that was published with `persist=False` is on disk."""
+    def on_answer(self, answers: "Future[list[Any]]") -> None:
+        self.notify()
 
 
 class _IncompleteGradients(RequestError):

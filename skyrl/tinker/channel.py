@@ -143,6 +143,13 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Lost:
+    """The backend cannot go on, so the engine ends."""
+
+    message: str
+
+
+@dataclass(frozen=True)
 class Done:
     """The end of a request."""
 
@@ -196,7 +203,7 @@ class Parked:
     done: bool
 
 
-FromEngine = Progress | Ready | Alive | Metrics | Failed | Done | Held | Running | Snapshotted | Stored | Parked
+FromEngine = Progress | Ready | Alive | Metrics | Failed | Lost | Done | Held | Running | Snapshotted | Stored | Parked
 
 
 class ChannelClosed(ConnectionError):

@@ -25,7 +25,7 @@ from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DatabaseError, InterfaceError, InternalError, OperationalError
+from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError, InterfaceError, InternalError, OperationalError
 from sqlalchemy.pool import PoolProxiedConnection
 from sqlmodel import Session
 
@@ -289,7 +289,7 @@ def _claim(engine: Engine, url: str) -> Connection:
     return connection
 
 
-def _is_of_one(error: DatabaseError) -> bool:
+def _is_of_one(error: DBAPIError) -> bool:
     """Whether PostgreSQL refuses what one statement asks for (class 54: more than its limits), and goes on."""
     return (getattr(error.orig, "sqlstate", None) or "").startswith("54")
 

@@ -22,11 +22,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pydantic import ValidationError
 
-from skyrl.backends.executor import Executor
+from skyrl.backends.backend import AbstractBackend
 from skyrl.backends.operations import (
     Completion,
     CreateModel,
@@ -37,7 +37,7 @@ from skyrl.backends.operations import (
     Operation,
     Sample,
 )
-from skyrl.errors import RequestError, StorageError
+from skyrl.errors import BackendLost, RequestError, StorageError
 from skyrl.tinker import heartbeat
 from skyrl.tinker.channel import (
     Cancel,
@@ -48,6 +48,7 @@ from skyrl.tinker.channel import (
     Enqueue,
     Failed,
     Held,
+    Lost,
     Metrics,
     Park,
     Progress,
@@ -88,7 +89,7 @@ DRAIN = 0.6
 class TinkerEngine:
     """Serves the operations that arrive on `channel` with `backend`, in the order that a `Scheduler` decides."""
 
-    def __init__(self, backend: Executor, channel: EngineChannel, config: EngineConfig):
+    def __init__(self, backend: AbstractBackend, channel: EngineChannel, config: EngineConfig):
         self.backend = backend
         self.channel = channel
         self._drain_s = DRAIN * config.shutdown_timeout_sec
@@ -118,12 +119,16 @@ class TinkerEngine:
         backend.on_stored = self._version_stored
 
     def run(self) -> None:
-        """Work until a `Shutdown` frame, or until the other process has gone; then finish background writes."""
+        """Work until a `Shutdown` frame, or until the other process has gone; then finish background writes.
+
+        Raises:
+            BackendLost: It cannot go on. Nothing is finished: a new engine recovers from snapshots and the log.
+        """
         try:
             self.channel.send(Ready(self.backend.info()))
             while not self._stopping and not self.channel.closed:
                 if not self.backend.busy:
-                    self._tell_running(set())
+                    self._tell_computed(self.backend.computed)
                     self._rest()
                 self.channel.wake.clear()
                 self.step_began = time.monotonic()
@@ -133,8 +138,7 @@ class TinkerEngine:
                 self._snapshot_all()
         except ChannelClosed:
             log.warning("the API process has gone")
-        finally:
-            self.backend.close()
+        self.backend.close()
         if self._stopping:
             self.backend.abandon()
             with contextlib.suppress(ChannelClosed):
@@ -223,13 +227,14 @@ class TinkerEngine:
         for request_id in request_ids:
             if request_id in self.upkeep:
                 self.upkeep.begins(request_id)
-        self._tell_running({request_id for request_id in request_ids if request_id not in self.upkeep})
+        self._tell_computed(request_ids)
         crash_point("engine: before a quantum")
 
-    def _tell_running(self, request_ids: set[str]) -> None:
-        if request_ids != self._running:
-            self._running = request_ids
-            self.channel.send(Running(tuple(sorted(request_ids))))
+    def _tell_computed(self, request_ids: Iterable[str]) -> None:
+        running = {request_id for request_id in request_ids if request_id not in self.upkeep}
+        if running != self._running:
+            self._running = running
+            self.channel.send(Running(tuple(sorted(running))))
 
     def _version_stored(self, version: str, saved: SaveOutput) -> None:
         assert saved.digest is not None and saved.size_bytes is not None, saved
@@ -262,7 +267,7 @@ class TinkerEngine:
     def _rest(self) -> None:
         """With nothing to compute: sleep until something comes, or prepare a piece if nothing has come for a while."""
         patience_s = self._patience_s()
-        if self._unprepared and not self.channel.wake.is_set():
+        if self._unprepared and not self.channel.wake.is_set() and not self.backend.computed:
             left_s = self._worked_at + QUIET_S - time.monotonic()
             if left_s <= 0:
                 self.step_began = time.monotonic()
@@ -273,13 +278,15 @@ class TinkerEngine:
         self.channel.wake.wait(patience_s)
 
     def _patience_s(self) -> float | None:
-        """Seconds until a held request expires or a snapshot is tried again; None if there is neither."""
+        """Seconds until a held request expires, a snapshot is tried again or a dispatch is late; None if none is to."""
         now = time.monotonic()
         deadline = min(self.scheduler.deadline(), self.policy.deadline(now))
+        if (left_s := self.backend.time_left()) is not None:
+            deadline = min(deadline, now + left_s)
         return None if deadline == math.inf else max(0.0, deadline - now)
 
 
-def open_backend(config: EngineConfig, progress: Callable[[str], None]) -> Executor:
+def open_backend(config: EngineConfig, progress: Callable[[str], None]) -> AbstractBackend:
     """Load the base model with the configured backend. Raises `RequestError` for a bad option or model."""
     progress(f"importing the {config.backend} backend")
     try:
@@ -358,8 +365,16 @@ def serve(channel: EngineChannel, alone: bool = False) -> int:
             message = f"cannot load the {config.backend} backend: {type(error).__name__}: {error}"
         else:
             engine = TinkerEngine(backend, channel, config)
-            engine.run()
-            return 0
+            try:
+                engine.run()
+                return 0
+            except BackendLost as error:
+                log.critical("the backend is lost: %s", error)
+                with contextlib.suppress(ChannelClosed):
+                    channel.send(Lost(str(error)))
+                if alone:
+                    _leave()
+                raise
     with contextlib.suppress(ChannelClosed):
         channel.send(Failed(message))
     return 1

@@ -14,7 +14,18 @@ import signal
 from collections.abc import Callable
 from typing import Literal
 
-from skyrl.tinker.channel import Alive, ApiChannel, Failed, FromEngine, Metrics, Progress, Ready, Shutdown, ToEngine
+from skyrl.tinker.channel import (
+    Alive,
+    ApiChannel,
+    Failed,
+    FromEngine,
+    Lost,
+    Metrics,
+    Progress,
+    Ready,
+    Shutdown,
+    ToEngine,
+)
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.engine_process import EngineProcess
 from skyrl.tinker.heartbeat import Watch, interval_s
@@ -74,7 +85,7 @@ class EngineSupervisor:
         self._process: EngineProcess | None = None
         self._failure: str | None = None
         self._hung: str | None = None
-        """Why the engine that runs was killed, if it was."""
+        """Why the engine that runs has to end, if it has."""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -193,6 +204,8 @@ class EngineSupervisor:
             self.metrics = frame.values
         elif isinstance(frame, Failed):
             self._failure = frame.message
+        elif isinstance(frame, Lost):
+            self._hung = f"the backend is lost: {frame.message}"
         elif isinstance(frame, Ready):
             self.info, self.metrics = frame.info, {}
             self.progress = "ready"

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
-from skyrl.backends.executor import Executor
+from skyrl.backends.backend import AbstractBackend
 from skyrl.backends.operations import Completion, DeleteModel, ModelOperation, SaveSnapshot
 from skyrl.tinker import ids
 from skyrl.tinker.channel import FromEngine, Parked, Snapshotted
@@ -39,7 +39,7 @@ class Upkeep:
 
     def __init__(
         self,
-        backend: Executor,
+        backend: AbstractBackend,
         scheduler: Scheduler,
         policy: SnapshotPolicy,
         base: Path,

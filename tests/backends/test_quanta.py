@@ -29,6 +29,9 @@ class Scripted:
     """
 
     most: int = 4
+    in_flight: int = 1
+    deadline_s: float | None = None
+    in_place: bool = False
     scripts: dict[str, str] = field(default_factory=dict)
     """By request id."""
     answers: dict[str, list[Any]] = field(default_factory=dict)
@@ -77,6 +80,9 @@ class Scripted:
 
     def on_quantum(self, request_ids: tuple[str, ...]) -> None:
         self.said.append(request_ids)
+
+    def on_answer(self, answers: "Future[list[Any]]") -> None:
+        """Nobody sleeps here."""
 
     @property
     def calls(self) -> list[list[str]]:
