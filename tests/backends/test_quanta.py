@@ -1,5 +1,6 @@
 """Quanta of several models in one call, with scripted operations: each is a list of what it wants and does."""
 
+import time
 from collections.abc import Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl.backends.operations import ForwardBackward, ModelOperation, OptimStep
-from skyrl.backends.quanta import BEGUN_EARLY, WAITING_AT_ONCE, Ended, Quanta, Quantum, Waiting, Work
+from skyrl.backends.quanta import AHEAD, BEGUN_EARLY, WAITING_AT_ONCE, Ended, Quanta, Quantum, Waiting, Work
+from skyrl.errors import BackendLost
 from skyrl.types import AdamParams, Datum, ModelOutput
 
 SCRIPT = "xx"
@@ -69,7 +71,7 @@ class Scripted:
     def may_wait(self, operation: ModelOperation) -> bool:
         return self.scripts.get(operation.request_id, SCRIPT).startswith("w")
 
-    def compute(self, quanta: list[Quantum]) -> list[Any]:
+    def compute(self, quanta: list[Quantum]) -> "list[Any] | Future[list[Any]]":
         self.said.append([name for name, _ in (quantum.inputs for quantum in quanta)])
         if any(quantum.kind == "b" or (quantum.kind == "t" and len(quanta) > 1) for quantum in quanta):
             raise ValueError("cannot compute this")
@@ -372,6 +374,197 @@ def test_an_operation_has_its_turns_in_the_line_of_its_own_tenant():
     assert abs(shares[0] - shares[1]) <= 1
 
 
+# -- computed elsewhere ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Elsewhere(Scripted):
+    """Computes nothing by itself: each dispatch is in `dispatched` until the test answers it."""
+
+    dispatched: list[tuple[list[Quantum], Future[list[Any]]]] = field(default_factory=list)
+
+    def compute(self, quanta: list[Quantum]) -> "Future[list[Any]]":
+        super().compute(quanta)
+        self.dispatched.append((quanta, Future()))
+        return self.dispatched[-1][1]
+
+    def answer(self, number: int = 0) -> None:
+        quanta, answers = self.dispatched.pop(number)
+        answers.set_result([quantum.inputs for quantum in quanta])
+
+
+def turned(computer: Scripted, *operations: ModelOperation) -> tuple[Quanta, list[Ended]]:
+    """After as many turns as it has something to do for."""
+    quanta = Quanta(computer)
+    for operation in operations:
+        quanta.add(operation)
+    return quanta, turn_while_ready(quanta)
+
+
+def turn_while_ready(quanta: Quanta) -> list[Ended]:
+    ended = []
+    while quanta.ready:
+        ended += quanta.turn()
+    return ended
+
+
+def names(ended: list[Ended]) -> list[str]:
+    return [operation.request_id for operation, _ in ended]
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_no_more_dispatches_are_in_flight_than_may_be(in_flight):
+    computer = Elsewhere(most=1, in_flight=in_flight, scripts=dict.fromkeys("abcde", "x"))
+    quanta, _ = turned(computer, *map(a_pass, "abcde"))
+    assert len(computer.dispatched) == in_flight and not quanta.ready
+    computer.answer()
+    assert names(turn_while_ready(quanta)) == ["a"] and len(computer.dispatched) == in_flight
+
+
+def test_an_operation_ends_with_its_own_answers_in_whichever_order_dispatches_end():
+    computer = Elsewhere(most=1, in_flight=2, scripts=dict.fromkeys("ab", "x"))
+    quanta, _ = turned(computer, a_pass("a"), a_pass("b"))
+    computer.answer(1)
+    assert names(turn_while_ready(quanta)) == ["b"]
+    computer.answer()
+    assert names(turn_while_ready(quanta)) == ["a"]
+    assert computer.answers == {"a": [("a", 0)], "b": [("b", 0)]}
+
+
+def test_what_computes_nothing_begins_and_ends_while_a_dispatch_is_in_flight():
+    computer = Elsewhere(scripts={"a": "x", "b": "."})
+    quanta, ended = turned(computer, a_pass("a"), a_step("b"))
+    assert names(ended) == ["b"] and quanta.computed == ("a",)
+
+
+def test_quanta_of_the_next_dispatch_are_made_while_one_is_in_flight_but_not_of_all_that_wait():
+    computer = Elsewhere(most=1, scripts=dict.fromkeys("abcdefghij", "x"))
+    quanta, _ = turned(computer, *map(a_pass, "abcdefghij"))
+    assert sum(quanta.has_begun(name) for name in "abcdefghij") == 1 + AHEAD and len(computer.dispatched) == 1
+
+
+def test_a_model_has_one_operation_under_way_at_a_time():
+    computer = Elsewhere(in_flight=4, scripts={"a1": "x", "a2": "x"})
+    quanta, _ = turned(computer, a_pass("a1"), a_pass("a2"))
+    assert computer.calls == [["a1"]]
+    computer.answer()
+    turn_while_ready(quanta)
+    assert computer.calls == [["a1"], ["a2"]]
+
+
+def test_tenants_are_charged_when_theirs_is_dispatched():
+    computer = Elsewhere(most=1, in_flight=1, scripts=dict.fromkeys(["a1", "a2", "b1", "b2"], "x"))
+    many = [a_pass(name, model_id=name, tenant=name[0]) for name in ("a1", "a2", "b1", "b2")]
+    quanta, _ = turned(computer, *many)
+    while computer.dispatched:
+        computer.answer()
+        turn_while_ready(quanta)
+    assert [name[0] for (name,) in computer.calls] == ["a", "b", "a", "b"]
+
+
+def test_all_that_is_computed_is_told_of_with_what_is_in_flight():
+    computer = Elsewhere(most=1, in_flight=2, scripts=dict.fromkeys("ab", "x"))
+    turned(computer, a_pass("a"), a_pass("b"))
+    assert [event for event in computer.said if isinstance(event, tuple)][-1] == ("b", "a")
+
+
+def test_what_cannot_be_computed_together_elsewhere_is_computed_alone():
+    computer = Elsewhere(scripts=dict.fromkeys("ab", "x"))
+    quanta, _ = turned(computer, a_pass("a"), a_pass("b"))
+    computer.dispatched.pop()[1].set_exception(ValueError("not together"))
+    turn_while_ready(quanta)
+    assert computer.calls == [["a", "b"], ["a"]]
+    computer.dispatched.pop()[1].set_exception(ValueError("nor alone"))
+    (ended,) = turn_while_ready(quanta)
+    assert ended.operation.request_id == "a" and str(ended.outcome) == "nor alone"
+    computer.answer()
+    assert names(turn_while_ready(quanta)) == ["b"] and not quanta
+
+
+def test_a_dispatch_that_fails_in_place_is_not_tried_again():
+    computer = Elsewhere(in_place=True, scripts=dict.fromkeys("ab", "x"))
+    quanta, _ = turned(computer, a_pass("a"), a_pass("b"))
+    computer.dispatched.pop()[1].set_exception(ValueError("half of it is done"))
+    assert [str(ended.outcome) for ended in turn_while_ready(quanta)] == ["half of it is done"] * 2
+    assert computer.calls == [["a", "b"]]
+
+
+def test_a_dispatch_that_is_late_loses_the_backend():
+    computer = Elsewhere(deadline_s=0.05)
+    quanta, _ = turned(computer, a_pass("a"))
+    assert 0 < (quanta.time_left() or 0) <= 0.05
+    time.sleep(0.06)
+    assert quanta.ready
+    with pytest.raises(BackendLost, match=r"not ended within 0\.05 s"):
+        quanta.turn()
+
+
+def test_the_deadline_of_a_dispatch_begins_when_the_one_before_it_has_ended():
+    computer = Elsewhere(most=1, in_flight=2, deadline_s=0.2, scripts=dict.fromkeys("ab", "x"))
+    quanta, _ = turned(computer, a_pass("a"), a_pass("b"))
+    time.sleep(0.1)
+    computer.answer()
+    turn_while_ready(quanta)
+    assert (quanta.time_left() or 0) > 0.15
+
+
+def test_what_no_operation_is_to_blame_for_is_raised():
+    computer = Elsewhere()
+    quanta, _ = turned(computer, a_pass("a"))
+    computer.dispatched.pop()[1].set_exception(BackendLost("rank 3 is dead"))
+    with pytest.raises(BackendLost, match="rank 3"):
+        quanta.turn()
+
+
+def test_answers_to_what_was_abandoned_are_not_looked_at():
+    computer = Elsewhere(scripts={"a": "x", "b": "x"})
+    quanta, _ = turned(computer, a_pass("a"))
+    assert names([Ended(operation, None) for operation in quanta.abandon()]) == ["a"]  # pyright: ignore
+    quanta.add(a_pass("b"))
+    turn_while_ready(quanta)
+    computer.answer()
+    assert turn_while_ready(quanta) == []
+    computer.answer()
+    assert names(turn_while_ready(quanta)) == ["b"]
+
+
+# -- several quanta at once --------------------------------------------------------------------------------------------
+
+
+class Several(Scripted):
+    """Asks for all quanta of its script at once."""
+
+    def _work(self, name: str) -> Work:
+        quanta = [Quantum(self.cost, kind, (name, n)) for n, kind in enumerate(self.scripts.get(name, SCRIPT))]
+        self.answers[name] = yield quanta
+        return ModelOutput(name)
+
+
+def test_several_quanta_of_one_model_share_a_dispatch_and_come_back_in_order():
+    computer = Several(scripts={"a": "x" * 6})
+    assert done(computer, a_pass("a")) == {"a": ModelOutput("a")}
+    assert computer.calls == [["a"] * 4, ["a"] * 2] and computer.answers["a"] == [("a", n) for n in range(6)]
+
+
+def test_each_model_has_a_place_before_another_has_a_second():
+    computer = Several(scripts=dict.fromkeys("abc", "x" * 3))
+    done(computer, *map(a_pass, "abc"))
+    assert [sorted(call) for call in computer.calls] == [list("aabc"), list("abbc"), ["c"]]
+
+
+def test_quanta_of_other_kinds_wait_for_a_dispatch_of_their_own():
+    computer = Several(scripts={"a": "xxy"})
+    done(computer, a_pass("a"))
+    assert computer.calls == [["a", "a"], ["a"]]
+
+
+def test_an_operation_with_a_quantum_that_cannot_be_computed_fails_when_the_others_are_back():
+    computer = Several(most=1, scripts={"a": "xbx", "c": "x"})
+    outcomes = done(computer, a_pass("a"), a_pass("c"))
+    assert isinstance(outcomes["a"], ValueError) and outcomes["c"] == ModelOutput("c")
+    assert computer.calls.count(["a"]) == 2
+
+
 scripts = st.text("xxxyt-.b!w", max_size=6)
 operations = st.lists(st.tuples(st.sampled_from("abcde"), scripts, st.booleans(), st.booleans()), max_size=25)
 
@@ -395,3 +588,24 @@ def test_any_mixture_ends_as_each_operation_does_alone_and_models_keep_their_ord
     for call in computer.calls:
         assert len(call) <= most and len({name[0] for name in call}) == len(call)
         assert len(call) == 1 or not any(operation.alone for operation in asked if operation.request_id in call)
+
+
+@given(operations, st.integers(1, 6), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_any_mixture_that_is_computed_elsewhere_ends_as_if_it_were_computed_at_once(
+    given_ones, most, in_flight, chance
+):
+    computer, asked = Elsewhere(most, in_flight, patience=3), []
+    for number, (model, script, is_pass, alone) in enumerate(given_ones):
+        name = f"{model}{number}"
+        computer.scripts[name] = script
+        asked.append(a_pass(name, alone=alone) if is_pass else a_step(name))
+    quanta, ended = turned(computer, *asked)
+    while quanta:
+        computer.answer(chance.randrange(len(computer.dispatched)))
+        ended += turn_while_ready(quanta)
+    at_once = Scripted(most, patience=3, scripts=computer.scripts)
+    expected = done(at_once, *asked)
+    assert {operation.request_id: repr(outcome) for operation, outcome in ended} == {
+        name: repr(outcome) for name, outcome in expected.items()
+    }
+    assert computer.answers == at_once.answers
