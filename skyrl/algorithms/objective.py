@@ -4,6 +4,7 @@ Every term is one number per token times the token's weight, so the sum does not
 or the way in which a mini-batch is cut into micro-batches and over devices.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -30,7 +31,10 @@ Output = Literal["logprobs", "entropy", "values"]
 
 @runtime_checkable
 class Objective(Protocol):
-    """The loss of a training pass, as a backend needs to know it. What is compiled is found by the object itself."""
+    """The loss of a training pass, as a backend needs to know it: a value.
+
+    Equal ones compute the same, so what is compiled is found by it. One that is pickled is rebuilt from its settings.
+    """
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -57,7 +61,7 @@ class Objective(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Scores:
     """No loss: a forward pass for what it computes, at the temperature of each token."""
 
@@ -70,7 +74,7 @@ class Scores:
         return 0.0 * x.weights
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ValueObjective:
     """The critic's loss per token, see `value_loss`."""
 
@@ -88,21 +92,26 @@ class ValueObjective:
         return value_loss(x, value_clip=self.value_clip)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class PolicyObjective:
-    """The policy's loss per token: its policy loss, plus KL, minus entropy."""
+    """The policy's loss per token: its policy loss, plus KL, minus entropy. Made by `policy_objective`."""
 
-    loss: Loss
-    knobs: Mapping[str, float]
-    """Settings of the loss."""
-    kl_estimator: KLEstimator = k3
-    kl_coef: float = 0.0
-    """Factor of the KL from the reference; 0 is without."""
-    entropy_coef: float = 0.0
-    """Factor of the entropy, which is rewarded; 0 is without."""
-    on_policy: bool = False
+    specification: str
+    """What it was made from: the algorithm's options as JSON."""
+    on_policy: bool
     """One optimizer step per batch: `sampling_logprobs` are the learner's own, without gradient, entropy returned
     too, so that no forward pass is needed before."""
+    loss: Loss = field(compare=False)
+    knobs: Mapping[str, float] = field(compare=False)
+    """Settings of the loss."""
+    kl_estimator: KLEstimator = field(default=k3, compare=False)
+    kl_coef: float = field(default=0.0, compare=False)
+    """Factor of the KL from the reference; 0 is without."""
+    entropy_coef: float = field(default=0.0, compare=False)
+    """Factor of the entropy, which is rewarded; 0 is without."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return policy_objective, (json.loads(self.specification), self.on_policy)
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -159,12 +168,13 @@ def policy_objective(options: Mapping[str, Any], on_policy: bool = False) -> Pol
     """
     loss, knobs = find_policy_loss(options["policy_loss_type"], options)
     return PolicyObjective(
+        json.dumps(options, sort_keys=True),
+        on_policy,
         loss,
         knobs,
         KL_ESTIMATORS.get(options["kl_estimator_type"]),
         options["kl_loss_coef"] if options["use_kl_loss"] else 0.0,
         options["entropy_loss_coef"] if options["use_entropy_loss"] else 0.0,
-        on_policy,
     )
 
 

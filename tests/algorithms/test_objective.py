@@ -1,6 +1,9 @@
 """The whole objective: its terms, and that no way of cutting a mini-batch changes its value or gradient."""
 
 import itertools
+import pickle
+import subprocess
+import sys
 
 import array_api_strict
 import jax
@@ -87,6 +90,24 @@ def gradient(objective: PolicyObjective, logits: np.ndarray, x: LossInputs) -> t
 
 def rows(x: LossInputs, index) -> LossInputs:
     return x._replace(**{k: v[index] for k, v in x._asdict().items() if isinstance(v, np.ndarray)})
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_objective_that_is_rebuilt_elsewhere_is_equal_and_computes_the_same(name):
+    objective = policy_objective(options(name))
+    code = "import pickle, sys; sys.stdout.buffer.write(pickle.dumps(pickle.load(sys.stdin.buffer)))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(objective), stdout=subprocess.PIPE, check=True
+    )
+    rebuilt = pickle.loads(found.stdout)
+    assert rebuilt == objective and hash(rebuilt) == hash(objective)
+    logits, x = mini_batch(name, REDUCTIONS[0])
+    np.testing.assert_array_equal(gradient(rebuilt, logits, x)[1], gradient(objective, logits, x)[1])
+
+
+def test_objectives_of_other_settings_are_not_equal():
+    assert policy_objective(OPTIONS) != policy_objective({**OPTIONS, "kl_loss_coef": 0.123})
+    assert policy_objective(OPTIONS) != policy_objective(OPTIONS, on_policy=True)
 
 
 @pytest.mark.parametrize("name", LOSSES)

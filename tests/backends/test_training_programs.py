@@ -1,13 +1,16 @@
 """Which compiled training programs are kept, and which go."""
 
 import gc
+import itertools
+import pickle
 import weakref
+from dataclasses import dataclass
 
 import jax
 import pytest
 from sampling_rig import Rig
 
-from skyrl.algorithms.objective import Scores
+from skyrl.algorithms.objective import Scores, ValueObjective
 from skyrl.backends.jax.step import OBJECTIVES, TrainingPrograms, abstract_tile
 
 
@@ -21,8 +24,17 @@ def programs(rig) -> TrainingPrograms:
     return TrainingPrograms(lambda _: rig.graphdef, 0, False)
 
 
-def scores() -> Scores:
-    return Scores(("logprobs",))
+COUNTER = itertools.count()
+
+
+@dataclass(frozen=True)
+class Numbered(Scores):
+    number: int = 0
+
+
+def another() -> Scores:
+    """An objective that is equal to no other."""
+    return Numbered(("logprobs",), next(COUNTER))
 
 
 def executables() -> int:
@@ -32,31 +44,36 @@ def executables() -> int:
 
 
 def test_what_was_compiled_for_an_objective_that_went_is_freed(rig, programs):
-    objective, arguments = scores(), (rig.base, rig.adapter(0), abstract_tile(32, 1))
+    objective, arguments = another(), (rig.base, rig.adapter(0), abstract_tile(32, 1))
     own, before = weakref.ref(objective), executables()
     programs.of(objective)[0].compiled_for(*arguments)
     assert executables() == before + 1
     del objective
     for _ in range(OBJECTIVES):
-        programs.of(scores())
+        programs.of(another())
     assert executables() == before
     assert own() is None
 
 
 def test_programs_of_the_objectives_used_last_are_kept(programs):
-    first, others = scores(), [scores() for _ in range(OBJECTIVES - 1)]
+    first, others = another(), [another() for _ in range(OBJECTIVES - 1)]
     kept = programs.of(first)
     forgotten = programs.of(others[0])
     for other in others[1:]:
         programs.of(other)
     assert programs.of(first) is kept
-    programs.of(scores())
+    programs.of(another())
     assert programs.of(first) is kept
     assert programs.of(others[0]) is not forgotten
+
+
+def test_equal_objectives_share_their_programs(programs):
+    assert programs.of(ValueObjective(0.2)) is programs.of(pickle.loads(pickle.dumps(ValueObjective(0.2))))
+    assert programs.of(ValueObjective(0.2)) is not programs.of(ValueObjective(0.3))
 
 
 def test_programs_of_the_protocols_losses_are_kept_whatever_comes(programs):
     own = programs.of(None)
     for _ in range(2 * OBJECTIVES):
-        programs.of(scores())
+        programs.of(another())
     assert programs.of(None) == own

@@ -4,7 +4,7 @@ A pass maps one tile to outputs and the gradients of the adapter that it belongs
 leading axis, one adapter each: the stack is a `vmap`, so base GEMMs see all tokens at once while each adapter's
 gradient comes out on its own and nothing contracts over adapters. A stack of one runs as plain GEMMs. Which loss of the
 protocol, its settings and its inputs are data, so shapes alone decide what is compiled; a trainer's objective has
-programs of its own, found by the object and kept for the `OBJECTIVES` that were used last.
+programs of its own, found by its value and kept for the `OBJECTIVES` that were used last.
 """
 
 from collections import OrderedDict
