@@ -26,16 +26,7 @@ from skyrl.backends.operations import (
     Sample,
 )
 from skyrl.tinker.fair_queue import FairQueue
-from skyrl.types import GradientEffect
-
-TRAINING_WINDOW = 2**16
-"""Tokens of model operations that the backend holds at a time."""
-
-PASSES_TOGETHER = 16
-"""Model operations that fit into it however large they are, so that as many models can be computed together."""
-
-SAMPLING_WINDOW = 2**18
-"""Tokens of samples (prompts and what may be generated) that the backend holds at a time."""
+from skyrl.types import USUAL_WINDOWS, GradientEffect, Windows
 
 
 @dataclass
@@ -56,21 +47,19 @@ class Scheduler:
 
     Args:
         gap_timeout_s: Seconds that requests wait for a missing earlier one while nothing else of their model comes.
-        training_window: See `TRAINING_WINDOW`.
-        sampling_window: See `SAMPLING_WINDOW`.
+        windows: How much the backend holds at a time.
         weights: Of tenants; all others weigh 1.
     """
 
     def __init__(
         self,
         gap_timeout_s: float,
-        training_window: int = TRAINING_WINDOW,
-        sampling_window: int = SAMPLING_WINDOW,
+        windows: Windows = USUAL_WINDOWS,
         weights: Mapping[str, float] | None = None,
     ):
         self.gap_timeout_s = gap_timeout_s
-        self._training: FairQueue[Operation] = FairQueue(training_window, PASSES_TOGETHER, weights)
-        self._samples: FairQueue[Operation] = FairQueue(sampling_window, weights=weights)
+        self._training: FairQueue[Operation] = FairQueue(windows.training, windows.passes, weights)
+        self._samples: FairQueue[Operation] = FairQueue(windows.sampling, weights=weights)
         self._lines: dict[str, _Line] = {}
         self._gaps: dict[str, float] = {}
         """Models with held requests, and when something of them came last."""

@@ -21,7 +21,7 @@ from skyrl.backends.operations import (
     SaveCheckpoint,
 )
 from skyrl.tinker.scheduler import Scheduler, cost_of
-from skyrl.types import AdamParams, Datum, LoraConfig, SamplingParams
+from skyrl.types import AdamParams, Datum, LoraConfig, SamplingParams, Windows
 
 TIMEOUT_S = 300.0
 
@@ -304,7 +304,7 @@ def test_what_is_made_of_a_request_belongs_to_its_tenant():
 
 
 def test_the_lightest_tenant_sends_a_request_at_once_though_another_floods():
-    scheduler = Scheduler(TIMEOUT_S, training_window=10, weights={"heavy": 1000, "light": 0.001})
+    scheduler = Scheduler(TIMEOUT_S, Windows(training=10), weights={"heavy": 1000, "light": 0.001})
     for number in range(1, 100):
         scheduler.add(replace(a_pass(number, tokens=10), tenant="heavy"), None, 0.0)
     scheduler.add(replace(a_pass(100, tokens=10), tenant="light"), None, 0.0)
@@ -312,7 +312,7 @@ def test_the_lightest_tenant_sends_a_request_at_once_though_another_floods():
 
 
 def test_requests_leave_by_the_weights_of_their_tenants():
-    scheduler = Scheduler(TIMEOUT_S, training_window=1, weights={"heavy": 3})
+    scheduler = Scheduler(TIMEOUT_S, Windows(training=1), weights={"heavy": 3})
     for number in range(80):
         for tenant in ("heavy", "light"):
             operation = replace(a_pass(number), request_id=f"{tenant}{number}", model_id=tenant, tenant=tenant)
@@ -333,7 +333,7 @@ def test_as_many_models_as_are_computed_together_have_a_request_in_the_window_ho
 
 
 def test_a_flood_of_samples_does_not_hold_a_model_operation_back():
-    scheduler = Scheduler(TIMEOUT_S, sampling_window=10)
+    scheduler = Scheduler(TIMEOUT_S, Windows(sampling=10))
     for i in range(100):
         scheduler.add(sample(f"s{i}"), None, 0.0)
     scheduler.add(create(), 0, 0.0)
