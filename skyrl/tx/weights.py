@@ -127,7 +127,8 @@ def _random(key: jax.Array, name: str, shape: tuple[int, ...], dtype: jnp.dtype)
 def _architecture(path: Path) -> str:
     """The model class named in config.json, which must be a known one."""
     try:
-        names = json.loads((path / "config.json").read_text()).get("architectures") or [""]
+        config = json.loads((path / "config.json").read_text())
+        names = config.get("architectures") or [""]
     except FileNotFoundError:
         raise StorageError(f"{path} has no config.json; name a folder in Hugging Face format") from None
     except (json.JSONDecodeError, AttributeError) as error:
@@ -136,6 +137,11 @@ def _architecture(path: Path) -> str:
         raise ValueError(
             f"{path / 'config.json'}: architectures={names} is not implemented (known: {', '.join(MODELS)}); "
             "use a base model of a known architecture"
+        )
+    if quantised := config.get("quantization_config"):
+        raise ValueError(
+            f"{path / 'config.json'}: quantization_config.quant_method={quantised.get('quant_method')!r}: quantised "
+            "base models are not served yet; use the model's bfloat16 weights"
         )
     return names[0]
 

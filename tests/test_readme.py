@@ -1,0 +1,92 @@
+"""What README says is not there yet is refused, in the words that it quotes."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from skyrl.algorithms.losses import refuse_unserved
+from skyrl.backends.jax import JaxBackendConfig
+from skyrl.cli import main
+from skyrl.errors import RequestError
+from skyrl.tx.weights import abstract_model
+from tests.tinker.harness import BASE_MODEL, LiveServer, sample_request, wait_until_ready
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+ROWS = [
+    [cell.strip() for cell in row.strip("|").split("|")]
+    for row in README.split("| asked for | with | answer |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+]
+WITH = {asked: given.strip("`") for asked, given, _ in ROWS}
+ANSWERS = {asked: answer.strip("`") for asked, _, answer in ROWS}
+
+
+def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command prints as it refuses its arguments."""
+    try:
+        status = main(arguments)
+    except SystemExit as end:
+        status = end.code
+    assert status not in (0, None)
+    return capfd.readouterr().err
+
+
+@pytest.mark.parametrize("asked", ["buckets", "an inference server elsewhere"])
+def test_an_option_of_the_server_is_refused(asked, capfd):
+    assert ANSWERS[asked] in said(capfd, "serve", *shlex.split(WITH[asked]))
+
+
+@pytest.mark.parametrize("asked", ["several devices", "several processes"])
+def test_an_option_of_the_backend_is_refused(asked):
+    option, value = shlex.split(WITH[asked])
+    assert option == "--backend-config"
+    with pytest.raises(ValidationError) as error:
+        JaxBackendConfig.model_validate_json(value)
+    assert ANSWERS[asked] in str(error.value)
+
+
+def test_a_strategy_is_refused(capfd):
+    assert ANSWERS["torch, FSDP, Megatron"] in said(capfd, "train", "rl", WITH["torch, FSDP, Megatron"])
+
+
+def test_a_kind_of_training_is_refused(capfd):
+    assert ANSWERS["DPO"] in said(capfd, *shlex.split(WITH["DPO"])[1:])
+
+
+@pytest.mark.parametrize("asked", ["the loss `stable_reinforce`", "server-side custom losses"])
+def test_a_loss_is_refused(asked):
+    with pytest.raises(RequestError) as error:
+        refuse_unserved(WITH[asked].split('"')[1])
+    assert ANSWERS[asked] in str(error.value)
+
+
+def test_a_quantised_base_model_is_refused(tmp_path):
+    config = {"architectures": ["Qwen3ForCausalLM"], "quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="'awq'") as error:
+        abstract_model(tmp_path)
+    assert ANSWERS["quantised base models"] in str(error.value)
+
+
+def test_a_second_base_model_and_an_image_are_refused(tmp_path):
+    with LiveServer(tmp_path) as server:
+        wait_until_ready(server)
+        session = server.session()
+        other = {"session_id": session, "model_seq_id": 0, "base_model": "other/model", "lora_config": {"rank": 4}}
+        failure = server.failure(server.ok("/create_model", other)["request_id"])
+        assert ANSWERS["several base models per server"] in failure["error"]
+        sampler = server.sampler(session, 0, base_model=BASE_MODEL)
+        image = {"chunks": [{"type": "image", "data": "aGk=", "format": "png"}]}
+        failure = server.failure(server.ok("/asample", sample_request(sampler, 0, prompt=image))["request_id"])
+        assert ANSWERS["images"] in failure["error"]
+
+
+def test_every_row_has_its_test():
+    tested = {
+        *["buckets", "an inference server elsewhere", "several devices", "several processes", "torch, FSDP, Megatron"],
+        *["DPO", "the loss `stable_reinforce`", "server-side custom losses", "quantised base models"],
+        *["several base models per server", "images"],
+    }
+    assert tested == set(WITH)
