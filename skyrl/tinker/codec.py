@@ -25,9 +25,6 @@ LARGE_BYTES = 16 * 1024
 NS_PER_BYTE = 10
 """Nanoseconds of a thread that a byte is worth. Those of JSON take more, those of protobuf a tenth."""
 
-NOBODY = ""
-"""The tenant of what is not known to be anybody's, as long as it has not been read on a server without keys."""
-
 THREADS_FOR_BODIES = 2
 """Few, because the event loop waits for its turn among those that hold the interpreter."""
 

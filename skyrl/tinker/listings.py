@@ -31,4 +31,4 @@ class Listings:
         def read() -> bytes:
             return self._database.read_now(job).model_dump_json(exclude_none=True).encode()
 
-        return Response(await self._turns.work(caller.name, LARGE_BYTES + 1, read), media_type="application/json")
+        return Response(await self._turns.work(caller.sharer, LARGE_BYTES + 1, read), media_type="application/json")

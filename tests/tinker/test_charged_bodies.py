@@ -1,17 +1,20 @@
 """What a body costs, its sender waits for: a hundred bytes that take a thread for long delay nobody else."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
 
+import httpx
 import pytest
 import zstandard
 
 from skyrl.tinker import wire
-from skyrl.tinker.codec import Bodies
+from skyrl.tinker.codec import THREADS_FOR_BODIES, Bodies
 from skyrl.tinker.wire_scan import MAX_PARTS
 from tests.tinker.harness import PROTOBUF, pass_request
+from tests.tinker.in_process import InProcessServer
 from tests.tinker.stalls import OTHER, Stalls, length_delimited
 
 MIB = 2**20
@@ -85,3 +88,36 @@ def test_a_flood_of_bombs_does_not_keep_the_bodies_of_another_waiting(server: St
     flood: list[asyncio.Future] = []
     server._runner.run(run())
     assert max(waited) < 4.0, waited
+
+
+LONG = {"/retrieve_future": {"request_id": "a" * 2**19}, "/asample": {"sampling_session_id": "a" * 2**19, "seq_id": 0}}
+"""Bodies that a thread reads, of requests for what there is not."""
+
+
+@pytest.mark.parametrize("path", LONG)
+def test_json_of_an_address_waits_behind_its_own_only(tmp_path, path):
+    """As without keys, where nothing else is known of who sends it."""
+    answered: list[str] = []
+
+    async def post(server: InProcessServer, sender: str) -> None:
+        transport = httpx.ASGITransport(server.app, client=(sender, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/api/v1") as client:
+            response = await client.post(path, json=LONG[path])
+            assert response.status_code == 404, response.text
+        answered.append(sender)
+
+    async def run(server: InProcessServer) -> None:
+        bodies, go_on = server.app.state.server.service.bodies, threading.Event()
+        held = [asyncio.ensure_future(bodies.work("nobody", MIB, go_on.wait)) for _ in range(THREADS_FOR_BODIES)]
+        flood = [asyncio.ensure_future(post(server, "10.0.0.1")) for _ in range(20)]
+        await asyncio.sleep(0.2)
+        flood.append(asyncio.ensure_future(post(server, "10.0.0.2")))
+        await asyncio.sleep(0.2)
+        go_on.set()
+        await asyncio.gather(*held, *flood)
+
+    with InProcessServer(tmp_path) as server:
+        while server.engine.state != "ready":
+            server.let_it_work(0.001)
+        server._runner.run(run(server))
+    assert len(answered) == 21 and answered.index("10.0.0.2") < 10, answered

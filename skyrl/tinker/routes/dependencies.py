@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 
 from skyrl.tinker.auth import BadKey, Caller
 from skyrl.tinker.body_room import announced_length
-from skyrl.tinker.codec import NOBODY
 from skyrl.tinker.ids import CheckpointKind, TinkerPath
 from skyrl.tinker.parsing import Body, MalformedBody, describe_faults, json_object
 from skyrl.tinker.queue import RequestQueue
@@ -84,10 +83,10 @@ class JsonBody:
     def __init__(self, schema: type[BaseModel]):
         self.schema = schema
 
-    async def __call__(self, service: ServiceDependency, body: BodyDependency) -> BaseModel:
+    async def __call__(self, service: ServiceDependency, caller: CallerDependency, body: BodyDependency) -> BaseModel:
         try:
             return await service.bodies.work(
-                NOBODY, len(body.data), lambda: self.schema.model_validate(json_object(body))
+                caller.sharer, len(body.data), lambda: self.schema.model_validate(json_object(body))
             )
         except ValidationError as error:
             raise MalformedBody(describe_faults(error)) from error

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from skyrl.algorithms.checks import MAX_NUM_SAMPLES
 from skyrl.tinker import schemas
-from skyrl.tinker.codec import LARGE_BYTES, NOBODY
+from skyrl.tinker.codec import LARGE_BYTES
 from skyrl.tinker.futures import JSON, PROTOBUF, Answer, Failure, Lost
 from skyrl.tinker.http import error_response
 from skyrl.tinker.ids import SAMPLE
@@ -76,7 +76,7 @@ async def retrieve_future(
             if len(data) <= LARGE_BYTES:
                 return Response(b"".join(pieces), media_type=JSON)
             # As the client takes them, so that the text, five times as long, is never there as a whole.
-            sent = service.bodies.pieces(caller.tenant or NOBODY, PIECE_BYTES, pieces)
+            sent = service.bodies.pieces(caller.sharer, PIECE_BYTES, pieces)
             return StreamingResponse(sent, media_type=JSON)
         case Failure(error=error, category=category):
             return _json(schemas.FailedResponse(error=error, category=category))
