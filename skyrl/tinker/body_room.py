@@ -1,4 +1,5 @@
-"""Room for the bodies of requests that are being read or worked on, shared between their senders as in `quota`.
+"""Room for the bodies of requests that are being read or worked on, shared between their senders as in `quota`; and for
+answers, shared between those who asked for them.
 
 It is asked for before a body is read, by what is announced, or by what has come of a body that announces nothing. A
 body that finds none is turned away unread (429), which clients send again. Small bodies always find room, so that a
@@ -13,16 +14,20 @@ from starlette.types import Scope
 from skyrl.tinker.quota import Quota
 
 MAX_BYTES = 2**30
-"""Of all large bodies together."""
+"""Of all large bodies together, and of all large answers."""
 SMALL_BYTES = 64 * 2**10
 """Largest body that needs no room."""
 
 
 class BodyRoom:
-    """Who holds how much of it."""
+    """Who holds how much of it.
 
-    def __init__(self) -> None:
-        self.quota = Quota("bodies of {} bytes")
+    Args:
+        what: Is held, with braces for its bytes.
+    """
+
+    def __init__(self, what: str = "bodies of {} bytes") -> None:
+        self.quota = Quota(what)
 
     @contextmanager
     def keep(self, sharer: str) -> Iterator["Kept"]:

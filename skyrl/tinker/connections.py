@@ -1,8 +1,9 @@
 """Connections that only honest clients keep: uvicorn's HTTP protocol with a limit on their number and on silence.
 
 A connection has to bring the whole head of a request within `HEAD_S` seconds of its start, and of the first byte of
-each further request. Addresses share the limit of connections as tenants share a queue (`quota`): what one takes always
-leaves some to the next. Long polls are many connections, so an address alone may have half of all.
+each further request, and to take what it is sent at `MIN_BYTES_PER_S`, `PATIENCE_S` later at most. Addresses share the
+limit of connections as tenants share a queue (`quota`): what one takes always leaves some to the next. Long polls are
+many connections, so an address alone may have half of all.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import resource
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from skyrl.tinker.http import MIN_BYTES_PER_S, PATIENCE_S
 from skyrl.tinker.quota import Quota
 
 HEAD_S = 20.0
@@ -32,6 +34,11 @@ class Connection(H11Protocol):
     _address: str | None = None
     """Whose part of them it takes; None: it was not let in."""
     _head_timer: asyncio.TimerHandle | None = None
+    _delay_s = 0.0
+    """How far the client is behind in taking what was sent."""
+    _full_at = 0.0
+    """When the transport had more than it should hold, on the loop's clock."""
+    _full_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -48,7 +55,24 @@ class Connection(H11Protocol):
             self.open_connections.remove(self._address, 1)
             self._address = None
         self._head_has_come()
+        self._is_taken()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._full_at = self.loop.time()
+        self._delay_s = max(0.0, self._delay_s) - self.transport.get_write_buffer_size() / MIN_BYTES_PER_S
+        self._full_timer = self.loop.call_later(PATIENCE_S - self._delay_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._delay_s += self.loop.time() - self._full_at
+        self._is_taken()
+        super().resume_writing()
+
+    def _is_taken(self) -> None:
+        if self._full_timer is not None:
+            self._full_timer.cancel()
+            self._full_timer = None
 
     def data_received(self, data: bytes) -> None:
         if self._answered() and self._head_timer is None:

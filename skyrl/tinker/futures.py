@@ -30,6 +30,10 @@ class Answer:
     body: bytes
     media_type: str = JSON
 
+    @property
+    def size(self) -> int:
+        return len(self.body)
+
 
 @dataclass(frozen=True)
 class Failure:

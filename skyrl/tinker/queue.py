@@ -2,15 +2,16 @@
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from skyrl.tinker import request_log
 from skyrl.tinker.admission import Obsolete
 from skyrl.tinker.auth import Caller
-from skyrl.tinker.futures import Failure, Lost, Outcome
+from skyrl.tinker.futures import Answer, Failure, Lost, Outcome
 from skyrl.tinker.ids import is_sample
 from skyrl.tinker.persistent import Persistent
-from skyrl.tinker.request_log import Forgotten
+from skyrl.tinker.request_log import Forgotten, Unread
 from skyrl.tinker.retention import ENDED_AFTER_S
 from skyrl.tinker.sample_queue import SampleQueue
 from skyrl.tinker.service import Service
@@ -100,8 +101,8 @@ class RequestQueue:
         await self.samples.settle()
         await self.training.settle()
 
-    async def outcome(self, request_id: str, caller: Caller) -> Outcome | TryAgain:
-        """The outcome of a request, waited for as long as a poll may take.
+    async def outcome(self, request_id: str, caller: Caller) -> Outcome | Unread | TryAgain:
+        """The outcome of a request, waited for as long as a poll may take; a large one that is stored, `read` reads.
 
         Raises:
             UnknownName: There is no such training request.
@@ -112,10 +113,18 @@ class RequestQueue:
             return outcome or self._try_again(request_id, future.reason)
         if is_sample(request_id):
             return Lost()
-        tenant, outcome = await self._service.database.read(lambda session: request_log.outcome_of(session, request_id))
+        tenant, outcome = await self._service.database.read(
+            partial(request_log.small_outcome_of, request_id=request_id)
+        )
         if not caller.may_touch(tenant):
             raise request_log.unknown_request(request_id)
         return self._result_is_gone(request_id) if isinstance(outcome, Forgotten) else outcome
+
+    async def read(self, request_id: str, size: int, caller: Caller) -> Answer | Failure:
+        """A large result of a request that the caller may touch, when it is its sender's turn."""
+        job = partial(request_log.result_of, request_id=request_id)
+        answer = await self._service.answers.read(caller.sharer, request_id, size, job)
+        return self._result_is_gone(request_id) if answer is None else answer
 
     def _result_is_gone(self, request_id: str) -> Failure:
         """The answer where a training request was done, whose result is not kept any more. To send it again is no way

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sqlalchemy import CursorResult, bindparam, func, insert, select, update
+from sqlalchemy import CursorResult, bindparam, case, func, insert, select, update
 from sqlmodel import Session, SQLModel, col
 
 from skyrl.errors import UnknownName
+from skyrl.tinker.codec import LARGE_BYTES
 from skyrl.tinker.futures import Answer, Failure, Lost, Outcome
 from skyrl.tinker.tables import CheckpointRow, ModelRow, RequestRow, ResultRow
 from skyrl.types import GradientEffect
@@ -176,21 +177,44 @@ class Forgotten:
     """The request was done, but its result is not kept any more."""
 
 
+@dataclass(frozen=True)
+class Unread:
+    """The request has a result, which is large: `result_of` reads it."""
+
+    size: int
+
+
 def outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | Forgotten]:
     """(tenant, outcome) of a logged request that is no longer pending. Raises `UnknownName` if it is not in the log."""
-    asked = (_REQUESTS.c.tenant, _RESULTS.c.body, _RESULTS.c.media_type)
+    tenant, outcome = small_outcome_of(session, request_id)
+    return tenant, result_of(session, request_id) or Forgotten() if isinstance(outcome, Unread) else outcome
+
+
+def small_outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | Forgotten | Unread]:
+    """The same, without a result of more than `LARGE_BYTES`."""
+    size = _RESULTS.c.size_bytes
+    asked = (_REQUESTS.c.tenant, size, case((size <= LARGE_BYTES, _RESULTS.c.body)), _RESULTS.c.media_type)
     told = (_REQUESTS.c.error, _REQUESTS.c.category, _REQUESTS.c.status)
     both = _REQUESTS.outerjoin(_RESULTS, _RESULTS.c.request_id == _REQUESTS.c.request_id)
     query = select(*asked, *told).select_from(both).where(_REQUESTS.c.request_id == request_id)
     row = session.execute(query).first()
     if row is None:
         raise unknown_request(request_id)
-    tenant, result, result_type, error, category, status = row
-    if result is not None and result_type is not None:
+    tenant, size, result, result_type, error, category, status = row
+    if result is not None:
         return tenant, Answer(result, result_type)
+    if size is not None:
+        return tenant, Unread(size)
     if error is not None:
         return tenant, Failure(error, "user" if category == "user" else "server")
     return tenant, Forgotten() if status == "done" else Lost()
+
+
+def result_of(session: Session, request_id: str) -> Answer | None:
+    """The result of a request, while it is kept."""
+    query = select(_RESULTS.c.body, _RESULTS.c.media_type).where(_RESULTS.c.request_id == request_id)
+    row = session.execute(query).first()
+    return None if row is None else Answer(*row)
 
 
 def unknown_request(request_id: str) -> UnknownName:

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 from skyrl.errors import RequestError
 from skyrl.tinker.activity import Activity
+from skyrl.tinker.answers import Answers
 from skyrl.tinker.auth import Keys, WrongKeys
 from skyrl.tinker.blame import Blame
 from skyrl.tinker.body_room import BodyRoom
@@ -89,6 +90,7 @@ class Service:
         self.wrong_keys = WrongKeys()
         self.bodies = Bodies()
         self.listings = Listings(database)
+        self.answers = Answers(database)
         self.body_room = BodyRoom()
         self.redact = Redaction(config)
         self.database_probe: asyncio.Task[bool] | None = None

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from algorithm_defects import ALGORITHM_DEFECTS
+from answer_defects import ANSWER_DEFECTS
 from config_defects import CONFIG_DEFECTS
 from defects import DEFECTS, Defect
 from env_defects import ENV_DEFECTS
@@ -32,7 +33,7 @@ from sharing_defects import SHARING_DEFECTS
 from source_defects import SOURCE_DEFECTS
 
 KNOWN = (
-    DEFECTS + RETENTION_DEFECTS + SHARING_DEFECTS,
+    DEFECTS + RETENTION_DEFECTS + SHARING_DEFECTS + ANSWER_DEFECTS,
     ALGORITHM_DEFECTS,
     CONFIG_DEFECTS,
     ROLLOUT_DEFECTS,

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from skyrl.tinker.auth import BadKey, Caller
-from skyrl.tinker.body_room import announced_length
+from skyrl.tinker.body_room import Kept, announced_length
 from skyrl.tinker.ids import CheckpointKind, TinkerPath
 from skyrl.tinker.parsing import Body, MalformedBody, describe_faults, json_object
 from skyrl.tinker.queue import RequestQueue
@@ -69,6 +69,15 @@ async def _body(request: Request, service: ServiceDependency, caller: CallerDepe
 
 
 BodyDependency = Annotated[Body, Depends(_body)]
+
+
+async def _answer_room(service: ServiceDependency, caller: CallerDependency) -> AsyncIterator[Kept]:
+    """Room for the answer, none at first, which is kept until it is sent."""
+    with service.answers.room.keep(caller.sharer) as room:
+        yield room
+
+
+AnswerRoomDependency = Annotated[Kept, Depends(_answer_room)]
 
 PathDependency = Annotated[TinkerPath, Depends(_path)]
 """The checkpoint that a URL names by `run_id`, `kind` and `name`."""

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from skyrl.algorithms.checks import MAX_NUM_SAMPLES
 from skyrl.tinker import schemas
+from skyrl.tinker.answers import sent
 from skyrl.tinker.codec import LARGE_BYTES
 from skyrl.tinker.futures import JSON, PROTOBUF, Answer, Failure, Lost
 from skyrl.tinker.http import error_response
@@ -18,7 +19,9 @@ from skyrl.tinker.json_text import PIECE_BYTES
 from skyrl.tinker.old_clients import as_json
 from skyrl.tinker.operations import OPERATIONS, QueuedOperation
 from skyrl.tinker.queue import TryAgain
+from skyrl.tinker.request_log import Unread
 from skyrl.tinker.routes.dependencies import (
+    AnswerRoomDependency,
     BodyDependency,
     CallerDependency,
     QueueDependency,
@@ -30,6 +33,8 @@ router = APIRouter()
 
 MAX_INLINE_BYTES = 4 * 2**20
 """Results above are only announced to clients that allow it; they ask again when they have room."""
+JSON_COPIES = 3
+"""Of a result that are there while it is written as JSON: itself, the message made of it, its arrays."""
 
 
 def _add_route(operation: QueuedOperation) -> None:
@@ -62,22 +67,28 @@ async def retrieve_future(
     queue: QueueDependency,
     service: ServiceDependency,
     caller: CallerDependency,
+    room: AnswerRoomDependency,
     body: Annotated[schemas.RetrieveFutureRequest, json_body(schemas.RetrieveFutureRequest)],
 ) -> Response:
     """The result of a queued request, waited for as long as a poll may take."""
+    as_it_is = PROTOBUF in request.headers.get("accept", "")
     outcome = await queue.outcome(body.request_id, caller)
+    if isinstance(outcome, Answer | Unread):
+        if body.allow_metadata_only and outcome.size > MAX_INLINE_BYTES:
+            return _json(schemas.MetadataResponse(response_payload_size=outcome.size))
+        room.grow_to(outcome.size * (1 if as_it_is else JSON_COPIES))
+        if isinstance(outcome, Unread):
+            outcome = await queue.read(body.request_id, outcome.size, caller)
     match outcome:
-        case Answer(body=data) if body.allow_metadata_only and len(data) > MAX_INLINE_BYTES:
-            return _json(schemas.MetadataResponse(response_payload_size=len(data)))
         case Answer(body=data, media_type=media_type):
-            if media_type != PROTOBUF or PROTOBUF in request.headers.get("accept", ""):
-                return Response(data, media_type=media_type)
+            if media_type != PROTOBUF or as_it_is:
+                return sent(outcome)
             pieces = as_json(body.request_id, data)
             if len(data) <= LARGE_BYTES:
                 return Response(b"".join(pieces), media_type=JSON)
             # As the client takes them, so that the text, five times as long, is never there as a whole.
-            sent = service.bodies.pieces(caller.sharer, PIECE_BYTES, pieces)
-            return StreamingResponse(sent, media_type=JSON)
+            texts = service.bodies.pieces(caller.sharer, PIECE_BYTES, pieces)
+            return StreamingResponse(texts, media_type=JSON)
         case Failure(error=error, category=category):
             return _json(schemas.FailedResponse(error=error, category=category))
         case Lost():
