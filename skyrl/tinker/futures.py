@@ -2,9 +2,9 @@
 
 A future is made before its request is acknowledged and answered once; its answer may be read any number of times. Those
 of samples live here only: finished ones are dropped when their bytes exceed a cap (the client then resubmits), the
-oldest of the tenant that holds most, whose newest stays: nobody else loses anything by large answers. Those of training
-requests are stored in the database before they are answered here, so finished ones are a cache of it and may be dropped
-at any time.
+oldest of the sharer that holds most, whose newest stays: nobody else loses anything by large answers, as long as no two caps are full of
+such newest ones. Those of training requests are stored in the database before they are answered here, so finished ones
+are a cache of it and may be dropped at any time.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from skyrl.tinker.completions import Completions, client_of
 from skyrl.types import ErrorCategory
 
 MAX_FINISHED_BYTES = 256 * 2**20
-"""Answers kept in memory, together; more only where the tenant that holds most has a single one."""
+"""Answers kept in memory, together; up to twice as many where the sharer that holds most has a single one."""
 OVERHEAD_BYTES = 1536
 """What an answer counts for beside its body."""
 
@@ -54,9 +54,11 @@ Outcome = Answer | Failure | Lost
 class PendingFuture:
     """An outcome that will come. `reason` says why it takes long, where that is known."""
 
-    def __init__(self, request_id: str, tenant: str, key: tuple[str, int] | None = None):
+    def __init__(self, request_id: str, tenant: str, key: tuple[str, int] | None = None, sharer: str = ""):
         self.request_id = request_id
         self.tenant = tenant
+        self.sharer = sharer or tenant
+        """Whose part of the memory its answer takes; see `Caller.sharer`."""
         self.key = key
         """(sampler, seq_id) of a sample: what makes a second request the same one."""
         self.reason: str | None = None
@@ -92,15 +94,15 @@ class Futures:
         self._by_id: dict[str, PendingFuture] = {}
         self._sample_ids: dict[tuple[str, int], str] = {}
         self._finished: dict[str, dict[str, int]] = {}
-        """Bytes of finished answers, by tenant and id, the oldest first."""
+        """Bytes of finished answers, by sharer and id, the oldest first."""
         self._bytes_of: Counter[str] = Counter()
-        """By tenant."""
+        """By sharer."""
         self._finished_bytes = 0
         self._closing = False
 
-    def add(self, request_id: str, tenant: str, key: tuple[str, int] | None = None) -> PendingFuture:
+    def add(self, request_id: str, tenant: str, key: tuple[str, int] | None = None, sharer: str = "") -> PendingFuture:
         """A new pending future."""
-        future = self._by_id[request_id] = PendingFuture(request_id, tenant, key)
+        future = self._by_id[request_id] = PendingFuture(request_id, tenant, key, sharer)
         if key is not None:
             self._sample_ids[key] = request_id
         if self._closing:
@@ -127,14 +129,21 @@ class Futures:
             self.drop(request_id)
             return
         size = OVERHEAD_BYTES + (len(outcome.body) if isinstance(outcome, Answer) else len(outcome.error))
-        self._finished.setdefault(future.tenant, {})[request_id] = size
-        self._bytes_of[future.tenant] += size
+        self._finished.setdefault(future.sharer, {})[request_id] = size
+        self._bytes_of[future.sharer] += size
         self._finished_bytes += size
-        while self._finished_bytes > self._max_bytes:
-            most = self._finished[max(self._bytes_of, key=self._bytes_of.__getitem__)]
-            if len(most) == 1:
-                break
-            self.drop(next(iter(most)))
+        while self._finished_bytes > self._max_bytes and (surplus := self._surplus(request_id)) is not None:
+            self.drop(surplus)
+
+    def _surplus(self, newest: str) -> str | None:
+        """The answer to be dropped next, if there is one. The one that has just come stays, whatever its size."""
+        for sharer, _ in self._bytes_of.most_common():
+            oldest = next(iter(self._finished[sharer]))
+            if len(self._finished[sharer]) == 1 and self._finished_bytes <= 2 * self._max_bytes:
+                return None
+            if oldest != newest:
+                return oldest
+        return None
 
     def drop(self, request_id: str) -> None:
         """Forget a future. Who waits for it keeps waiting for its outcome."""
@@ -142,11 +151,11 @@ class Futures:
         if future is not None and future.key is not None:
             self._sample_ids.pop(future.key, None)
             self.completions.outlive(client_of(future.key), request_id)
-        if future is not None and (size := self._finished.get(future.tenant, {}).pop(request_id, 0)):
+        if future is not None and (size := self._finished.get(future.sharer, {}).pop(request_id, 0)):
             self._finished_bytes -= size
-            self._bytes_of[future.tenant] -= size
-            if not self._finished[future.tenant]:
-                del self._finished[future.tenant], self._bytes_of[future.tenant]
+            self._bytes_of[future.sharer] -= size
+            if not self._finished[future.sharer]:
+                del self._finished[future.sharer], self._bytes_of[future.sharer]
 
     def clear_reasons(self) -> None:
         """What was known of why something takes long is so no more."""

@@ -124,7 +124,7 @@ class SampleQueue:
             waiting = _Waiting(operation, accepted.operation, _size(body, accepted.operation), admission.caller.sharer)
             self._number.check(waiting.sharer, 1, MAX_PENDING_SAMPLES)
             self._bytes.check(waiting.sharer, waiting.bytes, MAX_PENDING_BYTES)
-        self._futures.add(request_id, target.tenant, key)
+        self._futures.add(request_id, target.tenant, key, admission.caller.sharer)
         if waiting is None:
             self._futures.set(request_id, refusal or Lost())
         else:

@@ -93,7 +93,31 @@ def test_a_large_answer_is_not_dropped_for_the_next_small_one_of_somebody_else()
     futures = Futures(max_finished_bytes=4 * OVERHEAD_BYTES)
     futures.add("large", "a")
     futures.set("large", Answer(bytes(4 * OVERHEAD_BYTES)))
-    for number in range(3):
+    for number in range(2):
         futures.add(f"small-{number}", "b")
         futures.set(f"small-{number}", Answer(b"1"))
+    assert futures.get("large") is not None
+
+
+def test_single_answers_of_many_take_no_more_than_twice_the_cap_and_the_newest():
+    futures, size = Futures(max_finished_bytes=10 * OVERHEAD_BYTES), 4 * OVERHEAD_BYTES
+    for number in range(20):
+        futures.add(f"a-{number}", f"t-{number}")
+        futures.set(f"a-{number}", Answer(bytes(size - OVERHEAD_BYTES)))
+    kept = [number for number in range(20) if futures.get(f"a-{number}")]
+    assert kept == [15, 16, 17, 18, 19]
+    futures.add("largest", "t")
+    futures.set("largest", Answer(bytes(30 * OVERHEAD_BYTES)))
+    assert futures.get("largest") is not None
+
+
+def test_answers_to_many_sessions_of_one_sharer_count_together():
+    futures = Futures(max_finished_bytes=10 * OVERHEAD_BYTES)
+    futures.add("large", "honest session", sharer="10.0.0.1")
+    futures.set("large", Answer(bytes(4 * OVERHEAD_BYTES)))
+    for number in range(20):
+        futures.add(f"a-{number}", f"session-{number}", sharer="10.0.0.2")
+        futures.set(f"a-{number}", Answer(bytes(OVERHEAD_BYTES)))
+    futures.add("next", "honest session", sharer="10.0.0.1")
+    futures.set("next", Answer(b""))
     assert futures.get("large") is not None
