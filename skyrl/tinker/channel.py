@@ -326,7 +326,7 @@ class ApiChannel:
         try:
             while True:
                 sizes = [await self._read_number() for _ in range(await self._read_number())]
-                parts = [await self._reader.readexactly(size) for size in sizes]
+                parts = [await self._read(size) for size in sizes]
                 large = sum(sizes) > LARGE_BYTES
                 yield await loop.run_in_executor(_THREADS, decode, parts) if large else decode(parts)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -369,6 +369,17 @@ class ApiChannel:
         """Write past the event loop, which has written all that it had and waits."""
         for part in parts:
             self._socket.sendall(part)
+
+    async def _read(self, size: int) -> bytearray:
+        """The next bytes, put where they belong as they come: to copy many at once stops the loop."""
+        data, at = bytearray(size), 0
+        while at < size:
+            piece = await self._reader.read(size - at)
+            if not piece:
+                raise asyncio.IncompleteReadError(b"", size)
+            data[at : at + len(piece)] = piece
+            at += len(piece)
+        return data
 
     async def _read_number(self) -> int:
         return NUMBER.unpack(await self._reader.readexactly(NUMBER.size))[0]

@@ -2,9 +2,9 @@
 
 A future is made before its request is acknowledged and answered once; its answer may be read any number of times. Those
 of samples live here only: finished ones are dropped when their bytes exceed a cap (the client then resubmits), the
-oldest of the sharer that holds most, whose newest stays: nobody else loses anything by large answers, as long as no two caps are full of
-such newest ones. Those of training requests are stored in the database before they are answered here, so finished ones
-are a cache of it and may be dropped at any time.
+oldest of the sharer that holds most, whose newest stays: nobody else loses anything by large answers, as long as there
+are not two caps full of such newest ones. Those of training requests are stored in the database before they are
+answered here, so finished ones are a cache of it and may be dropped at any time.
 """
 
 import asyncio

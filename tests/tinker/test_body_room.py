@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ from starlette.exceptions import HTTPException
 from skyrl.tinker import body_room, http
 from skyrl.tinker.http import BodyLimit
 from tests.tinker.harness import LiveServer
+from tests.tinker.in_process import InProcessServer
 from tests.tinker.test_http_fuzz import address
 
 KIB = 2**10
@@ -105,3 +107,29 @@ def test_a_body_that_trickles_is_given_up(monkeypatch):
     with pytest.raises(HTTPException, match="1000 bytes per second") as refusal:
         asyncio.run(asyncio.wait_for(bounded(scope, receive, None), 10))
     assert refusal.value.status_code == 408
+
+
+def test_a_body_is_there_once_when_it_has_come(tmp_path):
+    """To join its pieces stops the event loop, and would have it there twice."""
+    size = 64 * 2**20
+    left, statuses = size, []
+
+    async def receive() -> dict[str, object]:
+        nonlocal left
+        left -= 2**20
+        return {"type": "http.request", "body": bytes(2**20), "more_body": left > 0}
+
+    async def send(message) -> None:
+        statuses.append(message.get("status"))
+
+    with InProcessServer(tmp_path) as server:
+        while server.engine.state != "ready":
+            server.let_it_work(0.001)
+        headers = [(b"content-type", b"text/plain"), (b"host", b"127.0.0.1")]
+        scope = {"type": "http", "method": "POST", "path": "/api/v1/forward_backward", "headers": headers}
+        scope |= {"query_string": b"", "client": ("127.0.0.1", 1), "http_version": "1.1", "scheme": "http"}
+        tracemalloc.start()
+        server._runner.run(server.app(scope, receive, send))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert statuses[0] == 400 and peak < 1.3 * size

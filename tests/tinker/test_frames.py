@@ -1,5 +1,7 @@
 """Frames between the processes: what arrives is what was sent, and takes no Python object per token."""
 
+import asyncio
+import socket
 import struct
 import sys
 import tracemalloc
@@ -13,10 +15,10 @@ from hypothesis import strategies as st
 from skyrl.algorithms.checks import check_pass
 from skyrl.backends.operations import ForwardBackward
 from skyrl.tinker import wire
-from skyrl.tinker.channel import Done, Enqueue
+from skyrl.tinker.channel import ApiChannel, Done, EngineChannel, Enqueue, FromEngine
 from skyrl.tinker.columns import pack, unpack
 from skyrl.tinker.frames import decode, encode
-from skyrl.types import Datum, ForwardBackwardOutput
+from skyrl.types import Datum, ForwardBackwardOutput, GeneratedSequence, SampleOutput
 from tests.tinker.harness import pass_request
 
 
@@ -169,3 +171,27 @@ def test_no_step_of_the_way_makes_a_python_object_per_token_and_drops_it():
         tracemalloc.stop()
     # Numbers in a list take 32 bytes or more each, which is 2.7 times what the body has for a token.
     assert max(grown) < 2.6 * len(body), grown
+
+
+def test_a_large_frame_is_there_once_while_it_comes():
+    """What is copied at once stops the event loop, and would be there twice."""
+    size = 2**24
+    sampled = GeneratedSequence(np.arange(size, dtype=np.int32), np.zeros(1, np.float32), "stop", None)
+
+    async def main() -> tuple[FromEngine, int]:
+        ours, theirs = socket.socketpair()
+        api, engine = await ApiChannel.open(ours), EngineChannel(theirs)
+        tracemalloc.start()
+        sending = asyncio.create_task(asyncio.to_thread(engine.send, Done("sample-1", SampleOutput([sampled]))))
+        frame = await anext(api.frames())
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        await sending
+        await api.close()
+        engine.close()
+        return frame, peak
+
+    frame, peak = asyncio.run(main())
+    assert isinstance(frame, Done) and isinstance(frame.result, SampleOutput)
+    assert np.array_equal(frame.result.sequences[0].tokens, sampled.tokens)
+    assert peak < 1.5 * sampled.tokens.nbytes
