@@ -87,16 +87,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     link = KeeperLink(own.link, own.listener, own.again)
     try:
         config = parse_config(arguments[end + 1 :], prog=own.prog)
-    except SystemExit:  # help, or a bad option
-        link.say_ends()
+    except SystemExit as end:  # help, or a bad option
+        if not (link.again and end.code):  # of a file, as the options were good before: it may be mended
+            link.say_ends()
         raise
     status = _run(config, link)
     link.say_ends()
     return status
 
 
-def fail(message: str) -> int:
-    """Say what the person who started the server has to know. Returns the exit status of that."""
+def fail(message: str, link: KeeperLink, for_good: bool = False) -> int:
+    """Say what the person who started the server has to know. Returns the exit status of that.
+
+    A server that has been ready before ends only `for_good`: what else is wrong now may be mended.
+
+    Raises:
+        SystemExit: The keeper, which has heard nothing of an end, is to try again.
+    """
+    if link.again and not for_good:
+        raise SystemExit(f"skyrl: {message}")
     print(f"skyrl: error: {message}", file=sys.stderr, flush=True)
     return 1
 
@@ -105,7 +114,9 @@ def _run(config: EngineConfig, link: KeeperLink) -> int:
     try:
         listener = link.listener or _listen(config.host, config.port)
     except OSError as error:
-        return fail(f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --host or --port")
+        return fail(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --host or --port", link
+        )
     try:
         engine = EngineProcess(config)
     except OSError:  # the supervisor tries again

@@ -25,8 +25,8 @@ from skyrl.tinker.api_process import BACKLOG, KeeperLink, fail
 from skyrl.tinker.app import create_app
 from skyrl.tinker.config import EngineConfig, without_password
 from skyrl.tinker.connections import Connection
-from skyrl.tinker.db import Unreachable
 from skyrl.tinker.engine_process import EngineProcess
+from skyrl.tinker.fence import Superseded
 from skyrl.tinker.server import TinkerServer
 from skyrl.tinker.supervisor import EngineSupervisor
 from skyrl.utils.log import setup_logging
@@ -65,7 +65,7 @@ def run(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine:
 
 
 async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine: EngineProcess | None) -> int:
-    app = create_app(config, partial(EngineSupervisor, first=engine))
+    app = create_app(config, partial(EngineSupervisor, first=engine, again=link.again))
     server: TinkerServer = app.state.server
     options = uvicorn.Config(
         app,
@@ -87,12 +87,10 @@ async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket
     with listener:
         try:
             await server.start()
-        except Unreachable as error:
-            if not link.again:
-                return fail(str(error))
-            raise SystemExit(f"skyrl: {error}") from error  # it was there before: the keeper tries again
+        except Superseded as error:
+            return fail(str(error), link, for_good=True)
         except RequestError as error:
-            return fail(str(error))
+            return fail(str(error), link)
         # What is loaded by now stays; looking through it all again would stop every answer for 0.2 s.
         gc.collect()
         gc.freeze()
@@ -103,9 +101,11 @@ async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket
         finally:
             announcement.cancel()
             await server.stop()
-    if server.failure is not None and server.again:
+    if server.failure is None:
+        return 0
+    if server.again:
         raise SystemExit(f"skyrl: {server.failure}")  # without a word to the keeper, which tries again
-    return fail(server.failure) if server.failure is not None else 0
+    return fail(server.failure, link, for_good=True)
 
 
 class _HttpServer(uvicorn.Server):

@@ -57,6 +57,8 @@ class EngineSupervisor:
         on_failure: Called once, with a message for the person who started the server, when no engine can be started;
             with `again=True` where another API process may do better.
         first: The first engine's process, if there is one already.
+        again: An engine with this configuration has been ready before, so what keeps one from it now may pass: it is
+            tried for as long as that takes.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class EngineSupervisor:
         on_crash: Callable[[str], None],
         on_failure: Callable[..., None],
         first: EngineProcess | None = None,
+        again: bool = False,
     ):
         self.config = config
         self.state: State = "starting"
@@ -82,6 +85,8 @@ class EngineSupervisor:
         self._on_failure = on_failure
         self._channel: ApiChannel | None = None
         self._first = first
+        self._was_ready = again
+        """Whether an engine has ever been ready."""
         self._process: EngineProcess | None = None
         self._failure: str | None = None
         self._hung: str | None = None
@@ -142,7 +147,7 @@ class EngineSupervisor:
                 return
             if became_ready:
                 failed_starts = pauses = 0
-            if self.info is None and (self._failure or failed_starts == STARTS):
+            if not self._was_ready and (self._failure or failed_starts == STARTS):
                 self.state = "failed"
                 self._on_failure(self._failure or f"the engine does not start: {reason}; its log above says why")
                 return
@@ -207,7 +212,7 @@ class EngineSupervisor:
         elif isinstance(frame, Lost):
             self._hung = f"the backend is lost: {frame.message}"
         elif isinstance(frame, Ready):
-            self.info, self.metrics = frame.info, {}
+            self.info, self.metrics, self._was_ready = frame.info, {}, True
             self.progress = "ready"
             if self.state != "stopped":
                 self.state = "ready"

@@ -63,7 +63,7 @@ class Log:
 
 
 @asynccontextmanager
-async def supervised(base_model: str = "fake", with_first: bool = False, **backend_config):
+async def supervised(base_model: str = "fake", with_first: bool = False, again: bool = False, **backend_config):
     log = Log()
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
@@ -78,6 +78,7 @@ async def supervised(base_model: str = "fake", with_first: bool = False, **backe
             on_crash=log.note(log.crashes),
             on_failure=log.note(log.failures),
             first=EngineProcess(config) if with_first else None,
+            again=again,
         )
         supervisor.start()
         try:
@@ -188,6 +189,15 @@ def test_it_gives_up_after_three_engines_that_never_became_ready():
             await log.until(lambda: bool(log.failures))
             assert "the engine was killed by SIGKILL" in log.failures[0]
             assert len(log.failures) == 1 and supervisor.restarts == 2
+
+    asyncio.run(scenario())
+
+
+def test_where_an_engine_was_ready_before_one_that_cannot_load_is_tried_again():
+    async def scenario():
+        async with supervised(base_model="missing", again=True) as (supervisor, log):
+            await log.until(lambda: len(log.crashes) == 2)
+            assert log.failures == [] and supervisor.state == "restarting"
 
     asyncio.run(scenario())
 

@@ -3,14 +3,18 @@
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
 
 from skyrl.tinker.channel import Alive
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.heartbeat import Watch, interval_s
+from skyrl.tinker.supervisor import STARTS
 from tests.fakes import HANG
-from tests.tinker.processes import running
+from tests.tinker.processes import ROOT, running
 from tests.tinker.test_keeper import AGAIN, wait_for_end
 
 
@@ -93,3 +97,70 @@ def test_without_limits_no_engine_counts_as_hung():
     watch = Watch(EngineConfig(engine_heartbeat_timeout_sec=0, compute_timeout_sec=0))
     watch.heard(Alive(1e6), 0.0)
     assert watch.complaint(5.0) is None and watch.complaint(10.0) is None
+
+
+FAILING_BACKEND = """
+import os, pathlib
+if pathlib.Path({flag!r}).exists():
+    {action}
+from tests.fakes import FakeBackend as Backend
+"""
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "raise OSError(24, 'Too many open files')",
+        pytest.param("raise MemoryError", marks=pytest.mark.slow),
+        pytest.param("os.kill(os.getpid(), 9)", marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_that_cannot_load_after_a_restart_of_the_api_is_tried_until_it_can(tmp_path, action):
+    flag, folder = tmp_path / "flag", tmp_path / "backend"
+    folder.mkdir()
+    (folder / "failing.py").write_text(FAILING_BACKEND.format(flag=str(flag), action=action))
+    with running(tmp_path, backend="failing:Backend", env={"PYTHONPATH": f"{folder}:{ROOT}"}) as server:
+        flag.touch()
+        wait_for_end(server.kill("api"))
+        server.wait_for("; restarting it", STARTS)
+        flag.unlink()
+        server.wait_for(AGAIN)
+        server.train(server.model(), 1)
+
+
+def spoil_keys(folder: Path) -> Callable[[], None]:
+    keys = folder / "keys"
+    keys.chmod(0o644)
+    return lambda: keys.chmod(0o600)
+
+
+def spoil_folder(folder: Path) -> Callable[[], None]:
+    checkpoints, away = folder / "checkpoints", folder / "away"
+    checkpoints.rename(away)
+    checkpoints.touch()
+
+    def mend() -> None:
+        checkpoints.unlink()
+        away.rename(checkpoints)
+
+    return mend
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (spoil_keys, "error: api_keys_file="),
+        pytest.param(spoil_folder, "skyrl: checkpoints_base=", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_wrong_with_a_file_at_a_restart_of_the_api_is_told_until_it_is_mended(tmp_path, spoil, told):
+    (tmp_path / "keys").write_text("tml-test")
+    (tmp_path / "keys").chmod(0o600)
+    with running(tmp_path, api_keys_file=tmp_path / "keys") as server:
+        server.http.headers["X-API-Key"] = "tml-test"
+        mend = spoil(tmp_path)
+        wait_for_end(server.kill("api"))
+        server.wait_for(told, 2)
+        mend()
+        server.wait_for(AGAIN)
+        server.train(server.model(), 1)
