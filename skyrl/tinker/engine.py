@@ -69,6 +69,7 @@ from skyrl.tinker.upkeep import Upkeep
 from skyrl.types import ErrorResponse, Result, SaveOutput
 from skyrl.utils.crash_points import crash_point
 from skyrl.utils.log import setup_logging
+from skyrl.utils.parent_death import die_with_parent
 from skyrl.utils.registry import Registry
 
 log = logging.getLogger("skyrl.tinker.engine")  # __name__ is __main__ in the engine process
@@ -402,7 +403,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fd", type=int, required=True, help="Inherited socket to the API process.")
     fd = parser.parse_args(argv).fd
     os.set_inheritable(fd, False)
-    channel = EngineChannel(socket.socket(fileno=fd))
+    link = socket.socket(fileno=fd)
+    die_with_parent(link)
+    channel = EngineChannel(link)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, stack: _deliver_shutdown(channel))
     os.nice(NICENESS)

@@ -28,6 +28,8 @@ def _environment_without_secrets() -> dict[str, str]:
 class EngineProcess:
     """A child that inherits one end of a socketpair and nothing else, and leaves when this process does.
 
+    Where it cannot leave, Linux kills it at the end of the thread that makes this, which has to be one that stays.
+
     Args:
         config: What it is told to start with.
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -102,12 +103,20 @@ def test_pauses_between_deaths_that_come_right_after_ready_grow(monkeypatch):
     assert pauses == [0.1, 0.2, 0.4, 0.8, 0.1]
 
 
-def test_engine_of_a_killed_api_process_ends(tmp_path):
+@pytest.mark.parametrize("hangs", [False, True])
+def test_engine_of_a_killed_api_process_ends(tmp_path, hangs):
     with running(tmp_path) as server:
         engine = server.pids().engine
         assert engine is not None
-        server.kill("api")
-        wait_for_end(engine)
+        if hangs:
+            os.kill(engine, signal.SIGSTOP)
+        try:
+            server.kill("api")
+            wait_for_end(engine)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(engine, signal.SIGKILL)
+        server.wait_for(AGAIN)
 
 
 @pytest.fixture
@@ -170,14 +179,13 @@ def test_locks_are_free_as_soon_as_the_api_process_is_dead(tmp_path):
     with running(tmp_path) as server:
         engine = server.pids().engine
         assert engine is not None
-        os.kill(engine, signal.SIGSTOP)  # it lives on for now
+        os.kill(engine, signal.SIGSTOP)
         keeper_pid = server.process.pid
         os.kill(keeper_pid, signal.SIGSTOP)
         wait_for_end(server.kill("api"))
         with (tmp_path / "server.db.lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for pid in (engine, keeper_pid):
-            os.kill(pid, signal.SIGCONT)
+        os.kill(keeper_pid, signal.SIGCONT)
 
 
 def test_ctrl_c_at_the_terminal_reaches_the_keeper_only(tmp_path):
