@@ -182,6 +182,10 @@ class EngineConfig(BaseModel):
     """Seconds that one step of the engine (a batch of passes, an optimizer step, a few decoded tokens; its compilation
     with it) may take before the engine counts as hung; 0: for ever."""
 
+    load_timeout_sec: float = Field(3600, ge=0, allow_inf_nan=False)
+    """Seconds that the engine process may take to start, and then for each piece of loading the model that it tells of
+    (such as reading the weights), before it counts as hung; 0: for ever."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message to log."""
 

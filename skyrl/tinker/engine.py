@@ -346,13 +346,17 @@ def serve(channel: EngineChannel, alone: bool = False) -> int:
     else:
         channel.listen()
 
+    loading_since = time.monotonic()
+
     def progress(message: str) -> None:
+        nonlocal loading_since
+        loading_since = time.monotonic()
         log.info("%s", message)
         channel.send(Progress(message))
 
     engine: TinkerEngine | None = None
     if alone:
-        heartbeat.start(channel, config, lambda: engine.step_began if engine else None)
+        heartbeat.start(channel, config, lambda: engine.step_began if engine else loading_since)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(engine_lock(config.checkpoints_base, progress))

@@ -41,6 +41,8 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 TERMINATE_S = 5.0
 """Seconds between asking a process to end and killing it."""
+READY, SILENT = "ready", "the engine gives no sign of life"
+"""What `progress` says while the state is ready."""
 NO_THREAD = "can't start new thread"
 """What Python says where a limit of processes is reached."""
 GRACE = 0.75
@@ -74,7 +76,7 @@ class EngineSupervisor:
         self.config = config
         self.state: State = "starting"
         self.progress = "starting the engine"
-        """What the engine is busy with until it is ready, in words."""
+        """What the engine is busy with until it is ready, in words; then whether it gives signs of life."""
         self.info: BackendInfo | None = None
         """Facts about the loaded model, from the first `Ready` on."""
         self.metrics: dict[str, int] = {}
@@ -162,7 +164,7 @@ class EngineSupervisor:
         """Run one engine to its end. Returns why it ended and whether it had been ready."""
         process, self._first = self._first or EngineProcess(self.config), None
         self._process, self._hung = process, None
-        watch = Watch(self.config)
+        watch = Watch(self.config, asyncio.get_running_loop().time())
         watcher = asyncio.create_task(self._kill_if_it_hangs(process, watch), name="engine watch")
         try:
             channel = self._channel = await ApiChannel.open(process.socket)
@@ -184,10 +186,15 @@ class EngineSupervisor:
         clock = asyncio.get_running_loop().time
         while self._hung is None:
             await asyncio.sleep(interval_s(self.config))
-            if self.state != "stopped" and (complaint := watch.complaint(clock())) is not None:
-                self._hung = complaint
+            complaint = watch.complaint(now := clock())
+            if self.state == "stopped":
+                continue
+            if complaint is not None:  # the state changes now, as one that waits for a device may not die when killed
+                self._hung, self.state, self.progress = complaint, "restarting", f"restarting the engine: {complaint}"
                 log.error("%s; killing it", complaint)
                 process.signal(signal.SIGKILL)
+            elif self.state == "ready":
+                self.progress = SILENT if watch.silent(now) else READY
 
     async def _converse(self, channel: ApiChannel, watch: Watch) -> bool:
         """Exchange frames until the engine closes its end. Returns whether it has been ready."""
@@ -197,7 +204,9 @@ class EngineSupervisor:
             if isinstance(frame, Alive):
                 watch.heard(frame, asyncio.get_running_loop().time())
                 continue
-            became_ready |= isinstance(frame, Ready)
+            if isinstance(frame, Ready):
+                became_ready = True
+                watch.ready()
             self._note(frame)
             self._on_frame(frame)
         return became_ready
@@ -213,9 +222,8 @@ class EngineSupervisor:
             self._hung = f"the backend is lost: {frame.message}"
         elif isinstance(frame, Ready):
             self.info, self.metrics, self._was_ready = frame.info, {}, True
-            self.progress = "ready"
-            if self.state != "stopped":
-                self.state = "ready"
+            if self.state != "stopped" and self._hung is None:
+                self.state, self.progress = "ready", READY
 
     def _supervision_ended(self, task: "asyncio.Task[None]") -> None:
         if task.cancelled() or (error := task.exception()) is None:

@@ -33,7 +33,7 @@ def test_health_is_503_with_progress_while_the_engine_loads(tmp_path):
     with LiveServer(tmp_path, backend="held back") as server:
         response = server.http.get("/healthz")
         assert response.status_code == 503
-        assert response.json() == {"status": "starting", "detail": "starting the engine"}
+        assert response.json() == {"status": "starting", "detail": "the engine is not ready: starting"}
 
 
 def test_request_that_needs_the_model_is_503_while_the_engine_loads(tmp_path):

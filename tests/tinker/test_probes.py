@@ -4,6 +4,7 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
+from skyrl.tinker.supervisor import READY, SILENT
 from tests.tinker.harness import LiveServer, wait_until_ready
 
 
@@ -29,6 +30,22 @@ def test_without_an_engine_it_is_alive_and_says_why_it_is_not_ready(server):
     assert probe(server, "readyz") == (503, "the engine is not ready: restarting")
     server.recover()
     assert probe(server, "readyz") == (200, "")
+
+
+def test_an_engine_that_has_fallen_silent_is_not_ready(server):
+    server.engine.progress = SILENT
+    assert probe(server, "readyz") == probe(server, "api/v1/healthz")
+    assert probe(server, "readyz") == (503, f"the engine is not ready: {SILENT}")
+    server.engine.progress = READY
+    assert probe(server, "readyz") == (200, "")
+
+
+@pytest.mark.parametrize("name", ["readyz", "api/v1/healthz"])
+def test_who_has_no_key_learns_nothing_of_the_servers_disks(server, name):
+    server.crash()
+    server.engine.progress = "restarting the engine: cannot read /srv/models/secret-model"
+    assert probe(server, name) == (503, "the engine is not ready: restarting")
+    server.recover()
 
 
 def test_without_a_database_it_is_alive_and_not_ready(server):

@@ -18,7 +18,7 @@ from skyrl.backends.operations import CreateModel, Publish, Sample
 from skyrl.tinker.channel import Done, Enqueue, FromEngine, Ready
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.engine_process import EngineProcess
-from skyrl.tinker.supervisor import STARTS, EngineSupervisor
+from skyrl.tinker.supervisor import READY, SILENT, STARTS, EngineSupervisor
 from skyrl.types import LoraConfig, SampleOutput, SamplingParams
 from tests.fakes import KILL
 
@@ -63,7 +63,13 @@ class Log:
 
 
 @asynccontextmanager
-async def supervised(base_model: str = "fake", with_first: bool = False, again: bool = False, **backend_config):
+async def supervised(
+    base_model: str = "fake",
+    with_first: bool = False,
+    again: bool = False,
+    options: dict[str, float] | None = None,
+    **backend_config,
+):
     log = Log()
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
@@ -71,6 +77,7 @@ async def supervised(base_model: str = "fake", with_first: bool = False, again: 
             backend="tests.fakes:FakeBackend",
             backend_config=backend_config,
             checkpoints_base=folder,  # pyright: ignore[reportArgumentType]
+            **(options or {}),  # pyright: ignore[reportArgumentType]
         )
         supervisor = EngineSupervisor(
             config,
@@ -198,6 +205,28 @@ def test_where_an_engine_was_ready_before_one_that_cannot_load_is_tried_again():
         async with supervised(base_model="missing", again=True) as (supervisor, log):
             await log.until(lambda: len(log.crashes) == 2)
             assert log.failures == [] and supervisor.state == "restarting"
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_hangs_and_cannot_be_killed_does_not_count_as_ready(monkeypatch):
+    """As one that waits for a device: to the system it is beyond signals."""
+
+    async def scenario():
+        async with supervised(options={"engine_heartbeat_timeout_sec": 1.2}) as (supervisor, log):
+            await log.ready()
+            engine, seen = supervisor.pid, set()
+            with monkeypatch.context() as patch:
+                patch.setattr(EngineProcess, "signal", lambda process, number: None)
+                os.kill(engine, signal.SIGSTOP)
+                while supervisor.state == "ready":
+                    seen.add(supervisor.progress)
+                    await asyncio.sleep(0.01)
+                assert seen == {READY, SILENT} and supervisor.state == "restarting"
+                assert supervisor.pid == engine and log.crashes == []
+            os.kill(engine, signal.SIGKILL)
+            await log.ready(times=2)
+            assert (supervisor.state, supervisor.progress) == ("ready", READY)
 
     asyncio.run(scenario())
 

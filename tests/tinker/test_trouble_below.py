@@ -11,7 +11,7 @@ import pytest
 
 from skyrl.tinker.channel import Alive
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.heartbeat import Watch, interval_s
+from skyrl.tinker.heartbeat import Stopwatch, Watch, interval_s
 from skyrl.tinker.supervisor import STARTS
 from tests.fakes import HANG
 from tests.tinker.processes import ROOT, running
@@ -73,10 +73,18 @@ def test_a_request_that_computes_for_ever_fails_by_name_and_its_neighbours_are_s
         server.train(other, 3)
 
 
+def loaded(config: EngineConfig) -> Watch:
+    """The watch on an engine that has just become ready."""
+    watch = Watch(config, 0.0)
+    watch.heard(Alive(0.0), 0.0)
+    watch.ready()
+    return watch
+
+
 def test_a_supervisor_that_was_away_itself_does_not_take_its_engine_for_hung():
     config = EngineConfig(engine_heartbeat_timeout_sec=60)
     tick = interval_s(config)
-    watch = Watch(config)
+    watch = loaded(config)
     watch.heard(Alive(0.0), 0.0)
     assert watch.complaint(tick) is None
     assert watch.complaint(3600.0) is None  # the machine slept: the heartbeats are still to be read
@@ -85,7 +93,7 @@ def test_a_supervisor_that_was_away_itself_does_not_take_its_engine_for_hung():
 
 
 def test_a_step_that_takes_longer_than_its_limit_is_complained_of():
-    watch = Watch(EngineConfig(compute_timeout_sec=100))
+    watch = loaded(EngineConfig(compute_timeout_sec=100))
     for seconds in (99.0, 100.0):
         watch.heard(Alive(seconds), seconds)
         assert watch.complaint(seconds) is None
@@ -93,8 +101,53 @@ def test_a_step_that_takes_longer_than_its_limit_is_complained_of():
     assert "compute_timeout_sec=100" in (watch.complaint(101.0) or "")
 
 
+def test_an_engine_that_never_says_a_word_is_complained_of():
+    config = EngineConfig(load_timeout_sec=100)
+    tick = interval_s(config)
+    watch = Watch(config, 0.0)
+    times = [tick * number for number in range(1, 22)]
+    assert [time > 100 for time in times] == [watch.complaint(time) is not None for time in times]
+
+
+def test_an_engine_that_comes_no_further_while_it_loads_is_complained_of():
+    watch = Watch(EngineConfig(load_timeout_sec=100, compute_timeout_sec=10), 0.0)
+    for step_s in (50.0, 100.0, 5.0, 101.0):  # another piece after the second
+        watch.heard(Alive(step_s), 1.0)
+        assert (watch.complaint(1.0) is not None) == (step_s > 100)
+
+
+def test_a_model_that_takes_long_to_load_is_not_held_to_the_limit_of_a_step():
+    watch = Watch(EngineConfig(compute_timeout_sec=10), 0.0)
+    watch.heard(Alive(1000.0), 1.0)
+    assert watch.complaint(1.0) is None
+    watch.ready()
+    assert "compute_timeout_sec=10" in (watch.complaint(1.0) or "")
+
+
+def test_an_engine_whose_load_never_ends_is_killed_and_another_is_tried(tmp_path):
+    """The first of them hangs, as a file system may."""
+    (tmp_path / "hanging.py").write_text(
+        f"import pathlib, time\nflag = pathlib.Path({str(tmp_path / 'flag')!r})\n"
+        "if not flag.exists():\n    flag.touch()\n    time.sleep(3600)\n"
+        "from tests.fakes import FakeBackend as Backend\n"
+    )
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    with running(tmp_path, backend="hanging:Backend", load_timeout_sec=5, env=environment) as server:
+        server.wait_for("it came no further in its start for load_timeout_sec=5")
+
+
+@pytest.mark.parametrize("began", [10.0, 25.0])
+def test_time_in_which_the_engine_stood_still_is_not_its_steps(began):
+    stopwatch = Stopwatch(interval_s=5.0, now=20.0)
+    before = max(0.0, 20.0 - began)
+    assert stopwatch.seconds(began if before else None, 20.0) == before
+    assert stopwatch.seconds(began, 3600.0) == before
+    assert stopwatch.seconds(began, 3605.0) == before + 5
+    assert stopwatch.seconds(3606.0, 3610.0) == 4
+
+
 def test_without_limits_no_engine_counts_as_hung():
-    watch = Watch(EngineConfig(engine_heartbeat_timeout_sec=0, compute_timeout_sec=0))
+    watch = loaded(EngineConfig(engine_heartbeat_timeout_sec=0, compute_timeout_sec=0, load_timeout_sec=0))
     watch.heard(Alive(1e6), 0.0)
     assert watch.complaint(5.0) is None and watch.complaint(10.0) is None
 

@@ -5,6 +5,7 @@ from fastapi.responses import JSONResponse
 
 from skyrl.tinker import schemas
 from skyrl.tinker.routes.dependencies import CallerDependency, ServiceDependency
+from skyrl.tinker.routes.probes import engine_trouble
 
 router = APIRouter()
 public = APIRouter()
@@ -14,9 +15,9 @@ public = APIRouter()
 @public.get("/healthz", response_model=None)
 async def healthz(service: ServiceDependency) -> schemas.HealthResponse | JSONResponse:
     """Whether requests are being worked on."""
-    if service.engine.state == "ready":
+    if (reason := engine_trouble(service.engine)) is None:
         return schemas.HealthResponse(engine=service.engine.metrics)
-    return JSONResponse({"status": "starting", "detail": service.redact(service.engine.progress)}, 503)
+    return JSONResponse({"status": "starting", "detail": reason}, 503)
 
 
 @router.post("/client/config")

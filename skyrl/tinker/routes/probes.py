@@ -10,7 +10,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlmodel import Session
 
 from skyrl.tinker.routes.dependencies import ServiceDependency
-from skyrl.tinker.service import Service
+from skyrl.tinker.service import Engine, Service
+from skyrl.tinker.supervisor import READY, SILENT
 
 router = APIRouter()
 
@@ -27,11 +28,18 @@ async def livez() -> dict[str, str]:
 @router.get("/readyz", response_model=None)
 async def readyz(service: ServiceDependency) -> dict[str, str] | JSONResponse:
     """Requests are worked on: the engine is ready and the database answers."""
-    if service.engine.state != "ready":
-        return _unready(f"the engine is not ready: {service.redact(service.engine.progress)}")
+    if (reason := engine_trouble(service.engine)) is not None:
+        return _unready(reason)
     if not await _answers(service):
         return _unready("the database does not answer")
     return {"status": "ok"}
+
+
+def engine_trouble(engine: Engine) -> str | None:
+    """Why no requests are worked on, in words that are safe for whoever asks, as no key is needed for that."""
+    if engine.state != READY:
+        return f"the engine is not ready: {engine.state}"
+    return f"the engine is not ready: {SILENT}" if engine.progress == SILENT else None
 
 
 async def _answers(service: Service) -> bool:
