@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from skyrl.errors import RequestError
 from skyrl.tinker import activity, state_id
 from skyrl.tinker.auth import Keys
 from skyrl.tinker.channel import Done, FromEngine, Held, Parked, Ready, Running, Snapshotted, Stored
@@ -15,7 +16,7 @@ from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.db import Database, DatabaseFull
 from skyrl.tinker.disk import hold_folder
 from skyrl.tinker.fence import Superseded
-from skyrl.tinker.persistent import PASSING, Persistent
+from skyrl.tinker.persistent import FIRST_PAUSE_S, LONGEST_PAUSE_S, PASSING, Persistent
 from skyrl.tinker.queue import RequestQueue
 from skyrl.tinker.request_log import try_lost_models_again
 from skyrl.tinker.sample_counts import first_cursor
@@ -39,28 +40,23 @@ class TinkerServer:
         """Whether another process may do better (see `failure`)."""
         self.failed = asyncio.Event()
         self._make_engine = make_engine
-        self._started = False
+        self.started = False
+        """Whether there is something to stop."""
         self._stopping = threading.Event()
         self._patient: Persistent | None = None
         """Asks the database for what the start needs."""
 
-    async def start(self) -> None:
+    async def start(self, again: bool = False) -> None:
         """Open the database, take over what an earlier server left, start the engine. Does not wait for the model.
 
-        Raises `RequestError` if the database cannot be opened, the folder of checkpoints cannot be written, or the two
-        do not belong together.
+        Args:
+            again: All of it was there before, so what is wrong with it is told and waited for.
+
+        Raises:
+            RequestError: The database cannot be opened, the folder of checkpoints cannot be written, or the two do not
+                belong together.
         """
-        self._lease = await asyncio.to_thread(hold_folder, self.config.checkpoints_base, stopping=self._stopping)
-        try:
-            database = await asyncio.to_thread(Database, self.config.database_url)
-            try:
-                await state_id.tie(self.config.checkpoints_base, database)
-            except BaseException:
-                await asyncio.to_thread(database.close)
-                raise
-        except BaseException:
-            self._lease.release()
-            raise
+        database = await self._open(again)
         loop = asyncio.get_running_loop()
         database.fence.on_superseded = lambda message: loop.call_soon_threadsafe(self._superseded, message)
         self.service = Service(self.config, database)
@@ -77,7 +73,7 @@ class TinkerServer:
         await self._patient.write(try_lost_models_again, "which models to try again")
         await self.queue.restore(self._patient)
         self.service.engine.start()
-        self._started = True
+        self.started = True
         collector = Collector(
             self.config,
             database,
@@ -91,12 +87,39 @@ class TinkerServer:
         self._cleanup = asyncio.create_task(collector.run())
         self._parking = asyncio.create_task(self._park_idle_models())
 
+    async def _open(self, again: bool) -> Database:
+        """Hold the folder and open the database that belongs to it."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._try_to_open()
+            except (RequestError, OSError) as error:
+                if not again or self._stopping.is_set():
+                    raise
+                log.error("%s; trying again", error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _try_to_open(self) -> Database:
+        self._lease = await asyncio.to_thread(hold_folder, self.config.checkpoints_base, stopping=self._stopping)
+        try:
+            database = await asyncio.to_thread(Database, self.config.database_url)
+            try:
+                await state_id.tie(self.config.checkpoints_base, database)
+            except BaseException:
+                await asyncio.to_thread(database.close)
+                raise
+        except BaseException:
+            self._lease.release()
+            raise
+        return database
+
     def let_go(self, at_once: bool) -> None:
         """Let every poll return, as the server is to stop; `at_once`: without what the engine would still finish."""
         self._stopping.set()
         if self._patient is not None:
             self._patient.stop()
-        if self._started:
+        if self.started:
             self._lease.ending()
             self.service.let_go()
             if at_once:
@@ -159,7 +182,7 @@ class TinkerServer:
 
     def _superseded(self, message: str) -> None:
         """Another server has our database: what the engine does from now on is lost."""
-        if self._started:
+        if self.started:
             self.service.engine.kill()
         self._on_failure(message)
 

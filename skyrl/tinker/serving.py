@@ -25,8 +25,8 @@ from skyrl.tinker.api_process import BACKLOG, KeeperLink, fail
 from skyrl.tinker.app import create_app
 from skyrl.tinker.config import EngineConfig, without_password
 from skyrl.tinker.connections import Connection
+from skyrl.tinker.doorstep import Doorstep
 from skyrl.tinker.engine_process import EngineProcess
-from skyrl.tinker.fence import Superseded
 from skyrl.tinker.server import TinkerServer
 from skyrl.tinker.supervisor import EngineSupervisor
 from skyrl.utils.log import setup_logging
@@ -67,8 +67,9 @@ def run(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine:
 async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine: EngineProcess | None) -> int:
     app = create_app(config, partial(EngineSupervisor, first=engine, again=link.again))
     server: TinkerServer = app.state.server
+    door = Doorstep(app, config.long_poll_s)
     options = uvicorn.Config(
-        app,
+        door,
         http=Connection,  # of h11, which bounds headers, as httptools, if that happens to be installed, does not
         ws="none",
         proxy_headers=False,  # or a client without a key would have an address of its own for each request
@@ -79,53 +80,72 @@ async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(OPEN_REQUESTS * config.shutdown_timeout_sec),
     )
-    http = _HttpServer(options, server, partial(_leave, config.shutdown_timeout_sec + LAST_S, link))
+    http = _HttpServer(options, server, door, partial(_leave, config.shutdown_timeout_sec + LAST_S, link))
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, http.end)
     link.watch(http.end)
     link.greet(listener if link.listener is None else None)
     with listener:
-        try:
-            await server.start()
-        except Superseded as error:
-            return fail(str(error), link, for_good=True)
-        except RequestError as error:
-            return fail(str(error), link)
-        # What is loaded by now stays; looking through it all again would stop every answer for 0.2 s.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*COLLECTIONS)
-        announcement = asyncio.create_task(_announce(server, _url(listener), http, link))
+        life = asyncio.create_task(_live(server, door, http, _url(listener), link))
+        life.add_done_callback(http.nothing_to_serve)
         try:
             await http.serve(sockets=[listener])
         finally:
-            announcement.cancel()
-            await server.stop()
-    if server.failure is None:
-        return 0
-    if server.again:
-        raise SystemExit(f"skyrl: {server.failure}")  # without a word to the keeper, which tries again
-    return fail(server.failure, link, for_good=True)
+            life.cancel()
+            [outcome] = await asyncio.gather(life, return_exceptions=True)
+            if server.started:
+                await server.stop()
+    if server.failure is not None:
+        if server.again:
+            raise SystemExit(f"skyrl: {server.failure}")  # without a word to the keeper, which tries again
+        return fail(server.failure, link, for_good=True)
+    if isinstance(outcome, RequestError):
+        return fail(str(outcome), link)
+    if isinstance(outcome, Exception) and not http.told:
+        raise outcome
+    return 0
+
+
+async def _live(server: TinkerServer, door: Doorstep, http: "_HttpServer", url: str, link: KeeperLink) -> None:
+    """Start the server's parts behind the door, then announce them. Returns when there will never be an engine."""
+    try:
+        await server.start(again=link.again)
+    finally:
+        door.turn_away()
+    # What is loaded by now stays; looking through it all again would stop every answer for 0.2 s.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECTIONS)
+    door.let_in()
+    await _announce(server, url, http, link)
 
 
 class _HttpServer(uvicorn.Server):
     """uvicorn that ends when it is told to, and lets long polls go at once."""
 
-    def __init__(self, config: uvicorn.Config, server: TinkerServer, leave: Callable[[], None]):
+    def __init__(self, config: uvicorn.Config, server: TinkerServer, door: Doorstep, leave: Callable[[], None]):
         super().__init__(config)
+        self.told = False
+        """Whether it was told to end."""
         self._server = server
+        self._door = door
         self._leave = leave
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    def nothing_to_serve(self, _: object) -> None:
+        """Stop listening."""
+        self.should_exit = True
+
     def end(self, at_once: bool = False) -> None:
         """Stop; `at_once` waits neither for open requests nor for the engine, whose work is in the log."""
         if not self.should_exit:
             log.info("stopping")
             self._leave()
-        self.should_exit = True
+        self.told = self.should_exit = True
+        self._door.turn_away()
         self.force_exit |= at_once
         self._server.let_go(at_once)
 

@@ -11,6 +11,7 @@ import pytest
 
 from skyrl.tinker.channel import Alive
 from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.doorstep import REASON
 from skyrl.tinker.heartbeat import Stopwatch, Watch, interval_s
 from skyrl.tinker.supervisor import STARTS
 from tests.fakes import HANG
@@ -152,6 +153,25 @@ def test_without_limits_no_engine_counts_as_hung():
     assert watch.complaint(5.0) is None and watch.complaint(10.0) is None
 
 
+def test_a_server_that_is_started_again_and_waits_for_its_database_is_alive_and_not_ready(tmp_path):
+    with running(tmp_path, long_poll_s=0.5) as server:
+        file, away = tmp_path / "server.db", tmp_path / "away"
+        api = server.kill("api")
+        wait_for_end(api)
+        file.rename(away)
+        file.mkdir()
+        server.wait_for("; trying again")
+        assert server.http.get(f"{server.url}/livez").json() == {"status": "ok"}
+        for path in ("readyz", "api/v1/healthz"):
+            response = server.http.get(f"{server.url}/{path}")
+            assert (response.status_code, response.json()["detail"]) == (503, REASON)
+        file.rmdir()
+        away.rename(file)
+        server.wait_for(AGAIN)
+        assert server.http.get(f"{server.url}/readyz").json() == {"status": "ok"}
+        server.train(server.model(), 1)
+
+
 FAILING_BACKEND = """
 import os, pathlib
 if pathlib.Path({flag!r}).exists():
@@ -203,7 +223,9 @@ def spoil_folder(folder: Path) -> Callable[[], None]:
     ("spoil", "told"),
     [
         (spoil_keys, "error: api_keys_file="),
-        pytest.param(spoil_folder, "skyrl: checkpoints_base=", marks=pytest.mark.slow),
+        pytest.param(
+            spoil_folder, ": File exists; use a folder that can be written; trying again", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_at_a_restart_of_the_api_is_told_until_it_is_mended(tmp_path, spoil, told):

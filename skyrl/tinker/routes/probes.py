@@ -15,23 +15,24 @@ from skyrl.tinker.supervisor import READY, SILENT
 
 router = APIRouter()
 
+LIVEZ, READYZ = "/livez", "/readyz"
 PATIENCE_S = 2.0
 """Seconds that the database gets to answer."""
 
 
-@router.get("/livez")
+@router.get(LIVEZ)
 async def livez() -> dict[str, str]:
     """The process answers. It waits for an engine or a database that is away, so starting it again is in vain."""
     return {"status": "ok"}
 
 
-@router.get("/readyz", response_model=None)
+@router.get(READYZ, response_model=None)
 async def readyz(service: ServiceDependency) -> dict[str, str] | JSONResponse:
     """Requests are worked on: the engine is ready and the database answers."""
     if (reason := engine_trouble(service.engine)) is not None:
-        return _unready(reason)
+        return unready(reason)
     if not await _answers(service):
-        return _unready("the database does not answer")
+        return unready("the database does not answer")
     return {"status": "ok"}
 
 
@@ -60,5 +61,6 @@ def _ask(session: Session) -> bool:
     return session.connection().execute(text("SELECT 1")).scalar() == 1
 
 
-def _unready(detail: str) -> JSONResponse:
+def unready(detail: str) -> JSONResponse:
+    """The answer to who asks whether the server is ready."""
     return JSONResponse({"status": "not ready", "detail": detail}, 503)
