@@ -131,7 +131,9 @@ def _run(config: EngineConfig, link: KeeperLink) -> int:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, _, _, _, address = socket.getaddrinfo(
+        host.removeprefix("[").removesuffix("]"), port, type=socket.SOCK_STREAM
+    )[0]
     deadline = time.monotonic() + NOTICE_S
     while True:
         try:

@@ -40,6 +40,8 @@ class Caller:
     tenant: str | None
     address: str = ""
     """Where the request came from."""
+    expires: int | None = None
+    """Unix time until which the token is good that it was sent with; None: with a key."""
 
     @property
     def sharer(self) -> str:
@@ -98,12 +100,12 @@ class Keys:
         if api_key is None or not api_key.startswith(TOKEN_PREFIX):
             raise BadKey("X-API-Key is not one of this server's keys; set api_key or TINKER_API_KEY to one")
         try:
-            tenant = self.signer.read("api", api_key).get("tenant")
+            claims = self.signer.read("api", api_key)
         except BadToken as error:
             raise BadKey(f"the token in X-API-Key {error}; get another from auth/token", is_token=True) from error
-        if tenant not in self._tenants.values():
+        if (tenant := claims.get("tenant")) not in self._tenants.values():
             raise BadKey("the token in X-API-Key is of a key that this server no longer has", is_token=True)
-        return Caller(tenant)
+        return Caller(tenant, expires=claims["exp"])
 
     def token_for_key(self, api_key: str | None) -> str:
         """A token for who sends this key; with another token none is made, so that one that leaks ends with its hour.
@@ -118,7 +120,7 @@ class Keys:
     def token_for(self, caller: Caller) -> str:
         """A token that stands for the caller, with the claims that clients read."""
         claims = {"iss": "skyrl", "sub": caller.urn, "org_id": ORGANIZATION, "email": caller.email}
-        return self.signer.sign("api", {**claims, "tenant": caller.tenant}, TOKEN_LIFETIME_S)
+        return self.signer.sign("api", {**claims, "tenant": caller.tenant}, int(time.time()) + TOKEN_LIFETIME_S)
 
 
 class WrongKeys:

@@ -10,6 +10,7 @@ import ipaddress
 import json
 import os
 import re
+import socket
 import stat
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,10 @@ ENVIRONMENT_PREFIXES = ("SKYRL_", "TX_")
 SEEN = "every user of the machine sees command lines"
 SECRET = ("api_keys", "tenant_weights", "external_inference_api_key", "database_url")
 """Options whose values are shown to nobody."""
+KEYS = ("api_keys", "api_keys_file")
+"""Options that were meant to close the doors where they are there, though empty."""
+
+OPEN_TO_OTHERS = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
 
 STATE = Path(user_data_dir("skyrl"))
 """Where a server keeps what must survive it, unless told otherwise."""
@@ -99,7 +104,8 @@ class EngineConfig(BaseModel):
     """Port to listen on; 0 picks a free one."""
 
     api_keys_file: Path | None = None
-    """File with the keys that clients may use, one in each line. Without any, every key is accepted."""
+    """File with the keys that clients may use, one in each line, that nobody else can read or change. Without any,
+    every key is accepted."""
 
     api_keys: Names = Field((), repr=False)
     """More keys, separated by commas: only in the environment (SKYRL_API_KEYS), as everybody sees command lines."""
@@ -221,6 +227,13 @@ class EngineConfig(BaseModel):
             raise ValueError("external inference servers are not served yet; leave it out, this server samples itself")
         return value
 
+    @field_validator(*KEYS, mode="before")
+    @classmethod
+    def _not_empty(cls, value: object) -> object:
+        if isinstance(value, str) and not value.strip(", "):
+            raise ValueError("there is no key in it; write one, or leave the option out to serve without keys")
+        return value
+
     @field_validator("tenant_weights", mode="after")
     @classmethod
     def _in_bounds(cls, weights: dict[str, Any]) -> dict[str, float]:
@@ -287,10 +300,13 @@ class EngineConfig(BaseModel):
 
 def is_loopback(host: str) -> bool:
     """Whether an address reaches programs of this machine only."""
+    name = host.removeprefix("[").removesuffix("]").lower()
+    numbers = re.fullmatch(r"[0-9a-fx.]+", name)  # of which the system takes fewer than four: 127.1
     try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+        address = ipaddress.ip_address(socket.inet_aton(name) if numbers else name)
+    except (ValueError, OSError):
+        return name == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _names(weights: str) -> list[str]:
@@ -304,14 +320,20 @@ def _names(weights: str) -> list[str]:
 
 def _read_keys(file: Path) -> list[str]:
     try:
-        lines = [line.strip() for line in file.expanduser().read_text().splitlines()]
-        readable = file.expanduser().stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
+        with file.expanduser().open() as opened:
+            lines = [line.strip() for line in opened.read().splitlines()]
+            status = os.fstat(opened.fileno())
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"api_keys_file={file}: it cannot be read ({type(error).__name__}); check its path and permissions"
         ) from None
-    if readable:
-        raise ValueError(f"api_keys_file={file}: others can read it; keep it to yourself with: chmod 600 {file}")
+    # The group may read what is root's, as of secrets that a container is given: root has chosen the group.
+    if status.st_mode & (OPEN_TO_OTHERS if status.st_uid == 0 else OPEN_TO_OTHERS | stat.S_IRGRP):
+        raise ValueError(
+            f"api_keys_file={file}: others can read or change it (mode {stat.S_IMODE(status.st_mode):04o}); keep it to "
+            f"yourself with: chmod 600 {file}, or mount a container's secret with mode 0440 or 0400 (Kubernetes: "
+            "defaultMode, Docker: mode)"
+        )
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ValueError(f"api_keys_file={file}: there is no key in it; write one key in each line")
@@ -360,9 +382,13 @@ def read_config(
     origins: dict[str, str] = {}
     for name in EngineConfig.model_fields:
         for variable in (prefix + name.upper() for prefix in ENVIRONMENT_PREFIXES):
-            if environ.get(variable) and name not in values:
+            given_there = environ.get(variable) or (variable in environ and name in KEYS)
+            if given_there and name not in values:
                 values[name], origins[name] = environ[variable], variable
-    given = vars(parser.parse_args(argv))
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(map(_without_value, unknown))}")
+    given = vars(known)
     if "api_keys" in given:
         parser.error(
             f"--api-keys: {SEEN}; put the keys into a file, one in each line, and name it with --api-keys-file"
@@ -377,6 +403,11 @@ def read_config(
         return EngineConfig.model_validate(values), given
     except ValidationError as error:
         parser.error(describe(error, origins))
+
+
+def _without_value(argument: str) -> str:
+    """A misspelt option, fit to be shown: what is given to it may be a secret."""
+    return argument.partition("=")[0] if argument.startswith("--") else "..."
 
 
 def describe(error: ValidationError, origins: Mapping[str, str] | None = None) -> str:

@@ -33,10 +33,10 @@ class Signer:
     def __init__(self, secret: str):
         self._key = bytes.fromhex(secret)
 
-    def sign(self, audience: Audience, claims: dict[str, Any], lifetime_s: int) -> str:
-        """A token that says `claims` for `lifetime_s` seconds from now."""
-        now = int(time.time())
-        return jwt.encode({**claims, "aud": audience, "iat": now, "exp": now + lifetime_s}, self._key, ALGORITHM)
+    def sign(self, audience: Audience, claims: dict[str, Any], expires: int) -> str:
+        """A token that says `claims` until `expires`, a Unix time."""
+        dates = {"iat": int(time.time()), "exp": expires}
+        return jwt.encode({**claims, "aud": audience, **dates}, self._key, ALGORITHM)
 
     def read(self, audience: Audience, token: str) -> dict[str, Any]:
         """What a token says. Raises `BadToken`."""

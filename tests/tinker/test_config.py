@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -80,9 +81,9 @@ def test_a_weight_that_is_none_is_refused_with_its_key_and_the_range(capsys, wei
     assert f"{name} weighs " in message and "mine" not in message
 
 
-@pytest.mark.parametrize("keys", ["a,b", ""])
-def test_a_weight_of_a_key_that_is_not_there_is_refused(capsys, keys):
-    message = refusal(capsys, "--tenant-weights", '{"key-nobody": 2}', SKYRL_API_KEYS=keys)
+@pytest.mark.parametrize("environ", [{"SKYRL_API_KEYS": "a,b"}, {}])
+def test_a_weight_of_a_key_that_is_not_there_is_refused(capsys, environ):
+    message = refusal(capsys, "--tenant-weights", '{"key-nobody": 2}', **environ)
     assert "tenant_weights: 'key-nobody' is the name of none of the keys" in message
 
 
@@ -99,6 +100,9 @@ SECRET = "sk-very-secret"
         ([], {"SKYRL_API_KEYS": SECRET, "SKYRL_TENANT_WEIGHTS": f'{{"{SECRET}": 0}}'}, "from 0.001"),
         ([], {"SKYRL_API_KEYS": SECRET, "SKYRL_TENANT_WEIGHTS": f'["{SECRET}"]'}, "dictionary"),
         (["--external-inference-api-key", SECRET], {}, "not served"),
+        ([f"--api-key={SECRET}"], {}, "unrecognized arguments: --api-key "),
+        (["--api-key", SECRET], {}, "unrecognized arguments: --api-key ..."),
+        ([f"-k{SECRET}"], {}, "unrecognized arguments: ..."),
     ],
 )
 def test_no_error_says_a_secret(capsys, argv, environ, way_out):
@@ -116,7 +120,11 @@ def test_keys_are_read_from_a_file_and_the_environment(tmp_path):
 @pytest.mark.parametrize(
     ("text", "mode", "message"),
     [
-        ("a", 0o644, "chmod 600"),
+        ("a", 0o644, "(mode 0644); keep it to yourself with: chmod 600"),
+        ("a", 0o660, "chmod 600"),
+        ("a", 0o620, "chmod 600"),
+        ("a", 0o602, "chmod 600"),
+        ("a", 0o444, "Kubernetes: defaultMode"),
         ("", 0o600, "no key"),
         ("# of Bob\n", 0o600, "no key"),
         ("a b", 0o600, "spaces"),
@@ -131,6 +139,40 @@ def test_a_file_of_keys_that_is_none_or_that_others_can_read_is_refused(tmp_path
     assert message in refusal(capsys, "--api-keys-file", str(file))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
+def test_the_group_may_read_keys_that_are_roots_as_a_container_is_given_them(tmp_path, capsys):
+    (tmp_path / "..data").mkdir()
+    file = tmp_path / "..data" / "keys"
+    file.write_text("a")
+    file.chmod(0o440)
+    (tmp_path / "keys").symlink_to(file)  # as Kubernetes mounts them
+    assert parsed("--api-keys-file", str(tmp_path / "keys")).api_keys == ("a",)
+    os.chown(file, 1000, 1000)
+    assert "others can read" in refusal(capsys, "--api-keys-file", str(tmp_path / "keys"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "name"),
+    [
+        (["--api-keys-file", ""], {}, "--api-keys-file"),
+        (["--api-keys-file="], {}, "--api-keys-file"),
+        ([], {"SKYRL_API_KEYS_FILE": ""}, "SKYRL_API_KEYS_FILE"),
+        ([], {"TX_API_KEYS": ""}, "TX_API_KEYS"),
+        ([], {"SKYRL_API_KEYS": " , "}, "SKYRL_API_KEYS"),
+    ],
+)
+def test_a_place_for_keys_without_a_key_does_not_open_the_doors(capsys, argv, environ, name):
+    message = refusal(capsys, *argv, **environ)
+    assert f" {name}" in message and "there is no key in it" in message
+
+
+def test_a_variable_without_a_key_is_no_harm_beside_a_file_with_one(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("a")
+    file.chmod(0o600)
+    assert parsed("--api-keys-file", str(file), SKYRL_API_KEYS="").api_keys == ("a",)
+
+
 def test_the_engine_is_told_no_secrets():
     url = f"postgresql://me:{SECRET}@host/db"
     config = parsed(SKYRL_API_KEYS=f"{SECRET},b", SKYRL_TENANT_WEIGHTS=f'{{"{SECRET}": 2}}', SKYRL_DATABASE_URL=url)
@@ -139,7 +181,9 @@ def test_the_engine_is_told_no_secrets():
     assert told.weights == config.weights and SECRET not in repr(config).replace(url, "")
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.com"])
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "192.168.1.2", "example.com", "0", "", "10.1", "::ffff:10.0.0.1", "1e9"]
+)
 def test_an_address_that_others_reach_takes_keys_or_the_word_of_the_operator(capsys, host):
     message = refusal(capsys, f"--host={host}")
     assert f"host={host}" in message and "--api-keys-file" in message and "--insecure" in message
@@ -147,7 +191,9 @@ def test_an_address_that_others_reach_takes_keys_or_the_word_of_the_operator(cap
     assert parsed(f"--host={host}", SKYRL_API_KEYS="a").host == host
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.1.1", "::1"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST", "127.0.0.1", "127.0.1.1", "::1", "127.1", "[::1]", "::ffff:127.0.0.1"]
+)
 def test_an_address_of_this_machine_takes_no_keys(host):
     assert parsed(f"--host={host}").host == host
 
@@ -171,7 +217,7 @@ def test_folders_are_absolute(tmp_path, monkeypatch):
     ("argv", "message"),
     [
         (["--nope", "1"], "unrecognized arguments: --nope"),
-        (["--base", "x"], "unrecognized arguments: --base x"),
+        (["--base", "x"], "unrecognized arguments: --base ..."),
         (["--port", "many"], "--port=many: Input should be a valid integer"),
         (["--port", "70000"], "--port=70000: Input should be less than or equal to 65535"),
         (["--log-level", "loud"], "--log-level=loud: Input should be 'debug', 'info', 'warning' or 'error'"),

@@ -52,6 +52,23 @@ def test_token_stands_for_its_key(locked):
     assert locked.post("/session_heartbeat", beat, headers={"X-API-Key": token(locked, "tml-b")}).status_code == 404
 
 
+def test_a_link_ends_with_the_token_that_asked_for_it(locked):
+    key = {"X-API-Key": "tml-a"}
+    locked.http.headers.update(key)
+    model = locked.model()
+    path = locked.run("/save_weights", {"model_id": model, "seq_id": 1, "path": "a"})["path"]
+    ends = jwt_claims(token(locked, "tml-a"))["exp"] - 3000
+    archive = f"/training_runs/{model}/checkpoints/weights/a/archive"
+    assert path.endswith("/weights/a")
+
+    def lifetime(sent: str) -> int:
+        answer = locked.http.get(archive, headers={"X-API-Key": sent, "Accept": "application/json"}).json()
+        return jwt_claims(answer["url"].split("/")[-2])["exp"]
+
+    assert lifetime(stale(locked, exp=ends)) == ends
+    assert lifetime("tml-a") > ends + 2900
+
+
 def test_wrong_key_gets_no_token(locked):
     response = locked.post("/auth/token", {}, headers={"X-API-Key": "tml-c"})
     assert response.status_code == 401 and "WWW-Authenticate" not in response.headers
@@ -67,7 +84,7 @@ def test_token_that_is_no_longer_good_is_refused_so_that_the_client_makes_anothe
         "of another server": Keys(["tml-a"], Signer("00" * 32)).token_for(keys(locked).caller("tml-a")),
         "unsigned": jwt.encode(jwt_claims(good), None, "none"),
         "of a removed key": stale(locked, tenant="key-0123456789abcdef"),
-        "a link": keys(locked).signer.sign("download", {"tenant": "x"}, 60),
+        "a link": keys(locked).signer.sign("download", {"tenant": "x"}, int(time.time()) + 60),
     }[what]
     response = locked.post("/create_session", {}, headers={"X-API-Key": bad})
     assert response.status_code == 401

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 import tarfile
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
@@ -210,7 +211,9 @@ def test_expired_link_is_403(server):
     base, _, name = claims_of(links(server, path)["state.json"])
     signer = server.app.state.server.service.keys.signer
     claims = signer.read("download", claims_of(links(server, path)["state.json"])[1])
-    old = signer.sign("download", {key: claims[key] for key in ("path", "version", "name", "member")}, -1)
+    old = signer.sign(
+        "download", {key: claims[key] for key in ("path", "version", "name", "member")}, int(time.time()) - 1
+    )
     response = httpx.get(f"{base}/{old}/{name}")
     assert response.status_code == 403 and "expired" in response.json()["detail"]
 

@@ -1,4 +1,4 @@
-"""Links to the files of checkpoints. Whoever has a link may use it, without a key, for an hour."""
+"""Links to the files of checkpoints. Whoever has a link may use it, without a key, for an hour at most."""
 
 import asyncio
 import logging
@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from skyrl.errors import RequestError, StorageError, UnknownName
 from skyrl.tinker import rest_schemas as rest
 from skyrl.tinker.archive import Stream, stream_archive, stream_file
+from skyrl.tinker.auth import Caller
 from skyrl.tinker.directory import find_checkpoint
 from skyrl.tinker.ids import TinkerPath
 from skyrl.tinker.routes.checkpoints import CHECKPOINT
@@ -46,9 +47,9 @@ async def external_weights_urls(
             f"path={path} holds {path.kind}; only what save_weights_external made has links to its files"
         )
     row = await service.directory.checkpoint("path", path, caller)
-    expires = int(time.time()) + LINK_LIFETIME_S
+    expires = _end_of_link(caller)
     names = await _read(path, partial(_file_names, service.path_of(row.folder)))
-    urls = {name: _link(request, service, path, row, name, member=name) for name in names}
+    urls = {name: _link(request, service, path, row, name, name, expires) for name in names}
     return rest.ExternalWeightsUrlsResponse(urls=urls, expires=rest.moment(expires))
 
 
@@ -58,8 +59,8 @@ async def archive(
 ) -> Response:
     """A link to a tar archive of a checkpoint (clients before 0.36), as a redirect or, for those who like it, JSON."""
     row = await service.directory.checkpoint("path", path, caller)
-    expires = int(time.time()) + LINK_LIFETIME_S
-    url = _link(request, service, path, row, f"{path.name}.tar", member=None)
+    expires = _end_of_link(caller)
+    url = _link(request, service, path, row, f"{path.name}.tar", None, expires)
     accepted = ", ".join(request.headers.getlist("accept"))  # clients before 0.22 send two, "json" and then "gzip"
     if "json" in accepted and "gzip" not in accepted:
         answer = rest.ArchiveUrlResponse(url=url, expires=rest.moment(expires))
@@ -86,12 +87,24 @@ async def download(token: str, name: str, service: ServiceDependency) -> Respons
     return _response(await _read(path, open_stream), name)
 
 
+def _end_of_link(caller: Caller) -> int:
+    """When a link that is made now expires: no later than the token that asks for it, which may have leaked."""
+    hour = int(time.time()) + LINK_LIFETIME_S
+    return hour if caller.expires is None else min(hour, caller.expires)
+
+
 def _link(
-    request: Request, service: Service, path: TinkerPath, row: CheckpointRow, name: str, member: str | None
+    request: Request,
+    service: Service,
+    path: TinkerPath,
+    row: CheckpointRow,
+    name: str,
+    member: str | None,
+    expires: int,
 ) -> str:
     """A URL on this server, as the client calls it. `member` is a file of the checkpoint; None: all of them."""
     claims = {"path": str(path), "version": row.version, "name": name, "member": member}
-    token = service.keys.signer.sign("download", claims, LINK_LIFETIME_S)
+    token = service.keys.signer.sign("download", claims, expires)
     return str(request.url_for("download", token=token, name=name))
 
 
