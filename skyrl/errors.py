@@ -22,7 +22,15 @@ class BackendLost(Exception):
     """The backend cannot go on, and no request is to blame: a worker is dead or late, a device has failed for good.
 
     The message says which and why. Its process ends; a new one recovers from snapshots and the log.
+
+    Args:
+        message: What is lost and why.
+        request_ids: What was being computed by what is lost, which may be the cause after all. None: all that runs.
     """
+
+    def __init__(self, message: str, request_ids: tuple[str, ...] | None = None):
+        super().__init__(message)
+        self.request_ids = request_ids
 
 
 class ConfigError(ValueError):

@@ -305,6 +305,10 @@ class FakeSampler:
     def running(self) -> tuple[str, ...]:
         return tuple(self._running)[: self._backend.config.rows]
 
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        return ()
+
     def add(self, request: Sample) -> None:
         sequences: list[list[int]] = [[] for _ in range(request.num_samples)]
         self._running[request.request_id] = _Running(request, self._weights(request), sequences, set())

@@ -28,6 +28,7 @@ from skyrl.backends.operations import (
     ModelOperation,
     Operation,
     OptimStep,
+    Progress,
     Publish,
     Rejected,
     Sample,
@@ -62,6 +63,7 @@ __all__ = [
     "ModelOperation",
     "Operation",
     "OptimStep",
+    "Progress",
     "Publish",
     "Rejected",
     "Sample",
@@ -179,7 +181,10 @@ class AbstractBackend(ABC):
         """Called, from any thread, when there may be something for `step` to do."""
 
     def on_quantum(self, request_ids: tuple[str, ...]) -> None:  # noqa: B027
-        """Called before anything is computed, with the requests that are computed from then on."""
+        """Called before anything is computed, with the requests that are from then on, beside what is `computed`."""
+
+    def on_progress(self, progress: Progress) -> None:  # noqa: B027
+        """Called by `step` with tokens of a sample that goes on, by a backend that tells of them."""
 
     def on_stored(self, version: str, saved: SaveOutput) -> None:  # noqa: B027
         """Called, from any thread, when a version that was published with `persist=False` is on disk."""

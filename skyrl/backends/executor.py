@@ -35,7 +35,7 @@ from skyrl.backends.backend import (
 )
 from skyrl.backends.quanta import Ended, Quanta, Quantum, Waiting, Work
 from skyrl.backends.writer import Writer
-from skyrl.errors import RequestError, StorageError
+from skyrl.errors import BackendLost, RequestError, StorageError
 from skyrl.types import ErrorResponse, GradientEffect, Result
 
 __all__ = ["Executor", "Quantum", "SamplerLoop", "Waiting", "Work", "failure"]
@@ -62,7 +62,12 @@ class SamplerLoop(Protocol):
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Requests that the next burst may work on, or that are being worked on elsewhere."""
+        """Requests that the next burst may work on."""
+        ...
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """Requests that are worked on whether there is a burst or not, by other processes."""
         ...
 
     def add(self, request: Sample) -> None:
@@ -70,7 +75,10 @@ class SamplerLoop(Protocol):
         ...
 
     def burst(self) -> list[Completion]:
-        """Admit what fits, advance every running sequence, return finished requests."""
+        """Admit what fits, advance every running sequence, return finished requests.
+
+        May tell of the others (`on_progress`). Raises `BackendLost`.
+        """
         ...
 
     def cancel(self, request_id: str) -> None: ...
@@ -91,6 +99,7 @@ class Executor(AbstractBackend):
     def __init__(self, base_model: str, config: BaseModel):
         super().__init__(base_model, config)
         self._quanta = Quanta(self)
+        self._lost: BackendLost | None = None
         self._background: dict[Future[Result], str] = {}
         self._failed_pass: dict[str, str] = {}
         self._wake = threading.Condition()
@@ -166,15 +175,18 @@ class Executor(AbstractBackend):
         return bool(self._background)
 
     def close(self) -> None:
+        self._quanta.close()
         self._writer.close()
 
     @property
     def busy(self) -> bool:
-        return bool(self._quanta.ready or self._ready or self.sampler.busy or any(f.done() for f in self._background))
+        if self._quanta.ready or self._ready or self._lost is not None or self.sampler.busy:
+            return True
+        return any(future.done() for future in self._background)
 
     @property
     def computed(self) -> tuple[str, ...]:
-        return (*self._quanta.computed, *self.sampler.running)
+        return (*self._quanta.computed, *self.sampler.elsewhere)
 
     def time_left(self) -> float | None:
         return self._quanta.time_left()
@@ -192,8 +204,10 @@ class Executor(AbstractBackend):
             for ended in self._quanta.turn():
                 completions += self._complete(ended)
         if bursts:
-            self.on_quantum((*self.sampler.running, *self._quanta.computed))
+            self.on_quantum((*self.sampler.running, *self.computed))
             completions += self.sampler.burst()
+        if self._lost is not None:
+            raise self._lost
         idle = (not turned or self._quanta.stalled) and (not bursts or self.sampler.stalled)
         if idle and (turned or bursts) and not completions:
             with self._wake:
@@ -259,6 +273,11 @@ class Executor(AbstractBackend):
         with self._wake:
             self._wake.notify_all()
         self.on_wake()
+
+    def lose(self, error: BackendLost) -> None:
+        """Say, from any thread, that it cannot go on: `step` raises the error, unless what is in flight says more."""
+        self._lost = self._lost or error
+        self.notify()
 
     def on_answer(self, answers: "Future[list[Any]]") -> None:
         self.notify()

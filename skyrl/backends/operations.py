@@ -173,6 +173,19 @@ class Sample(Operation):
 
 
 @dataclass(frozen=True)
+class Progress:
+    """Tokens of a sequence that is being sampled, after those that were told before. Its result has them all again."""
+
+    request_id: str
+    number: int
+    """Of the sequence among the request's samples."""
+    tokens: np.ndarray
+    """int32 `[n]`."""
+    logprobs: np.ndarray
+    """float32 `[n]`, as in the result."""
+
+
+@dataclass(frozen=True)
 class Completion:
     """The end of an operation: a result or an `ErrorResponse`."""
 

@@ -117,6 +117,7 @@ class _Dispatch:
     """Quanta that are computed elsewhere."""
 
     parts: list[Part]
+    """None, if they were abandoned."""
     answers: "Future[list[Any]]"
     since: float
     """When it was dispatched, or when the one before it ended, on the monotonic clock."""
@@ -197,16 +198,22 @@ class Quanta:
         return model_id in self._works
 
     def abandon(self) -> list[ModelOperation]:
-        """Drop all operations, and return them. What is in flight is not waited for."""
+        """Drop all operations, and return them. What is in flight keeps its place until it has ended."""
         abandoned = [operation for queue in self._queues.values() for operation in queue]
         for work in self._works.values():
             work.close()
         for model_id in self._queues:
             self._turns.remove(model_id)
-        for state in (self._works, self._asked, self._waits, self._queues, self._dispatches, self._again):
+        for state in (self._works, self._asked, self._waits, self._queues, self._again):
             state.clear()
+        for dispatch in self._dispatches:
+            dispatch.parts = []
         self.stalled = False
         return abandoned
+
+    def close(self) -> None:
+        """Forget what is in flight; nothing is dispatched any more."""
+        self._dispatches.clear()
 
     # -- what there is to do ------------------------------------------------------------------------------------------
 
@@ -229,8 +236,7 @@ class Quanta:
     @property
     def computed(self) -> tuple[str, ...]:
         """Requests with quanta in flight."""
-        models = dict.fromkeys(part.model_id for dispatch in self._dispatches for part in dispatch.parts)
-        return tuple(self._queues[model_id][0].request_id for model_id in models)
+        return self._requests([part for dispatch in self._dispatches for part in dispatch.parts])
 
     @property
     def _is_full(self) -> bool:
@@ -267,17 +273,19 @@ class Quanta:
     def _take_in(self) -> list[Ended]:
         """Let those go on whose dispatches have ended."""
         if self.time_left() == 0 and not self._dispatches[0].answers.done():
-            raise BackendLost(f"a dispatch has not ended within {self._computer.deadline_s:g} s")
+            why = f"a dispatch has not ended within deadline_s={self._computer.deadline_s:g}"
+            raise BackendLost(why, self._requests(self._dispatches[0].parts))
         over = [dispatch for dispatch in self._dispatches if dispatch.answers.done()]
-        self._dispatches = deque(dispatch for dispatch in self._dispatches if dispatch not in over)
-        if over and self._dispatches:
-            self._dispatches[0].since = max(self._dispatches[0].since, time.monotonic())
+        left = deque(dispatch for dispatch in self._dispatches if dispatch not in over)
+        if left and left[0] is not self._dispatches[0]:  # it began when those before it had ended
+            left[0].since = time.monotonic()
+        self._dispatches = left
         ended: list[Ended] = []
         for dispatch in over:
-            error = dispatch.answers.exception()
-            ended += (
-                self._failed(dispatch.parts, error) if error else self._come(dispatch.parts, dispatch.answers.result())
-            )
+            if error := dispatch.answers.exception():
+                ended += self._failed(dispatch.parts, error)
+            elif dispatch.parts:
+                ended += self._come(dispatch.parts, dispatch.answers.result())
         return ended + self._try_again()
 
     def _next(self, model_id: str) -> Quantum | None:
@@ -382,7 +390,13 @@ class Quanta:
         answers.add_done_callback(self._computer.on_answer)
         return []
 
+    def _requests(self, parts: list[Part]) -> tuple[str, ...]:
+        models = dict.fromkeys(part.model_id for part in parts)
+        return tuple(self._queues[model_id][0].request_id for model_id in models)
+
     def _failed(self, parts: list[Part], error: BaseException) -> list[Ended]:
+        if isinstance(error, BackendLost) and error.request_ids is None:
+            error.request_ids = self._requests(parts)
         if not isinstance(error, Exception) or isinstance(error, BackendLost):
             raise error
         if len(parts) > 1 and not self._computer.in_place:

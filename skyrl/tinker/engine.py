@@ -139,6 +139,10 @@ class TinkerEngine:
                 self._snapshot_all()
         except ChannelClosed:
             log.warning("the API process has gone")
+        except BackendLost as error:
+            if error.request_ids is not None:
+                self._tell_computed(error.request_ids)
+            raise
         self.backend.close()
         if self._stopping:
             self.backend.abandon()
@@ -228,7 +232,7 @@ class TinkerEngine:
         for request_id in request_ids:
             if request_id in self.upkeep:
                 self.upkeep.begins(request_id)
-        self._tell_computed(request_ids)
+        self._tell_computed((*request_ids, *self.backend.computed))
         crash_point("engine: before a quantum")
 
     def _tell_computed(self, request_ids: Iterable[str]) -> None:
@@ -259,10 +263,11 @@ class TinkerEngine:
                 if model_id not in tried and not self.policy.under_way(model_id):
                     tried.add(model_id)
                     self.upkeep.snapshot(model_id)
-            if not self.backend.busy and not self.backend.writing:
+            under_way = any(self.policy.under_way(model_id) for model_id in tried)
+            if not (under_way or self.backend.busy or self.backend.writing):
                 return
-            self.backend.wait(left_s)
-            self._deliver(self.backend.step())
+            if self.backend.wait(left_s):
+                self._deliver(self.backend.step())
         log.warning("%d models have no snapshot of their last steps; they are repeated", len(self.policy.changed()))
 
     def _rest(self) -> None:

@@ -46,6 +46,8 @@ from skyrl.types import (
     SaveOutput,
 )
 from tests.fakes import FakeBackend, FakeConfig
+from tests.remote import RemoteBackend
+from tests.remote_worker import RemoteConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -73,7 +75,11 @@ def open_jax(folder: Path) -> Executor:
     return JaxBackend(str(make_tiny_model(folder)), config)
 
 
-@pytest.fixture(scope="module", params=[open_fake, open_jax], ids=["fake", "jax"])
+def open_remote(folder: Path) -> Executor:
+    return RemoteBackend("remote", RemoteConfig(samples=ROWS, in_flight=2))
+
+
+@pytest.fixture(scope="module", params=[open_fake, open_jax, open_remote], ids=["fake", "jax", "remote"])
 def opener(request, tmp_path_factory) -> Callable[[], Executor]:
     folder = tmp_path_factory.mktemp("model") / "tiny"
     return lambda: request.param(folder)
@@ -580,7 +586,7 @@ def test_abandoned_operations_leave_their_model_as_it_was(backend, model, tmp_pa
         backend.submit(operation)
     backend.step()
     assert backend.abandon() == operations
-    assert not backend.busy
+    assert not backend.computed
     assert state(backend, model, tmp_path) == before
 
 
@@ -736,7 +742,8 @@ def test_a_cancelled_sample_gets_no_completion_and_others_finish(backend):
         backend.submit(operation)
     completions = backend.step()
     backend.cancel(cancelled.request_id)
-    while backend.busy:
+    while backend.busy or backend.computed:
+        backend.wait(120)
         completions += backend.step()
     assert [completion.request_id for completion in completions] == [kept.request_id]
 
@@ -750,7 +757,8 @@ def test_a_short_sample_finishes_before_a_long_one_that_began_earlier(backend):
     finished = []
     for operation in (long, short):
         backend.submit(operation)
-    while backend.busy:
+    while len(finished) < 2:
+        backend.wait(120)
         finished += [completion.request_id for completion in backend.step()]
     assert finished == [short.request_id, long.request_id]
 

@@ -174,6 +174,11 @@ class Sampler:
         return tuple(job.request.request_id for job in dict.fromkeys(jobs))
 
     @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """Nothing is sampled by other processes."""
+        return ()
+
+    @property
     def programs(self) -> int:
         """Programs compiled so far."""
         return self._programs.compiled

@@ -1,0 +1,262 @@
+"""Compute in other processes: what the executor does meanwhile, and what becomes of it when they die or hang."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl.backends.backend import Completion, ForwardBackward, Operation, Progress, Sample
+from skyrl.backends.quanta import Quantum
+from skyrl.errors import BackendLost
+from skyrl.types import ErrorResponse, ForwardBackwardOutput, LoraConfig, SampleOutput, SamplingParams, SaveOutput
+from tests.backends.test_contract import a_pass, a_sample, a_snapshot, a_step, done, logprobs, run, state
+from tests.fakes import HANG, KILL, POISON
+from tests.remote import RemoteBackend
+from tests.remote_worker import TILE, RemoteConfig
+
+CORE = 0.05
+"""Part of a core that the driver may use while others compute."""
+
+
+class Watched(RemoteBackend):
+    """Keeps the models of each dispatch's tiles."""
+
+    def __init__(self, config: RemoteConfig):
+        super().__init__("remote", config)
+        self.dispatched: list[list[str]] = []
+
+    def compute(self, quanta: list[Quantum]):
+        names = {handle: model_id for model_id, handle in self.models.items()}
+        if quanta[0].kind == TILE:
+            self.dispatched.append([names[quantum.inputs[1]] for quantum in quanta])
+        return super().compute(quanta)
+
+
+@pytest.fixture(scope="module")
+def survivors() -> Iterator[list[Watched]]:
+    """The backend that the next test can have, as its workers live and have nothing to do."""
+    backends: list[Watched] = []
+    yield backends
+    for backend in backends:
+        backend.close()
+
+
+@pytest.fixture
+def open_remote(survivors) -> Iterator[Callable[..., Watched]]:
+    """Opens a backend with model "a"."""
+    opened: list[Watched] = []
+
+    def open_it(**options) -> Watched:
+        config = RemoteConfig(**options)
+        opened.append(backend := survivors.pop() if survivors else Watched(config))
+        backend.configure(config)
+        backend.dispatched.clear()
+        for model_id in list(backend.models):
+            backend.delete_model(model_id)
+        backend.create_model("a", LoraConfig(rank=4, seed=7))
+        return backend
+
+    yield open_it
+    for backend in opened:
+        ended = [worker.process.poll() for worker in (backend.training, backend.sampling)]
+        if ended == [None, None] and not backend.computed:
+            survivors.append(backend)
+        else:
+            backend.close()
+
+
+def until(backend: RemoteBackend, *operations: Operation) -> list[Completion]:
+    """Submit them, and step whenever there is something to do until all have ended, or the backend is lost."""
+    for operation in operations:
+        backend.submit(operation)
+    ended: list[Completion] = []
+    while not {operation.request_id for operation in operations} <= {one.request_id for one in ended}:
+        assert backend.wait(60)
+        ended += backend.step()
+    return ended
+
+
+def rows(model_id: str, *tokens: list[int], **options) -> ForwardBackward:
+    """A pass of these sequences; its model is a tenant of its own."""
+    operation = a_pass(model_id, *(np.asarray(own, np.int32) for own in tokens))
+    return ForwardBackward(**{**vars(operation), "tenant": model_id, **options})
+
+
+def breaking(token: int, model_id: str = "a") -> ForwardBackward:
+    return rows(model_id, [1, token, 2])
+
+
+def a_breaking_sample(token: int) -> Sample:
+    params = SamplingParams(max_tokens=2, seed=1, stop=[])
+    return Sample(request_id=f"breaks on {token}", version=None, prompt=np.asarray([token]), params=params)
+
+
+# -- meanwhile ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_while_a_dispatch_takes_2_seconds_samples_are_served_and_cancelled_and_the_driver_rests(open_remote, in_flight):
+    backend = open_remote(dispatch_s=2, token_s=0.05, in_flight=in_flight, deadline_s=30)
+    training, cancelled = a_pass("a"), a_sample(None, max_tokens=1000)
+    samples = [a_sample(None, seed=seed) for seed in range(3)]
+    computing, began, steps = time.process_time(), time.monotonic(), 0
+    for operation in (training, *samples, cancelled):
+        backend.submit(operation)
+    ended: list[str] = []
+    while training.request_id not in ended:
+        assert backend.wait(60)
+        ended += [completion.request_id for completion in backend.step()]
+        steps += 1
+        if set(backend.computed) == {training.request_id, cancelled.request_id}:
+            backend.cancel(cancelled.request_id)
+    took, used = time.monotonic() - began, time.process_time() - computing
+    assert sorted(ended[:-1]) == sorted(sample.request_id for sample in samples) and ended[-1] == training.request_id
+    assert took >= 2 and used < CORE * took, (took, used, steps)
+
+
+def test_operations_of_others_that_compute_nothing_end_while_a_dispatch_is_in_flight(open_remote):
+    backend = open_remote(dispatch_s=0.3)
+    backend.submit(training := a_pass("a"))
+    backend.step()
+    began = time.monotonic()
+    backend.create_model("b", LoraConfig(rank=2, seed=1))
+    backend.delete_model("b")
+    assert time.monotonic() - began < 0.2 and backend.computed == (training.request_id,)
+
+
+def test_tokens_of_a_sample_are_told_one_by_one_as_they_come(open_remote):
+    backend = open_remote(token_s=0.02)
+    told: list[tuple[float, Progress]] = []
+    backend.on_progress = lambda progress: told.append((time.monotonic(), progress))
+    sample = a_sample(None, max_tokens=20, num_samples=2)
+    (completion,) = until(backend, sample)
+    assert isinstance(completion.result, SampleOutput)
+    for number, sequence in enumerate(completion.result.sequences):
+        own = [progress for _, progress in told if progress.number == number]
+        assert {progress.request_id for progress in own} == {sample.request_id} and len(own) == 20
+        np.testing.assert_array_equal(np.concatenate([progress.tokens for progress in own]), sequence.tokens)
+        np.testing.assert_allclose(np.concatenate([progress.logprobs for progress in own]), sequence.logprobs, 1e-6)
+    assert told[-1][0] - told[0][0] > 10 * 0.02, "all came at once"
+
+
+def test_samples_that_are_drawn_elsewhere_end_one_by_one(open_remote):
+    backend = open_remote(token_s=0.02)
+    samples = [a_sample(None, max_tokens=number) for number in (15, 10, 1, 5)]
+    ended = [completion.request_id for completion in until(backend, *samples)]
+    assert ended == [samples[number].request_id for number in (2, 3, 1, 0)]
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dispatch_of_four_ranks_takes_tiles_of_three_tenants_and_four_of_one_that_is_alone(open_remote):
+    backend = open_remote(ranks=4, rows=1)
+    for name in "bc":
+        backend.create_model(name, LoraConfig(rank=4, seed=7))
+    together = {"a": [[1, 2, 3], [4, 5]], "b": [[5, 6]], "c": [[7, 8]]}
+    done(backend, *(rows(name, *tokens) for name, tokens in together.items()))
+    assert [sorted(tiles) for tiles in backend.dispatched] == [["a", "a", "b", "c"]]
+    backend.dispatched.clear()
+    done(backend, rows("a", *[[1, 2]] * 6))
+    assert backend.dispatched == [["a"] * 4, ["a"] * 2]
+
+
+def test_gradients_do_not_depend_on_what_is_computed_beside_them(open_remote, tmp_path):
+    backend = open_remote(ranks=4, rows=1, in_flight=2)
+    data = [[1, 2, 3], [4, 5], [6, 7, 8], [9, 10], [11, 12]]
+    for name in ("alone", "b", "c"):
+        backend.create_model(name, LoraConfig(rank=4, seed=7))
+    done(backend, rows("alone", *data))
+    done(backend, *(rows(name, *data) for name in "bc"))
+    assert len({state(backend, name, tmp_path) for name in ("alone", "b", "c")}) == 1
+
+
+def test_what_cannot_be_computed_with_others_is_retried_and_fails_alone(open_remote):
+    backend = open_remote(ranks=4, in_flight=2)
+    backend.create_model("b", LoraConfig(rank=4, seed=7))
+    good, bad = run(backend, rows("a", [1, 2]), breaking(POISON, "b"))
+    assert isinstance(good, ForwardBackwardOutput)
+    assert isinstance(bad, ErrorResponse) and bad.gradients == "incomplete" and "internal error" in bad.error
+
+
+# -- what is abandoned -------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_after_what_was_abandoned_in_flight_waits_for_it_without_being_late(open_remote, tmp_path):
+    backend = open_remote(dispatch_s=0.3, deadline_s=0.5, in_flight=2, ranks=1, rows=1)
+    done(backend, a_pass("a"))
+    before = state(backend, "a", tmp_path)
+    backend.submit(training := rows("a", *[[1, 2]] * 4))
+    while len(backend.dispatched) < 3:  # the first was of the pass before
+        backend.step()
+    assert backend.abandon() == [training] and not backend.computed
+    (snapshot,) = done(backend, a_snapshot("a", tmp_path / "snapshot"))
+    assert isinstance(snapshot, SaveOutput) and snapshot.digest == before
+
+
+def test_a_backend_is_closed_while_a_dispatch_hangs(open_remote):
+    backend = open_remote()
+    backend.submit(breaking(HANG))
+    backend.step()
+    backend.close()
+    assert backend.abandon() and not backend.busy and backend.step() == []
+
+
+# -- lost --------------------------------------------------------------------------------------------------------------
+
+
+def lost(backend: RemoteBackend, *operations: Operation) -> BackendLost:
+    with pytest.raises(BackendLost) as caught:
+        until(backend, *operations)
+    return caught.value
+
+
+def test_a_worker_that_is_killed_in_mid_dispatch_loses_the_backend_by_name(open_remote):
+    backend = open_remote(in_flight=2)
+    backend.create_model("b", LoraConfig(rank=4, seed=7))
+    killer = breaking(KILL)
+    error = lost(backend, killer, a_step("b"), a_sample(None, max_tokens=500))
+    assert str(error) == f"the trainer (process {backend.training.process.pid}) was killed by SIGKILL"
+    assert error.request_ids == (killer.request_id,)
+
+
+def test_a_worker_that_is_killed_with_nothing_to_do_loses_the_backend_at_once(open_remote):
+    backend = open_remote()
+    os.kill(backend.training.process.pid, signal.SIGKILL)
+    assert backend.wait(60)
+    with pytest.raises(BackendLost, match=r"the trainer .* was killed by SIGKILL") as caught:
+        backend.step()
+    assert caught.value.request_ids == ()
+
+
+def test_a_sample_that_kills_its_worker_is_blamed_and_no_dispatch_in_flight(open_remote):
+    backend = open_remote()
+    killer = a_breaking_sample(KILL)
+    error = lost(backend, breaking(HANG), killer)
+    assert "the sampler" in str(error) and error.request_ids == (killer.request_id,)
+
+
+def test_a_dispatch_that_hangs_loses_the_backend_at_its_deadline(open_remote):
+    backend = open_remote(deadline_s=0.4)
+    hanging, began = breaking(HANG), time.monotonic()
+    error = lost(backend, hanging)
+    assert 0.4 <= time.monotonic() - began < 5
+    assert "deadline_s=0.4" in str(error) and error.request_ids == (hanging.request_id,)
+
+
+def test_a_deadline_is_of_each_dispatch_and_begins_when_the_one_before_has_ended(open_remote):
+    backend = open_remote(dispatch_s=0.2, deadline_s=0.35, in_flight=3, ranks=1, rows=1)
+    done(backend, rows("a", *[[1, 2]] * 5), a_step("a"))
+    assert np.isfinite(logprobs(backend, "a")).all()
+
+
+def test_a_lost_backend_still_finishes_its_writes(open_remote, tmp_path: Path):
+    backend = open_remote()
+    (saved,) = done(backend, a_snapshot("a", tmp_path / "snapshot"))
+    lost(backend, breaking(KILL))
+    backend.close()
+    assert isinstance(saved, SaveOutput) and (tmp_path / "snapshot" / "manifest.json").exists()
