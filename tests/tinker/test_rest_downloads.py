@@ -4,8 +4,8 @@ import io
 import json
 import subprocess
 import sys
-import time
 import tarfile
+import time
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from pathlib import Path
