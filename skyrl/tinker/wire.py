@@ -8,6 +8,7 @@ no more memory for arrays than `max_bytes`.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from itertools import groupby
 from typing import Any
 
@@ -19,11 +20,14 @@ from pydantic import ValidationError
 
 from skyrl.errors import RequestError
 from skyrl.tinker import json_numbers
+from skyrl.tinker.pace import Pace
 from skyrl.tinker.parsing import Body, MalformedBody, ModelAddress, describe_faults, json_object, read_address
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.schemas import ForwardBackwardRequest, ForwardRequest, ModelInput, PassInput, TensorData
 from skyrl.tinker.tensors import Budget, check_dimensions, dense, densified, float32s, from_bytes, int64s, sparse
-from skyrl.tinker.wire_scan import MAX_PARTS, address_of, check_parts
+from skyrl.tinker.wire_pieces import Part, array, joined
+from skyrl.tinker.wire_pieces import field as field_of
+from skyrl.tinker.wire_scan import MAX_PARTS, address_of, check_parts, unknown_field
 from skyrl.types import Cells, Datum, ForwardBackwardOutput, SampleOutput, TokenTable
 
 PROTOBUF = "application/x-protobuf"
@@ -325,17 +329,18 @@ def encode_sample(output: SampleOutput) -> bytes:
         )
         if sequence.topk_logprobs is not None:
             _fill_topk(sampled.topk_sampled_logprobs, sequence.topk_logprobs)
-    if output.prompt_logprobs is not None:
-        message.prompt_logprobs = _bytes(output.prompt_logprobs, "<f4")
-    if output.topk_prompt_logprobs is not None:
-        _fill_topk(message.topk_prompt_logprobs, output.topk_prompt_logprobs)
     if output.target_prompt_logprobs is not None:
         _fill_cells(message.target_prompt_logprobs, output.target_prompt_logprobs)
     if output.prompt_alt_tokens is not None:
         tokens, logprobs = output.prompt_alt_tokens
         _fill_cells(message.prompt_alt_tokens.tokens, _all_cells(tokens))
         _fill_cells(message.prompt_alt_tokens.logprobs, _all_cells(logprobs))
-    return message.SerializeToString()
+    parts: list[Part] = [message.SerializeToString()]
+    if output.prompt_logprobs is not None:
+        parts += field_of(pb.SampleResponse.PROMPT_LOGPROBS_FIELD_NUMBER, [array(output.prompt_logprobs, "<f4")])
+    if output.topk_prompt_logprobs is not None:
+        parts += field_of(pb.SampleResponse.TOPK_PROMPT_LOGPROBS_FIELD_NUMBER, _topk_parts(output.topk_prompt_logprobs))
+    return joined(parts)
 
 
 def sample_json(output: SampleOutput) -> dict[str, Any]:
@@ -370,6 +375,17 @@ def sample_json(output: SampleOutput) -> dict[str, Any]:
 
 EMPTY_CELL = -99999.0
 """Logprob of a cell of a top-k table that holds nothing."""
+
+
+def _topk_parts(table: TokenTable) -> list[Part]:
+    """`TopkLogprobs` of a whole prompt."""
+    token_ids, logprobs = table
+    length, k = token_ids.shape
+    return [
+        pb.TopkLogprobs(length=length, k=k).SerializeToString(),
+        *field_of(pb.TopkLogprobs.TOKEN_IDS_FIELD_NUMBER, [array(token_ids, "<i4")]),
+        *field_of(pb.TopkLogprobs.LOGPROBS_FIELD_NUMBER, [array(logprobs, "<f4")]),
+    ]
 
 
 def _fill_topk(message: pb.TopkLogprobs, table: TokenTable) -> None:
@@ -430,10 +446,7 @@ def _bytes(array: np.ndarray, dtype: str | np.dtype) -> bytes:
 def _refuse_unknown(message: Message, what: str) -> None:
     unknown = UnknownFieldSet(message)
     if len(unknown):
-        raise RequestError(
-            f"field number {unknown[0].field_number} of the {what} is not known to this server; "
-            "use the client version that this server's documentation names"
-        )
+        raise unknown_field(unknown[0].field_number, what)
 
 
 def _only_text(kind: str) -> str:
@@ -442,21 +455,23 @@ def _only_text(kind: str) -> str:
 
 def _unzstd(body: bytes, max_bytes: int) -> bytes:
     decompressor = zstandard.ZstdDecompressor().decompressobj()
-    parts, size, read = [], 0, 0
+    whole, read, pace = BytesIO(), 0, Pace()
     try:
+        if body and zstandard.frame_content_size(body) > max_bytes:  # as it says of itself, if it does
+            raise MalformedBody(_too_large(max_bytes))
         while read < len(body) and not decompressor.eof:
-            parts.append(decompressor.decompress(body[read : read + ZSTD_PIECE]))
+            whole.write(decompressor.decompress(body[read : read + ZSTD_PIECE]))
             read += ZSTD_PIECE
-            size += len(parts[-1])
-            if size > max_bytes:
+            if whole.tell() > max_bytes:
                 raise MalformedBody(_too_large(max_bytes))
+            pace()
     except zstandard.ZstdError as error:
         raise MalformedBody(f"the body is not zstd, as Content-Encoding says ({error})") from error
     if not decompressor.eof:
         raise MalformedBody("the zstd body ends in the middle of a frame; send all of it")
     if decompressor.unused_data or read < len(body):
         raise MalformedBody("the zstd body goes on after its frame; send one frame")
-    return b"".join(parts)
+    return whole.getvalue()
 
 
 def _too_large(max_bytes: int) -> str:

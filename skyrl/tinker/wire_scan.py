@@ -38,6 +38,7 @@ def _table(message: Any) -> Table:
 
 
 REQUEST = _table(pb.ForwardBackwardRequest.DESCRIPTOR)
+KNOWN = set(pb.ForwardBackwardRequest.DESCRIPTOR.fields_by_number)
 PACKED_BYTES = 8
 """Of numbers without fields of their own, which count for one part together."""
 
@@ -55,11 +56,21 @@ def address_of(body: bytes) -> bytes:
     return b"".join(sent)
 
 
+def unknown_field(number: int, what: str) -> RequestError:
+    """That a message has a field of which this server knows nothing."""
+    return RequestError(
+        f"field number {number} of the {what} is not known to this server; "
+        "use the client version that this server's documentation names"
+    )
+
+
 def check_parts(body: bytes, most: int = MAX_PARTS) -> None:
-    """Raises `RequestError` for more than `most` parts, `DecodeError` where nothing can be read."""
+    """Raises `RequestError` for more than `most` parts or an unknown one, `DecodeError` where nothing can be read."""
     datums = parts = at = 0
     while at < len(body):
         key, content, at = _field(body, at, len(body))
+        if key >> 3 not in KNOWN:  # or it would be parsed, however large, to find that
+            raise unknown_field(key >> 3, "request")
         parts += 1 + _parts_within(body, key, content, at, REQUEST, most - parts)
         datums += key >> 3 == DATA
         if datums > MAX_DATUMS:

@@ -46,6 +46,7 @@ bombs = {
         address + datum_with_tensor(length_delimited(b"\\x22", b"\\x01" * (MAX_BYTES - 100))), wire.PROTOBUF
     ),
     "unknown fields": (address + b"\\x7a\\x00" * (HALF - 50), wire.PROTOBUF),
+    "unknown field": (address + length_delimited(b"\\x7a", bytes(MAX_BYTES - 100)), wire.PROTOBUF),
     "unknown fields of a datum": (address + length_delimited(b"\\x1a", b"\\x7a\\x00" * (HALF - 50)), wire.PROTOBUF),
     "models": (b"\\x0a\\x00" * (HALF - 50) + address, wire.PROTOBUF),
     "json objects": (start + b'"forward_input":{"data":[' + b"{}," * (HALF // 2) + b"{}]}}", "application/json"),
@@ -88,13 +89,18 @@ NAMES = {
     "spans": "more than 131072 parts",
     "options": "more than 131072 parts",
     "shape": "more than 131072 parts",
-    "unknown fields": "more than 131072 parts",
+    "unknown fields": "field number 15 of the request is not known",
+    "unknown field": "field number 15 of the request is not known",
     "unknown fields of a datum": "more than 131072 parts",
     "models": "both are required",
     "json objects": "beside the long lists of numbers",
     "json names": "beside the long lists of numbers",
     "json numbers": "loss_fn_inputs: is required",
 }
+
+
+def test_a_bomb_that_says_its_size_is_refused_before_it_is_decompressed(bombs):
+    assert bombs["zeros"]["grown"] < MAX_BYTES / 4
 
 
 @pytest.mark.parametrize("name", NAMES)
