@@ -6,6 +6,7 @@ parser with a mark in the place of each, and may not be large.
 """
 
 import re
+from contextlib import suppress
 from secrets import token_hex
 from typing import Any
 
@@ -30,6 +31,14 @@ TOKENS_BYTES = 2**20
 TOKEN_BYTES = 32
 """Of text that the tokens of a prompt may have, the larger of both: so many, or so many for each of a context."""
 
+_SCALAR = rb'"[^"\\]{0,1024}"|-?\d{1,20}|true|false|null'
+_MEMBER = rb'"\w{1,64}"\s{0,64}:\s{0,64}(?:' + _SCALAR + rb")"
+_FIRST = re.compile(rb"\s{0,64}\{\s{0,64}(" + _MEMBER + rb"(?:\s{0,64},\s{0,64}" + _MEMBER + rb"){0,15})?")
+_LAST = re.compile(rb",\s{0,64}(" + _MEMBER + rb"(?:\s{0,64},\s{0,64}" + _MEMBER + rb"){0,15})\s{0,64}\}\s{0,64}$")
+_NAME_OF_LARGE = re.compile(rb'\s{0,64},?\s{0,64}"(\w{1,64})"\s{0,64}:\s{0,64}[{\[]')
+_OUTER_BYTES = 4096
+"""At the ends of a text that is not parsed, in which its simple members are."""
+
 _NAME = re.compile(rb'[{,\s]"(' + "|".join(NAMES).encode() + rb')"\s{0,8}:\s{0,8}$')
 _NAME_BYTES = 64
 """Of the text before a list, in which its name is."""
@@ -41,7 +50,7 @@ class TooMuch(ValueError):
     """The text is of more than can be read without holding up others."""
 
 
-def parse(text: bytes, max_tokens: int | None = None) -> Any:
+def parse(text: bytes, max_tokens: int | None = None, bounded: bool = True) -> Any:
     """The value of a JSON text, in which long lists of numbers in fields of `NAMES` are arrays, int64 or float64.
 
     Raises `ValueError` where it is no JSON, and `TooMuch`.
@@ -49,6 +58,7 @@ def parse(text: bytes, max_tokens: int | None = None) -> Any:
     Args:
         text: A body.
         max_tokens: How many tokens there may be in all lists of that name together, roughly.
+        bounded: Whether it may be too much.
     """
     rest, arrays, pace = [], [], Pace()
     at = end = tokens_bytes = rest_bytes = 0
@@ -56,7 +66,7 @@ def parse(text: bytes, max_tokens: int | None = None) -> Any:
     while (begin := text.find(b"[", begin + 1)) >= 0:
         if end < begin and (end := text.find(b"]", begin)) < 0:
             break
-        if rest_bytes + begin - at > MAX_REST_BYTES:
+        if bounded and rest_bytes + begin - at > MAX_REST_BYTES:
             raise _too_much()
         if end - begin < LONG_BYTES or (name := _NAME.search(text, max(at, begin - _NAME_BYTES), begin)) is None:
             continue
@@ -69,15 +79,31 @@ def parse(text: bytes, max_tokens: int | None = None) -> Any:
         rest_bytes += begin - at + len(rest[-1])
         arrays.append(array)
         at, begin = end + 1, end
-    value = parse_short(b"".join([*rest, text[at:]]))
+    value = parse_short(b"".join([*rest, text[at:]]), bounded)
     return _with_arrays(value, arrays) if arrays else value
 
 
-def parse_short(text: bytes) -> Any:
-    """The value of a JSON text. Raises `ValueError` where it is none, and `TooMuch`."""
-    if len(text) > MAX_REST_BYTES or sum(map(text.count, (b'"', b"[", b"{"))) > MAX_MARKS:
+def parse_short(text: bytes, bounded: bool = True) -> Any:
+    """The value of a JSON text. Raises `ValueError` where it is none, and `TooMuch` where it may be."""
+    if bounded and (len(text) > MAX_REST_BYTES or sum(map(text.count, (b'"', b"[", b"{"))) > MAX_MARKS):
         raise _too_much()
     return from_json(text)
+
+
+def outer_members(text: bytes) -> dict[str, Any]:
+    """Words and numbers among the first members of an object and its last ones, without a look at what is between.
+
+    Of the member behind the first ones there is the name, with None.
+    """
+    members: dict[str, Any] = {}
+    first, last = _FIRST.match(text[:_OUTER_BYTES]), _LAST.search(text[-_OUTER_BYTES:])
+    if first is not None and (following := _NAME_OF_LARGE.match(text, first.end())) is not None:
+        members[following[1].decode()] = None
+    for found in (first, last):
+        if found is not None and found[1] is not None:
+            with suppress(ValueError):
+                members |= from_json(b"{%b}" % found[1])
+    return members
 
 
 def _check_tokens(size: int, max_tokens: int) -> None:

@@ -8,12 +8,13 @@ the schema, the request goes on with the error instead of its content, and fails
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from skyrl.tinker.json_numbers import TooMuch, parse_short
+from skyrl.tinker.json_numbers import TooMuch, outer_members, parse_short
 
 R = TypeVar("R", bound=BaseModel)
 T = TypeVar("T")
@@ -32,6 +33,14 @@ Int64 = Annotated[int, Field(ge=0, lt=2**63)]
 
 class MalformedBody(Exception):
     """Nothing can be made of a body. The message says what is wrong with it."""
+
+
+class TooLarge(MalformedBody):
+    """A body is JSON of more than is read, but for those of its `members` that say whose it is."""
+
+    def __init__(self, message: str, body: bytes):
+        super().__init__(message)
+        self.members = outer_members(body)
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,8 @@ class Limits:
     max_bytes: int
     """After decompression, and of the arrays made of it."""
     max_parts: int | None = None
-    """Fields of a training pass in protobuf, in all its messages. None: `wire_scan.MAX_PARTS`."""
+    """Fields of a training pass in protobuf, in all its messages. None: `wire_scan.MAX_PARTS`, and
+    those of `json_numbers` hold for JSON."""
     max_context_length: int = 2**31
     """Tokens that a prompt may have, roughly."""
 
@@ -106,7 +116,7 @@ def json_object(body: Body, parse: Callable[[bytes], Any] = parse_short) -> dict
     try:
         value = parse(body.data or b"{}")
     except TooMuch as error:
-        raise MalformedBody(str(error)) from error
+        raise TooLarge(str(error), body.data) from error
     except ValueError as error:
         raise MalformedBody(f"the body is not JSON ({error}); send a JSON object") from error
     if not isinstance(value, dict):
@@ -132,10 +142,16 @@ def json_parser(
         address: What it is for, which may depend on the body.
     """
 
-    def parse(body: Body, _: Limits) -> Parsed[R]:
-        value = json_object(body)
+    def parse(body: Body, limits: Limits) -> Parsed[R]:
+        error = ""
+        try:
+            value = json_object(body, partial(parse_short, bounded=limits.max_parts is None))
+        except TooLarge as fault:
+            value, error = fault.members, str(fault)
         kind = address if isinstance(address, type) else address(value)
         where = read_address(kind, value)
+        if error:
+            return Parsed(where, None, error)
         try:
             return Parsed(where, schema.model_validate(value), held_bytes=JSON_FACTOR * len(body.data))
         except ValidationError as error:

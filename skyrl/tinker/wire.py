@@ -8,6 +8,7 @@ no more memory for arrays than `max_bytes`.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from itertools import groupby
 from typing import Any
@@ -21,7 +22,7 @@ from pydantic import ValidationError
 from skyrl.errors import RequestError
 from skyrl.tinker import json_numbers
 from skyrl.tinker.pace import Pace
-from skyrl.tinker.parsing import Body, MalformedBody, ModelAddress, describe_faults, json_object, read_address
+from skyrl.tinker.parsing import Body, MalformedBody, ModelAddress, TooLarge, describe_faults, json_object, read_address
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.schemas import ForwardBackwardRequest, ForwardRequest, ModelInput, PassInput, TensorData
 from skyrl.tinker.tensors import Budget, check_dimensions, dense, densified, float32s, from_bytes, int64s, sparse
@@ -83,7 +84,7 @@ def decode_forward_backward(
     if media_type == PROTOBUF:
         return _from_protobuf(body, max_bytes, max_parts)
     if media_type.endswith("json"):
-        return _from_json(body, max_bytes)
+        return _from_json(body, max_bytes, bounded=max_parts <= MAX_PARTS)
     raise MalformedBody(f"Content-Type: {content_type} is not served; send {PROTOBUF} or application/json")
 
 
@@ -155,10 +156,14 @@ def _from_protobuf(body: bytes, max_bytes: int, max_parts: int) -> PassRequest:
     return PassRequest(message.model_id, message.seq_id, message.forward_only, data, message.loss_fn, config)
 
 
-def _from_json(body: bytes, max_bytes: int) -> PassRequest:
-    if len(body) > MAX_JSON_BYTES:
-        raise MalformedBody(f"{_too_large(MAX_JSON_BYTES)}, or protobuf")
-    value = json_object(Body(body), json_numbers.parse)
+def _from_json(body: bytes, max_bytes: int, bounded: bool) -> PassRequest:
+    error = ""
+    try:
+        if bounded and len(body) > MAX_JSON_BYTES:
+            raise TooLarge(f"{_too_large(MAX_JSON_BYTES)}, or protobuf", body)
+        value = json_object(Body(body), partial(json_numbers.parse, bounded=bounded))
+    except TooLarge as fault:
+        value, error = fault.members, str(fault)
     address = read_address(ModelAddress, value)
     assert isinstance(address, ModelAddress)
     if not address.model_id or address.seq_id < 1:
@@ -167,6 +172,8 @@ def _from_json(body: bytes, max_bytes: int) -> PassRequest:
         )
     forward_only = "forward_input" in value
     envelope = PassRequest(address.model_id, address.seq_id, forward_only)
+    if error:
+        return _with_error(envelope, error)
     try:
         if forward_only:
             given = ForwardRequest.model_validate(value).forward_input

@@ -209,3 +209,19 @@ def test_an_error_is_no_longer_than_is_of_use_whatever_was_sent(server):
     response = server.post("/optim_step", {"model_id": name, "seq_id": 1})
     assert response.status_code == 404 and len(response.content) < 3000
     assert "model_id='xxx" in response.json()["detail"]
+
+
+@pytest.mark.parametrize("path", ["/forward", "/forward_backward"])
+def test_json_of_more_than_is_read_fails_in_its_place_and_the_rest_goes_on(server, path):
+    model, datums = server.model(), [{"model_input": {"chunks": [{"tokens": [1]}]}, "loss_fn_inputs": {}}] * 40_000
+    name = f"{path[1:]}_input"
+    request_id = server.ok(path, {name: {"data": datums, "loss_fn": "cross_entropy"}, "model_id": model, "seq_id": 1})[
+        "request_id"
+    ]
+    failure = server.failure(request_id)
+    assert failure["category"] == "user" and "send less in one request" in failure["error"]
+    step = server.submit_step(model, 2)
+    if path == "/forward":
+        server.result(step)
+    else:
+        assert "send less in one request" in server.failure(step)["error"]

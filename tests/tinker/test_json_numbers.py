@@ -129,3 +129,30 @@ def test_tokens_are_no_more_than_a_context_may_take_in_all_lists_together():
     assert len(parse(text, max_tokens=json_numbers.TOKENS_BYTES)["a"]) == 2
     with pytest.raises(TooMuch, match="more than the 1048576 bytes that a prompt of the model's context of 40 tokens"):
         parse(text, max_tokens=40)
+
+
+def test_text_that_may_be_too_much_is_read_where_that_is_told():
+    for name in ("bytes", "lists"):
+        assert plain(parse(TOO_MUCH[name], bounded=False)) == from_json(TOO_MUCH[name])
+
+
+LARGE = '"forward_input": {"data": [{"model_id": "inner", "seq_id": 7}]}'
+OUTER = {
+    "at the end": '{%s, "model_id": "m:1", "seq_id": 3}',
+    "at the beginning": ' { "model_id" : "m:1" ,\n"seq_id" : 3, %s}',
+    "at both": '{"model_id": "m:1", %s, "other": null, "seq_id": 3 }\n',
+}
+
+
+@pytest.mark.parametrize("text", OUTER.values(), ids=OUTER)
+def test_simple_members_at_the_ends_are_read_without_what_is_between(text):
+    found = json_numbers.outer_members((text % LARGE).encode())
+    assert {"model_id": "m:1", "seq_id": 3, "forward_input": None}.items() <= found.items()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{%s}", '{"a": "\\"model_id\\": 1}', '{%s, "seq_id": 01}', '{%s, "seq_id": 1.5}']
+)
+def test_nothing_is_read_where_nothing_is_simple(text):
+    found = json_numbers.outer_members((text % LARGE if "%" in text else text).encode())
+    assert {name for name, value in found.items() if value is not None} == set()

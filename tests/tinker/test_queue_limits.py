@@ -15,7 +15,7 @@ from sqlmodel import func, select
 
 from skyrl.tinker import sample_queue, training_queue
 from skyrl.tinker.operations import OPERATIONS
-from skyrl.tinker.parsing import Body, Limits
+from skyrl.tinker.parsing import Body, Limits, ModelAddress
 from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.revival import ANY_SIZE
 from skyrl.tinker.tables import RequestRow
@@ -107,6 +107,23 @@ def test_a_request_that_was_taken_under_other_limits_is_read_again_whatever_they
     parse = OPERATIONS["forward_backward"].parse
     assert "parts; send fewer" in parse(body, Limits(256 * MIB)).error
     assert parse(body, ANY_SIZE).error == ""
+
+
+WEIGHTS = '{"weights": {"data": [1.0], "dtype": "float32"}}'
+DATUMS = ", ".join([f'{{"model_input": {{"chunks": [{{"tokens": [1]}}]}}, "loss_fn_inputs": {WEIGHTS}}}'] * 12_000)
+LARGE_JSON = {
+    "forward": f'{{"forward_input": {{"data": [{DATUMS}], "loss_fn": "cross_entropy"}}, "model_id": "m", "seq_id": 1}}',
+    "optim_step": '{"model_id": "m", "seq_id": 1, "adam_params": {%s"beta1": 0.9}}' % ('"beta1": 0.9, ' * 2**17),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE_JSON)
+def test_json_of_more_than_is_read_now_has_its_address_and_is_read_again_if_it_was_taken(kind):
+    body, parse = Body(LARGE_JSON[kind].encode()), OPERATIONS[kind].parse
+    parsed = parse(body, Limits(256 * MIB))
+    assert parsed.address == ModelAddress(model_id="m", seq_id=1)
+    assert "send less in one request" in parsed.error and not parsed.is_pass
+    assert "send less in one request" not in parse(body, ANY_SIZE).error
 
 
 def test_compressed_requests_that_wait_count_as_what_they_stand_for(own_server, monkeypatch):
