@@ -31,9 +31,10 @@ from sandbox_defects import SANDBOX_DEFECTS
 from sft_defects import SFT_DEFECTS
 from sharing_defects import SHARING_DEFECTS
 from source_defects import SOURCE_DEFECTS
+from trouble_defects import TROUBLE_DEFECTS
 
 KNOWN = (
-    DEFECTS + RETENTION_DEFECTS + SHARING_DEFECTS + ANSWER_DEFECTS,
+    DEFECTS + RETENTION_DEFECTS + SHARING_DEFECTS + ANSWER_DEFECTS + TROUBLE_DEFECTS,
     ALGORITHM_DEFECTS,
     CONFIG_DEFECTS,
     ROLLOUT_DEFECTS,

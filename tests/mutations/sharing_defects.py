@@ -85,7 +85,7 @@ SHARING_DEFECTS = [
     Defect(
         "D10",
         "an engine that is stopped is waited for for ever",
-        [Edit(HEARTBEAT, "if limit_s and silent_s > limit_s:", "if False:")],
+        [Edit(HEARTBEAT, "if self._spoken and limit_s and silent_s > limit_s:", "if False:")],
         [TROUBLE + "test_a_supervisor_that_was_away_itself_does_not_take_its_engine_for_hung"],
     ),
     Defect(

@@ -203,7 +203,7 @@ def test_it_gives_up_after_three_engines_that_never_became_ready():
 def test_where_an_engine_was_ready_before_one_that_cannot_load_is_tried_again():
     async def scenario():
         async with supervised(base_model="missing", again=True) as (supervisor, log):
-            await log.until(lambda: len(log.crashes) == 2)
+            await log.until(lambda: len(log.crashes) == 2 or bool(log.failures))
             assert log.failures == [] and supervisor.state == "restarting"
 
     asyncio.run(scenario())

@@ -1,0 +1,108 @@
+"""Defects by which trouble below a server ends it, or by which its doors are open, as in `defects.py`."""
+
+from defects import Defect, Edit
+
+CONFIG = "skyrl/tinker/config.py"
+HEARTBEAT = "skyrl/tinker/heartbeat.py"
+SUPERVISOR = "skyrl/tinker/supervisor.py"
+TROUBLE = "tests/tinker/test_trouble_below.py::"
+CONFIG_TESTS = "tests/tinker/test_config.py::"
+
+TROUBLE_DEFECTS = [
+    Defect(
+        "D5b",
+        "an engine that cannot load after a restart of the API process ends the server",
+        [Edit(SUPERVISOR, "self._was_ready = again", "self._was_ready = False")],
+        ["tests/tinker/test_supervisor.py::test_where_an_engine_was_ready_before_one_that_cannot_load_is_tried_again"],
+    ),
+    Defect(
+        "D5c",
+        "a file of keys that is spoilt at a restart of the API process ends the server",
+        [Edit("skyrl/tinker/api_process.py", "if not (link.again and end.code):", "if True:")],
+        [TROUBLE + "test_what_is_wrong_with_a_file_at_a_restart_of_the_api_is_told_until_it_is_mended"],
+    ),
+    Defect(
+        "D5d",
+        "a server that waits for its database answers no probe",
+        [Edit("skyrl/tinker/doorstep.py", ' and scope["path"] != LIVEZ:', ":")],
+        [TROUBLE + "test_a_server_that_is_started_again_and_waits_for_its_database_is_alive_and_not_ready"],
+    ),
+    Defect(
+        "D10c",
+        "an engine that is stopped outlives the process that started it",
+        [Edit("skyrl/utils/parent_death.py", 'if sys.platform != "linux":', "if True:")],
+        ["tests/utils/test_parent_death.py::test_a_stopped_process_dies_with_its_parent"],
+    ),
+    Defect(
+        "D10d",
+        "an engine that never says a word is waited for for ever",
+        [Edit(HEARTBEAT, "max(self._step_s, 0.0 if self._spoken else silent_s)", "self._step_s")],
+        [TROUBLE + "test_an_engine_that_never_says_a_word_is_complained_of"],
+    ),
+    Defect(
+        "D10e",
+        "an engine that hangs while it loads is waited for for ever",
+        [
+            Edit(
+                "skyrl/tinker/engine.py",
+                "engine.step_began if engine else loading_since",
+                "engine.step_began if engine else None",
+            )
+        ],
+        [TROUBLE + "test_an_engine_whose_load_never_ends_is_killed_and_another_is_tried"],
+    ),
+    Defect(
+        "D10f",
+        "time in which all processes were frozen is a step's",
+        [Edit(HEARTBEAT, "self._lost_s += now - max(began, looked)", "self._lost_s += 0.0")],
+        [TROUBLE + "test_time_in_which_the_engine_stood_still_is_not_its_steps"],
+    ),
+    Defect(
+        "D10g",
+        "an engine that cannot be killed counts as ready",
+        [
+            Edit(
+                SUPERVISOR,
+                'complaint, "restarting", f"restarting the engine: {complaint}"',
+                "complaint, self.state, self.progress",
+            )
+        ],
+        ["tests/tinker/test_supervisor.py::test_an_engine_that_hangs_and_cannot_be_killed_does_not_count_as_ready"],
+    ),
+    Defect(
+        "D11",
+        "probes tell who has no key what the server's disks are called",
+        [Edit("skyrl/tinker/routes/probes.py", "not ready: {engine.state}", "not ready: {engine.progress}")],
+        ["tests/tinker/test_probes.py::test_who_has_no_key_learns_nothing_of_the_servers_disks"],
+    ),
+    Defect(
+        "doors-1",
+        "an empty place for keys starts a server without keys",
+        [Edit(CONFIG, 'if isinstance(value, str) and not value.strip(", "):', "if False:")],
+        [CONFIG_TESTS + "test_a_place_for_keys_without_a_key_does_not_open_the_doors"],
+    ),
+    Defect(
+        "doors-2",
+        "keys that others can change are taken",
+        [Edit(CONFIG, "stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH", "stat.S_IROTH")],
+        [CONFIG_TESTS + "test_a_file_of_keys_that_is_none_or_that_others_can_read_is_refused"],
+    ),
+    Defect(
+        "doors-3",
+        "what is given to a misspelt option is printed",
+        [Edit(CONFIG, 'return argument.partition("=")[0] if argument.startswith("--") else "..."', "return argument")],
+        [CONFIG_TESTS + "test_no_error_says_a_secret"],
+    ),
+    Defect(
+        "doors-4",
+        "a link outlives the token that asked for it",
+        [
+            Edit(
+                "skyrl/tinker/routes/downloads.py",
+                "return hour if caller.expires is None else min(hour, caller.expires)",
+                "return hour",
+            )
+        ],
+        ["tests/tinker/test_rest_auth.py::test_a_link_ends_with_the_token_that_asked_for_it"],
+    ),
+]
