@@ -3,10 +3,12 @@
 A connection has to bring the whole head of a request within `HEAD_S` seconds of its start, and of the first byte of
 each further request, and to take what it is sent at `MIN_BYTES_PER_S`, `PATIENCE_S` later at most. Addresses share the
 limit of connections as tenants share a queue (`quota`): what one takes always leaves some to the next. Long polls are
-many connections, so an address alone may have half of all.
+many connections, so an address alone may have half of all. An IPv6 network of 64 bits, which is the least that anybody
+is given, counts as one address. Past the limit nobody is let in: files and the database need descriptors, too.
 """
 
 import asyncio
+import ipaddress
 import resource
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -26,6 +28,17 @@ def most_connections() -> int:
     return 2**16 if soft == resource.RLIM_INFINITY else max(soft - RESERVED_FILES, soft // 2)
 
 
+def network_of(address: str) -> str:
+    """What counts as one address: that of IPv4, however it is written, or the first half of that of IPv6."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
+
+
 class Connection(H11Protocol):
     """A connection that is closed at once where its address has too many, and later where no request comes."""
 
@@ -42,8 +55,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        address = self.client[0] if self.client else ""
-        if not self.open_connections.has_room(address, 1, most_connections()):
+        address, most = network_of(self.client[0] if self.client else ""), most_connections()
+        if self.open_connections.total >= most or not self.open_connections.has_room(address, 1, most):
             transport.abort()
             return
         self._address = address

@@ -71,3 +71,28 @@ def test_an_address_that_opens_all_it_can_leaves_room_to_others(own_server, monk
             other = connect(own_server, stack, source)
             other.sendall(HEALTH)
             assert received(other).startswith(b"HTTP/1.1 200")
+
+
+def test_many_addresses_together_take_no_more_than_there_are(own_server, monkeypatch):
+    monkeypatch.setattr(connections, "most_connections", lambda: 20)
+    own_server.http.close()
+    with ExitStack() as stack:
+        many = [connect(own_server, stack, f"127.0.0.{number}") for number in range(2, 42)]
+        for connection in many[-20:]:
+            assert received(connection) == b""
+        many[0].sendall(HEALTH)
+        assert received(many[0]).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("2001:db8::1", "2001:db8::ffff:2", True),
+        ("2001:db8:0:1::1", "2001:db8:0:2::1", False),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("fe80::1%eth0", "fe80::2%eth1", True),
+    ],
+)
+def test_an_ipv6_network_of_64_bits_counts_as_one_address(one, other, same):
+    assert (connections.network_of(one) == connections.network_of(other)) is same
