@@ -163,10 +163,10 @@ async def warm_start(settings: Settings, files: Files) -> None:
     from transformers import AutoTokenizer
 
     from skyrl.backends.client import BackendClient
-    from skyrl.backends.jax import JaxBackend
+    from skyrl.train.base_model import open_backend
     from skyrl.train.config import SFTConfig, SkyRLTrainConfig
     from skyrl.train.evaluate import evaluate
-    from skyrl.train.jax_options import sft_adapter, sft_backend
+    from skyrl.train.jax_options import STRATEGY, sft_adapter, sft_backend
     from skyrl.train.learner import Policy
     from skyrl.train.prompts import evaluation_prompts
     from skyrl.train.rollouts.rollouts import Rollouts
@@ -188,7 +188,7 @@ async def warm_start(settings: Settings, files: Files) -> None:
     ).resolve()
     tried = SkyRLTrainConfig.from_cli_overrides(rl_options(settings, files, files.model)).resolve()
     base_model, options = sft_backend(config)
-    with BackendClient(JaxBackend(base_model, options)) as client:
+    with BackendClient(open_backend(STRATEGY, base_model, options, "jax")) as client:
         tokenizer = AutoTokenizer.from_pretrained(base_model, local_files_only=True)
         policy = Policy(client, "policy", settings.seed)
         await policy.create(sft_adapter(config))

@@ -71,6 +71,20 @@ def test_imports_point_down():
     assert not upward, "\n".join(upward)
 
 
+def test_only_the_registry_names_a_backend():
+    outside = [path for path in sorted(ROOT.rglob("*.py")) if "skyrl/backends/jax/" not in path.as_posix()]
+    inside = [path for path in outside if any(name.startswith("skyrl.backends.jax") for name in imported_modules(path))]
+    named = [path for path in outside if "JaxBackend" in path.read_text()]
+    assert inside == [] and named == [ROOT / "backends" / "registry.py"]
+
+
+def test_only_the_jax_backend_and_its_models_import_jax():
+    packages = {"backends/jax", "tx"}
+    outside = [path for path in ROOT.rglob("*.py") if not any(f"skyrl/{name}/" in path.as_posix() for name in packages)]
+    importing = [path for path in outside if any(name.split(".")[0] == "jax" for name in imported_modules(path))]
+    assert importing == [ROOT / "algorithms" / "losses.py"]  # a gradient of its own, where an array is jax's
+
+
 @pytest.mark.parametrize(
     ("module", "absent"),
     [

@@ -11,11 +11,9 @@ To add a backend, register its class below, or name it as "module:attribute" in 
 
 import argparse
 import contextlib
-import inspect
 import logging
 import math
 import os
-import pkgutil
 import signal
 import socket
 import sys
@@ -37,6 +35,7 @@ from skyrl.backends.operations import (
     Operation,
     Sample,
 )
+from skyrl.backends.registry import find_backend, options_of
 from skyrl.errors import BackendLost, RequestError, StorageError
 from skyrl.tinker import heartbeat
 from skyrl.tinker.channel import (
@@ -70,13 +69,8 @@ from skyrl.types import ErrorResponse, Result, SaveOutput
 from skyrl.utils.crash_points import crash_point
 from skyrl.utils.log import setup_logging
 from skyrl.utils.parent_death import die_with_parent
-from skyrl.utils.registry import Registry
 
 log = logging.getLogger("skyrl.tinker.engine")  # __name__ is __main__ in the engine process
-
-BACKENDS: Registry[str] = Registry("backend")
-"""module:attribute of each backend class, imported only when it is asked for."""
-BACKENDS.register("jax")("skyrl.backends.jax:JaxBackend")
 
 NICENESS = 5
 """Keeps the API process quick while computation uses every core."""
@@ -295,16 +289,8 @@ class TinkerEngine:
 def open_backend(config: EngineConfig, progress: Callable[[str], None]) -> AbstractBackend:
     """Load the base model with the configured backend. Raises `RequestError` for a bad option or model."""
     progress(f"importing the {config.backend} backend")
-    try:
-        where = config.backend if ":" in config.backend else BACKENDS[config.backend]
-        backend = pkgutil.resolve_name(where)
-    except KeyError as error:
-        raise RequestError(f"backend={config.backend}: {error.args[0]}, or module:attribute") from None
-    except (ImportError, AttributeError) as error:
-        raise RequestError(
-            f"backend={config.backend}: cannot import it ({error}); check its name and that it is installed"
-        ) from error
-    options = inspect.signature(backend, eval_str=True).parameters["config"].annotation
+    backend = find_backend(config.backend)
+    options = options_of(backend)
     try:
         backend_config = options.model_validate(config.backend_config)
     except ValidationError as error:

@@ -24,7 +24,7 @@ def field(number: int, parts: Sequence[Part]) -> list[Part]:
 
 def array(values: np.ndarray, dtype: str) -> memoryview:
     """The bytes of an array, little-endian."""
-    return memoryview(np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8).data
 
 
 def joined(parts: Iterable[Part]) -> bytes:

@@ -8,10 +8,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from transformers import AutoTokenizer
 
-from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.backends.jax.loading import config_of
+from skyrl.backends.backend import AbstractBackend
+from skyrl.backends.base_folder import config_of
+from skyrl.backends.registry import find_backend
 from skyrl.errors import ConfigError, RequestError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.config.root_rules import turn_cautions
@@ -58,16 +60,17 @@ def load_tokenizer(path: str, field: str) -> Any:
         raise ConfigError(f"{field}={path}: its tokenizer cannot be loaded ({error}); use a whole model") from error
 
 
-def open_backend(base_model: str, options: JaxBackendConfig, section: str) -> JaxBackend:
+def open_backend(strategy: str, base_model: str, options: BaseModel, section: str) -> AbstractBackend:
     """The backend of a run. Raises ConfigError where it cannot be made as asked.
 
     Args:
+        strategy: Name of the backend.
         base_model: Folder or hub id.
         options: Of the backend.
         section: Where a configuration sets those.
     """
     try:
-        return JaxBackend(base_model, options, lambda message: log.info("%s", message))
+        return find_backend(strategy)(base_model, options, lambda message: log.info("%s", message))
     except RequestError as error:
         raise ConfigError(f"{error} (options of the backend are set as {section}.<option>)") from error
 

@@ -6,10 +6,11 @@ asked for, and importing this module loads neither jax nor torch.
 """
 
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from skyrl.backends.registry import find_backend, options_of
 from skyrl.errors import ConfigError
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
 from skyrl.train.config import SkyRLLoraConfig as LoraOptions
@@ -18,28 +19,24 @@ from skyrl.train.jax_support import JAX_SUPPORT
 from skyrl.train.support import unsupported_in_sft
 from skyrl.types import LoraConfig
 
-if TYPE_CHECKING:
-    from skyrl.backends.jax import JaxBackendConfig
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=BaseModel)
 
+STRATEGY = "jax"
 CHECKPOINTING, MICRO_TRAIN = "gradient_checkpointing", "micro_train_batch_size_per_gpu"
 
 
-def jax_backend(config: SkyRLTrainConfig) -> tuple[str, "JaxBackendConfig"]:
-    """(base model, options) with which `skyrl.backends.jax.JaxBackend` serves a resolved configuration.
+def jax_backend(config: SkyRLTrainConfig) -> tuple[str, BaseModel]:
+    """(base model, options) with which the JAX backend serves a resolved configuration.
 
     Raises ConfigError for options under `trainer.jax` that the backend does not have or does not take.
     """
-    from skyrl.backends.jax import JaxBackendConfig
-
     trainer = config.trainer
     assert trainer.policy.model.path is not None  # or the configuration would not have resolved
     options = {**_following(config), **trainer.jax}
     logger.info("%s", where_available(config))
-    return trainer.policy.model.path, _built(JaxBackendConfig, options, "trainer.jax")
+    return trainer.policy.model.path, _built(options_of(find_backend(STRATEGY)), options, "trainer.jax")
 
 
 def policy_adapter(config: SkyRLTrainConfig) -> LoraConfig:
@@ -64,20 +61,18 @@ def _adapter_options(lora: LoraOptions, seed: int) -> dict[str, Any]:
     return {"rank": lora.rank, "alpha": lora.alpha, "seed": seed, "train_unembed": lora.rank == 0}
 
 
-def sft_backend(config: SFTConfig) -> tuple[str, "JaxBackendConfig"]:
+def sft_backend(config: SFTConfig) -> tuple[str, BaseModel]:
     """(base model, options) for supervised fine-tuning.
 
     Raises ConfigError for fields that the backend cannot honour, and for options that it does not have or take.
     """
-    from skyrl.backends.jax import JaxBackendConfig
-
     if problems := [*unsupported_in_sft(config, JAX_SUPPORT)]:
         raise ConfigError("\n".join(problems))
     assert config.model.path is not None  # or the configuration would not have resolved
     options: dict[str, Any] = {"max_context_length": config.max_length or 0, "warm_up": False}
     if config.model.lora.rank:
         options["max_lora_rank"] = config.model.lora.rank
-    return config.model.path, _built(JaxBackendConfig, {**options, **config.jax}, "jax")
+    return config.model.path, _built(options_of(find_backend(STRATEGY)), {**options, **config.jax}, "jax")
 
 
 def sft_adapter(config: SFTConfig) -> LoraConfig:

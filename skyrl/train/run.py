@@ -24,7 +24,7 @@ from skyrl.train.checkpoints import Checkpoint, CheckpointStore, identity_of
 from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, get_config_as_dict
 from skyrl.train.dumps import EvalRow, dump_data_batch, dump_eval_results, dump_rollouts
 from skyrl.train.evaluate import evaluate
-from skyrl.train.jax_options import critic_adapter, jax_backend, policy_adapter
+from skyrl.train.jax_options import STRATEGY, critic_adapter, jax_backend, policy_adapter
 from skyrl.train.learner import Learner, Policy
 from skyrl.train.progress import RunBar
 from skyrl.train.prompts import TrainingPrompts, evaluation_prompts, training_prompts
@@ -207,7 +207,7 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: Re
     check_settings(config.environment.skyrl_gym, (*prompts.env_classes, *(each.env_class for each in evaluation)))
     store = CheckpointStore(settings.ckpt_path, identity=identity_of(config), max_to_keep=settings.max_ckpts_to_keep)
     checkpoint = store.resume(settings.resume_mode, settings.resume_path)
-    client = stack.enter_context(BackendClient(open_backend(base_model, options, "trainer.jax")))
+    client = stack.enter_context(BackendClient(open_backend(STRATEGY, base_model, options, "trainer.jax")))
     policy = Policy(client, POLICY, settings.seed)
     critic = Learner(client, CRITIC) if settings.has_critic else None
     rollouts = Rollouts(config.generator, config.environment, tokenizer, policy)

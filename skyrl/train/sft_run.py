@@ -6,7 +6,7 @@ from skyrl.backends.client import BackendClient
 from skyrl.errors import ConfigError
 from skyrl.train.base_model import check_base_model, load_tokenizer, open_backend
 from skyrl.train.config import SFTConfig, get_config_as_dict
-from skyrl.train.jax_options import sft_adapter, sft_backend
+from skyrl.train.jax_options import STRATEGY, sft_adapter, sft_backend
 from skyrl.train.learner import Learner
 from skyrl.train.progress import RunBar
 from skyrl.train.sft import load_datasets
@@ -29,7 +29,7 @@ async def train_sft(config: SFTConfig) -> Summary:
         )
     train, evaluation = load_datasets(config, load_tokenizer(base_model, BASE_MODEL))
     with ExitStack() as stack:
-        client = stack.enter_context(BackendClient(open_backend(base_model, options, "jax")))
+        client = stack.enter_context(BackendClient(open_backend(STRATEGY, base_model, options, "jax")))
         learner = Learner(client, "policy")
 
         def told(step: int, metrics: dict[str, float]) -> None:

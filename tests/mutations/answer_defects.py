@@ -3,7 +3,7 @@
 from defects import Defect, Edit
 
 ANSWERS = "skyrl/tinker/answers.py"
-TESTS = "tests/tinker/test_answers.py::"
+TESTS = "tests/tinker/test_large_answers.py::"
 CHARGED = "tests/tinker/test_charged_bodies.py::"
 
 ANSWER_DEFECTS = [

@@ -34,6 +34,7 @@ from skyrl.backends.backend import (
     SaveCheckpoint,
     SaveSnapshot,
 )
+from skyrl.backends.base_folder import model_folder
 from skyrl.backends.batching import TileShape
 from skyrl.backends.executor import LOOK_S, Executor, Quantum, Work
 from skyrl.backends.jax import checkpoints
@@ -48,7 +49,7 @@ from skyrl.backends.jax.adapters import (
 )
 from skyrl.backends.jax.compilation import by_turns
 from skyrl.backends.jax.config import JaxBackendConfig
-from skyrl.backends.jax.loading import claim_device_memory, keep_compiled_programs, model_folder
+from skyrl.backends.jax.loading import claim_device_memory, keep_compiled_programs
 from skyrl.backends.jax.passes import Passes
 from skyrl.backends.jax.planning import defaults_for, planned
 from skyrl.backends.jax.residence import Residence, Room, Turns

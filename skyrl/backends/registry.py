@@ -1,0 +1,36 @@
+"""Backends by name, for the server and the trainers alike. Nothing outside a backend's folder names its class."""
+
+import inspect
+import pkgutil
+from collections.abc import Callable
+
+from pydantic import BaseModel
+
+from skyrl.backends.backend import AbstractBackend
+from skyrl.errors import RequestError
+from skyrl.utils.registry import Registry
+
+BACKENDS: Registry[str] = Registry("backend")
+"""module:attribute of each backend class, imported only when it is asked for."""
+BACKENDS.register("jax")("skyrl.backends.jax:JaxBackend")
+
+
+def find_backend(name: str) -> Callable[..., AbstractBackend]:
+    """Import a backend class, a registered one or module:attribute; it is called with (base_model, config, progress).
+
+    Raises:
+        RequestError: There is none, or it cannot be imported.
+    """
+    try:
+        return pkgutil.resolve_name(name if ":" in name else BACKENDS[name])
+    except KeyError as error:
+        raise RequestError(f"backend={name}: {error.args[0]}, or module:attribute") from None
+    except (ImportError, AttributeError) as error:
+        raise RequestError(
+            f"backend={name}: cannot import it ({error}); check its name and that it is installed"
+        ) from error
+
+
+def options_of(backend: Callable[..., AbstractBackend]) -> type[BaseModel]:
+    """The class of a backend's configuration: what its `config` is annotated with."""
+    return inspect.signature(backend, eval_str=True).parameters["config"].annotation
