@@ -3,6 +3,7 @@
 `pytest -m gpu` runs what is marked so on the accelerator that there is.
 """
 
+import gc
 import logging
 import os
 from collections.abc import Generator, Iterator
@@ -10,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
-# JAX does not write a program to its cache in one piece, so processes that run tests side by side have one each.
-CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(__file__).parent.parent / ".pytest_cache" / "xla")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(CACHE, os.environ.get("PYTEST_XDIST_WORKER", "")))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+from tests.programs import SharedPrograms
+
+CACHE = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(__file__).parent.parent / ".pytest_cache" / "xla"))
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+PROGRAMS = SharedPrograms(CACHE, CACHE / WORKER) if WORKER else None
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / (WORKER or ""))
+os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"  # else what a program is found by contains its folder
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TINKER_TELEMETRY"] = "0"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
@@ -33,19 +38,33 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Compiling dominates the suite: XLA optimises little, and programs are kept for the servers and runs that follow.
-    flags = ["--xla_force_host_platform_device_count=2", "--xla_backend_optimization_level=0"]
+    quickly = ["--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"]
+    flags = ["--xla_force_host_platform_device_count=2", *quickly]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Spare the garbage collector what importing the tests and their libraries makes: a million objects, which stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """Take back what commands that a test runs in this process do to logging.
+    """Share compiled programs, and take back what commands that a test runs in this process do to logging.
 
     Their handler would write to the test's captured output, which is closed by the time that threads of the SDK, such
     as the heartbeat of a client whose server has gone, have something to say.
     """
     root = logging.getLogger()
     handlers, level = root.handlers.copy(), root.level
+    if PROGRAMS is not None:
+        PROGRAMS.exchange()
     try:
         return (yield)
     finally:

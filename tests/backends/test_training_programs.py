@@ -11,6 +11,7 @@ import pytest
 from sampling_rig import Rig
 
 from skyrl.algorithms.objective import Scores, ValueObjective
+from skyrl.backends.jax.compilation import Compiler
 from skyrl.backends.jax.step import OBJECTIVES, TrainingPrograms, abstract_tile
 
 
@@ -77,3 +78,13 @@ def test_programs_of_the_protocols_losses_are_kept_whatever_comes(programs):
     for _ in range(2 * OBJECTIVES):
         programs.of(another())
     assert programs.of(None) == own
+
+
+def test_xla_flags_have_the_last_word_on_options_that_they_name(monkeypatch):
+    jax.devices()  # XLA has read its flags, and meets only what the compiler gives it
+    compiler = {"on_cpu": {"xla_no_such_option": 1}}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_another_option=1")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        Compiler("test", **compiler).jit("add", lambda x: x + 1)(1.0)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_option=2")
+    assert Compiler("test", **compiler).jit("add", lambda x: x + 1)(1.0) == 2.0

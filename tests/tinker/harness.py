@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +34,8 @@ from tests.fakes import FakeBackend, FakeConfig
 
 PROTOBUF = "application/x-protobuf"
 BASE_MODEL = "fake/model"
+PAUSE_S = 0.002
+"""Between two looks at whether a server has come up."""
 
 
 class ThreadEngine:
@@ -174,6 +177,7 @@ class LiveServer:
         self._thread.start()
         while not self._uvicorn.started:
             assert self._thread.is_alive(), "the server did not start"
+            time.sleep(PAUSE_S)  # which it has the interpreter for
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -296,7 +300,7 @@ class LiveServer:
 
 def wait_until_ready(server: LiveServer) -> None:
     while server.http.get("/healthz").status_code != 200:
-        pass
+        time.sleep(PAUSE_S)
 
 
 def pass_request(

@@ -1,6 +1,7 @@
 """Compiled programs that are counted and announced, so that nobody wonders what a first request waits for."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
@@ -32,11 +33,13 @@ class Compiler:
     Args:
         group: Name for the log.
         deterministic: Programs give the same bits each time, in another process too; a CPU's do anyway.
-        on_cpu: Options of XLA for programs on a CPU.
+        on_cpu: Options of XLA for programs on a CPU. `XLA_FLAGS` has the last word on those that it names.
     """
 
     def __init__(self, group: str, deterministic: bool = False, on_cpu: dict[str, Any] | None = None):
         self._group = group
+        named = os.environ.get("XLA_FLAGS", "")
+        on_cpu = {name: value for name, value in (on_cpu or {}).items() if name not in named}
         own = {"cpu": on_cpu, "gpu": DETERMINISTIC_ON_GPU if deterministic else None}
         self._options = own.get(jax.default_backend())
         self.compiled = 0
