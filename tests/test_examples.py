@@ -43,7 +43,8 @@ def test_dapo_trains_with_the_penalty_and_filters_without_it(tmp_path, tiny_mode
         "generator.n_samples_per_prompt=3",
         "generator.sampling_params.max_generate_length=6",
     ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "train")])}
+    paths = [ROOT, ROOT / "tests" / "train", ROOT / "tests" / "without_torch"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, ROOT / "examples" / "dapo" / "main.py", *overrides]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

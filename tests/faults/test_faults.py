@@ -29,11 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 FINISH_S = 180.0
 """For the clients to end once nothing disturbs them any more."""
 ROUNDING = 1e-5
-WITHOUT_TORCH = """
-import importlib.util
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name == "torch" else find(name, package)
-"""
+WITHOUT_TORCH = Path(__file__).parents[1] / "without_torch"
 
 
 @dataclass
@@ -45,13 +41,9 @@ class Outcome:
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Variables of servers that start quickly."""
-    # transformers is not to find torch, which the base install does not have: its import takes as long as all the rest.
-    imports = tmp_path / "imports"
-    imports.mkdir()
-    (imports / "sitecustomize.py").write_text(WITHOUT_TORCH)
-    paths = [str(imports), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(WITHOUT_TORCH), *filter(None, [os.environ.get("PYTHONPATH")])]
     # A new engine compiles nothing again.
     return {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": os.pathsep.join(paths)}
 

@@ -19,7 +19,8 @@ CLI = [sys.executable, "-P", "-c", "import sys; from skyrl.cli import main; sys.
 
 
 def skyrl(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    paths = [ROOT, ROOT / "tests" / "without_torch"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
     return subprocess.run([*CLI, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 

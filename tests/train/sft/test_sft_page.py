@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[3]
 
 def run(code: str, folder: Path) -> list[str]:
     """Lines that a program prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    paths = [ROOT, ROOT / "tests" / "without_torch"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
