@@ -20,7 +20,7 @@ help:
 	@echo "setup      install into $(VENV)"
 	@echo "demo       train two adapters through the Tinker SDK against a local server"
 	@echo "demo-rl    teach a small model to add: examples first, then GRPO; minutes on two cores"
-	@echo "test       the test suite, in three processes (JOBS=0: in one); about 26 minutes on two cores"
+	@echo "test       the test suite, in three processes (JOBS=0: in one); about 20 minutes on two cores"
 	@echo "test-slow  the tests marked slow: kills of a server, long random histories, each way of training; an hour and more"
 	@echo "matrix     every SDK from 0.7.0 to 0.38.0, or those of SDK=\"0.7.0 0.38.0\", against one server, in .sdk"
 	@echo "cookbook   recipes of tinker-cookbook against a server, offline"
