@@ -38,9 +38,8 @@ def open_folder() -> Iterator[Path]:
         shutil.copy(ROOT / "skyrl/errors.py", folder / "project/skyrl")
         shutil.copy(escapes.__file__, folder)
         (folder / "python").mkdir()
-        for path in (folder / "project").rglob("*"):
+        for path in folder.rglob("*"):  # whatever the umask is that another test has left
             path.chmod(0o755 if path.is_dir() else 0o644)
-        (folder / "escapes.py").chmod(0o644)
         yield folder
 
 
