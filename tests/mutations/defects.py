@@ -841,8 +841,8 @@ DEFECTS = [
         [
             Edit(
                 "skyrl/tinker/futures.py",
-                "            if len(most) == 1:\n                break\n",
-                "            if len(most) == 1:\n                most = next(iter(self._finished.values()))\n",
+                "2 * self._max_bytes:\n                return None\n",
+                "2 * self._max_bytes:\n                return next(iter(next(iter(self._finished.values()))))\n",
             )
         ],
         ["tests/tinker/test_futures.py::test_large_answers_of_a_tenant_drop_only_its_own"],

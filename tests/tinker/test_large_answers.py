@@ -46,7 +46,8 @@ def stored(size: int, *names: str, key: str = "tml-test"):
 
 @pytest.fixture
 def in_process(tmp_path: Path) -> Iterator[Stalls]:
-    with Stalls(tmp_path) as server:
+    server = Stalls(tmp_path)
+    with server:
         while server.engine.state != "ready":
             server.let_it_work(0.001)
         yield server
