@@ -99,7 +99,7 @@ class TrainingQueue:
         # Known from here on, so that a poll never finds it missing. There was no await since the room for it was kept.
         owed = _owed(entry.request_id, operation, entry, size, caller.sharer)
         owed.accepted = accepted
-        self._futures.add(owed.request_id, owed.tenant)
+        self._futures.add(owed.request_id, owed.tenant, sharer=owed.sharer)
         self._pending.add(owed)
         try:
             async with asyncio.timeout(PATIENCE_S):
@@ -232,7 +232,7 @@ class TrainingQueue:
             sharer = request.decided.get(SHARER, request.tenant)
             owed = _owed(request.request_id, OPERATIONS[request.kind], request, size, sharer)
             owed.logged = True
-            self._futures.add(owed.request_id, owed.tenant)
+            self._futures.add(owed.request_id, owed.tenant, sharer=owed.sharer)
             self._pending.add(owed)
             self._fail_poisonous(owed.request_id)
 
