@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.backends import operations
-from skyrl.backends.executor import Executor, Quantum, Waiting, Work, failure
+from skyrl.backends.executor import Executor, Quantum, Work, failure
 from skyrl.backends.operations import Completion, ModelOperation, Progress, Sample
 from skyrl.errors import BackendLost, RequestError
 from skyrl.types import (
@@ -216,7 +216,10 @@ class RemoteBackend(Executor):
             case operations.ForwardBackward():
                 return (yield from self._pass(operation, handle))
             case operations.OptimStep(adam_params=params, skip_if_not_finite=skip):
-                norm = yield Quantum(1, None, ("step", handle, params, skip))
+                stepped = next(self._handles)  # until it is there, and wanted, the model is as it was
+                norm = yield Quantum(1, None, ("step", handle, stepped, params, skip))
+                self.models[model_id] = stepped
+                self.training.tell("free", handle)
                 return OptimStepOutput({"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": params.learning_rate})
             case operations.DeleteModel():
                 self.training.tell("free", self.models.pop(model_id))
@@ -259,7 +262,7 @@ class RemoteBackend(Executor):
     def _load(self, operation: operations.LoadCheckpoint | operations.LoadSnapshot) -> Work:
         path, digest, model_id = operation.path, operation.digest, operation.model_id
         reading = self._writer.read(path, lambda: Adapter.read(path, digest))
-        yield Waiting(reading.done)
+        yield reading
         adapter = reading.result()
         if isinstance(operation, operations.LoadCheckpoint) and not operation.load_optimizer:
             adapter = adapter.anew()

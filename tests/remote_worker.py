@@ -163,11 +163,11 @@ class Worker:
     def clear(self, handle: int) -> None:
         self.held[handle] = dataclasses.replace(self.held[handle], sums=None)
 
-    def step(self, handle: int, params: AdamParams, only_finite: bool) -> float:
+    def step(self, handle: int, stepped: int, params: AdamParams, only_finite: bool) -> float:
         adapter = self.held[handle]
         norm = 0.0 if adapter.sums is None else float(np.linalg.norm(adapter.sums))
         skipped = only_finite and not np.isfinite(norm)
-        self.held[handle] = dataclasses.replace(adapter, sums=None) if skipped else adapter.stepped(params, norm)
+        self.held[stepped] = dataclasses.replace(adapter, sums=None) if skipped else adapter.stepped(params, norm)
         return norm
 
     def draw(self, request: Sample, handle: int | None) -> None:

@@ -42,6 +42,8 @@ __all__ = ["Executor", "Quantum", "SamplerLoop", "Waiting", "Work", "failure"]
 
 log = logging.getLogger(__name__)
 
+MAKES = CreateModel | LoadCheckpoint | LoadSnapshot
+"""Operations after which nothing is left of what the model was before."""
 LOOK_S = 0.002
 """Seconds between two looks at what operations wait for, while there is nothing else to do."""
 
@@ -93,8 +95,10 @@ class Executor(AbstractBackend):
     deadline_s: float | None = None
     """Seconds after which a dispatch that is under way has failed, and the backend with it; None: never."""
     in_place = False
-    """Whether `compute` changes gradient sums by itself, so that a dispatch which failed must not be tried again. The
-    sums are void until the model's next optimizer step, which fails and calls `discard_gradients`."""
+    """Whether `compute` changes models by itself, so that a dispatch which failed must not be tried again. Of a failed
+    pass the gradient sums are void, until the model's next optimizer step fails and calls `discard_gradients`. A model
+    whose operation was abandoned in the middle is void until it is loaded again. An optimizer step that fails after it
+    began to change weights has to raise `BackendLost`."""
 
     def __init__(self, base_model: str, config: BaseModel):
         super().__init__(base_model, config)
@@ -102,6 +106,8 @@ class Executor(AbstractBackend):
         self._lost: BackendLost | None = None
         self._background: dict[Future[Result], str] = {}
         self._failed_pass: dict[str, str] = {}
+        self._void: set[str] = set()
+        """Models in the middle of what was abandoned."""
         self._wake = threading.Condition()
         self._writer = Writer(lambda version, saved: self.on_stored(version, saved))
 
@@ -109,9 +115,9 @@ class Executor(AbstractBackend):
     def run(self, operation: ModelOperation) -> Work:
         """Do one operation: yield each `Quantum` that it needs, or several, and be sent the answers; return the result.
 
-        It may as well compute something by itself and yield None, which is a turn that costs 1, or yield what it waits
-        for, which costs nothing. An operation that yields quanta must not compute anything before the first of them: it
-        may be begun before its turn.
+        It may as well compute something by itself and yield None, which is a turn that costs 1. Or it yields a `Future`
+        that it waits for, or a `Waiting` where there is none, which costs nothing. An operation that yields quanta must
+        not compute anything before the first of them: it may be begun before its turn.
 
         Raises `RequestError` if it cannot be done. A failure must leave the model as it was before the operation.
         """
@@ -126,7 +132,7 @@ class Executor(AbstractBackend):
         raise NotImplementedError(f"run of {type(self).__name__} yields quanta, so it needs compute")
 
     def may_wait(self, operation: ModelOperation) -> bool:
-        """Whether an operation that is begun now may yield `Waiting` before anything else."""
+        """Whether an operation that is begun now may yield what it waits for before anything else."""
         return False
 
     def most_together(self, kind: Hashable) -> int:
@@ -165,6 +171,8 @@ class Executor(AbstractBackend):
         self.sampler.cancel(request_id)
 
     def abandon(self) -> list[ModelOperation]:
+        if self.in_place:
+            self._void.update(operation.model_id for operation in self._quanta.begun if _changes(operation))
         return self._quanta.abandon()
 
     def failed_pass(self, model_id: str) -> str | None:
@@ -227,6 +235,8 @@ class Executor(AbstractBackend):
                 "optim_step: a forward_backward since the last optim_step failed, so its gradients are incomplete and "
                 f"were dropped; correct the batch and send all of it again. The failure was: {cause}"
             )
+        if model_id in self._void and not isinstance(operation, MAKES | DeleteModel):
+            raise RequestError(f"model_id={model_id} is in the middle of what was abandoned; load it from a checkpoint")
         return self.run(operation)
 
     def _drop_gradients(self, model_id: str) -> str | None:
@@ -245,8 +255,9 @@ class Executor(AbstractBackend):
         if isinstance(result, ErrorResponse):
             if result.gradients == "incomplete":
                 self._failed_pass.setdefault(operation.model_id, result.error)
-        elif isinstance(operation, CreateModel | LoadCheckpoint | LoadSnapshot | DeleteModel):
+        elif isinstance(operation, MAKES | DeleteModel):
             self._failed_pass.pop(operation.model_id, None)
+            self._void.discard(operation.model_id)
         return [Completion(operation.request_id, result)]
 
     def _effect(self, operation: ModelOperation, error: Exception) -> GradientEffect:
@@ -285,6 +296,11 @@ class Executor(AbstractBackend):
 
 class _IncompleteGradients(RequestError):
     """An optimizer step that has to fail because a pass before it did."""
+
+
+def _changes(operation: ModelOperation) -> bool:
+    """Whether what is computed of it changes its model."""
+    return isinstance(operation, OptimStep) or (isinstance(operation, ForwardBackward) and not operation.forward_only)
 
 
 def failure(operation: Operation | str, error: BaseException) -> ErrorResponse:

@@ -11,7 +11,8 @@ as the computer takes. Tenants are charged when theirs is dispatched. Meanwhile 
 themselves and end.
 
 An operation may also compute something by itself and then yield None: that is a turn, too. Or it waits for something
-that happens elsewhere and yields what that is, `Waiting`: then it has no turn, and pays nothing, until that is over.
+that happens elsewhere and yields what that is, a future or `Waiting`: then it has no turn, and pays nothing, until that
+is over.
 """
 
 import logging
@@ -57,15 +58,16 @@ class Quantum:
 
 
 class Waiting(NamedTuple):
-    """What an operation waits for. It is asked about once per turn, and the operation goes on when it is over."""
+    """What an operation waits for that nobody tells of: it is asked about every few milliseconds. Rather than this,
+    yield a future, if there is one."""
 
     is_over: Callable[[], bool]
     """Answers at once and never raises."""
 
 
-Wanted = Quantum | Sequence[Quantum] | Waiting | None
+Wanted = Quantum | Sequence[Quantum] | Waiting | Future[Any] | None
 Work = Generator[Wanted, Any, Result | Future[Result]]
-"""Is sent the answer to the quantum that it yields, or a list with one to each, if it yields several."""
+"""Is sent the answer to the quantum that it yields, or a list with one to each, if it yields several; else None."""
 
 
 class Ended(NamedTuple):
@@ -154,7 +156,7 @@ class Computer(Protocol):
         ...
 
     def on_answer(self, answers: "Future[list[Any]]") -> None:
-        """Told, from any thread, that a dispatch which was computed elsewhere has ended."""
+        """Told, from any thread, that a dispatch which was computed elsewhere has ended, or what is waited for."""
         ...
 
 
@@ -169,7 +171,7 @@ class Quanta:
         """Of the operations that have begun, by model: the first of its queue."""
         self._asked: dict[str, _Asked] = {}
         """What those want computed. One that neither wants nor waits goes on by itself at its next turn."""
-        self._waits: dict[str, Waiting] = {}
+        self._waits: dict[str, Waiting | Future[Any]] = {}
         self._dispatches: deque[_Dispatch] = deque()
         """Those in flight."""
         self._again: deque[Part] = deque()
@@ -185,17 +187,24 @@ class Quanta:
         """Queue an operation."""
         queue = self._queues.setdefault(operation.model_id, deque())
         queue.append(operation)
+        self.stalled = False
         self._turns.place(operation.model_id, queue[0].tenant)
 
     def add_first(self, operation: ModelOperation) -> None:
         """Queue an operation before all others of its model, none of which may have begun."""
         assert operation.model_id not in self._works, operation
         self._queues.setdefault(operation.model_id, deque()).appendleft(operation)
+        self.stalled = False
         self._turns.place(operation.model_id, operation.tenant)
 
     def has_begun(self, model_id: str) -> bool:
         """Whether an operation of the model has begun and not ended."""
         return model_id in self._works
+
+    @property
+    def begun(self) -> list[ModelOperation]:
+        """Operations that have begun and not ended."""
+        return [self._queues[model_id][0] for model_id in self._works]
 
     def abandon(self) -> list[ModelOperation]:
         """Drop all operations, and return them. What is in flight keeps its place until it has ended."""
@@ -222,6 +231,10 @@ class Quanta:
         """Whether a turn has something to do, or has to ask what waits whether that is over."""
         if any(dispatch.answers.done() for dispatch in self._dispatches) or self.time_left() == 0:
             return True
+        if any(isinstance(wait, Waiting) or wait.done() for wait in self._waits.values()):
+            return True
+        if self.stalled:
+            return False
         if not self._is_full:
             return len(self._queues) > len(self._away)
         by_themselves = len(self._works) - len(self._asked)
@@ -303,7 +316,7 @@ class Quanta:
                     continue
                 return model_id
             if model_id in self._waits:
-                if not self._waits[model_id].is_over():
+                if not _is_over(self._waits[model_id]):
                     continue
                 waiting[operation.tenant] -= 1
             elif model_id not in self._works:
@@ -434,6 +447,7 @@ class Quanta:
         self, model_id: str, go_on: "Callable[[Work], Wanted]"
     ) -> "Result | Future[Result] | Exception | None":
         """Let the model's operation do its own part, up to what it wants next. Returns how it ended, if it did."""
+        self.stalled = False
         self._asked.pop(model_id, None)
         self._waits.pop(model_id, None)
         try:
@@ -446,8 +460,10 @@ class Quanta:
             raise
         except Exception as error:
             return error
-        if isinstance(wanted, Waiting):
+        if isinstance(wanted, Waiting | Future):
             self._waits[model_id] = wanted
+            if isinstance(wanted, Future):
+                wanted.add_done_callback(self._computer.on_answer)
         elif isinstance(wanted, Quantum):
             self._asked[model_id] = _Asked([wanted], alone=True)
         elif wanted is not None:
@@ -474,3 +490,7 @@ class Quanta:
         if request_ids != self._told:
             self._told = request_ids
             self._computer.on_quantum(request_ids)
+
+
+def _is_over(wait: "Waiting | Future[Any]") -> bool:
+    return wait.is_over() if isinstance(wait, Waiting) else wait.done()

@@ -13,7 +13,18 @@ from skyrl.backends.backend import Completion, ForwardBackward, Operation, Progr
 from skyrl.backends.quanta import Quantum
 from skyrl.errors import BackendLost
 from skyrl.types import ErrorResponse, ForwardBackwardOutput, LoraConfig, SampleOutput, SamplingParams, SaveOutput
-from tests.backends.test_contract import a_pass, a_sample, a_snapshot, a_step, done, logprobs, run, state
+from tests.backends.test_contract import (
+    a_pass,
+    a_revival,
+    a_sample,
+    a_snapshot,
+    a_step,
+    done,
+    logprobs,
+    run,
+    snapshot,
+    state,
+)
 from tests.fakes import HANG, KILL, POISON
 from tests.remote import RemoteBackend
 from tests.remote_worker import TILE, RemoteConfig
@@ -54,6 +65,7 @@ def open_remote(survivors) -> Iterator[Callable[..., Watched]]:
         config = RemoteConfig(**options)
         opened.append(backend := survivors.pop() if survivors else Watched(config))
         backend.configure(config)
+        backend.in_place = False
         backend.dispatched.clear()
         for model_id in list(backend.models):
             backend.delete_model(model_id)
@@ -194,8 +206,34 @@ def test_a_snapshot_after_what_was_abandoned_in_flight_waits_for_it_without_bein
     while len(backend.dispatched) < 3:  # the first was of the pass before
         backend.step()
     assert backend.abandon() == [training] and not backend.computed
-    (snapshot,) = done(backend, a_snapshot("a", tmp_path / "snapshot"))
-    assert isinstance(snapshot, SaveOutput) and snapshot.digest == before
+    assert state(backend, "a", tmp_path) == before
+
+
+def test_a_step_that_is_abandoned_in_flight_has_not_been_made(open_remote, tmp_path):
+    backend = open_remote(dispatch_s=0.2)
+    done(backend, a_pass("a"))
+    before = state(backend, "a", tmp_path)
+    backend.submit(a_step("a"))
+    backend.step()
+    assert len(backend.computed) == 1 and len(backend.abandon()) == 1
+    assert state(backend, "a", tmp_path) == before
+
+
+def test_a_model_whose_pass_was_abandoned_where_sums_are_changed_in_place_is_void_until_it_is_loaded(
+    open_remote, tmp_path
+):
+    backend = open_remote()
+    saved = snapshot(backend, "a", tmp_path / "saved")
+    backend.in_place = True
+    backend.create_model("b", LoraConfig(rank=4, seed=7))
+    backend.submit(a_pass("a"))
+    backend.step()
+    backend.abandon()
+    after, other = run(backend, a_snapshot("a", tmp_path / "after"), a_snapshot("b", tmp_path / "other"))
+    assert isinstance(after, ErrorResponse) and "model_id=a is in the middle" in after.error
+    assert isinstance(other, SaveOutput)
+    done(backend, a_revival("a", saved))
+    assert state(backend, "a", tmp_path) == saved.digest
 
 
 def test_a_backend_is_closed_while_a_dispatch_hangs(open_remote):

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Place = Literal["device", "host", "disk"]
-Turns = Generator[Waiting, None, T]
+Turns = Generator[Waiting | Future[Any], None, T]
 """What an operation does in turns with others, until it has what it waits for."""
 
 
@@ -237,7 +237,7 @@ class Residence:
         if model.state is None:
             reading = self._thread.submit(self._read, self._path(model))
             while not reading.done():
-                yield Waiting(reading.done)
+                yield reading
             model.state = self._valid(model, reading.result())
             self._forget_files(model)
         if model.place != "device":

@@ -135,7 +135,7 @@ class Storage:
         """Result of `read`, called in a thread after the writes to the folder that are under way."""
         reading = self.writer.read(path, read)
         while not reading.done():
-            yield Waiting(reading.done)
+            yield reading
         return reading.result()
 
     # -- files, in any thread -----------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Storage:
 def _in_turn(writing: Future[Any], adapter: Adapter) -> Turns[Future[Any]]:
     """A write in the background. A model that is trained as a whole waits for it: each holds a copy in memory."""
     while adapter.own_base is not None and not writing.done():
-        yield Waiting(writing.done)
+        yield writing
     return writing
 
 
