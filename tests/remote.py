@@ -90,9 +90,9 @@ class Remote:
             return
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         with self._lock:
-            self._end = BackendLost(f"the {self._name} (process {self.process.pid}) {how}")
+            self._end = BackendLost(f"the {self._name} (process {self.process.pid}) {how}", ())
         for future in self._futures.values():
-            future.set_exception(self._end)
+            future.set_exception(BackendLost(str(self._end)))
         self._lost(self._end)
 
 
@@ -115,11 +115,10 @@ class RemoteSampler:
         return tuple(self._asked)
 
     def add(self, request: Sample) -> None:
-        params = request.params
-        unserved = [name for name in UNSERVED if getattr(request, name)]
-        unserved += [name for name, off in (("top_k", -1), ("top_p", 1)) if getattr(params, name) not in (0, off)]
-        if unserved:
-            raise RequestError(f"{unserved[0]} is not served by this backend; leave it out")
+        given = {name: getattr(request, name) for name in UNSERVED}
+        given |= {"top_k": request.params.top_k > 0, "top_p": request.params.top_p < 1}
+        if any(given.values()):
+            raise RequestError(f"{[*filter(given.get, given)]} is not served by this backend; leave it out")
         self._backend.sampling.tell("draw", request, self._backend.version(request))
         self._asked[request.request_id] = request
 
@@ -150,8 +149,8 @@ class RemoteBackend(Executor):
     def __init__(self, base_model: str, config: RemoteConfig, progress: Callable[[str], None] = lambda message: None):
         super().__init__(base_model, config)
         progress("starting the workers")
-        self.sampler = RemoteSampler(self)
-        self.training = Remote("trainer", config, print, self._trainer_lost)
+        self.sampler: RemoteSampler = RemoteSampler(self)
+        self.training = Remote("trainer", config, print, self.lose)
         self.sampling = Remote("sampler", config, self._heard, self._heard)
         self.models: dict[str, int] = {}
         self.versions: dict[str, int] = {}
@@ -172,7 +171,7 @@ class RemoteBackend(Executor):
             architecture="Bigram",
             vocab_size=self.config.vocab_size,
             max_context_length=1024,
-            max_lora_rank=16,
+            max_lora_rank=64,
             tokenizer_path="",
         )
 
@@ -203,8 +202,8 @@ class RemoteBackend(Executor):
             case operations.CreateModel(lora_config=config, value_head=value_head):
                 if model_id in self.models:
                     raise RequestError(f"model_id={model_id} exists already; choose another id")
-                if config.rank > self.info().max_lora_rank or not config.rank or value_head:
-                    raise RequestError(f"rank={config.rank}: choose 1 to max_lora_rank={self.info().max_lora_rank}")
+                if not 0 < config.rank <= (most := self.info().max_lora_rank) or value_head:
+                    raise RequestError(f"rank={config.rank}: choose 1 to max_lora_rank={most}, without value_head")
                 self._put(model_id, config)
                 return ModelOutput(model_id)
             case operations.LoadCheckpoint() | operations.LoadSnapshot():
@@ -275,8 +274,6 @@ class RemoteBackend(Executor):
         self.models[model_id] = next(self._handles)
         self.training.tell("put", self.models[model_id], adapter)
 
-    # -- sampling ------------------------------------------------------------------------------------------------------
-
     def version(self, request: Sample) -> int | None:
         """The handle of what a sample is drawn from."""
         if request.version is None or request.version in self.versions:
@@ -295,9 +292,6 @@ class RemoteBackend(Executor):
         self._writer.forget_version(version)
         if version in self.versions:
             self.sampling.tell("free", self.versions.pop(version))
-
-    def _trainer_lost(self, error: BackendLost) -> None:
-        self.lose(BackendLost(str(error), ()))  # what was in flight, if anything was, says so by itself
 
     def _heard(self, news: Any) -> None:
         self.sampler.news.append(news)

@@ -1,7 +1,9 @@
 """Compute in other processes: what the executor does meanwhile, and what becomes of it when they die or hang."""
 
+import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from skyrl.backends.backend import Completion, ForwardBackward, Operation, Progress, Sample
+from skyrl.backends.client import BackendClient
 from skyrl.backends.quanta import Quantum
 from skyrl.errors import BackendLost
 from skyrl.types import ErrorResponse, ForwardBackwardOutput, LoraConfig, SampleOutput, SamplingParams, SaveOutput
@@ -140,6 +143,23 @@ def test_operations_of_others_that_compute_nothing_end_while_a_dispatch_is_in_fl
     assert time.monotonic() - began < 0.2 and backend.computed == (training.request_id,)
 
 
+def test_nobody_looks_while_an_operation_waits_for_a_file(open_remote, tmp_path):
+    backend, reading = open_remote(), threading.Event()
+    saved = snapshot(backend, "a", tmp_path / "saved")
+    blocking = backend._writer.submit("a", saved.path, lambda: reading.wait(30))  # what is read comes after it
+    backend.submit(revival := a_revival("a", saved))
+    while backend.wait(0):
+        backend.step()
+    looks: list[None] = []
+    backend.on_wake = lambda: looks.append(None)
+    assert not backend.wait(0.3) and not looks
+    reading.set()
+    assert backend.wait(30) and blocking.result()
+    (completion,) = backend.step()
+    assert completion.request_id == revival.request_id and len(looks) == 1
+    backend.on_wake = lambda: None
+
+
 def test_tokens_of_a_sample_are_told_one_by_one_as_they_come(open_remote):
     backend = open_remote(token_s=0.02)
     told: list[tuple[float, Progress]] = []
@@ -265,7 +285,7 @@ def test_a_worker_that_is_killed_in_mid_dispatch_loses_the_backend_by_name(open_
 def test_a_worker_that_is_killed_with_nothing_to_do_loses_the_backend_at_once(open_remote):
     backend = open_remote()
     os.kill(backend.training.process.pid, signal.SIGKILL)
-    assert backend.wait(60)
+    assert backend.wait(20)
     with pytest.raises(BackendLost, match=r"the trainer .* was killed by SIGKILL") as caught:
         backend.step()
     assert caught.value.request_ids == ()
@@ -298,3 +318,13 @@ def test_a_lost_backend_still_finishes_its_writes(open_remote, tmp_path: Path):
     lost(backend, breaking(KILL))
     backend.close()
     assert isinstance(saved, SaveOutput) and (tmp_path / "snapshot" / "manifest.json").exists()
+
+
+def test_whoever_waits_for_a_client_whose_backend_is_lost_is_told_why(open_remote):
+    backend = open_remote(deadline_s=0.2)
+
+    async def use() -> None:
+        await BackendClient(backend).run(breaking(HANG))
+
+    with pytest.raises(RuntimeError, match=r"the backend has stopped: a dispatch has not ended within deadline_s=0\.2"):
+        asyncio.run(use())
