@@ -10,12 +10,16 @@ API's end is asyncio (`ApiChannel`), where large frames are made, written and re
 import asyncio
 import contextlib
 import logging
+import pickle
 import socket
 import threading
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from skyrl.backends.operations import ForwardBackward, ModelOperation, Operation
 from skyrl.tinker.config import EngineConfig
@@ -26,8 +30,10 @@ log = logging.getLogger(__name__)
 
 LARGE_TOKENS = 4096
 """The frame of a pass over more is made in a thread."""
-LARGE_BYTES = 64 * 1024
+LARGE_BYTES = 512 * 1024
 """A frame of more is read in a thread."""
+PIECE_BYTES = 2**18
+"""Of a frame that others do not wait for, written at once."""
 NEVER_S = 1e6
 """Seconds after which a thread gives up an engine that does not read; it is found to hang long before."""
 
@@ -203,7 +209,21 @@ class Parked:
     done: bool
 
 
-FromEngine = Progress | Ready | Alive | Metrics | Failed | Lost | Done | Held | Running | Snapshotted | Stored | Parked
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of a large frame, between whose pieces others come."""
+
+    sizes: tuple[int, ...]
+    """Of the frame's parts."""
+    part: int
+    begin: int
+    data: Any
+    """A buffer. The frame is complete with the last bytes of its last part."""
+
+
+FromEngine = (
+    Progress | Ready | Alive | Metrics | Failed | Lost | Done | Held | Running | Snapshotted | Stored | Parked | Piece
+)
 
 
 class ChannelClosed(ConnectionError):
@@ -219,6 +239,7 @@ class EngineChannel:
         self._inbox: deque[ToEngine] = deque()
         self._reader: threading.Thread | None = None
         self._sending = threading.Lock()
+        self._apart = ThreadPoolExecutor(1, "large-frames")
         self.wake = threading.Event()
         """Set when there is a new frame, when the channel closes, and by whoever else wants the engine's attention."""
         self.closed = False
@@ -231,6 +252,24 @@ class EngineChannel:
                     self._socket.sendall(piece)
         except OSError as error:
             raise ChannelClosed(str(error)) from error
+
+    def send_apart(self, frame: FromEngine, on_sent: Callable[[], None]) -> None:
+        """Write a large frame in a thread, a piece at a time, so that others go in between; then call `on_sent`.
+
+        Frames that are sent so keep their order among themselves.
+        """
+        self._apart.submit(self._send_pieces, frame, on_sent)
+
+    def _send_pieces(self, frame: FromEngine, on_sent: Callable[[], None]) -> None:
+        parts = [memoryview(part).cast("B") for part in encode(frame)]
+        parts[0] = parts[0][NUMBER.size * (1 + len(parts)) :]
+        sizes = tuple(map(len, parts))
+        with contextlib.suppress(ChannelClosed):  # who sends the next frame finds out
+            for number, part in enumerate(parts):
+                for begin in range(0, len(part), PIECE_BYTES):
+                    data = pickle.PickleBuffer(part[begin : begin + PIECE_BYTES])
+                    self.send(Piece(sizes, number, begin, data))
+            on_sent()
 
     def receive(self) -> ToEngine:
         """Block until a frame has arrived. Raises `ChannelClosed` at its end. Not for use after `listen`."""
@@ -298,6 +337,8 @@ class ApiChannel:
         """Frames that wait, by tenant, the tenant whose turn it is first; none is without any."""
         self._sending: asyncio.Task[None] | None = None
         """Sends them while there are any."""
+        self._parts: list[memoryview] = []
+        """Of the large frame that comes a piece at a time."""
         self._writing = False
         """Whether a part of a large frame is written and the rest is not."""
 
@@ -328,9 +369,22 @@ class ApiChannel:
                 sizes = [await self._read_number() for _ in range(await self._read_number())]
                 parts = [await self._read(size) for size in sizes]
                 large = sum(sizes) > LARGE_BYTES
-                yield await loop.run_in_executor(_THREADS, decode, parts) if large else decode(parts)
+                frame = await loop.run_in_executor(_THREADS, decode, parts) if large else decode(parts)
+                if not isinstance(frame, Piece):
+                    yield frame
+                elif (parts := self._with_piece(frame)) is not None:
+                    yield await loop.run_in_executor(_THREADS, decode, parts)
         except (asyncio.IncompleteReadError, ConnectionError):
             return
+
+    def _with_piece(self, piece: Piece) -> list[memoryview] | None:
+        """The parts of the large frame that has come so far; None while more of it is to come."""
+        if piece.part == piece.begin == 0:
+            self._parts = [np.empty(size, np.uint8).data for size in piece.sizes]
+        end = piece.begin + len(piece.data)
+        self._parts[piece.part][piece.begin : end] = piece.data
+        is_whole = piece.part == len(piece.sizes) - 1 and end == piece.sizes[-1]
+        return self._parts if is_whole else None
 
     async def close(self) -> None:
         """Close this end, dropping what has not been sent."""

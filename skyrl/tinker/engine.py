@@ -65,13 +65,15 @@ from skyrl.tinker.engine_lock import engine_lock
 from skyrl.tinker.scheduler import Scheduler
 from skyrl.tinker.snapshots import SnapshotPolicy
 from skyrl.tinker.upkeep import Upkeep
-from skyrl.types import ErrorResponse, Result, SaveOutput
+from skyrl.types import ErrorResponse, Result, SampleOutput, SaveOutput
 from skyrl.utils.crash_points import crash_point
 from skyrl.utils.log import setup_logging
 from skyrl.utils.parent_death import die_with_parent
 
 log = logging.getLogger("skyrl.tinker.engine")  # __name__ is __main__ in the engine process
 
+LARGE_RESULT_BYTES = 2**20
+"""Larger results of samples are sent a piece at a time, with other frames in between."""
 NICENESS = 5
 """Keeps the API process quick while computation uses every core."""
 QUIET_S = 0.25
@@ -101,6 +103,8 @@ class TinkerEngine:
         self._metrics: dict[str, int] = {}
         self._stored: deque[Stored] = deque()
         """Filled by the thread that writes."""
+        self._sent: deque[Operation] = deque()
+        """Samples whose large results are on their way, filled by the thread that writes these."""
         self._stopping = False
         self._worked_at = time.monotonic()
         """When something came, or was computed, last."""
@@ -148,6 +152,8 @@ class TinkerEngine:
         frames = self.channel.take()
         for frame in frames:
             self._handle(frame)
+        while self._sent:
+            self.scheduler.done(self._sent.popleft())
         self.scheduler.expire(time.monotonic())
         for request_id, reason in self.scheduler.notices():
             self.channel.send(Held(request_id, reason))
@@ -177,6 +183,9 @@ class TinkerEngine:
             operation = self._submitted.pop(completion.request_id, None)
             if operation is None:  # cancelled just before its end
                 continue
+            if isinstance(completion.result, SampleOutput) and completion.result.nbytes > LARGE_RESULT_BYTES:
+                self._send_apart(operation, completion)
+                continue
             asked_for = self.scheduler.done(operation)
             if isinstance(operation, ModelOperation):
                 self._follow(operation, completion.result)
@@ -184,6 +193,15 @@ class TinkerEngine:
                 self.channel.send(Done(completion.request_id, completion.result))
         while self._stored:  # after the request that published it
             self.channel.send(self._stored.popleft())
+
+    def _send_apart(self, operation: Operation, completion: Completion) -> None:
+        """Send a sample's large result while others go on. Only then it is over, and its tenant's next may begin."""
+
+        def sent() -> None:
+            self._sent.append(operation)
+            self.channel.wake.set()
+
+        self.channel.send_apart(Done(completion.request_id, completion.result), sent)
 
     def _follow(self, operation: ModelOperation, result: Result) -> None:
         """Keep up with which models there are."""

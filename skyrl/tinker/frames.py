@@ -7,6 +7,7 @@ are pickled as columns (`skyrl.tinker.columns`), whatever their number of tokens
 import io
 import pickle
 import struct
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -41,7 +42,7 @@ def encode(frame: object) -> list[bytes | memoryview]:
     return [b"".join([*map(NUMBER.pack, [len(sizes), *sizes]), body]), *arrays]
 
 
-def decode(parts: list[bytearray] | list[bytes]) -> Any:
+def decode(parts: Sequence[bytearray | bytes | memoryview]) -> Any:
     """The frame whose pickle and arrays these are. Its arrays are parts of what is given."""
     return pickle.loads(parts[0], buffers=parts[1:])
 

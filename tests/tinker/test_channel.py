@@ -7,8 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from skyrl.backends.operations import ForwardBackward, OptimStep
-from skyrl.tinker.channel import LARGE_TOKENS, ApiChannel, Cancel, EngineChannel, Enqueue, ToEngine
-from skyrl.types import AdamParams, Datum
+from skyrl.tinker.channel import (
+    LARGE_TOKENS,
+    ApiChannel,
+    Cancel,
+    Done,
+    EngineChannel,
+    Enqueue,
+    Metrics,
+    ToEngine,
+)
+from skyrl.types import AdamParams, Datum, SampleOutput
 
 LARGE = LARGE_TOKENS + 1
 
@@ -80,3 +89,27 @@ def test_closing_ends_a_write_that_nobody_reads():
         engine.close()
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_small_frames_of_the_engine_go_between_the_pieces_of_a_large_one():
+    async def main() -> list[object]:
+        ours, theirs = socket.socketpair()
+        api, engine = await ApiChannel.open(ours), EngineChannel(theirs)
+        table = (np.arange(2**20, dtype=np.int32)[None], np.ones((1, 2**20), np.float32))
+        large = SampleOutput([], prompt_logprobs=np.ones(2**21, np.float32), topk_prompt_logprobs=table)
+        ended: list[str] = []
+        engine.send_apart(Done("large", large), lambda: ended.append("large"))
+        for number in range(20):
+            await asyncio.to_thread(engine.send, Metrics({"number": number}))
+        frames = api.frames()
+        received = [await anext(frames) for _ in range(21)]
+        await api.close()
+        engine.close()
+        assert ended == ["large"]
+        return received
+
+    *small, last = asyncio.run(asyncio.wait_for(main(), 20))
+    assert [frame.values["number"] for frame in small if isinstance(frame, Metrics)] == list(range(20))
+    assert isinstance(last, Done) and isinstance(last.result, SampleOutput) and last.result.topk_prompt_logprobs
+    np.testing.assert_array_equal(last.result.topk_prompt_logprobs[0][0], np.arange(2**20))
+    assert (last.result.prompt_logprobs == 1).all()
