@@ -495,7 +495,7 @@ def test_a_dispatch_that_is_late_loses_the_backend():
     assert 0 < (quanta.time_left() or 0) <= 0.05
     time.sleep(0.06)
     assert quanta.ready
-    with pytest.raises(BackendLost, match=r"not ended within 0\.05 s"):
+    with pytest.raises(BackendLost, match=r"not ended within deadline_s=0\.05"):
         quanta.turn()
 
 
