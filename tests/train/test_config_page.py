@@ -74,7 +74,7 @@ def test_keys_that_the_docs_name_exist():
     named = {
         (page, key)
         for page, key in keys_in_docs()
-        if not key.startswith(("trainer.jax.", "environment.skyrl_gym.")) and not key.endswith(".md")
+        if not key.startswith(("trainer.jax.", "environment.skyrl_gym.")) and not key.endswith((".md", ".py"))
     }
     assert len(named) > 30
     assert not {(page, key) for page, key in named if key not in known}
