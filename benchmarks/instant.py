@@ -126,6 +126,10 @@ class InstantSampler:
     def running(self) -> tuple[str, ...]:
         return tuple(self._waiting)[:AT_ONCE]
 
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        return ()
+
     def add(self, request: Sample) -> None:
         self._waiting[request.request_id] = request
 

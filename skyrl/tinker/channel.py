@@ -30,10 +30,12 @@ log = logging.getLogger(__name__)
 
 LARGE_TOKENS = 4096
 """The frame of a pass over more is made in a thread."""
-LARGE_BYTES = 512 * 1024
+LARGE_BYTES = 64 * 1024
 """A frame of more is read in a thread."""
 PIECE_BYTES = 2**18
 """Of a frame that others do not wait for, written at once."""
+PIECE_HEAD = 1024
+"""What a piece is beside its bytes, at most."""
 NEVER_S = 1e6
 """Seconds after which a thread gives up an engine that does not read; it is found to hang long before."""
 
@@ -368,7 +370,8 @@ class ApiChannel:
             while True:
                 sizes = [await self._read_number() for _ in range(await self._read_number())]
                 parts = [await self._read(size) for size in sizes]
-                large = sum(sizes) > LARGE_BYTES
+                is_piece = len(sizes) == 2 and sizes[0] < PIECE_HEAD  # of which nothing is made but a view
+                large = sum(sizes) > LARGE_BYTES and not is_piece
                 frame = await loop.run_in_executor(_THREADS, decode, parts) if large else decode(parts)
                 if not isinstance(frame, Piece):
                     yield frame
