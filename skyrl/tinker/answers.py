@@ -1,14 +1,14 @@
 """Large answers on their way to who asked for them: in whose turn they are read, and how much is held meanwhile.
 
-They are read from the database in fair order, by bytes and time, in threads of their own: neither the answers of others
-nor rows that are looked up wait for them. Those who ask for one at the same time share one read, and one copy. What is
-held until it is sent is shared between those who asked as in `quota`; who asks for more is turned away (429) for a
-moment. A client that does not take its answer loses the connection (`connections`), and so gives the room back.
+They are read from the database in fair order, by bytes and time, in the threads that decode bodies: neither the
+answers of others nor rows that are looked up wait for them. Those who ask for one at the same time share one read, and
+one copy. What is held until it is sent is shared between those who asked as in `quota`; who asks for more is turned
+away (429) for a moment. A client that does not take its answer loses the connection (`connections`), and so gives the
+room back.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -19,7 +19,6 @@ from skyrl.tinker.codec import LARGE_BYTES, Bodies
 from skyrl.tinker.db import Database, Job
 from skyrl.tinker.futures import Answer
 
-THREADS = 2
 PIECE_BYTES = 256 * 2**10
 """Sent at once. What a connection has taken in and its client has not is no more than a few of these."""
 
@@ -29,12 +28,13 @@ class Answers:
 
     Args:
         database: Of the server.
+        turns: Whose threads they are read in.
     """
 
-    def __init__(self, database: Database):
+    def __init__(self, database: Database, turns: Bodies):
         self.room = BodyRoom("answers of {} bytes")
         self._database = database
-        self._turns = Bodies(ThreadPoolExecutor(THREADS, "answers"), THREADS)
+        self._turns = turns
         self._reading: dict[tuple[str, str], asyncio.Task[Answer | None]] = {}
         """By who asks and the request."""
         self._held: WeakValueDictionary[str, Answer] = WeakValueDictionary()

@@ -26,7 +26,8 @@ NS_PER_BYTE = 10
 """Nanoseconds of a thread that a byte is worth. Those of JSON take more, those of protobuf a tenth."""
 
 THREADS_FOR_BODIES = 2
-"""Few, because the event loop waits for its turn among those that hold the interpreter."""
+"""For all that clients send and ask for in bulk. Few, because the event loop waits for its turn among those that hold
+the interpreter."""
 
 _FOR_BODIES = ThreadPoolExecutor(THREADS_FOR_BODIES, "bodies")
 _FOR_RESULTS = ThreadPoolExecutor(1, "results")
@@ -49,21 +50,15 @@ class _Turn:
 
 
 class Bodies:
-    """Those who wait for work on bytes of theirs. All methods are called on the event loop.
+    """Those who wait for work on bytes of theirs. All methods are called on the event loop."""
 
-    Args:
-        threads: Where it is done.
-        number: Of those threads.
-    """
-
-    def __init__(self, threads: ThreadPoolExecutor = _FOR_BODIES, number: int = THREADS_FOR_BODIES) -> None:
-        self._threads = threads
+    def __init__(self) -> None:
         self._accounts = Accounts()
         self._lines: dict[str, deque[_Turn]] = {}
         """The turns that each tenant waits for. No line is empty."""
         self._turns: Counter[str] = Counter()
         """How many turns each tenant waits for or has. Its account stays open as long, so that it pays for them all."""
-        self._free = number
+        self._free = THREADS_FOR_BODIES
 
     async def work(self, tenant: str, size: int, function: Callable[[], T], at_most: int = 0) -> T:
         """Call `function`, in a thread and when it is the tenant's turn if it works on many bytes.
@@ -90,7 +85,7 @@ class Bodies:
                 self._end(turn)
             raise
         # Who leaves now leaves its thread behind, which is taken until it has ended.
-        running = loop.run_in_executor(self._threads, partial(turn.do, function))
+        running = loop.run_in_executor(_FOR_BODIES, partial(turn.do, function))
         running.add_done_callback(lambda ended: self._end(turn, ended))
         return await asyncio.shield(running)
 

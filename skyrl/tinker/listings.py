@@ -1,7 +1,6 @@
-"""Lists, read and written out in threads of their own: the longest of one tenant delays nobody's look at one row."""
+"""Lists, read and written out in fair turns with bodies: the longest of one tenant delays nobody's look at one row."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from pydantic import BaseModel
 from sqlmodel import Session
@@ -11,19 +10,18 @@ from skyrl.tinker.auth import Caller
 from skyrl.tinker.codec import LARGE_BYTES, Bodies
 from skyrl.tinker.db import Database
 
-THREADS = 2
-
 
 class Listings:
     """Answers with what a tenant has, in fair order, by the time that its lists have taken.
 
     Args:
         database: Of the server.
+        turns: Whose threads they are read in.
     """
 
-    def __init__(self, database: Database):
+    def __init__(self, database: Database, turns: Bodies):
         self._database = database
-        self._turns = Bodies(ThreadPoolExecutor(THREADS, "listings"), THREADS)
+        self._turns = turns
 
     async def answer(self, caller: Caller, job: Callable[[Session], BaseModel]) -> Response:
         """What a reading job returns, as JSON without its Nones."""

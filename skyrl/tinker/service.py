@@ -89,8 +89,8 @@ class Service:
         self.version_use = VersionUse()
         self.wrong_keys = WrongKeys()
         self.bodies = Bodies()
-        self.listings = Listings(database)
-        self.answers = Answers(database)
+        self.listings = Listings(database, self.bodies)
+        self.answers = Answers(database, self.bodies)
         self.body_room = BodyRoom()
         self.redact = Redaction(config)
         self.database_probe: asyncio.Task[bool] | None = None
