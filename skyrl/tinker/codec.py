@@ -7,6 +7,7 @@ than the engine makes them, have a thread of their own.
 """
 
 import asyncio
+import os
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -25,9 +26,9 @@ LARGE_BYTES = 16 * 1024
 NS_PER_BYTE = 10
 """Nanoseconds of a thread that a byte is worth. Those of JSON take more, those of protobuf a tenth."""
 
-THREADS_FOR_BODIES = 2
+THREADS_FOR_BODIES = 2 if (os.cpu_count() or 1) > 2 else 1
 """For all that clients send and ask for in bulk. Few, because the event loop waits for its turn among those that hold
-the interpreter."""
+the interpreter; on two cores one is the loop's and the engine's."""
 
 _FOR_BODIES = ThreadPoolExecutor(THREADS_FOR_BODIES, "bodies")
 _FOR_RESULTS = ThreadPoolExecutor(1, "results")
