@@ -24,12 +24,19 @@ _numbers = itertools.count()
 
 def finish(backend: AbstractBackend, operation) -> Result:
     """Submit an operation and step until it is done."""
-    backend.submit(operation)
-    while True:
+    return finish_all(backend, [operation])[operation.request_id]
+
+
+def finish_all(backend: AbstractBackend, operations, each_step=lambda: None) -> dict[str, Result]:
+    """Submit operations and step until all are done, whatever they wait for meanwhile. Results by request."""
+    wanted, results = {operation.request_id for operation in operations}, {}
+    for operation in operations:
+        backend.submit(operation)
+    while not wanted <= results.keys():
         backend.wait()
-        for completion in backend.step():
-            if completion.request_id == operation.request_id:
-                return completion.result
+        results |= {completion.request_id: completion.result for completion in backend.step()}
+        each_step()
+    return results
 
 
 def new_id() -> str:

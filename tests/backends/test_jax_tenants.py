@@ -8,8 +8,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driver import create, datum, forward_backward, load, new_id, optim_step, publish, random_datum, sample, save
-from skyrl.backends.backend import CreateModel, ForwardBackward, LoadCheckpoint, OptimStep, SaveCheckpoint
+from driver import (
+    create,
+    datum,
+    finish_all,
+    forward_backward,
+    load,
+    new_id,
+    optim_step,
+    publish,
+    random_datum,
+    sample,
+    save,
+)
+from skyrl.backends.backend import (
+    CreateModel,
+    ForwardBackward,
+    LoadCheckpoint,
+    ModelOperation,
+    OptimStep,
+    SaveCheckpoint,
+)
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.errors import RequestError
 from skyrl.types import AdamParams, ErrorResponse, LoraConfig
@@ -75,12 +94,7 @@ def run_all(backend, operations) -> tuple[dict, int]:
     """Results by request, and the most requests that were computed in one call."""
     together = []
     backend.on_quantum = lambda request_ids: together.append(len(request_ids))
-    for operation in operations:
-        backend.submit(operation)
-    results = {}
-    while backend.busy:
-        results |= {completion.request_id: completion.result for completion in backend.step()}
-    return results, max(together)
+    return finish_all(backend, operations), max(together)
 
 
 def off_policy(length: int, seed: int):
@@ -258,7 +272,7 @@ def test_models_that_all_want_to_work_at_once_never_take_more_than_there_is_and_
         adapter_host_memory_gib=3 * size / 2**30,
         offload_folder=str(tmp_path / "offloaded"),
     )
-    most = 0
+    used = []
 
     def work(backend, name: str, seed: int) -> list:
         model, path = {"model_id": name, "tenant": name}, str(tmp_path / f"{name} of {id(backend)}")
@@ -274,13 +288,10 @@ def test_models_that_all_want_to_work_at_once_never_take_more_than_there_is_and_
 
     for backend in (small, deterministic):
         lists = [work(backend, name, i) for i, name in enumerate(names)]
-        for operation in (operation for row in zip(*lists, strict=True) for operation in row):
-            backend.submit(operation)
-        while backend.busy or backend.writing:
-            results = [completion.result for completion in backend.step()]
-            assert not any(isinstance(result, ErrorResponse) for result in results), results
-            most = max(most, small._models.used_bytes("device"))
-    assert most == 3 * size
+        operations = [operation for row in zip(*lists, strict=True) for operation in row]
+        results = finish_all(backend, operations, lambda: used.append(small._models.used_bytes("device")))
+        assert not [result for result in results.values() if isinstance(result, ErrorResponse)]
+    assert max(used) == 3 * size
     for name in names:
         assert small._models.about(name).step == 2
         assert_equal(small.adapter(name).weights, deterministic.adapter(name).weights)
@@ -361,6 +372,7 @@ def test_one_more_model_takes_its_weights_sums_and_moments_and_when_idle_nothing
 def random_traffic(backend, random, requests: int) -> None:
     """Requests from all over the accepted domain."""
     losses = ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
+    operations: list[ModelOperation] = []
     for i in range(requests):
         name = f"model-{i}"
         flags = dict(zip(("train_attn", "train_mlp", "train_unembed"), random.random(3) < 0.6, strict=True))
@@ -378,12 +390,11 @@ def random_traffic(backend, random, requests: int) -> None:
             request_id=new_id(), model_id=name, data=data, loss_fn=loss_fn, forward_only=True, tenant=name
         )
         small = [a_pass(name, [random_datum(int(random.integers(1, 20)), i)]) for _ in range(2)]
-        for operation in (create_it, a_pass(name, data, loss_fn), forward, *small, a_step(name)):
-            backend.submit(operation)
+        operations += [create_it, a_pass(name, data, loss_fn), forward, *small, a_step(name)]
         if i % 4 == 3:
-            while backend.busy:
-                for completion in backend.step():
-                    assert not isinstance(completion.result, ErrorResponse), completion
+            for result in finish_all(backend, operations).values():
+                assert not isinstance(result, ErrorResponse), result
+            operations = []
 
 
 @pytest.mark.gpu
