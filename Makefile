@@ -8,7 +8,7 @@ JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PROTO := skyrl/tinker/proto
+PROTO := skyrl/tinker/wire/proto
 
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false

@@ -50,7 +50,7 @@ def sequences(tokens: int, length: int) -> list:
 @contextmanager
 def idle_server() -> Iterator:
     """A server whose backend computes nothing."""
-    from skyrl.local_server import LocalServer
+    from skyrl.tinker.local_server import LocalServer
 
     root = str(Path(__file__).parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -79,15 +79,16 @@ def bodies_of(trainer, data: list) -> list[bytes]:
 
 def parts(bodies: list[bytes], folder: Path) -> dict[str, float]:
     """Processor seconds of each part of their way, over all bodies. `folder` is for a database."""
-    from skyrl.algorithms.checks import check_pass
-    from skyrl.backends.batching import TileShape, make_tiles
+    from skyrl.algorithms.checks.requests import check_pass
     from skyrl.backends.operations import ForwardBackward
-    from skyrl.tinker import request_log, wire
-    from skyrl.tinker.channel import Done, Enqueue
-    from skyrl.tinker.db import Database
-    from skyrl.tinker.frames import decode, encode
-    from skyrl.tinker.futures import PROTOBUF, Answer
-    from skyrl.tinker.log_writer import compressed
+    from skyrl.backends.packing import TileShape, make_tiles
+    from skyrl.tinker.database import request_log
+    from skyrl.tinker.database.database import Database
+    from skyrl.tinker.database.log_writer import compressed
+    from skyrl.tinker.processes.frames import decode, encode
+    from skyrl.tinker.processes.messages import Done, Enqueue
+    from skyrl.tinker.results import PROTOBUF, Answer
+    from skyrl.tinker.wire import codec
     from skyrl.types import ForwardBackwardOutput
 
     seconds: dict[str, float] = {}
@@ -105,7 +106,7 @@ def parts(bodies: list[bytes], folder: Path) -> dict[str, float]:
     with closing(Database(f"sqlite:///{folder / 'log.db'}")) as database:
         for number, body in enumerate(bodies, 1):
             request = measured(
-                "decode", partial(wire.decode_forward_backward, body, wire.PROTOBUF, None, max_bytes=2**30)
+                "decode", partial(codec.decode_forward_backward, body, codec.PROTOBUF, None, max_bytes=2**30)
             )
             check = partial(check_pass, vocab_size=4096, max_context_length=8192)
             data = measured("check", partial(check, request.data, request.loss_fn, request.loss_fn_config))
@@ -127,7 +128,7 @@ def parts(bodies: list[bytes], folder: Path) -> dict[str, float]:
             done = Done(name, ForwardBackwardOutput(outputs, {"loss:sum": 0.0}))
             pieces = measured("frame from the engine, made", partial(encode, done))
             frame = measured("frame from the engine, read", partial(decode, received(pieces)))
-            answer = Answer(measured("encode", partial(wire.encode_forward_backward, frame.result)), PROTOBUF)
+            answer = Answer(measured("encode", partial(codec.encode_forward_backward, frame.result)), PROTOBUF)
             finish = partial(request_log.finish, request_id=name, outcome=answer, keep_body=True)
             measured("store the result", lambda finish=finish: asyncio.run(database.write(finish)))
     return seconds
@@ -178,7 +179,7 @@ def main(tokens: int, length: int, repeats: int) -> None:
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     import tinker
 
-    from skyrl.local_server import close_client
+    from skyrl.tinker.local_server import close_client
 
     data = sequences(tokens, length)
     sent = sum(datum.model_input.length for datum in data)

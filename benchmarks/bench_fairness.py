@@ -25,7 +25,7 @@ import numpy as np
 
 import flops
 from common import API_KEY, RANK, datum, emit, milliseconds, peak_flops, seconds_of, serving, tenants
-from skyrl.local_server import close_client
+from skyrl.tinker.local_server import close_client
 
 HEAVY = 64, 512
 """Sequences of the large passes, tokens of each."""
@@ -150,7 +150,7 @@ def turns(seconds: float, report: Callable[..., None]) -> None:
     from skyrl.backends.jax.backend import JaxBackend
     from skyrl.backends.jax.config import JaxBackendConfig
     from skyrl.backends.operations import CreateModel, ForwardBackward, OptimStep
-    from skyrl.tx.make_model import make_model
+    from skyrl.tx.synthetic.make_model import make_model
     from skyrl.types import AdamParams, Datum, LoraConfig
 
     draws = np.random.default_rng(0)

@@ -46,7 +46,7 @@ def keys() -> list[str]:
 
 def start(folder: Path):
     """The server under attack."""
-    from skyrl.local_server import LocalServer
+    from skyrl.tinker.local_server import LocalServer
 
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -19,7 +19,7 @@ from load import Load, Report, put_load
 
 def main(load: Load) -> None:
     os.environ.setdefault("TINKER_TELEMETRY", "0")
-    from skyrl.local_server import LocalServer
+    from skyrl.tinker.local_server import LocalServer
 
     with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch, LocalServer(Path(scratch)) as server:
         assert server.process is not None

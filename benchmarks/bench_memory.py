@@ -68,7 +68,7 @@ def measure(folder: Path, count: int, room_gib: float) -> tuple[int, float, floa
 
 
 def main(models: list[str], count: int) -> None:
-    from skyrl.tx.make_model import make_model
+    from skyrl.tx.synthetic.make_model import make_model
 
     for name in models:
         with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch:

@@ -110,7 +110,7 @@ def decode_phase(model: str, repeats: int) -> float:
     from skyrl.backends.jax.backend import JaxBackend
     from skyrl.backends.jax.config import JaxBackendConfig
     from skyrl.backends.operations import CreateModel, Publish, Sample
-    from skyrl.tx.make_model import make_model
+    from skyrl.tx.synthetic.make_model import make_model
     from skyrl.types import LoraConfig, SamplingParams
 
     with TemporaryDirectory(prefix="skyrl-bench-") as scratch:

@@ -25,7 +25,7 @@ def start(model: Path, state: Path, cache: Path) -> tuple[float, float]:
     """(seconds until ready, until the first step is done) of a new server."""
     import tinker
 
-    from skyrl.local_server import LocalServer, close_client
+    from skyrl.tinker.local_server import LocalServer, close_client
 
     os.environ["SKYRL_CACHE"] = str(cache)
     begun = time.perf_counter()
@@ -45,7 +45,7 @@ def start(model: Path, state: Path, cache: Path) -> tuple[float, float]:
 
 def main(models: list[str], repeats: int) -> None:
     os.environ.setdefault("TINKER_TELEMETRY", "0")
-    from skyrl.tx.make_model import make_model
+    from skyrl.tx.synthetic.make_model import make_model
 
     for name in models:
         found: dict[str, list[tuple[float, float]]] = {"empty cache": [], "warm cache": []}

@@ -122,7 +122,7 @@ class Rows:
 
 def responses(tokenizer, count: int, length: int, answer: int) -> np.ndarray:
     """int32 `[count, length]`: pieces of a text. About half of them end with an answer."""
-    from skyrl.tx.make_tokenizer import DATA
+    from skyrl.tx.synthetic.make_tokenizer import DATA
 
     text = tokenizer.encode((DATA / "text.txt").read_text(encoding="utf-8"), add_special_tokens=False)
     draws = np.random.default_rng(0)
@@ -138,14 +138,14 @@ def trainer_of(case: Case, size: Size, folder: Path, model_s: float = 0.0) -> It
     """(trainer, its backend). All models together take `model_s` seconds for the sampled tokens of a step."""
     from transformers import AutoTokenizer
 
-    from skyrl.backends.client import BackendClient
+    from skyrl.backends.async_client import BackendClient
     from skyrl.train.config import SkyRLTrainConfig
-    from skyrl.train.learner import Learner, Policy
+    from skyrl.train.model_client import Learner, Policy
+    from skyrl.train.rl.rollout_source import Source
+    from skyrl.train.rl.trainer import RLTrainer
+    from skyrl.train.rl.update import Update
     from skyrl.train.rollouts.rollouts import Rollouts
-    from skyrl.train.sources import Source
-    from skyrl.train.trainer import RLTrainer
-    from skyrl.train.update import Update
-    from skyrl.utils.garbage import collecting_seldom
+    from skyrl.utils.gc_tuning import collecting_seldom
 
     config = SkyRLTrainConfig.from_cli_overrides(
         [
@@ -260,15 +260,15 @@ class Parts:
 
 def watched_parts() -> Parts:
     """From now on the parts of each step are counted."""
-    from skyrl.envs.gsm8k import GSM8kEnv
-    from skyrl.envs.gsm8k_multi_turn import GSM8kMultiTurnEnv
-    from skyrl.train import trainer, update
-    from skyrl.train.batch import Batch
+    from skyrl.envs.tasks.gsm8k import GSM8kEnv
+    from skyrl.envs.tasks.gsm8k_multi_turn import GSM8kMultiTurnEnv
+    from skyrl.train.rl import trainer, update
+    from skyrl.train.rl.batch import Batch
+    from skyrl.train.rl.rollout_source import Source
+    from skyrl.train.rl.trainer import RLTrainer
+    from skyrl.train.rl.update import Update
     from skyrl.train.rollouts.chat import Chat
     from skyrl.train.rollouts.rollouts import Rollouts
-    from skyrl.train.sources import Source
-    from skyrl.train.trainer import RLTrainer
-    from skyrl.train.update import Update
 
     parts = Parts()
     parts.watch("the step itself", RLTrainer, "step")
@@ -290,7 +290,7 @@ def watched_parts() -> Parts:
 
 
 def main(names: Sequence[str], size: Size, repeats: int, model_s: float) -> None:
-    from skyrl.tx.make_model import make_model
+    from skyrl.tx.synthetic.make_model import make_model
 
     made = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 32}
     shape = {"trajectories": size.prompts * size.samples, "tokens": size.tokens, "repeats": repeats}

@@ -27,8 +27,8 @@ def serving(name: str, backend_config: dict[str, object] | None = None) -> Itera
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     import tinker
 
-    from skyrl.local_server import LocalServer, close_client
-    from skyrl.tx.make_model import make_model
+    from skyrl.tinker.local_server import LocalServer, close_client
+    from skyrl.tx.synthetic.make_model import make_model
 
     with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch:
         folder = Path(scratch) / name
@@ -45,7 +45,7 @@ def tenants(server, count: int) -> Iterator[list]:
     """Service clients with a key each: to the server they are different people."""
     import tinker
 
-    from skyrl.local_server import close_client
+    from skyrl.tinker.local_server import close_client
 
     clients = [tinker.ServiceClient(base_url=server.url, api_key=f"{API_KEY}-{number}") for number in range(count)]
     yield clients

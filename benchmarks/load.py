@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from skyrl.local_server import close_client
+from skyrl.tinker.local_server import close_client
 
 API_KEY = "tml-load"
 CLIENT_NICENESS = 10

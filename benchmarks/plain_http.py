@@ -7,7 +7,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
+from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 def serve(argv: Sequence[str]) -> int:
     """serve the Tinker API (skyrl serve --help lists the options)"""
-    from skyrl.tinker import keeper
+    from skyrl.tinker.processes import launcher
 
-    return keeper.run(argv, prog="skyrl serve")
+    return launcher.run(argv, prog="skyrl serve")
 
 
 def gc(argv: Sequence[str]) -> int:
@@ -30,7 +30,7 @@ def gc(argv: Sequence[str]) -> int:
     )
     config, given = read_config(parser, argv)
 
-    from skyrl.tinker import offline
+    from skyrl.tinker.checkpoints import offline
 
     return _told("skyrl gc", lambda: offline.collect(config, given["dry_run"], print, given["force"]))
 
@@ -48,7 +48,7 @@ def adopt(argv: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="only say what there is")
     config, given = read_config(parser, argv)
 
-    from skyrl.tinker import offline
+    from skyrl.tinker.checkpoints import offline
 
     return _told("skyrl adopt", lambda: offline.adopt(config, given["dry_run"], print))
 
@@ -94,7 +94,7 @@ def make_model(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="type of the weights")
     options = vars(parser.parse_args(argv))
 
-    from skyrl.tx.make_model import make_model
+    from skyrl.tx.synthetic.make_model import make_model
 
     try:
         make_model(**options)
@@ -113,14 +113,14 @@ def train(argv: Sequence[str]) -> int:
 
 def demo(argv: Sequence[str]) -> int:
     """train two adapters on a local server and sample them (skyrl demo --help)"""
-    from skyrl.demo import main
+    from skyrl.demos.two_adapters import main
 
     return main(argv)
 
 
 def demo_rl(argv: Sequence[str]) -> int:
     """train a small model to add, by examples and then by RL (skyrl demo-rl --help)"""
-    from skyrl.demo_rl import main
+    from skyrl.demos.learn_to_add import main
 
     return main(argv)
 

@@ -99,7 +99,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def live_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     """The live server that tests share. A test that stops or kills it starts one of its own."""
-    from skyrl.local_server import LocalServer
+    from skyrl.tinker.local_server import LocalServer
 
     with LocalServer(tmp_path_factory.mktemp("server"), str(tiny_model)) as server:
         yield server

@@ -52,8 +52,8 @@ from skyrl.types import (
     SaveOutput,
     TokenTable,
 )
-from skyrl.utils.crash_points import crash_point
-from skyrl.utils.storage import read_folder, write_folder
+from skyrl.utils.atomic_folders import read_folder, write_folder
+from skyrl.utils.failpoints import crash_point
 
 POISON = 13
 """A token that makes its request fail with an internal error."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import tinker
 
-from skyrl.local_server import LocalServer, close_client
+from skyrl.tinker.local_server import LocalServer, close_client
 
 API_KEY = "tml-test"
 ADAM = tinker.AdamParams(learning_rate=1e-2)
@@ -20,7 +20,7 @@ GREEDY = {"temperature": 0.0}
 
 def make_tiny_model(folder: Path) -> Path:
     """A random Qwen3 of hidden size 32 with the built-in tokenizer."""
-    from skyrl.tx.make_model import make_model
+    from skyrl.tx.synthetic.make_model import make_model
 
     sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 64}
     make_model(folder, arch="qwen3", **sizes, seed=0)

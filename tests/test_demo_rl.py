@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import pytest
 
-from skyrl.demo_rl import Settings, as_example, main, summarize
-from skyrl.demo_rl_files import Files
-from skyrl.train.tracking import read_metrics
+from skyrl.demos.learn_to_add import Settings, as_example, main, summarize
+from skyrl.demos.rl_report import Files
+from skyrl.train.tracking.tracker import read_metrics
 
 SMALL = Settings(
     training_problems=16,
@@ -88,9 +88,9 @@ class NotInstalled:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, NotInstalled())
-from skyrl.demo_rl import summarize
-from skyrl.demo_rl_files import Files
-from skyrl.train.tracking import read_metrics
+from skyrl.demos.learn_to_add import summarize
+from skyrl.demos.rl_report import Files
+from skyrl.train.tracking.tracker import read_metrics
 
 folder = Path(sys.argv[1])
 summarize(Files(folder), read_metrics(folder / "rl/checkpoints"), 1.0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from examples.dapo.main import soft_overlong_penalty
-from skyrl.envs.arithmetic_data import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 
 ROOT = Path(__file__).parents[1]
 

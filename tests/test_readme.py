@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from skyrl.algorithms.losses import refuse_unserved
 from skyrl.backends.jax import JaxBackendConfig
 from skyrl.errors import RequestError
-from skyrl.tx.weights import abstract_model
+from skyrl.tx.io.weights import abstract_model
 from tests.tinker.harness import BASE_MODEL, LiveServer, sample_request, wait_until_ready
 
 README = (Path(__file__).parents[1] / "README.md").read_text()

@@ -15,9 +15,9 @@ import flops
 from common import RANK
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.operations import CreateModel, ForwardBackward, Operation, OptimStep, Publish, Sample
-from skyrl.tx.make_model import make_model
+from skyrl.tx.synthetic.make_model import make_model
 from skyrl.types import AdamParams, Datum, ErrorResponse, LoraConfig, SampleOutput, SamplingParams
-from skyrl.utils.folders import cache_folder
+from skyrl.utils.paths import cache_folder
 
 from .environment import rates, require_accelerator
 

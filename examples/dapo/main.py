@@ -15,10 +15,10 @@ import numpy as np
 from pydantic import NonNegativeFloat, PositiveInt
 
 from skyrl.errors import ConfigError
-from skyrl.train.batch import Batch
 from skyrl.train.commands import run
 from skyrl.train.config import AlgorithmConfig, DynamicSamplingConfig, SkyRLTrainConfig, make_config
-from skyrl.train.run import train_rl
+from skyrl.train.rl.batch import Batch
+from skyrl.train.rl.run import train_rl
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from skyrl.algorithms.checks import check_pass, check_sample
+from skyrl.algorithms.checks.requests import check_pass, check_sample
 from skyrl.backends.operations import ForwardBackward, Operation, Rejected, Sample
 from skyrl.errors import RequestError
 from skyrl.types import BackendInfo, Datum, PreparedModelPassBatch, PreparedSampleBatch

@@ -1,6 +1,7 @@
 """Environments: what a rollout acts in. `env.py` has the protocol; each environment is a file beside it."""
 
-from skyrl.envs import (
+from skyrl.envs.env import ENVS, Env, EnvError, Message, StepResult, check_settings, env_class, make_env, settings_of
+from skyrl.envs.tasks import (
     aime,
     arithmetic,
     gsm8k,
@@ -12,7 +13,6 @@ from skyrl.envs import (
     searchcode,
     text2sql,
 )
-from skyrl.envs.env import ENVS, Env, EnvError, Message, StepResult, check_settings, env_class, make_env, settings_of
 from skyrl.envs.threads import EnvWorkers
 
 __all__ = [

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from skyrl.envs.threads import SHARED, EnvWorkers
 from skyrl.errors import ConfigError
-from skyrl.train.config.base import BaseConfig
 from skyrl.train.config.environment import SkyRLGymConfig
+from skyrl.train.config.machinery.base import BaseConfig
 from skyrl.utils.registry import Registry
 
 Message = dict[str, Any]

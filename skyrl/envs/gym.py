@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from skyrl.envs.env import Env, Message, NoSettings, StepResult
 from skyrl.envs.tools import ToolGroup
 from skyrl.errors import ConfigError
-from skyrl.train.config.base import BaseConfig
+from skyrl.train.config.machinery.base import BaseConfig
 
 RESULT_KEYS = {"observations", "reward", "done", "metadata"}
 

@@ -2,12 +2,12 @@
 
 import sys
 
-from skyrl.tinker import keeper
+from skyrl.tinker.processes import launcher
 
 
 def main() -> int:
     """Serve with the process's command line. Returns its exit status."""
-    return keeper.run(sys.argv[1:], prog="python -m skyrl.tinker.api")
+    return launcher.run(sys.argv[1:], prog="python -m skyrl.tinker.api")
 
 
 if __name__ == "__main__":

@@ -4,74 +4,16 @@ Nothing that takes time is imported before the options are known to be good.
 """
 
 import argparse
-import asyncio
 import errno
-import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 
 from skyrl.tinker.config import EngineConfig, parse_config
-from skyrl.tinker.engine_process import EngineProcess
-from skyrl.tinker.keeper import ENDS, HELLO, NOW, READY
-from skyrl.tinker.lease import LOOK_S, NOTICE_S
-
-BACKLOG = 4096
-"""Connections that may wait to be accepted: a client opens hundreds at once."""
-
-
-class KeeperLink:
-    """The API process's end of the connection to its keeper. A keeper that has gone is no error; it is told as NOW.
-
-    Args:
-        handle: The inherited socket.
-        listener: The listening socket, if the keeper has one.
-        again: Whether an earlier API process of this keeper was ready, so that its user knows where the server is.
-    """
-
-    def __init__(self, handle: int, listener: int | None, again: bool):
-        os.set_inheritable(handle, False)
-        self._socket = socket.socket(fileno=handle)
-        self._socket.setblocking(False)
-        self.listener = None if listener is None else socket.socket(fileno=listener)
-        if self.listener is not None:
-            self.listener.set_inheritable(False)
-        self.again = again
-
-    def greet(self, made: socket.socket | None) -> None:
-        """Orders are taken from now on. `made` is a new listening socket for the keeper to keep."""
-        with suppress(OSError):
-            socket.send_fds(self._socket, [HELLO], [] if made is None else [made.fileno()])
-
-    def say_ready(self) -> None:
-        """The engine is ready."""
-        self._say(READY)
-
-    def say_ends(self) -> None:
-        """This process exits next, as it should."""
-        self._say(ENDS)
-
-    def watch(self, on_order: Callable[[bool], None]) -> None:
-        """Call `on_order` on the running loop when this process is to stop; with True: at once."""
-        loop = asyncio.get_running_loop()
-
-        def read() -> None:
-            try:
-                orders = self._socket.recv(64)
-            except OSError:
-                orders = b""
-            if not orders:
-                loop.remove_reader(self._socket)
-            # Whoever starts the server again need not wait: what is not stored is in the log.
-            on_order(NOW in orders or not orders)
-
-        loop.add_reader(self._socket, read)
-
-    def _say(self, message: bytes) -> None:
-        with suppress(OSError):
-            self._socket.send(message)
+from skyrl.tinker.processes.engine_process import EngineProcess
+from skyrl.tinker.processes.launcher_link import BACKLOG, KeeperLink, fail
+from skyrl.utils.locks.lease import LOOK_S, NOTICE_S
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,20 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def fail(message: str, link: KeeperLink, for_good: bool = False) -> int:
-    """Say what the person who started the server has to know. Returns the exit status of that.
-
-    A server that has been ready before ends only `for_good`: what else is wrong now may be mended.
-
-    Raises:
-        SystemExit: The keeper, which has heard nothing of an end, is to try again.
-    """
-    if link.again and not for_good:
-        raise SystemExit(f"skyrl: {message}")
-    print(f"skyrl: error: {message}", file=sys.stderr, flush=True)
-    return 1
-
-
 def _run(config: EngineConfig, link: KeeperLink) -> int:
     try:
         listener = link.listener or _listen(config.host, config.port)
@@ -122,9 +50,9 @@ def _run(config: EngineConfig, link: KeeperLink) -> int:
     except OSError:  # the supervisor tries again
         engine = None
     try:
-        from skyrl.tinker import serving  # takes a second, in which the engine loads too
+        from skyrl.tinker import serve  # takes a second, in which the engine loads too
 
-        return serving.run(config, link, listener, engine)
+        return serve.run(config, link, listener, engine)
     finally:
         if engine is not None:
             engine.close()

@@ -18,19 +18,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, cast, get_origin
 
 from platformdirs import user_data_dir
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from skyrl.tinker.ids import KEY_PREFIX, tenant_of_key
+from skyrl.tinker.identity.ids import KEY_PREFIX, tenant_of_key
 from skyrl.utils.fairness import HEAVIEST, LIGHTEST
 
 ENVIRONMENT_PREFIXES = ("SKYRL_", "TX_")

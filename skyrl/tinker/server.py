@@ -8,20 +8,23 @@ from collections.abc import Sequence
 from functools import partial
 
 from skyrl.errors import RequestError
-from skyrl.tinker import activity, state_id
-from skyrl.tinker.auth import Keys
-from skyrl.tinker.channel import Done, FromEngine, Held, Parked, Ready, Running, Snapshotted, Stored
-from skyrl.tinker.collector import Collector
+from skyrl.tinker.checkpoints import state_id
+from skyrl.tinker.checkpoints.collector import Collector
+from skyrl.tinker.checkpoints.disk_budget import hold_folder
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.db import Database, DatabaseFull
-from skyrl.tinker.disk import hold_folder
-from skyrl.tinker.fence import Superseded
-from skyrl.tinker.persistent import FIRST_PAUSE_S, LONGEST_PAUSE_S, PASSING, Persistent
-from skyrl.tinker.queue import RequestQueue
-from skyrl.tinker.request_log import try_lost_models_again
-from skyrl.tinker.sample_counts import first_cursor
-from skyrl.tinker.service import EngineFactory, Service
-from skyrl.tinker.signing import Signer, server_secret
+from skyrl.tinker.context import EngineFactory, Service
+from skyrl.tinker.database import last_seen
+from skyrl.tinker.database.database import Database
+from skyrl.tinker.database.fence import Superseded
+from skyrl.tinker.database.request_log import try_lost_models_again
+from skyrl.tinker.database.retrying_writer import FIRST_PAUSE_S, LONGEST_PAUSE_S, PASSING, Persistent
+from skyrl.tinker.database.sample_counts import first_cursor
+from skyrl.tinker.database.settings import server_secret
+from skyrl.tinker.errors import DatabaseFull
+from skyrl.tinker.identity.callers import Keys
+from skyrl.tinker.identity.tokens import Signer
+from skyrl.tinker.processes.messages import Done, FromEngine, Held, Parked, Ready, Running, Snapshotted, Stored
+from skyrl.tinker.requests.queue import RequestQueue
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +68,8 @@ class TinkerServer:
             self.config.api_keys, Signer(await self._patient.write(server_secret, "the server's secret"))
         )
         start = partial(first_cursor, now=time.time_ns() // 1000)
-        self.service.futures.completions.begin(await self._patient.write(start, "the first cursor"))
         self.queue = RequestQueue(self.service)
+        self.queue.futures.completions.begin(await self._patient.write(start, "the first cursor"))
         self.service.engine = self._make_engine(
             self.config, on_frame=self._on_frame, on_crash=self.queue.engine_ended, on_failure=self._on_failure
         )
@@ -121,14 +124,18 @@ class TinkerServer:
             self._patient.stop()
         if self.started:
             self._lease.ending()
-            self.service.let_go()
+            self._release_waiters()
             if at_once:
                 self.service.engine.kill()
+
+    def _release_waiters(self) -> None:
+        self.service.let_go()
+        self.queue.futures.close()
 
     async def stop(self) -> None:
         """Let polls go, let the engine put down what it has, store what it still reports, close the database."""
         self._lease.ending()
-        self.service.let_go()
+        self._release_waiters()
         self._cleanup.cancel()
         self._parking.cancel()
         self.queue.stop()
@@ -151,7 +158,7 @@ class TinkerServer:
 
     async def _write_activity(self) -> None:
         news = self.service.activity.news()
-        await self.service.database.write(partial(activity.store, last_seen=news))
+        await self.service.database.write(partial(last_seen.store, last_seen=news))
         self.service.activity.stored(news)
 
     async def _store_activity(self) -> None:

@@ -21,10 +21,8 @@ from uuid import uuid4
 
 from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.dumps import plain
-from skyrl.utils.crash_points import crash_point
-from skyrl.utils.folder_claim import claim_folder
-from skyrl.utils.storage import (
+from skyrl.train.tracking.dumps import plain
+from skyrl.utils.atomic_folders import (
     MANIFEST,
     inspect_folder,
     local_path,
@@ -35,6 +33,8 @@ from skyrl.utils.storage import (
     tidy,
     write_files,
 )
+from skyrl.utils.failpoints import crash_point
+from skyrl.utils.locks.claim import claim_folder
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
-from skyrl.train.config.base import BaseConfig
-from skyrl.train.config.help import render_help
+from skyrl.train.config.machinery.base import BaseConfig
+from skyrl.train.config.machinery.help import render_help
 from skyrl.train.rollouts.attempts import RolloutError
-from skyrl.train.validation import check_strategy
+from skyrl.train.strategy.validate import check_strategy
 from skyrl.utils.log import setup_logging
 
 log = logging.getLogger(__name__)
@@ -102,12 +102,12 @@ def _warned(message: Warning | str, category: type[Warning], *where: object) -> 
 
 
 def _train_rl(config: SkyRLTrainConfig) -> None:
-    from skyrl.train.run import train_rl
+    from skyrl.train.rl.run import train_rl
 
     asyncio.run(train_rl(config))
 
 
 def _train_sft(config: SFTConfig) -> None:
-    from skyrl.train.sft_run import train_sft
+    from skyrl.train.sft.run import train_sft
 
     asyncio.run(train_sft(config))

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl.tx.models.types import MODELS, Adapter, LoraTarget
+from skyrl.tx.layers.adapter import Adapter
+from skyrl.tx.models.types import MODELS, LoraTarget
 from skyrl.types import LoraConfig
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from skyrl.algorithms.checks import MAX_NUM_SAMPLES, MAX_TOPK_PROMPT_LOGPROBS, check_pass, check_sample
+from skyrl.algorithms.checks.requests import MAX_NUM_SAMPLES, MAX_TOPK_PROMPT_LOGPROBS, check_pass, check_sample
 from skyrl.errors import RequestError
 from skyrl.types import Datum, SamplingParams
 

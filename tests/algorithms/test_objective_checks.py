@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from skyrl.algorithms.checks.objectives import check_objective_data
 from skyrl.algorithms.objective import ValueObjective
-from skyrl.algorithms.objective_checks import check_objective_data
 from skyrl.errors import RequestError
 from skyrl.types import Datum
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from skyrl.algorithms.score_checks import MAX_TARGET_CELLS, check_scores
+from skyrl.algorithms.checks.scores import MAX_TARGET_CELLS, check_scores
 from skyrl.errors import RequestError
 from skyrl.types import Cells
 

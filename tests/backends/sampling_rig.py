@@ -11,13 +11,13 @@ import numpy as np
 from flax import nnx
 
 from skyrl.backends.jax.loading import keep_compiled_programs
-from skyrl.backends.jax.sampler import Sampler
-from skyrl.backends.jax.versions import VersionPool
+from skyrl.backends.jax.models.published import VersionPool
+from skyrl.backends.jax.sampling.sampler import Sampler
 from skyrl.backends.operations import Sample
 from skyrl.errors import StorageError
+from skyrl.tx.io.weights import load_model
+from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.lora import init_adapter, zero_adapter
-from skyrl.tx.models.types import Adapter
-from skyrl.tx.weights import load_model
 from skyrl.types import GeneratedSequence, LoraConfig, Result, SampleOutput, SamplingParams
 from skyrl.utils.tokenizer import Tokenizer
 

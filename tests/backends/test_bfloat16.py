@@ -9,7 +9,7 @@ import driver
 import oracle
 from driver import create, forward_backward, publish, random_datum, train
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.tx.make_model import make_model
+from skyrl.tx.synthetic.make_model import make_model
 from skyrl.types import SaveOutput
 
 pytestmark = pytest.mark.gpu

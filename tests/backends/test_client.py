@@ -11,8 +11,8 @@ import pytest
 
 import driver
 from driver import new_id, random_datum
+from skyrl.backends.async_client import BackendClient
 from skyrl.backends.backend import CreateModel, DeleteModel, ForwardBackward
-from skyrl.backends.client import BackendClient
 from skyrl.errors import RequestError, StorageError
 from skyrl.types import ErrorResponse, ForwardBackwardOutput, LoraConfig, ModelOutput, SampleOutput
 from tests.fakes import FakeBackend, FakeConfig

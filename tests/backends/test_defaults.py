@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.backends.jax.compilation import DETERMINISTIC_ON_GPU
+from skyrl.backends.jax.compile_cache import DETERMINISTIC_ON_GPU
 from skyrl.backends.jax.defaults import CACHE_SHARE, resolved
-from skyrl.backends.jax.memory import GIB
-from skyrl.tx.make_model import make_model
+from skyrl.backends.jax.memory_plan import GIB
+from skyrl.tx.synthetic.make_model import make_model
 
 LEFT = 50 * GIB
 TOKEN = 36 * 2 * 8 * 128 * 2

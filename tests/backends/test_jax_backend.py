@@ -15,13 +15,7 @@ from driver import create, datum, forward_backward, optim_step, publish, random_
 from skyrl.backends.backend import LoadCheckpoint
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.errors import RequestError
-from skyrl.types import (
-    ErrorResponse,
-    PreparedSampleBatch,
-    SampleOutput,
-    SamplingParams,
-    SaveOutput,
-)
+from skyrl.types import ErrorResponse, PreparedSampleBatch, SampleOutput, SamplingParams, SaveOutput
 
 pytestmark = pytest.mark.gpu
 
@@ -335,7 +329,7 @@ def test_a_neighbour_with_nan_weights_changes_nothing(backend, tmp_path):
 
 def test_stacked_adapters_do_not_mix(backend):
     """Tiles of two adapters in one program: each gradient is as alone, bit for bit even beside NaN."""
-    from skyrl.backends.batching import TileShape, make_tiles
+    from skyrl.backends.packing import TileShape, make_tiles
 
     create(backend, "a")
     create(backend, "b", seed=1)

@@ -16,9 +16,9 @@ import oracle
 from driver import create, datum, finish, forward_backward, new_id, optim_step, publish, random_datum, sample, train
 from skyrl.backends.backend import ExportModel, LoadSnapshot, Publish, SaveCheckpoint, SaveSnapshot
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.tx.export import WEIGHTS, named_tensors
-from skyrl.tx.make_model import make_model
+from skyrl.tx.io.export import WEIGHTS, named_tensors
 from skyrl.tx.models.types import MODELS as KINDS
+from skyrl.tx.synthetic.make_model import make_model
 from skyrl.types import ErrorResponse, LoraConfig, ModelOutput, SaveOutput
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.backends.jax.memory import (
+from skyrl.backends.jax.memory_plan import (
     GIB,
     KEPT_FREE,
     MODES,
@@ -20,7 +20,7 @@ from skyrl.backends.jax.memory import (
     host_memory,
 )
 from skyrl.errors import RequestError
-from skyrl.tx.make_model import make_model
+from skyrl.tx.synthetic.make_model import make_model
 
 LENGTHS = [32, 128, 512, 1024, 2048]
 TAKES = {False: 100, "selective": 40, True: 10}

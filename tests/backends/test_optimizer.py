@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl.backends.jax.step import AdamScalars, adamw
+from skyrl.backends.jax.training.programs import AdamScalars, adamw
 from skyrl.types import AdamParams
 
 pytestmark = pytest.mark.gpu

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.backends.jax.adapters import zeros_like
-from skyrl.backends.jax.sampling_programs import Rows
-from skyrl.backends.jax.step import AdamScalars, abstract_tile
+from skyrl.backends.jax.models.state import zeros_like
+from skyrl.backends.jax.sampling.programs import Rows
+from skyrl.backends.jax.training.programs import AdamScalars, abstract_tile
 from skyrl.types import AdamParams
 
 

@@ -12,8 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl.backends.executor.work_queue import (
+    AHEAD,
+    BEGUN_EARLY,
+    WAITING_AT_ONCE,
+    Ended,
+    Quanta,
+    Quantum,
+    Waiting,
+    Work,
+)
 from skyrl.backends.operations import ForwardBackward, ModelOperation, OptimStep
-from skyrl.backends.quanta import AHEAD, BEGUN_EARLY, WAITING_AT_ONCE, Ended, Quanta, Quantum, Waiting, Work
 from skyrl.errors import BackendLost
 from skyrl.types import AdamParams, Datum, ModelOutput
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from skyrl.backends.async_client import BackendClient
 from skyrl.backends.backend import Completion, ForwardBackward, Operation, Progress, Sample
-from skyrl.backends.client import BackendClient
-from skyrl.backends.quanta import Quantum
+from skyrl.backends.executor.work_queue import Quantum
 from skyrl.errors import BackendLost
 from skyrl.types import ErrorResponse, ForwardBackwardOutput, LoraConfig, SampleOutput, SamplingParams, SaveOutput
 from tests.backends.test_contract import (

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl.backends.jax.adapters import ModelState
-from skyrl.backends.jax.residence import Residence, Room
+from skyrl.backends.jax.models.offload import Residence, Room
+from skyrl.backends.jax.models.state import ModelState
 from skyrl.errors import RequestError, StorageError
-from skyrl.tx.models.types import Adapter
+from skyrl.tx.layers.adapter import Adapter
 from skyrl.types import LoraConfig
 
 NUMBERS = 16

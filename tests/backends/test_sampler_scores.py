@@ -6,7 +6,7 @@ import torch
 from sampling_rig import Rig, output, prompt_of, request, run, same
 
 import oracle
-from skyrl.backends.jax.sampling_programs import SCORED_AT_ONCE, TARGET_WIDTHS
+from skyrl.backends.jax.sampling.programs import SCORED_AT_ONCE, TARGET_WIDTHS
 from skyrl.types import Cells
 
 LENGTH = 75

@@ -11,8 +11,8 @@ import pytest
 from sampling_rig import Rig
 
 from skyrl.algorithms.objective import Scores, ValueObjective
-from skyrl.backends.jax.compilation import Compiler
-from skyrl.backends.jax.step import OBJECTIVES, TrainingPrograms, abstract_tile
+from skyrl.backends.jax.compile_cache import Compiler
+from skyrl.backends.jax.training.programs import OBJECTIVES, TrainingPrograms, abstract_tile
 
 
 @pytest.fixture

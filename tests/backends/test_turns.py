@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl.backends.turns import Turns
+from skyrl.backends.executor.fair_turns import Turns
 
 TENANTS = "abcd"
 NUMBERS = "012345"

@@ -13,8 +13,8 @@ import bench_hostile
 import victim
 from attacks import ATTACKS, LISTING_KEY, SMALL, Size, bombs
 from plain_http import PlainClient
-from skyrl.tinker import wire
-from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
+from skyrl.tinker.wire import codec
+from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
 
 
 def report(**changed) -> dict:
@@ -77,7 +77,7 @@ def test_bombs_are_small_and_stand_for_much():
 
 def test_a_bomb_is_parsed():
     parts, _ = bombs(SMALL, "model")
-    error = wire.decode_forward_backward(parts, wire.PROTOBUF, "zstd", 2**28).error
+    error = codec.decode_forward_backward(parts, codec.PROTOBUF, "zstd", 2**28).error
     assert error is not None
 
 

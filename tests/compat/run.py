@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl.local_server import LocalServer
+from skyrl.tinker.local_server import LocalServer
 from tests import oracle
 from tests.compat.conformance import TAUGHT
 from tests.compat.environments import FOLDER, environment, variables

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.local_server import LocalServer
+from skyrl.tinker.local_server import LocalServer
 from tests.compat import run
 from tests.compat.conformance import CHECKS
 from tests.compat.table import OWN, PAGE, block

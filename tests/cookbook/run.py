@@ -21,7 +21,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from skyrl.local_server import LocalServer
+from skyrl.tinker.local_server import LocalServer
 from tests.compat.environments import FOLDER, environment, variables
 from tests.compat.run import errors_of
 from tests.compat.table import recipes_as_markdown

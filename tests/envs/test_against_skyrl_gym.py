@@ -20,9 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 from skyrl_gym.envs.sql.utils import verify_format_and_extract
 
 from skyrl.envs import EnvError
-from skyrl.envs.answers import normalize as normalize_answer
-from skyrl.envs.search import normalize
-from skyrl.envs.text2sql import extract_solution
+from skyrl.envs.tasks.answers import normalize as normalize_answer
+from skyrl.envs.tasks.search import normalize
+from skyrl.envs.tasks.text2sql import extract_solution
 
 few = settings(max_examples=200, deadline=None)
 quick = settings(max_examples=30, deadline=None)

@@ -9,8 +9,8 @@ from episodes import play, reward
 from isolation import strongest
 
 from skyrl.envs import make_env
-from skyrl.envs.answers import last_number, same_answer
-from skyrl.envs.gsm8k import extract_answer
+from skyrl.envs.tasks.answers import last_number, same_answer
+from skyrl.envs.tasks.gsm8k import extract_answer
 from skyrl.errors import ConfigError
 
 TABLES = {"gsm8k": GSM8K, "gsm8k flexible": FLEXIBLE, "aime": AIME, "math": MATH, "math math-verify": MATH + ALGEBRA}

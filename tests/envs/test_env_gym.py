@@ -12,7 +12,7 @@ from skyrl.envs import EnvWorkers, StepResult, make_env
 from skyrl.envs.gym import BaseTextEnv, adapted
 from skyrl.envs.tools import ToolGroup, Tools, tool
 from skyrl.errors import ConfigError
-from skyrl.train.config.base import BaseConfig
+from skyrl.train.config.machinery.base import BaseConfig
 
 
 @dataclass

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from skyrl_gym.envs.lcb.livecodebench import convert_line_to_decimals, extract_code_from_model, get_stripped_lines
 
 from skyrl.envs import make_env
-from skyrl.envs.lcb import extract_code, is_same_output, is_same_value
+from skyrl.envs.tasks.lcb import extract_code, is_same_output, is_same_value
 from skyrl.errors import ConfigError
 
 SUMS = [

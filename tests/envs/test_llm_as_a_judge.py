@@ -8,7 +8,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from http_server import closed_port, serving
 
-from skyrl.envs import EnvError, http, make_env
+from skyrl.envs import EnvError, make_env
+from skyrl.envs.tasks import http
 from skyrl.errors import ConfigError
 
 ROW = {"reward_spec": {"ground_truth": "42"}}

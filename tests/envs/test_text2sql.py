@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl.envs import EnvError, make_env
-from skyrl.envs.sqlite import QueryFailed, has_top_level_order, run_query
-from skyrl.envs.text2sql import extract_solution
+from skyrl.envs.tasks.sqlite import QueryFailed, has_top_level_order, run_query
+from skyrl.envs.tasks.text2sql import extract_solution
 from skyrl.errors import ConfigError
 
 PEOPLE = [("Ann", 30, "Rome"), ("Bob", 25, "Oslo"), ("Cid", 30, "Rome"), ("Dan", None, "<solution>")]

@@ -14,7 +14,7 @@ import numpy as np
 import tinker
 
 from live import API_KEY, datum, logprobs, new_trainer, sample, sequence, step, supervised
-from skyrl.local_server import LocalServer, close_client
+from skyrl.tinker.local_server import LocalServer, close_client
 from tests.faults.diary import Diary
 
 FIXED = sequence(12, seed=999)

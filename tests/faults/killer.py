@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from skyrl.local_server import LocalServer, Pids
+from skyrl.tinker.local_server import LocalServer, Pids
 from tests.faults.diary import Diary
 
 PATIENCE_S = 120.0

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
+from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
 from tests.faults.failing_database import Faults, in_server, order
 from tests.tinker.harness import LiveServer
 from tests.tinker.processes import ServerProcess, running

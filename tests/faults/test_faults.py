@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skyrl.local_server import LocalServer
-from skyrl.utils.crash_points import CRASH_POINTS
+from skyrl.tinker.local_server import LocalServer
+from skyrl.utils.failpoints import CRASH_POINTS
 from tests.faults import left_behind
 from tests.faults.clients import LEAST_ROUNDS, Run
 from tests.faults.diary import Diary, differences

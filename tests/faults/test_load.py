@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from benchmarks.load import Load, put_load
-from skyrl.local_server import LocalServer
+from skyrl.tinker.local_server import LocalServer
 
 LOAD = Load(samples=400, trainers=6, seconds=20, warm_up_s=20, max_tokens=4, batch=(2, 16))
 

@@ -17,7 +17,7 @@ import tinker
 
 from fakes import KILL
 from live import ADAM, datum, new_trainer, sample, service, step, text
-from skyrl.local_server import LocalServer
+from skyrl.tinker.local_server import LocalServer
 from tests.faults.clients import of_pass, of_sequence
 from tests.faults.diary import differences
 

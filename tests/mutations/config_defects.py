@@ -16,7 +16,7 @@ CONFIG_DEFECTS = [
         "a nested override of the training configuration drops defaults that its parent gives",
         [
             Edit(
-                CONFIG + "base.py",
+                CONFIG + "machinery/base.py",
                 "below = spec.base() if current is None else current",
                 "below = spec.config_class()",
             )
@@ -33,7 +33,7 @@ CONFIG_DEFECTS = [
         "values of a mapping of overrides become text and are read again",
         [
             Edit(
-                CONFIG + "text.py",
+                CONFIG + "machinery/text.py",
                 "pairs = list(overrides.items())",
                 "pairs = [(key, Written(str(value))) for key, value in overrides.items()]",
             )
@@ -76,7 +76,7 @@ CONFIG_DEFECTS = [
     Defect(
         "F1.14",
         "a sampling parameter that no sampler has is accepted and does nothing",
-        [Edit(TRAIN + "jax_support.py", '            "repetition_penalty": NO_PENALTY,\n', "")],
+        [Edit(TRAIN + "strategy/jax_fields.py", '            "repetition_penalty": NO_PENALTY,\n', "")],
         [TRAIN_TESTS + "test_support.py::test_validation_refuses_what_the_strategy_cannot_honour"],
     ),
     Defect(
@@ -84,7 +84,7 @@ CONFIG_DEFECTS = [
         "an option that is said to be read is not",
         [
             Edit(
-                TRAIN + "jax_options.py",
+                TRAIN + "strategy/jax_backend.py",
                 'trainer.gradient_checkpointing if trainer.is_given(CHECKPOINTING) else "auto"',
                 '"auto"',
             )
@@ -97,7 +97,7 @@ CONFIG_DEFECTS = [
     Defect(
         "F1.15",
         "batch sizes that do not divide over the ranks are accepted and fail in the first step",
-        [Edit(CONFIG + "geometry.py", "if rows % self.ranks:", "if rows < self.ranks:")],
+        [Edit(CONFIG + "rules/geometry.py", "if rows % self.ranks:", "if rows < self.ranks:")],
         [CONFIG_TESTS + "test_config_geometry.py::test_validated_means_runnable_and_refused_means_not"],
     ),
     Defect(
@@ -105,7 +105,7 @@ CONFIG_DEFECTS = [
         "validation changes the configuration that it validates",
         [
             Edit(
-                CONFIG + "base.py",
+                CONFIG + "machinery/base.py",
                 "        config = copy.deepcopy(self)\n        _raise_if_any(problem for",
                 "        config = self\n        _raise_if_any(problem for",
             )
@@ -115,7 +115,7 @@ CONFIG_DEFECTS = [
     Defect(
         "F1.22",
         "an estimator that compares samples trains on one sample without a word",
-        [Edit(CONFIG + "root_rules.py", "if algorithm.advantage_estimator in GROUP_ESTIMATORS:", "if False:")],
+        [Edit(CONFIG + "rules/root.py", "if algorithm.advantage_estimator in GROUP_ESTIMATORS:", "if False:")],
         [CONFIG_TESTS + "test_config_rules.py::test_what_cannot_be_done_is_refused_with_its_values"],
     ),
     Defect(

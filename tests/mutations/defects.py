@@ -25,17 +25,17 @@ class Defect:
 
 
 BACKEND = "skyrl/backends/jax/backend.py"
-STEP = "skyrl/backends/jax/step.py"
-PASSES = "skyrl/backends/jax/passes.py"
-CHECKS = "skyrl/algorithms/checks.py"
+STEP = "skyrl/backends/jax/training/programs.py"
+PASSES = "skyrl/backends/jax/training/microbatches.py"
+CHECKS = "skyrl/algorithms/checks/requests.py"
 JAX_TESTS = "tests/backends/test_jax_backend.py::"
 TENANTS = "tests/backends/test_jax_tenants.py::"
-SAMPLER = "skyrl/backends/jax/sampler.py"
-VERSIONS = "skyrl/backends/jax/versions.py"
-WRITER = "skyrl/backends/writer.py"
+SAMPLER = "skyrl/backends/jax/sampling/sampler.py"
+VERSIONS = "skyrl/backends/jax/models/published.py"
+WRITER = "skyrl/backends/executor/background_writer.py"
 BATCHING = "tests/backends/test_sampler_batching.py::"
 RECOVERY = "tests/tinker/test_engine_recovery.py::"
-BLAME = "skyrl/tinker/blame.py"
+BLAME = "skyrl/tinker/processes/blame.py"
 BLAMED = "tests/tinker/test_blame.py::"
 FAILING = "tests/tinker/test_failing_database.py::"
 
@@ -172,7 +172,7 @@ DEFECTS = [
         "requests run in the order of arrival, so an optimizer step may overtake the pass before it",
         [
             Edit(
-                "skyrl/tinker/scheduler.py",
+                "skyrl/tinker/engine/scheduler.py",
                 "            self._line_up(line, seq_id, operation, now)\n",
                 "            self._queue(operation, seq_id)\n",
             )
@@ -184,7 +184,7 @@ DEFECTS = [
         "prompt log-probabilities lack the first token's entry",
         [
             Edit(
-                "skyrl/backends/jax/sequences.py",
+                "skyrl/backends/jax/sampling/sequences.py",
                 "            scores.prompt_logprobs,\n",
                 "            None if scores.prompt_logprobs is None else scores.prompt_logprobs[1:],\n",
             )
@@ -196,7 +196,7 @@ DEFECTS = [
         "images are dropped silently and the text around them is trained on",
         [
             Edit(
-                "skyrl/tinker/wire.py",
+                "skyrl/tinker/wire/codec.py",
                 '        raise RequestError(_only_text(kind or "unknown"))\n',
                 "        return np.zeros(0, np.int32)\n",
             )
@@ -208,7 +208,7 @@ DEFECTS = [
         "any base model is accepted and the served one trained instead",
         [
             Edit(
-                "skyrl/tinker/operations.py",
+                "skyrl/tinker/operations/models.py",
                 "    admission.service.check_base_model(request.base_model)\n    config = request.lora_config\n",
                 "    config = request.lora_config\n",
             )
@@ -266,7 +266,7 @@ DEFECTS = [
         "a snapshot claims a request that came after it",
         [
             Edit(
-                "skyrl/tinker/upkeep.py",
+                "skyrl/tinker/engine/maintenance.py",
                 "        seq_id = self._scheduler.finished(model_id)\n",
                 "        seq_id = self._scheduler.finished(model_id)\n"
                 "        seq_id = seq_id if seq_id is None else seq_id + 1\n",
@@ -279,7 +279,7 @@ DEFECTS = [
         "a snapshot lacks the gradients that no optimizer step has taken yet",
         [
             Edit(
-                "skyrl/backends/jax/storage.py",
+                "skyrl/backends/jax/models/store.py",
                 "        state = dataclasses.replace(state)\n",
                 "        state = dataclasses.replace(state, gradient_sums=None)\n",
             )
@@ -294,7 +294,7 @@ DEFECTS = [
         "a failed optimizer step that is repeated leaves the gradients that it had cleared",
         [
             Edit(
-                "skyrl/backends/executor.py",
+                "skyrl/backends/executor/executor.py",
                 '            if operation.gradients == "dropped":\n',
                 "            if False:\n",
             )
@@ -306,7 +306,7 @@ DEFECTS = [
         "a request is done although those that follow it have failed for want of it",
         [
             Edit(
-                "skyrl/tinker/scheduler.py",
+                "skyrl/tinker/engine/scheduler.py",
                 '            self._queue(_rejected(operation, error, "kept"), None)\n',
                 "            self._queue(operation, None)\n",
             )
@@ -318,7 +318,7 @@ DEFECTS = [
         "a model that was unloaded is unloaded again before the saves that it still owes",
         [
             Edit(
-                "skyrl/tinker/revival.py",
+                "skyrl/tinker/requests/replay.py",
                 "        elif request.is_done and request.seq_id is None:\n",
                 "        elif False:\n",
             )
@@ -330,7 +330,7 @@ DEFECTS = [
         "requests overtake the revival of their model",
         [
             Edit(
-                "skyrl/tinker/revival.py",
+                "skyrl/tinker/requests/replay.py",
                 "        history.session, model.tenant, model.model_id, request.seq_id,",
                 "        history.session, model.session_id, model.model_id, request.seq_id,",
             )
@@ -342,7 +342,7 @@ DEFECTS = [
         "a refusal that was answered is not known any more after a restart",
         [
             Edit(
-                "skyrl/tinker/request_log.py",
+                "skyrl/tinker/database/request_log.py",
                 "            refusal = _taken(entry, kind)\n",
                 "            return Logged(entry.request_id, _taken(entry, kind))\n",
             )
@@ -370,7 +370,13 @@ DEFECTS = [
     Defect(
         "B7.4",
         "samples of the base model beside an adapter's are sampled with the adapter",
-        [Edit("skyrl/backends/jax/banks.py", "groups[0].places[BASE_SLOT] = -1", "groups[0].places[BASE_SLOT] = 0")],
+        [
+            Edit(
+                "skyrl/backends/jax/sampling/adapter_stacks.py",
+                "groups[0].places[BASE_SLOT] = -1",
+                "groups[0].places[BASE_SLOT] = 0",
+            )
+        ],
         ["tests/backends/test_sampler_versions.py::test_versions_and_the_base_sampled_together_are_as_each_alone"],
     ),
     Defect(
@@ -390,7 +396,7 @@ DEFECTS = [
         "a model that waits on the host or on disk loses its gradient sums",
         [
             Edit(
-                "skyrl/backends/jax/adapters.py",
+                "skyrl/backends/jax/models/state.py",
                 "first, second, self.step, sums)",
                 "first, second, self.step, None)",
             )
@@ -402,7 +408,7 @@ DEFECTS = [
         "a model that is changed while it is about to leave comes back as it was before",
         [
             Edit(
-                "skyrl/backends/jax/residence.py",
+                "skyrl/backends/jax/models/offload.py",
                 "            self._keep(model)\n            self._working.add(model)\n",
                 "            self._working.add(model)\n",
             )
@@ -426,7 +432,7 @@ DEFECTS = [
         "tokens that need a gradient do not reach the vocabulary projection's backward pass",
         [
             Edit(
-                "skyrl/backends/batching.py",
+                "skyrl/backends/packing.py",
                 "    arrays.trained[...] = trained.sum()\n",
                 "    arrays.trained[...] = trained.sum() // 2\n",
             )
@@ -448,7 +454,7 @@ DEFECTS = [
     Defect(
         "C3.7",
         "what gradient checkpointing decides on is not what is compiled",
-        [Edit("skyrl/backends/jax/planning.py", "graphs[modes[length]]", "graphs[False]")],
+        [Edit("skyrl/backends/jax/training/program_choice.py", "graphs[modes[length]]", "graphs[False]")],
         ["tests/backends/test_memory.py::test_auto_runs_the_mode_that_fits_and_short_tiles_without"],
     ),
     Defect(
@@ -456,7 +462,7 @@ DEFECTS = [
         "pages that carry the error of a program that failed on the device are kept, so every later sample fails",
         [
             Edit(
-                "skyrl/backends/jax/prompts.py",
+                "skyrl/backends/jax/sampling/prefill.py",
                 "        except Exception:  # whatever the device says\n            return True",
                 "        except Exception:  # whatever the device says\n            return False",
             )
@@ -510,7 +516,7 @@ DEFECTS = [
         "a server that is started while the one before it ends is refused",
         [
             Edit(
-                "skyrl/tinker/lease.py",
+                "skyrl/utils/locks/lease.py",
                 "patience_s = ENDING_S if holder.startswith(ENDING) else NOTICE_S",
                 "patience_s = 0.0",
             )
@@ -522,7 +528,7 @@ DEFECTS = [
         "messages to tenants name folders of the server",
         [
             Edit(
-                "skyrl/tinker/outcomes.py",
+                "skyrl/tinker/requests/outcomes.py",
                 "told = replace(result, error=self._service.redact(result.error))",
                 "told = replace(result, error=result.error)",
             )
@@ -534,7 +540,7 @@ DEFECTS = [
         "a model whose weights are not finite is sampled: it answers token 0 again and again",
         [
             Edit(
-                "skyrl/tinker/sample_queue.py",
+                "skyrl/tinker/requests/samples.py",
                 "if any(np.isnan(one.logprobs).any() for one in result.sequences):",
                 "if False:",
             )
@@ -565,7 +571,7 @@ DEFECTS = [
         "versions that the disk is too slow for pile up in memory",
         [
             Edit(
-                "skyrl/backends/jax/storage.py",
+                "skyrl/backends/jax/models/store.py",
                 "return self.writer.unwritten_bytes >= self.unwritten_bytes and self.writer.has_unwritten(model_id)",
                 "return False",
             )
@@ -592,11 +598,11 @@ DEFECTS = [
         "a save holds a second copy of the model in memory",
         [
             Edit(
-                "skyrl/tx/tensor_file.py",
+                "skyrl/tx/io/tensor_file.py",
                 "        file.write(_header(",
                 "        kept = []\n        file.write(_header(",
             ),
-            Edit("skyrl/tx/tensor_file.py", "            del made\n", "            kept.append(made.tobytes())\n"),
+            Edit("skyrl/tx/io/tensor_file.py", "            del made\n", "            kept.append(made.tobytes())\n"),
         ],
         ["tests/tx/test_tensor_file.py::test_a_whole_models_checkpoint_takes_the_memory_of_no_second_model"],
     ),
@@ -611,7 +617,7 @@ DEFECTS = [
         "folders of a base that moved, or that is reached through a link, are taken for nameless ones",
         [
             Edit(
-                "skyrl/tinker/retention.py",
+                "skyrl/tinker/checkpoints/retention.py",
                 "        if name not in named and path.parent",
                 "        if str(path) not in named and path.parent",
             )
@@ -621,13 +627,13 @@ DEFECTS = [
     Defect(
         "gc-makes-a-database",
         "skyrl gc without the server's database makes an empty one, which names no folder",
-        [Edit("skyrl/tinker/offline.py", "create=False", "create=True")],
+        [Edit("skyrl/tinker/checkpoints/offline.py", "create=False", "create=True")],
         ["tests/tinker/test_moved_state.py::test_a_command_makes_no_database_and_removes_nothing"],
     ),
     Defect(
         "ids-not-compared",
         "a server starts on a folder and a database that do not belong together",
-        [Edit("skyrl/tinker/state_id.py", "    if ids.agree:\n", "    if ids:\n")],
+        [Edit("skyrl/tinker/checkpoints/state_id.py", "    if ids.agree:\n", "    if ids:\n")],
         ["tests/tinker/test_moved_state.py::test_a_server_refuses_two_that_do_not_belong_together_and_leaves_both"],
     ),
     Defect(
@@ -635,7 +641,7 @@ DEFECTS = [
         "a round takes whatever the database does not name, however much that is",
         [
             Edit(
-                "skyrl/tinker/guard.py",
+                "skyrl/tinker/checkpoints/guard.py",
                 "return self.nameless + self.surplus > max(FEW, SHARE * self.total)",
                 "return False",
             )
@@ -647,7 +653,7 @@ DEFECTS = [
         "checkpoints that are past their time are removed at once",
         [
             Edit(
-                "skyrl/tinker/retention.py",
+                "skyrl/tinker/checkpoints/retention.py",
                 "gone.files._replace(to_trash=rules.config.trash_retention_sec > 0)",
                 "gone.files",
             )
@@ -674,7 +680,7 @@ DEFECTS = [
         "a read that fails once while a model is brought back fails all that was acknowledged for it",
         [
             Edit(
-                "skyrl/tinker/residents.py",
+                "skyrl/tinker/requests/engine_models.py",
                 'await self._database.attempt(read, f"the log of model {model_id} cannot be read")',
                 "await read()",
             )
@@ -684,19 +690,25 @@ DEFECTS = [
     Defect(
         "stored-out-of-line",
         "a stopping server stores what follows an outcome that it could not store, which then cannot be done again",
-        [Edit("skyrl/tinker/outcomes.py", "            self._dropped.add(model_id)", "            pass")],
+        [Edit("skyrl/tinker/requests/outcomes.py", "            self._dropped.add(model_id)", "            pass")],
         [FAILING + "test_what_follows_an_outcome_that_a_stopping_server_could_not_store_is_done_again_with_it"],
     ),
     Defect(
         "no-fence",
         "a server whose database another has taken over goes on writing to it",
-        [Edit("skyrl/tinker/db.py", "                self.fence.check(session)\n", "")],
+        [Edit("skyrl/tinker/database/database.py", "                self.fence.check(session)\n", "")],
         ["tests/tinker/test_fence.py::test_a_server_that_another_has_followed_writes_nothing_and_says_so"],
     ),
     Defect(
         "head-of-line",
         "a sample that waits for pages holds up all behind it, however small",
-        [Edit("skyrl/backends/jax/line.py", "left = min(left, self._room - job.passed_by)", "left = 0")],
+        [
+            Edit(
+                "skyrl/backends/jax/sampling/waiting_line.py",
+                "left = min(left, self._room - job.passed_by)",
+                "left = 0",
+            )
+        ],
         [BATCHING + "test_a_small_request_passes_a_large_one_that_waits_for_memory"],
     ),
     Defect(
@@ -726,7 +738,7 @@ DEFECTS = [
         "an owner of prefixes is remembered for each request, though it has no pages",
         [
             Edit(
-                "skyrl/backends/jax/pages.py",
+                "skyrl/backends/jax/sampling/page_table.py",
                 "return Node(np.empty(0, np.int32), SCRATCH, None, owner) if known is None else known",
                 "return self._roots.setdefault(owner, known or Node(np.empty(0, np.int32), SCRATCH, None, owner))",
             )
@@ -742,28 +754,28 @@ DEFECTS = [
     Defect(
         "json-of-a-result-at-once",
         "an array of a result is made JSON in one call, which holds the interpreter",
-        [Edit("skyrl/tinker/json_text.py", "\nNUMBERS = 1024\n", "\nNUMBERS = 2**40\n")],
+        [Edit("skyrl/tinker/wire/strict_json.py", "\nNUMBERS = 1024\n", "\nNUMBERS = 2**40\n")],
         ["tests/tinker/test_api_json.py::test_a_large_value_is_written_in_pieces_of_a_bounded_size"],
     ),
     Defect(
         "openapi-for-everybody",
         "the OpenAPI document is made anew for everybody who asks, on the event loop",
         [
-            Edit("skyrl/tinker/openapi.py", "    @cache\n    def openapi()", "    def openapi()"),
-            Edit("skyrl/tinker/openapi.py", "await asyncio.to_thread(text)", "json_text.dumps(openapi())"),
+            Edit("skyrl/tinker/http/openapi.py", "    @cache\n    def openapi()", "    def openapi()"),
+            Edit("skyrl/tinker/http/openapi.py", "await asyncio.to_thread(text)", "json_text.dumps(openapi())"),
         ],
         ["tests/tinker/test_stalls.py::test_a_crowd_that_asks_for_the_openapi_document_does_not_stop_the_others"],
     ),
     Defect(
         "bodies-charged-by-bytes",
         "a tenant is charged for the bytes of a body alone, whatever they cost to read",
-        [Edit("skyrl/tinker/codec.py", "        if surplus > 0:\n", "        if False:\n")],
+        [Edit("skyrl/tinker/wire/decode_pool.py", "        if surplus > 0:\n", "        if False:\n")],
         ["tests/tinker/test_charged_bodies.py::test_bodies_of_another_get_in_among_bombs"],
     ),
     Defect(
         "thread-left-behind",
         "the thread of a body whose sender has gone is given to the next before it has ended",
-        [Edit("skyrl/tinker/codec.py", "return await asyncio.shield(running)", "return await running")],
+        [Edit("skyrl/tinker/wire/decode_pool.py", "return await asyncio.shield(running)", "return await running")],
         ["tests/tinker/test_codec.py::test_a_thread_that_is_left_behind_is_not_given_to_the_next_before_it_has_ended"],
     ),
     Defect(
@@ -771,7 +783,7 @@ DEFECTS = [
         "parts of a protobuf body are not counted below chunks and inputs",
         [
             Edit(
-                "skyrl/tinker/wire_scan.py",
+                "skyrl/tinker/wire/protobuf_scan.py",
                 "        if inner:\n            parts += _parts_within(data, key, content, at, inner, most - parts)\n",
                 "",
             )
@@ -782,15 +794,15 @@ DEFECTS = [
         "long-lists-through-the-parser",
         "the parser of JSON reads long lists of numbers too, during which nothing else goes on",
         [
-            Edit("skyrl/tinker/json_numbers.py", "\nLONG_BYTES = 64\n", "\nLONG_BYTES = 2**40\n"),
-            Edit("skyrl/tinker/json_numbers.py", "\nMAX_REST_BYTES = 2 * 2**20\n", "\nMAX_REST_BYTES = 2**40\n"),
+            Edit("skyrl/tinker/wire/json_numbers.py", "\nLONG_BYTES = 64\n", "\nLONG_BYTES = 2**40\n"),
+            Edit("skyrl/tinker/wire/json_numbers.py", "\nMAX_REST_BYTES = 2 * 2**20\n", "\nMAX_REST_BYTES = 2**40\n"),
         ],
         ["tests/tinker/test_stalls.py::test_a_large_sample_does_not_stop_the_others"],
     ),
     Defect(
         "errors-as-long-as-requests",
         "an error repeats whatever name was sent",
-        [Edit("skyrl/tinker/parsing.py", "    if len(error) <= MAX_ERROR:\n", "    if True:\n")],
+        [Edit("skyrl/tinker/wire/parsing.py", "    if len(error) <= MAX_ERROR:\n", "    if True:\n")],
         ["tests/tinker/test_api_errors.py::test_an_error_is_no_longer_than_is_of_use_whatever_was_sent"],
     ),
     Defect(
@@ -798,7 +810,7 @@ DEFECTS = [
         "a tenant may take half of a limit however much the others hold",
         [
             Edit(
-                "skyrl/tinker/quota.py",
+                "skyrl/utils/quota.py",
                 "return max(0, limit - (self.total - self._held.get(tenant, 0))) // 2",
                 "return limit // 2",
             )
@@ -810,7 +822,7 @@ DEFECTS = [
         "what waits for an earlier request fails although its batch still arrives",
         [
             Edit(
-                "skyrl/tinker/scheduler.py",
+                "skyrl/tinker/engine/scheduler.py",
                 "            self._gaps[operation.model_id] = now\n            reason",
                 "            self._gaps.setdefault(operation.model_id, now)\n            reason",
             )
@@ -820,7 +832,13 @@ DEFECTS = [
     Defect(
         "bodies-before-room",
         "a body is read before there is room for it",
-        [Edit("skyrl/tinker/routes/dependencies.py", "        room.grow_to(announced_length(request.scope))\n", "")],
+        [
+            Edit(
+                "skyrl/tinker/http/routes/dependencies.py",
+                "        room.grow_to(announced_length(request.scope))\n",
+                "",
+            )
+        ],
         ["tests/tinker/test_body_room.py::test_bodies_that_do_not_come_take_only_their_senders_room"],
     ),
     Defect(
@@ -828,7 +846,7 @@ DEFECTS = [
         "a connection that brings no request stays for ever",
         [
             Edit(
-                "skyrl/tinker/connections.py",
+                "skyrl/tinker/http/connections.py",
                 "    def _give_up(self) -> None:\n        self.transport.abort()",
                 "    def _give_up(self) -> None:\n        pass",
             )
@@ -840,7 +858,7 @@ DEFECTS = [
         "large answers of a tenant drop those of others",
         [
             Edit(
-                "skyrl/tinker/futures.py",
+                "skyrl/tinker/requests/futures.py",
                 "2 * self._max_bytes:\n                return None\n",
                 "2 * self._max_bytes:\n                return next(iter(next(iter(self._finished.values()))))\n",
             )

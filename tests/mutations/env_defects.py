@@ -5,15 +5,15 @@ The numbers are those of the list of known defects of trainers, section by secti
 
 from defects import Defect, Edit
 
-AIME = "skyrl/envs/aime.py"
-ANSWERS = "skyrl/envs/answers.py"
-JUDGE = "skyrl/envs/llm_as_a_judge.py"
-LCB = "skyrl/envs/lcb.py"
+AIME = "skyrl/envs/tasks/aime.py"
+ANSWERS = "skyrl/envs/tasks/answers.py"
+JUDGE = "skyrl/envs/tasks/llm_as_a_judge.py"
+LCB = "skyrl/envs/tasks/lcb.py"
 SANDBOX = "skyrl/utils/sandbox/"
-SEARCH = "skyrl/envs/search.py"
-SEARCHCODE = "skyrl/envs/searchcode.py"
-SQLITE = "skyrl/envs/sqlite.py"
-TEXT2SQL = "skyrl/envs/text2sql.py"
+SEARCH = "skyrl/envs/tasks/search.py"
+SEARCHCODE = "skyrl/envs/tasks/searchcode.py"
+SQLITE = "skyrl/envs/tasks/sqlite.py"
+TEXT2SQL = "skyrl/envs/tasks/text2sql.py"
 TESTS = "tests/envs/"
 JUDGED = TESTS + "test_answers.py::test_an_answer_is_judged_as_the_table_says"
 SANDBOX_TESTS = "tests/utils/test_sandbox.py::"

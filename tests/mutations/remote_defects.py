@@ -2,9 +2,9 @@
 
 from defects import Defect, Edit
 
-QUANTA = "skyrl/backends/quanta.py"
-EXECUTOR = "skyrl/backends/executor.py"
-ENGINE = "skyrl/tinker/engine.py"
+QUANTA = "skyrl/backends/executor/work_queue.py"
+EXECUTOR = "skyrl/backends/executor/executor.py"
+ENGINE = "skyrl/tinker/engine/loop.py"
 TESTS = "tests/backends/test_remote.py::"
 SERVED = "tests/tinker/test_remote_backend.py::"
 

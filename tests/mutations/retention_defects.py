@@ -2,9 +2,9 @@
 
 from defects import Defect, Edit
 
-RETENTION = "skyrl/tinker/retention.py"
-SURPLUS = "skyrl/tinker/surplus.py"
-QUEUE = "skyrl/tinker/sample_queue.py"
+RETENTION = "skyrl/tinker/checkpoints/retention.py"
+SURPLUS = "skyrl/tinker/checkpoints/surplus.py"
+QUEUE = "skyrl/tinker/requests/samples.py"
 TESTS = "tests/tinker/test_retention.py::"
 RUNS = "tests/tinker/test_surplus.py::"
 

@@ -6,7 +6,7 @@ The numbers are those of the list of known defects of trainers.
 from defects import Defect, Edit
 
 CHECKPOINTS = "skyrl/train/checkpoints.py"
-RUN = "skyrl/train/run.py"
+RUN = "skyrl/train/rl/run.py"
 RENEWAL = """\
             if epoch_ends and settings.update_ref_every_epoch:
                 await self._renew_reference()
@@ -18,8 +18,8 @@ REFERENCE_TEST = OPTION_TESTS + "test_a_reference_that_follows_the_policy_is_res
 RESUME_TEST = TESTS + "test_rl_run.py::test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted"
 TRACKING_TESTS = TESTS + "test_tracking.py::"
 
-VERSIONS = "skyrl/backends/jax/versions.py"
-UPDATE = "skyrl/train/update.py"
+VERSIONS = "skyrl/backends/jax/models/published.py"
+UPDATE = "skyrl/train/rl/update.py"
 UPDATE_TESTS = TESTS + "test_rl_update.py::"
 FAULT_TESTS = TESTS + "rollouts/test_rollout_faults.py::"
 
@@ -75,13 +75,19 @@ RUN_DEFECTS = [
     Defect(
         "H5",
         "a value that equals the default counts as left out",
-        [Edit("skyrl/train/config/base.py", "        _mark(config, spec.name, getattr(config, spec.name))\n", "")],
+        [
+            Edit(
+                "skyrl/train/config/machinery/base.py",
+                "        _mark(config, spec.name, getattr(config, spec.name))\n",
+                "",
+            )
+        ],
         [TESTS + "test_validation.py::test_a_strategy_that_is_given_is_kept_and_refused_though_it_is_the_default"],
     ),
     Defect(
         "F1.5b",
         "the zero-variance filter does nothing in a run",
-        [Edit("skyrl/train/update.py", "if self._algorithm.zero_variance_filter:", "if False:")],
+        [Edit("skyrl/train/rl/update.py", "if self._algorithm.zero_variance_filter:", "if False:")],
         [OPTION_TESTS + "test_the_zero_variance_filter_leaves_prompts_whose_samples_are_alike_out_of_the_loss[True]"],
     ),
     Defect(
@@ -119,13 +125,13 @@ RUN_DEFECTS = [
     Defect(
         "F1.12d",
         "a resumed run begins its data anew",
-        [Edit("skyrl/train/order.py", "        self._state = state.copy()\n", "")],
+        [Edit("skyrl/train/data/epoch_order.py", "        self._state = state.copy()\n", "")],
         [TESTS + "test_prompt_order.py::test_a_resumed_order_goes_on_as_an_uninterrupted_one"],
     ),
     Defect(
         "F1.12e",
         "a checkpoint in a bucket is written to a local folder of that name",
-        [Edit("skyrl/utils/storage.py", '    if "://" in str(path):', "    if False:")],
+        [Edit("skyrl/utils/atomic_folders.py", '    if "://" in str(path):', "    if False:")],
         [CHECKPOINT_TESTS + "test_a_bucket_is_refused_rather_than_made_a_folder"],
     ),
     Defect(
@@ -171,19 +177,19 @@ RUN_DEFECTS = [
     Defect(
         "C.9a",
         "a disk that is full at a checkpoint is an internal error with a traceback",
-        [Edit("skyrl/backends/executor.py", ", of_storage=True", "")],
+        [Edit("skyrl/backends/executor/executor.py", ", of_storage=True", "")],
         ["tests/backends/test_client.py::test_a_disk_that_refuses_a_checkpoint_is_a_storage_error"],
     ),
     Defect(
         "C.10a",
         "nothing is said of a tracker that fails",
-        [Edit("skyrl/train/tracking.py", "except (Exception, SystemExit):", "except ZeroDivisionError:")],
+        [Edit("skyrl/train/tracking/tracker.py", "except (Exception, SystemExit):", "except ZeroDivisionError:")],
         [TRACKING_TESTS + "test_a_tracker_that_fails_is_said_once_and_stops_nothing"],
     ),
     Defect(
         "C.10b",
         "a number that is not finite makes a line that is no JSON",
-        [Edit("skyrl/train/tracking.py", "return number if math.isfinite(number) else None", "return number")],
+        [Edit("skyrl/train/tracking/tracker.py", "return number if math.isfinite(number) else None", "return number")],
         [TRACKING_TESTS + "test_numbers_of_any_library_are_written_and_what_is_none_as_null"],
     ),
 ]

@@ -2,10 +2,10 @@
 
 from defects import Defect, Edit
 
-DB = "skyrl/tinker/db.py"
-HEARTBEAT = "skyrl/tinker/heartbeat.py"
+DB = "skyrl/tinker/database/database.py"
+HEARTBEAT = "skyrl/tinker/processes/heartbeat.py"
 TROUBLE = "tests/tinker/test_trouble_below.py::"
-LISTINGS = "skyrl/tinker/listings.py"
+LISTINGS = "skyrl/tinker/database/fair_reads.py"
 
 SHARING_DEFECTS = [
     Defect(
@@ -35,7 +35,7 @@ SHARING_DEFECTS = [
     Defect(
         "D6c",
         "a round looks through tables in the writer, where all others wait",
-        [Edit("skyrl/tinker/collector.py", "if not isinstance(job, Walk):", "if True:")],
+        [Edit("skyrl/tinker/checkpoints/collector.py", "if not isinstance(job, Walk):", "if True:")],
         ["tests/tinker/test_plans.py::test_the_writer_walks_through_nothing"],
     ),
     Defect(
@@ -53,7 +53,7 @@ SHARING_DEFECTS = [
     Defect(
         "S2",
         "web pages that a browser has open may use a server without keys",
-        [Edit("skyrl/tinker/app.py", "    if not config.api_keys:\n", "    if False:\n")],
+        [Edit("skyrl/tinker/http/app.py", "    if not config.api_keys:\n", "    if False:\n")],
         ["tests/tinker/test_local_only.py::test_a_page_of_another_site_is_refused"],
     ),
     Defect(
@@ -65,20 +65,20 @@ SHARING_DEFECTS = [
     Defect(
         "S5",
         "a token is exchanged for another for ever",
-        [Edit("skyrl/tinker/auth.py", "if self._tenants and _hash(api_key", "if False and _hash(api_key")],
+        [Edit("skyrl/tinker/identity/callers.py", "if self._tenants and _hash(api_key", "if False and _hash(api_key")],
         ["tests/tinker/test_doors.py::test_a_token_is_not_exchanged_for_another"],
     ),
     Defect(
         "S6",
         "somebody's key, sent to load his weights, is stored",
-        [Edit("skyrl/tinker/training_queue.py", 'if operation.name != "load_weights":', "if operation:")],
+        [Edit("skyrl/tinker/requests/training.py", 'if operation.name != "load_weights":', "if operation:")],
         ["tests/tinker/test_doors.py::test_no_secret_is_anywhere_but_where_it_was_put"],
     ),
     Defect(
         "S6b",
         "files of a server may be read by other users",
         [
-            Edit("skyrl/tinker/keeper.py", "os.umask(PRIVATE)", "os.umask(0o022)"),
+            Edit("skyrl/tinker/processes/launcher.py", "os.umask(PRIVATE)", "os.umask(0o022)"),
         ],
         ["tests/tinker/test_doors.py::test_files_are_their_owners_alone"],
     ),
@@ -99,7 +99,7 @@ SHARING_DEFECTS = [
         "a system that has no descriptor for an engine ends the server",
         [
             Edit(
-                "skyrl/tinker/supervisor.py",
+                "skyrl/tinker/processes/engine_supervisor.py",
                 "except (OSError, RuntimeError) as error:",
                 "except ArithmeticError as error:",
             )

@@ -2,7 +2,7 @@
 
 from defects import Defect, Edit
 
-SOURCES = "skyrl/train/sources.py"
+SOURCES = "skyrl/train/rl/rollout_source.py"
 TESTS = "tests/train/test_rl_sources.py::"
 
 SOURCE_DEFECTS = [

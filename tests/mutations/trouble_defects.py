@@ -3,8 +3,8 @@
 from defects import Defect, Edit
 
 CONFIG = "skyrl/tinker/config.py"
-HEARTBEAT = "skyrl/tinker/heartbeat.py"
-SUPERVISOR = "skyrl/tinker/supervisor.py"
+HEARTBEAT = "skyrl/tinker/processes/heartbeat.py"
+SUPERVISOR = "skyrl/tinker/processes/engine_supervisor.py"
 TROUBLE = "tests/tinker/test_trouble_below.py::"
 CONFIG_TESTS = "tests/tinker/test_config.py::"
 
@@ -24,7 +24,7 @@ TROUBLE_DEFECTS = [
     Defect(
         "D5d",
         "a server that waits for its database answers no probe",
-        [Edit("skyrl/tinker/doorstep.py", ' and scope["path"] != LIVEZ:', ":")],
+        [Edit("skyrl/tinker/http/doorstep.py", ' and scope["path"] != LIVEZ:', ":")],
         [TROUBLE + "test_a_server_that_is_started_again_and_waits_for_its_database_is_alive_and_not_ready"],
     ),
     Defect(
@@ -44,7 +44,7 @@ TROUBLE_DEFECTS = [
         "an engine that hangs while it loads is waited for for ever",
         [
             Edit(
-                "skyrl/tinker/engine.py",
+                "skyrl/tinker/engine/loop.py",
                 "engine.step_began if engine else loading_since",
                 "engine.step_began if engine else None",
             )
@@ -72,7 +72,7 @@ TROUBLE_DEFECTS = [
     Defect(
         "D11",
         "probes tell who has no key what the server's disks are called",
-        [Edit("skyrl/tinker/routes/probes.py", "not ready: {engine.state}", "not ready: {engine.progress}")],
+        [Edit("skyrl/tinker/http/routes/probes.py", "not ready: {engine.state}", "not ready: {engine.progress}")],
         ["tests/tinker/test_probes.py::test_who_has_no_key_learns_nothing_of_the_servers_disks"],
     ),
     Defect(
@@ -98,7 +98,7 @@ TROUBLE_DEFECTS = [
         "a link outlives the token that asked for it",
         [
             Edit(
-                "skyrl/tinker/routes/downloads.py",
+                "skyrl/tinker/http/routes/downloads.py",
                 "return hour if caller.expires is None else min(hour, caller.expires)",
                 "return hour",
             )

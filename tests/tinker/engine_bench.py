@@ -21,8 +21,10 @@ from skyrl.backends.operations import (
     Rejected,
     Sample,
 )
-from skyrl.tinker.channel import (
-    EngineChannel,
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.engine import TinkerEngine
+from skyrl.tinker.processes.channel import EngineChannel
+from skyrl.tinker.processes.messages import (
     Enqueue,
     FromEngine,
     Progress,
@@ -33,8 +35,6 @@ from skyrl.tinker.channel import (
     Start,
     ToEngine,
 )
-from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.engine import TinkerEngine
 from skyrl.types import AdamParams, Datum, LoraConfig, SamplingParams
 from tests.fakes import FakeBackend, FakeConfig, FakeModel
 

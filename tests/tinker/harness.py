@@ -13,22 +13,13 @@ import httpx
 import numpy as np
 import uvicorn
 
-from skyrl.tinker.app import create_app
-from skyrl.tinker.channel import (
-    ApiChannel,
-    ChannelClosed,
-    Done,
-    EngineChannel,
-    FromEngine,
-    Metrics,
-    Ready,
-    Shutdown,
-    ToEngine,
-)
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.connections import Connection
 from skyrl.tinker.engine import TinkerEngine
-from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
+from skyrl.tinker.http.app import create_app
+from skyrl.tinker.http.connections import Connection
+from skyrl.tinker.processes.channel import ApiChannel, ChannelClosed, EngineChannel
+from skyrl.tinker.processes.messages import Done, FromEngine, Metrics, Ready, Shutdown, ToEngine
+from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
 from skyrl.types import BackendInfo
 from tests.fakes import FakeBackend, FakeConfig
 

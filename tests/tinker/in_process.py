@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-from skyrl.tinker.app import create_app
 from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.http.app import create_app
 from tests.tinker.harness import BASE_MODEL, PROTOBUF, ThreadEngine
 
 

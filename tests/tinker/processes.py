@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from skyrl.local_server import Pids, pids_of
+from skyrl.tinker.local_server import Pids, pids_of
 from tests.tinker.harness import BASE_MODEL, LiveServer
 
 ROOT = Path(__file__).parents[2]

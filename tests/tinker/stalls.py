@@ -52,9 +52,9 @@ class Stalls(InProcessServer):
 
     def answer(self, request_id: str, outcome: Any) -> None:
         """There is a result of the caller's."""
-        service = self.app.state.server.service
-        service.futures.add(request_id, service.keys.caller("tml-test").tenant)
-        service.futures.set(request_id, outcome)
+        server = self.app.state.server
+        server.queue.futures.add(request_id, server.service.keys.caller("tml-test").tenant)
+        server.queue.futures.set(request_id, outcome)
 
     def sent(self, path: str, body: bytes | None = None, key: str = "tml-test", **options: Any) -> Coroutine:
         """A request, to be made while others are."""

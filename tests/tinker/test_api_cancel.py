@@ -6,8 +6,8 @@ import time
 import pytest
 import tinker
 
-from skyrl.local_server import close_client
-from skyrl.tinker.channel import Cancel
+from skyrl.tinker.local_server import close_client
+from skyrl.tinker.processes.messages import Cancel
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 
 ENDLESS_BACKEND = {"max_context_length": 10**9, "burst_s": 0.005}

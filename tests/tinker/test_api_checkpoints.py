@@ -5,7 +5,7 @@ from uuid import uuid4
 
 import pytest
 
-from skyrl.tinker import ids
+from skyrl.tinker.identity import ids
 
 
 def save(server, model: str, seq_id: int, name: str = "a", **options) -> str:

@@ -8,7 +8,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl.tinker.operations import OPERATIONS
+from skyrl.tinker.operations.table import OPERATIONS
 from tests.tinker.harness import BASE_MODEL, PROTOBUF, LiveServer, pass_request, sample_request, wait_until_ready
 
 QUEUED = sorted({"asample" if name == "sample" else name for name in OPERATIONS})

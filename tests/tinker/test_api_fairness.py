@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.tinker.channel import Enqueue, Revive
+from skyrl.tinker.processes.messages import Enqueue, Revive
 from tests.tinker.harness import LiveServer, wait_until_ready
 
 KEYS = ("tml-a", "tml-b", "tml-c")

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from skyrl.tinker import serving
+from skyrl.tinker import serve
 from tests.tinker.harness import BASE_MODEL
 from tests.tinker.processes import ServerProcess, running
 from tests.tinker.processes import run_to_its_end as run
@@ -69,7 +69,7 @@ def test_server_opens_more_files_than_the_system_allows_at_first(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     [soft] = re.findall(r"Max open files +(\d+)", status)
-    assert int(soft) == min(hard, serving.MAX_FILES)
+    assert int(soft) == min(hard, serve.MAX_FILES)
 
 
 @pytest.mark.parametrize("path", ["optim_step", "retrieve_future"])

@@ -7,7 +7,7 @@ from contextlib import closing
 import httpx
 import pytest
 
-from skyrl.tinker.channel import Enqueue, Revive
+from skyrl.tinker.processes.messages import Enqueue, Revive
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 from tests.tinker.in_process import InProcessServer
 from tests.tinker.test_api_checkpoints import load, publish, save
@@ -218,6 +218,6 @@ def test_stop_lets_long_polls_go(tmp_path):
             return httpx.post(url, json={"request_id": request}, headers=headers, timeout=60)
 
         def let_go() -> None:
-            server.engine.loop.call_soon_threadsafe(server.app.state.server.service.futures.close)
+            server.engine.loop.call_soon_threadsafe(server.app.state.server.queue.futures.close)
 
         assert server.at_once(poll, let_go)[0].status_code == 408

@@ -77,12 +77,12 @@ def test_results_that_were_retrieved_are_freed_and_others_stay(server, sampler):
 
 
 def test_cursors_go_on_above_the_last_servers_where_the_clock_was_set_back(own_server, monkeypatch):
-    before = own_server.app.state.server.service.futures.completions.cursor
+    before = own_server.app.state.server.queue.futures.completions.cursor
     monkeypatch.setattr("time.time_ns", lambda: (before - 3600 * 10**6) * 1000)
     own_server.__exit__()
     own_server.__enter__()
     wait_until_ready(own_server)
-    assert own_server.app.state.server.service.futures.completions.cursor > before + 20_000
+    assert own_server.app.state.server.queue.futures.completions.cursor > before + 20_000
 
 
 def test_pending_samples_are_not_freed(own_server):
@@ -147,7 +147,7 @@ def test_samplers_of_other_keys_are_404(tmp_path):
 
 def test_ends_of_results_that_made_room_for_others_are_still_told(own_server):
     sampler = own_server.sampler(own_server.session(), 0, base_model=BASE_MODEL)
-    own_server.app.state.server.service.futures._max_bytes = 1
+    own_server.app.state.server.queue.futures._max_bytes = 1
     ids = [finished(own_server, sampler, i) for i in range(3)]
     assert told(own_server, sampler) == ids
     assert [own_server.poll(name).status_code for name in ids] == [410, 410, 200]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
+from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
 from tests.tinker.harness import BASE_MODEL
 
 IDS = {"data": [5, -1, 7, 8], "dtype": "int64", "shape": [2, 2]}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from skyrl.tinker import training_queue
+from skyrl.tinker.requests import training
 from tests.fakes import POISON
 from tests.tinker.harness import BASE_MODEL, PROTOBUF, LiveServer, pass_request
 
@@ -76,7 +76,7 @@ def test_seq_id_of_another_kind_of_request_fails_and_says_what_was_there(server,
 def test_more_bytes_than_may_wait_are_turned_away_until_there_is_room(own_server, monkeypatch):
     model = own_server.model()
     own_server.crash()
-    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", 2 * training_queue.OVERHEAD_BYTES)
+    monkeypatch.setattr(training, "MAX_PENDING_BYTES", 2 * training.OVERHEAD_BYTES)
     waiting = own_server.submit_pass(model, 1)
     body = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
     assert own_server.post("/optim_step", body).status_code == 429

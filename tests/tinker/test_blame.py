@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.tinker.blame import ALONE, IN_ALL, Blame
+from skyrl.tinker.processes.blame import ALONE, IN_ALL, Blame
 from tests.tinker.harness import BASE_MODEL, PROTOBUF, pass_request
 from tests.tinker.in_process import InProcessServer
 from tests.tinker.processes import ROOT, running

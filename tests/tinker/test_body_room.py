@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from starlette.exceptions import HTTPException
 
-from skyrl.tinker import body_room, http
-from skyrl.tinker.http import BodyLimit
+from skyrl.tinker.http import errors
+from skyrl.tinker.http.errors import BodyLimit
+from skyrl.tinker.wire import body_room
 from tests.tinker.harness import LiveServer
 from tests.tinker.in_process import InProcessServer
 from tests.tinker.test_http_fuzz import address
@@ -92,7 +93,7 @@ def test_room_comes_back_when_the_sender_leaves(small_room):
 
 
 def test_a_body_that_trickles_is_given_up(monkeypatch):
-    monkeypatch.setattr(http, "MIN_BYTES_PER_S", 1000)
+    monkeypatch.setattr(errors, "MIN_BYTES_PER_S", 1000)
 
     async def application(scope, receive, send) -> None:
         while (await receive()).get("more_body"):

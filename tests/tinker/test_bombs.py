@@ -12,8 +12,8 @@ MEASURE = """
 import json, sys
 import zstandard
 from skyrl.tinker import wire
-from skyrl.tinker.parsing import MalformedBody
-from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
+from skyrl.tinker.wire.parsing import MalformedBody
+from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
 
 MAX_BYTES = int(sys.argv[1])
 HALF = MAX_BYTES // 2

@@ -7,16 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from skyrl.backends.operations import ForwardBackward, OptimStep
-from skyrl.tinker.channel import (
-    LARGE_TOKENS,
-    ApiChannel,
-    Cancel,
-    Done,
-    EngineChannel,
-    Enqueue,
-    Metrics,
-    ToEngine,
-)
+from skyrl.tinker.processes.channel import LARGE_TOKENS, ApiChannel, EngineChannel
+from skyrl.tinker.processes.messages import Cancel, Done, Enqueue, Metrics, ToEngine
 from skyrl.types import AdamParams, Datum, SampleOutput
 
 LARGE = LARGE_TOKENS + 1

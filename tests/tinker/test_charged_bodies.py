@@ -10,9 +10,9 @@ import httpx
 import pytest
 import zstandard
 
-from skyrl.tinker import wire
-from skyrl.tinker.codec import THREADS_FOR_BODIES, Bodies
-from skyrl.tinker.wire_scan import MAX_PARTS
+from skyrl.tinker.wire import codec
+from skyrl.tinker.wire.decode_pool import THREADS_FOR_BODIES, Bodies
+from skyrl.tinker.wire.protobuf_scan import MAX_PARTS
 from tests.tinker.harness import PROTOBUF, pass_request
 from tests.tinker.in_process import InProcessServer
 from tests.tinker.stalls import OTHER, Stalls, length_delimited
@@ -35,7 +35,7 @@ def test_bodies_of_another_get_in_among_bombs():
     def work(name: str, body: bytes) -> None:
         begun.append(name)
         if name == "bomb":
-            wire.decode_forward_backward(body, PROTOBUF, "zstd", 256 * MIB)
+            codec.decode_forward_backward(body, PROTOBUF, "zstd", 256 * MIB)
 
     async def run() -> None:
         bodies = Bodies()

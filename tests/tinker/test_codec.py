@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from skyrl.tinker.codec import LARGE_BYTES, THREADS_FOR_BODIES, Bodies, encoded
+from skyrl.tinker.wire.decode_pool import LARGE_BYTES, THREADS_FOR_BODIES, Bodies, encoded
 
 LARGE = LARGE_BYTES + 1
 

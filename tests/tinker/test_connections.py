@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.tinker import connections
+from skyrl.tinker.http import connections
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.test_http_fuzz import address
 

@@ -19,10 +19,10 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlmodel import Session, SQLModel, select
 
 from skyrl.errors import RequestError, UnknownName
-from skyrl.tinker import request_log
-from skyrl.tinker.db import Database, Job
-from skyrl.tinker.futures import Answer, Failure
-from skyrl.tinker.tables import ModelRow, RequestRow, SessionRow, SettingRow
+from skyrl.tinker.database import request_log
+from skyrl.tinker.database.database import Database, Job
+from skyrl.tinker.database.tables import ModelRow, RequestRow, SessionRow, SettingRow
+from skyrl.tinker.results import Answer, Failure
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ import pytest
 from sqlalchemy import event, text
 from sqlmodel import Session, select
 
-from skyrl.tinker.db import Database, DatabaseFull
-from skyrl.tinker.fence import EPOCH
-from skyrl.tinker.tables import SettingRow
+from skyrl.tinker.database.database import Database
+from skyrl.tinker.database.fence import EPOCH
+from skyrl.tinker.database.tables import SettingRow
+from skyrl.tinker.errors import DatabaseFull
 from tests.tinker.harness import PROTOBUF, LiveServer, pass_request, wait_until_ready
 
 LARGE = "x" * 1_000_000
@@ -80,7 +81,7 @@ def test_jobs_that_fit_are_stored_when_one_beside_them_does_not(small):
 
 
 def test_jobs_beyond_the_writers_bound_wait_and_are_done(tmp_path, monkeypatch):
-    monkeypatch.setattr("skyrl.tinker.db.MAX_QUEUED", 3)
+    monkeypatch.setattr("skyrl.tinker.database.database.MAX_QUEUED", 3)
     database = Database(f"sqlite:///{tmp_path / 'a.db'}")
     longest = []
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.tinker.routes.downloads import DOWNLOADS
+from skyrl.tinker.http.routes.downloads import DOWNLOADS
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.processes import running
 from tests.tinker.test_keeper import wait_for_end

@@ -21,11 +21,13 @@ from skyrl.backends.operations import (
     SaveCheckpoint,
 )
 from skyrl.errors import RequestError
-from skyrl.tinker.channel import (
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.engine import TinkerEngine, open_backend, serve
+from skyrl.tinker.processes.channel import EngineChannel
+from skyrl.tinker.processes.messages import (
     Cancel,
     Done,
     DropVersion,
-    EngineChannel,
     Enqueue,
     Failed,
     FromEngine,
@@ -36,8 +38,6 @@ from skyrl.tinker.channel import (
     Start,
     ToEngine,
 )
-from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.engine import TinkerEngine, open_backend, serve
 from skyrl.types import (
     AdamParams,
     Datum,
@@ -361,7 +361,7 @@ class Pieces:
 @pytest.fixture
 def quiet(monkeypatch, request):
     """How long nothing has to come before something is prepared."""
-    monkeypatch.setattr("skyrl.tinker.engine.QUIET_S", request.param)
+    monkeypatch.setattr("skyrl.tinker.engine.loop.QUIET_S", request.param)
 
 
 @pytest.fixture

@@ -4,22 +4,9 @@ import dataclasses
 import itertools
 import threading
 
-from skyrl.backends.operations import (
-    DeleteModel,
-    SaveCheckpoint,
-    SaveSnapshot,
-)
-from skyrl.tinker.channel import (
-    Done,
-    Enqueue,
-    FromEngine,
-    Park,
-    Parked,
-    Running,
-    Shutdown,
-    Snapshotted,
-)
-from skyrl.tinker.ids import tenant_of_key
+from skyrl.backends.operations import DeleteModel, SaveCheckpoint, SaveSnapshot
+from skyrl.tinker.identity.ids import tenant_of_key
+from skyrl.tinker.processes.messages import Done, Enqueue, FromEngine, Park, Parked, Running, Shutdown, Snapshotted
 from tests.fakes import FakeModel
 from tests.tinker.engine_bench import a_pass, a_sample, a_step, create, of, revival, same
 

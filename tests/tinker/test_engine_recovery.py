@@ -9,22 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from skyrl.backends.operations import (
-    DeleteModel,
-    LoadCheckpoint,
-    ModelOperation,
-    Publish,
-    Rejected,
-    SaveCheckpoint,
-)
-from skyrl.tinker.channel import (
-    Done,
-    Enqueue,
-    FromEngine,
-    Revive,
-    Snapshotted,
-    Stored,
-)
+from skyrl.backends.operations import DeleteModel, LoadCheckpoint, ModelOperation, Publish, Rejected, SaveCheckpoint
+from skyrl.tinker.processes.messages import Done, Enqueue, FromEngine, Revive, Snapshotted, Stored
 from skyrl.types import ErrorResponse, ModelOutput
 from tests.fakes import POISON
 from tests.tinker.engine_bench import Bench, a_pass, a_step, a_version, create, of, refused, revival, same

@@ -13,8 +13,8 @@ import pytest
 from sqlalchemy import event
 from sqlmodel import col, select
 
-from skyrl.tinker import model_log
-from skyrl.tinker.tables import RequestRow
+from skyrl.tinker.database import replay_log
+from skyrl.tinker.database.tables import RequestRow
 from tests.faults.failing_database import failing
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.test_durability import Script, kill_engine
@@ -147,7 +147,7 @@ def test_a_pass_whose_answer_cannot_be_made_is_in_the_model_that_is_brought_back
         raise RuntimeError("no memory for it")
 
     with monkeypatch.context() as patch:
-        patch.setattr("skyrl.tinker.outcomes.encoded", broken)
+        patch.setattr("skyrl.tinker.requests.outcomes.encoded", broken)
         assert "internal error" in own_server.failure(own_server.submit_pass(model, 1))["error"]
     own_server.result(own_server.submit_step(model, 2))
     expected = own_server.logprobs(twin, 3)
@@ -159,7 +159,7 @@ def test_a_pass_whose_answer_cannot_be_made_is_in_the_model_that_is_brought_back
 def test_the_bodies_of_any_number_of_requests_can_be_read(own_server):
     names = [str(number) for number in range(40_000)]
     database = own_server.app.state.server.service.database
-    assert database.read_now(lambda session: model_log.bodies(session, names)) == {}
+    assert database.read_now(lambda session: replay_log.bodies(session, names)) == {}
 
 
 @pytest.mark.parametrize("path", ["/sessions", "/training_runs", "/checkpoints"])

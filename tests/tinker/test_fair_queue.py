@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl.tinker.fair_queue import FairQueue
+from skyrl.tinker.engine.fair_queue import FairQueue
 
 COSTS = st.lists(st.integers(1, 100), min_size=1, max_size=40)
 

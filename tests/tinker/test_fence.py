@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy.exc import OperationalError
 from sqlmodel import Session, select
 
-from skyrl.tinker.db import Database
-from skyrl.tinker.fence import EPOCH, Superseded
-from skyrl.tinker.tables import SettingRow
+from skyrl.tinker.database.database import Database
+from skyrl.tinker.database.fence import EPOCH, Superseded
+from skyrl.tinker.database.tables import SettingRow
 from tests.tinker.harness import wait_until_ready
 from tests.tinker.processes import running
 

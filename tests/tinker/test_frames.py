@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl.algorithms.checks import check_pass
+from skyrl.algorithms.checks.requests import check_pass
 from skyrl.backends.operations import ForwardBackward
-from skyrl.tinker import wire
-from skyrl.tinker.channel import ApiChannel, Done, EngineChannel, Enqueue, FromEngine
-from skyrl.tinker.columns import pack, unpack
-from skyrl.tinker.frames import decode, encode
+from skyrl.tinker.processes.channel import ApiChannel, EngineChannel
+from skyrl.tinker.processes.columns import pack, unpack
+from skyrl.tinker.processes.frames import decode, encode
+from skyrl.tinker.processes.messages import Done, Enqueue, FromEngine
+from skyrl.tinker.wire import codec
 from skyrl.types import Datum, ForwardBackwardOutput, GeneratedSequence, SampleOutput
 from tests.tinker.harness import pass_request
 
@@ -127,13 +128,13 @@ ROWS = 8
 
 def all_the_way(body: bytes) -> Iterator[object]:
     """What a pass is on its way to the engine, and its outputs on their way back."""
-    yield (request := wire.decode_forward_backward(body, wire.PROTOBUF, None, 2**30))
+    yield (request := codec.decode_forward_backward(body, codec.PROTOBUF, None, 2**30))
     yield (data := check_pass(request.data, request.loss_fn, {}, vocab_size=10**5, max_context_length=10**6))
     operation = ForwardBackward(request_id="r", model_id="m", data=data, loss_fn=request.loss_fn)
     yield (arrived := through_a_socket(Enqueue(operation, 1)))
     outputs = [{"logprobs": datum.loss_fn_inputs["weights"]} for datum in arrived.operation.data]
     yield (back := through_a_socket(Done("r", ForwardBackwardOutput(outputs, {"loss:sum": 0.0}))))
-    yield wire.encode_forward_backward(back.result)
+    yield codec.encode_forward_backward(back.result)
 
 
 def body_of(tokens: int) -> bytes:

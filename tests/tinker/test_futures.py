@@ -2,7 +2,8 @@
 
 import asyncio
 
-from skyrl.tinker.futures import OVERHEAD_BYTES, Answer, Failure, Futures, Lost
+from skyrl.tinker.requests.futures import OVERHEAD_BYTES, Futures
+from skyrl.tinker.results import Answer, Failure, Lost
 
 
 def test_first_outcome_stays():

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic_core import from_json
 
-from skyrl.tinker import json_numbers
-from skyrl.tinker.json_numbers import LONG_BYTES, MAX_MARKS, MAX_REST_BYTES, NAMES, PIECE_BYTES, TooMuch, parse
+from skyrl.tinker.wire import json_numbers
+from skyrl.tinker.wire.json_numbers import LONG_BYTES, MAX_MARKS, MAX_REST_BYTES, NAMES, PIECE_BYTES, TooMuch, parse
 
 ENOUGH = LONG_BYTES
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.local_server import LocalServer, Pids, pids_of
-from skyrl.tinker import keeper
+from skyrl.tinker.local_server import LocalServer, Pids, pids_of
+from skyrl.tinker.processes import launcher
 from tests.tinker.processes import ROOT, TIMEOUT_S, command, run_to_its_end, running
 
 AGAIN = "serving again at"
@@ -44,7 +44,7 @@ def deadly_imports(folder: Path, code: str) -> dict[str, str]:
 
 def test_keeper_imports_nothing_heavy():
     heavy = {"asyncio", "fastapi", "jax", "numpy", "pydantic", "sqlalchemy", "uvicorn"}
-    code = f"import sys, skyrl.cli, skyrl.tinker.keeper; print({heavy!r} & set(sys.modules))"
+    code = f"import sys, skyrl.cli, skyrl.tinker.processes.launcher; print({heavy!r} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
@@ -88,7 +88,7 @@ def test_pauses_between_deaths_that_come_right_after_ready_grow(monkeypatch):
     """Else what kills the API process as soon as it works on the log would be tried ten times a second."""
     deaths, pauses = 5, []
 
-    class Dying(keeper.Keeper):
+    class Dying(launcher.Keeper):
         def _run_api(self) -> int:
             self._was_ready, self._ready_at = True, time.monotonic() - (10 if len(pauses) == deaths - 1 else 0)
             return -signal.SIGKILL
@@ -236,7 +236,7 @@ def test_server_that_never_becomes_ready_is_given_up(tmp_path):
     environment = {**os.environ, **deadly_imports(tmp_path / "imports", "os.kill(os.getpid(), 9)")}
     result = subprocess.run(command(tmp_path), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1
-    assert result.stderr.count("starting it again") == keeper.STARTS - 1
+    assert result.stderr.count("starting it again") == launcher.STARTS - 1
     assert "before it was ready" in result.stderr.splitlines()[-1]
 
 
@@ -304,7 +304,7 @@ def test_second_server_on_the_same_state_is_refused_by_the_option(tmp_path, shar
 
 OWNER = """
 import pathlib, sys
-from skyrl.local_server import LocalServer
+from skyrl.tinker.local_server import LocalServer
 server = LocalServer(pathlib.Path(sys.argv[1]), "fake/model", {"backend": "tests.fakes:FakeBackend"})
 server.start()
 print(*server.pids(), flush=True)

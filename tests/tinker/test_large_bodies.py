@@ -11,9 +11,12 @@ from sqlalchemy import select
 from sqlmodel import Session, col
 
 from skyrl.backends.operations import ForwardBackward
-from skyrl.tinker import channel, log_writer, operations, wire
-from skyrl.tinker.channel import Done, Enqueue
-from skyrl.tinker.tables import RequestRow
+from skyrl.tinker.database import log_writer
+from skyrl.tinker.database.tables import RequestRow
+from skyrl.tinker.operations import training
+from skyrl.tinker.processes import channel
+from skyrl.tinker.processes.messages import Done, Enqueue
+from skyrl.tinker.wire import codec
 from skyrl.types import ForwardBackwardOutput
 from tests.tinker.harness import PROTOBUF, LiveServer, pass_request
 
@@ -49,12 +52,12 @@ def stored_bodies(session: Session) -> list[tuple[bytes, str]]:
 
 
 STEPS = [
-    (wire, "decode_forward_backward"),
-    (operations, "check_pass"),
+    (codec, "decode_forward_backward"),
+    (training, "check_pass"),
     (log_writer, "compressed"),
     (channel, "encode"),
     (channel, "decode"),
-    (wire, "groupby"),
+    (codec, "groupby"),
 ]
 """Decoded, checked, compressed for the log, made a frame, read from a frame; the result encoded."""
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from skyrl.tinker import catalog
+from skyrl.tinker.database import listings
 from tests.tinker.harness import LiveServer, wait_until_ready
 
 NOWHERE = "/training_runs/11111111-2222-4333-8444-555555555555:train:0/checkpoints/weights/none"
@@ -22,13 +22,13 @@ def server(tmp_path):
 def test_rows_are_looked_up_while_a_flood_of_lists_is_read(server, monkeypatch):
     session = server.session()
     server.app.state.server.service.directory.forget_all()
-    go_on, listed = threading.Event(), catalog.checkpoints
+    go_on, listed = threading.Event(), listings.checkpoints
 
     def slow(*args, **options):
         go_on.wait()
         return listed(*args, **options)
 
-    monkeypatch.setattr(catalog, "checkpoints", slow)
+    monkeypatch.setattr(listings, "checkpoints", slow)
     with ThreadPoolExecutor(8) as pool:
         flood = [pool.submit(server.http.get, "/checkpoints") for _ in range(8)]
         try:

@@ -11,11 +11,11 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import ORMExecuteState
 from sqlmodel import Session, col, select
 
-from skyrl.tinker import training_queue
-from skyrl.tinker.auth import EVERYBODY
-from skyrl.tinker.operations import OPERATIONS
-from skyrl.tinker.parsing import Body
-from skyrl.tinker.tables import RequestRow
+from skyrl.tinker.database.tables import RequestRow
+from skyrl.tinker.identity.callers import EVERYBODY
+from skyrl.tinker.operations.table import OPERATIONS
+from skyrl.tinker.requests import training as training_queue
+from skyrl.tinker.wire.parsing import Body
 from tests.tinker.harness import PROTOBUF, LiveServer, pass_request
 
 

@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 from sqlmodel import Session
 
-from skyrl.tinker.tables import CheckpointRow, SamplerRow
+from skyrl.tinker.database.tables import CheckpointRow, SamplerRow
 from tests.tinker.harness import LiveServer, wait_until_ready
 
 

@@ -14,9 +14,9 @@ import sqlalchemy
 
 from skyrl import cli
 from skyrl.errors import RequestError
+from skyrl.tinker.checkpoints.disk_budget import hold_folder
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.db import Database
-from skyrl.tinker.disk import hold_folder
+from skyrl.tinker.database.database import Database
 from skyrl.tinker.server import TinkerServer
 from tests.tinker.harness import BASE_MODEL, LiveServer, ThreadEngine, wait_until_ready
 from tests.tinker.processes import running

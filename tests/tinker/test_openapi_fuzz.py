@@ -19,10 +19,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from skyrl.tinker.app import PREFIX, create_app
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.ids import SAMPLE
-from skyrl.tinker.operations import OPERATIONS
+from skyrl.tinker.http.app import PREFIX, create_app
+from skyrl.tinker.identity.ids import SAMPLE
+from skyrl.tinker.operations.table import OPERATIONS
 from tests.tinker.harness import BASE_MODEL, LiveServer
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]

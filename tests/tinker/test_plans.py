@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event
 
-from skyrl.tinker.db import Database
+from skyrl.tinker.database.database import Database
 from tests.tinker.harness import LiveServer, wait_until_ready
 
 OPTIONS = {

@@ -23,11 +23,12 @@ from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session, SQLModel, select, text
 
 from skyrl.errors import RequestError
-from skyrl.local_server import free_port
-from skyrl.tinker import db, fence
-from skyrl.tinker.db import Database, migration_config
-from skyrl.tinker.fence import SERVER_LOCK, Superseded
-from skyrl.tinker.tables import SessionRow
+from skyrl.tinker.database import database as db
+from skyrl.tinker.database import fence
+from skyrl.tinker.database.database import Database, migration_config
+from skyrl.tinker.database.fence import SERVER_LOCK, Superseded
+from skyrl.tinker.database.tables import SessionRow
+from skyrl.tinker.local_server import free_port
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.processes import running
 from tests.tinker.test_db import written_together

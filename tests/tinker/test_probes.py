@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
-from skyrl.tinker.supervisor import READY, SILENT
+from skyrl.tinker.processes.engine_supervisor import READY, SILENT
 from tests.tinker.harness import LiveServer, wait_until_ready
 
 

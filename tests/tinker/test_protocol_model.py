@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
+from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
 from tests.tinker import reference_model as ref
 from tests.tinker.harness import BASE_MODEL, PROTOBUF, pass_request, sample_request
 from tests.tinker.in_process import InProcessServer

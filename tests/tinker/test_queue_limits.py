@@ -13,12 +13,12 @@ import pytest
 import zstandard
 from sqlmodel import func, select
 
-from skyrl.tinker import sample_queue, training_queue
-from skyrl.tinker.operations import OPERATIONS
-from skyrl.tinker.parsing import Body, Limits, ModelAddress
-from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
-from skyrl.tinker.revival import ANY_SIZE
-from skyrl.tinker.tables import RequestRow
+from skyrl.tinker.database.tables import RequestRow
+from skyrl.tinker.operations.table import OPERATIONS
+from skyrl.tinker.requests import samples, training
+from skyrl.tinker.requests.replay import ANY_SIZE
+from skyrl.tinker.wire.parsing import Body, Limits, ModelAddress
+from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
 from tests.fakes import POISON
 from tests.tinker.harness import BASE_MODEL, PROTOBUF, LiveServer, pass_request, sample_request, wait_until_ready
 
@@ -99,7 +99,7 @@ def test_a_request_counts_for_at_least_what_it_takes(name):
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert parsed.request is not None, parsed.error
-    assert taken <= training_queue.OVERHEAD_BYTES + parsed.held_bytes
+    assert taken <= training.OVERHEAD_BYTES + parsed.held_bytes
 
 
 def test_a_request_that_was_taken_under_other_limits_is_read_again_whatever_they_are_now():
@@ -127,14 +127,14 @@ def test_json_of_more_than_is_read_now_has_its_address_and_is_read_again_if_it_w
 
 
 def test_compressed_requests_that_wait_count_as_what_they_stand_for(own_server, monkeypatch):
-    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", 8 * MIB)
+    monkeypatch.setattr(training, "MAX_PENDING_BYTES", 8 * MIB)
     model = own_server.model()
     rows = [[1] * 1000] * 90  # a little more than a mebibyte, sent as a few hundred bytes
     assert accepted(lambda number: post_pass(own_server, model, 2 + number, rows)) == 3
 
 
 def test_a_request_that_is_turned_away_leaves_nothing_in_the_log(own_server, monkeypatch):
-    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", MIB)
+    monkeypatch.setattr(training, "MAX_PENDING_BYTES", MIB)
     model = own_server.model()
     first, second = (post_pass(own_server, model, seq_id, [[1] * 1000] * 40) for seq_id in (2, 3))
     assert first.status_code == 200 and is_turned_away(second)
@@ -144,7 +144,7 @@ def test_a_request_that_is_turned_away_leaves_nothing_in_the_log(own_server, mon
 
 def test_a_request_that_was_turned_away_is_taken_when_there_is_room(own_server, monkeypatch):
     model = own_server.model()
-    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", MIB)
+    monkeypatch.setattr(training, "MAX_PENDING_BYTES", MIB)
     own_server.crash()
     rows = [[1] * 1000] * 40
     first, second = (post_pass(own_server, model, seq_id, rows) for seq_id in (1, 2))
@@ -155,7 +155,7 @@ def test_a_request_that_was_turned_away_is_taken_when_there_is_room(own_server, 
 
 
 def test_requests_that_wait_count_the_same_after_a_restart(tmp_path, monkeypatch):
-    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", MIB)
+    monkeypatch.setattr(training, "MAX_PENDING_BYTES", MIB)
     rows = [[1] * 1000] * 40
     with LiveServer(tmp_path) as server:
         model = server.model()
@@ -170,7 +170,7 @@ def with_targets(cells: int) -> dict:
 
 
 def test_samples_that_wait_count_as_their_prompts_and_targets(own_server, monkeypatch):
-    monkeypatch.setattr(sample_queue, "MAX_PENDING_BYTES", 8 * MIB)
+    monkeypatch.setattr(samples, "MAX_PENDING_BYTES", 8 * MIB)
     sampler = own_server.sampler(own_server.session(), 0, base_model=BASE_MODEL)
     own_server.crash()
     large = with_targets(MIB // 8)  # a mebibyte of token ids
@@ -215,7 +215,7 @@ def samples_until_full(server: LiveServer, tenant: str, **options) -> int:
 
 
 def test_passes_that_wait_for_ever_leave_room_to_other_tenants(tenants, monkeypatch):
-    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", 8 * MIB)
+    monkeypatch.setattr(training, "MAX_PENDING_BYTES", 8 * MIB)
     assert [passes_until_full(tenants, tenant) for tenant in TENANTS[:2]] == [3, 2]
     speak_as(tenants, TENANTS[1])
     model = tenants.model()
@@ -223,23 +223,23 @@ def test_passes_that_wait_for_ever_leave_room_to_other_tenants(tenants, monkeypa
 
 
 def test_the_number_of_samples_that_wait_is_bounded_by_tenant(tenants, monkeypatch):
-    monkeypatch.setattr(sample_queue, "MAX_PENDING_SAMPLES", 8)
+    monkeypatch.setattr(samples, "MAX_PENDING_SAMPLES", 8)
     assert [samples_until_full(tenants, tenant) for tenant in TENANTS] == [4, 2, 1]
 
 
 def test_the_bytes_of_samples_that_wait_are_bounded_by_tenant(tenants, monkeypatch):
-    monkeypatch.setattr(sample_queue, "MAX_PENDING_BYTES", 8 * MIB)
+    monkeypatch.setattr(samples, "MAX_PENDING_BYTES", 8 * MIB)
     large = with_targets(MIB // 8)
     assert [samples_until_full(tenants, tenant, **large) for tenant in TENANTS[:2]] == [3, 2]
 
 
 def test_two_tenants_that_take_all_they_can_leave_a_third_room_for_training(tenants, monkeypatch):
-    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", 5 * MIB)
+    monkeypatch.setattr(training, "MAX_PENDING_BYTES", 5 * MIB)
     assert [passes_until_full(tenants, tenant) for tenant in TENANTS] == [2, 1, 1]
 
 
 def test_one_tenant_alone_has_half_of_the_room(tenants, monkeypatch):
-    monkeypatch.setattr(sample_queue, "MAX_PENDING_SAMPLES", 8)
+    monkeypatch.setattr(samples, "MAX_PENDING_SAMPLES", 8)
     assert samples_until_full(tenants, TENANTS[0]) == 4
     assert samples_until_full(tenants, TENANTS[0]) == 0
 
@@ -272,14 +272,14 @@ ENDS: dict[str, tuple[dict, Callable[[LiveServer, str], object]]] = {
 @pytest.mark.parametrize("end", ENDS)
 def test_the_room_of_a_sample_comes_back_when_it_has(tenants, monkeypatch, end):
     options, await_end = ENDS[end]
-    monkeypatch.setattr(sample_queue, "MAX_PENDING_SAMPLES", 2)
+    monkeypatch.setattr(samples, "MAX_PENDING_SAMPLES", 2)
     sampler = tenants.sampler(tenants.session(), 0, base_model=BASE_MODEL)
     await_end(tenants, tenants.submit_sample(sampler, 0, **options)["request_id"])
     assert samples_until_full(tenants, TENANTS[0]) == 1
 
 
 def test_the_room_of_training_requests_comes_back_however_they_end(own_server, monkeypatch):
-    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", 3 * MIB)
+    monkeypatch.setattr(training, "MAX_PENDING_BYTES", 3 * MIB)
     rows = [[1] * 1000] * 90
     model = own_server.model()
     ends = [
@@ -309,7 +309,7 @@ def send_held(server: LiveServer, model: str, seq_id: int) -> httpx.Response:
 
 
 def test_a_batch_that_can_never_fit_is_refused_at_once_with_the_number(own_server, monkeypatch):
-    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", 8 * MIB)
+    monkeypatch.setattr(training, "MAX_PENDING_BYTES", 8 * MIB)
     model = own_server.model()
     answers = [send_held(own_server, model, seq_id) for seq_id in range(2, 6)]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 400]
@@ -317,7 +317,7 @@ def test_a_batch_that_can_never_fit_is_refused_at_once_with_the_number(own_serve
 
 
 def test_the_first_request_of_a_batch_is_let_in_though_the_others_fill_the_room(own_server, monkeypatch):
-    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", 8 * MIB)
+    monkeypatch.setattr(training, "MAX_PENDING_BYTES", 8 * MIB)
     model = own_server.model()
     held = [send_held(own_server, model, seq_id) for seq_id in range(2, 5)]
     first = post_pass(own_server, model, 1, [[1] * 1000] * 90)
@@ -327,7 +327,7 @@ def test_the_first_request_of_a_batch_is_let_in_though_the_others_fill_the_room(
 
 
 def test_requests_that_others_wait_for_are_let_in_though_two_models_wait(own_server, monkeypatch):
-    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", 8 * MIB)
+    monkeypatch.setattr(training, "MAX_PENDING_BYTES", 8 * MIB)
     models = [own_server.model(), own_server.model()]
     held = [send_held(own_server, model, seq_id) for model, seq_id in [(models[0], 2), (models[1], 2), (models[0], 3)]]
     assert post_pass(own_server, models[1], 3, [[1] * 1000] * 90).status_code == 429
@@ -339,7 +339,7 @@ def test_requests_that_others_wait_for_are_let_in_though_two_models_wait(own_ser
 
 
 def test_a_batch_waits_for_a_request_that_is_turned_away_while_others_have_the_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", 8 * MIB)
+    monkeypatch.setattr(training, "MAX_PENDING_BYTES", 8 * MIB)
     with LiveServer(tmp_path, api_keys=TENANTS, gap_timeout_s=2) as server:
         models, held = {}, {}
         for tenant in TENANTS[:2]:
@@ -361,7 +361,7 @@ def test_a_batch_waits_for_a_request_that_is_turned_away_while_others_have_the_r
 
 
 def test_requests_that_come_in_reverse_are_bounded_too(own_server, monkeypatch):
-    monkeypatch.setattr(training_queue, "MAX_PENDING_BYTES", 8 * MIB)
+    monkeypatch.setattr(training, "MAX_PENDING_BYTES", 8 * MIB)
     model = own_server.model()
     answers = [send_held(own_server, model, seq_id).status_code for seq_id in range(20, 12, -1)]
     assert 400 in answers and answers.count(200) <= 6

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl.tinker.quota import Busy, Quota
+from skyrl.utils.quota import Busy, Quota
 
 LIMIT = 100
 LARGEST = 150

@@ -17,10 +17,11 @@ import tinker
 
 from live import datum, engine_pid, new_trainer, sample, sequence, service, wait_for_new_engine
 from skyrl.errors import BackendLost
-from skyrl.local_server import LocalServer
-from skyrl.tinker.channel import ChannelClosed, EngineChannel, Running
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.engine import TinkerEngine
+from skyrl.tinker.local_server import LocalServer
+from skyrl.tinker.processes.channel import ChannelClosed, EngineChannel
+from skyrl.tinker.processes.messages import Running
 from tests.fakes import KILL
 from tests.remote import RemoteBackend
 from tests.remote_worker import RemoteConfig

@@ -8,8 +8,8 @@ import pytest
 import tinker
 from tinker.lib._jwt_auth import _lifetime, jwt_claims
 
-from skyrl.tinker.auth import Keys
-from skyrl.tinker.signing import Signer
+from skyrl.tinker.identity.callers import Keys
+from skyrl.tinker.identity.tokens import Signer
 from tests.tinker.harness import LiveServer, wait_until_ready
 
 
@@ -133,8 +133,8 @@ def test_keys_are_not_deleted_by_clients(locked):
 
 def test_secret_is_the_same_for_racing_starts(tmp_path):
     """Two jobs in one transaction see one secret."""
-    from skyrl.tinker.db import Database
-    from skyrl.tinker.signing import server_secret
+    from skyrl.tinker.database.database import Database
+    from skyrl.tinker.database.settings import server_secret
 
     async def both() -> list[str]:
         database = Database(f"sqlite:///{tmp_path / 'x.db'}")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.tinker.directory import find_checkpoint_or_expired
-from skyrl.tinker.ids import TinkerPath
+from skyrl.tinker.database.checkpoint_rows import find_checkpoint_or_expired
+from skyrl.tinker.identity.ids import TinkerPath
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 from tests.tinker.test_api_checkpoints import load_as_new, publish, save
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import tinker
 
-from skyrl.local_server import close_client
-from skyrl.tinker import retention
-from skyrl.tinker.channel import Park
-from skyrl.tinker.collector import Collector
-from skyrl.tinker.retention import Rules
-from skyrl.utils.storage import write_folder
+from skyrl.tinker.checkpoints import retention
+from skyrl.tinker.checkpoints.collector import Collector
+from skyrl.tinker.checkpoints.retention import Rules
+from skyrl.tinker.local_server import close_client
+from skyrl.tinker.processes.messages import Park
+from skyrl.utils.atomic_folders import write_folder
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.processes import ROOT, command, running
 
@@ -105,7 +105,7 @@ def test_client_of_an_old_result_is_told_what_went_and_not_to_send_it_again(own_
     own_server.outcome(request)
     own_server.sql("UPDATE results SET finished_at = ?", LONG_AGO)
     own_server.collect()
-    own_server.app.state.server.service.futures.drop(request)  # as in time others take its place in memory
+    own_server.app.state.server.queue.futures.drop(request)  # as in time others take its place in memory
     failure = own_server.failure(request)
     assert failure["category"] == "user" and "was done" in failure["error"]
     assert "result_retention_sec=86400" in failure["error"] and "max_results_gib=4" in failure["error"]

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from skyrl.backends.operations import LoadSnapshot, Rejected
-from skyrl.tinker.model_log import History, LoggedRequest
-from skyrl.tinker.operations import FORWARD_ONLY, SAVED_TO, VERSION
-from skyrl.tinker.revival import Plan, Unrevivable, plan
-from skyrl.tinker.tables import ModelRow, SessionRow
+from skyrl.tinker.database.checkpoint_rows import SAVED_TO
+from skyrl.tinker.database.replay_log import History, LoggedRequest
+from skyrl.tinker.database.tables import ModelRow, SessionRow
+from skyrl.tinker.operations.operation import FORWARD_ONLY, VERSION
+from skyrl.tinker.requests.replay import Plan, Unrevivable, plan
 from skyrl.types import SaveOutput
 
 WRITTEN = SaveOutput("folder", 1, "digest")

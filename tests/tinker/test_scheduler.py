@@ -20,7 +20,7 @@ from skyrl.backends.operations import (
     Sample,
     SaveCheckpoint,
 )
-from skyrl.tinker.scheduler import Scheduler, cost_of
+from skyrl.tinker.engine.scheduler import Scheduler, cost_of
 from skyrl.types import AdamParams, Datum, LoraConfig, SamplingParams, Windows
 
 TIMEOUT_S = 300.0

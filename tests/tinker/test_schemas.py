@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 from tinker import types as sdk
 
-from skyrl.tinker import schemas
+from skyrl.tinker.wire import schemas
 
 MODEL = "e9475d17:train:0"
 PROMPT = {"chunks": [{"tokens": [1, 2, 3, 4], "type": "encoded_text"}]}

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import tinker
 
-from skyrl.local_server import close_client
+from skyrl.tinker.local_server import close_client
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 
 PROMPT = tinker.ModelInput.from_ints([1, 2, 3])
@@ -42,7 +42,7 @@ def test_results_that_were_waited_for_together_are_freed(own_server):
     sampler = client.create_sampling_client(base_model=BASE_MODEL).result()
     sampled(sampler, 5)
     close_client(client)  # sends what has not been acknowledged yet
-    futures = own_server.app.state.server.service.futures
+    futures = own_server.app.state.server.queue.futures
     assert (futures._by_id, futures.completions._inboxes) == ({}, {})
 
 

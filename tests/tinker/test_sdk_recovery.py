@@ -7,7 +7,7 @@ import pytest
 import tinker
 
 from live import engine_pid, new_trainer, sample, sequence, service, step, supervised, wait_for_new_engine
-from skyrl.local_server import LocalServer
+from skyrl.tinker.local_server import LocalServer
 
 TOKENS = sequence(12)
 DATA = [supervised(TOKENS)]
@@ -43,7 +43,7 @@ def test_checkpoints_outlive_a_restart(own_server):
 
 def test_processes_that_are_asked_show_what_their_threads_are_at_and_go_on(live_server):
     stacks = live_server.stacks()
-    assert ("skyrl/tinker/engine.py" in stacks, "skyrl/tinker/api_process.py" in stacks) == (True, True)
+    assert ("skyrl/tinker/engine/loop.py" in stacks, "skyrl/tinker/api_process.py" in stacks) == (True, True)
     assert live_server.healthy()
 
 

@@ -7,7 +7,7 @@ import torch
 
 import oracle
 from live import adapter_folder, logprobs, new_trainer, sample, sequence, service, step, supervised, teach
-from skyrl.local_server import LocalServer
+from skyrl.tinker.local_server import LocalServer
 
 TOKENS = sequence(12, seed=3)
 

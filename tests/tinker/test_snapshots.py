@@ -18,7 +18,7 @@ from skyrl.backends.operations import (
     Rejected,
     SaveCheckpoint,
 )
-from skyrl.tinker.snapshots import FIRST_PAUSE_S, LONGEST_PAUSE_S, SnapshotPolicy
+from skyrl.tinker.engine.snapshot_policy import FIRST_PAUSE_S, LONGEST_PAUSE_S, SnapshotPolicy
 from skyrl.types import AdamParams, Datum, LoraConfig
 
 CREATION = CreateModel(request_id="r", model_id="m", lora_config=LoraConfig())

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import zstandard
 
-from skyrl.tinker import json_text, wire
-from skyrl.tinker.futures import PROTOBUF, Answer
+from skyrl.tinker.results import PROTOBUF, Answer
+from skyrl.tinker.wire import codec, strict_json
 from skyrl.types import ForwardBackwardOutput, GeneratedSequence, SampleOutput
 from tests.tinker.harness import pass_request, sample_request
 from tests.tinker.stalls import SHORT_S, Meanwhile, Stalls, length_delimited
@@ -39,7 +39,7 @@ def test_a_large_result_as_json_does_not_stop_the_others(server: Stalls):
     """8 MiB, half of them in one array."""
     outputs = [{"logprobs": numbers(count)} for count in [2**20, *[2**13] * 128]]
     request_id = "forward_backward-1"
-    server.answer(request_id, Answer(wire.encode_forward_backward(ForwardBackwardOutput(outputs, {})), PROTOBUF))
+    server.answer(request_id, Answer(codec.encode_forward_backward(ForwardBackwardOutput(outputs, {})), PROTOBUF))
     seen = server.meanwhile(server.sent("/retrieve_future", json={"request_id": request_id}))
     assert_others_went_on(seen)
     read = json.loads(seen.responses[0].content)["loss_fn_outputs"]
@@ -53,7 +53,7 @@ def test_a_table_of_alternatives_as_json_does_not_stop_the_others(server: Stalls
     ids = np.arange(2**19, dtype=np.int32).reshape(-1, k)
     logprobs = numbers(2**19).reshape(-1, k)
     sequence = GeneratedSequence(ids[:, 0].copy(), logprobs[:, 0].copy(), "stop", (ids, logprobs))
-    server.answer("sample-1", Answer(wire.encode_sample(SampleOutput([sequence])), PROTOBUF))
+    server.answer("sample-1", Answer(codec.encode_sample(SampleOutput([sequence])), PROTOBUF))
     seen = server.meanwhile(server.sent("/retrieve_future", json={"request_id": "sample-1"}))
     assert_others_went_on(seen)
     table = json.loads(seen.responses[0].content)["sequences"][0]["topk_logprobs"]
@@ -64,7 +64,7 @@ def test_a_table_of_alternatives_as_json_does_not_stop_the_others(server: Stalls
 def test_a_crowd_that_asks_for_the_openapi_document_does_not_stop_the_others(server: Stalls):
     seen = server.meanwhile(*(server.asked("/openapi.json") for _ in range(20)))
     assert_others_went_on(seen)
-    assert {response.content for response in seen.responses} == {json_text.dumps(server.app.openapi())}
+    assert {response.content for response in seen.responses} == {strict_json.dumps(server.app.openapi())}
 
 
 def test_a_shape_of_very_many_dimensions_does_not_stop_the_others(server: Stalls):

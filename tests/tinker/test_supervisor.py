@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from skyrl.backends.operations import CreateModel, Publish, Sample
-from skyrl.tinker.channel import Done, Enqueue, FromEngine, Ready
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.engine_process import EngineProcess
-from skyrl.tinker.supervisor import READY, SILENT, STARTS, EngineSupervisor
+from skyrl.tinker.processes.engine_process import EngineProcess
+from skyrl.tinker.processes.engine_supervisor import READY, SILENT, STARTS, EngineSupervisor
+from skyrl.tinker.processes.messages import Done, Enqueue, FromEngine, Ready
 from skyrl.types import LoraConfig, SampleOutput, SamplingParams
 from tests.fakes import KILL
 
@@ -331,9 +331,9 @@ def test_the_engine_runs_at_a_lower_priority_than_its_parent():
 PARENT = """
 import asyncio
 import sys
-from skyrl.tinker.channel import Ready
+from skyrl.tinker.processes.channel import Ready
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.supervisor import STARTS, EngineSupervisor
+from skyrl.tinker.processes.engine_supervisor import STARTS, EngineSupervisor
 
 async def main():
     def on_frame(frame):

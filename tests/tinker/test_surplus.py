@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import tinker
 
-from skyrl.local_server import close_client
-from skyrl.tinker import surplus
-from skyrl.tinker.offline import collect
-from skyrl.tinker.retention import Rules
+from skyrl.tinker.checkpoints import surplus
+from skyrl.tinker.checkpoints.offline import collect
+from skyrl.tinker.checkpoints.retention import Rules
+from skyrl.tinker.local_server import close_client
 from tests.tinker.harness import wait_until_ready
 from tests.tinker.test_retention import Server, failure_of_sample, folders
 

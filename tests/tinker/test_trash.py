@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from skyrl import cli
-from skyrl.tinker.disk import MIB
-from skyrl.tinker.guard import Stake
+from skyrl.tinker.checkpoints.disk_budget import MIB
+from skyrl.tinker.checkpoints.guard import Stake
 from tests.tinker.harness import wait_until_ready
 from tests.tinker.test_retention import DAY_S, LONG_AGO, Server, folder_of, folders
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.tinker.channel import Alive
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.doorstep import REASON
-from skyrl.tinker.heartbeat import Stopwatch, Watch, interval_s
-from skyrl.tinker.supervisor import STARTS
+from skyrl.tinker.http.doorstep import REASON
+from skyrl.tinker.processes.engine_supervisor import STARTS
+from skyrl.tinker.processes.heartbeat import Stopwatch, Watch, interval_s
+from skyrl.tinker.processes.messages import Alive
 from tests.fakes import HANG
 from tests.tinker.processes import ROOT, running
 from tests.tinker.test_keeper import AGAIN, wait_for_end

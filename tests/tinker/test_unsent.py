@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyrl.tinker.unsent import Unsent
+from skyrl.tinker.requests.unsent import Unsent
 
 
 @pytest.mark.parametrize("waiting", [1, 10_000])

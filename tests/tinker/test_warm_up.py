@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from live import new_trainer, sample, sequence, service, step, supervised
-from skyrl.local_server import LocalServer
+from skyrl.tinker.local_server import LocalServer
 
 PATIENCE_S = 300.0
 BACKEND = {

@@ -12,10 +12,10 @@ from tinker.proto import tinker_public_pb2 as sdk_pb
 from tinker.types._pydantic_types import tensor_data as sdk_json
 
 from skyrl.errors import RequestError
-from skyrl.tinker import json_text, wire
-from skyrl.tinker.parsing import MalformedBody
-from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
-from skyrl.tinker.schemas import MAX_DATUMS, ModelInput
+from skyrl.tinker.errors import MalformedBody
+from skyrl.tinker.wire import codec, strict_json
+from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
+from skyrl.tinker.wire.schemas import MAX_DATUMS, ModelInput
 from skyrl.types import ForwardBackwardOutput, GeneratedSequence, SampleOutput
 
 MAX_BYTES = 1_000_000
@@ -32,8 +32,8 @@ def sdk_body(data: list[sdk.Datum], loss_fn="cross_entropy", config=None) -> byt
     return request_conv.forward_backward_request_to_proto(sdk_request(data, loss_fn, config)).SerializeToString()
 
 
-def decode(body: bytes, content_type: str = wire.PROTOBUF, encoding: str | None = None, max_bytes: int = MAX_BYTES):
-    return wire.decode_forward_backward(body, content_type, encoding, max_bytes)
+def decode(body: bytes, content_type: str = codec.PROTOBUF, encoding: str | None = None, max_bytes: int = MAX_BYTES):
+    return codec.decode_forward_backward(body, content_type, encoding, max_bytes)
 
 
 def datum(tokens=(1, 2, 3), **inputs) -> sdk.Datum:
@@ -44,7 +44,7 @@ def simple() -> sdk.Datum:
     return datum(target_tokens=np.array([2, 3, 4]), weights=np.array([0.0, 1.0, -1.5], np.float32))
 
 
-def assert_simple(request: wire.PassRequest) -> None:
+def assert_simple(request: codec.PassRequest) -> None:
     assert request.error is None
     (decoded,) = request.data
     np.testing.assert_array_equal(decoded.tokens, np.array([1, 2, 3], np.int32))
@@ -115,7 +115,7 @@ def test_zstd_bodies_of_many_pieces_are_read():
     tokens = np.random.default_rng(0).integers(0, 2**31, 20_000)
     body = sdk_body([datum(tokens, target_tokens=tokens)])
     compressed = zstandard.compress(body)
-    assert len(compressed) > 10 * wire.ZSTD_PIECE
+    assert len(compressed) > 10 * codec.ZSTD_PIECE
     (decoded,) = decode(compressed, encoding="zstd").data
     np.testing.assert_array_equal(decoded.loss_fn_inputs["target_tokens"], tokens)
 
@@ -303,21 +303,21 @@ BODY = sdk_body([simple()])
 ZSTD = zstandard.compress(BODY)
 
 MALFORMED = {
-    "empty": (b"", wire.PROTOBUF, None, "model_id=''"),
-    "no protobuf": (b"\xff" * 20, wire.PROTOBUF, None, "no ForwardBackwardRequest"),
-    "truncated": (BODY[:-3], wire.PROTOBUF, None, "no ForwardBackwardRequest"),
-    "no seq_id": (pb.ForwardBackwardRequest(model_id="m").SerializeToString(), wire.PROTOBUF, None, "seq_id=0"),
+    "empty": (b"", codec.PROTOBUF, None, "model_id=''"),
+    "no protobuf": (b"\xff" * 20, codec.PROTOBUF, None, "no ForwardBackwardRequest"),
+    "truncated": (BODY[:-3], codec.PROTOBUF, None, "no ForwardBackwardRequest"),
+    "no seq_id": (pb.ForwardBackwardRequest(model_id="m").SerializeToString(), codec.PROTOBUF, None, "seq_id=0"),
     "negative seq_id": (
-        pb.ForwardBackwardRequest(model_id="m", seq_id=-1).SerializeToString(), wire.PROTOBUF, None, "seq_id=-1"
+        pb.ForwardBackwardRequest(model_id="m", seq_id=-1).SerializeToString(), codec.PROTOBUF, None, "seq_id=-1"
     ),
-    "bomb": (BOMB, wire.PROTOBUF, "zstd", "more than 1000000 bytes"),
-    "too large": (bytes(MAX_BYTES + 1), wire.PROTOBUF, None, "more than 1000000 bytes"),
-    "no zstd": (BODY, wire.PROTOBUF, "zstd", "is not zstd"),
-    "truncated zstd": (ZSTD[:-5], wire.PROTOBUF, "zstd", "middle of a frame"),
-    "empty zstd": (b"", wire.PROTOBUF, "zstd", "middle of a frame"),
-    "more after zstd": (ZSTD + b"more", wire.PROTOBUF, "zstd", "after its frame"),
-    "much more after zstd": (ZSTD + bytes(5000), wire.PROTOBUF, "zstd", "after its frame"),
-    "other encoding": (BODY, wire.PROTOBUF, "br", "Content-Encoding: br"),
+    "bomb": (BOMB, codec.PROTOBUF, "zstd", "more than 1000000 bytes"),
+    "too large": (bytes(MAX_BYTES + 1), codec.PROTOBUF, None, "more than 1000000 bytes"),
+    "no zstd": (BODY, codec.PROTOBUF, "zstd", "is not zstd"),
+    "truncated zstd": (ZSTD[:-5], codec.PROTOBUF, "zstd", "middle of a frame"),
+    "empty zstd": (b"", codec.PROTOBUF, "zstd", "middle of a frame"),
+    "more after zstd": (ZSTD + b"more", codec.PROTOBUF, "zstd", "after its frame"),
+    "much more after zstd": (ZSTD + bytes(5000), codec.PROTOBUF, "zstd", "after its frame"),
+    "other encoding": (BODY, codec.PROTOBUF, "br", "Content-Encoding: br"),
     "other type": (BODY, "text/plain", None, "Content-Type: text/plain"),
     "no json": (b"{", JSON, None, "not JSON"),
     "deep json": (b'{"a":' + b"[" * 100_000, JSON, None, "not JSON"),
@@ -338,7 +338,7 @@ def test_a_malformed_body_is_told_apart(case):
 
 
 def prompt(*chunks: dict) -> np.ndarray:
-    return wire.prompt_tokens(ModelInput.model_validate({"chunks": list(chunks)}))
+    return codec.prompt_tokens(ModelInput.model_validate({"chunks": list(chunks)}))
 
 
 def test_a_prompt_is_its_chunks_joined_with_and_without_types():
@@ -395,20 +395,20 @@ def assert_outputs_equal(result: sdk.ForwardBackwardOutput, expected: ForwardBac
 def test_the_sdk_reads_the_result_of_a_pass():
     output = outputs((3,), (5,), (1,))
     assert_outputs_equal(
-        response_conv.deserialize_forward_backward_output(wire.encode_forward_backward(output)), output
+        response_conv.deserialize_forward_backward_output(codec.encode_forward_backward(output)), output
     )
 
 
 def test_the_sdk_reads_results_of_ragged_k_in_request_order():
     output = outputs((3, 2), (4, 2), (2,), (2, 5), (2, 2))
-    encoded = wire.encode_forward_backward(output)
+    encoded = codec.encode_forward_backward(output)
     assert len(pb.ForwardBackwardOutput.FromString(encoded).loss_fn_outputs) == 4
     assert_outputs_equal(response_conv.deserialize_forward_backward_output(encoded), output)
 
 
 def test_the_sdk_reads_the_tensors_of_a_json_result():
     output = outputs((3,), (2, 2))
-    value = json.loads(json_text.dumps(wire.forward_backward_json(output)))
+    value = json.loads(strict_json.dumps(codec.forward_backward_json(output)))
     assert (value["loss_fn_output_type"], value["metrics"]) == ("ArrayRecord", {"loss:sum": 1.5})
     for got, want in zip(value["loss_fn_outputs"], output.loss_fn_outputs, strict=True):
         for name, array in want.items():
@@ -425,7 +425,7 @@ def samples() -> SampleOutput:
 
 
 def test_the_sdk_reads_samples():
-    result = response_conv.deserialize_sample_response(wire.encode_sample(samples()))
+    result = response_conv.deserialize_sample_response(codec.encode_sample(samples()))
     assert [sequence.stop_reason for sequence in result.sequences] == ["stop", "length"]
     assert [list(sequence.tokens) for sequence in result.sequences] == [[5, 6], [7]]
     assert [list(sequence.logprobs) for sequence in result.sequences] == [[-0.5, -0.25], [-1.0]]
@@ -435,13 +435,13 @@ def test_the_sdk_reads_samples():
 
 
 def test_samples_without_prompt_logprobs_have_none():
-    result = response_conv.deserialize_sample_response(wire.encode_sample(SampleOutput(samples().sequences)))
+    result = response_conv.deserialize_sample_response(codec.encode_sample(SampleOutput(samples().sequences)))
     assert result.prompt_logprobs is None
     assert result.topk_prompt_logprobs is None
 
 
 def test_undefined_prompt_logprobs_are_null_in_json():
-    value = json.loads(json_text.dumps(wire.sample_json(samples())))
+    value = json.loads(strict_json.dumps(codec.sample_json(samples())))
     assert value["sequences"][0] == {"stop_reason": "stop", "tokens": [5, 6], "logprobs": [-0.5, -0.25]}
     assert value["prompt_logprobs"] == [None, -2.0]
     assert value["topk_prompt_logprobs"] == [None, [[3, -0.5], [4, -1.5]]]

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from scipy import sparse
 
 from skyrl.errors import RequestError
-from skyrl.tinker import wire
-from skyrl.tinker.parsing import MalformedBody
-from skyrl.tinker.proto import skyrl_tinker_pb2 as pb
-from skyrl.tinker.wire_scan import address_of, check_parts
+from skyrl.tinker.errors import MalformedBody
+from skyrl.tinker.wire import codec
+from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
+from skyrl.tinker.wire.protobuf_scan import address_of, check_parts
 
 MAX_BYTES = 100_000
 quick = settings(max_examples=300, deadline=None)
 
 
-def outcome(body: bytes, content_type: str, encoding: str | None = None) -> wire.PassRequest | MalformedBody:
+def outcome(body: bytes, content_type: str, encoding: str | None = None) -> codec.PassRequest | MalformedBody:
     try:
-        request = wire.decode_forward_backward(body, content_type, encoding, MAX_BYTES)
+        request = codec.decode_forward_backward(body, content_type, encoding, MAX_BYTES)
     except MalformedBody as error:
         return error
     used = sum(array.nbytes for datum in request.data for array in datum.loss_fn_inputs.values())
@@ -75,13 +75,13 @@ def tensors(draw) -> pb.Tensor:
 @quick
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_as_protobuf(body):
-    outcome(body, wire.PROTOBUF)
+    outcome(body, codec.PROTOBUF)
 
 
 @quick
 @given(st.integers(0, len(VALID) - 1), st.binary(max_size=6), st.integers(0, 6))
 def test_a_valid_body_with_bytes_replaced(at, replacement, removed):
-    outcome(VALID[:at] + replacement + VALID[at + removed :], wire.PROTOBUF)
+    outcome(VALID[:at] + replacement + VALID[at + removed :], codec.PROTOBUF)
 
 
 @quick
@@ -102,8 +102,8 @@ def test_the_look_before_parsing_reads_what_the_parser_reads(at, replacement, re
 @given(st.integers(0, len(VALID) - 1), st.binary(max_size=6), st.integers(0, 6))
 def test_what_the_parser_does_not_know_is_refused(at, replacement, removed):
     body = VALID[:at] + replacement + VALID[at + removed :]
-    result = outcome(body, wire.PROTOBUF)
-    if isinstance(result, wire.PassRequest) and result.error is None:
+    result = outcome(body, codec.PROTOBUF)
+    if isinstance(result, codec.PassRequest) and result.error is None:
         message = pb.ForwardBackwardRequest.FromString(body)
         assert not any(len(UnknownFieldSet(part)) for part in (message, *message.data))
 
@@ -116,13 +116,13 @@ def test_parsable_bodies_with_arbitrary_tensors_keep_their_place(inputs, tokens)
     datum.model_input.add().encoded_text.tokens = tokens
     for name, tensor in inputs.items():
         datum.loss_fn_inputs[name].CopyFrom(tensor)
-    assert isinstance(outcome(message.SerializeToString(), wire.PROTOBUF), wire.PassRequest)
+    assert isinstance(outcome(message.SerializeToString(), codec.PROTOBUF), codec.PassRequest)
 
 
 @quick
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_as_zstd(body):
-    outcome(body, wire.PROTOBUF, "zstd")
+    outcome(body, codec.PROTOBUF, "zstd")
 
 
 COMPRESSED = zstandard.compress(VALID * 40)
@@ -131,14 +131,14 @@ COMPRESSED = zstandard.compress(VALID * 40)
 @quick
 @given(st.integers(0, len(COMPRESSED) - 1), st.binary(max_size=4), st.integers(0, 4))
 def test_a_valid_zstd_body_with_bytes_replaced(at, replacement, removed):
-    outcome(COMPRESSED[:at] + replacement + COMPRESSED[at + removed :], wire.PROTOBUF, "zstd")
+    outcome(COMPRESSED[:at] + replacement + COMPRESSED[at + removed :], codec.PROTOBUF, "zstd")
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(MAX_BYTES + 1, 20_000_000), st.booleans())
 def test_every_bomb_is_refused(size, with_size):
     compressor = zstandard.ZstdCompressor(write_content_size=with_size)
-    assert isinstance(outcome(compressor.compress(bytes(size)), wire.PROTOBUF, "zstd"), MalformedBody)
+    assert isinstance(outcome(compressor.compress(bytes(size)), codec.PROTOBUF, "zstd"), MalformedBody)
 
 
 json_values = st.recursive(
@@ -168,7 +168,7 @@ def test_json_requests_of_arbitrary_contents_keep_their_place(chunks, inputs, co
     datum = {"model_input": {"chunks": chunks}, "loss_fn_inputs": inputs}
     content = {"data": [datum], "loss_fn": "ppo", "loss_fn_config": config}
     body = json.dumps({"model_id": "m", "seq_id": 1, "forward_backward_input": content}).encode()
-    assert isinstance(outcome(body, "application/json"), wire.PassRequest)
+    assert isinstance(outcome(body, "application/json"), codec.PassRequest)
 
 
 @quick
@@ -194,6 +194,6 @@ def test_a_sparse_matrix_equals_the_dense_one(data):
     tensor.sparse_csr.values = csr.data.tobytes()
     tensor.sparse_csr.crow_indices = csr.indptr.astype(np.int64).tobytes()
     tensor.sparse_csr.col_indices = csr.indices.astype(np.int64).tobytes()
-    request = outcome(message.SerializeToString(), wire.PROTOBUF)
-    assert isinstance(request, wire.PassRequest)
+    request = outcome(message.SerializeToString(), codec.PROTOBUF)
+    assert isinstance(request, codec.PassRequest)
     np.testing.assert_array_equal(request.data[0].loss_fn_inputs["weights"], dense)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from skyrl.envs.env import Env, NoSettings, StepResult
-from skyrl.envs.search import SearchEnv
+from skyrl.envs.tasks.search import SearchEnv
 
 TURNS = 3
 FAULTY_TURN = 1

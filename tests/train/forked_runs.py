@@ -47,8 +47,8 @@ def forks(crash_points: Path) -> Iterator[Forks]:
 
 
 def _serve() -> None:
-    import skyrl.train.run
-    import skyrl.train.sft_run  # noqa: F401
+    import skyrl.train.rl.run
+    import skyrl.train.sft.run  # noqa: F401
     from skyrl.cli import main
 
     for line in sys.stdin:

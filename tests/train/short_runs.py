@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from skyrl.train.checkpoints import MARKER
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.run import train_rl
+from skyrl.train.rl.run import train_rl
 
 RL = [
     "trainer.strategy=jax",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from skyrl.backends.jax import JaxBackendConfig
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.config.help import describe_fields
-from skyrl.train.config_page import render_page
+from skyrl.train.config.machinery.help import describe_fields
+from skyrl.train.strategy.config_page import render_page
 from tests.train.config.table import ROWS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -30,9 +30,9 @@ def rows() -> list[tuple[str, list[str]]]:
 
 def test_the_page_is_what_its_command_writes():
     written = subprocess.run(
-        [sys.executable, "-m", "skyrl.train.config_page"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "skyrl.train.strategy.config_page"], capture_output=True, text=True, check=True
     )
-    assert written.stdout == PAGE, "docs/config.md is old: python -m skyrl.train.config_page > docs/config.md"
+    assert written.stdout == PAGE, "docs/config.md is old: python -m skyrl.train.strategy.config_page > docs/config.md"
 
 
 def test_every_field_is_on_the_page_once_with_type_default_and_meaning():

@@ -15,11 +15,11 @@ from matplotlib import image
 
 from skyrl.envs.env import StepResult
 from skyrl.errors import RequestError, StorageError
-from skyrl.train.dumps import EvalRow, dump_data_batch, dump_eval_results, dump_rollouts
-from skyrl.train.plots import plot_metrics
 from skyrl.train.rollouts.records import as_record
 from skyrl.train.rollouts.sampler import Sampled
 from skyrl.train.rollouts.trajectory import Trajectory, TrajectoryId, Turn
+from skyrl.train.tracking.dumps import EvalRow, dump_data_batch, dump_eval_results, dump_rollouts
+from skyrl.train.tracking.plots import plot_metrics
 
 
 def row(source: str | None = "gsm8k", **options: Any) -> EvalRow:
@@ -160,7 +160,7 @@ def test_without_matplotlib_there_is_no_plot_and_a_message(tmp_path):
     code = f"""
 import sys
 sys.modules["matplotlib"] = None  # as Python marks a module that is not there
-from skyrl.train.plots import plot_metrics
+from skyrl.train.tracking.plots import plot_metrics
 assert not plot_metrics([], ["reward"], {str(tmp_path / "x.png")!r})
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.envs.arithmetic_data import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "add-an-environment.md").read_text()

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.train.base_model import fit_context
 from skyrl.train.config import ConfigError, SFTConfig, SkyRLTrainConfig, TrainerConfig
-from skyrl.train.jax_options import jax_backend, policy_adapter
+from skyrl.train.strategy.base_model import fit_context
+from skyrl.train.strategy.jax_backend import jax_backend, policy_adapter
 
 SHORT = "generator.sampling_params.max_generate_length=30"
 LORA = "trainer.policy.model.lora."
@@ -181,15 +181,15 @@ def test_the_backend_makes_the_policy_of_a_configuration(tiny_model, overrides):
 
 
 def test_what_where_available_comes_to_is_logged_in_one_line(caplog):
-    with caplog.at_level(logging.INFO, logger="skyrl.train.jax_options"):
+    with caplog.at_level(logging.INFO, logger="skyrl.train.strategy.jax_backend"):
         options()
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "skyrl.train.jax_options"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "skyrl.train.strategy.jax_backend"]
     assert "\n" not in line
     assert all(field in line for field in ("trainer.bf16", "trainer.flash_attn", "max_num_seqs"))
 
 
 def test_what_is_not_asked_for_is_not_logged(caplog):
-    with caplog.at_level(logging.INFO, logger="skyrl.train.jax_options"):
+    with caplog.at_level(logging.INFO, logger="skyrl.train.strategy.jax_backend"):
         options("trainer.bf16=false", "generator.inference_engine.max_num_seqs=7")
     assert "bf16" not in caplog.text and "max_num_seqs" not in caplog.text
 

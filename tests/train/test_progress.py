@@ -9,7 +9,7 @@ import sys
 import termios
 
 RUN = """
-from skyrl.train.progress import RunBar, batch_bar
+from skyrl.train.tracking.progress import RunBar, batch_bar
 with RunBar(total=4, done=1, shown={"policy/loss": "loss"}) as bar:
     with batch_bar("sampling", 8) as batch:
         batch.update(3)

@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from skyrl.errors import ConfigError
-from skyrl.train.data import PromptDataset
+from skyrl.train.data.prompt_dataset import PromptDataset
 from skyrl.train.rollouts.episode import Prompt
 
 
@@ -127,7 +127,7 @@ def test_the_length_of_a_prompt_may_depend_on_its_tools(tmp_path):
 def test_equal_data_has_an_equal_fingerprint_in_another_process(tmp_path):
     source = as_parquet(tmp_path, ROWS)
     code = f"""
-from skyrl.train.data import PromptDataset
+from skyrl.train.data.prompt_dataset import PromptDataset
 options = dict(default_env_class="default", prompt_length=lambda prompt: 1, max_prompt_length=1)
 print(PromptDataset([{source!r}], **options).fingerprint)
 """
@@ -217,7 +217,7 @@ def test_a_library_that_is_not_installed_is_refused_with_the_command(tmp_path, a
     code = f"""
 import sys
 sys.modules[{absent!r}] = None  # as Python marks a module that is not there
-from skyrl.train.data_files import read_rows
+from skyrl.train.data.files import read_rows
 next(read_rows({source!r}))
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl.errors import ConfigError
-from skyrl.train.order import PromptOrder
+from skyrl.train.data.epoch_order import PromptOrder
 
 
 def order(rows: int = 10, batch_size: int = 3, seed: int = 1, fingerprint: str = "data") -> PromptOrder:

@@ -8,8 +8,8 @@ import pytest
 from forked_runs import Forks, forks
 from short_runs import RL, check_equal, metrics
 
-from skyrl.envs.arithmetic_data import arithmetic_rows, write_rows
-from skyrl.utils.crash_points import CRASH_POINTS
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
+from skyrl.utils.failpoints import CRASH_POINTS
 
 STEPS = 4
 TAKEN, SAVED = "trainer: step taken, not recorded", "trainer: newest named, older ones still there"

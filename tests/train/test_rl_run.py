@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from skyrl.envs.arithmetic_data import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.run import Run, open_run, train_rl
+from skyrl.train.rl.run import Run, open_run, train_rl
 
 STEPS = 4
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyrl.train.rl.rollout_source import Source, SourceState
 from skyrl.train.rollouts.attempts import RolloutError
 from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.records import as_state
 from skyrl.train.rollouts.sampler import Sampled
 from skyrl.train.rollouts.trajectory import Failure, Trajectory, TrajectoryId, Turn
-from skyrl.train.sources import Source, SourceState
 
 IN_TURN: dict[str, Any] = {}
 ONE_STEP_OFF: dict[str, Any] = {"max_staleness_steps": 1, "workers": 6}

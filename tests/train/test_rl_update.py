@@ -11,16 +11,16 @@ import torch
 
 import oracle
 from skyrl.algorithms.objective import Scores
-from skyrl.backends.client import BackendClient
+from skyrl.backends.async_client import BackendClient
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.operations import ForwardBackward, Operation, OptimStep
-from skyrl.train.batch import Batch
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.learner import Learner, Policy
+from skyrl.train.model_client import Learner, Policy
+from skyrl.train.rl.batch import Batch
+from skyrl.train.rl.update import Update
 from skyrl.train.rollouts.rows import rows_of
 from skyrl.train.rollouts.sampler import Sampled
 from skyrl.train.rollouts.trajectory import Trajectory, TrajectoryId, Turn
-from skyrl.train.update import Update
 from skyrl.types import LoraConfig
 
 TEMPERATURE = 0.8

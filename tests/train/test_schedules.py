@@ -6,8 +6,8 @@ import transformers
 
 from skyrl.errors import ConfigError
 from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig
-from skyrl.train.schedules import SCHEDULES, learning_rate_factor
-from skyrl.train.validation import validate
+from skyrl.train.lr_schedules import SCHEDULES, learning_rate_factor
+from skyrl.train.strategy.validate import validate
 
 TOTAL = 23
 

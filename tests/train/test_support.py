@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from skyrl.train.config import ConfigError, FSDPConfig, MixedPrecisionConfig, SkyRLTrainConfig
-from skyrl.train.config.help import describe_fields
-from skyrl.train.jax_options import where_available
-from skyrl.train.jax_support import JAX_SUPPORT
-from skyrl.train.support import Status, find, unsupported
-from skyrl.train.validation import validate
+from skyrl.train.config.machinery.help import describe_fields
+from skyrl.train.strategy.jax_backend import where_available
+from skyrl.train.strategy.jax_fields import JAX_SUPPORT
+from skyrl.train.strategy.support import Status, find, unsupported
+from skyrl.train.strategy.validate import validate
 from tests.train.config.table import PATHS, another
 
 FIELDS = [field.path for field in describe_fields(SkyRLTrainConfig())]
@@ -141,12 +141,12 @@ def test_the_module_that_consumes_a_field_reads_it(path):
 
 
 def test_a_name_that_a_module_does_not_mention_is_not_read_by_it():
-    assert "wrap_policy" not in names_read_by("skyrl.train.jax_options")
+    assert "wrap_policy" not in names_read_by("skyrl.train.strategy.jax_backend")
 
 
 def test_a_name_that_a_module_reads_of_another_section_is_not_read_by_it():
-    assert "sampling_params.max_generate_length" in names_read_by("skyrl.train.jax_options")
-    assert "engine.max_generate_length" not in names_read_by("skyrl.train.jax_options")
+    assert "sampling_params.max_generate_length" in names_read_by("skyrl.train.strategy.jax_backend")
+    assert "engine.max_generate_length" not in names_read_by("skyrl.train.strategy.jax_backend")
 
 
 @pytest.mark.parametrize("path", paths_with(Status.WHERE_AVAILABLE))

@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from skyrl.train.tracker_clients import CLIENTS, RunInfo, tracker_clients
-from skyrl.train.tracking import METRICS_FILE, Tracker, TrackerClient, read_metrics
-from skyrl.train.validation import TRACKER_NEEDS, choose_trackers
+from skyrl.train.strategy.validate import TRACKER_NEEDS, choose_trackers
+from skyrl.train.tracking.clients import CLIENTS, RunInfo, tracker_clients
+from skyrl.train.tracking.tracker import METRICS_FILE, Tracker, TrackerClient, read_metrics
 
 RUN = RunInfo("a project/1", "run 1", "id1", {"trainer": {"lr": 0.5, "path": None}, "names": ["a"]})
 
@@ -170,7 +170,7 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path
 
 FULL_DISK = """
 import resource, sys
-from skyrl.train.tracking import Tracker
+from skyrl.train.tracking.tracker import Tracker
 tracker = Tracker(sys.argv[1], {})
 tracker.log({"a": 1}, 1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
@@ -316,8 +316,8 @@ class Writer:
 }
 SCRIPT = """
 import sys
-from skyrl.train.tracker_clients import RunInfo, tracker_clients
-from skyrl.train.tracking import Tracker
+from skyrl.train.tracking.clients import RunInfo, tracker_clients
+from skyrl.train.tracking.tracker import Tracker
 run = RunInfo("a project/1", "run 1", "id1", {"trainer": {"lr": 0.5, "path": None}, "names": ["a"]})
 tracker = Tracker(sys.argv[1], tracker_clients([sys.argv[2]], run))
 tracker.log({"eval/pass@5": 0.5, "bad": float("nan")}, 3)

@@ -14,9 +14,9 @@ import pytest
 from skyrl.errors import ConfigError, StorageError
 from skyrl.train.checkpoints import MARKER, ROLLOUTS, STATE, Checkpoint, CheckpointStore, identity_of
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.utils.crash_points import CRASH_POINTS
-from skyrl.utils.folder_claim import LOCK
-from skyrl.utils.storage import read_folder, write_folder
+from skyrl.utils.atomic_folders import read_folder, write_folder
+from skyrl.utils.failpoints import CRASH_POINTS
+from skyrl.utils.locks.claim import LOCK
 
 IDENTITY = {"trainer.policy.model.path": "tiny", "trainer.algorithm.advantage_estimator": "grpo"}
 POINTS = sorted(
@@ -326,7 +326,7 @@ RUN = """
 import json, sys
 from pathlib import Path
 from skyrl.train.checkpoints import CheckpointStore
-from skyrl.utils.storage import write_folder
+from skyrl.utils.atomic_folders import write_folder
 import numpy as np
 
 folder, points, identity, point, when, again = sys.argv[1:]

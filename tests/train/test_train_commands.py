@@ -10,7 +10,7 @@ import pytest
 
 from skyrl.cli import main
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
-from skyrl.train.config.help import describe_fields
+from skyrl.train.config.machinery.help import describe_fields
 
 SFT = ["optimizer_config.lr=1e-2", "model.lora.rank=4", "num_epochs=2", "batch_size=2", "ckpt_interval=1"]
 
@@ -52,7 +52,7 @@ def test_sft_ends_with_a_summary_and_goes_on_from_its_checkpoint(examples, tmp_p
 OTHER_RUN = """
 import sys
 from skyrl.train.checkpoints import CheckpointStore
-from skyrl.train.tracking import Tracker
+from skyrl.train.tracking.tracker import Tracker
 CheckpointStore(sys.argv[1], identity={}).resume("none")
 Tracker(sys.argv[1], {}).log({"policy/loss": 1.0}, 1)
 print("running", flush=True)

@@ -14,8 +14,8 @@ from skyrl.algorithms.kl import KL_ESTIMATORS
 from skyrl.algorithms.policy_losses import PolicyLossRegistry
 from skyrl.train.config import ConfigError, SFTConfig, SkyRLTrainConfig, TrainerConfig
 from skyrl.train.config.trainer import TRACKERS
-from skyrl.train.schedules import SCHEDULES
-from skyrl.train.validation import TRACKER_NEEDS, choose_trackers, validate, validate_sft
+from skyrl.train.lr_schedules import SCHEDULES
+from skyrl.train.strategy.validate import TRACKER_NEEDS, choose_trackers, validate, validate_sft
 
 A = "trainer.algorithm."
 JAX = ["trainer.strategy=jax", "trainer.logger=console"]

@@ -10,9 +10,9 @@ import torch
 from tiny_models import SIZES
 from transformers import Qwen3ForCausalLM
 
-from skyrl.tx.make_model import make_model
+from skyrl.tx.io.weights import load_model
 from skyrl.tx.models.types import ModelForCausalLM
-from skyrl.tx.weights import load_model
+from skyrl.tx.synthetic.make_model import make_model
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny_models import RANK_4, SIZES, gradients, hidden, trained_adapter
 
+from skyrl.tx.io.weights import adapter_to_peft
 from skyrl.tx.lora import init_adapter, lora_targets, padded_rank, pair_at
-from skyrl.tx.weights import adapter_to_peft
 from skyrl.types import LoraConfig
 
 

@@ -12,9 +12,9 @@ from tiny_models import SIZES
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
-from skyrl.tx.make_model import builtin_model, make_model
-from skyrl.tx.make_tokenizer import SMALLEST_VOCABULARY, make_tokenizer
-from skyrl.tx.weights import load_model
+from skyrl.tx.io.weights import load_model
+from skyrl.tx.synthetic.make_model import builtin_model, make_model
+from skyrl.tx.synthetic.make_tokenizer import SMALLEST_VOCABULARY, make_tokenizer
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -23,7 +23,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 def test_equal_arguments_give_equal_bytes_in_another_process(tmp_path):
     make_model(tmp_path / "here", **SIZES, seed=5)
-    program = f"from skyrl.tx.make_model import make_model; make_model({str(tmp_path / 'there')!r}, **{SIZES}, seed=5)"
+    program = "from skyrl.tx.synthetic.make_model import make_model\n"
+    program += f"make_model({str(tmp_path / 'there')!r}, **{SIZES}, seed=5)"
     subprocess.run([sys.executable, "-c", program], check=True)
     assert digests(tmp_path / "here") == digests(tmp_path / "there")
     assert set(digests(tmp_path / "here")) == {
@@ -41,7 +42,9 @@ def test_the_seed_changes_the_weights_only(tmp_path):
 
 
 def test_making_a_model_loads_neither_torch_nor_transformers_nor_jax():
-    program = "import sys, skyrl.tx.make_model; print(sorted({'torch', 'transformers', 'jax'} & set(sys.modules)))"
+    program = (
+        "import sys, skyrl.tx.synthetic.make_model; print(sorted({'torch', 'transformers', 'jax'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
 
 

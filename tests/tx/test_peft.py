@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import RANK_4, hidden, trained_adapter
 
 from skyrl.errors import RequestError
-from skyrl.tx.weights import adapter_from_peft, adapter_to_peft
+from skyrl.tx.io.weights import adapter_from_peft, adapter_to_peft
 from skyrl.types import LoraConfig
 
 

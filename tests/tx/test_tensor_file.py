@@ -13,15 +13,15 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load, load_file, save
 
-from skyrl.backends.jax.adapters import Kind, ModelState, empty_adapter
-from skyrl.backends.jax.checkpoints import TRAINING_STATE, TRAINING_TENSORS, pack_training
-from skyrl.tx.export import WEIGHTS, model_files
+from skyrl.backends.jax.models.checkpoint_format import TRAINING_STATE, TRAINING_TENSORS, pack_training
+from skyrl.backends.jax.models.state import Kind, ModelState, empty_adapter
+from skyrl.tx.io.export import WEIGHTS, model_files
+from skyrl.tx.io.tensor_file import TYPES, Tensor, on_host, tensor_file
+from skyrl.tx.io.weights import load_model
 from skyrl.tx.lora import init_adapter
-from skyrl.tx.make_model import make_model
-from skyrl.tx.tensor_file import TYPES, Tensor, on_host, tensor_file
-from skyrl.tx.weights import load_model
+from skyrl.tx.synthetic.make_model import make_model
 from skyrl.types import LoraConfig
-from skyrl.utils.storage import write_folder
+from skyrl.utils.atomic_folders import write_folder
 
 SIZE = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 512, "vocab": 320, "layers": 12}
 

@@ -9,7 +9,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from skyrl.errors import StorageError
-from skyrl.tx.weights import load_model
+from skyrl.tx.io.weights import load_model
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.lora import init_adapter
-from skyrl.tx.models.types import Adapter, ModelForCausalLM
+from skyrl.tx.models.types import ModelForCausalLM
 from skyrl.types import LoraConfig
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 48, "vocab": 320}

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from skyrl.utils.garbage import collecting_seldom
+from skyrl.utils.gc_tuning import collecting_seldom
 
 
 class Node:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.utils.scratch import ScratchFolder
+from skyrl.utils.locks.scratch import ScratchFolder
 
 HOLDER = """
 import sys
 from pathlib import Path
-from skyrl.utils.scratch import ScratchFolder
+from skyrl.utils.locks.scratch import ScratchFolder
 folder = ScratchFolder(Path(sys.argv[1]), "models-")
 (folder.path / "file").write_text("content")
 print(folder.path, flush=True)

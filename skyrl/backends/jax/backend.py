@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from skyrl.algorithms.objective_checks import check_objective_data
+from skyrl.algorithms.checks.objectives import check_objective_data
 from skyrl.backends.backend import (
     CreateModel,
     DeleteModel,
@@ -35,10 +35,14 @@ from skyrl.backends.backend import (
     SaveSnapshot,
 )
 from skyrl.backends.base_folder import model_folder
-from skyrl.backends.batching import TileShape
 from skyrl.backends.executor import LOOK_S, Executor, Quantum, Work
-from skyrl.backends.jax import checkpoints
-from skyrl.backends.jax.adapters import (
+from skyrl.backends.jax.compile_cache import by_turns
+from skyrl.backends.jax.config import JaxBackendConfig
+from skyrl.backends.jax.loading import claim_device_memory, keep_compiled_programs
+from skyrl.backends.jax.models import checkpoint_format
+from skyrl.backends.jax.models.offload import Residence, Room, Turns
+from skyrl.backends.jax.models.published import Claim, VersionPool
+from skyrl.backends.jax.models.state import (
     Kind,
     ModelState,
     Tree,
@@ -47,29 +51,19 @@ from skyrl.backends.jax.adapters import (
     model_bytes,
     zeros_like,
 )
-from skyrl.backends.jax.compilation import by_turns
-from skyrl.backends.jax.config import JaxBackendConfig
-from skyrl.backends.jax.loading import claim_device_memory, keep_compiled_programs
-from skyrl.backends.jax.passes import Passes
-from skyrl.backends.jax.planning import defaults_for, planned
-from skyrl.backends.jax.residence import Residence, Room, Turns
-from skyrl.backends.jax.sampler import Sampler
-from skyrl.backends.jax.step import AdamScalars
-from skyrl.backends.jax.storage import Storage
-from skyrl.backends.jax.versions import Claim, VersionPool
+from skyrl.backends.jax.models.store import Storage
+from skyrl.backends.jax.sampling.sampler import Sampler
+from skyrl.backends.jax.training.microbatches import Passes
+from skyrl.backends.jax.training.program_choice import defaults_for, planned
+from skyrl.backends.jax.training.programs import AdamScalars
+from skyrl.backends.packing import TileShape
 from skyrl.backends.prepared import version_of
 from skyrl.errors import RequestError
+from skyrl.tx.io.weights import abstract_model, stored_tensor, with_random_weights, with_weights
+from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.lora import padded_rank, zero_adapter
-from skyrl.tx.models.types import Adapter
-from skyrl.tx.weights import abstract_model, stored_tensor, with_random_weights, with_weights
-from skyrl.types import (
-    BackendInfo,
-    ModelMetadata,
-    ModelOutput,
-    OptimStepOutput,
-    PreparedSampleBatch,
-)
-from skyrl.utils.crash_points import crash_point
+from skyrl.types import BackendInfo, ModelMetadata, ModelOutput, OptimStepOutput, PreparedSampleBatch
+from skyrl.utils.failpoints import crash_point
 from skyrl.utils.tokenizer import Tokenizer
 
 ENDED = object()
@@ -318,7 +312,7 @@ class JaxBackend(Executor):
         return self._models.peek(model_id).adapter
 
     def _read_version(self, path: str) -> Adapter:
-        return checkpoints.load_version(path, self.model, self.config.max_lora_rank)[0]
+        return checkpoint_format.load_version(path, self.model, self.config.max_lora_rank)[0]
 
     def _peeked(self) -> Iterator[tuple[str, ModelState]]:
         return ((model_id, self._models.peek(model_id)) for model_id in self._models)

@@ -4,7 +4,7 @@ import os
 
 import jax
 
-from skyrl.utils.folders import cache_folder
+from skyrl.utils.paths import cache_folder
 
 
 def keep_compiled_programs() -> None:

@@ -9,7 +9,6 @@ rule and a class of your own.
 
 from skyrl.errors import ConfigError
 from skyrl.train.config.algorithm import AlgorithmConfig, DynamicSamplingConfig, KLCtrlConfig
-from skyrl.train.config.base import BaseConfig, get_config_as_dict, get_config_as_yaml_str
 from skyrl.train.config.corrections import OffPolicyCorrectionConfig
 from skyrl.train.config.environment import (
     EnvironmentConfig,
@@ -19,8 +18,8 @@ from skyrl.train.config.environment import (
     Text2SQLEnvConfig,
 )
 from skyrl.train.config.generator import ChatTemplateConfig, EvalSamplingParams, GeneratorConfig, SamplingParams
-from skyrl.train.config.geometry import BatchGeometry
 from skyrl.train.config.inference import InferenceEngineConfig
+from skyrl.train.config.machinery.base import BaseConfig, get_config_as_dict, get_config_as_yaml_str
 from skyrl.train.config.megatron import (
     DEFAULT_MEGATRON_OPTIMIZER_KWARGS,
     DEFAULT_TRANSFORMER_CONFIG_KWARGS,
@@ -42,6 +41,7 @@ from skyrl.train.config.models import (
 )
 from skyrl.train.config.policy_losses import CISPOConfig, ClipCovConfig, KLCovConfig, SAPOConfig
 from skyrl.train.config.root import DataConfig, SkyRLTrainConfig, make_config
+from skyrl.train.config.rules.geometry import BatchGeometry
 from skyrl.train.config.sft import SFTConfig
 from skyrl.train.config.trainer import FullyAsyncConfig, TrainerConfig
 

@@ -6,11 +6,11 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from skyrl.train.config.base import BaseConfig
 from skyrl.train.config.corrections import OffPolicyCorrectionConfig
-from skyrl.train.config.fields import Fraction, one_of
+from skyrl.train.config.machinery.base import BaseConfig
+from skyrl.train.config.machinery.fields import Fraction, one_of
 from skyrl.train.config.policy_losses import CISPOConfig, ClipCovConfig, KLCovConfig, SAPOConfig
-from skyrl.train.config.unread import unread
+from skyrl.train.config.rules.unread import unread
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from skyrl.train.config.base import BaseConfig
+from skyrl.train.config.machinery.base import BaseConfig
 
 
 @dataclass

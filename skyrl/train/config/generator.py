@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from skyrl.train.config.base import BaseConfig
-from skyrl.train.config.fields import Fraction, one_of
 from skyrl.train.config.inference import InferenceEngineConfig
-from skyrl.train.config.renames import from_flat_generator
+from skyrl.train.config.machinery.base import BaseConfig
+from skyrl.train.config.machinery.fields import Fraction, one_of
+from skyrl.train.config.rules.renames import from_flat_generator
 
 
 def _top_k(count: int) -> int:

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from skyrl.train.config.base import BaseConfig
-from skyrl.train.config.fields import one_of
+from skyrl.train.config.machinery.base import BaseConfig
+from skyrl.train.config.machinery.fields import one_of
 from skyrl.train.config.megatron import MegatronConfig
 
 DType = Annotated[str, one_of("bf16", "fp16", "fp32")]

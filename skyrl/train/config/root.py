@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 from skyrl.errors import ConfigError
 from skyrl.train.config.algorithm import AlgorithmConfig
-from skyrl.train.config.base import BaseConfig
 from skyrl.train.config.environment import EnvironmentConfig
 from skyrl.train.config.generator import GeneratorConfig
-from skyrl.train.config.geometry import BatchGeometry
-from skyrl.train.config.root_rules import root_cautions, root_problems
+from skyrl.train.config.machinery.base import BaseConfig
+from skyrl.train.config.rules.geometry import BatchGeometry
+from skyrl.train.config.rules.root import root_cautions, root_problems
 from skyrl.train.config.trainer import TrainerConfig
 
 T = TypeVar("T", bound=BaseConfig)

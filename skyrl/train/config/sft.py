@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from skyrl.train.config.base import BaseConfig
-from skyrl.train.config.fields import one_of
 from skyrl.train.config.generator import ChatTemplateConfig
+from skyrl.train.config.machinery.base import BaseConfig
+from skyrl.train.config.machinery.fields import one_of
 from skyrl.train.config.models import ModelConfig, OptimizerConfig
 from skyrl.train.config.trainer import Trackers, all_or_some
 

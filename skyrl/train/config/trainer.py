@@ -8,11 +8,11 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
 from skyrl.train.config.algorithm import AlgorithmConfig
-from skyrl.train.config.base import BaseConfig
-from skyrl.train.config.fields import known_name, one_of
+from skyrl.train.config.machinery.base import BaseConfig
+from skyrl.train.config.machinery.fields import known_name, one_of
 from skyrl.train.config.models import CriticConfig, PlacementConfig, PolicyConfig, RefConfig
-from skyrl.train.config.renames import renamed
-from skyrl.train.config.trainer_rules import trainer_problems
+from skyrl.train.config.rules.renames import renamed
+from skyrl.train.config.rules.trainer import trainer_problems
 
 TRACKERS = ("wandb", "mlflow", "swanlab", "tensorboard", "console")
 

@@ -14,14 +14,7 @@ from typing import Any
 
 from skyrl.envs.env import Env
 from skyrl.train.rollouts.episode import FATAL, Episode, Prompt, Stage
-from skyrl.train.rollouts.trajectory import (
-    Failure,
-    FailureKind,
-    Trajectory,
-    TrajectoryId,
-    TrajectoryStopReason,
-    Turn,
-)
+from skyrl.train.rollouts.trajectory import Failure, FailureKind, Trajectory, TrajectoryId, TrajectoryStopReason, Turn
 
 CLOSE_S = 30.0
 """Seconds that an environment may take to close."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl.errors import ConfigError
 from skyrl.train.config.sft import SFTConfig
-from skyrl.train.data_files import read_rows
+from skyrl.train.data.files import read_rows
 from skyrl.train.rollouts.templates import load_template
 from skyrl.train.sft.conversations import ChatTokenizer, Conversations
 from skyrl.train.sft.examples import Example, RowReader

@@ -16,13 +16,12 @@ import numpy as np
 from skyrl.errors import ConfigError
 from skyrl.train.checkpoints import CheckpointStore, Fields
 from skyrl.train.config.sft import SFTConfig
-from skyrl.train.learner import Learner
-from skyrl.train.schedules import learning_rate_factor
+from skyrl.train.lr_schedules import adam_params, learning_rate_factor
+from skyrl.train.model_client import Learner
 from skyrl.train.sft.batches import scoring_data, training_data
 from skyrl.train.sft.datasets import Dataset
 from skyrl.train.sft.order import Order
-from skyrl.train.update import adam_params
-from skyrl.utils.crash_points import crash_point
+from skyrl.utils.failpoints import crash_point
 
 logger = logging.getLogger(__name__)
 

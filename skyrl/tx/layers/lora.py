@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 if TYPE_CHECKING:  # models import layers
-    from skyrl.tx.models.types import Adapter
+    from skyrl.tx.layers.adapter import Adapter
 
 
 class Lora(NamedTuple):

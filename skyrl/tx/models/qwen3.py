@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.layers.cached_attention import Pages, cached_attention
 from skyrl.tx.layers.embedding import rows_of
 from skyrl.tx.layers.linear import Linear
@@ -21,7 +22,7 @@ from skyrl.tx.layers.lora import Lora
 from skyrl.tx.layers.norm import RMSNorm
 from skyrl.tx.layers.packed_attention import packed_attention
 from skyrl.tx.layers.rope import Rotation, rope_theta
-from skyrl.tx.models.types import MODELS, Adapter, CausalLMOutput, KVCache, LoraTarget, ModelForCausalLM
+from skyrl.tx.models.types import MODELS, CausalLMOutput, KVCache, LoraTarget, ModelForCausalLM
 
 if TYPE_CHECKING:
     from skyrl.tx.models.configs import ModelConfig

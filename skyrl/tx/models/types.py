@@ -14,6 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.layers.logprobs import Needs, Scores
 from skyrl.utils.registry import Registry
 
@@ -23,41 +24,6 @@ if TYPE_CHECKING:  # transformers loads torch where that is installed, which arr
 
 PAGE_SIZE = 64
 """Tokens of a page of keys and values."""
-
-
-class Adapter(NamedTuple):
-    """What one model has of its own: LoRA weights, or (with a slot axis, see below) those of a *bank*. A pytree.
-
-    Every adapter of a base model has the same tree; modules that are not trained have A = B = 0 and zero gradients.
-    Ranks are padded with zeros, which gradients preserve. A model that is trained as a whole has a base of its own
-    instead, and a critic has a value head beside.
-    """
-
-    weights: dict[str, Any]
-    """`{"layers": {"self_attn": {"q_proj": pair, ...}, "mlp": {...}}, "lm_head": pair}`, or `{"base": state}` with
-    all parameters of the split NNX model; `"value_head"` `[hidden]` beside either.
-
-    A pair is `{"lora_A": float32 [in, rank], "lora_B": float32 [rank, out]}`, below "layers" with a leading [layers]
-    axis. In a bank "layers" is a list of such trees, one per layer, where layers are unrolled, and pairs are
-    `[in, slots, rank]` and `[slots, rank, out]`, with the [layers] axis first where layers are scanned.
-    """
-    scaling: Float[Array, "..."]
-    """alpha / rank: a scalar, `[slots]` in a bank."""
-
-    @property
-    def rank(self) -> int:
-        """The padded rank; 0 with a base of its own."""
-        return 0 if "base" in self.weights else self.weights["lm_head"]["lora_A"].shape[-1]
-
-    @property
-    def own_base(self) -> Any | None:
-        """Parameters in the place of the base model's, if there are."""
-        return self.weights.get("base")
-
-    @property
-    def value_head(self) -> Float[Array, "hidden"] | None:
-        """What final hidden states are multiplied by to get values, of a critic."""
-        return self.weights.get("value_head")
 
 
 class KVCache(NamedTuple):

@@ -22,7 +22,7 @@ from skyrl.train.config import (
     get_config_as_yaml_str,
     make_config,
 )
-from skyrl.train.config.text import dump_yaml, load_yaml
+from skyrl.train.config.machinery.text import dump_yaml, load_yaml
 
 
 class Shape(Enum):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from skyrl.train.config import AlgorithmConfig, SkyRLTrainConfig, make_config
-from skyrl.train.config.help import describe_fields, render_help
+from skyrl.train.config.machinery.help import describe_fields, render_help
 
 HOME = os.path.expanduser("~/")
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from skyrl.train.config import ConfigError, SFTConfig, get_config_as_yaml_str
-from skyrl.train.config.help import describe_fields, render_help
+from skyrl.train.config.machinery.help import describe_fields, render_help
 
 DATA = ["train_datasets=[a.jsonl]"]
 

@@ -10,7 +10,7 @@ import pytest
 
 import skyrl.train.config as config_package
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.config.fields import meanings_of
+from skyrl.train.config.machinery.fields import meanings_of
 from tests.train.config.table import OWNERS, PATHS, ROWS, another
 
 NAMES = {name: getattr(config_package, name) for name in config_package.__all__}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.envs.env import Env, Message, NoSettings, StepResult
-from skyrl.tx.make_model import make_model
+from skyrl.tx.synthetic.make_model import make_model
 
 KINDS = {"small": string.ascii_lowercase, "capital": string.ascii_uppercase, "sign": string.punctuation}
 WORTH = {"small": 1.0, "capital": 0.75, "sign": 0.5}

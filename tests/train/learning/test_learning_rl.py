@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from kinds import make_pupil, task_rows
 
-from skyrl.envs.arithmetic_data import write_rows
-from skyrl.train.batch import Batch
+from skyrl.envs.tasks.arithmetic_data import write_rows
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.run import open_run, train_rl
-from skyrl.train.update import Metrics
+from skyrl.train.rl.batch import Batch
+from skyrl.train.rl.run import open_run, train_rl
+from skyrl.train.rl.update import Metrics
 
 SCORE = "eval/all/avg_score"
 """Metric: mean reward of sampled answers to held-out words."""

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from kinds import ENTROPY, lesson_rows, make_pupil
 
-from skyrl.envs.arithmetic_data import write_rows
+from skyrl.envs.tasks.arithmetic_data import write_rows
 from skyrl.train.config import SFTConfig
-from skyrl.train.sft_run import train_sft
-from skyrl.train.tracking import read_metrics
+from skyrl.train.sft.run import train_sft
+from skyrl.train.tracking.tracker import read_metrics
 
 LOSS = "eval/heldout/loss"
 HELD_OUT, STEPS, BATCH = 96, 60, 16

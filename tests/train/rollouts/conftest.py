@@ -4,7 +4,7 @@ import pytest
 from scripted import LLAMA_TOKENS, TEMPLATES, ScriptedEnv
 from transformers import PreTrainedTokenizerFast
 
-from skyrl.tx.make_tokenizer import END, make_tokenizer
+from skyrl.tx.synthetic.make_tokenizer import END, make_tokenizer
 
 
 def make(template: str) -> PreTrainedTokenizerFast:

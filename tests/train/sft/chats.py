@@ -5,7 +5,7 @@ from functools import cache
 from transformers import PreTrainedTokenizerFast
 
 from skyrl.train.sft import Conversations, RowReader
-from skyrl.tx.make_tokenizer import DATA, END, make_tokenizer
+from skyrl.tx.synthetic.make_tokenizer import DATA, END, make_tokenizer
 
 LLAMA_TOKENS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 

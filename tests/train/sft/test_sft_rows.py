@@ -10,7 +10,7 @@ from chats import assistant, golden, reader, rendered, system, tokenizer, user
 
 from skyrl.errors import ConfigError
 from skyrl.train.config import SFTConfig
-from skyrl.train.data_files import read_rows
+from skyrl.train.data.files import read_rows
 from skyrl.train.sft import Example, load_datasets
 from skyrl.train.sft.datasets import read_dataset
 

@@ -16,11 +16,11 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 import oracle
-from skyrl.backends.client import BackendClient
+from skyrl.backends.async_client import BackendClient
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.errors import ConfigError, StorageError
 from skyrl.train.config import SFTConfig
-from skyrl.train.learner import Learner
+from skyrl.train.model_client import Learner
 from skyrl.train.sft import Conversations, Dataset, Example, RowReader
 from skyrl.train.sft.datasets import read_dataset
 from skyrl.train.sft.trainer import SFTTrainer, Summary
@@ -250,7 +250,7 @@ def test_a_checkpoint_of_another_order_or_model_is_refused(client, tiny_model, t
 CLAIM = """
 import sys
 from pathlib import Path
-from skyrl.utils.folder_claim import claim_folder
+from skyrl.utils.locks.claim import claim_folder
 print(claim_folder(Path(sys.argv[1])), flush=True)
 sys.stdin.read()
 """

@@ -7,11 +7,11 @@ from flax import nnx
 from tiny_models import RANK_4, compiled, gradients, hidden, positions_of, trained_adapter
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from skyrl.tx.io.weights import load_model
 from skyrl.tx.layers.logprobs import logprobs_of
 from skyrl.tx.lora import bank_of, zero_adapter
 from skyrl.tx.models.configs import ModelConfig
 from skyrl.tx.models.types import MODELS, KVCache
-from skyrl.tx.weights import load_model
 from skyrl.types import LoraConfig
 
 pytestmark = pytest.mark.gpu

@@ -1,0 +1,63 @@
+"""What the data of a pass with an objective must satisfy, as `checks` has it for the losses of the protocol."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from skyrl.algorithms.checks.arrays import numbers, refuse_where, token_ids
+from skyrl.algorithms.objective import Objective
+from skyrl.errors import RequestError
+from skyrl.types import Datum
+
+TARGETS = "target_tokens"
+NOTHING = np.zeros(0, np.float32)
+"""In the place of an input that a datum leaves out."""
+
+
+def check_objective_data(
+    data: Sequence[Datum], objective: Objective, *, vocab_size: int, max_context_length: int
+) -> list[Datum]:
+    """Check the data of a pass and return it in normal form: token ids int32, other inputs float32.
+
+    Every datum has `target_tokens` `[tokens]` and the objective's needs; it may have the objective's other inputs,
+    `weights` (ones if left out) and `temperature` (1 if left out), all `[tokens]`.
+
+    Raises `RequestError` for the first thing that is wrong.
+    """
+    if not data:
+        raise RequestError("data is empty; send at least one datum")
+    for i, datum in enumerate(data):
+        _check_form(f"datum {i}", datum, objective, max_context_length)
+    tokens = token_ids("tokens", [datum.tokens for datum in data], vocab_size)
+    targets = token_ids(TARGETS, [datum.loss_fn_inputs[TARGETS] for datum in data], vocab_size)
+    names = sorted({name for datum in data for name in datum.loss_fn_inputs} - {TARGETS})
+    columns = {name: numbers(name, [datum.loss_fn_inputs.get(name, NOTHING) for datum in data]) for name in names}
+    if (column := columns.get("temperature")) is not None:
+        rule = "must be above 0, as log-probabilities at 0 are not defined; use 1"
+        refuse_where("temperature", np.concatenate(column), column, lambda values: values <= 0, rule)
+    checked = []
+    for i, datum in enumerate(data):
+        given = {name: column[i] for name, column in columns.items() if name in datum.loss_fn_inputs}
+        given.setdefault("weights", np.ones(len(tokens[i]), np.float32))
+        checked.append(Datum(tokens[i], {TARGETS: targets[i], **given}))
+    return checked
+
+
+def _check_form(where: str, datum: Datum, objective: Objective, max_context_length: int) -> None:
+    """Lengths agree, every required input is there and every input is known."""
+    length, given = len(datum.tokens), datum.loss_fn_inputs
+    if not 0 < length <= max_context_length:
+        raise RequestError(
+            f"{where}: {length} tokens; send at least 1 and at most {max_context_length}, the model's context"
+        )
+    missing = {TARGETS, *(set(objective.needs) & set(objective.inputs))} - given.keys()
+    if missing:
+        raise RequestError(f"{where}: {min(missing)!r} is missing, which the objective needs; add it")
+    unknown = given.keys() - {TARGETS, "weights", "temperature", *objective.inputs}
+    if unknown:
+        raise RequestError(f"{where}: {min(unknown)!r} is not an input of the objective; remove it")
+    for name, values in given.items():
+        if values.shape != (length,):
+            raise RequestError(
+                f"{where}: {name} has shape {list(values.shape)} but there are {length} tokens; send {length} entries"
+            )

@@ -1,0 +1,234 @@
+"""Background writes to disk and reads from it: in threads, each model's writes in the order in which they were handed
+over.
+
+The order is a promise: when a snapshot of a model is on disk, so is everything that the model wrote before, and what is
+read from a folder is what was handed over for it before, whoever did. Otherwise nobody waits for anybody: a model whose
+writes take long has one thread. A version that was published at once has nobody left to tell of a full disk, so one
+that cannot be written is kept here and written before the next snapshot of its model, which fails if that fails again.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from skyrl.errors import StorageError
+from skyrl.types import SaveOutput
+from skyrl.utils.failpoints import crash_point
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+THREADS = 4
+"""Models that write at once, and reads."""
+LARGE = 2
+"""Of the models that write at once, those that write a model's base too. They have threads of their own."""
+
+
+@dataclass(eq=False)
+class _Unwritten:
+    model_id: str
+    path: str
+    write: Callable[[], SaveOutput]
+    nbytes: int
+    large: bool
+    failure: Exception | None = None
+    """Why it could not be written, unless it is being tried."""
+
+
+class Writer:
+    """A few threads that write and read. All but `close` and `wait` return at once, and may be called from any thread.
+
+    Args:
+        on_stored: Called in a thread with a version, once what `keep_version` was given for it is on disk.
+    """
+
+    def __init__(self, on_stored: Callable[[str, SaveOutput], None]):
+        self._on_stored = on_stored
+        self._writers = ThreadPoolExecutor(THREADS - LARGE, thread_name_prefix="writer")
+        self._large = ThreadPoolExecutor(LARGE, thread_name_prefix="large-writer")
+        self._readers = ThreadPoolExecutor(THREADS, thread_name_prefix="reader")
+        self._last: dict[tuple[str, str], Future[Any]] = {}
+        """Last write that was handed over, of each ("model", id) and to each ("folder", path)."""
+        self._unwritten: dict[str, _Unwritten] = {}
+        """By version, in order of publication."""
+        self._pending: dict[Future[Any], tuple[str, int]] = {}
+        """Model and bytes of what is in memory until it is written."""
+        self._lock = threading.Lock()
+
+    def submit(
+        self, model_id: str, path: str, write: Callable[[], T], nbytes: int = 0, large: bool = False
+    ) -> "Future[T]":
+        """Write something of a model to the folder `path`, after all that the model wrote before.
+
+        `nbytes` of memory count as `unwritten_bytes` meanwhile. What is `large` holds up no small ones.
+        """
+        lines, writing = [("model", model_id), _folder(path)], Future[T]()
+        with self._lock:
+            before = self._before(lines)
+            self._last |= dict.fromkeys(lines, writing)
+            self._pending |= {writing: (model_id, nbytes)} if nbytes else {}
+        writing.add_done_callback(partial(self._forget, lines))
+        _after(before, self._large if large else self._writers, write, writing)
+        return writing
+
+    def read(self, path: str, read: Callable[[], T]) -> "Future[T]":
+        """Read the folder `path`, after all that is being written to it, whichever model it is of."""
+        reading = Future[T]()
+        with self._lock:
+            before = self._before([_folder(path)])
+        _after(before, self._readers, read, reading)
+        return reading
+
+    def keep_version(
+        self,
+        version: str,
+        model_id: str,
+        path: str,
+        write: Callable[[], SaveOutput],
+        nbytes: int = 0,
+        large: bool = False,
+    ) -> "Future[Exception | None]":
+        """Write a version that is in use already; try again before each snapshot of its model until it is written.
+
+        The future is done after the first time. `nbytes` of memory count as `unwritten_bytes` until it is written.
+        """
+        entry = _Unwritten(model_id, path, write, nbytes, large)
+        with self._lock:
+            self._unwritten.pop(version, None)
+            self._unwritten[version] = entry
+        return self._submit_version(version, entry)
+
+    def forget_version(self, version: str) -> None:
+        """The version was deleted; nobody waits for it any more."""
+        with self._lock:
+            self._unwritten.pop(version, None)
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Memory of what is there only until it is written."""
+        with self._lock:
+            pending = sum(nbytes for _, nbytes in self._pending.values())
+            return pending + sum(entry.nbytes for entry in self._unwritten.values())
+
+    def has_unwritten(self, model_id: str) -> bool:
+        """True if some of what is not written yet is of this model."""
+        with self._lock:
+            versions = {entry.model_id for entry in self._unwritten.values()}
+            return model_id in versions.union(model for model, _ in self._pending.values())
+
+    @property
+    def trying(self) -> bool:
+        """Whether any of it is on its way to the disk."""
+        with self._lock:
+            return bool(self._pending) or any(entry.failure is None for entry in self._unwritten.values())
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why some of it is not on disk."""
+        return next((entry.failure for _, entry in self._left() if entry.failure is not None), None)
+
+    def try_again(self) -> None:
+        """Write what could not be written."""
+        for version, entry in self._left():
+            if entry.failure is not None:
+                entry.failure = None
+                self._submit_version(version, entry)
+
+    def snapshot(self, model_id: str, path: str, write: Callable[[], T], large: bool = False) -> "Future[T]":
+        """Call `write` once everything of the model is on disk. Fails with `StorageError` if something cannot be."""
+        return self.submit(model_id, path, partial(self._write_after_versions, model_id, write), large=large)
+
+    def wait(self) -> None:
+        """Wait until all that was handed over is written, or cannot be."""
+        while True:
+            with self._lock:
+                writings = set(self._last.values())
+            if not writings:
+                return
+            wait(writings)
+
+    def close(self) -> None:
+        """Finish all writes, those that failed before included."""
+        for version, entry in self._left():
+            self._submit_version(version, entry)
+        self.wait()
+        with self._lock:
+            self._unwritten.clear()
+        self._writers.shutdown(wait=True)
+        self._large.shutdown(wait=True)
+        self._readers.shutdown(wait=True, cancel_futures=True)
+
+    def _before(self, lines: Iterable[tuple[str, str]]) -> list[Future[Any]]:
+        return [self._last[line] for line in lines if line in self._last]
+
+    def _forget(self, lines: list[tuple[str, str]], writing: Future[Any]) -> None:
+        with self._lock:
+            self._pending.pop(writing, None)
+            for line in lines:
+                if self._last.get(line) is writing:
+                    del self._last[line]
+
+    def _submit_version(self, version: str, entry: _Unwritten) -> "Future[Exception | None]":
+        write = partial(self._write_version, version, entry)
+        return self.submit(entry.model_id, entry.path, write, large=entry.large)
+
+    def _write_after_versions(self, model_id: str, write: Callable[[], T]) -> T:
+        for version, entry in self._left():
+            if entry.model_id == model_id and (error := self._write_version(version, entry)) is not None:
+                raise StorageError(f"version {version} is not on disk: {error}") from error
+        return write()
+
+    def _write_version(self, version: str, entry: _Unwritten) -> Exception | None:
+        """Write a version unless it was written, deleted or replaced meanwhile. Returns why it could not be."""
+        if self._unwritten.get(version) is not entry:
+            return None
+        crash_point("engine: version published, not written")
+        try:
+            saved = entry.write()
+        except Exception as error:
+            log.error("version %s is in memory only until it can be written: %s", version, error)
+            entry.failure = error
+            return error
+        with self._lock:
+            wanted = self._unwritten.get(version) is entry
+            if wanted:
+                del self._unwritten[version]
+        if wanted:
+            self._on_stored(version, saved)
+        return None
+
+    def _left(self) -> list[tuple[str, _Unwritten]]:
+        with self._lock:
+            return list(self._unwritten.items())
+
+
+def _folder(path: str) -> tuple[str, str]:
+    return "folder", os.path.abspath(path)
+
+
+def _after(before: list[Future[Any]], threads: ThreadPoolExecutor, call: Callable[[], T], outcome: "Future[T]") -> None:
+    """Once all of `before` has ended, call in one of the threads. No thread waits meanwhile."""
+    if before:
+        before[0].add_done_callback(lambda _: _after(before[1:], threads, call, outcome))
+        return
+    try:
+        threads.submit(_settle, call, outcome)
+    except RuntimeError as closed:
+        outcome.set_exception(closed)
+
+
+def _settle(call: Callable[[], T], outcome: "Future[T]") -> None:
+    if not outcome.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(result)

@@ -1,0 +1,306 @@
+"""Published weights: immutable, known by version id, a few of them in slots that running samples use.
+
+JAX arrays never change, so publishing a version is keeping a reference to its adapter. Slots limit how many versions
+are sampled at once (slot 0 is the base model, without an adapter): a version is put into one when a sample needs it and
+stays until another version needs the slot. A request claims its version when it arrives, and has it until it ends,
+whatever becomes of the name meanwhile. Versions that are also on disk leave memory, least recently used first, when all
+take more than they may, and are read back, while others are sampled, when they are asked for.
+"""
+
+import itertools
+import operator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skyrl.errors import RequestError
+from skyrl.tx.layers.adapter import Adapter
+
+BASE_SLOT = 0
+
+READ_AT_ONCE = 4
+"""Versions that are read at the same time, each of which takes its memory."""
+
+
+@dataclass
+class _Slot:
+    version: str | None = None
+    """None: free."""
+    pins: int = 0
+    adapter: Adapter | None = None
+    content: int = 0
+    """Different for everything that was ever in a slot."""
+    nbytes: int = 0
+    """That it takes beside the version, if that is of a smaller rank."""
+
+
+@dataclass(eq=False)
+class Claim:
+    """A version that somebody has asked for and is not done with. From `VersionPool.claim`."""
+
+    version: str | None
+    """Name in the pool, which changes where the version is dropped; None is the base model."""
+    path: str | None
+    """Folder to read it from if the pool does not know it."""
+
+
+class VersionPool:
+    """All published versions. Safe to use from several threads.
+
+    Args:
+        zero: An adapter of the largest rank. Those of smaller ranks are padded to it.
+        slots: Slots there are, the base model's included.
+        load: Starts to read the adapter that is stored in a folder, in another thread. The future fails with
+            `StorageError` or `RequestError`.
+        max_bytes: Memory of all versions, beside those that are nowhere else or in use, and the one used last.
+    """
+
+    def __init__(self, zero: Adapter, *, slots: int, load: Callable[[str], Future[Adapter]], max_bytes: int):
+        assert slots >= 2, slots
+        self._zero = zero
+        self._load = load
+        self._max_bytes = max_bytes
+        self._contents = itertools.count(1)
+        self._slots: OrderedDict[int, _Slot] = OrderedDict((slot, _Slot()) for slot in range(1, slots))
+        self._resident: OrderedDict[str, Adapter] = OrderedDict()
+        """Least recently used first."""
+        self._sizes: dict[str, int] = {}
+        """Bytes of those."""
+        self._paths: dict[str, str] = {}
+        self._readings: dict[str, tuple[str, Future[Adapter]]] = {}
+        """(folder, what is being read from it) by version."""
+        self._claims: dict[str, list[Claim]] = {}
+        self._dropped: set[str] = set()
+        """Names that nobody can ask for, of versions that were dropped while they were claimed."""
+        self._lock = threading.RLock()
+
+    def adapter(self, slot: int) -> Adapter | None:
+        """What is in a slot that was acquired; None in the base model's."""
+        return None if slot == BASE_SLOT else self._slots[slot].adapter
+
+    def content(self, slot: int) -> int:
+        """A number for what is in a slot, which no other adapter ever has; 0 for the base model."""
+        return 0 if slot == BASE_SLOT else self._slots[slot].content
+
+    def publish(self, version: str, adapter: Adapter) -> None:
+        """Make `adapter` samplable as `version`. Its arrays are kept, so no program may be given them as donated.
+
+        An older version of that name is dropped, as by `drop`.
+        """
+        with self._lock:
+            self.drop(version)
+            self._keep(version, adapter)
+
+    def mark_stored(self, version: str, adapter: Adapter, path: str) -> None:
+        """The version, if it is still `adapter`, can be read from the folder `path`, so it may leave memory."""
+        with self._lock:
+            if self._resident.get(version) is adapter:  # else it was dropped or replaced while it was being written
+                self._paths[version] = path
+                self._shed()
+
+    def drop(self, version: str) -> None:
+        """Forget a version. Whoever has claimed it has it all the same, from memory or else from its files."""
+        with self._lock:
+            if version in self._claims and version in {*self._resident, *self._paths, *self._readings}:
+                self._set_aside(version)
+            else:
+                self._paths.pop(version, None)
+                self._readings.pop(version, None)
+                self._let_go(version)
+                if (slot := self._slot_of(version)) is not None:
+                    self._slots[slot] = _Slot()
+
+    def claim(self, version: str | None, path: str | None = None) -> Claim:
+        """Ask for a version as it is now, until `disclaim`. Whether there is one is told by `at_hand` and `acquire`.
+
+        Args:
+            version: None is the base model.
+            path: Folder to read the version from if this pool does not know it.
+        """
+        claim = Claim(version, path)
+        if version is not None:
+            with self._lock:
+                self._claims.setdefault(version, []).append(claim)
+        return claim
+
+    def disclaim(self, claim: Claim) -> None:
+        """Undo one `claim`. A version that was dropped leaves memory with its last one."""
+        version = claim.version
+        if version is None:
+            return
+        with self._lock:
+            self._claims[version].remove(claim)
+            if not self._claims[version]:
+                del self._claims[version]
+                if version in self._dropped:
+                    self._dropped.remove(version)
+                    self.drop(version)
+
+    def at_hand(self, claim: Claim) -> bool:
+        """True if a version is in memory. If not, it is being read from now on, or once others have been.
+
+        Raises:
+            RequestError: Neither in memory nor at a known path, or not an adapter of this model.
+            StorageError: Its files are missing or damaged.
+        """
+        version = claim.version
+        with self._lock:
+            if version is None or version in self._resident:
+                return True
+            if version in self._readings:
+                return self._has_arrived(version)
+            path = self._paths.get(version, claim.path)
+            if path is None:
+                raise RequestError(
+                    f"version={version} is not known here (deleted, expired or never saved); save the weights again "
+                    "or name a checkpoint that exists"
+                )
+            for other in list(self._readings):  # whose requests were cancelled, perhaps
+                with suppress(Exception):
+                    self._has_arrived(other)
+            if len(self._readings) >= READ_AT_ONCE:
+                return False
+            self._readings[version] = path, self._load(path)
+            return self._has_arrived(version)
+
+    def acquire(self, claim: Claim) -> int | None:
+        """Pin a version and return its slot. None (for now) if it is not at hand, or samples run on every slot.
+
+        Errors are those of `at_hand`.
+        """
+        version = claim.version
+        if version is None:
+            return BASE_SLOT
+        with self._lock:
+            if not self.at_hand(claim):
+                return None
+            slot = self._slot_of(version)
+            if slot is None:
+                slot = self._free_slot()
+                if slot is None:
+                    return None
+                own = self._resident[version]
+                adapter = own if own.own_base is not None else padded(own, self._zero)
+                copied = 0 if adapter is own else bytes_of(adapter)
+                self._slots[slot] = _Slot(version, 0, adapter, next(self._contents), copied)
+            self._slots[slot].pins += 1
+            self._slots.move_to_end(slot)
+            self._resident.move_to_end(version)
+            self._shed()
+            return slot
+
+    def release(self, slot: int) -> None:
+        """Undo one `acquire`."""
+        if slot == BASE_SLOT:
+            return
+        with self._lock:
+            assert self._slots[slot].pins > 0, slot
+            self._slots[slot].pins -= 1
+            self._shed()
+
+    @property
+    def pinned(self) -> int:
+        """Pins that have not been released."""
+        return sum(slot.pins for slot in self._slots.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of all versions, with the copies that are in slots."""
+        return sum(self._sizes.values()) + sum(slot.nbytes for slot in self._slots.values())
+
+    def _slot_of(self, version: str) -> int | None:
+        return next((slot for slot, held in self._slots.items() if held.version == version), None)
+
+    def _has_arrived(self, version: str) -> bool:
+        """Take in a version that is being read, if it has been. Raises what its reading failed with."""
+        path, reading = self._readings[version]
+        if not reading.done():
+            return False
+        del self._readings[version]
+        adapter = reading.result()
+        self._paths[version] = path
+        self._keep(version, adapter)
+        return True
+
+    def _free_slot(self) -> int | None:
+        """An unused slot, else the least recently used one that is not pinned."""
+        unpinned = [slot for slot, held in self._slots.items() if held.pins == 0]
+        unused = (slot for slot in unpinned if self._slots[slot].version is None)
+        return next(unused, unpinned[0] if unpinned else None)
+
+    def _keep(self, version: str, adapter: Adapter) -> None:
+        self._resident[version] = adapter
+        self._resident.move_to_end(version)
+        self._sizes[version] = bytes_of(adapter)
+        self._shed()
+
+    def _set_aside(self, version: str) -> None:
+        """Keep a version for those who have claimed it."""
+        aside = f"{version} (dropped, {next(self._contents)})"
+        self._dropped.add(aside)
+        path = self._paths.pop(version, None)
+        if version in self._resident:  # and stays there, as its files may go
+            self._resident[aside], self._sizes[aside] = self._resident.pop(version), self._sizes.pop(version)
+        elif path is not None:
+            self._paths[aside] = path
+        if version in self._readings:
+            self._readings[aside] = self._readings.pop(version)
+        self._claims[aside] = self._claims.pop(version)
+        for claim in self._claims[aside]:
+            claim.version = aside
+        if (slot := self._slot_of(version)) is not None:
+            self._slots[slot].version = aside
+
+    def _let_go(self, version: str) -> None:
+        self._resident.pop(version, None)
+        self._sizes.pop(version, None)
+
+    def _shed(self) -> None:
+        """Let stored versions go that are not in use, least recently used first, while all take too much memory."""
+        excess = self.held_bytes - self._max_bytes
+        if excess <= 0:
+            return
+        slots = {held.version: slot for slot, held in self._slots.items() if held.version is not None}
+        for version in list(self._resident)[:-1]:
+            slot = slots.get(version)
+            if excess <= 0:
+                return
+            if slot is not None and self._slots[slot].pins:
+                continue
+            if slot is not None:
+                excess -= self._slots[slot].nbytes
+                self._slots[slot] = _Slot()
+            if version in self._paths:
+                excess -= self._sizes[version]
+                self._let_go(version)
+
+
+def bytes_of(adapter: Adapter) -> int:
+    """Memory of its weights."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(adapter.weights))
+
+
+def padded(adapter: Adapter, like: Adapter) -> Adapter:
+    """The adapter with ranks padded to those of `like`, and itself if they are that already.
+
+    Raises ValueError for an adapter of another model.
+    """
+
+    def pad(leaf: jax.Array, room: jax.Array) -> jax.Array:
+        if leaf.shape == room.shape:
+            return leaf
+        if leaf.ndim != room.ndim:
+            raise ValueError(f"an adapter's array of shape {leaf.shape} cannot be one of shape {room.shape}")
+        missing = [(0, wanted - size) for size, wanted in zip(leaf.shape, room.shape, strict=True)]
+        return jnp.asarray(np.pad(leaf, missing))  # on the host, where no program has to be compiled for it
+
+    made = jax.tree.map(pad, adapter, like)
+    same = all(map(operator.is_, jax.tree.leaves(made), jax.tree.leaves(adapter)))
+    return adapter if same else made

@@ -1,0 +1,135 @@
+"""The trainable state of models: one pytree each, nothing shared between tenants.
+
+A model owns its adapter (or base weights of its own), its gradient sums and its Adam moments, all float32. Arrays are
+never changed, only replaced as a whole, so a checkpoint or a published version is a reference to the arrays of that
+moment.
+"""
+
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skyrl.tx.layers.adapter import Adapter
+from skyrl.tx.lora import init_adapter, lora_targets, padded_rank, zero_adapter, zero_pair
+from skyrl.types import LoraConfig
+
+if TYPE_CHECKING:
+    from skyrl.tx.models.configs import ModelConfig
+
+Tree = dict[str, Any]
+"""Arrays in the structure of `Adapter.weights`."""
+COPIES = 4
+"""Trees that a model has at most: weights, gradient sums and two moments."""
+NEW_IN_A_STEP = 3
+"""Weights and two moments: what optim_step makes beside those that are there."""
+HEAD_STREAM = zlib.crc32(b"value_head")
+"""Tells the draws of a value head from others of the same seed."""
+
+
+@dataclass
+class ModelState:
+    """One model. Gradient sums are None until a pass adds to them."""
+
+    lora_config: LoraConfig
+    adapter: Adapter
+    first_moment: Tree
+    second_moment: Tree
+    step: int = 0
+    """Optimizer steps taken."""
+    gradient_sums: Tree | None = None
+
+    @classmethod
+    def fresh(cls, lora_config: LoraConfig, adapter: Adapter) -> "ModelState":
+        """A model that has taken no step."""
+        return cls(lora_config, adapter, zeros_like(adapter.weights), zeros_like(adapter.weights))
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """All arrays, as a pytree."""
+        return self.adapter, self.first_moment, self.second_moment, self.gradient_sums
+
+    def with_arrays(self, arrays: tuple[Any, ...]) -> "ModelState":
+        """The same model with its arrays elsewhere."""
+        adapter, first, second, sums = arrays
+        return ModelState(self.lora_config, adapter, first, second, self.step, sums)
+
+    @property
+    def value_head(self) -> bool:
+        """Whether it is a critic."""
+        return self.adapter.value_head is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all arrays, gradient sums included whether they are there or not.
+
+        With base weights of its own, of which few models have room, what a step takes is included.
+        """
+        nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.adapter.weights))
+        return (COPIES if self.adapter.own_base is None else COPIES + NEW_IN_A_STEP) * nbytes
+
+
+def model_bytes(model_config: "ModelConfig", base: Any, kind: "Kind") -> int:
+    """`nbytes` of a model before there is one. `base` are the base model's weights."""
+    head = 4 * model_config.hidden_size if kind.value_head else 0
+    if kind.lora_config.rank == 0:
+        return (COPIES + NEW_IN_A_STEP) * (head + sum(4 * leaf.size for leaf in jax.tree.leaves(base)))
+    rank, targets = padded_rank(kind.lora_config.rank), lora_targets(model_config)
+    return COPIES * (head + sum(leaf.nbytes for target in targets for leaf in zero_pair(target, rank).values()))
+
+
+class Kind(NamedTuple):
+    """What a model is, apart from its numbers."""
+
+    lora_config: LoraConfig
+    value_head: bool = False
+
+
+def fresh_adapter(
+    model_config: "ModelConfig", base: Any, kind: Kind, seed: int, value_head: np.ndarray | None
+) -> Adapter:
+    """What a new model has of its own: an adapter that changes nothing yet, or a float32 copy of the base model.
+
+    Args:
+        model_config: Of the base model.
+        base: Its weights.
+        kind: What is asked for.
+        seed: Of the adapter and the value head.
+        value_head: float32 `[hidden]`. None draws one from N(0, 1 / (hidden + 1)), which makes small values.
+    """
+    config = kind.lora_config
+    if config.rank == 0:
+        own = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), base)
+        adapter = Adapter({"base": own}, jnp.asarray(config.scaling, jnp.float32))
+    else:
+        adapter = init_adapter(model_config, config, seed, padded_rank(config.rank))
+    if not kind.value_head:
+        return adapter
+    if value_head is None:
+        hidden = model_config.hidden_size
+        value_head = np.random.default_rng([seed % 2**64, HEAD_STREAM]).normal(0, 1 / (hidden + 1), hidden)
+    return adapter._replace(weights=adapter.weights | {"value_head": jnp.asarray(value_head, jnp.float32)})
+
+
+def empty_adapter(model_config: "ModelConfig", base: Any, kind: Kind) -> Adapter:
+    """An adapter of the same shapes, for comparison."""
+    if kind.lora_config.rank == 0:
+        adapter = Adapter({"base": base}, jnp.float32(1))
+    else:
+        adapter = zero_adapter(model_config, padded_rank(kind.lora_config.rank))
+    head = {"value_head": jnp.zeros(model_config.hidden_size)} if kind.value_head else {}
+    return adapter._replace(weights=adapter.weights | head)
+
+
+def in_types_of(base: Any, own: Any) -> Any:
+    """Parameters in the types of the base model's, as they are computed with."""
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), own, base)
+
+
+@jax.jit
+def zeros_like(tree: Tree) -> Tree:
+    """Zeros of the same shapes, in one call."""
+    return jax.tree.map(jnp.zeros_like, tree)

@@ -1,0 +1,424 @@
+"""Continuous sampling: requests join and leave a running decode batch whenever they are ready.
+
+A request claims its version, waits in a `Line`, gets a slot, is read by chunks into pages (`Prompt`), and then starts
+one sequence per sample, which shares the prompt's full pages. Each burst reads about one chunk of the prompts, which
+take turns, and then decodes a few steps, so neither long prompts nor long continuations nor many samples hold others
+up. Everything here runs on the caller's thread.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import ExitStack
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skyrl.backends.executor import failure
+from skyrl.backends.jax.models.published import VersionPool
+from skyrl.backends.jax.sampling.adapter_stacks import SLOTS, Banks
+from skyrl.backends.jax.sampling.decode import decode, push, row_counts, steps_to_go
+from skyrl.backends.jax.sampling.page_table import SCRATCH, Pages
+from skyrl.backends.jax.sampling.prefill import Cache, Prompt, pages_per_sample
+from skyrl.backends.jax.sampling.programs import (
+    BURST,
+    CHUNKS,
+    COPIES,
+    SCORED_AT_ONCE,
+    TARGET_WIDTHS,
+    TOP_WIDTHS,
+    Rows,
+    SamplingPrograms,
+    top_width,
+)
+from skyrl.backends.jax.sampling.reads import Reading
+from skyrl.backends.jax.sampling.sequences import Job, Sequence
+from skyrl.backends.jax.sampling.waiting_line import LOOK_PAST, Line, pages_to_begin
+from skyrl.backends.operations import Completion, Sample
+from skyrl.errors import RequestError
+from skyrl.tx.layers.adapter import Adapter
+from skyrl.tx.models.types import PAGE_SIZE
+from skyrl.types import Result
+from skyrl.utils.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+STEPS_WHILE_READING = 2
+"""Decode steps of a burst while there are prompts to be read."""
+
+
+class Sampler:
+    """`SamplerLoop` for one base model and its published versions.
+
+    Args:
+        graphdef: Static half of the split NNX model.
+        base: Its arrays, an argument of every program.
+        versions: The published versions, shared with whoever publishes.
+        zero: An adapter that changes nothing, of the largest rank.
+        tokenizer: For EOS and stop strings.
+        model_config: Configuration of the model.
+        max_context_length: Most tokens of prompt and continuation together.
+        cache_bytes: Memory for keys and values at most.
+        max_rows: Sequences decoded at once.
+        deterministic: One decode program per adapter and nothing shared, so results do not depend on what else runs.
+    """
+
+    def __init__(
+        self,
+        graphdef: Any,
+        base: Any,
+        versions: VersionPool,
+        zero: Adapter,
+        tokenizer: Tokenizer,
+        model_config: Any,
+        *,
+        max_context_length: int,
+        cache_bytes: int,
+        max_rows: int,
+        deterministic: bool = False,
+    ):
+        self._base = base
+        self._versions = versions
+        self._tokenizer = tokenizer
+        self._vocab_size = model_config.vocab_size
+        self._zero = zero
+        self._deterministic = deterministic
+        self._counts = row_counts(max_rows, deterministic)
+        programs = SamplingPrograms(graphdef, model_config, base, deterministic)
+        blocks = -(-max_context_length // PAGE_SIZE)
+        useful = 2 * self._counts[-1] * blocks + 1  # as much again as all rows take, for prefixes
+        count = max(2, min(useful, cache_bytes // (programs.token_bytes * PAGE_SIZE)))
+        self._page_count = count
+        self._cache = Cache(Pages(count, PAGE_SIZE), programs, blocks)
+        self._programs = programs
+        self._banks = Banks(programs, versions, zero, apart=deterministic)
+        self._waiting = Line(self.pages_total)
+        self._reading = Reading()
+        self._read: deque[Prompt] = deque()
+        """Prompts with samples that have not started, in the order of their turns."""
+        self._running: list[Sequence] = []
+        self.tokens_generated = 0
+        """Tokens of all samples so far."""
+
+    def warm_up(self) -> Iterator[int]:
+        """Compile every program that a request can need, those first that the first requests will need.
+
+        Yields how many there are after each. For use while nothing runs. Ends early where one cannot be compiled.
+        """
+        start = time.monotonic()
+        try:
+            yield from self._compile_all()
+            log.info("all %d programs of sampling are ready, after %.1f s", self.programs, time.monotonic() - start)
+        except Exception as error:  # whoever needs that program is told
+            log.warning("a program of sampling cannot be made ready", exc_info=error)
+            self._fail([], error)
+
+    def _compile_all(self) -> Iterator[int]:
+        """Run every program on the scratch page."""
+        programs, cache = self._programs, self._cache
+        while cache.make_one():
+            yield self.programs
+        kinds = (1,) if self._deterministic else (1, SLOTS)
+        banks = [None, *(programs.empty_bank(self._zero, slots=slots) for slots in kinds)]
+        table = np.full(cache.blocks, SCRATCH, np.int32)
+        blocks: list[jax.Array] = []
+        for adapter in (self._zero, None):
+            for chunk in CHUNKS:
+                tokens = np.zeros(chunk, np.int32)
+                cache.pool, blocks = programs.prefill(self._base, adapter, cache.pool, table, tokens, np.int32(0))
+                yield self.programs
+        for bank in banks[1:]:
+            programs.write_slot(jax.tree.map(jnp.copy, bank), np.int32(0), self._zero)
+            yield self.programs
+        for count in self._counts:
+            for bank in reversed(banks[: 2 if count == 1 else None]):  # one row has one adapter
+                idle = Rows.idle(count, cache.blocks)
+                cache.pool, _ = programs.decode(self._base, bank, cache.pool, idle, np.int32(0))
+                yield self.programs
+        for size in COPIES:
+            cache.copy([(SCRATCH, SCRATCH)] * size, (size,))
+        yield self.programs
+        for adapter in (self._zero, None):
+            logits = programs.project(self._base, adapter, blocks[0])
+            yield self.programs
+        for width in TARGET_WIDTHS:
+            programs.pick(logits, np.zeros((SCORED_AT_ONCE, width), np.int32))
+            yield self.programs
+        for k in {top_width(width, self._vocab_size) for width in TOP_WIDTHS}:
+            programs.best(logits, k=k)
+            yield self.programs
+        programs.alternatives(logits, np.zeros(2, np.uint32), np.int32(0), np.int32(0), np.float32(1))
+        yield self.programs
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is not finished."""
+        return bool(self._waiting or self._reading or self._read or self._running)
+
+    @property
+    def stalled(self) -> bool:
+        """True if every request waits for a version that is being read."""
+        return bool(self._waiting) and not (self._reading or self._read or self._running)
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Requests that the next burst may work on: those that have begun, and those that it may let begin."""
+        jobs = [sequence.job for sequence in self._running]
+        jobs += [prompt.job for prompt in (*self._reading, *self._read)]
+        if self._places > 0:
+            first = islice(self._waiting, LOOK_PAST + self._places)
+            jobs += [job for job in first if pages_to_begin(job) <= self.pages_free]
+        return tuple(job.request.request_id for job in dict.fromkeys(jobs))
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """Nothing is sampled by other processes."""
+        return ()
+
+    @property
+    def programs(self) -> int:
+        """Programs compiled so far."""
+        return self._programs.compiled
+
+    @property
+    def all_started(self) -> bool:
+        """Whether every sample of every request has begun to be generated."""
+        return not (self._waiting or self._reading or self._read)
+
+    @property
+    def pages_free(self) -> int:
+        """Pages that nobody uses or has reserved, beside the scratch page."""
+        return self._cache.pages.available
+
+    @property
+    def pages_total(self) -> int:
+        """Pages beside the scratch page."""
+        return self._page_count - 1
+
+    def add(self, request: Sample) -> None:
+        """Queue a checked request (see `check_sample`). Raises `RequestError` if its sequences can never fit."""
+        job = Job.of(request, self._tokenizer.eos_ids)
+        if pages_to_begin(job) > self.pages_total:
+            raise RequestError(
+                f"max_tokens={job.max_tokens} after a prompt of {len(request.prompt)} tokens makes {job.tokens}, but "
+                f"the server's cache holds sequences of at most {(self.pages_total - 1) * PAGE_SIZE + 1}; ask for "
+                "fewer, or start the server with a larger kv_cache_gib"
+            )
+        job.claim = self._versions.claim(request.version, request.path)
+        self._waiting.append(job)
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request wherever it is. Unknown ids are ignored."""
+        for job in self._jobs():
+            if job.request.request_id == request_id:
+                self._forget(job)
+
+    def burst(self) -> list[Completion]:
+        """Read about one chunk of prompts, then decode a few steps; finished requests and failed ones."""
+        completions = self._read_prompts()
+        completions += self._start_samples()
+        if self._running and not completions:
+            completions += self._decode()
+        return completions
+
+    # -- prompts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _places(self) -> int:
+        """Requests that may begin beside those whose samples have not all started."""
+        return self._counts[-1] - len(self._reading) - len(self._read)
+
+    def _admit(self) -> list[Completion]:
+        """Let waiting requests begin, in the order of `Line`, while there are pages and slots; those that failed.
+
+        Those whose version is being read are passed without limit.
+        """
+        failed: list[Completion] = []
+        for job in self._waiting.may_begin([prompt.job for prompt in self._read]):
+            if self._places == 0:
+                break
+            try:
+                self._begin(job)
+            except Exception as error:
+                failed += self._fail([job], error)
+        return failed
+
+    def _begin(self, job: Job) -> None:
+        """Let a waiting request begin, unless it lacks room or its version. Raises what is wrong with it."""
+        job.lacks_room = False
+        assert job.claim is not None
+        if not self._versions.at_hand(job.claim):
+            return
+        pages, count = self._cache.pages, pages_to_begin(job)
+        if count <= pages.available:
+            job.slot = self._versions.acquire(job.claim)
+        if job.slot is None:
+            job.lacks_room = True
+            return
+        prompt = Prompt(job, self._owner(job), self._cache, self._vocab_size)
+        self._reading.append(prompt)
+        reserved = pages.reserve(count)  # when nothing can fail any more
+        assert reserved, count
+        job.passed_by = 0
+        self._waiting.remove(job)
+
+    def _read_prompts(self) -> list[Completion]:
+        """Read the prompts that there are by turns, one chunk's worth of tokens."""
+        completions = self._admit()
+        left = CHUNKS[-1]
+        while left > 0:
+            prompt = self._reading.next()
+            if prompt is None:
+                break
+            try:
+                prompt.find_read()
+                if not prompt.is_read:
+                    assert prompt.job.slot is not None
+                    adapter = self._versions.adapter(prompt.job.slot)
+                    own = None if adapter is None else adapter.own_base
+                    weights = (self._base, adapter) if own is None else (own, None)
+                    left -= prompt.read_chunk(*weights)
+            except Exception as error:
+                completions += self._fail([prompt.job], error)
+                continue
+            if prompt.is_read:
+                self._reading.remove(prompt)
+                self._read.append(prompt)
+            else:
+                self._reading.end_turn(prompt)
+        return completions
+
+    def _start_samples(self) -> list[Completion]:
+        """Start samples of the prompts that are read, one of each by turns, while there are rows and pages."""
+        pages = self._cache.pages
+        copies: list[tuple[int, int]] = []
+        started: list[Job] = []
+        ended: list[Prompt] = []
+        lacking = 0  # those that lack pages keep their places, before the others
+        while lacking < len(self._read) and len(self._running) < self._counts[-1]:
+            prompt = self._read[lacking]
+            job, count = prompt.job, pages_per_sample(prompt.job, PAGE_SIZE)
+            job.lacks_room = prompt.samples_started > 0 and not pages.reserve(count)
+            if job.lacks_room:  # not for its first sample: that was reserved with the prompt
+                lacking += 1
+                continue
+            job.passed_by = 0
+            full, rest = divmod(len(prompt.tokens), PAGE_SIZE)
+            own = [pages.take() for _ in range(count)]
+            if rest:
+                copies.append((prompt.path[full].page, own[0]))
+            for node in prompt.path[:full]:
+                pages.pin(node)
+            self._running.append(Sequence(job, prompt.samples_started, self._tokenizer, prompt.path[:full], own))
+            started.append(job)
+            prompt.samples_started += 1
+            self._read.remove(prompt)
+            (ended if prompt.samples_started == job.request.num_samples else self._read).append(prompt)
+        try:
+            with ExitStack() as copied:
+                for prompt in ended:
+                    copied.callback(prompt.release)
+                self._cache.copy(copies, COPIES)
+        except Exception as error:  # after the releases: the cache may be lost, and all who held pages of it forgotten
+            return self._fail(started, error)
+        return []
+
+    # -- running sequences --------------------------------------------------------------------------------------------
+
+    def _decode(self) -> list[Completion]:
+        """Some tokens for every running sequence."""
+        most = STEPS_WHILE_READING if self._reading or self._read else BURST
+        completions: list[Completion] = []
+        calls = []
+        by_slot: dict[int, list[Sequence]] = {}
+        for sequence in self._running:
+            assert sequence.job.slot is not None
+            by_slot.setdefault(sequence.job.slot, []).append(sequence)
+        try:
+            for group in self._banks.groups(list(by_slot)):
+                sequences = [sequence for slot in group.places for sequence in by_slot[slot]]
+                steps = steps_to_go(sequences, most)
+                base = self._base if group.base is None else group.base
+                drawn = decode(base, group, self._cache, sequences, self._counts, steps)
+                calls.append((sequences, drawn, steps))
+            before = sum(len(sequence.tokens) for sequence in self._running)
+            ended = [sequence for call in calls for sequence in push(*call)]
+            self.tokens_generated += sum(len(sequence.tokens) for sequence in self._running) - before
+        except Exception as error:
+            self._banks.clear()
+            return self._fail([sequence.job for sequence in self._running], error)
+        for sequence in ended:
+            self._running.remove(sequence)
+            self._keep(sequence)
+        for job in dict.fromkeys(sequence.job for sequence in ended if sequence.job.done):
+            completions.append(self._complete(job, job.output()))
+        return completions
+
+    def _keep(self, sequence: Sequence) -> None:
+        """Hand the pages of a sequence that has ended over to the tree of prefixes: the next prompt may hold them."""
+        pages, request = self._cache.pages, sequence.job.request
+        stored = np.concatenate([request.prompt, np.asarray(sequence.tokens, np.int32)])[: sequence.position]
+        node = sequence.shared[-1] if sequence.shared else pages.root(self._owner(sequence.job))
+        path = list(sequence.shared)
+        for number, page in enumerate(sequence.pages, len(sequence.shared)):
+            tokens = stored[number * PAGE_SIZE : (number + 1) * PAGE_SIZE].astype(np.int32)
+            if len(tokens) and not self._deterministic:
+                node = pages.insert(node, tokens, page)
+                path.append(node)
+            else:
+                pages.give_back(page)
+        for node in reversed(path):
+            pages.unpin(node)
+
+    def _owner(self, job: Job) -> Hashable:
+        """Who shares prefixes: a tenant's requests of one version; nobody where results must not depend on others."""
+        assert job.slot is not None
+        return job.request.tenant, self._versions.content(job.slot), job.number if self._deterministic else 0
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def _fail(self, jobs: Iterable[Job], error: Exception) -> list[Completion]:
+        """Fail these jobs, and all that have begun if the cache was lost in a program that did not finish."""
+        lost = self._cache.lost
+        failed = [job for job in self._jobs() if job.slot is not None] if lost else []
+        completions = [self._complete(job, failure(job.request, error)) for job in dict.fromkeys([*jobs, *failed])]
+        if lost:
+            self._cache.clear()
+        return completions
+
+    def _complete(self, job: Job, result: Result) -> Completion:
+        self._forget(job)
+        return Completion(job.request.request_id, result)
+
+    def _jobs(self) -> list[Job]:
+        """All that are not finished."""
+        prompts = [prompt.job for prompt in (*self._reading, *self._read)]
+        return list(dict.fromkeys([*self._waiting, *prompts, *(sequence.job for sequence in self._running)]))
+
+    def _forget(self, job: Job) -> None:
+        """Free everything a job holds."""
+        pages = self._cache.pages
+        if job in self._waiting:
+            self._waiting.remove(job)
+        for prompts in (self._reading, self._read):
+            for prompt in [prompt for prompt in prompts if prompt.job is job]:
+                prompts.remove(prompt)
+                if not prompt.samples_started:
+                    pages.unreserve(pages_per_sample(job, PAGE_SIZE))
+                prompt.release()
+        for sequence in [sequence for sequence in self._running if sequence.job is job]:
+            self._running.remove(sequence)
+            for page in sequence.pages:
+                pages.give_back(page)
+            for node in reversed(sequence.shared):
+                pages.unpin(node)
+        if job.slot is not None:
+            self._versions.release(job.slot)
+            job.slot = None
+        if job.claim is not None:
+            self._versions.disclaim(job.claim)
+            job.claim = None

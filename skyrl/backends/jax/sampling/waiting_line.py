@@ -1,0 +1,81 @@
+"""Requests that wait to be sampled: who is next, and who may pass whom.
+
+They begin in the order of arrival. One that lacks room (pages of the cache, or a slot for its version) is passed by
+those behind it that find some, until these have taken as many pages in all as the cache has. From then on nobody passes
+it, so what ends makes room for it: a large request waits for what runs and for one cache's worth of smaller ones, never
+for ever. A request that has begun and lacks pages for its next sample is passed within the same limit.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from skyrl.backends.jax.sampling.prefill import pages_of, pages_per_sample
+from skyrl.backends.jax.sampling.sequences import Job
+from skyrl.tx.models.types import PAGE_SIZE
+
+LOOK_PAST = 64
+"""Requests without room that are passed at most; those whose version is being read do not count."""
+LOOK_AT = 512
+"""Requests that are looked at, at most: a long line costs no more than a short one."""
+
+
+class Line:
+    """Jobs that have not begun, in the order of arrival.
+
+    Args:
+        room: Pages of the cache.
+    """
+
+    def __init__(self, room: int):
+        self._room = room
+        self._jobs: deque[Job] = deque()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs)
+
+    def append(self, job: Job) -> None:
+        self._jobs.append(job)
+
+    def remove(self, job: Job) -> None:
+        self._jobs.remove(job)
+
+    def may_begin(self, begun: Sequence[Job] = ()) -> Iterator[Job]:
+        """The jobs that may begin if there is room, in order. Who lets one begin removes it before going on.
+
+        Args:
+            begun: Jobs that have left the line; those that lack room count as ahead of all that wait.
+        """
+        ahead = [job for job in begun if job.lacks_room]
+        left = min((self._room - job.passed_by for job in ahead), default=math.inf)
+        passed = lacking = 0
+        while left > 0 and lacking < LOOK_PAST and passed < min(LOOK_AT, len(self._jobs)):
+            job = self._jobs[passed]
+            pages = pages_in_all(job)
+            if pages <= left:
+                waiting = len(self._jobs)
+                yield job
+                if len(self._jobs) < waiting:
+                    if job.slot is not None:  # it has begun
+                        for other in ahead:
+                            other.passed_by += pages
+                        left -= pages
+                    continue
+            passed += 1
+            if job.lacks_room:
+                lacking += 1
+                ahead.append(job)
+                left = min(left, self._room - job.passed_by)
+
+
+def pages_to_begin(job: Job) -> int:
+    """Pages that a prompt and its first sample take."""
+    return pages_of(job, PAGE_SIZE) + pages_per_sample(job, PAGE_SIZE)
+
+
+def pages_in_all(job: Job) -> int:
+    """Pages that a prompt and all its samples take."""
+    return pages_of(job, PAGE_SIZE) + job.request.num_samples * pages_per_sample(job, PAGE_SIZE)

@@ -1,0 +1,172 @@
+"""Training passes tile by tile: what one asks to be computed, how several are computed in one call, what comes back.
+
+Tiles of several models, of one length and rank, are stacked up to the size of one full tile: many small requests cost
+what one large one does. A stack has one of a few sizes; places that are left over are filled with an idle tile.
+"""
+
+import logging
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from skyrl.algorithms.objective import Objective
+from skyrl.backends.backend import ForwardBackward
+from skyrl.backends.executor import Quantum
+from skyrl.backends.jax.models.published import padded
+from skyrl.backends.jax.models.state import Tree, zeros_like
+from skyrl.backends.jax.training.programs import AdamScalars, PassOutput, TrainingPrograms, abstract_tile
+from skyrl.backends.packing import WIDE, Tile, TileArrays, TileShape, idle_tile, make_tiles
+from skyrl.tx.layers.adapter import Adapter
+from skyrl.types import AdamParams, ForwardBackwardOutput
+
+log = logging.getLogger(__name__)
+
+Computed = tuple[PassOutput, Tree | None]
+"""Outputs of a tile on the host, and its gradients unless the pass goes forward only."""
+
+
+@dataclass(frozen=True)
+class TileWork:
+    """A tile and the adapter that it is for."""
+
+    adapter: Adapter
+    arrays: TileArrays
+    forward_only: bool
+    objective: Objective | None = None
+    """None: a loss of the protocol, which the tile names."""
+
+
+class Passes:
+    """Passes of any model over one base model.
+
+    Args:
+        programs: Compiled for the base model.
+        base: Its weights.
+        shape: How large tiles are.
+        longest: Tokens of the longest sequence.
+        empty: For a padded rank, an adapter of that rank which changes nothing; `ranks` are all there are, ascending.
+        stacks: Tiles that a call may have, ascending; there is a 1.
+        forward_shape: How large tiles are that have no gradient; those of `shape` if it is None.
+    """
+
+    def __init__(
+        self,
+        programs: TrainingPrograms,
+        base: Any,
+        shape: TileShape,
+        longest: int,
+        empty: Callable[[int], Adapter],
+        ranks: list[int],
+        stacks: tuple[int, ...],
+        forward_shape: TileShape | None = None,
+    ):
+        self._programs = programs
+        self._base = base
+        self._shape = shape
+        self._forward_shape = shape if forward_shape is None else forward_shape
+        self._longest = longest
+        self._empty = empty
+        self._ranks = ranks
+        self._widest = empty(ranks[-1])
+        self._stacks = stacks
+
+    def run(
+        self, operation: ForwardBackward, adapter: Adapter
+    ) -> Generator[Quantum, Computed, tuple[ForwardBackwardOutput, Tree | None]]:
+        """The outputs of a pass, and its gradients if it has any. Each quantum's answer is one of `compute`."""
+        if operation.reference:
+            adapter = self._widest if adapter.own_base is None else Adapter({"base": self._base}, adapter.scaling)
+        elif operation.forward_only and adapter.own_base is None and adapter.value_head is None:
+            adapter = padded(adapter, self._widest)
+        objective = None if isinstance(operation.loss_fn, str) else operation.loss_fn
+        outputs = [_Output(datum.loss_fn_inputs["target_tokens"]) for datum in operation.data]
+        total = None
+        shape = self._forward_shape if operation.forward_only else self._shape
+        for tile in make_tiles(operation.data, operation.loss_fn, operation.loss_fn_config, shape):
+            work = TileWork(adapter, tile.arrays, operation.forward_only, objective)
+            kind = None if operation.forward_only else _kind(work)
+            result, gradients = yield Quantum(tile.length, kind, work)
+            for place in tile.placements:
+                outputs[place.datum].fill(tile, slice(place.start, place.start + place.length), result)
+            total = gradients if total is None or gradients is None else self._programs.add(total, gradients)
+        jax.block_until_ready(total)  # so that a failure shows before anything is kept
+        loss = sum(float(output.losses.sum(dtype=np.float64)) for output in outputs)
+        metrics = {"loss:sum": loss, "num_tokens:sum": float(operation.tokens)}
+        return ForwardBackwardOutput([output.arrays() for output in outputs], metrics), total
+
+    def most_together(self, kind: tuple[int, ...]) -> int:
+        """Tiles of a kind in one call at most: as many as make up a full tile."""
+        return self._stacks_of(*kind[:2])[-1]
+
+    def _stacks_of(self, length: int, width: int) -> list[int]:
+        """Numbers of tiles of a shape that may share a call, ascending."""
+        room = self._shape.tokens // length if width == 1 else 1
+        return [stack for stack in self._stacks if stack == 1 or stack <= room]
+
+    def compute(self, works: list[TileWork]) -> list[Computed]:
+        """Results of tiles of one kind, of different models; they are there when this returns."""
+        first = works[0]
+        forward, forward_backward = self._programs.of(first.objective)
+        if first.forward_only:
+            return [(jax.device_get(forward(self._base, first.adapter, first.arrays)), None)]
+        missing = next(stack for stack in self._stacks if stack >= len(works)) - len(works)
+        idle = [idle_tile(*first.arrays.targets.shape)] * missing
+        adapters = tuple([work.adapter for work in works] + [first.adapter] * missing)
+        tiles = tuple([work.arrays for work in works] + idle)
+        results = jax.block_until_ready(forward_backward(self._base, adapters, tiles))
+        return [(jax.device_get(output), gradients) for output, gradients in results[: len(works)]]
+
+    def warm_up(self) -> Iterator[None]:
+        """Compile, one at a time, every program that a request may need; what is asked for most often first."""
+        lengths = {width: self._shape.lengths(self._longest, wide=width > 1) for width in (1, WIDE)}
+        for rank in reversed(self._ranks):
+            yield from self._warm_up_step(rank)
+        for width in (1, WIDE):
+            for rank in reversed(self._ranks):
+                adapter = self._empty(rank)
+                for length in sorted(lengths[width], key=lambda length: abs(length - self._shape.tokens)):
+                    tile = abstract_tile(length, width)
+                    for stack in self._stacks_of(length, width):
+                        self._programs.forward_backward.compiled_for(self._base, (adapter,) * stack, (tile,) * stack)
+                        yield
+            for length in lengths[width]:
+                self._programs.forward.compiled_for(self._base, self._widest, abstract_tile(length, width))
+                yield
+        log.info("all %d programs of training are ready", self._programs.compiled)
+
+    def _warm_up_step(self, rank: int) -> Iterator[None]:
+        zeros = zeros_like(self._empty(rank).weights)
+        self._programs.add(zeros, zeros)
+        self._programs.optim_step(zeros, zeros, zeros, zeros, AdamScalars.of(AdamParams(), 1))
+        yield
+
+
+class _Output:
+    """What a pass returns for one sequence, filled tile by tile."""
+
+    def __init__(self, targets: np.ndarray):
+        self.losses = np.zeros(len(targets), np.float32)
+        self._shape = targets.shape
+        self._scores: dict[str, np.ndarray] = {}
+
+    def fill(self, tile: Tile, cells: slice, result: PassOutput) -> None:
+        for name, values in result.scores.items():
+            columns = np.asarray(values)[cells].reshape(len(self.losses), -1)
+            targets = self._shape[1:] if name == "logprobs" else ()
+            whole = self._scores.setdefault(name, np.zeros((len(self.losses), *targets), np.float32))
+            here = whole.reshape(len(self.losses), -1)[:, tile.first_target :][:, : columns.shape[1]]
+            here[...] = columns[:, : here.shape[1]]
+        self.losses += np.asarray(result.losses)[cells]
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {**self._scores, "elementwise_loss": self.losses}
+
+
+def _kind(work: TileWork) -> tuple[int, ...] | None:
+    """Length, targets per token and rank: tiles that agree in these may share a call. None: it has one of its own."""
+    if work.objective is not None or work.adapter.own_base is not None or work.adapter.value_head is not None:
+        return None
+    return *work.arrays.targets.shape, work.adapter.rank

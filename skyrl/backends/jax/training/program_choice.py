@@ -1,0 +1,105 @@
+"""The programs of training, chosen so that they fit: their memory is read off the compiled ones before weights are."""
+
+import copy
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from skyrl.backends.jax.config import JaxBackendConfig
+from skyrl.backends.jax.defaults import Defaults, resolved
+from skyrl.backends.jax.memory_plan import (
+    GIB,
+    KEPT_FREE,
+    MODES,
+    Mode,
+    Plan,
+    choose_modes,
+    choose_stacks,
+    memory_limit,
+    stack_bytes,
+)
+from skyrl.backends.jax.models.state import COPIES, NEW_IN_A_STEP
+from skyrl.backends.jax.training.programs import TrainingPrograms
+from skyrl.backends.packing import TileShape
+from skyrl.tx.layers.adapter import Adapter
+from skyrl.tx.models.types import KVCache, ModelForCausalLM
+
+
+def defaults_for(model: ModelForCausalLM, config: JaxBackendConfig) -> Defaults:
+    """The options of a backend with an `abstract_model` on this process's device."""
+    base = nnx.split(model)[1]
+    dtype = jax.tree.leaves(base)[0].dtype  # of activations too, and so of keys and values
+    token = jax.tree.leaves(jax.eval_shape(lambda: KVCache.pool(model.config, 1, dtype, page_size=1)))
+    left = int(_limit(config) * (1 - KEPT_FREE)) - _bytes(base)
+    return resolved(config, jax.default_backend(), dtype == jnp.float32, left, sum(map(_size, token)))
+
+
+def planned(
+    model: ModelForCausalLM, config: JaxBackendConfig, cache: int, shape: TileShape, longest: int, widest: Adapter
+) -> tuple[TrainingPrograms, Plan, tuple[int, ...]]:
+    """Programs for an `abstract_model`, what memory is for, and how many tiles a call may have.
+
+    Args:
+        model: Without weights.
+        config: Of the backend.
+        cache: Bytes of keys and values.
+        shape: Of tiles.
+        longest: Tokens of the longest sequence.
+        widest: An adapter of the largest rank.
+
+    Raises:
+        RequestError: The base model, its cache, the longest sequence and one model do not fit.
+    """
+    graphs = _graphs(model)
+    base = nnx.split(model)[1]
+    lengths = shape.lengths(longest)
+    # Programs of their own for each mode: what was traced once for some shapes is not traced again for them.
+    options = config.loss_chunk_size, config.deterministic
+    of_mode = {mode: TrainingPrograms(lambda _, mode=mode: graphs[mode], *options) for mode in MODES}
+
+    def training_bytes(length: int, mode: Mode) -> int:
+        if config.enforce_eager:
+            return 0
+        return of_mode[mode].temporary_bytes(base, widest, length) + 2 * widest_bytes
+
+    widest_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(widest))
+    plan = Plan(_limit(config), _bytes(base), cache, training=0, model=COPIES * widest_bytes)
+    plan.check()
+    asked, typical = config.gradient_checkpointing, shape.tokens
+    modes, taken = choose_modes(asked, lengths, typical, plan.for_training, training_bytes)
+    stacks = choose_stacks(plan.for_training - taken, widest_bytes)
+    calls = taken + stack_bytes(stacks[-1], widest_bytes), NEW_IN_A_STEP * widest_bytes
+    plan = plan._replace(training=max(calls))
+    plan.check(longest)
+    used = set(modes.values())
+    mixed = TrainingPrograms(lambda length: graphs[modes[length]], *options)
+    return of_mode[used.pop()] if len(used) == 1 else mixed, plan, stacks
+
+
+def _limit(config: JaxBackendConfig) -> int:
+    """Bytes to plan with."""
+    return int(config.memory_limit_gib * GIB) or memory_limit()
+
+
+def _size(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def _bytes(tree: Any) -> int:
+    """Of all arrays, or of their shapes."""
+    return sum(map(_size, jax.tree.leaves(tree)))
+
+
+def _graphs(model: ModelForCausalLM) -> dict[Mode, Any]:
+    """The model's static part for each mode of gradient checkpointing."""
+    own = model.config
+    graphs = {}
+    for mode in MODES:
+        model.config = copy.copy(own)
+        model.config.gradient_checkpointing = mode
+        graphs[mode] = nnx.split(model)[0]
+    model.config = own
+    return graphs

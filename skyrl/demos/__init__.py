@@ -1,0 +1,3 @@
+"""Demonstrations that need no download: two adapters at once (`skyrl demo`), and RL that learns to add (`skyrl
+demo-rl`).
+"""

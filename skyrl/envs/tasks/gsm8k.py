@@ -1,0 +1,56 @@
+"""Grade-school arithmetic in words: one answer, scored by the number after `####`.
+
+Differences from skyrl-gym 0.4.0: numbers are compared as such, whatever marks are around them, so `#### $42.00.` is 42
+and `#### 42abc` is not; the gold answer may be a number; one that is no number is never matched.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+from skyrl.envs.env import ENVS, Env, StepResult
+from skyrl.envs.tasks.answers import begins_number, last_number, number_at
+from skyrl.train.config.machinery.base import BaseConfig
+
+_MARK = re.compile(r"####[ \t]++")
+
+
+@dataclass
+class GSM8kConfig(BaseConfig):
+    """Settings of `gsm8k`."""
+
+    method: Literal["strict", "flexible"] = "strict"
+    """Which number is the answer: the one after the first `####`, or the last one of the text."""
+
+
+def extract_answer(text: str) -> Fraction | None:
+    """The number after the *first* `#### ` that one follows; None if there is none.
+
+    That the first one counts keeps a model from trying several.
+    """
+    for mark in _MARK.finditer(text):
+        if begins_number(text, mark.end()):
+            return number_at(text, mark.end())
+    return None
+
+
+def is_correct(text: str, ground_truth: object, method: Literal["strict", "flexible"] = "strict") -> bool:
+    """Whether the answer in `text` is the gold number."""
+    answer = extract_answer(text) if method == "strict" else last_number(text)
+    return answer is not None and answer == number_at(str(ground_truth), 0)
+
+
+@ENVS.register("gsm8k")
+class GSM8kEnv(Env[GSM8kConfig]):
+    """One turn; 1 for the right number after `####`, else 0. Needs `reward_spec.ground_truth`."""
+
+    Config = GSM8kConfig
+
+    def __init__(self, config: GSM8kConfig, extras: Mapping[str, Any]):
+        super().__init__(config, extras)
+        self.ground_truth = self.column("reward_spec.ground_truth")
+
+    async def step(self, action: str) -> StepResult:
+        return StepResult([], float(is_correct(action, self.ground_truth, self.config.method)), done=True)

@@ -1,0 +1,37 @@
+"""Grade-school arithmetic in words over several turns, with a little reward for a wrong answer in the right form."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl.envs.env import ENVS, Env, NoSettings, StepResult
+from skyrl.envs.tasks.gsm8k import extract_answer, is_correct
+
+FORMAT_REWARD = 0.2
+"""What an episode can gain by form alone, in equal parts over its turns."""
+
+ONCE_MORE = "Reason step by step, and end with a tentative numeric answer in the exact form '#### ANSWER'."
+LAST_TURN = "Give nothing but your final numeric answer now, in the exact form '#### ANSWER'."
+
+
+@ENVS.register("gsm8k_multi_turn")
+class GSM8kMultiTurnEnv(Env[NoSettings]):
+    """Up to `max_turns` turns (5), until the answer is right. Needs `reward_spec.ground_truth`."""
+
+    def __init__(self, config: NoSettings, extras: Mapping[str, Any]):
+        super().__init__(config, extras)
+        self.ground_truth = self.column("reward_spec.ground_truth")
+        self.max_turns = self.turn_limit(5)
+        self.turns = 0
+
+    async def step(self, action: str) -> StepResult:
+        self.turns += 1
+        left = self.max_turns - self.turns
+        if is_correct(action, self.ground_truth):
+            return StepResult([], 1.0, done=True)
+        reward = FORMAT_REWARD / self.max_turns if extract_answer(action) is not None else 0.0
+        if left <= 0:
+            return StepResult([], reward, done=True)
+        return StepResult([{"role": "user", "content": ONCE_MORE if left > 1 else LAST_TURN}], reward, done=False)
+
+    def metrics(self) -> dict[str, float]:
+        return {"steps": float(self.turns)}

@@ -1,0 +1,86 @@
+"""Mathematics with the answer in a box: the last `\\boxed{...}`, compared with the gold answer.
+
+Two answers are the same if they are written the same, or are the same number (`answers.py`). `comparison=math-verify`
+asks that library about the others, so that `2^{10}` is 1024. Its algebra takes a second, or for ever (`9^{9^{9^9}}`):
+it is done in a process with limits of its own, as model-written code is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from skyrl.envs.env import ENVS, Env, EnvError, StepResult
+from skyrl.envs.tasks.answers import LONGEST, exact_number, last_boxed, normalize, same_answer
+from skyrl.errors import ConfigError
+from skyrl.train.config.machinery.base import BaseConfig
+from skyrl.utils.sandbox.run import Isolation, Limits, run_code
+
+_VERIFY = """
+from math_verify import parse, verify
+
+def same(gold, said):
+    gold, said = (parse(text, parsing_timeout=None) for text in (gold, said))
+    return verify(gold, said, timeout_seconds=None)
+"""
+
+
+@dataclass
+class MathConfig(BaseConfig):
+    """Settings of `math`."""
+
+    comparison: Literal["text", "math-verify"] = "text"
+    """What says that two answers are the same. "math-verify" needs `pip install 'skyrl[math]'`."""
+
+    timeout: PositiveFloat = 5.0
+    """Seconds of CPU time that math-verify may take. An answer that it does not finish is wrong."""
+
+    memory_mb: PositiveInt = 2048
+    """MiB of address space for math-verify."""
+
+    isolation: Isolation = "full"
+    """How math-verify is walled in; see `skyrl/utils/sandbox/run.py` before setting "limited"."""
+
+
+@ENVS.register("math")
+class MathEnv(Env[MathConfig]):
+    """One turn; 1 for the right answer in the last box, else 0. The metric `boxed` says whether there is a box.
+
+    Needs `reward_spec.ground_truth` or `reward_model.ground_truth`. EnvError if math-verify cannot be run.
+    """
+
+    Config = MathConfig
+
+    def __init__(self, config: MathConfig, extras: Mapping[str, Any]):
+        super().__init__(config, extras)
+        self.ground_truth = str(self.column("reward_spec.ground_truth", "reward_model.ground_truth"))
+        if config.comparison == "math-verify" and find_spec("math_verify") is None:
+            raise ConfigError(
+                "comparison=math-verify: it is not installed; pip install 'skyrl[math]', or set comparison=text"
+            )
+
+    async def step(self, action: str) -> StepResult:
+        box = last_boxed(action)
+        right = box is not None and await self._is_correct(box[1])
+        return StepResult([], float(right), done=True, metrics={"boxed": float(box is not None)})
+
+    async def _is_correct(self, said: str) -> bool:
+        if same_answer(self.ground_truth, said):
+            return True
+        if self.config.comparison == "text" or len(said) > LONGEST or not normalize(self.ground_truth):
+            return False
+        numbers = [exact_number(normalize(text)) for text in (self.ground_truth, said)]
+        return None in numbers and await self._verified(said)
+
+    async def _verified(self, said: str) -> bool:
+        case = {"arguments": [f"\\boxed{{{text}}}" for text in (self.ground_truth, said)]}
+        limits = Limits(cpu_s=self.config.timeout, memory_mb=self.config.memory_mb)
+        async with self.workers.process():
+            (outcome,) = await run_code(
+                _VERIFY, [case], function="same", limits=limits, isolation=self.config.isolation
+            )
+        if outcome.status == "error":
+            raise EnvError(f"math-verify cannot be run: {outcome.stderr[-500:]}")
+        return outcome.value == "true"

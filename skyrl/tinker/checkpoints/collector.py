@@ -1,0 +1,190 @@
+"""Removes what may go, inside a running server every so often. Where none runs, `skyrl gc` does (`offline.py`)."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from skyrl.tinker.checkpoints import retention, trash
+from skyrl.tinker.checkpoints.disk_budget import GIB, MIB, remove_empty_folders
+from skyrl.tinker.checkpoints.guard import Stake, at_stake, nameless_folders
+from skyrl.tinker.checkpoints.retention import SELDOM, Removal, Rules, Walk
+from skyrl.tinker.checkpoints.surplus import surplus_versions
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.database.checkpoint_rows import Obsolete
+from skyrl.tinker.database.database import Database
+from skyrl.tinker.errors import DatabaseFull
+from skyrl.utils.failpoints import crash_point
+
+log = logging.getLogger(__name__)
+
+Discard = Callable[[Obsolete], Awaitable[None]]
+Forget = Callable[[tuple[str, ...]], None]
+Refresh = Callable[[], Awaitable[None]]
+
+Job = Walk[Any] | Callable[..., list[Removal]]
+
+OFTEN = (*retention.OFTEN, surplus_versions)
+SELDOM_S = 3600
+"""Seconds between two looks through everything."""
+LATE_S = 300
+"""Seconds that a round may come late. If it comes later, nobody could be heard meanwhile: the machine slept, or its
+clock was set."""
+
+
+class Collector:
+    """Removes what is past its time, one round after the other.
+
+    Args:
+        config: How long things live.
+        database: Of the server.
+        discard: Removes files, unless something reads them still; then they are found without a name later on.
+        forget: Told which rows have changed.
+        refresh: Writes down which clients were heard of, before it is decided who was silent.
+        heard_since: When clients could first be heard.
+        force: Remove what nothing names, and surplus checkpoints, however many there are (see `guard`).
+        tell: Told why a round leaves them, once, and again when there are more or less.
+        sampled: When versions were last sampled since then. None: that is not known, so none is taken for unused.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        database: Database,
+        discard: Discard,
+        forget: Forget,
+        refresh: Refresh,
+        heard_since: float = 0.0,
+        force: bool = False,
+        tell: Callable[[str], None] = log.error,
+        sampled: Callable[[], Mapping[str, float]] | None = None,
+    ):
+        self.refusal: str | None = None
+        """Why the last look at everything took nothing that has no name, if it did not."""
+        self._config = config
+        self._database = database
+        self._discard = discard
+        self._forget = forget
+        self._refresh = refresh
+        self._rules = Rules(config, heard_since)
+        self._force = force
+        self._tell = tell
+        self._refused: Stake | None = None
+        self._sampled = sampled
+        self._seldom_at = 0.0
+        self._last_round = time.time()
+        self._turn = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Collect every so often, until cancelled."""
+        while self._config.session_cleanup_interval_sec >= 0:
+            try:
+                await self.collect()
+            except DatabaseFull as error:
+                log.warning("nothing was collected: %s", error)
+            except Exception as error:  # the next round may do better; without any the disk would fill
+                log.error("collecting failed", exc_info=error)
+            await asyncio.sleep(max(1, self._config.session_cleanup_interval_sec))
+
+    async def collect(self) -> list[Removal]:
+        """One round: what is past its time; at first and every hour also what takes a look at everything."""
+        async with self._turn:
+            await self._refresh()
+            self._look_at_the_clock()
+            seldom = time.monotonic() >= self._seldom_at
+            if seldom and not self._force:
+                await self._look_at_stake()
+            removals: list[Removal] = []
+            most_bytes = self._config.max_results_gib * GIB
+            since = await self._database.read(partial(retention.oldest_result, max_bytes=most_bytes))
+            rules = replace(self._rules, results_since=since)
+            for job in (*OFTEN, *SELDOM) if seldom else OFTEN:
+                rules = replace(rules, sampled=self._sampled() if self._sampled else None)
+                while gone := await self._carry_out(job, rules, time.time()):
+                    removals += await self._remove(gone)
+            if seldom:
+                if self.refusal is None:
+                    removals += await self._remove(
+                        await asyncio.to_thread(nameless_folders, self._config, self._database)
+                    )
+                await asyncio.to_thread(remove_empty_folders, self._config.checkpoints_base)
+                await self._database.give_back()
+                self._seldom_at = time.monotonic() + SELDOM_S
+            removals += await asyncio.to_thread(_empty_trash, self._config)
+            if removals:
+                log.info("collected %s", summary(removals))
+            return removals
+
+    async def _carry_out(self, job: Job, rules: Rules, now: float) -> list[Removal]:
+        if not isinstance(job, Walk):
+            return await self._database.write(partial(job, rules=rules, now=now))
+        found = await self._database.read(lambda session: job.find(session, rules, now))
+        return await self._database.write(lambda session: job.remove(session, rules, now, found)) if found else []
+
+    async def _look_at_stake(self) -> None:
+        """Spare what the guard does not let go."""
+        first = self._seldom_at == 0.0
+        stake = await asyncio.to_thread(at_stake, self._config, self._database, self._rules, first)
+        self.refusal = stake.refusal if stake.too_much else None
+        if self.refusal is not None:
+            if stake.surplus:  # what becomes surplus from now on does so one by one, as it should
+                self._rules = replace(self._rules, surplus_since=time.time())
+            if self._refused is None or self._refused.nameless != stake.nameless:
+                self._tell(self.refusal)
+        self._refused = stake if stake.too_much else None
+
+    def _look_at_the_clock(self) -> None:
+        """Silence counts from now on where this round comes too late."""
+        last, self._last_round = self._last_round, time.time()
+        if self._last_round - last > max(1, self._config.session_cleanup_interval_sec) + LATE_S:
+            self._rules = replace(self._rules, heard_since=self._last_round)
+
+    async def _remove(self, removals: list[Removal]) -> list[Removal]:
+        """Remove what rows that are gone have left."""
+        done = []
+        for removal in removals:
+            self._forget(removal.changed)
+            if removal.files is None:
+                done.append(removal)
+            else:
+                crash_point("api: checkpoint unnamed, files still there")
+                done.append(await asyncio.to_thread(retention.measured, removal, self._config.checkpoints_base))
+                await self._discard(removal.files)
+                folder = self._config.checkpoints_base / removal.files.folder
+                await asyncio.to_thread(remove_empty_folders, self._config.checkpoints_base, folder.parent)
+        return done
+
+
+def past_its_time(config: EngineConfig) -> list[Removal]:
+    """What has been in the trash for long enough. It is still there."""
+    since = time.time() - config.trash_retention_sec
+    return [_emptied(entry) for entry in trash.entries(config.checkpoints_base) if entry.since <= since]
+
+
+def _empty_trash(config: EngineConfig) -> list[Removal]:
+    removals = past_its_time(config)
+    for removal in removals:
+        assert removal.files is not None
+        trash.discard(config.checkpoints_base, removal.files.folder, removal.files.to_trash)
+    return removals
+
+
+def _emptied(entry: trash.Entry) -> Removal:
+    name = f"{trash.NAME}/{entry.path.name}"
+    return Removal(f"{name} ({trash.what(entry)})", entry.size_bytes, Obsolete(None, name))
+
+
+def summary(removals: list[Removal]) -> str:
+    """How much that is."""
+    count = "1 thing" if len(removals) == 1 else f"{len(removals)} things"
+    waiting = sum(removal.files is not None and removal.files.to_trash for removal in removals)
+    where = f" ({waiting} of them to {trash.NAME})" if waiting else ""
+    return f"{count}, {mebibytes(sum(removal.size_bytes for removal in removals))}{where}"
+
+
+def mebibytes(size_bytes: int) -> str:
+    """A size in words."""
+    return f"{size_bytes / MIB:.1f} MiB"

@@ -1,0 +1,173 @@
+"""The folder of checkpoints: held by one server, tidied when it starts, and kept within its limits.
+
+What it holds is known from the rows of checkpoints, versions and snapshots, so that asking costs a query and not a walk
+through the folder. What the disk has left is asked of the disk.
+"""
+
+import asyncio
+import logging
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from sqlalchemy import func
+from sqlmodel import Session, col, select
+
+from skyrl.errors import RequestError
+from skyrl.tinker.checkpoints import trash
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.database.database import Database
+from skyrl.tinker.database.tables import CheckpointRow, ModelRow, VersionRow
+from skyrl.utils.atomic_folders import remove_folder, tidy
+from skyrl.utils.locks.lease import Lease
+
+log = logging.getLogger(__name__)
+
+LOCK = ".server.lock"
+EPHEMERAL = "ephemeral"
+KINDS = ("weights", "sampler_weights", "external_weights", EPHEMERAL, "snapshots")
+"""Folders of a model. Others are not ours."""
+MIB, GIB = 2**20, 2**30
+_MODEL = re.compile(r"[0-9a-f-]{36}-train-\d+")
+"""Name of a model's folder. Others are not ours, such as what a file system keeps in its root."""
+WAY_OUT = "delete checkpoints (tinker checkpoint delete), finish sessions, or start the server with"
+
+
+def hold_folder(base: Path, finish_writes: bool = True, stopping: threading.Event | None = None) -> Lease:
+    """Take the folder for this process.
+
+    Args:
+        base: The folder. It is made if it is missing.
+        finish_writes: Finish, or take back, what a killed server was writing.
+        stopping: Set when there is no use any more in waiting for a server that is about to end.
+
+    Raises:
+        RequestError: It cannot be written, or another server uses it.
+    """
+    option = f"checkpoints_base={base}"
+    try:
+        lease = Lease(base / LOCK, option, "--checkpoints-base", stopping)
+        try:
+            tempfile.TemporaryFile(dir=base).close()  # the first save is not to be the one to find out that this fails
+            for parent in (*folders_of_kinds(base), base / trash.NAME) if finish_writes else ():
+                if parent.is_dir():
+                    tidy(parent)
+        except BaseException:
+            lease.release()
+            raise
+    except OSError as error:
+        raise RequestError(f"{option}: {error.strerror or error}; use a folder that can be written") from error
+    return lease
+
+
+def folders_of_kinds(base: Path) -> Iterator[Path]:
+    """The folders MODEL/KIND, which hold all that is saved."""
+    for model in base.iterdir():
+        if model.is_dir() and not model.name.startswith("."):
+            yield from (kind for kind in model.iterdir() if kind.is_dir())
+
+
+def saved_folders(base: Path) -> set[str]:
+    """MODEL/KIND/NAME of all that is saved, as the database names it."""
+    kinds = (kind for kind in folders_of_kinds(base) if kind.name in KINDS)
+    paths = (path for kind in kinds for path in kind.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return {str(path.relative_to(base)) for path in paths}
+
+
+def remove_empty_folders(base: Path, kind: Path | None = None) -> None:
+    """Remove the folders MODEL/KIND, and then MODEL, that hold nothing. A save that needs one makes it again.
+
+    Args:
+        base: Folder of checkpoints.
+        kind: Look at this one and its MODEL only.
+    """
+    kinds = list(folders_of_kinds(base)) if kind is None else [kind]
+    models = {path.parent for path in kinds} if kind is not None else set(base.iterdir())
+    ours = {model for model in models if model.parent == base and _MODEL.fullmatch(model.name)}
+    for path in (*(kind for kind in kinds if kind.parent in ours), *ours):
+        with suppress(OSError):  # it is not empty, or gone
+            path.rmdir()
+
+
+class Disk:
+    """Refuses what would not fit.
+
+    Args:
+        config: `checkpoints_base` and its limits.
+        database: Knows what has been saved.
+    """
+
+    def __init__(self, config: EngineConfig, database: Database):
+        self._config = config
+        self._database = database
+        self.collect: Callable[[], Awaitable[object]] | None = None
+        """Removes what nobody needs any more, as soon as there is something that does so."""
+
+    async def make_room(self, model_id: str, sampler: bool) -> None:
+        """See to it that a save of a model fits; what can go goes first, then the trash, the oldest of it first.
+
+        Args:
+            model_id: The model that is to be saved.
+            sampler: Whether only its weights are saved, not its optimizer.
+
+        Raises:
+            RequestError: It does not fit. The message says what is taken, what may be, and a way out.
+        """
+        if await self._refusal(model_id, sampler) is None:
+            return
+        if self.collect is not None:
+            await self.collect()
+        left = await asyncio.to_thread(trash.entries, self._config.checkpoints_base)
+        in_trash = sum(entry.size_bytes for entry in left)
+        if (refusal := await self._refusal(model_id, sampler, without=in_trash)) is not None:
+            raise RequestError(refusal)  # it would not fit without the trash either
+        while (refusal := await self._refusal(model_id, sampler)) is not None:
+            if not left:
+                raise RequestError(refusal)
+            log.info("%s goes, as its room is needed", left[0].path)
+            await asyncio.to_thread(remove_folder, left.pop(0).path)
+
+    async def _refusal(self, model_id: str, sampler: bool, without: int = 0) -> str | None:
+        """Why it does not fit, also if so many bytes went. None if it fits."""
+        config = self._config
+        size = await self._database.read(lambda session: _expected_bytes(session, model_id, sampler))
+        free = shutil.disk_usage(config.checkpoints_base).free
+        if free + without - size < config.min_free_disk_mib * MIB:
+            return (
+                f"the disk of checkpoints has {free / MIB:.0f} MiB left, of which min_free_disk_mib="
+                f"{config.min_free_disk_mib} are to stay free, and this needs {size / MIB:.1f}; {WAY_OUT} a lower "
+                "--min-free-disk-mib or on a larger disk"
+            )
+        if config.max_disk_gib == 0:
+            return None
+        used = await self._database.read(used_bytes)
+        used += sum(entry.size_bytes for entry in trash.entries(config.checkpoints_base))
+        if used - without + size > config.max_disk_gib * GIB:
+            return (
+                f"checkpoints take {used / GIB:.3f} GiB of max_disk_gib={config.max_disk_gib:g}, and this needs "
+                f"{size / GIB:.3f}; {WAY_OUT} a larger --max-disk-gib"
+            )
+        return None
+
+
+def used_bytes(session: Session) -> int:
+    """What checkpoints, versions and snapshots take, as far as it is known."""
+    columns = (col(CheckpointRow.size_bytes), col(VersionRow.size_bytes), col(ModelRow.snapshot_bytes))
+    return sum(session.exec(select(func.sum(column))).one() or 0 for column in columns)
+
+
+def _expected_bytes(session: Session, model_id: str, sampler: bool) -> int:
+    """What saving a model will take: as much as the last time. 0 where there was none."""
+    kind = "sampler_weights" if sampler else "weights"
+    named = select(CheckpointRow.size_bytes).where(CheckpointRow.model_id == model_id, CheckpointRow.kind == kind)
+    sizes = [session.exec(named.order_by(col(CheckpointRow.id).desc()).limit(1)).first()]
+    if sampler:
+        written = select(VersionRow.size_bytes).where(
+            VersionRow.model_id == model_id, col(VersionRow.size_bytes).is_not(None)
+        )
+        sizes.append(session.exec(written.limit(1)).first())
+    return max(size or 0 for size in sizes)

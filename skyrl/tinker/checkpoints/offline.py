@@ -1,0 +1,144 @@
+"""What a person does to the state of a server that is stopped: `skyrl gc` collects, `skyrl adopt` ties.
+
+Neither makes a database: where there is none, or another program's, the options are wrong.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+from sqlmodel import Session
+
+from skyrl.errors import RequestError
+from skyrl.tinker.checkpoints import adoption, retention, state_id, trash
+from skyrl.tinker.checkpoints.collector import OFTEN, Collector, mebibytes, past_its_time, summary
+from skyrl.tinker.checkpoints.disk_budget import GIB, hold_folder
+from skyrl.tinker.checkpoints.guard import at_stake, nameless_folders
+from skyrl.tinker.checkpoints.retention import SELDOM, Removal, Rules
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.database.checkpoint_rows import Obsolete
+from skyrl.tinker.database.database import Database
+from skyrl.utils.locks.lease import InUse
+
+Say = Callable[[str], None]
+
+
+def collect(config: EngineConfig, dry_run: bool, say: Say, force: bool = False) -> None:
+    """Collect where no server runs.
+
+    Args:
+        config: Of that server.
+        dry_run: Say what would go, and leave it.
+        say: Told each thing, in a line.
+        force: Remove what has no name, and surplus checkpoints, however many there are.
+
+    Raises:
+        RequestError: A server runs, there is nothing to collect from, folder and database do not belong together, or,
+            when all else is done, too much would go.
+    """
+    try:
+        with _opened(config, dry_run) as database:
+            if (mismatch := state_id.refusal(config.checkpoints_base, database)) is not None:
+                raise RequestError(mismatch)
+            if dry_run:
+                removals, refusal = _would_remove(config, database, force)
+                freed = 0
+            else:
+                removals, refusal = asyncio.run(_remove_all(config, database, force))
+                freed = database.compact()
+    except InUse as error:
+        raise RequestError(f"{error}; while it runs, it collects by itself (--session-cleanup-interval-sec)") from None
+    for removal in removals:
+        say(f"{removal.what}: {mebibytes(removal.size_bytes)}")
+    if freed > 0:
+        say(f"unused space in the database: {mebibytes(freed)}")
+    say(f"{'would remove' if dry_run else 'removed'} {summary(removals)}")
+    if refusal is not None and dry_run:
+        say(f"would refuse the rest: {refusal}")
+    elif refusal is not None:
+        raise RequestError(refusal)
+
+
+def adopt(config: EngineConfig, dry_run: bool, say: Say) -> None:
+    """Tie folder and database, whatever ids they have, and give checkpoints that have lost their names these again.
+
+    Args:
+        config: Of the server.
+        dry_run: Say what there is, and leave it.
+        say: Told that before anything is changed, and then what has been changed.
+
+    Raises:
+        RequestError: A server runs, or there is no folder or no database.
+    """
+    base = config.checkpoints_base
+    with _opened(config, dry_run) as database:
+        found = state_id.holdings(base, database)
+        say(f"{found.words}.")
+        for folder in sorted(found.missing):
+            say(f"missing: {folder}")
+        lost = adoption.nameless_checkpoints(base, database, found.there)
+        for row in lost:
+            say(f"{'would get' if dry_run else 'gets'} its name again: {adoption.path_of(row)}")
+        left = found.there - {row.folder for row in lost} - database.read_now(retention.named_folders)
+        if left:
+            say(f"{len(left)} folders have no name and get none; a server collects them (to {trash.NAME})")
+        if dry_run:
+            say("nothing was changed")
+        else:
+            asyncio.run(_tie(config, database, lost))
+            say(f"{base} and {database.url} belong together now")
+
+
+@contextmanager
+def _opened(config: EngineConfig, dry_run: bool) -> Iterator[Database]:
+    """The database, while the folder is held."""
+    base = config.checkpoints_base
+    if not base.is_dir():
+        raise RequestError(
+            f"checkpoints_base={base}: there is no such folder; name the server's with --checkpoints-base"
+        )
+    with (
+        hold_folder(base, finish_writes=not dry_run),
+        closing(Database(config.database_url, migrate=not dry_run, create=False)) as database,
+    ):
+        yield database
+
+
+async def _tie(config: EngineConfig, database: Database, rows: list[adoption.CheckpointRow]) -> None:
+    await database.write(lambda session: session.add_all(rows))
+    await state_id.tie_anyway(config.checkpoints_base, database)
+
+
+async def _remove_all(config: EngineConfig, database: Database, force: bool) -> tuple[list[Removal], str | None]:
+    async def discard(files: Obsolete) -> None:
+        await asyncio.to_thread(trash.discard, config.checkpoints_base, files.folder, files.to_trash)
+
+    async def nobody_was_heard() -> None:
+        return None
+
+    await state_id.tie(config.checkpoints_base, database)
+    collector = Collector(config, database, discard, lambda _: None, nobody_was_heard, force=force, tell=lambda _: None)
+    return await collector.collect(), collector.refusal
+
+
+def _would_remove(config: EngineConfig, database: Database, force: bool) -> tuple[list[Removal], str | None]:
+    rules = Rules(config)
+    stake = at_stake(config, database, rules, first=True)
+    spared = stake.too_much and not force
+    if spared:
+        rules = replace(rules, surplus_since=time.time())
+
+    def jobs(session: Session) -> list[Removal]:
+        removals: list[Removal] = []
+        now_rules = replace(rules, results_since=retention.oldest_result(session, config.max_results_gib * GIB))
+        for job in (*OFTEN, *SELDOM):
+            while found := job(session, rules=now_rules, now=time.time()):
+                removals += found
+                session.flush()
+        return removals
+
+    removals = [*database.dry_run(jobs), *([] if spared else nameless_folders(config, database))]
+    measured = [retention.measured(removal, config.checkpoints_base) for removal in removals]
+    return [*measured, *past_its_time(config)], stake.refusal if spared else None

@@ -1,0 +1,506 @@
+"""What may go: rows and files that are past their time. Each function removes rows and says which files go with them.
+
+The functions are jobs of the database's writer; what takes a look at everything is found by a reader (`Walk`), so that
+nobody's writes wait for it. Rows go first and files after the commit, so that a kill in between
+leaves files without a name, which `orphans` finds, and never a name without files. A dry run is the same jobs, rolled
+back. What a revival of a model would read again stays, whatever its age.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from sqlalchemy import ColumnElement, and_, delete, func, literal_column, or_, update
+from sqlalchemy.orm import aliased
+from sqlmodel import Session, col, select
+
+from skyrl.tinker.checkpoints.disk_budget import KINDS, folders_of_kinds
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.database.checkpoint_rows import Obsolete, unname
+from skyrl.tinker.database.replay_log import folders_to_load, release
+from skyrl.tinker.database.tables import (
+    DONE,
+    WITH_BODY,
+    CheckpointRow,
+    ModelRow,
+    RequestRow,
+    ResultRow,
+    SamplerRow,
+    SessionRow,
+    VersionRow,
+)
+from skyrl.tinker.identity.ids import folder_of_model
+from skyrl.utils.atomic_folders import QUARANTINED, TEMPORARY, folder_bytes
+
+Found = TypeVar("Found")
+
+DAY_S = 24 * 3600
+ENDED_AFTER_S = DAY_S
+"""Seconds of silence after which a session counts as ended."""
+HEARD_WITHIN_S = 3600
+"""Seconds that a server listens before it takes a session for silent. Clients say something every 10."""
+RESULT_AGE_S = 600
+"""Seconds that a result stays at least, however large results are."""
+ORPHAN_AGE_S = 3600
+QUARANTINE_S = 7 * DAY_S
+FOLDERS = 10
+"""Saved folders that lose their names in one transaction. Those that a kill leaves without one are few enough for the
+guard."""
+BATCH = 200
+"""Things that go in one transaction, so that others get their turn."""
+MANY_SAMPLERS = 1000
+"""Samplers of a session that go in a transaction of their own."""
+BATCH_BYTES = 64 * 2**20
+"""What results or bodies that go in one transaction hold at most, unless a single one is larger."""
+GONE = ("failed", "copy", "expired")
+"""Statuses of models that are never brought back. An unloaded one may have to be, to write what it has published; one
+that is lost may be found again (`request_log.try_lost_models_again`)."""
+NOT_BROUGHT_BACK = (*GONE, "unloaded")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How long things live."""
+
+    config: EngineConfig
+    heard_since: float = 0.0
+    """When the server came up: nobody can have been heard of for a while before it."""
+    surplus_since: float = 0.0
+    """Checkpoints from before are not taken for surplus."""
+    sampled: Mapping[str, float] | None = None
+    """When versions were last sampled since then. None where that is not known."""
+    results_since: float = 0.0
+    """Results that ended before are too many (`oldest_result`)."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Something that has gone, in words, and the files that go with it."""
+
+    what: str
+    size_bytes: int = 0
+    files: Obsolete | None = None
+    changed: tuple[str, ...] = ()
+    """Ids of rows that changed or went."""
+
+
+@dataclass(frozen=True)
+class Walk(Generic[Found]):
+    """A job that walks through a table: a reader finds what may go, the writer looks at that again and removes it."""
+
+    find: Callable[[Session, Rules, float], Sequence[Found]]
+    remove: Callable[[Session, Rules, float, Sequence[Found]], list[Removal]]
+
+    def __call__(self, session: Session, rules: Rules, now: float) -> list[Removal]:
+        """Both in one transaction."""
+        found = self.find(session, rules, now)
+        return self.remove(session, rules, now, found) if found else []
+
+
+def results(session: Session, rules: Rules, now: float) -> list[Removal]:
+    """Results that nobody has asked for in a long time, or that are too many. What remains still tells an equal request
+    apart."""
+    since = max(now - rules.config.result_retention_sec, min(rules.results_since, now - RESULT_AGE_S))
+    oldest = select(ResultRow.request_id, ResultRow.size_bytes).where(col(ResultRow.finished_at) < since)
+    found = session.exec(oldest.order_by(col(ResultRow.finished_at)).limit(BATCH)).all()
+    ids, total = _up_to_batch_bytes(found)
+    if ids:
+        session.execute(delete(ResultRow).where(col(ResultRow.request_id).in_(ids)))
+    return [Removal(f"{len(ids)} results of old requests", total)] if ids else []
+
+
+def oldest_result(session: Session, max_bytes: float) -> float:
+    """When the oldest result ended that still fits if all later ones are kept. 0.0 where all do."""
+    size = col(ResultRow.size_bytes)
+    if max_bytes == 0 or (session.exec(select(func.sum(size))).one() or 0) <= max_bytes:
+        return 0.0
+    newest_first = col(ResultRow.finished_at).desc()
+    taken = select(ResultRow.finished_at, func.sum(size).over(order_by=newest_first).label("taken")).subquery()
+    last = session.exec(select(func.max(taken.c.finished_at)).where(taken.c.taken > max_bytes)).one()
+    return math.nextafter(last, math.inf)
+
+
+def _unneeded_bodies() -> Any:
+    """(request, bytes) of bodies of finished requests that no revival repeats: failed, part of a snapshot, or of a
+    model that is gone."""
+    covered = select(ModelRow.model_id).where(
+        ModelRow.model_id == RequestRow.model_id,
+        col(ModelRow.status).not_in(GONE),
+        or_(col(ModelRow.snapshot_seq_id).is_(None), col(ModelRow.snapshot_seq_id) < col(RequestRow.seq_id)),
+    )
+    unneeded = and_(
+        literal_column(WITH_BODY),
+        col(RequestRow.status) != "pending",
+        or_(and_(col(RequestRow.status) == "failed", col(RequestRow.gradients) != DONE), ~covered.exists()),
+    )
+    return select(RequestRow.request_id, func.length(RequestRow.body)).where(unneeded)
+
+
+def _find_bodies(session: Session, rules: Rules, now: float) -> list[str]:
+    return [request_id for request_id, _ in session.exec(_unneeded_bodies().limit(BATCH))]
+
+
+def _empty_bodies(session: Session, rules: Rules, now: float, found: Sequence[str]) -> list[Removal]:
+    ids, total = _up_to_batch_bytes(session.exec(_unneeded_bodies().where(col(RequestRow.request_id).in_(found))))
+    session.execute(update(RequestRow).where(col(RequestRow.request_id).in_(ids)).values(body=b""))
+    return [Removal(f"{len(ids)} bodies of finished requests", total)] if ids else []
+
+
+bodies = Walk(_find_bodies, _empty_bodies)
+
+
+def _up_to_batch_bytes(sized: Iterable[tuple[str, int]]) -> tuple[list[str], int]:
+    """The ids that go in one transaction, and the bytes that they hold."""
+    ids, total = [], 0
+    for request_id, size in sized:
+        if not ids or total + size <= BATCH_BYTES:
+            ids.append(request_id)
+            total += size
+    return ids, total
+
+
+def _find_expired(session: Session, rules: Rules, now: float) -> Sequence[int | None]:
+    over = select(CheckpointRow.id, CheckpointRow.folder).where(col(CheckpointRow.expires_at) <= now)
+    found = session.exec(over.order_by(col(CheckpointRow.expires_at))).all()
+    needed = folders_to_load(session) if found else set()
+    return [row_id for row_id, folder in found if folder not in needed][:FOLDERS]
+
+
+def _remove_expired(session: Session, rules: Rules, now: float, found: Sequence[int | None]) -> list[Removal]:
+    over = select(CheckpointRow).where(col(CheckpointRow.id).in_(found), col(CheckpointRow.expires_at) <= now)
+    return _unnamed(session, rules, session.exec(over).all(), "expired checkpoint")
+
+
+expired_checkpoints = Walk(_find_expired, _remove_expired)
+"""Checkpoints whose time to live is over."""
+
+
+def _crowded(session: Session, rules: Rules, now: float) -> Sequence[tuple[str, str]]:
+    """(model, kind) of more checkpoints than the newest `keep_last_checkpoints`. Public ones do not count."""
+    keep = rules.config.keep_last_checkpoints
+    groups = select(CheckpointRow.model_id, CheckpointRow.kind).where(col(CheckpointRow.public).is_(False))
+    groups = groups.group_by(CheckpointRow.model_id, CheckpointRow.kind).having(func.count() > keep)
+    return session.exec(groups).all() if keep else []
+
+
+def _beyond(session: Session, rules: Rules, crowded: Sequence[tuple[str, str]]) -> list[CheckpointRow]:
+    found: list[CheckpointRow] = []
+    for model_id, kind in crowded:
+        mine = select(CheckpointRow).where(CheckpointRow.model_id == model_id, CheckpointRow.kind == kind)
+        newest_first = mine.order_by(col(CheckpointRow.created_at).desc(), col(CheckpointRow.id).desc())
+        private = newest_first.where(col(CheckpointRow.public).is_(False))
+        found += session.exec(private.offset(rules.config.keep_last_checkpoints)).all()
+    return [row for row in found if row.created_at >= rules.surplus_since]
+
+
+def surplus(session: Session, rules: Rules) -> list[CheckpointRow]:
+    """What `surplus_checkpoints` would take."""
+    return _beyond(session, rules, _crowded(session, rules, 0.0))
+
+
+def _find_surplus(session: Session, rules: Rules, now: float) -> Sequence[tuple[str, str]]:
+    """(model, kind) of which something may go, as many as one transaction may take something of."""
+    crowded = _crowded(session, rules, now)
+    needed = folders_to_load(session) if crowded else set()
+    may_go = (group for group in crowded if any(row.folder not in needed for row in _beyond(session, rules, [group])))
+    return list(islice(may_go, FOLDERS))
+
+
+def _remove_surplus(session: Session, rules: Rules, now: float, crowded: Sequence[tuple[str, str]]) -> list[Removal]:
+    what = f"checkpoint beyond the newest {rules.config.keep_last_checkpoints}"
+    return _unnamed(session, rules, _beyond(session, rules, crowded), what)
+
+
+surplus_checkpoints = Walk(_find_surplus, _remove_surplus)
+"""All but the newest `keep_last_checkpoints` of a model and kind. Public ones stay and do not count."""
+
+
+def _unnamed(session: Session, rules: Rules, rows: Any, what: str) -> list[Removal]:
+    needed = folders_to_load(session) if rows else set()
+    removals = []
+    for row in rows:
+        if row.folder not in needed and len(removals) < FOLDERS:
+            path = f"tinker://{row.model_id}/{row.kind}/{row.name}"
+            gone = unname(session, row)
+            files = gone.files._replace(to_trash=rules.config.trash_retention_sec > 0)
+            removals.append(Removal(f"{what} {path}", row.size_bytes or 0, files, tuple(gone.samplers)))
+    return removals
+
+
+def _ended_versions(rules: Rules, now: float) -> Any:
+    """Versions without a name whose sessions are over, and inflight ones that a newer one has replaced."""
+    over = _ended(rules, now, rules.config.ephemeral_grace_sec)
+    sampled_on = select(SamplerRow.sampler_id).where(SamplerRow.version == VersionRow.version)
+    elsewhere = sampled_on.where(col(SamplerRow.session_id).not_in(over))
+    current = select(ModelRow.model_id).where(ModelRow.inflight_version == VersionRow.version)
+    ended = and_(col(VersionRow.session_id).in_(over), ~elsewhere.exists())
+    replaced = and_(~sampled_on.exists(), ~current.exists())
+    # What is still being written would be written again; it goes once it is there, or will not be.
+    settled = or_(col(VersionRow.digest).is_not(None), col(VersionRow.created_at) < now - DAY_S)
+    return select(VersionRow).where(settled, or_(ended, replaced))
+
+
+def _find_ended_versions(session: Session, rules: Rules, now: float) -> list[str]:
+    rows = session.exec(_ended_versions(rules, now)).all()
+    return [row.version for row in rows if not _is_pending(session, row)][:BATCH]
+
+
+def _forget_ended_versions(session: Session, rules: Rules, now: float, found: Sequence[str]) -> list[Removal]:
+    removals = []
+    for row in session.exec(_ended_versions(rules, now).where(col(VersionRow.version).in_(found))).all():
+        if not _is_pending(session, row):
+            removals.append(forget_version(session, row.version, row.folder, row.size_bytes or 0))
+            session.delete(row)
+    return removals
+
+
+ended_versions = Walk(_find_ended_versions, _forget_ended_versions)
+
+
+def _overwritten(rules: Rules, now: float) -> Any:
+    """(version, folder) of files whose name went to a later save, which only samplers of ended sessions have used
+    since."""
+    over = _ended(rules, now, rules.config.ephemeral_grace_sec)
+    named = select(CheckpointRow.id).where(CheckpointRow.version == SamplerRow.version)
+    other = aliased(SamplerRow)
+    running = select(other.sampler_id).where(other.version == SamplerRow.version, col(other.session_id).not_in(over))
+    return select(SamplerRow.version, SamplerRow.folder).where(
+        SamplerRow.kind == "checkpoint",
+        col(SamplerRow.version).is_not(None),
+        ~named.exists(),
+        ~running.correlate(SamplerRow).exists(),
+    )
+
+
+def _find_overwritten(session: Session, rules: Rules, now: float) -> list[str]:
+    found = set(session.exec(_overwritten(rules, now)).all())
+    needed = folders_to_load(session) if found else set()
+    return [version for version, folder in found if folder and folder not in needed][:FOLDERS]
+
+
+def _forget_overwritten(session: Session, rules: Rules, now: float, found: Sequence[str]) -> list[Removal]:
+    still = set(session.exec(_overwritten(rules, now).where(col(SamplerRow.version).in_(found))).all())
+    needed = folders_to_load(session)
+    return [forget_version(session, version, folder, 0) for version, folder in still if folder not in needed]
+
+
+overwritten_checkpoints = Walk(_find_overwritten, _forget_overwritten)
+
+
+def older_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
+    """Versions of ended sessions that samplers and models name, but no row: of servers that kept none."""
+    over = _ended(rules, now, rules.config.ephemeral_grace_sec)
+    known = select(VersionRow.version)
+    samplers = select(SamplerRow.version, SamplerRow.folder).where(
+        SamplerRow.kind == "snapshot", col(SamplerRow.session_id).in_(over), col(SamplerRow.version).not_in(known)
+    )
+    models = select(ModelRow.inflight_version, ModelRow.inflight_folder).where(
+        col(ModelRow.session_id).in_(over), col(ModelRow.inflight_version).not_in(known)
+    )
+    found = {*session.exec(samplers).all(), *session.exec(models).all()}
+    return [forget_version(session, version, folder, 0) for version, folder in found if version and folder]
+
+
+def forget_version(
+    session: Session, version: str, folder: str, size_bytes: int, removed_by: str | None = None
+) -> Removal:
+    """Take a version away from all that sample it, which from then on say why, where it was a limit."""
+    samplers = session.exec(select(SamplerRow).where(SamplerRow.version == version)).all()
+    models = session.exec(select(ModelRow).where(ModelRow.inflight_version == version)).all()
+    for sampler in samplers:
+        sampler.version = sampler.folder = None
+        sampler.removed_by = removed_by
+    for model in models:
+        model.inflight_version = model.inflight_folder = None
+    changed = (*(sampler.sampler_id for sampler in samplers), *(model.model_id for model in models))
+    why = f" beyond {removed_by}" if removed_by else ""
+    return Removal(f"version {version}{why}", size_bytes, Obsolete(version, folder), changed)
+
+
+def _is_pending(session: Session, row: VersionRow) -> bool:
+    """Whether the request that publishes a version has not ended."""
+    seq_id = int(row.version.rpartition("@")[2])
+    query = select(RequestRow.status).where(RequestRow.model_id == row.model_id, RequestRow.seq_id == seq_id)
+    return session.exec(query).first() == "pending"
+
+
+def _ended_models(rules: Rules, now: float) -> Any:
+    """Models that will not be asked for again, with what they would be brought back from: snapshots, logged bodies."""
+    waiting = select(RequestRow.request_id).where(
+        RequestRow.model_id == ModelRow.model_id, RequestRow.status == "pending"
+    )
+    finished = select(SessionRow.session_id).where(col(SessionRow.finished_at) < now - rules.config.ephemeral_grace_sec)
+    silent = _ended(rules, now, rules.config.session_retention_sec)
+    ended = or_(col(ModelRow.session_id).in_(finished), col(ModelRow.session_id).in_(silent))
+    kept = or_(col(ModelRow.snapshot_folder).is_not(None), col(ModelRow.status).not_in(NOT_BROUGHT_BACK))
+    over = or_(col(ModelRow.status).in_(GONE), and_(or_(col(ModelRow.status) == "unloaded", ended), ~_unwritten()))
+    return select(ModelRow).where(kept, over, ~waiting.exists())
+
+
+def _find_ended_models(session: Session, rules: Rules, now: float) -> list[str]:
+    return [row.model_id for row in session.exec(_ended_models(rules, now).limit(FOLDERS))]
+
+
+def _forget_snapshots(session: Session, rules: Rules, now: float, found: Sequence[str]) -> list[Removal]:
+    """Models of sessions that are finished are unloaded; those of sessions that were silent for too long expire."""
+    removals = []
+    for row in session.exec(_ended_models(rules, now).where(col(ModelRow.model_id).in_(found))).all():
+        if row.snapshot_folder is not None:
+            removals.append(_snapshot_removal(row))
+        else:
+            removals.append(Removal(f"requests to repeat for model {row.model_id}", changed=(row.model_id,)))
+        release(session, row.model_id)
+        if row.status not in NOT_BROUGHT_BACK:
+            was_finished = session.get_one(SessionRow, row.session_id).finished_at is not None
+            row.status = "unloaded" if was_finished else "expired"
+    return removals
+
+
+snapshots = Walk(_find_ended_models, _forget_snapshots)
+
+
+def _unwritten() -> ColumnElement[bool]:
+    """Whether a model has published something that is not on disk."""
+    versions = select(VersionRow.version).where(
+        VersionRow.model_id == ModelRow.model_id, col(VersionRow.digest).is_(None)
+    )
+    return versions.exists()
+
+
+def _snapshot_removal(row: ModelRow) -> Removal:
+    assert row.snapshot_folder is not None
+    files = Obsolete(f"{row.model_id}@snapshot", row.snapshot_folder)
+    return Removal(f"snapshot of model {row.model_id}", row.snapshot_bytes or 0, files, (row.model_id,))
+
+
+def old_requests(session: Session, rules: Rules, now: float) -> list[Removal]:
+    """What the log has of models of sessions that ended long ago, which are not brought back any more."""
+    models = select(ModelRow.model_id).where(
+        col(ModelRow.session_id).in_(_ended(rules, now, rules.config.session_retention_sec)),
+        col(ModelRow.status).in_(NOT_BROUGHT_BACK),
+        ~_unwritten(),
+    )
+    old = select(RequestRow.request_id).where(col(RequestRow.model_id).in_(models), col(RequestRow.status) != "pending")
+    found = session.exec(old.limit(BATCH)).all()
+    for table in (ResultRow, RequestRow) if found else ():
+        session.execute(delete(table).where(col(table.request_id).in_(found)))
+    return [Removal(f"{len(found)} requests of ended sessions")] if found else []
+
+
+def old_sessions(session: Session, rules: Rules, now: float) -> list[Removal]:
+    """All that is known of sessions that ended long ago, unless a checkpoint of theirs is left."""
+    saved = (
+        select(CheckpointRow.id)
+        .join(ModelRow, col(ModelRow.model_id) == col(CheckpointRow.model_id))
+        .where(ModelRow.session_id == SessionRow.session_id)
+    )
+    versions = select(VersionRow.version).where(VersionRow.session_id == SessionRow.session_id)
+    over = col(SessionRow.session_id).in_(_ended(rules, now, rules.config.session_retention_sec))
+    removals = []
+    for row in session.exec(select(SessionRow).where(over, ~saved.exists(), ~versions.exists()).limit(BATCH)).all():
+        models = session.exec(select(ModelRow).where(ModelRow.session_id == row.session_id)).all()
+        ids = [model.model_id for model in models]
+        theirs = select(RequestRow.request_id).where(col(RequestRow.model_id).in_(ids))
+        session.execute(delete(ResultRow).where(col(ResultRow.request_id).in_(theirs)))
+        session.execute(delete(RequestRow).where(col(RequestRow.model_id).in_(ids)))
+        mine = select(SamplerRow).where(SamplerRow.session_id == row.session_id)
+        samplers = session.exec(mine.limit(MANY_SAMPLERS)).all()
+        if len(samplers) == MANY_SAMPLERS:
+            for sampler in samplers:
+                session.delete(sampler)
+            changed = tuple(sampler.sampler_id for sampler in samplers)
+            return [*removals, Removal(f"{len(samplers)} samplers of session {row.session_id}", changed=changed)]
+        for gone in (*samplers, *models, row):
+            session.delete(gone)
+        changed = (row.session_id, *ids, *(sampler.sampler_id for sampler in samplers))
+        removals.append(Removal(f"session {row.session_id} with {len(models)} models", changed=changed))
+        removals += [_snapshot_removal(model) for model in models if model.snapshot_folder is not None]
+    return removals
+
+
+OFTEN = (
+    results,
+    bodies,
+    expired_checkpoints,
+    surplus_checkpoints,
+    overwritten_checkpoints,
+    ended_versions,
+    older_versions,
+)
+SELDOM = (snapshots, old_requests, old_sessions)
+"""Jobs of every round, and those that look at more than there is to do."""
+
+
+def _ended(rules: Rules, now: float, for_s: float) -> Any:
+    """Ids of sessions that ended so long ago: finished, or silent for so long that they count as ended."""
+    heard = col(SessionRow.last_seen_at)
+    conditions = [col(SessionRow.finished_at) < now - for_s]
+    if rules.heard_since < now - HEARD_WITHIN_S:
+        conditions.append(and_(col(SessionRow.finished_at).is_(None), heard < now - for_s - ENDED_AFTER_S))
+    return select(SessionRow.session_id).where(or_(*conditions))
+
+
+def named_folders(session: Session) -> set[str]:
+    """Every folder that something still needs."""
+    columns = (
+        CheckpointRow.folder,
+        VersionRow.folder,
+        SamplerRow.folder,
+        ModelRow.snapshot_folder,
+        ModelRow.inflight_folder,
+    )
+    named = {folder for column in columns for folder in session.exec(select(column)).all() if folder}
+    return named | folders_to_load(session)
+
+
+def busy_models(session: Session) -> set[str]:
+    """Models with requests that have not ended, whose folders may get a name yet."""
+    return set(session.exec(select(RequestRow.model_id).where(RequestRow.status == "pending").distinct()).all())
+
+
+def old_folders(base: Path, now: float) -> Iterator[Path]:
+    """Folders in our layout that are old enough to go if nothing names them: an hour, damaged ones a week."""
+    for kind in folders_of_kinds(base):
+        for path in kind.iterdir() if kind.name in KINDS else ():
+            age = QUARANTINE_S if path.suffix == QUARANTINED else ORPHAN_AGE_S
+            hidden = path.name.startswith(".") and path.suffix not in (QUARANTINED, TEMPORARY)
+            if not hidden and path.is_dir() and now - _changed_at(path) >= age:
+                yield path
+
+
+def orphans(config: EngineConfig, folders: Iterable[Path], named: set[str], busy: set[str]) -> list[Removal]:
+    """Folders that nothing names: what crashes left, replaced snapshots, damaged folders.
+
+    Args:
+        config: Says where the folders are, and whether they go to the trash.
+        folders: `old_folders`.
+        named: `named_folders`.
+        busy: `busy_models`.
+    """
+    skipped = {folder_of_model(model_id) for model_id in busy}
+    removals = []
+    for path in folders:
+        name = str(path.relative_to(config.checkpoints_base))
+        if name not in named and path.parent.parent.name not in skipped:
+            what = "damaged folder" if path.suffix == QUARANTINED else "folder without a name"
+            to_trash = config.trash_retention_sec > 0 and not path.name.startswith(".")
+            removals.append(Removal(f"{what} {name}", files=Obsolete(name, name, to_trash)))
+    return removals
+
+
+def measured(removal: Removal, base: Path) -> Removal:
+    """With the bytes that its files take on disk, below `base`."""
+    if removal.files is None:
+        return removal
+    return replace(removal, size_bytes=folder_bytes(base / removal.files.folder))
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return time.time()

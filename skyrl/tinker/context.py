@@ -1,0 +1,143 @@
+"""What the routes and the operations share: the open database, the directory and the engine."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from skyrl.errors import RequestError
+from skyrl.tinker.checkpoints.disk_budget import Disk
+from skyrl.tinker.checkpoints.version_use import VersionUse
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.database.answers import Answers
+from skyrl.tinker.database.database import Database
+from skyrl.tinker.database.fair_reads import Listings
+from skyrl.tinker.database.last_seen import Activity
+from skyrl.tinker.database.lookup import Directory
+from skyrl.tinker.errors import EngineStarting
+from skyrl.tinker.identity.callers import Keys, WrongKeys
+from skyrl.tinker.processes.blame import Blame
+from skyrl.tinker.processes.messages import FromEngine, ToEngine
+from skyrl.tinker.redaction import Redaction
+from skyrl.tinker.wire.body_room import BodyRoom
+from skyrl.tinker.wire.decode_pool import Bodies
+from skyrl.types import BackendInfo
+
+BUILTIN_MODEL = "tiny-qwen3"
+"""Name for the built-in model, where that is served."""
+
+
+class Engine(Protocol):
+    """What the API process sees of the engine: `skyrl.tinker.processes.engine_supervisor.EngineSupervisor`."""
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def progress(self) -> str: ...
+
+    @property
+    def info(self) -> BackendInfo | None: ...
+
+    @property
+    def metrics(self) -> dict[str, int]: ...
+
+    def start(self) -> None: ...
+
+    def send(self, frame: ToEngine) -> None:
+        """Send a frame to the engine that runs. Dropped where none is ready: `on_frame` is told when one is."""
+        ...
+
+    def kill(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class EngineFactory(Protocol):
+    """Makes an engine that reports to three callbacks, as `EngineSupervisor` does."""
+
+    def __call__(
+        self,
+        config: EngineConfig,
+        *,
+        on_frame: Callable[[FromEngine], None],
+        on_crash: Callable[[str], None],
+        on_failure: Callable[..., None],
+    ) -> Engine: ...
+
+
+class Service:
+    """State of a running server. `engine` and `keys` are set by whoever starts it."""
+
+    engine: Engine
+    keys: Keys
+
+    def __init__(self, config: EngineConfig, database: Database):
+        self.config = config
+        self.database = database
+        self.directory = Directory(database)
+        self.disk = Disk(config, database)
+        self.blame = Blame(config.checkpoints_base)
+        self.activity = Activity()
+        self.version_use = VersionUse()
+        self.wrong_keys = WrongKeys()
+        self.bodies = Bodies()
+        self.listings = Listings(database, self.bodies)
+        self.answers = Answers(database, self.bodies)
+        self.body_room = BodyRoom()
+        self.redact = Redaction(config)
+        self.database_probe: asyncio.Task[bool] | None = None
+        """Whether the database answers, as it was last asked."""
+        self.became_ready = asyncio.Event()
+        self._waited = asyncio.Event()
+        """Set where there is no point in waiting for the base model: it is known, or will not be."""
+        self.copying: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By request, what is held while its copy of a checkpoint is made."""
+
+    @property
+    def info(self) -> BackendInfo:
+        """Facts about the base model. Raises `EngineStarting` before they are known."""
+        if self.engine.info is None:
+            raise EngineStarting(self.redact(self.engine.progress))
+        return self.engine.info
+
+    async def wait_until_ready(self) -> BackendInfo:
+        """The base model's facts, as soon as they are known. Raises `EngineStarting` if that takes too long."""
+        if self.engine.info is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._waited.wait(), self.config.long_poll_s)
+        return self.info
+
+    def engine_ready(self) -> None:
+        """The base model is known."""
+        self.became_ready.set()
+        self._waited.set()
+
+    def let_go(self) -> None:
+        """Let those who wait for the base model be answered at once, now and from now on, as the server is to stop."""
+        self._waited.set()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.config.checkpoints_base
+
+    def path_of(self, folder: str) -> str:
+        """Where a folder that the database names lies now."""
+        return str(self.checkpoints / folder)
+
+    def folder_of(self, path: str) -> str:
+        """What the database calls a folder that the engine has written."""
+        return str(Path(path).relative_to(self.checkpoints))
+
+    def served_names(self) -> list[str]:
+        """Everything the base model may be called; the first is its own name."""
+        given = self.config.base_model or BUILTIN_MODEL
+        return list(dict.fromkeys([self.info.base_model, given, *self.config.model_aliases]))
+
+    def check_base_model(self, name: str) -> None:
+        """Raise `RequestError` unless `name` is the served base model or an alias of it."""
+        names = self.served_names()
+        if name not in names:
+            raise RequestError(f"base_model={name[:300]!r} is not served here; use one of: {', '.join(names)}")

@@ -1,0 +1,415 @@
+"""The database: opened by the API process alone, and never touched on its event loop.
+
+Writes go to one thread, which runs everything that has queued up in one transaction (group commit): a burst of
+requests costs one fsync, and a job that reads before it writes needs no lock. Reads run in a small pool.
+"""
+
+import asyncio
+import logging
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy
+from alembic import command
+from alembic.config import Config as AlembicConfig
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy import Connection, Engine, event
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError, InterfaceError, InternalError, OperationalError
+from sqlalchemy.pool import PoolProxiedConnection
+from sqlmodel import Session
+
+from skyrl.errors import RequestError
+from skyrl.tinker.config import without_password
+from skyrl.tinker.database.fence import TRY_LOCK, WRITES, Fence, Superseded, writing
+from skyrl.tinker.errors import DatabaseFull
+from skyrl.utils.locks.lease import Lease, in_use
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Job = Callable[[Session], T]
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+MAX_GROUP = 256
+"""Jobs per transaction at most."""
+MAX_QUEUED = 10_000
+"""Jobs that may wait for the writer. Past them `write` waits before it queues its own."""
+READERS = 4
+POSTGRES_LIMITS = {"connect_timeout": 10, "tcp_user_timeout": 20_000}
+"""Seconds that a connection may take to be made, milliseconds that the network may leave what was sent unconfirmed."""
+CLAIM_S = 10.0
+"""Seconds that PostgreSQL gets to notice that the server before this one is dead."""
+IN_MEMORY = (None, "", ":memory:")
+"""What SQLite calls a database without a file."""
+NAME_IT = "name the one that the server uses with --database-url"
+VACUUM_PAGES = 500
+"""Pages of an SQLite file that are given back in one transaction."""
+INCREMENTAL = 2
+"""SQLite's number for files that give space back a few pages at a time."""
+
+
+class Unreachable(RequestError):
+    """Where the database should be there is none, or it does not answer."""
+
+
+@dataclass
+class _Queued:
+    job: Job[Any]
+    future: "Future[Any]"
+
+
+class Database:
+    """An open database at the newest revision.
+
+    Args:
+        url: SQLAlchemy URL, `sqlite:///FILE` or `postgresql://...` (needs the `postgres` extra).
+        migrate: Bring an older database to the newest revision, rather than refuse it.
+        create: Make one where there is none, rather than refuse that.
+
+    Raises:
+        RequestError: The URL cannot be served; the message says what to change.
+    """
+
+    def __init__(self, url: str, migrate: bool = True, create: bool = True):
+        self.url = without_password(url)
+        if not create:
+            _refuse_missing_file(url)
+        with ExitStack() as undo:
+            self._lease = _lease(url)
+            if self._lease is not None:
+                undo.callback(self._lease.release)
+            self._engine = _open(url)
+            undo.callback(self._engine.dispose)
+            claim = _claim(self._engine, url)
+            undo.callback(claim.close)
+            if not create:
+                _refuse_foreign(self._engine, url)
+            _migrate(self._engine, url) if migrate else _refuse_old(self._engine, url)
+            self.fence = Fence(self._engine, claim, f"database_url={self.url}", writes=migrate)
+            undo.pop_all()
+        self._room = asyncio.Semaphore(MAX_QUEUED)
+        self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
+        self._readers = ThreadPoolExecutor(READERS, "database-reader")
+        self._writer = threading.Thread(target=self._write_loop, name="database-writer", daemon=True)
+        self._writer.start()
+
+    async def write(self, job: Job[T]) -> T:
+        """Run `job` in the writer's next transaction; return once that is committed.
+
+        What it has written is undone if it raises. A job may run twice (alone, after a disk was full), so it does
+        nothing but database work.
+
+        Raises:
+            DatabaseFull: There is no room on the database's disk.
+            Superseded: Another server has been started on this database.
+        """
+        async with self._room:
+            future: Future[Any] = Future()
+            self._queue.put(_Queued(job, future))
+            return await asyncio.wrap_future(future)
+
+    async def read(self, job: Job[T]) -> T:
+        """Run `job` in a reader thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self.read_now, job)
+
+    def read_now(self, job: Job[T]) -> T:
+        """Run `job` in this thread."""
+        with Session(self._engine, expire_on_commit=False) as session:
+            return job(session)
+
+    async def give_back(self) -> None:
+        """Give unused space of an SQLite file back to the disk, a little at a time, so that others get their turn."""
+        while self._engine.dialect.name == "sqlite" and await self.write(_vacuum_some):
+            pass
+
+    def dry_run(self, job: Job[T]) -> T:
+        """Run `job` in this thread and take back what it has written."""
+        with Session(self._engine, expire_on_commit=False) as session:
+            result = job(session)
+            session.rollback()
+        return result
+
+    def compact(self) -> int:
+        """Give unused space of an SQLite file back to the disk, all of it. Returns the bytes.
+
+        For when nothing else is done with the database: it takes as long as a copy of the file, and as much disk.
+        """
+        if self._engine.dialect.name != "sqlite":
+            return 0
+        with closing(self._engine.raw_connection()) as connection:
+            before = _sqlite_bytes(connection)
+            for statement in (f"PRAGMA auto_vacuum={INCREMENTAL}", "VACUUM", "PRAGMA wal_checkpoint(TRUNCATE)"):
+                _run_to_end(connection, statement)
+            return before - _sqlite_bytes(connection)
+
+    def close(self) -> None:
+        """Finish queued writes and close all connections."""
+        self._queue.put(None)
+        self._writer.join()
+        self._readers.shutdown()
+        self.fence.close()
+        self._engine.dispose()
+        if self._lease is not None:
+            self._lease.release()
+
+    def _write_loop(self) -> None:
+        while (first := self._queue.get()) is not None:
+            group = [first]
+            last = False
+            with suppress(queue.Empty):
+                while len(group) < MAX_GROUP and not last:
+                    item = self._queue.get_nowait()
+                    if item is None:
+                        last = True
+                    else:
+                        group.append(item)
+            # A job that nobody waits for any more is dropped, and cannot be given up from here on.
+            self._commit([queued for queued in group if queued.future.set_running_or_notify_cancel()])
+            if last:
+                return
+
+    def _commit(self, group: list[_Queued]) -> None:
+        """One transaction for the whole group, in which a job that fails is undone alone."""
+        try:
+            with Session(writing(self._engine), expire_on_commit=False) as session:
+                self.fence.check(session)
+                outcomes = _attempt(session, [queued.job for queued in group])
+                session.commit()
+        except Exception as error:
+            if len(group) == 1 or _is_of_all(error):
+                for queued in group:
+                    queued.future.set_exception(_named(error, self.url))
+            else:  # such as of a disk that is almost full: what is small may fit
+                for queued in group:
+                    self._commit([queued])
+            return
+        for queued, outcome in zip(group, outcomes, strict=True):
+            if isinstance(outcome, _Failed):
+                queued.future.set_exception(outcome.error)
+            else:
+                queued.future.set_result(outcome)
+
+
+@dataclass
+class _Failed:
+    error: Exception
+
+
+def _attempt(session: Session, jobs: Sequence[Job[Any]]) -> list[Any]:
+    """What each job returns, or `_Failed`: then it has written nothing. Raises what ends the transaction."""
+    if len(jobs) == 1:
+        return [jobs[0](session)]
+    outcomes: list[Any] = []
+    for job in jobs:
+        savepoint = session.begin_nested()
+        try:
+            outcome = job(session)
+            savepoint.commit()
+        except Exception as error:
+            if isinstance(error, (OperationalError, InterfaceError, InternalError)) and not _is_of_one(error):
+                raise
+            savepoint.rollback()
+            outcome = _Failed(error)
+        session.expunge_all()  # or a later job's failure would take back what this one returns
+        outcomes.append(outcome)
+    return outcomes
+
+
+def migration_config(connection: Connection) -> AlembicConfig:
+    """Alembic's configuration, for an open connection."""
+    config = AlembicConfig()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    config.attributes["connection"] = connection
+    return config
+
+
+def _refusal(url: str, why: str) -> RequestError:
+    return RequestError(f"database_url={without_password(url)}: {why}")
+
+
+def _migrate(engine: Engine, url: str) -> None:
+    with engine.begin() as connection:
+        try:
+            command.upgrade(migration_config(connection), "head")
+        except CommandError as error:
+            raise _refusal(
+                url,
+                f"it was written by another version of this server ({error}); start that one, or use another database",
+            ) from error
+
+
+def _refuse_missing_file(url: str) -> None:
+    file = _sqlite_file(url)
+    if file is not None and not (file.is_file() and file.stat().st_size > 0):
+        raise _refusal(url, f"there is no database; {NAME_IT}")
+
+
+def _refuse_foreign(engine: Engine, url: str) -> None:
+    if _revision(engine) is None:
+        raise _refusal(url, f"it is no database of this server; {NAME_IT}")
+
+
+def _revision(engine: Engine) -> str | None:
+    with engine.connect() as connection:
+        return MigrationContext.configure(connection).get_current_revision()
+
+
+def _refuse_old(engine: Engine, url: str) -> None:
+    with engine.connect() as connection:
+        newest = ScriptDirectory.from_config(migration_config(connection)).get_current_head()
+    if _revision(engine) != newest:
+        raise _refusal(url, "it was not written by this version of the server; start the server once to upgrade it")
+
+
+def _claim(engine: Engine, url: str) -> Connection:
+    """A connection that, on PostgreSQL, holds this database's lock for as long as it is open (a file has `.lock`)."""
+    connection = engine.connect()
+    if engine.dialect.name == "postgresql":
+        connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+        deadline = time.monotonic() + CLAIM_S
+        while not connection.exec_driver_sql(TRY_LOCK).scalar():
+            if time.monotonic() > deadline:
+                connection.close()
+                raise in_use(f"database_url={without_password(url)}", "--database-url")
+            time.sleep(0.1)
+    return connection
+
+
+def _is_of_one(error: DBAPIError) -> bool:
+    """Whether PostgreSQL refuses what one statement asks for (class 54: more than its limits), and goes on."""
+    return (getattr(error.orig, "sqlstate", None) or "").startswith("54")
+
+
+def _is_of_all(error: Exception) -> bool:
+    """Whether an error is every job's: to try each alone would take as long again for each, or do it twice, where the
+    connection has ended and the transaction may have been stored."""
+    if not isinstance(error, DatabaseError):
+        return isinstance(error, Superseded)
+    code = getattr(error.orig, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+    said_by_database = code != sqlite3.SQLITE_OK or getattr(error.orig, "sqlstate", None) is not None
+    return error.connection_invalidated or not said_by_database or code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+def _named(error: Exception, url: str) -> Exception:
+    """`DatabaseFull` for what a disk does to a database, else the error itself."""
+    cause = error.orig if isinstance(error, DatabaseError) else None
+    sqlite_code = getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+    if sqlite_code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR) or getattr(cause, "sqlstate", None) == "53100":
+        full = DatabaseFull(f"database_url={url}: {cause}; free space on its disk")
+        full.__cause__ = error
+        return full
+    return error
+
+
+def _vacuum_some(session: Session) -> bool:
+    """Give some pages of the file back. Returns whether there are more."""
+    connection = session.connection().connection
+    _run_to_end(connection, f"PRAGMA incremental_vacuum({VACUUM_PAGES})")
+    return _pragma(connection, "auto_vacuum") == INCREMENTAL and _pragma(connection, "freelist_count") > 0
+
+
+def _sqlite_bytes(connection: PoolProxiedConnection) -> int:
+    return _pragma(connection, "page_count") * _pragma(connection, "page_size")
+
+
+def _pragma(connection: PoolProxiedConnection, name: str) -> int:
+    [(value,)] = _run_to_end(connection, f"PRAGMA {name}")
+    return int(value)
+
+
+def _run_to_end(connection: PoolProxiedConnection, statement: str) -> list[Any]:
+    """Run a statement of SQLite's own as often as it has something left to do, in the transaction that there is."""
+    driver = connection.driver_connection
+    assert isinstance(driver, sqlite3.Connection)
+    return driver.execute(statement).fetchall()
+
+
+def _open(url: str) -> Engine:
+    try:
+        parsed = make_url(url)
+        if parsed.drivername == "postgresql":
+            parsed = parsed.set(drivername="postgresql+psycopg")
+        if parsed.get_backend_name() not in ("sqlite", "postgresql"):
+            raise _refusal(url, "use sqlite:///FILE or postgresql://USER@HOST/NAME")
+        sqlite = parsed.get_backend_name() == "sqlite"
+        if sqlite and parsed.database in IN_MEMORY:
+            raise _refusal(url, "a database in memory is not served; name a file, sqlite:///FILE")
+        if sqlite:
+            _keep_private(Path(str(parsed.database)))
+        # A connection that has died while nobody used it is found out before a job does, and replaced.
+        limits: dict[str, Any] = {} if sqlite else {"connect_args": POSTGRES_LIMITS}
+        engine = sqlalchemy.create_engine(parsed, pool_size=READERS + 2, pool_pre_ping=not sqlite, **limits)
+    except ModuleNotFoundError as error:
+        raise _refusal(
+            url, f"this needs the package {error.name}; install it with: pip install 'skyrl[postgres]'"
+        ) from error
+    except ArgumentError as error:
+        raise _refusal(url, f"{error}; use sqlite:///FILE or postgresql://...") from error
+    except OSError as error:
+        raise _refusal(url, f"{error}; use a folder that can be written") from error
+    if sqlite:
+        event.listen(engine, "connect", _sqlite_connect)
+        event.listen(engine, "begin", _sqlite_begin)
+    try:
+        engine.connect().close()
+    except DatabaseError as error:
+        raise Unreachable(
+            str(_refusal(url, f"it cannot be opened ({error.orig}); check the path or server"))
+        ) from error
+    return engine
+
+
+def _keep_private(file: Path) -> None:
+    """A file with secrets, made if there is none, is its owner's alone; so are those that SQLite puts beside it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch(mode=0o600)
+    for part in (file, file.with_name(f"{file.name}-wal"), file.with_name(f"{file.name}-shm")):
+        with suppress(OSError):  # it is not there, or somebody else's
+            part.chmod(0o600)
+
+
+def _sqlite_connect(connection: Any, _: Any) -> None:
+    """WAL with FULL: what is committed survives the end of any process and of the machine."""
+    connection.isolation_level = None  # the driver would open transactions by rules of its own; `_sqlite_begin` does
+    if connection.execute("PRAGMA page_count").fetchone() == (0,):  # later it would be in vain, and a write
+        connection.execute(f"PRAGMA auto_vacuum={INCREMENTAL}")
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=10000", "journal_size_limit=67108864"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _sqlite_begin(connection: Connection) -> None:
+    """A transaction that is to write takes the lock at once: SQLite waits for no lock once it has read something."""
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get(WRITES) else "BEGIN")
+
+
+def _sqlite_file(url: str) -> Path | None:
+    """The file of an SQLite database, the same one by whatever links it is named."""
+    try:
+        parsed = make_url(url)
+    except ArgumentError:  # refused when it is opened
+        return None
+    if parsed.get_backend_name() != "sqlite" or parsed.database in IN_MEMORY:
+        return None
+    return Path(str(parsed.database)).resolve()
+
+
+def _lease(url: str) -> Lease | None:
+    """Hold `FILE.lock`, so that a second server on the same SQLite file is refused instead of losing our models."""
+    file = _sqlite_file(url)
+    if file is None:
+        return None
+    try:
+        return Lease(file.with_name(f"{file.name}.lock"), f"database_url={without_password(url)}", "--database-url")
+    except OSError as error:
+        raise _refusal(url, f"{error}; use a folder that can be written") from error

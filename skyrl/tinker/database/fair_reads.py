@@ -1,0 +1,32 @@
+"""Lists, read and written out in fair turns with bodies: the longest of one tenant delays nobody's look at one row."""
+
+from collections.abc import Callable
+
+from pydantic import BaseModel
+from sqlmodel import Session
+from starlette.responses import Response
+
+from skyrl.tinker.database.database import Database
+from skyrl.tinker.identity.callers import Caller
+from skyrl.tinker.wire.decode_pool import LARGE_BYTES, Bodies
+
+
+class Listings:
+    """Answers with what a tenant has, in fair order, by the time that its lists have taken.
+
+    Args:
+        database: Of the server.
+        turns: Whose threads they are read in.
+    """
+
+    def __init__(self, database: Database, turns: Bodies):
+        self._database = database
+        self._turns = turns
+
+    async def answer(self, caller: Caller, job: Callable[[Session], BaseModel]) -> Response:
+        """What a reading job returns, as JSON without its Nones."""
+
+        def read() -> bytes:
+            return self._database.read_now(job).model_dump_json(exclude_none=True).encode()
+
+        return Response(await self._turns.work(caller.sharer, LARGE_BYTES + 1, read), media_type="application/json")

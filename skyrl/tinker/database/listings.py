@@ -1,0 +1,165 @@
+"""What there is, for those who look: runs, checkpoints and sessions, newest first, as far as a caller may see them.
+
+Everything here reads only (jobs for `Database.read`).
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, and_, func, or_, true
+from sqlmodel import Session, col, select
+
+from skyrl.errors import UnknownName
+from skyrl.tinker.database.tables import CheckpointRow, ModelRow, SamplerRow, SessionRow
+from skyrl.tinker.identity.callers import Caller
+from skyrl.tinker.identity.ids import SCHEME
+from skyrl.tinker.wire import management_schemas as rest
+from skyrl.types import LoraConfig
+
+Scope = Literal["owned", "accessible"]
+"""The caller's own, or also what others have made public."""
+
+
+def checkpoints(session: Session, caller: Caller, limit: int, offset: int) -> rest.CheckpointsListResponse:
+    """A page of the caller's checkpoints."""
+    mine = and_(_owned(CheckpointRow.tenant, caller), unexpired())
+    total = session.exec(select(func.count()).select_from(CheckpointRow).where(mine)).one()
+    page = select(CheckpointRow).where(mine).order_by(*_newest_first()).limit(limit).offset(offset)
+    cursor = rest.Cursor(offset=offset, limit=limit, total_count=total)
+    return rest.CheckpointsListResponse(checkpoints=[checkpoint(row) for row in session.exec(page)], cursor=cursor)
+
+
+def checkpoints_of_run(session: Session, caller: Caller, run_id: str) -> rest.CheckpointsListResponse:
+    """All checkpoints of a run; of another's, the public ones. Raises `UnknownName`."""
+    _run(session, caller, "accessible", run_id)
+    rows = session.exec(
+        select(CheckpointRow).where(_readable(caller), CheckpointRow.model_id == run_id).order_by(*_newest_first())
+    )
+    return rest.CheckpointsListResponse(checkpoints=[checkpoint(row) for row in rows])
+
+
+def checkpoint(row: CheckpointRow) -> rest.Checkpoint:
+    """A checkpoint as the API shows it."""
+    checkpoint_id = f"{row.kind}/{row.name}"
+    return rest.Checkpoint(
+        checkpoint_id=checkpoint_id,
+        checkpoint_type=rest.CHECKPOINT_TYPES[row.kind],
+        time=rest.moment(row.created_at),
+        tinker_path=f"{SCHEME}{row.model_id}/{checkpoint_id}",
+        size_bytes=row.size_bytes,
+        public=row.public,
+        user_metadata=row.user_metadata,
+        expires_at=None if row.expires_at is None else rest.moment(row.expires_at),
+    )
+
+
+def training_runs(
+    session: Session, caller: Caller, scope: Scope, project_id: str | None, limit: int, offset: int
+) -> rest.TrainingRunsResponse:
+    """A page of the runs that a caller may see."""
+    seen = [_visible_run(caller, scope), col(ModelRow.status) != "failed"]
+    if project_id is not None:
+        seen.append(
+            col(ModelRow.session_id).in_(select(SessionRow.session_id).where(SessionRow.project_id == project_id))
+        )
+    total = session.exec(select(func.count()).select_from(ModelRow).where(*seen)).one()
+    newest = col(ModelRow.created_at).desc(), col(ModelRow.model_id).desc()
+    rows = session.exec(select(ModelRow).where(*seen).order_by(*newest).limit(limit).offset(offset)).all()
+    cursor = rest.Cursor(offset=offset, limit=limit, total_count=total)
+    return rest.TrainingRunsResponse(training_runs=_described(session, caller, rows), cursor=cursor)
+
+
+def training_run(session: Session, caller: Caller, scope: Scope, run_id: str) -> rest.TrainingRun:
+    """A run. Raises `UnknownName`."""
+    return _described(session, caller, [_run(session, caller, scope, run_id)])[0]
+
+
+def sessions(session: Session, caller: Caller, limit: int, offset: int) -> rest.ListSessionsResponse:
+    """A page of the caller's sessions."""
+    newest = col(SessionRow.created_at).desc(), col(SessionRow.session_id).desc()
+    mine = select(SessionRow.session_id).where(_owned(SessionRow.tenant, caller))
+    return rest.ListSessionsResponse(sessions=list(session.exec(mine.order_by(*newest).limit(limit).offset(offset))))
+
+
+def session_contents(session: Session, row: SessionRow) -> rest.GetSessionResponse:
+    """The runs and samplers of a session, in the order in which they were made."""
+    runs = select(ModelRow.model_id).where(ModelRow.session_id == row.session_id, ModelRow.status != "failed")
+    samplers = select(SamplerRow.sampler_id).where(SamplerRow.session_id == row.session_id)
+    return rest.GetSessionResponse(
+        training_run_ids=list(session.exec(runs.order_by(col(ModelRow.created_at), col(ModelRow.model_id)))),
+        sampler_ids=list(session.exec(samplers.order_by(col(SamplerRow.created_at), col(SamplerRow.sampler_id)))),
+        user_metadata=rest.texts(row.user_metadata),
+        display_name=row.display_name,
+    )
+
+
+def _run(session: Session, caller: Caller, scope: Scope, run_id: str) -> ModelRow:
+    seen = select(ModelRow).where(ModelRow.model_id == run_id, _visible_run(caller, scope))
+    row = session.exec(seen).first()
+    if row is None or row.status == "failed":
+        raise UnknownName(f"training run {run_id[:300]!r} is not known; training_runs lists yours")
+    return row
+
+
+def _described(session: Session, caller: Caller, models: Sequence[ModelRow]) -> list[rest.TrainingRun]:
+    newest = _newest_checkpoints(session, caller, [model.model_id for model in models])
+    return [_training_run(model, caller, newest) for model in models]
+
+
+def _training_run(model: ModelRow, caller: Caller, newest: dict[tuple[str, str], rest.Checkpoint]) -> rest.TrainingRun:
+    rank = LoraConfig(**model.lora_config).rank
+    return rest.TrainingRun(
+        training_run_id=model.model_id,
+        base_model=model.base_model,
+        model_owner=_owner(model.tenant, caller),
+        corrupted=model.status == "lost",
+        is_lora=rank > 0,
+        lora_rank=rank,
+        last_request_time=rest.moment(model.last_request_at or model.created_at),
+        last_checkpoint=newest.get((model.model_id, "weights")),
+        last_sampler_checkpoint=newest.get((model.model_id, "sampler_weights")),
+        user_metadata=rest.texts(model.user_metadata) if caller.may_touch(model.tenant) else None,
+    )
+
+
+def _newest_checkpoints(
+    session: Session, caller: Caller, model_ids: Sequence[str]
+) -> dict[tuple[str, str], rest.Checkpoint]:
+    """By model and kind."""
+    newest = (
+        select(func.max(CheckpointRow.id))
+        .where(_readable(caller), col(CheckpointRow.model_id).in_(model_ids))
+        .group_by(col(CheckpointRow.model_id), col(CheckpointRow.kind))
+    )
+    rows = session.exec(select(CheckpointRow).where(col(CheckpointRow.id).in_(newest)))
+    return {(row.model_id, row.kind): checkpoint(row) for row in rows}
+
+
+def _owner(tenant: str, caller: Caller) -> str:
+    """Who owns something of this tenant. A tenant's id is a hash of its key, so other callers are not told."""
+    return caller.urn if caller.may_touch(tenant) else "skyrl:user:another"
+
+
+def _owned(tenant: Any, caller: Caller) -> ColumnElement[bool]:
+    return true() if caller.tenant is None else col(tenant) == caller.tenant
+
+
+def unexpired() -> ColumnElement[bool]:
+    """Of checkpoints that still have their names."""
+    return or_(col(CheckpointRow.expires_at).is_(None), col(CheckpointRow.expires_at) > time.time())
+
+
+def _readable(caller: Caller) -> ColumnElement[bool]:
+    return and_(unexpired(), or_(_owned(CheckpointRow.tenant, caller), col(CheckpointRow.public)))
+
+
+def _visible_run(caller: Caller, scope: Scope) -> ColumnElement[bool]:
+    if scope == "owned":
+        return _owned(ModelRow.tenant, caller)
+    shared = select(CheckpointRow.model_id).where(unexpired(), col(CheckpointRow.public))
+    return or_(_owned(ModelRow.tenant, caller), col(ModelRow.model_id).in_(shared))
+
+
+def _newest_first() -> tuple[Any, Any]:
+    return col(CheckpointRow.created_at).desc(), col(CheckpointRow.id).desc()

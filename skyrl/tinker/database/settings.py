@@ -1,0 +1,18 @@
+"""Settings that the server keeps in its database."""
+
+import secrets
+
+from sqlmodel import Session
+
+from skyrl.tinker.database.tables import SettingRow
+
+SECRET = "signing_secret"
+
+
+def server_secret(session: Session) -> str:
+    """The secret of the server that owns this database. A job for the writer."""
+    row = session.get(SettingRow, SECRET)
+    if row is None:
+        row = SettingRow(name=SECRET, value=secrets.token_hex(32))
+        session.add(row)
+    return row.value

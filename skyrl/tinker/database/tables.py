@@ -1,0 +1,241 @@
+"""The database's tables. A change here needs a revision in `migrations/versions` (a test compares the two).
+
+Times are unix seconds. JSON columns hold what clients sent or the pydantic dump of one of our types.
+"""
+
+import time
+from typing import Any, Literal
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    String,
+    UniqueConstraint,
+    false,
+    text,
+)
+from sqlmodel import Field, SQLModel
+
+ModelStatus = Literal["creating", "live", "failed", "lost", "unloaded", "expired", "copy"]
+RequestStatus = Literal["pending", "done", "failed"]
+SamplerKind = Literal["base", "checkpoint", "snapshot", "inflight"]
+WITH_BODY = "length(body) > 0"
+"""A condition on requests, as their indexes have it."""
+DONE = "done"
+"""In `RequestRow.gradients`: the engine has done it and the model is what it made of it; only its answer failed."""
+
+
+def _created() -> Any:
+    return Field(default_factory=time.time, sa_column=Column(Float, nullable=False))
+
+
+def _partial_index(name: str, column: str, where: str) -> Index:
+    return Index(name, column, sqlite_where=text(where), postgresql_where=text(where))
+
+
+class SettingRow(SQLModel, table=True):
+    """What a server made up once and must keep, such as the secret that signs its URLs."""
+
+    __tablename__ = "settings"  # pyright: ignore[reportAssignmentType]
+
+    name: str = Field(primary_key=True)
+    value: str
+
+
+class SessionRow(SQLModel, table=True):
+    """One client process (`ServiceClient`)."""
+
+    __tablename__ = "sessions"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (
+        Index("sessions_of_tenant", "tenant", "created_at", "session_id"),
+        Index("sessions_by_age", "created_at", "session_id"),
+        Index("sessions_by_end", "finished_at"),
+        Index("sessions_by_silence", "last_seen_at"),
+        Index("sessions_of_project", "project_id", postgresql_using="hash"),  # a client's text may be of any length
+    )
+
+    session_id: str = Field(primary_key=True)
+    tenant: str
+    tags: list[str] = Field(default_factory=list, sa_column=Column(JSON, nullable=False))
+    user_metadata: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
+    sdk_version: str | None = None
+    project_id: str | None = None
+    display_name: str | None = None
+    created_at: float = _created()
+    last_seen_at: float = _created()
+    """When its client was last heard of, as it was when the server last wrote that down."""
+    finished_at: float | None = None
+    finish_reason: str | None = None
+
+
+class ModelRow(SQLModel, table=True):
+    """A training run: an adapter with its optimizer."""
+
+    __tablename__ = "models"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (
+        Index("models_of_tenant", "tenant", "created_at", "model_id"),
+        Index("models_by_age", "created_at", "model_id"),
+        Index("models_by_status", "status"),
+        Index("models_by_snapshot_bytes", "snapshot_bytes"),
+        Index("models_by_inflight_version", "inflight_version"),
+    )
+
+    model_id: str = Field(primary_key=True)
+    session_id: str = Field(index=True)
+    tenant: str
+    base_model: str
+    lora_config: dict[str, Any] = Field(sa_column=Column(JSON, nullable=False))
+    user_metadata: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
+    status: str = "creating"
+    """A `ModelStatus`. `live` ones are in the engine, or can be revived from their snapshot and the log after it.
+    `lost` ones cannot, because files of theirs are gone or damaged; `expired` ones, because their session was silent
+    for too long. `copy` ones hold a copy of a checkpoint only."""
+    snapshot_seq_id: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
+    """The last request that is part of its newest snapshot; None before the first."""
+    snapshot_folder: str | None = None
+    snapshot_digest: str | None = None
+    snapshot_bytes: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
+    snapshot_failed_pass: str | None = None
+    """Why the optimizer step after the snapshot has to fail, if it has to."""
+    last_request_at: float | None = None
+    inflight_version: str | None = None
+    """What its inflight samplers sample; None before the first inflight save."""
+    inflight_folder: str | None = None
+    created_at: float = _created()
+
+
+class SamplerRow(SQLModel, table=True):
+    """A sampling session: a name for one frozen version (or, inflight, for a model's newest)."""
+
+    __tablename__ = "samplers"  # pyright: ignore[reportAssignmentType]
+
+    sampler_id: str = Field(primary_key=True)
+    session_id: str = Field(index=True)
+    tenant: str
+    kind: str
+    """A `SamplerKind`."""
+    base_model: str
+    model_path: str | None = None
+    model_id: str | None = None
+    version: str | None = Field(default=None, index=True)
+    """None for the base model and for inflight samplers, which take their model's."""
+    folder: str | None = None
+    clients: int = Field(default=1, sa_column=Column(Integer, nullable=False, server_default=text("1")))
+    """Clients that share it: the first, and those that joined."""
+    counted: dict[str, int] = Field(
+        default_factory=dict, sa_column=Column(JSON, nullable=False, server_default=text("'{}'"))
+    )
+    """By number of a client, a bound on the seq_ids that it has used, once they are many (see `sample_counts`)."""
+    removed_by: str | None = None
+    """The option, with its value, that took its version away before its session ended."""
+    created_at: float = _created()
+
+
+class VersionRow(SQLModel, table=True):
+    """A version without a name: what `save_weights_for_sampler` without a path has frozen."""
+
+    __tablename__ = "versions"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (
+        Index("versions_of_model", "model_id", "size_bytes"),
+        _partial_index("versions_unwritten", "model_id", "digest IS NULL"),
+    )
+
+    version: str = Field(primary_key=True)
+    model_id: str
+    session_id: str = Field(index=True)
+    tenant: str
+    folder: str
+    digest: str | None = None
+    """sha256 of the manifest in `folder`; None until it is written."""
+    size_bytes: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
+    created_at: float = _created()
+
+
+class CheckpointRow(SQLModel, table=True):
+    """A named checkpoint that is on disk. Holds all that is needed to load it after the model is gone."""
+
+    __tablename__ = "checkpoints"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (
+        UniqueConstraint("model_id", "kind", "name", name="checkpoint_path"),
+        Index("checkpoints_of_tenant", "tenant", "created_at", "id"),
+        Index("checkpoints_by_age", "created_at", "id"),
+        Index("checkpoints_by_version", "version"),
+        Index("checkpoints_by_size", "size_bytes"),
+        Index("checkpoints_shared", "public", "model_id"),
+        _partial_index("checkpoints_by_expiry", "expires_at", "expires_at IS NOT NULL"),
+    )
+
+    id: int | None = Field(default=None, primary_key=True)
+    model_id: str = Field(index=True)
+    kind: str
+    """A `CheckpointKind` (`skyrl.tinker.identity.ids`)."""
+    name: str
+    tenant: str
+    version: str
+    folder: str
+    base_model: str
+    lora_config: dict[str, Any] = Field(sa_column=Column(JSON, nullable=False))
+    user_metadata: dict[str, str] | None = Field(default=None, sa_column=Column(JSON, nullable=True))
+    size_bytes: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
+    digest: str | None = None
+    """sha256 of the manifest in `folder`. None for those of older servers."""
+    public: bool = Field(default=False, sa_column=Column(Boolean, nullable=False, server_default=false()))
+    """Readable by every key."""
+    expires_at: float | None = None
+    created_at: float = _created()
+
+
+class RequestRow(SQLModel, table=True):
+    """The write-ahead log: a training request as it was sent, then its result."""
+
+    __tablename__ = "requests"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (
+        UniqueConstraint("model_id", "seq_id", name="request_order"),
+        Index("requests_by_status", "status", "model_id"),
+        Index("requests_by_kind", "model_id", "kind", "status"),
+        _partial_index("requests_with_body", "model_id", WITH_BODY),
+        _partial_index("requests_with_body_by_kind", "kind", WITH_BODY),
+    )
+
+    request_id: str = Field(primary_key=True)
+    kind: str
+    tenant: str
+    model_id: str
+    seq_id: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
+    """Place in the model's order. None: in the order of arrival (unload_model), or refused as another has its place."""
+    decided: dict[str, Any] = Field(
+        default_factory=dict, sa_column=Column(JSON, nullable=False, server_default=text("'{}'"))
+    )
+    """What the server chose when it accepted the request, such as a seed or the folder a path stood for."""
+    gradients: str = Field(default="kept", sa_column=Column(String, nullable=False, server_default="kept"))
+    """A `GradientEffect`: what its failure meant to the model's gradient sums; or `DONE`."""
+    content_type: str
+    content_encoding: str = ""
+    status: str = "pending"
+    """A `RequestStatus`."""
+    error: str | None = None
+    category: str | None = None
+    created_at: float = _created()
+    finished_at: float | None = None
+    body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
+    """What was sent; empty once no revival needs it. Last, as SQLite reads through a row to what is behind it."""
+
+
+class ResultRow(SQLModel, table=True):
+    """The result of a request that is done, until nobody asks for it any more."""
+
+    __tablename__ = "results"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (Index("results_by_age", "finished_at", "size_bytes"),)
+
+    request_id: str = Field(primary_key=True)
+    media_type: str
+    size_bytes: int = Field(sa_column=Column(BigInteger, nullable=False))
+    """Of `body`."""
+    finished_at: float
+    body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))

@@ -1,0 +1,424 @@
+"""The engine process: takes operations off the channel, orders them, and drives the backend one quantum at a time.
+
+`TinkerEngine.turn` is the whole loop: frames in, what may go to the backend, one quantum, results out. With nothing to
+do it lets the backend prepare what later requests need, and then sleeps until a frame arrives, background work ends or
+a held request expires; nothing polls. It knows no SQL and
+no HTTP, and is started by `skyrl.tinker.processes.engine_supervisor`.
+
+To add a backend, register its class below, or name it as "module:attribute" in the configuration. It is called with
+(base_model, config, progress) and the class of its configuration is read from the annotation of `config`.
+"""
+
+import argparse
+import contextlib
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from pydantic import ValidationError
+
+from skyrl.backends.backend import AbstractBackend
+from skyrl.backends.operations import (
+    Completion,
+    CreateModel,
+    DeleteModel,
+    LoadCheckpoint,
+    LoadSnapshot,
+    ModelOperation,
+    Operation,
+    Sample,
+)
+from skyrl.backends.registry import find_backend, options_of
+from skyrl.errors import BackendLost, RequestError, StorageError
+from skyrl.tinker.config import EngineConfig, describe
+from skyrl.tinker.engine.maintenance import Upkeep
+from skyrl.tinker.engine.scheduler import Scheduler
+from skyrl.tinker.engine.snapshot_policy import SnapshotPolicy
+from skyrl.tinker.processes import heartbeat
+from skyrl.tinker.processes.channel import ChannelClosed, EngineChannel
+from skyrl.tinker.processes.messages import (
+    Cancel,
+    Done,
+    DropVersion,
+    Enqueue,
+    Failed,
+    Held,
+    Lost,
+    Metrics,
+    Park,
+    Progress,
+    Ready,
+    Revive,
+    Running,
+    Shutdown,
+    Start,
+    Stored,
+    ToEngine,
+    TurnedAway,
+)
+from skyrl.types import ErrorResponse, Result, SampleOutput, SaveOutput
+from skyrl.utils.failpoints import crash_point
+from skyrl.utils.locks.wait import engine_lock
+from skyrl.utils.log import setup_logging
+from skyrl.utils.parent_death import die_with_parent
+
+log = logging.getLogger("skyrl.tinker.engine")  # __name__ is __main__ in the engine process
+
+LARGE_RESULT_BYTES = 2**20
+"""Larger results of samples are sent a piece at a time, with other frames in between."""
+NICENESS = 5
+"""Keeps the API process quick while computation uses every core."""
+QUIET_S = 0.25
+"""Seconds without anything to do after which what later requests need is prepared. A piece takes longer than that, and
+clients that have just connected, or that wait for a result to send the next request, should not wait for it."""
+DRAIN = 0.6
+"""Part of `shutdown_timeout_sec` that the last snapshots and writes of an orderly end may take, together."""
+
+
+class TinkerEngine:
+    """Serves the operations that arrive on `channel` with `backend`, in the order that a `Scheduler` decides."""
+
+    def __init__(self, backend: AbstractBackend, channel: EngineChannel, config: EngineConfig):
+        self.backend = backend
+        self.channel = channel
+        self._drain_s = DRAIN * config.shutdown_timeout_sec
+        self.scheduler = Scheduler(config.gap_timeout_s, backend.info().windows, config.weights)
+        self.policy = SnapshotPolicy(
+            every_steps=config.snapshot_every_steps,
+            every_requests=config.snapshot_every_requests,
+            every_bytes=config.snapshot_every_mib * 2**20,
+        )
+        self.upkeep = Upkeep(backend, self.scheduler, self.policy, config.checkpoints_base, channel.send)
+        self._submitted: dict[str, Operation] = {}
+        self._running: set[str] = set()
+        """What the API believes to be computed now."""
+        self._metrics: dict[str, int] = {}
+        self._stored: deque[Stored] = deque()
+        """Filled by the thread that writes."""
+        self._sent: deque[Operation] = deque()
+        """Samples whose large results are on their way, filled by the thread that writes these."""
+        self._stopping = False
+        self._worked_at = time.monotonic()
+        """When something came, or was computed, last."""
+        self._unprepared = True
+        """Whether the backend may have something left to prepare."""
+        self.step_began: float | None = None
+        """When what the engine does now began, on the monotonic clock; None while it waits."""
+        backend.weigh(config.weights)
+        backend.on_wake = channel.wake.set
+        backend.on_quantum = self._about_to_run
+        backend.on_stored = self._version_stored
+
+    def run(self) -> None:
+        """Work until a `Shutdown` frame, or until the other process has gone; then finish background writes.
+
+        Raises:
+            BackendLost: It cannot go on. Nothing is finished: a new engine recovers from snapshots and the log.
+        """
+        try:
+            self.channel.send(Ready(self.backend.info()))
+            while not self._stopping and not self.channel.closed:
+                if not self.backend.busy:
+                    self._tell_computed(self.backend.computed)
+                    self._rest()
+                self.channel.wake.clear()
+                self.step_began = time.monotonic()
+                self.turn()
+                self.step_began = None
+            if self._stopping:
+                self._snapshot_all()
+        except ChannelClosed:
+            log.warning("the API process has gone")
+        except BackendLost as error:
+            if error.request_ids is not None:
+                self._tell_computed(error.request_ids)
+            raise
+        self.backend.close()
+        if self._stopping:
+            self.backend.abandon()
+            with contextlib.suppress(ChannelClosed):
+                self._deliver(self.backend.step())  # what those writes have completed
+
+    def turn(self) -> None:
+        """Take in what has arrived, run one quantum, send what is finished."""
+        frames = self.channel.take()
+        for frame in frames:
+            self._handle(frame)
+        while self._sent:
+            self.scheduler.done(self._sent.popleft())
+        self.scheduler.expire(time.monotonic())
+        for request_id, reason in self.scheduler.notices():
+            self.channel.send(Held(request_id, reason))
+        self._submit()
+        busy = self.backend.busy
+        self._deliver(self.backend.step() if busy else [])
+        if busy or frames:
+            self._worked_at = time.monotonic()
+        self.upkeep.snapshot_due(time.monotonic())
+        self._submit()
+        if (metrics := self.backend.metrics) != self._metrics:
+            self._metrics = metrics
+            self.channel.send(Metrics(metrics))
+
+    def _submit(self) -> None:
+        while (operation := self.scheduler.next()) is not None:
+            self._submitted[operation.request_id] = operation
+            self.backend.submit(operation)
+
+    def _deliver(self, completions: list[Completion]) -> None:
+        if completions:
+            crash_point("engine: quantum done, result not sent")
+        for completion in completions:
+            if completion.request_id in self.upkeep:
+                self.upkeep.ended(completion)
+                continue
+            operation = self._submitted.pop(completion.request_id, None)
+            if operation is None:  # cancelled just before its end
+                continue
+            if isinstance(completion.result, SampleOutput) and completion.result.nbytes > LARGE_RESULT_BYTES:
+                self._send_apart(operation, completion)
+                continue
+            asked_for = self.scheduler.done(operation)
+            if isinstance(operation, ModelOperation):
+                self._follow(operation, completion.result)
+            if asked_for:
+                self.channel.send(Done(completion.request_id, completion.result))
+        while self._stored:  # after the request that published it
+            self.channel.send(self._stored.popleft())
+
+    def _send_apart(self, operation: Operation, completion: Completion) -> None:
+        """Send a sample's large result while others go on. Only then it is over, and its tenant's next may begin."""
+
+        def sent() -> None:
+            self._sent.append(operation)
+            self.channel.wake.set()
+
+        self.channel.send_apart(Done(completion.request_id, completion.result), sent)
+
+    def _follow(self, operation: ModelOperation, result: Result) -> None:
+        """Keep up with which models there are."""
+        model_id = operation.model_id
+        makes = isinstance(operation, CreateModel | LoadCheckpoint | LoadSnapshot)
+        if isinstance(operation, DeleteModel):
+            self.upkeep.forget(model_id, "its model was deleted")
+        elif makes and isinstance(result, ErrorResponse) and not self.backend.has_model(model_id):
+            self.upkeep.forget(model_id, "its model could not be made")
+        elif self.scheduler.knows(model_id):
+            self.policy.note(operation, whole=self.backend.has_own_base(model_id))
+            if self.scheduler.finished(model_id) is None:
+                crash_point("engine: model half revived")
+
+    def _handle(self, frame: ToEngine) -> None:
+        if isinstance(frame, Enqueue):
+            self.scheduler.add(frame.operation, frame.seq_id, time.monotonic())
+        elif isinstance(frame, Revive):
+            self.scheduler.revive(frame.model_id, frame.next_seq_id, frame.operations)
+        elif isinstance(frame, Park):
+            self.upkeep.park(frame.model_id)
+        elif isinstance(frame, Cancel):
+            self._cancel(frame.request_id)
+        elif isinstance(frame, DropVersion):
+            self.backend.drop_version(frame.version)
+        elif isinstance(frame, TurnedAway):
+            self.scheduler.turned_away(frame.model_id, time.monotonic())
+        elif isinstance(frame, Shutdown):
+            self._stopping = True
+        else:
+            raise AssertionError(frame)
+
+    def _cancel(self, request_id: str) -> None:
+        if not self.scheduler.drop_sample(request_id) and request_id in self._submitted:
+            self.backend.cancel(request_id)
+            self.scheduler.done(self._submitted.pop(request_id))
+
+    def _about_to_run(self, request_ids: tuple[str, ...]) -> None:
+        """The backend is going to work on these. Nobody but the engine can be blamed for its own operations."""
+        for request_id in request_ids:
+            if request_id in self.upkeep:
+                self.upkeep.begins(request_id)
+        self._tell_computed((*request_ids, *self.backend.computed))
+        crash_point("engine: before a quantum")
+
+    def _tell_computed(self, request_ids: Iterable[str]) -> None:
+        running = {request_id for request_id in request_ids if request_id not in self.upkeep}
+        if running != self._running:
+            self._running = running
+            self.channel.send(Running(tuple(sorted(running))))
+
+    def _version_stored(self, version: str, saved: SaveOutput) -> None:
+        assert saved.digest is not None and saved.size_bytes is not None, saved
+        self._stored.append(Stored(version, saved.path, saved.digest, saved.size_bytes))
+        self.channel.wake.set()
+
+    def _snapshot_all(self) -> None:
+        """Leave what has not ended, snapshot every model that has changed, and see all writes through, for a while.
+
+        Requests that are left stay pending; they are done again by the next engine.
+        """
+        for operation in self._submitted.values():
+            if isinstance(operation, Sample):
+                self.backend.cancel(operation.request_id)
+        for operation in self.backend.abandon():
+            if operation.request_id in self.upkeep:
+                self.upkeep.abandoned(operation.request_id)
+        deadline, tried = time.monotonic() + self._drain_s, set[str]()
+        while (left_s := deadline - time.monotonic()) > 0:
+            for model_id in self.policy.changed():
+                if model_id not in tried and not self.policy.under_way(model_id):
+                    tried.add(model_id)
+                    self.upkeep.snapshot(model_id)
+            under_way = any(self.policy.under_way(model_id) for model_id in tried)
+            if not (under_way or self.backend.busy or self.backend.writing):
+                return
+            if self.backend.wait(left_s):
+                self._deliver(self.backend.step())
+        log.warning("%d models have no snapshot of their last steps; they are repeated", len(self.policy.changed()))
+
+    def _rest(self) -> None:
+        """With nothing to compute: sleep until something comes, or prepare a piece if nothing has come for a while."""
+        patience_s = self._patience_s()
+        if self._unprepared and not self.channel.wake.is_set() and not self.backend.computed:
+            left_s = self._worked_at + QUIET_S - time.monotonic()
+            if left_s <= 0:
+                self.step_began = time.monotonic()
+                self._unprepared = self.backend.prepare()
+                self.step_began = None
+                return
+            patience_s = left_s if patience_s is None else min(patience_s, left_s)
+        self.channel.wake.wait(patience_s)
+
+    def _patience_s(self) -> float | None:
+        """Seconds until a held request expires, a snapshot is tried again or a dispatch is late; None if none is to."""
+        now = time.monotonic()
+        deadline = min(self.scheduler.deadline(), self.policy.deadline(now))
+        if (left_s := self.backend.time_left()) is not None:
+            deadline = min(deadline, now + left_s)
+        return None if deadline == math.inf else max(0.0, deadline - now)
+
+
+def open_backend(config: EngineConfig, progress: Callable[[str], None]) -> AbstractBackend:
+    """Load the base model with the configured backend. Raises `RequestError` for a bad option or model."""
+    progress(f"importing the {config.backend} backend")
+    backend = find_backend(config.backend)
+    options = options_of(backend)
+    try:
+        backend_config = options.model_validate(config.backend_config)
+    except ValidationError as error:
+        known = ", ".join(options.model_fields)
+        raise RequestError(f"backend_config: {describe(error)} (options of {config.backend}: {known})") from None
+    return backend(config.base_model or _builtin_model(progress), backend_config, progress)
+
+
+def _load_transformers_without_torch() -> None:
+    """Import what configurations are made of, which imports torch wherever that is installed: a second for nothing."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] (what Python does for a module that is not there)
+    try:
+        import skyrl.tx.models.configs  # noqa: F401
+    finally:
+        del sys.modules["torch"]
+
+
+def _builtin_model(progress: Callable[[str], None]) -> str:
+    from skyrl.tx.synthetic.make_model import builtin_model
+
+    progress("preparing the built-in model")
+    return str(builtin_model())
+
+
+def serve(channel: EngineChannel, alone: bool = False) -> int:
+    """The life of an engine on its channel. Returns its exit status.
+
+    Args:
+        channel: To the API process.
+        alone: The process is this engine's. It ends at once when the API process has gone.
+    """
+    try:
+        start = channel.receive()
+    except ChannelClosed:
+        return 0
+    assert isinstance(start, Start), start
+    config = start.config
+    setup_logging(config.log_level, process="engine")
+    if alone:
+        channel.listen(_leave)
+        if config.backend == "jax":
+            _load_transformers_without_torch()
+    else:
+        channel.listen()
+
+    loading_since = time.monotonic()
+
+    def progress(message: str) -> None:
+        nonlocal loading_since
+        loading_since = time.monotonic()
+        log.info("%s", message)
+        channel.send(Progress(message))
+
+    engine: TinkerEngine | None = None
+    if alone:
+        heartbeat.start(channel, config, lambda: engine.step_began if engine else loading_since)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(engine_lock(config.checkpoints_base, progress))
+            backend = open_backend(config, progress)
+        except ChannelClosed:
+            return 1
+        except (RequestError, StorageError) as error:
+            message = str(error)
+        except Exception as error:
+            log.exception("cannot load the backend")
+            message = f"cannot load the {config.backend} backend: {type(error).__name__}: {error}"
+        else:
+            engine = TinkerEngine(backend, channel, config)
+            try:
+                engine.run()
+                return 0
+            except BackendLost as error:
+                log.critical("the backend is lost: %s", error)
+                with contextlib.suppress(ChannelClosed):
+                    channel.send(Lost(str(error)))
+                if alone:
+                    _leave()
+                raise
+    with contextlib.suppress(ChannelClosed):
+        channel.send(Failed(message))
+    return 1
+
+
+def _leave() -> None:
+    """End the process at once, whatever it computes or writes: nobody would record it.
+
+    Files are whole or not there all the same, because a folder gets its name when it is complete.
+    """
+    os._exit(1)
+
+
+def _deliver_shutdown(channel: EngineChannel) -> None:
+    """From a thread, because the main thread, which runs signal handlers, may hold the locks that this needs."""
+    threading.Thread(target=channel.deliver, args=[Shutdown()]).start()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `python -m skyrl.tinker.engine`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m skyrl.tinker.engine",
+        description="The engine process. Started by the API process (skyrl serve); of no use by itself.",
+    )
+    parser.add_argument("--fd", type=int, required=True, help="Inherited socket to the API process.")
+    fd = parser.parse_args(argv).fd
+    os.set_inheritable(fd, False)
+    link = socket.socket(fileno=fd)
+    die_with_parent(link)
+    channel = EngineChannel(link)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, stack: _deliver_shutdown(channel))
+    os.nice(NICENESS)
+    return serve(channel, alone=True)

@@ -1,0 +1,142 @@
+"""What the engine does to its models without a request: it snapshots them, and parks those that are not used.
+
+Each is an operation of its own, handed to the backend past the scheduler's queues. A snapshot goes before all that has
+not begun, so it shows its model as of the last request that has ended. Nobody but `ended` waits for its completion.
+"""
+
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from uuid import uuid4
+
+from skyrl.backends.backend import AbstractBackend
+from skyrl.backends.operations import Completion, DeleteModel, ModelOperation, SaveSnapshot
+from skyrl.tinker.engine.scheduler import Scheduler
+from skyrl.tinker.engine.snapshot_policy import SnapshotPolicy
+from skyrl.tinker.identity import ids
+from skyrl.tinker.processes.messages import FromEngine, Parked, Snapshotted
+from skyrl.types import ErrorResponse, Result, SaveOutput
+
+log = logging.getLogger("skyrl.tinker.engine")
+
+Then = Callable[[bool], None]
+"""Told whether it worked."""
+
+
+class Upkeep:
+    """Snapshots and parks models.
+
+    Args:
+        backend: Holds the models.
+        scheduler: Knows how far each model is.
+        policy: Decides when.
+        base: Folder of all checkpoints.
+        send: Tells the API.
+    """
+
+    def __init__(
+        self,
+        backend: AbstractBackend,
+        scheduler: Scheduler,
+        policy: SnapshotPolicy,
+        base: Path,
+        send: Callable[[FromEngine], None],
+    ):
+        self._backend = backend
+        self._scheduler = scheduler
+        self._policy = policy
+        self._base = base
+        self._send = send
+        self._own: dict[str, tuple[ModelOperation, Callable[[Result], None]]] = {}
+        """Operations under way and what follows them, by request id."""
+        self._failed_pass: dict[str, str | None] = {}
+        """By the request id of a snapshot: why the model's next optimizer step had to fail when it was taken."""
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether an operation under way is one of these."""
+        return request_id in self._own
+
+    def begins(self, request_id: str) -> None:
+        """A quantum of one of these operations is about to run. Its model stands still meanwhile."""
+        operation, _ = self._own[request_id]
+        self._failed_pass[request_id] = self._backend.failed_pass(operation.model_id)
+
+    def ended(self, completion: Completion) -> None:
+        """One of these operations has ended."""
+        _, then = self._own.pop(completion.request_id)
+        then(completion.result)
+
+    def abandoned(self, request_id: str) -> None:
+        """One of these operations was dropped."""
+        self.ended(Completion(request_id, ErrorResponse("the engine is going to end")))
+
+    def snapshot_due(self, now: float) -> None:
+        """Begin the snapshots whose time has come."""
+        for model_id in self._policy.due(now):
+            self.snapshot(model_id)
+
+    def snapshot(self, model_id: str, then: Then = lambda done: None) -> None:
+        """Begin a snapshot of a model, unless it is in the middle of a request or of repeating its past."""
+        seq_id = self._scheduler.finished(model_id)
+        if seq_id is None or self._backend.is_working_on(model_id):
+            return
+        path = str(self._base / ids.folder(model_id, "snapshots", f"{seq_id}-{uuid4().hex[:8]}"))
+        tenant = self._scheduler.tenant(model_id)
+        operation = SaveSnapshot(request_id=f"snapshot-{uuid4()}", tenant=tenant, model_id=model_id, path=path)
+        self._policy.begin(model_id)
+        self._own[operation.request_id] = operation, partial(self._snapshot_ended, operation, seq_id, then)
+        self._backend.submit_first(operation)
+
+    def park(self, model_id: str) -> None:
+        """Snapshot a model that has nothing to do, unless it is as its last snapshot, then delete it."""
+        if not self._backend.has_model(model_id) and self._scheduler.idle(model_id):
+            self._parked(model_id, True)
+        elif not self._stands_still(model_id):
+            self._parked(model_id, False)
+        elif model_id in self._policy.changed():
+            self.snapshot(model_id, partial(self._delete, model_id))
+        else:
+            self._delete(model_id, True)
+
+    def _stands_still(self, model_id: str) -> bool:
+        return self._scheduler.idle(model_id) and not self._policy.under_way(model_id)
+
+    def _delete(self, model_id: str, snapshotted: bool) -> None:
+        if not (snapshotted and self._stands_still(model_id)):
+            self._parked(model_id, False)
+            return
+        tenant = self._scheduler.tenant(model_id)
+        operation = DeleteModel(request_id=f"park-{uuid4()}", tenant=tenant, model_id=model_id)
+        self._own[operation.request_id] = operation, partial(self._deleted, model_id)
+        self._backend.submit(operation)
+
+    def _deleted(self, model_id: str, result: Result) -> None:
+        self._parked(model_id, not isinstance(result, ErrorResponse))
+
+    def _parked(self, model_id: str, done: bool) -> None:
+        if done:
+            self.forget(model_id, "its model was put away meanwhile")
+        self._send(Parked(model_id, done))
+
+    def forget(self, model_id: str, why: str) -> None:
+        """The model is not in the backend any more."""
+        self._policy.forget(model_id)
+        self._scheduler.forget(model_id, why)
+
+    def _snapshot_ended(self, operation: SaveSnapshot, seq_id: int, then: Then, result: Result) -> None:
+        model_id = operation.model_id
+        failed_pass = self._failed_pass.pop(operation.request_id, None)
+        if not self._scheduler.knows(model_id):  # it was deleted meanwhile
+            shutil.rmtree(operation.path, ignore_errors=True)
+        elif isinstance(result, SaveOutput):
+            assert result.digest is not None and result.size_bytes is not None, result
+            self._policy.succeeded(model_id)
+            self._send(Snapshotted(model_id, seq_id, result.path, result.digest, result.size_bytes, failed_pass))
+        else:
+            assert isinstance(result, ErrorResponse), result
+            log.warning("model %s has no snapshot of its requests up to %d: %s", model_id, seq_id, result.error)
+            self._policy.failed(model_id, time.monotonic())
+        then(isinstance(result, SaveOutput))

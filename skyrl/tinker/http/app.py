@@ -1,0 +1,73 @@
+"""The FastAPI application: routes, error handlers and body limits around a `TinkerServer`."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from skyrl.tinker.config import EngineConfig, is_loopback
+from skyrl.tinker.context import EngineFactory
+from skyrl.tinker.http import openapi
+from skyrl.tinker.http.errors import BodyLimit, add_error_handlers, error_response
+from skyrl.tinker.http.local_only import LocalOnly
+from skyrl.tinker.http.routes import (
+    auth,
+    checkpoints,
+    client,
+    copies,
+    downloads,
+    models,
+    probes,
+    queued,
+    samplers,
+    sessions,
+    training_runs,
+)
+from skyrl.tinker.identity.ids import SAMPLE
+from skyrl.tinker.operations.operation import SMALL_BODY
+from skyrl.tinker.operations.table import OPERATIONS
+from skyrl.tinker.processes.engine_supervisor import EngineSupervisor
+from skyrl.tinker.server import TinkerServer
+
+PREFIX = "/api/v1"
+
+
+def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervisor) -> FastAPI:
+    """The application. Its lifespan opens the database and starts the engine; `app.state.server` is the server.
+
+    Args:
+        config: Options of the server.
+        make_engine: What starts the engine; tests pass one of their own.
+    """
+    server = TinkerServer(config, make_engine)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await server.start()
+        try:
+            yield
+        finally:
+            await server.stop()
+
+    app = FastAPI(title="SkyRL Tinker server", lifespan=lifespan)
+    app.state.server = server
+    # Looked through in this order, so what is asked for most comes first.
+    modules = (queued, sessions, client, auth, models, samplers, training_runs, checkpoints, downloads, copies)
+    routers = [*(module.router for module in modules), client.public, downloads.public]
+    for router in routers:
+        app.include_router(router, prefix=PREFIX, responses=openapi.ERRORS)
+    openapi.complete(app, PREFIX, routers)
+    app.include_router(probes.router)
+    add_error_handlers(app)
+    limits = {
+        f"{PREFIX}/{'asample' if operation.name == SAMPLE else operation.name}": operation.max_body_bytes
+        for operation in OPERATIONS.values()
+    }
+
+    def limit_of(path: str) -> int:
+        return min(limits.get(path, SMALL_BODY) or config.max_body_bytes, config.max_body_bytes)
+
+    app.add_middleware(BodyLimit, limit_of=limit_of)
+    if not config.api_keys:
+        app.add_middleware(LocalOnly, check_host=is_loopback(config.host), refuse=error_response)
+    return app

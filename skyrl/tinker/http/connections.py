@@ -1,0 +1,110 @@
+"""Connections that only honest clients keep: uvicorn's HTTP protocol with a limit on their number and on silence.
+
+A connection has to bring the whole head of a request within `HEAD_S` seconds of its start, and of the first byte of
+each further request, and to take what it is sent at `MIN_BYTES_PER_S`, `PATIENCE_S` later at most. Addresses share the
+limit of connections as tenants share a queue (`quota`): what one takes always leaves some to the next. Long polls are
+many connections, so an address alone may have half of all. An IPv6 network of 64 bits, which is the least that anybody
+is given, counts as one address. Past the limit nobody is let in: files and the database need descriptors, too.
+"""
+
+import asyncio
+import ipaddress
+import resource
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from skyrl.tinker.http.errors import MIN_BYTES_PER_S, PATIENCE_S
+from skyrl.utils.quota import Quota
+
+HEAD_S = 20.0
+"""Seconds for the head of a request."""
+RESERVED_FILES = 512
+"""Descriptors that connections leave to the database, the engine and files."""
+
+
+def most_connections() -> int:
+    """How many connections the process's limit of open files allows."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**16 if soft == resource.RLIM_INFINITY else max(soft - RESERVED_FILES, soft // 2)
+
+
+def network_of(address: str) -> str:
+    """What counts as one address: that of IPv4, however it is written, or the first half of that of IPv6."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
+
+
+class Connection(H11Protocol):
+    """A connection that is closed at once where its address has too many, and later where no request comes."""
+
+    open_connections = Quota("{} connections")
+    """Of this process, by address."""
+    _address: str | None = None
+    """Whose part of them it takes; None: it was not let in."""
+    _head_timer: asyncio.TimerHandle | None = None
+    _delay_s = 0.0
+    """How far the client is behind in taking what was sent."""
+    _full_at = 0.0
+    """When the transport had more than it should hold, on the loop's clock."""
+    _full_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        address, most = network_of(self.client[0] if self.client else ""), most_connections()
+        if self.open_connections.total >= most or not self.open_connections.has_room(address, 1, most):
+            transport.abort()
+            return
+        self._address = address
+        self.open_connections.add(address, 1)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._address is not None:
+            self.open_connections.remove(self._address, 1)
+            self._address = None
+        self._head_has_come()
+        self._is_taken()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._full_at = self.loop.time()
+        self._delay_s = max(0.0, self._delay_s) - self.transport.get_write_buffer_size() / MIN_BYTES_PER_S
+        self._full_timer = self.loop.call_later(PATIENCE_S - self._delay_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._delay_s += self.loop.time() - self._full_at
+        self._is_taken()
+        super().resume_writing()
+
+    def _is_taken(self) -> None:
+        if self._full_timer is not None:
+            self._full_timer.cancel()
+            self._full_timer = None
+
+    def data_received(self, data: bytes) -> None:
+        if self._answered() and self._head_timer is None:
+            self._await_head()
+        super().data_received(data)
+        if not self._answered():
+            self._head_has_come()
+
+    def _answered(self) -> bool:
+        """Whether no request is being worked on."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_S, self._give_up)
+
+    def _head_has_come(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        self.transport.abort()

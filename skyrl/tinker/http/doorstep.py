@@ -1,0 +1,49 @@
+"""What is answered while the server starts: that it is alive, and nothing else.
+
+A start may take long, as where the database is away. Requests wait for it as they would for any other answer, so that
+one which comes while a server is started again is served; an orchestrator is told at once.
+"""
+
+import asyncio
+from contextlib import suppress
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from skyrl.tinker.http.errors import error_response
+from skyrl.tinker.http.routes.probes import LIVEZ, READYZ, unready
+
+REASON = "the server is starting: its database and its folder are not open yet; its log says why"
+
+
+class Doorstep:
+    """ASGI application before `app`, which is not asked before `let_in`, but for whether the process lives.
+
+    Args:
+        app: The application.
+        patience_s: Seconds that a request waits before it is answered 503.
+    """
+
+    def __init__(self, app: ASGIApp, patience_s: float):
+        self._app = app
+        self._patience_s = patience_s
+        self._open = False
+        self._waited = asyncio.Event()
+
+    def let_in(self) -> None:
+        """The server has started."""
+        self._open = True
+        self._waited.set()
+
+    def turn_away(self) -> None:
+        """It will not start: let nobody wait."""
+        self._waited.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._open and scope["type"] == "http" and scope["path"] != LIVEZ:
+            if scope["path"] == READYZ:
+                return await unready(REASON)(scope, receive, send)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._waited.wait(), self._patience_s)
+            if not self._open:
+                return await error_response(503, REASON, {"Retry-After": "2"})(scope, receive, send)
+        await self._app(scope, receive, send)

@@ -1,0 +1,158 @@
+"""HTTP manners that all routes share: bounded bodies, and errors as the SDK reads them.
+
+Every error is `{"detail": "one line"}` with a Content-Length (the SDK takes a 400 without one for a broken proxy and
+retries it). 402 and 409 are never sent: the SDK would wait for minutes and try again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from sqlalchemy.exc import DataError, InterfaceError, InternalError, OperationalError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from skyrl.errors import RequestError, UnknownName
+from skyrl.tinker.database.fence import Superseded
+from skyrl.tinker.database.retrying_writer import Stopped
+from skyrl.tinker.errors import DatabaseFull, EngineStarting, MalformedBody
+from skyrl.tinker.wire.body_room import announced_length
+from skyrl.tinker.wire.parsing import brief, describe
+from skyrl.utils.quota import Busy
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+"""Seconds without a byte after which a body that is not complete is given up; clients give up as soon."""
+MIN_BYTES_PER_S = 2**14
+"""What a body has to come at, on the whole, after the first `PATIENCE_S`."""
+
+
+class BodyLimit:
+    """ASGI middleware that bounds bodies: it answers 413 at their path's limit, 408 at one that stops or trickles.
+
+    Args:
+        app: The application.
+        limit_of: Largest body in bytes for a path.
+        patience_s: Longest time between two pieces of a body.
+    """
+
+    def __init__(self, app: ASGIApp, limit_of: Callable[[str], int], patience_s: float = PATIENCE_S):
+        self._app = app
+        self._limit_of = limit_of
+        self._patience_s = patience_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limit, size, complete = self._limit_of(scope["path"]), 0, False
+        start = asyncio.get_running_loop().time()
+        announced = announced_length(scope)
+
+        async def limited() -> Message:
+            nonlocal size, complete
+            if announced > limit:
+                raise _too_large(limit)
+            now = asyncio.get_running_loop().time()
+            left_s = start + self._patience_s + size / MIN_BYTES_PER_S - now
+            try:
+                async with asyncio.timeout(None if complete else min(self._patience_s, left_s)):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, _too_slow(size, now - start, self._patience_s)) from None
+            complete |= not message.get("more_body", False)
+            size += len(message.get("body", b""))
+            if size > limit:
+                raise _too_large(limit)
+            return message
+
+        await self._app(scope, limited, send)
+
+
+def _too_slow(size: int, seconds: float, patience_s: float) -> str:
+    return (
+        f"{size} bytes of the body came in {seconds:.0f} s, then no more; send the whole body, without a pause of "
+        f"{patience_s:g} s and at {MIN_BYTES_PER_S} bytes per second or more"
+    )
+
+
+def _too_large(limit: int) -> HTTPException:
+    return HTTPException(413, f"the body is larger than {limit} bytes; send less in one request")
+
+
+def error_response(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"detail": brief(" ".join(detail.splitlines()))}, status, headers)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer every exception that a route may raise."""
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _bad_parameter)
+    app.add_exception_handler(MalformedBody, _status(400))
+    app.add_exception_handler(RequestError, _status(400))
+    app.add_exception_handler(UnknownName, _status(404))
+    app.add_exception_handler(Busy, _status(429))
+    app.add_exception_handler(EngineStarting, _starting)
+    app.add_exception_handler(DatabaseFull, _full)
+    app.add_exception_handler(OperationalError, _unreachable)
+    app.add_exception_handler(InterfaceError, _unreachable)
+    app.add_exception_handler(InternalError, _unreachable)
+    app.add_exception_handler(Stopped, _unreachable)
+    app.add_exception_handler(Superseded, _unreachable)
+    app.add_exception_handler(DataError, _unstorable)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(Exception, _internal_error)
+
+
+def _status(status: int) -> Callable[[Request, Any], JSONResponse]:
+    def handler(_: Request, error: Exception) -> JSONResponse:
+        return error_response(status, str(error))
+
+    return handler
+
+
+def _http_error(request: Request, error: Any) -> JSONResponse:
+    detail = error.detail
+    if error.status_code in (404, 405) and detail in ("Not Found", "Method Not Allowed"):
+        detail = f"{request.method} {request.url.path} is not served here; check the path and base_url"
+    return error_response(error.status_code, str(detail), error.headers)
+
+
+def _bad_parameter(_: Request, error: Any) -> JSONResponse:
+    """A parameter of the URL. Its place ("query", "path") is left out."""
+    return error_response(400, describe([{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]))
+
+
+def _unstorable(_: Request, __: Exception) -> JSONResponse:
+    return error_response(400, "a text or number of the request cannot be stored; send no NUL characters, NaN or inf")
+
+
+def _gone(_: Request, __: Exception) -> JSONResponse:
+    return error_response(400, "the client left before its body had arrived")  # which nobody reads
+
+
+def _starting(_: Request, error: Exception) -> JSONResponse:
+    return error_response(503, f"the engine is not ready yet: {error}", {"Retry-After": "2"})
+
+
+def _full(request: Request, error: Exception) -> JSONResponse:
+    log.error("%s %s was turned away: %s", request.method, request.url.path, error)
+    detail = "the disk of the server's database is full, so nothing can be promised; free space there. Send this again"
+    return error_response(503, detail, {"Retry-After": "5"})
+
+
+def _unreachable(request: Request, error: Exception) -> JSONResponse:
+    log.error("%s %s was turned away: %s", request.method, request.url.path, error)
+    return error_response(503, "the server's database cannot be reached now. Send this again", {"Retry-After": "2"})
+
+
+def _internal_error(request: Request, _: Exception) -> JSONResponse:
+    return error_response(
+        500, f"internal error ({request.method} {request.url.path}); the server's log has the details"
+    )

@@ -1,0 +1,120 @@
+"""The OpenAPI document (`/openapi.json`): what FastAPI knows of the routes, and the bodies that it does not read.
+
+Bodies are not FastAPI's parameters here, because a request with a place in a model's order must not be turned away at
+the door (`parsing.py`). So their schemas are put into the document afterwards, from the same classes that read them:
+the `JsonBody` dependency of a route, or the entry of the table of operations that a route is made of.
+"""
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any, cast, get_args, get_type_hints
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.dependencies.models import Dependant
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from skyrl.tinker.http.routes.dependencies import CallerDependency, JsonBody
+from skyrl.tinker.identity.ids import SAMPLE
+from skyrl.tinker.operations.table import OPERATIONS
+from skyrl.tinker.results import JSON, PROTOBUF
+from skyrl.tinker.wire import schemas, strict_json
+
+PASSES: dict[str, type[BaseModel]] = {
+    "forward_backward": schemas.ForwardBackwardRequest,
+    "forward": schemas.ForwardRequest,
+}
+"""Operations whose bodies `wire` reads: JSON, or protobuf."""
+BODIES = {**PASSES, "asample": schemas.SampleRequest}
+"""Those whose `accept` is not given a body's schema, but what was made of it."""
+
+
+class ErrorDetail(BaseModel):
+    """The body of every error."""
+
+    detail: str
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorDetail, "description": description}
+    for status, description in {
+        400: "The request cannot be served as sent.",
+        401: "The key is not one of this server's.",
+        403: "Nobody may do this here, or the link was changed.",
+        404: "There is no such thing, or it is another tenant's.",
+        408: "The body did not arrive.",
+        410: "It is finished or gone for good.",
+        413: "The body is too large.",
+        429: "Too much is queued; send it again in a moment.",
+        503: "The engine is not ready yet; send it again in a moment.",
+    }.items()
+}
+"""Answers that every route may give instead of its own."""
+
+_reads_key = get_args(CallerDependency)[1].dependency
+_REFERENCE = "#/components/schemas/{model}"
+
+
+def complete(app: FastAPI, prefix: str, routers: Iterable[APIRouter]) -> None:
+    """Make the document of `app` tell of the bodies and keys that the routes of `routers` read.
+
+    It is made in a thread when somebody first asks for it, which takes a tenth of a second, and sent as it is then.
+    """
+    made_by_fastapi = app.openapi
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+
+    @cache
+    def openapi() -> dict[str, Any]:
+        document = made_by_fastapi()
+        components = document.setdefault("components", {})
+        components["securitySchemes"] = {"key": {"type": "apiKey", "in": "header", "name": "X-API-Key"}}
+        for route in routes:
+            for method in route.methods or ():
+                entry = document["paths"][prefix + route.path][method.lower()]
+                dependencies = list(_dependencies(route.dependant))
+                if _reads_key in dependencies:
+                    entry["security"] = [{"key": []}]
+                schema = _schema(route, dependencies)
+                if schema is not None:
+                    entry["requestBody"] = _body(schema, components.setdefault("schemas", {}))
+        return document
+
+    lock, text = asyncio.Lock(), cache(lambda: strict_json.dumps(openapi()))
+
+    async def document(_: Request) -> Response:
+        async with lock:
+            return Response(await asyncio.to_thread(text), media_type=JSON)
+
+    app.openapi = openapi
+    app.router.routes[:] = [route for route in app.routes if getattr(route, "path", None) != app.openapi_url]
+    app.add_route(cast(str, app.openapi_url), document, include_in_schema=False)
+
+
+def _dependencies(dependant: Dependant) -> Iterator[Any]:
+    for child in dependant.dependencies:
+        yield child.call
+        yield from _dependencies(child)
+
+
+def _schema(route: APIRoute, dependencies: list[Any]) -> type[BaseModel] | None:
+    for call in dependencies:
+        if isinstance(call, JsonBody):
+            return call.schema
+    name = route.path.removeprefix("/")
+    operation = OPERATIONS.get(SAMPLE if name == "asample" else name)
+    if operation is None:
+        return None
+    return BODIES.get(name) or get_type_hints(operation.accept)["request"]
+
+
+def _body(schema: type[BaseModel], definitions: dict[str, Any]) -> dict[str, Any]:
+    """The entry of a body, whose classes are added to the document's."""
+    described = schema.model_json_schema(ref_template=_REFERENCE)
+    definitions.update(described.pop("$defs", {}))
+    definitions[schema.__name__] = described
+    content: dict[str, Any] = {JSON: {"schema": {"$ref": _REFERENCE.format(model=schema.__name__)}}}
+    if schema in PASSES.values():
+        content[PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
+    return {"content": content, "required": any(field.is_required() for field in schema.model_fields.values())}

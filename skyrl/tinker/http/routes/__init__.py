@@ -1,0 +1,1 @@
+"""One file to a group of endpoints; `dependencies` is what they are given."""

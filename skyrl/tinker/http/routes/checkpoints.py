@@ -1,0 +1,105 @@
+"""Named checkpoints: listed, shared, given a time to live, deleted. Only their owner changes them.
+
+What is asked for already is no error: the client tries again where an answer is lost.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated
+
+from fastapi import APIRouter
+from sqlmodel import Session
+from starlette.responses import Response
+
+from skyrl.tinker.context import Service
+from skyrl.tinker.database import listings
+from skyrl.tinker.database.checkpoint_rows import Unnamed, expiry, find_checkpoint, own_checkpoint, unname, was_saved
+from skyrl.tinker.http.routes.dependencies import (
+    CallerDependency,
+    Limit,
+    Offset,
+    PathDependency,
+    QueueDependency,
+    ServiceDependency,
+    json_body,
+)
+from skyrl.tinker.identity.callers import Caller
+from skyrl.tinker.identity.ids import TinkerPath
+from skyrl.tinker.wire import management_schemas as rest
+
+router = APIRouter()
+
+CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+
+
+@router.get("/checkpoints", response_model=rest.CheckpointsListResponse)
+async def list_checkpoints(
+    service: ServiceDependency, caller: CallerDependency, limit: Limit = 100, offset: Offset = 0
+) -> Response:
+    """The caller's checkpoints of all runs, newest first."""
+    return await service.listings.answer(
+        caller, partial(listings.checkpoints, caller=caller, limit=limit, offset=offset)
+    )
+
+
+@router.delete(CHECKPOINT, status_code=204, response_class=Response)
+async def delete_checkpoint(
+    path: PathDependency, service: ServiceDependency, queue: QueueDependency, caller: CallerDependency
+) -> None:
+    """Remove a checkpoint for good. Its name goes first; its files as soon as nothing reads them any more."""
+
+    def known(session: Session) -> None:
+        if find_checkpoint(session, path) is None and was_saved(session, path, caller):
+            return
+        own_checkpoint(session, path, caller)
+
+    def forget(session: Session) -> Unnamed | None:
+        if find_checkpoint(session, path) is None:
+            return None  # as it was when it was looked for, or gone since
+        return unname(session, own_checkpoint(session, path, caller))
+
+    await service.database.read(known)
+    unnamed = await service.database.write(forget)
+    if unnamed is not None:
+        service.directory.forget(*unnamed.samplers)
+        await queue.discard(unnamed.files)
+
+
+@router.post(f"{CHECKPOINT}/publish", status_code=204, response_class=Response)
+async def publish_checkpoint(path: PathDependency, service: ServiceDependency, caller: CallerDependency) -> None:
+    """Let every key read a checkpoint."""
+    await _share(path, service, caller, True)
+
+
+@router.delete(f"{CHECKPOINT}/publish", status_code=204, response_class=Response)
+async def unpublish_checkpoint(path: PathDependency, service: ServiceDependency, caller: CallerDependency) -> None:
+    """Keep a checkpoint to its owner again."""
+    await _share(path, service, caller, False)
+
+
+@router.put(f"{CHECKPOINT}/ttl", status_code=204, response_class=Response)
+async def set_ttl(
+    path: PathDependency,
+    service: ServiceDependency,
+    caller: CallerDependency,
+    request: Annotated[rest.SetTtlRequest, json_body(rest.SetTtlRequest)],
+) -> None:
+    """Let a checkpoint expire some time from now, or never (null)."""
+
+    def change(session: Session) -> None:
+        own_checkpoint(session, path, caller).expires_at = expiry(request.ttl_seconds)
+
+    await _change(path, service, caller, change)
+
+
+async def _share(path: TinkerPath, service: Service, caller: Caller, public: bool) -> None:
+    def change(session: Session) -> None:
+        own_checkpoint(session, path, caller).public = public
+
+    await _change(path, service, caller, change)
+
+
+async def _change(path: TinkerPath, service: Service, caller: Caller, change: Callable[[Session], None]) -> None:
+    """Change a checkpoint of the caller's. What is not there, or not his, never comes to the writer."""
+    await service.database.read(lambda session: own_checkpoint(session, path, caller))
+    await service.database.write(change)

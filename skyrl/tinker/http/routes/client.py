@@ -1,0 +1,52 @@
+"""What a client asks before anything else, and what it tells about itself."""
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+
+from skyrl.tinker.http.routes.dependencies import CallerDependency, ServiceDependency
+from skyrl.tinker.http.routes.probes import engine_trouble
+from skyrl.tinker.wire import schemas
+
+router = APIRouter()
+public = APIRouter()
+"""Routes that need no key."""
+
+
+@public.get("/healthz", response_model=None)
+async def healthz(service: ServiceDependency) -> schemas.HealthResponse | JSONResponse:
+    """Whether requests are being worked on."""
+    if (reason := engine_trouble(service.engine)) is None:
+        return schemas.HealthResponse(engine=service.engine.metrics)
+    return JSONResponse({"status": "starting", "detail": reason}, 503)
+
+
+@router.post("/client/config")
+async def client_config(_: CallerDependency) -> schemas.ClientConfigResponse:
+    """How to talk to this server. The request (the client's version) changes nothing."""
+    return schemas.ClientConfigResponse()
+
+
+@router.post("/client/dynamic_config")
+async def dynamic_config(_: CallerDependency) -> schemas.DynamicConfigResponse:
+    """What may change while a client runs: nothing, here."""
+    return schemas.DynamicConfigResponse()
+
+
+@public.post("/telemetry")
+async def telemetry() -> schemas.TelemetryResponse:
+    """Events about the client. None are kept, and none is refused: a client waits for this when it exits."""
+    return schemas.TelemetryResponse()
+
+
+@router.get("/get_server_capabilities")
+async def get_server_capabilities(
+    service: ServiceDependency, _: CallerDependency
+) -> schemas.ServerCapabilitiesResponse:
+    """The names of the base model, the one that the server itself uses first."""
+    info = await service.wait_until_ready()
+    length = info.max_context_length
+    return schemas.ServerCapabilitiesResponse(
+        supported_models=[
+            schemas.SupportedModel(model_name=name, max_context_length=length) for name in service.served_names()
+        ]
+    )

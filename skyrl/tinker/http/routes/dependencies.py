@@ -1,0 +1,107 @@
+"""What route functions ask for: the server's parts and the caller.
+
+All dependencies are coroutines: others would each be a journey to a thread and back.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from io import BytesIO
+from typing import Annotated, Any, cast
+
+from fastapi import Depends, Query, Request
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+
+from skyrl.tinker.context import Service
+from skyrl.tinker.errors import BadKey, MalformedBody
+from skyrl.tinker.identity.callers import Caller
+from skyrl.tinker.identity.ids import CheckpointKind, TinkerPath
+from skyrl.tinker.requests.queue import RequestQueue
+from skyrl.tinker.server import TinkerServer
+from skyrl.tinker.wire.body_room import Kept, announced_length
+from skyrl.tinker.wire.parsing import Body, describe_faults, json_object
+
+
+def _server(request: Request) -> TinkerServer:
+    return cast(TinkerServer, request.app.state.server)
+
+
+async def _service(request: Request) -> Service:
+    return _server(request).service
+
+
+async def _queue(request: Request) -> RequestQueue:
+    return _server(request).queue
+
+
+async def _caller(request: Request) -> Caller:
+    service, address = _server(request).service, request.client.host if request.client else ""
+    try:
+        return replace(service.keys.caller(request.headers.get("x-api-key")), address=address)
+    except BadKey as error:
+        service.wrong_keys.note(address)
+        # Clients that read this of a token make another and try again.
+        challenge = {"WWW-Authenticate": 'Bearer error="invalid_token"'} if error.is_token else None
+        raise HTTPException(401, str(error), challenge) from error
+
+
+async def _path(run_id: str, kind: CheckpointKind, name: str) -> TinkerPath:
+    return TinkerPath(run_id, kind, name)
+
+
+ServiceDependency = Annotated[Service, Depends(_service)]
+QueueDependency = Annotated[RequestQueue, Depends(_queue)]
+CallerDependency = Annotated[Caller, Depends(_caller)]
+
+
+async def _body(request: Request, service: ServiceDependency, caller: CallerDependency) -> AsyncIterator[Body]:
+    """The body, read once the caller is known and there is room for it, which is kept until the request is answered."""
+    headers = request.headers
+    content_type = headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    with service.body_room.keep(caller.sharer) as room:
+        room.grow_to(announced_length(request.scope))
+        whole = BytesIO()  # in whose memory the bytes that it returns are: to join many pieces stops the loop
+        async for piece in request.stream():
+            room.grow_to(whole.tell() + len(piece))
+            whole.write(piece)
+        data = whole.getvalue()
+        whole.close()
+        yield Body(data, content_type, headers.get("content-encoding", "").strip().lower())
+
+
+BodyDependency = Annotated[Body, Depends(_body)]
+
+
+async def _answer_room(service: ServiceDependency, caller: CallerDependency) -> AsyncIterator[Kept]:
+    """Room for the answer, none at first, which is kept until it is sent."""
+    with service.answers.room.keep(caller.sharer) as room:
+        yield room
+
+
+AnswerRoomDependency = Annotated[Kept, Depends(_answer_room)]
+
+PathDependency = Annotated[TinkerPath, Depends(_path)]
+"""The checkpoint that a URL names by `run_id`, `kind` and `name`."""
+Limit = Annotated[int, Query(ge=0, le=10_000)]
+Offset = Annotated[int, Query(ge=0, lt=2**31)]
+"""Of a page of a list."""
+
+
+class JsonBody:
+    """A dependency that reads the body as `schema`, with the same rules as those of queued requests."""
+
+    def __init__(self, schema: type[BaseModel]):
+        self.schema = schema
+
+    async def __call__(self, service: ServiceDependency, caller: CallerDependency, body: BodyDependency) -> BaseModel:
+        try:
+            return await service.bodies.work(
+                caller.sharer, len(body.data), lambda: self.schema.model_validate(json_object(body))
+            )
+        except ValidationError as error:
+            raise MalformedBody(describe_faults(error)) from error
+
+
+def json_body(schema: type[BaseModel]) -> Any:
+    """The dependency of a route on its JSON body."""
+    return Depends(JsonBody(schema))

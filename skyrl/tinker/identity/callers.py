@@ -1,0 +1,139 @@
+"""Who is asking. With configured keys, a tenant is a key; without, any key will do and a tenant is a session.
+
+A client may exchange its key for a token, which it then sends in the key's place for an hour. Tokens of keys that are
+configured no longer are refused.
+"""
+
+import hashlib
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skyrl.tinker.errors import BadKey
+from skyrl.tinker.identity.ids import tenant_of_key
+from skyrl.tinker.identity.tokens import BadToken, Signer
+
+log = logging.getLogger(__name__)
+
+TELL_S = 60.0
+MOST_ADDRESSES = 1000
+TOKEN_LIFETIME_S = 3600
+TOKEN_PREFIX = "eyJ"
+"""What every JSON web token starts with."""
+ORGANIZATION = "local"
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The sender of a request. `tenant` is None on a server without keys, where everybody may touch everything."""
+
+    tenant: str | None
+    address: str = ""
+    """Where the request came from."""
+    expires: int | None = None
+    """Unix time until which the token is good that it was sent with; None: with a key."""
+
+    @property
+    def sharer(self) -> str:
+        """Whose part of a limit the request counts for. Without keys that is an address: anybody can make sessions."""
+        return self.tenant or self.address
+
+    def tenant_of(self, session_id: str) -> str:
+        """The tenant that owns what this caller makes in that session."""
+        return self.tenant or session_id
+
+    def may_touch(self, owner: str) -> bool:
+        return self.tenant is None or self.tenant == owner
+
+    @property
+    def name(self) -> str:
+        """What the caller is called in answers; the owner of everything that it may touch."""
+        return self.tenant or "local"
+
+    @property
+    def urn(self) -> str:
+        return f"skyrl:user:{self.name}"
+
+    @property
+    def key_id(self) -> int:
+        """A number for the key, always the same for the same key."""
+        return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big")
+
+    @property
+    def email(self) -> str:
+        """Nobody's, but clients want to show one."""
+        return f"{self.name}@localhost"
+
+
+EVERYBODY = Caller(None)
+"""The sender of anything, on a server without keys."""
+
+
+class Keys:
+    """The keys of this server, by their hashes, and the tokens that stand for them.
+
+    Args:
+        api_keys: Those that are configured. Without any, everything is a key.
+        signer: Makes the tokens.
+    """
+
+    def __init__(self, api_keys: Sequence[str], signer: Signer):
+        self._tenants = {_hash(key): tenant_of_key(key.encode()) for key in api_keys}
+        self.signer = signer
+
+    def caller(self, api_key: str | None) -> Caller:
+        """Who sends this key or token. Raises `BadKey`."""
+        if not self._tenants:
+            return EVERYBODY
+        if (tenant := self._tenants.get(_hash(api_key or ""))) is not None:
+            return Caller(tenant)
+        if api_key is None or not api_key.startswith(TOKEN_PREFIX):
+            raise BadKey("X-API-Key is not one of this server's keys; set api_key or TINKER_API_KEY to one")
+        try:
+            claims = self.signer.read("api", api_key)
+        except BadToken as error:
+            raise BadKey(f"the token in X-API-Key {error}; get another from auth/token", is_token=True) from error
+        if (tenant := claims.get("tenant")) not in self._tenants.values():
+            raise BadKey("the token in X-API-Key is of a key that this server no longer has", is_token=True)
+        return Caller(tenant, expires=claims["exp"])
+
+    def token_for_key(self, api_key: str | None) -> str:
+        """A token for who sends this key; with another token none is made, so that one that leaks ends with its hour.
+
+        Raises `BadKey`.
+        """
+        caller = self.caller(api_key)
+        if self._tenants and _hash(api_key or "") not in self._tenants:
+            raise BadKey("X-API-Key is a token, which is not exchanged for another; send the key")
+        return self.token_for(caller)
+
+    def token_for(self, caller: Caller) -> str:
+        """A token that stands for the caller, with the claims that clients read."""
+        claims = {"iss": "skyrl", "sub": caller.urn, "org_id": ORGANIZATION, "email": caller.email}
+        return self.signer.sign("api", {**claims, "tenant": caller.tenant}, int(time.time()) + TOKEN_LIFETIME_S)
+
+
+class WrongKeys:
+    """Tells the log who comes with keys that are none: at once, and then at most once a minute from each address."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        """By address: when the log was told of it, and how often it has come since."""
+
+    def note(self, address: str) -> None:
+        """A request had no key of this server."""
+        told_at, count = self._seen.pop(address, (-math.inf, 0))
+        count += 1
+        if time.monotonic() - told_at > TELL_S:
+            log.warning("%s with a wrong key from %s", "1 request" if count == 1 else f"{count} requests", address)
+            told_at, count = time.monotonic(), 0
+        self._seen[address] = told_at, count
+        while len(self._seen) > MOST_ADDRESSES:
+            self._seen.popitem(last=False)
+
+
+def _hash(api_key: str) -> bytes:
+    return hashlib.sha256(api_key.encode()).digest()

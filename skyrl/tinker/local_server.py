@@ -1,0 +1,240 @@
+"""A Tinker server of one's own: started as a child process on a free port, stopped with its caller.
+
+For the demo, the tests and the benchmarks, which all talk to a real server as any client does. State lives in the
+folder that is given, so that a second server on the same folder continues where the first one stopped. The server also
+stops when this process is killed.
+"""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from tinker import ServiceClient
+
+CLOSE_S = 120.0
+"""Seconds that an SDK's client may take to close."""
+CANCEL_S = 10.0
+"""Seconds after which a task of it that was cancelled, and is still there, has not heard of it."""
+
+
+class Pids(NamedTuple):
+    """Process ids of a server. None: there is no such process right now."""
+
+    keeper: int | None
+    api: int | None
+    engine: int | None
+
+
+class LocalServer:
+    """`with LocalServer(folder) as server:` serves at `server.url` until the block ends.
+
+    Args:
+        folder: Holds the database, the checkpoints and the log (`server.log`). Made if missing.
+        base_model: Folder or hub id of the base model; None serves the built-in one.
+        options: Further command-line options of the server, by name without dashes in front.
+        environment: Variables of its processes, beside those of this one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        base_model: str | None = None,
+        options: dict[str, str] | None = None,
+        environment: dict[str, str] | None = None,
+    ):
+        self.folder = folder
+        self.base_model = base_model
+        self.options = options or {}
+        self.environment = environment or {}
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+        """The keeper."""
+        self._alive: int | None = None
+
+    @property
+    def log_path(self) -> Path:
+        return self.folder / "server.log"
+
+    def arguments(self) -> list[str]:
+        """The command-line options of the server."""
+        options = {
+            "host": "127.0.0.1",
+            "port": str(self.port),
+            "checkpoints-base": str(self.folder / "checkpoints"),
+            "database-url": f"sqlite:///{self.folder / 'server.db'}",
+            **self.options,
+        }
+        if self.base_model is not None:
+            options["base-model"] = self.base_model
+        if "backend" not in options:  # it lives too briefly for programs that nobody asks for
+            config = {"warm_up": False, **json.loads(options.get("backend-config", "{}"))}
+            options["backend-config"] = json.dumps(config)
+        return [f"--{name}={value}" for name, value in options.items()]
+
+    def start(self, timeout_s: float = 180) -> None:
+        """Start and wait until the engine is ready. Raises RuntimeError with the end of the log if it does not come."""
+        assert self.process is None, "already started"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        its, self._alive = os.pipe()
+        command = [sys.executable, "-m", "skyrl.tinker.processes.launcher", str(its), *self.arguments()]
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[its],
+                env={**os.environ, **self.environment},
+            )
+        os.close(its)
+        try:
+            self.wait_until_ready(timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def wait_until_ready(self, timeout_s: float = 180) -> None:
+        """Return once `healthz` says ok."""
+        assert self.process is not None
+        deadline = time.monotonic() + timeout_s
+        while not self.healthy():
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server exited with code {self.process.returncode}:\n{self.log_tail()}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"the server was not ready after {timeout_s:.0f} s:\n{self.log_tail()}\n{self.stacks()}"
+                )
+            time.sleep(0.1)
+
+    def healthy(self) -> bool:
+        """Whether the server answers and its engine is ready."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=5) as response:
+                return json.load(response).get("status") == "ok"
+        except (OSError, http.client.HTTPException, ValueError):  # nobody there, or gone in the middle of its answer
+            return False
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last lines that the server printed."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def stacks(self) -> str:
+        """What the threads of its processes are at, as they write it into the log when they are asked."""
+        start = self.log_path.stat().st_size
+        for pid in self.pids()[1:]:
+            with suppress(ProcessLookupError):  # it may end at any moment
+                if pid is not None:
+                    os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.5)
+        return self.log_path.read_bytes()[start:].decode(errors="replace")
+
+    def pids(self) -> Pids:
+        """Its processes, as they are now (Linux only)."""
+        return pids_of(None if self.process is None or self.process.poll() is not None else self.process.pid)
+
+    def kill_api(self) -> int:
+        """End the API process without warning. Returns its process id."""
+        return _kill(self.pids().api)
+
+    def kill_engine(self) -> int:
+        """End the engine process without warning. Returns its process id."""
+        return _kill(self.pids().engine)
+
+    def stop(self) -> None:
+        """Stop as Ctrl-C does; kill only if that takes over 30 seconds."""
+        if self.process is None:
+            return
+        process, self.process = self.process, None
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # the second one does not wait for what is being finished
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._alive is not None:
+            os.close(self._alive)
+            self._alive = None
+
+    def restart(self) -> None:
+        """Stop and start again on the same state and address."""
+        self.stop()
+        self.start()
+
+    def __enter__(self) -> "LocalServer":
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None):
+        self.stop()
+
+
+def close_client(client: "ServiceClient") -> None:
+    """Finish the session of an SDK's client and release what it holds.
+
+    The SDK's own `close` may wait for ever: anyio can lose the cancellation of a task that is opening a connection
+    (https://github.com/agronholm/anyio/issues/1214), and `close` waits for the task that asks for samples to end. By
+    then the server has been told; connections of the client stay open.
+
+    Raises:
+        TimeoutError: It does not return for another reason.
+    """
+    closing, holder = client.close("success"), client._session_holder
+    deadline = time.monotonic() + CLOSE_S
+    while True:
+        try:
+            return closing.result(timeout=CANCEL_S)
+        except TimeoutError:
+            tasks = list(holder._futures_poller_tasks) if holder is not None else []
+            if any(task.cancelling() for task in tasks):
+                return
+            if time.monotonic() > deadline:
+                raise
+
+
+def free_port() -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def pids_of(keeper: int | None) -> Pids:
+    """The processes of the server with this keeper."""
+    api = _child(keeper, "skyrl.tinker.api_process")
+    return Pids(keeper, api, _child(api, "skyrl.tinker.engine"))
+
+
+def _child(parent: int | None, module: str) -> int | None:
+    """The child process that runs a module."""
+    if parent is None:
+        return None
+    with suppress(FileNotFoundError, ProcessLookupError):  # the parent may end at any moment
+        for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                for child in tasks.read_text().split():
+                    if module in Path(f"/proc/{child}/cmdline").read_text().split("\0"):
+                        return int(child)
+    return None
+
+
+def _kill(pid: int | None) -> int:
+    assert pid is not None, "there is no such process now"
+    os.kill(pid, signal.SIGKILL)
+    return pid

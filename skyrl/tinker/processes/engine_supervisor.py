@@ -1,0 +1,249 @@
+"""Keeps one engine process alive next to the API process.
+
+When the stream from it ends, the child is reaped, `on_crash` is told why, and a new child is started after a growing
+pause, also if the system has no process or descriptor for it now. One that hangs is killed (`heartbeat`). The other way
+round the child leaves when its own end closes, so it never outlives this process, however that ended. Frames are for
+the engine that runs: nothing is kept for the next one, because who sends knows what that has to be told when its
+`Ready` comes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable
+from typing import Literal
+
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.processes.channel import ApiChannel
+from skyrl.tinker.processes.engine_process import EngineProcess
+from skyrl.tinker.processes.heartbeat import Watch, interval_s
+from skyrl.tinker.processes.messages import (
+    Alive,
+    Failed,
+    FromEngine,
+    Lost,
+    Metrics,
+    Progress,
+    Ready,
+    Shutdown,
+    ToEngine,
+)
+from skyrl.types import BackendInfo
+
+log = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "restarting", "failed", "stopped"]
+
+STARTS = 3
+"""Starts in a row that may end before the first `Ready` until the supervisor gives up. Later it never does."""
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 10.0
+TERMINATE_S = 5.0
+"""Seconds between asking a process to end and killing it."""
+READY, SILENT = "ready", "the engine gives no sign of life"
+"""What `progress` says while the state is ready."""
+NO_THREAD = "can't start new thread"
+"""What Python says where a limit of processes is reached."""
+GRACE = 0.75
+"""Part of `shutdown_timeout_sec` after which an engine that does not end is killed."""
+
+
+class EngineSupervisor:
+    """Starts, watches, restarts and stops the engine. All methods are called on one asyncio loop.
+
+    Args:
+        config: Sent to each engine.
+        on_frame: Called on the loop with every frame of the engine.
+        on_crash: Called with the reason when an engine has ended by itself; what it was working on is lost.
+        on_failure: Called once, with a message for the person who started the server, when no engine can be started;
+            with `again=True` where another API process may do better.
+        first: The first engine's process, if there is one already.
+        again: An engine with this configuration has been ready before, so what keeps one from it now may pass: it is
+            tried for as long as that takes.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        on_frame: Callable[[FromEngine], None],
+        on_crash: Callable[[str], None],
+        on_failure: Callable[..., None],
+        first: EngineProcess | None = None,
+        again: bool = False,
+    ):
+        self.config = config
+        self.state: State = "starting"
+        self.progress = "starting the engine"
+        """What the engine is busy with until it is ready, in words; then whether it gives signs of life."""
+        self.info: BackendInfo | None = None
+        """Facts about the loaded model, from the first `Ready` on."""
+        self.metrics: dict[str, int] = {}
+        """What the running engine's backend counts about itself."""
+        self.restarts = 0
+        self._on_frame = on_frame
+        self._on_crash = on_crash
+        self._on_failure = on_failure
+        self._channel: ApiChannel | None = None
+        self._first = first
+        self._was_ready = again
+        """Whether an engine has ever been ready."""
+        self._process: EngineProcess | None = None
+        self._failure: str | None = None
+        self._hung: str | None = None
+        """Why the engine that runs has to end, if it has."""
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running engine."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start the first engine and watch it in the background. Returns at once; `Ready` comes as a frame."""
+        self._task = asyncio.create_task(self._supervise(), name="engine supervisor")
+        self._task.add_done_callback(self._supervision_ended)
+
+    def send(self, frame: ToEngine) -> None:
+        """Send a frame to the engine; dropped unless one is ready. Never blocks."""
+        if self._channel is not None and self.state == "ready":
+            self._channel.send(frame)
+
+    def kill(self) -> None:
+        """End the engine at once, whatever it does; `stop` then has nothing to wait for."""
+        self.state = "stopped"
+        if self._process is not None:
+            self._process.signal(signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """End the engine: politely at first (it makes last snapshots), by force when its time is up."""
+        loading = self.state in ("starting", "restarting")
+        self.state = "stopped"
+        if (process := self._process) and self._channel:
+            self._channel.send(Shutdown())
+            if loading:  # it reads no frames until it has loaded, and has nothing to lose
+                process.signal(signal.SIGKILL)
+            with contextlib.suppress(TimeoutError):
+                await process.wait(GRACE * self.config.shutdown_timeout_sec)
+            process.signal(signal.SIGKILL)
+            if self._task:  # its last frames may still be on their way to `on_frame`
+                await asyncio.wait([self._task], timeout=TERMINATE_S)
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _supervise(self) -> None:
+        failed_starts = pauses = 0
+        while True:
+            failed_starts, pauses = failed_starts + 1, pauses + 1
+            try:
+                reason, became_ready = await self._run_engine()
+            except (OSError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and str(error) != NO_THREAD:
+                    raise
+                # Descriptors, memory, processes or threads are short, and may not be for long.
+                reason, became_ready = f"the engine cannot be started: {error}", False
+                failed_starts -= 1
+            if self.state == "stopped":
+                return
+            if became_ready:
+                failed_starts = pauses = 0
+            if not self._was_ready and (self._failure or failed_starts == STARTS):
+                self.state = "failed"
+                self._on_failure(self._failure or f"the engine does not start: {reason}; its log above says why")
+                return
+            self.state = "restarting"
+            self.progress = f"restarting the engine: {reason}"
+            log.error("%s; restarting it", reason)
+            self._on_crash(reason)
+            await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** min(pauses, 20), LONGEST_PAUSE_S))
+            self.restarts += 1
+
+    async def _run_engine(self) -> tuple[str, bool]:
+        """Run one engine to its end. Returns why it ended and whether it had been ready."""
+        process, self._first = self._first or EngineProcess(self.config), None
+        self._process, self._hung = process, None
+        watch = Watch(self.config, asyncio.get_running_loop().time())
+        watcher = asyncio.create_task(self._kill_if_it_hangs(process, watch), name="engine watch")
+        try:
+            channel = self._channel = await ApiChannel.open(process.socket)
+            try:
+                became_ready = await self._converse(channel, watch)
+                await _end(process)
+            finally:
+                self._channel = None
+                process.signal(signal.SIGKILL)
+                await channel.close()
+                status = await process.wait()
+        finally:
+            watcher.cancel()
+            self._process = None
+            process.close()
+        return self._failure or self._hung or _reason(status), became_ready
+
+    async def _kill_if_it_hangs(self, process: EngineProcess, watch: Watch) -> None:
+        clock = asyncio.get_running_loop().time
+        while self._hung is None:
+            await asyncio.sleep(interval_s(self.config))
+            complaint = watch.complaint(now := clock())
+            if self.state == "stopped":
+                continue
+            if complaint is not None:  # the state changes now, as one that waits for a device may not die when killed
+                self._hung, self.state, self.progress = complaint, "restarting", f"restarting the engine: {complaint}"
+                log.error("%s; killing it", complaint)
+                process.signal(signal.SIGKILL)
+            elif self.state == "ready":
+                self.progress = SILENT if watch.silent(now) else READY
+
+    async def _converse(self, channel: ApiChannel, watch: Watch) -> bool:
+        """Exchange frames until the engine closes its end. Returns whether it has been ready."""
+        self._failure = None
+        became_ready = False
+        async for frame in channel.frames():
+            if isinstance(frame, Alive):
+                watch.heard(frame, asyncio.get_running_loop().time())
+                continue
+            if isinstance(frame, Ready):
+                became_ready = True
+                watch.ready()
+            self._note(frame)
+            self._on_frame(frame)
+        return became_ready
+
+    def _note(self, frame: FromEngine) -> None:
+        if isinstance(frame, Progress):
+            self.progress = frame.message
+        elif isinstance(frame, Metrics):
+            self.metrics = frame.values
+        elif isinstance(frame, Failed):
+            self._failure = frame.message
+        elif isinstance(frame, Lost):
+            self._hung = f"the backend is lost: {frame.message}"
+        elif isinstance(frame, Ready):
+            self.info, self.metrics, self._was_ready = frame.info, {}, True
+            if self.state != "stopped" and self._hung is None:
+                self.state, self.progress = "ready", READY
+
+    def _supervision_ended(self, task: "asyncio.Task[None]") -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("the engine's supervisor failed", exc_info=error)
+        self.state = "failed"
+        self._on_failure(f"the engine's supervisor failed: {error!r}", again=True)
+
+
+async def _end(process: EngineProcess) -> None:
+    """Wait for the process to end by itself, then terminate it, then kill it."""
+    for number, patience_s in ((None, TERMINATE_S), (signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, None)):
+        if number is not None:
+            process.signal(number)
+        with contextlib.suppress(TimeoutError):
+            await process.wait(patience_s)
+            return
+
+
+def _reason(status: int) -> str:
+    if status < 0:
+        return f"the engine was killed by {signal.Signals(-status).name}"
+    return f"the engine exited with status {status}"

@@ -1,0 +1,72 @@
+"""A frame between the processes as bytes: a pickle and, behind it, its long arrays as they are in memory.
+
+In front are the number of these parts and the size of each, as 64-bit integers. Sequences of a pass and its outputs
+are pickled as columns (`skyrl.tinker.processes.columns`), whatever their number of tokens.
+"""
+
+import io
+import pickle
+import struct
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from skyrl.backends.operations import ForwardBackward
+from skyrl.tinker.processes.columns import Column, pack, unpack
+from skyrl.types import Datum, ForwardBackwardOutput
+
+NUMBER = struct.Struct("<Q")
+
+SEPARATE_BYTES = 16 * 1024
+"""Shorter arrays are copied into the pickle."""
+
+TOKENS = "tokens"
+"""Name of a datum's own tokens among its inputs."""
+
+
+def encode(frame: object) -> list[bytes | memoryview]:
+    """The frame as it travels, in pieces. All but the first are arrays of the frame, not copied."""
+    arrays: list[memoryview] = []
+
+    def stays(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes >= SEPARATE_BYTES:
+            arrays.append(view)
+            return False
+        return True
+
+    file = io.BytesIO()
+    _Pickler(file, protocol=5, buffer_callback=stays).dump(frame)
+    body = file.getvalue()
+    sizes = [len(body), *(array.nbytes for array in arrays)]
+    return [b"".join([*map(NUMBER.pack, [len(sizes), *sizes]), body]), *arrays]
+
+
+def decode(parts: Sequence[bytearray | bytes | memoryview]) -> Any:
+    """The frame whose pickle and arrays these are. Its arrays are parts of what is given."""
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ForwardBackward):
+            rows = [{TOKENS: datum.tokens, **datum.loss_fn_inputs} for datum in obj.data]
+            rest = {field.name: getattr(obj, field.name) for field in fields(obj) if field.name != "data"}
+            build = _pass
+        elif isinstance(obj, ForwardBackwardOutput):
+            rows = obj.loss_fn_outputs
+            rest = {"metrics": obj.metrics, "loss_fn_output_type": obj.loss_fn_output_type}
+            build = _output
+        else:
+            return NotImplemented
+        columns = pack(rows)
+        return NotImplemented if columns is None else (build, (columns, len(rows), rest))
+
+
+def _pass(columns: dict[str, Column], count: int, rest: dict[str, Any]) -> ForwardBackward:
+    data = [Datum(inputs.pop(TOKENS), inputs) for inputs in unpack(columns, count)]
+    return ForwardBackward(data=data, **rest)
+
+
+def _output(columns: dict[str, Column], count: int, rest: dict[str, Any]) -> ForwardBackwardOutput:
+    return ForwardBackwardOutput(unpack(columns, count), **rest)

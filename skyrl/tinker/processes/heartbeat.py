@@ -1,0 +1,113 @@
+"""How an engine that hangs is told from one that computes.
+
+A thread of the engine process says every so often that the process runs, and for how long its present step has. The
+supervisor kills one that says nothing for too long (it is stopped, or its interpreter is held), and one whose step, or
+piece of loading the model, takes too long (a device, a collective or a file system that never answers); then it is
+recovered as after any crash. Time in which either of both stood still itself, as where all processes are frozen, does
+not count.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.processes.channel import ChannelClosed, EngineChannel
+from skyrl.tinker.processes.messages import Alive
+
+LONGEST_INTERVAL_S = 5.0
+PER_TIMEOUT = 6
+"""Heartbeats within the shortest of the limits at least."""
+SILENT_INTERVALS = 3
+"""Intervals without a heartbeat after which an engine does not count as ready, though it is not given up."""
+
+
+def interval_s(config: EngineConfig) -> float:
+    """Seconds between two heartbeats."""
+    limits = (config.engine_heartbeat_timeout_sec, config.compute_timeout_sec, config.load_timeout_sec)
+    return min([LONGEST_INTERVAL_S, *(limit / PER_TIMEOUT for limit in limits if limit)])
+
+
+class Stopwatch:
+    """How long steps take, without the time in which their process stood still.
+
+    Args:
+        interval_s: Seconds between two looks at it.
+        now: Seconds on the monotonic clock, as everywhere here.
+    """
+
+    def __init__(self, interval_s: float, now: float):
+        self._interval_s = interval_s
+        self._looked = now
+        self._began: float | None = None
+        self._lost_s = 0.0
+
+    def seconds(self, began: float | None, now: float) -> float:
+        """Of the present step, which `began` then; 0.0 between two."""
+        looked, self._looked = self._looked, now
+        if began is None:
+            return 0.0
+        if began != self._began:
+            self._began, self._lost_s = began, 0.0
+        if now - looked > 2 * self._interval_s:
+            self._lost_s += now - max(began, looked)
+        return now - began - self._lost_s
+
+
+def start(channel: EngineChannel, config: EngineConfig, step_began: Callable[[], float | None]) -> None:
+    """Send heartbeats until the channel closes.
+
+    Args:
+        channel: To the API process.
+        config: Says how often.
+        step_began: When the present step began, on the monotonic clock; None between two.
+    """
+    stopwatch = Stopwatch(interval_s(config), time.monotonic())
+
+    def beat() -> None:
+        with suppress(ChannelClosed):
+            while not channel.closed:
+                channel.send(Alive(stopwatch.seconds(step_began(), time.monotonic())))
+                time.sleep(interval_s(config))
+
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+
+
+class Watch:
+    """The supervisor's view of one engine, from its start on. Times are seconds on one monotonic clock."""
+
+    def __init__(self, config: EngineConfig, now: float):
+        self._config = config
+        self._heard = self._looked = now
+        self._spoken = False
+        self._loading = True
+        self._step_s = 0.0
+
+    def ready(self) -> None:
+        """The engine has loaded its model."""
+        self._loading = False
+
+    def heard(self, alive: Alive, now: float) -> None:
+        """The engine has said that it runs."""
+        self._heard, self._step_s, self._spoken = now, alive.step_s, True
+
+    def silent(self, now: float) -> bool:
+        """Whether more than one heartbeat has not come that should have."""
+        return now - self._heard > SILENT_INTERVALS * interval_s(self._config)
+
+    def complaint(self, now: float) -> str | None:
+        """Why the engine is to be killed, if it is. Asked once every `interval_s`."""
+        if now - self._looked > 2 * interval_s(self._config):  # it was we who did not listen
+            self._heard = now
+        self._looked = now
+        silent_s, limit_s = now - self._heard, self._config.engine_heartbeat_timeout_sec
+        if self._spoken and limit_s and silent_s > limit_s:
+            return f"the engine hung: it gave no sign of life for engine_heartbeat_timeout_sec={limit_s:g}"
+        if self._loading:
+            limit_s = self._config.load_timeout_sec
+            if limit_s and max(self._step_s, 0.0 if self._spoken else silent_s) > limit_s:
+                return f"the engine hung: it came no further in its start for load_timeout_sec={limit_s:g}"
+        elif self._config.compute_timeout_sec and self._step_s > self._config.compute_timeout_sec:
+            return f"the engine hung: a step took longer than compute_timeout_sec={self._config.compute_timeout_sec:g}"
+        return None

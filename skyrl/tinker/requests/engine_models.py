@@ -1,0 +1,321 @@
+"""Which models are in the engine; brings the others back when something is to be done for them.
+
+A model is away, being revived, in the engine, or being parked. Requests are sent to a model that is there; those that
+come meanwhile wait in `Pending` and are sent, in order and each once, when the revival has been sent or the parking
+has ended. When an engine ends every model is away, and what was under way for the old engine is given up: `_life`
+counts engines.
+
+What an engine was working on when it ended is suspected of that. It is computed alone from then on, so that nothing
+else is suspected the next time.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+from uuid import uuid4
+
+from skyrl.backends.operations import (
+    DeleteModel,
+    ForwardBackward,
+    LoadCheckpoint,
+    LoadSnapshot,
+    ModelOperation,
+    Publish,
+    Rejected,
+)
+from skyrl.tinker.context import Service
+from skyrl.tinker.database.request_log import LOST_ADVICE
+from skyrl.tinker.database.retrying_writer import Persistent
+from skyrl.tinker.identity.ids import session_of_model
+from skyrl.tinker.operations.operation import FORWARD_ONLY
+from skyrl.tinker.processes.messages import Enqueue, Park, Revive, TurnedAway
+from skyrl.tinker.requests.outcomes import Outcomes
+from skyrl.tinker.requests.pending import Owed, Pending
+from skyrl.tinker.requests.replay import Revival, Unrevivable, prepare
+from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
+from skyrl.types import ErrorResponse, ModelOutput, Result
+from skyrl.utils.async_tasks import Tasks
+from skyrl.utils.atomic_folders import inspect_folder
+from skyrl.utils.failpoints import crash_point
+
+log = logging.getLogger(__name__)
+
+AT_A_TIME = 4
+"""Models whose logs are read at the same time."""
+
+State = Literal["reviving", "here", "parking"]
+
+
+class Residents:
+    """Sends training requests to the engine. All methods are called on the event loop.
+
+    Args:
+        service: The server's parts.
+        pending: The requests that are owed an outcome.
+        outcomes: Where outcomes go that need no engine.
+        versions: The versions that samples have to wait for.
+    """
+
+    def __init__(self, service: Service, pending: Pending, outcomes: Outcomes, versions: UnwrittenVersions):
+        self._service = service
+        self._pending = pending
+        self._outcomes = outcomes
+        self._versions = versions
+        self._states: dict[str, State] = {}
+        self._repeating: dict[str, ModelOperation] = {}
+        """What the engine does again though nobody waits for it, by request."""
+        self._life = 0
+        self._proving = -1
+        """The engine for which bodies that servers have ended of are decoded, one by one and before all others."""
+        self._places = asyncio.Semaphore(AT_A_TIME)
+        self._database = Persistent(service.database, OSError)
+        self._tasks = Tasks()
+
+    def deliver(self, owed: Owed) -> None:
+        """Send a request that is in the log now to the engine, as soon as its model is there."""
+        if self._service.engine.state != "ready" or owed.sent:
+            return
+        state = self._states.get(owed.model_id)
+        if state is None and owed.creates:
+            state = self._states[owed.model_id] = "here"
+        if state == "here":
+            self._send(owed)
+        elif state is None:
+            self._revive(owed.model_id)
+
+    def turned_away(self, model_id: str) -> None:
+        """There was no room for a request of a model, whose sender will send it again."""
+        if self._service.engine.state == "ready" and self._states.get(model_id) == "here":
+            self._service.engine.send(TurnedAway(model_id))
+
+    # -- the engine's life --------------------------------------------------------------------------------------------
+
+    def engine_ready(self) -> None:
+        """A new engine runs. Bring back all models that it has something to do for."""
+        suspects = self._needed() & set(self._service.blame.suspect_bodies().values())
+        if suspects:
+            self._proving = self._life
+            self._tasks.start(self._prove(suspects, self._life))
+        else:
+            self._revive_all()
+
+    def engine_ended(self) -> None:
+        """The engine has ended by itself."""
+        self._life += 1
+        self._states.clear()
+        self._repeating.clear()
+        for owed in self._pending:
+            owed.sent = False
+
+    def repeated(self, request_id: str, result: Result) -> None:
+        """The engine has done something that nobody waits for."""
+        operation = self._repeating.pop(request_id, None)
+        if operation is None:
+            return
+        if isinstance(operation, Publish):
+            self._versions.published(operation.version)
+        if isinstance(result, ErrorResponse) and not isinstance(operation, Rejected):
+            why = f"its request {request_id} could not be repeated: {result.error}"
+            self._give_up(operation.model_id, Unrevivable(why, lost=_has_lost_files(operation)))
+            self._free(operation.model_id, operation.tenant)
+
+    def gone(self, model_id: str) -> None:
+        """A model was unloaded, or could not be made."""
+        self._states.pop(model_id, None)
+
+    def stop(self) -> None:
+        """Begin nothing any more."""
+        self._life += 1
+        self._database.stop()
+
+    async def settle(self) -> None:
+        """Wait until nothing is under way, after `stop`."""
+        await self._tasks.settle()
+
+    # -- parking ------------------------------------------------------------------------------------------------------
+
+    def park(self, is_idle: Callable[[str], bool]) -> None:
+        """Ask the engine to put models on disk whose session `is_idle`, if nothing is to be done for them."""
+        for model_id, state in list(self._states.items()):
+            if state == "here" and is_idle(session_of_model(model_id)) and not self._pending.of_model(model_id):
+                self._states[model_id] = "parking"
+                self._service.engine.send(Park(model_id))
+
+    def parked(self, model_id: str, done: bool) -> None:
+        """The engine has put a model on disk, or could not."""
+        if self._states.get(model_id) != "parking":
+            return
+        if not done:
+            self._states[model_id] = "here"
+            self._send_all(model_id)
+        else:
+            del self._states[model_id]
+            if self._pending.of_model(model_id):
+                self._revive(model_id)
+
+    # -- revival ------------------------------------------------------------------------------------------------------
+
+    def _needed(self) -> set[str]:
+        """Models that the engine has something to do for."""
+        return {*self._pending.models(), *self._versions.models()}
+
+    def _revive_all(self) -> None:
+        for model_id in self._needed():
+            self._revive(model_id)
+
+    async def _prove(self, suspects: set[str], life: int) -> None:
+        """Bring back models in whose bodies servers have ended, one after the other, then all others."""
+        for model_id in suspects:
+            if life == self._life:
+                self._states[model_id] = "reviving"
+                await self._bring_back(model_id, life)
+        if life == self._life:
+            self._proving = -1
+            self._revive_all()
+
+    def _revive(self, model_id: str) -> None:
+        if model_id not in self._states and self._proving != self._life:
+            self._states[model_id] = "reviving"
+            self._tasks.start(self._bring_back(model_id, self._life))
+
+    async def _bring_back(self, model_id: str, life: int) -> None:
+        try:
+            async with self._places:
+                await self._outcomes.settled(model_id)
+                if life != self._life:
+                    return
+                read = partial(self._read, model_id, life)
+                revival = await self._database.attempt(read, f"the log of model {model_id} cannot be read")
+            crash_point("api: revival read, not sent")
+            if revival is not None and life == self._life:
+                self._carry_out(model_id, revival)
+        except Exception as error:  # somebody waits for the model, whatever it is
+            if life != self._life:
+                return
+            if not isinstance(error, Unrevivable):
+                log.error("model %s cannot be revived", model_id, exc_info=error)
+                error = Unrevivable("internal error; the server's log has the details")
+            self._give_up(model_id, error)
+
+    async def _read(self, model_id: str, life: int) -> Revival | None:
+        """How a model is brought back. None: not for this engine any more."""
+        if life != self._life:
+            return None
+        known = {owed.request_id: owed.accepted for owed in self._pending.of_model(model_id) if owed.accepted}
+        revival = await prepare(self._service, model_id, known)
+        self._refuse_poisonous(revival)
+        return revival
+
+    def _carry_out(self, model_id: str, revival: Revival) -> None:
+        for owed in self._pending.of_model(model_id):
+            if owed.accepted is None:
+                owed.accepted, owed.decided = revival.accepted[owed.request_id]
+        for version, saved in revival.written.items():
+            self._versions.stored(version)
+            self._outcomes.stored(version, saved)
+        self._versions.keep_of(model_id, revival.published_again)
+        for request_id, saved in revival.plan.from_files.items():
+            self._end(request_id, saved)
+        for request_id in revival.plan.missed:
+            error = (
+                f"request {request_id} was not finished when the server ended, and cannot be done again; send it again"
+            )
+            self._end(request_id, ErrorResponse(error))
+        waiting = self._pending.of_model(model_id)
+        if not waiting and not revival.published_again:
+            del self._states[model_id]
+        elif not revival.published_again and all(isinstance(_operation(owed), DeleteModel) for owed in waiting):
+            del self._states[model_id]  # nothing of it is in the engine, so there is nothing to free
+            for owed in waiting:
+                if owed.logged:
+                    self._end(owed.request_id, ModelOutput(model_id))
+        else:
+            self._send_revival(model_id, revival)
+
+    def _send_revival(self, model_id: str, revival: Revival) -> None:
+        if revival.operations:
+            suspicious = any(map(self._is_suspect, revival.operations))
+            operations = [replace(operation, alone=suspicious) for operation in revival.operations]
+            for operation in operations:
+                owed = self._pending.get(operation.request_id)
+                if owed is None:
+                    self._repeating[operation.request_id] = operation
+                else:
+                    owed.sent = True
+            self._service.engine.send(Revive(model_id, revival.plan.next_seq_id, operations))
+        self._states[model_id] = "here"
+        self._send_all(model_id)
+        if revival.plan.unloaded:
+            self._free(model_id, revival.tenant)
+
+    def _is_suspect(self, operation: ModelOperation) -> bool:
+        return self._service.blame.is_suspect(operation.request_id)
+
+    def _refuse_poisonous(self, revival: Revival) -> None:
+        """Raise `Unrevivable` where engines have ended of what would have to be repeated."""
+        for operation in revival.operations:
+            if (error := self._service.blame.verdict(operation.request_id)) is not None:
+                raise Unrevivable(f"{error}; a stop and a start of the server make it try again")
+
+    def _free(self, model_id: str, tenant: str) -> None:
+        """Delete what the engine has of a model, after all that was sent for it."""
+        self._states.pop(model_id, None)
+        freeing = DeleteModel(request_id=f"unload-{uuid4()}", tenant=tenant, model_id=model_id)
+        self._service.engine.send(Enqueue(freeing))
+
+    def _give_up(self, model_id: str, error: Unrevivable) -> None:
+        """Fail what waits for a model that cannot be brought back."""
+        log.error("model %s cannot be brought back: %s", model_id, error)
+        self._states.pop(model_id, None)
+        for request_id in [key for key, operation in self._repeating.items() if operation.model_id == model_id]:
+            del self._repeating[request_id]
+        self._versions.keep_of(model_id, set())
+        if error.lost:
+            self._outcomes.lose_model(model_id)
+        advice = f"; {LOST_ADVICE}" if error.lost else ""
+        for owed in self._pending.of_model(model_id):
+            if owed.logged:  # what is not asks for the model again once it is
+                why = f"model_id={model_id} cannot be brought back: {error}{advice}"
+                gradients = "incomplete" if is_pass(owed) else "kept"
+                self._end(owed.request_id, ErrorResponse(why, error.category, gradients=gradients))
+
+    def _end(self, request_id: str, result: Result) -> None:
+        if (owed := self._pending.pop(request_id)) is not None:
+            self._outcomes.finish(owed, result)
+
+    def _send_all(self, model_id: str) -> None:
+        for owed in self._pending.of_model(model_id):
+            if owed.logged and not owed.sent:
+                self._send(owed)
+
+    def _send(self, owed: Owed) -> None:
+        owed.sent = True
+        operation = _operation(owed)
+        operation = replace(operation, alone=self._is_suspect(operation))
+        self._service.engine.send(Enqueue(operation, owed.seq_id))
+
+
+def is_pass(owed: Owed) -> bool:
+    """Whether a request was to add gradients. One that has not been read may have been."""
+    if owed.accepted is None:
+        return owed.operation.name == "forward_backward" and not owed.decided.get(FORWARD_ONLY)
+    operation = owed.accepted.operation
+    if isinstance(operation, Rejected):
+        return operation.gradients == "incomplete"
+    return isinstance(operation, ForwardBackward) and not operation.forward_only
+
+
+def _has_lost_files(operation: ModelOperation) -> bool:
+    """Whether the files that an operation reads are not there, or not the ones it was to read."""
+    if not isinstance(operation, LoadSnapshot | LoadCheckpoint):
+        return False
+    found = inspect_folder(operation.path)
+    return found is None or operation.digest not in (None, found.digest)
+
+
+def _operation(owed: Owed) -> ModelOperation:
+    assert owed.accepted is not None and isinstance(owed.accepted.operation, ModelOperation), owed.request_id
+    return owed.accepted.operation

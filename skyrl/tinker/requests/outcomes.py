@@ -1,0 +1,259 @@
+"""The end of a training request: its outcome is committed, then answered, then files that it leaves over are removed.
+
+Outcomes of one model are stored in the order in which they came, and so are its snapshots: where the log has the
+outcome of a request, it has those of all that were done before it. (Saves end when their files are written; what is
+done meanwhile may end before them.) A database that cannot take an outcome, because its disk is full, is asked again
+until it can. Where the server has to stop first, nothing later of that model is stored either, so that the next server
+does all of it again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from sqlmodel import Session
+
+from skyrl.backends.operations import LoadCheckpoint, Publish, SaveCheckpoint
+from skyrl.errors import RequestError, StorageError
+from skyrl.tinker.checkpoints import trash
+from skyrl.tinker.context import Service
+from skyrl.tinker.database import replay_log, request_log
+from skyrl.tinker.database.checkpoint_rows import Obsolete
+from skyrl.tinker.database.database import Job
+from skyrl.tinker.database.request_log import Forgotten
+from skyrl.tinker.database.retrying_writer import Persistent, Stopped
+from skyrl.tinker.database.tables import DONE, ModelRow
+from skyrl.tinker.errors import DatabaseFull
+from skyrl.tinker.identity.ids import model_of_version
+from skyrl.tinker.operations.operation import FORWARD_ONLY, VERSION
+from skyrl.tinker.processes.messages import DropVersion, Snapshotted
+from skyrl.tinker.requests.futures import Futures
+from skyrl.tinker.requests.pending import Owed, Pending
+from skyrl.tinker.results import PROTOBUF, Answer, Failure, Lost, Outcome
+from skyrl.tinker.wire import strict_json
+from skyrl.tinker.wire.decode_pool import encoded
+from skyrl.types import ErrorResponse, ForwardBackwardOutput, Result, SaveOutput
+from skyrl.utils.async_tasks import Lines
+from skyrl.utils.atomic_folders import remove_folder
+from skyrl.utils.failpoints import crash_point
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Outcomes:
+    """Stores what the engine says about training. All methods are called on the event loop.
+
+    Args:
+        service: The server's parts.
+        pending: The requests that are owed an outcome.
+        reads: Whether a sample may still read a folder.
+    """
+
+    def __init__(self, service: Service, futures: Futures, pending: Pending, reads: Callable[[str], bool]):
+        self._service = service
+        self._futures = futures
+        self._pending = pending
+        self._reads = reads
+        self._lines = Lines()
+        self._writer = Persistent(service.database, DatabaseFull)
+        self._last_writer = Persistent(service.database, Exception)
+        self._dropped: set[str] = set()
+        """Models of which something could not be stored any more, and so nothing that came after it is."""
+
+    # -- what is stored -----------------------------------------------------------------------------------------------
+
+    def finish(self, owed: Owed, result: Result) -> None:
+        """A request has ended. It is not pending any more."""
+        self._add(owed.model_id, partial(self._finish, owed, result))
+
+    def snapshotted(self, frame: Snapshotted) -> None:
+        """A model need not repeat what it has done until now."""
+        self._add(frame.model_id, partial(self._record_snapshot, frame))
+
+    def stored(self, version: str, saved: SaveOutput) -> None:
+        """A version without a name is on disk."""
+        self._add(model_of_version(version), partial(self._record_version, version, saved))
+
+    def lose_model(self, model_id: str) -> None:
+        """A model cannot be revived any more."""
+        self._add(model_id, partial(self._lose_model, model_id))
+
+    async def discard(self, files: Obsolete) -> None:
+        """Remove files that nobody names any more. What may still be read stays, for retention to collect."""
+        crash_point("api: checkpoint unnamed, files still there")
+        needed = await self._service.database.read(replay_log.folders_to_load)
+        if files.folder not in needed and not self._is_in_use(files.folder):
+            if files.version is not None:
+                self._service.engine.send(DropVersion(files.version))
+            await asyncio.to_thread(trash.discard, self._service.checkpoints, files.folder, files.to_trash)
+
+    async def settled(self, model_id: str) -> None:
+        """Wait until all that has come for a model is stored."""
+        await self._lines.settled(model_id)
+
+    async def settle(self) -> None:
+        """Wait until all that has come is stored, or cannot be."""
+        self._writer.stop()
+        self._last_writer.stop()
+        await self._lines.settle()
+
+    # -- how ----------------------------------------------------------------------------------------------------------
+
+    def _add(self, model_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._lines.add(model_id, partial(self._in_line, model_id, work))
+
+    async def _in_line(self, model_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if model_id in self._dropped:
+            return
+        try:
+            await work()
+        except Stopped as error:
+            log.warning("%s; model %s goes on from before it", error, model_id)
+            self._dropped.add(model_id)
+
+    async def _finish(self, owed: Owed, result: Result) -> None:
+        crash_point("api: result received, not stored")
+        try:
+            outcome, obsolete = await self._store(owed, result)
+        except Stopped:
+            raise
+        except Exception as error:  # whatever it is, somebody waits for an answer
+            log.error("internal error while finishing request %s", owed.request_id, exc_info=error)
+            message = f"internal error (request {owed.request_id}); the server's log has the details"
+            done = not isinstance(result, ErrorResponse)
+            outcome, obsolete = await self._store_at_last(owed, ErrorResponse(message), done)
+        crash_point("api: result stored, not answered")
+        operation = owed.accepted.operation if owed.accepted else None
+        self._service.directory.forget(owed.model_id, *(owed.accepted.changes if owed.accepted else ()))
+        self._futures.set(owed.request_id, outcome)
+        self._service.blame.acquit(owed.request_id)
+        if isinstance(outcome, Failure) and isinstance(operation, SaveCheckpoint | Publish) and operation.path:
+            await asyncio.to_thread(remove_folder, operation.path)
+        if obsolete is not None:
+            await self.discard(obsolete)
+
+    async def _store_at_last(self, owed: Owed, error: ErrorResponse, done: bool) -> tuple[Outcome, Obsolete | None]:
+        """Store that a request has failed, tried again after any error: told unstored, it would be done once more."""
+        job = _Once(owed.request_id, partial(_store_failure, owed, error, done=done))
+        return await self._last_writer.write(job, f"that request {owed.request_id} has failed")
+
+    async def _store(self, owed: Owed, result: Result) -> tuple[Outcome, Obsolete | None]:
+        if owed.accepted is not None and owed.accepted.complete is not None and not isinstance(result, ErrorResponse):
+            try:
+                result = await owed.accepted.complete(result)
+            except StorageError as error:
+                result = ErrorResponse(str(error))
+        if isinstance(result, ErrorResponse):
+            told = replace(result, error=self._service.redact(result.error))
+            return await self._write(_Once(owed.request_id, partial(_store_failure, owed, told)))
+        if owed.operation.encode is None:
+            return await self._write(_Once(owed.request_id, partial(_store_result, owed, result)))
+        answer = Answer(await encoded(_size(result), partial(owed.operation.encode, result)), PROTOBUF)
+        return await self._write(_Once(owed.request_id, partial(_store_answer, owed, answer)))
+
+    async def _record_snapshot(self, frame: Snapshotted) -> None:
+        crash_point("api: snapshot reported, not recorded")
+        snapshot = replace(frame, path=self._service.folder_of(frame.path))
+        superfluous = await self._write(partial(replay_log.record_snapshot, snapshot=snapshot))
+        crash_point("api: snapshot recorded, older files still there")
+        if superfluous is not None:
+            await asyncio.to_thread(remove_folder, self._service.path_of(superfluous))
+
+    async def _record_version(self, version: str, saved: SaveOutput) -> None:
+        superfluous = await self._write(partial(replay_log.record_version, version=version, saved=saved))
+        if superfluous is not None:
+            await asyncio.to_thread(remove_folder, self._service.path_of(superfluous))
+
+    async def _lose_model(self, model_id: str) -> None:
+        await self._write(partial(request_log.lose_model, model_id=model_id))
+        self._service.directory.forget(model_id)
+
+    async def _write(self, job: Job[T]) -> T:
+        """What `job` returns, once the database has taken it. Raises its refusal if the server is to stop first."""
+        return await self._writer.write(job, "an outcome")
+
+    def _is_in_use(self, folder: str) -> bool:
+        path = self._service.path_of(folder)
+        operations = (owed.accepted.operation for owed in self._pending if owed.accepted is not None)
+        loads = any(isinstance(operation, LoadCheckpoint) and operation.path == path for operation in operations)
+        return loads or self._reads(path)
+
+
+def _size(result: Result) -> int:
+    """Bytes of a result's arrays."""
+    if isinstance(result, ForwardBackwardOutput):
+        return sum(array.nbytes for outputs in result.loss_fn_outputs for array in outputs.values())
+    return 0
+
+
+# -- jobs of the database ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Once:
+    """A job that stores an outcome, unless an earlier try of it has, of which the answer was lost."""
+
+    request_id: str
+    job: Job[tuple[Outcome, Obsolete | None]]
+    tried: bool = False
+
+    def __call__(self, session: Session) -> tuple[Outcome, Obsolete | None]:
+        if self.tried:
+            _, outcome = request_log.outcome_of(session, self.request_id)
+            if not isinstance(outcome, Lost | Forgotten):
+                return outcome, None
+        self.tried = True
+        return self.job(session)
+
+
+def _store_result(owed: Owed, result: Result, session: Session) -> tuple[Answer | Failure, Obsolete | None]:
+    assert owed.accepted is not None, owed.request_id
+    outcome: Answer | Failure
+    obsolete = None
+    try:
+        payload, obsolete = owed.accepted.record(session, result)
+        outcome = Answer(strict_json.dumps(payload))
+    except RequestError as error:
+        outcome = Failure(str(error), "user")
+    return outcome, _end(session, owed, outcome) or obsolete
+
+
+def _store_answer(owed: Owed, answer: Answer, session: Session) -> tuple[Answer, Obsolete | None]:
+    return answer, _end(session, owed, answer)
+
+
+def _store_failure(
+    owed: Owed, error: ErrorResponse, session: Session, done: bool = False
+) -> tuple[Failure, Obsolete | None]:
+    """`done`: the engine has done it, and only its answer failed."""
+    failure = Failure(error.error, error.status)
+    if owed.creates and (model := session.get(ModelRow, owed.model_id)) is not None and model.status == "creating":
+        model.status = "failed"
+    if done and _is_repeated(owed):
+        request_log.finish(session, owed.request_id, failure, gradients=DONE, keep_body=True)
+    else:
+        request_log.finish(session, owed.request_id, failure, gradients=error.gradients)
+    return failure, _release(session, owed)
+
+
+def _end(session: Session, owed: Owed, outcome: Answer | Failure) -> Obsolete | None:
+    keep_body = isinstance(outcome, Answer) and (_is_repeated(owed) or VERSION in owed.decided)
+    request_log.finish(session, owed.request_id, outcome, keep_body=keep_body)
+    return _release(session, owed)
+
+
+def _is_repeated(owed: Owed) -> bool:
+    """Whether a revival does it again, as it changed the model."""
+    return owed.operation.changes_model and not owed.decided.get(FORWARD_ONLY)
+
+
+def _release(session: Session, owed: Owed) -> Obsolete | None:
+    """The snapshot of a model that was unloaded, once nothing is left to be done for it."""
+    model = session.get(ModelRow, owed.model_id)
+    folder = replay_log.release(session, owed.model_id) if model is not None and model.status == "unloaded" else None
+    return Obsolete(None, folder) if folder is not None else None

@@ -1,0 +1,148 @@
+"""The queue of all requests: training requests and samples go in, their outcomes come out of one place."""
+
+import random
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from skyrl.tinker.checkpoints.retention import ENDED_AFTER_S
+from skyrl.tinker.context import Service
+from skyrl.tinker.database import request_log
+from skyrl.tinker.database.checkpoint_rows import Obsolete
+from skyrl.tinker.database.request_log import Forgotten, Unread
+from skyrl.tinker.database.retrying_writer import Persistent
+from skyrl.tinker.identity.callers import Caller
+from skyrl.tinker.identity.ids import is_sample
+from skyrl.tinker.requests.futures import Futures
+from skyrl.tinker.requests.samples import SampleQueue
+from skyrl.tinker.requests.training import TrainingQueue
+from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
+from skyrl.tinker.results import Answer, Failure, Lost, Outcome
+from skyrl.types import Result
+
+SHORTEST_POLL = 0.5
+"""Part of `long_poll_s` that a poll takes at least. Thousands that began together end, and come again, apart."""
+
+
+@dataclass(frozen=True)
+class TryAgain:
+    """A request is still being worked on."""
+
+    queue_state: Literal["active", "paused_capacity"]
+    reason: str | None
+
+
+class RequestQueue:
+    """Hands outcomes out. All methods are called on the event loop."""
+
+    def __init__(self, service: Service):
+        self._service = service
+        self.futures = Futures()
+        self._versions = UnwrittenVersions()
+        self._sampling: tuple[str, ...] = ()
+        """What the engine has sampled last, training in between aside."""
+        self.samples = SampleQueue(service, self.futures, self._versions)
+        self.training = TrainingQueue(service, self.futures, self.samples.reads, self._versions)
+
+    async def restore(self, database: Persistent) -> None:
+        """Take over what an earlier server left. Before the engine is started."""
+        await self.training.restore(database)
+
+    # -- what the engine says -----------------------------------------------------------------------------------------
+
+    def engine_ready(self) -> None:
+        """A new engine runs. What is pending is sent to it."""
+        self.training.residents.engine_ready()
+        self.samples.engine_ready()
+
+    def engine_ended(self, reason: str) -> None:
+        """The engine has ended by itself. What it owed goes to the next one."""
+        running, self._sampling = self._service.blame.engine_ended(), ()
+        self.futures.clear_reasons()
+        self._versions.engine_ended()
+        self.samples.engine_ended(running)
+        self.training.engine_ended(running)
+
+    def running(self, request_ids: tuple[str, ...]) -> None:
+        """What the engine works on from now on."""
+        self._service.blame.computing(request_ids)
+        if not request_ids or is_sample(request_ids[0]):
+            self._sampling = request_ids
+
+    def done(self, request_id: str, result: Result) -> None:
+        """The engine has finished a request."""
+        self._service.blame.acquit(request_id)
+        (self.samples if is_sample(request_id) else self.training).done(request_id, result)
+
+    def held(self, request_id: str, reason: str | None) -> None:
+        """The engine cannot start a request yet (or, None, now can)."""
+        if (future := self.futures.get(request_id)) is not None:
+            future.reason = reason
+        self.training.held(request_id, reason is not None)
+
+    def park(self, session_id: str | None = None) -> None:
+        """Put models on disk whose session has ended or is silent; or those of one session, which ends now."""
+        activity, config = self._service.activity, self._service.config
+        timeout_s = config.session_timeout_sec
+        if timeout_s < 0:  # never, but what has expired is of no use in the engine
+            timeout_s = ENDED_AFTER_S + config.session_retention_sec
+        if session_id is not None:
+            activity.finished(session_id)
+        self.training.residents.park(lambda session: activity.is_idle(session, timeout_s))
+
+    async def discard(self, files: Obsolete) -> None:
+        """Remove files that nobody names any more, unless something may still read them."""
+        await self.training.outcomes.discard(files)
+
+    def stop(self) -> None:
+        """Send nothing to the engine any more."""
+        self.training.residents.stop()
+
+    async def settle(self) -> None:
+        """Wait until every result that has arrived is dealt with."""
+        await self.samples.settle()
+        await self.training.settle()
+
+    async def outcome(self, request_id: str, caller: Caller) -> Outcome | Unread | TryAgain:
+        """The outcome of a request, waited for as long as a poll may take; a large one that is stored, `read` reads.
+
+        Raises:
+            UnknownName: There is no such training request.
+        """
+        future = self.futures.get(request_id)
+        if future is not None and caller.may_touch(future.tenant):
+            outcome = await future.wait(self._service.config.long_poll_s * random.uniform(SHORTEST_POLL, 1))
+            return outcome or self._try_again(request_id, future.reason)
+        if is_sample(request_id):
+            return Lost()
+        tenant, outcome = await self._service.database.read(
+            partial(request_log.small_outcome_of, request_id=request_id)
+        )
+        if not caller.may_touch(tenant):
+            raise request_log.unknown_request(request_id)
+        return self._result_is_gone(request_id) if isinstance(outcome, Forgotten) else outcome
+
+    async def read(self, request_id: str, size: int, caller: Caller) -> Answer | Failure:
+        """A large result of a request that the caller may touch, when it is its sender's turn."""
+        job = partial(request_log.result_of, request_id=request_id)
+        answer = await self._service.answers.read(caller.sharer, request_id, size, job)
+        return self._result_is_gone(request_id) if answer is None else answer
+
+    def _result_is_gone(self, request_id: str) -> Failure:
+        """The answer where a training request was done, whose result is not kept any more. To send it again is no way
+        out: it is the same request."""
+        config = self._service.config
+        return Failure(
+            f"request {request_id} was done, but its result is kept no longer (result_retention_sec="
+            f"{config.result_retention_sec}, max_results_gib={config.max_results_gib:g}); go on without it, and read "
+            "results sooner, or start the server with a larger --max-results-gib or --result-retention-sec",
+            "user",
+        )
+
+    def _try_again(self, request_id: str, reason: str | None) -> TryAgain:
+        engine = self._service.engine
+        if engine.state == "ready":
+            if is_sample(request_id) and self._sampling and request_id not in self._sampling:
+                return TryAgain("paused_capacity", f"waiting behind {len(self._sampling)} samples that run")
+            return TryAgain("active", reason)
+        return TryAgain("paused_capacity", f"the engine is not ready: {self._service.redact(engine.progress)}")

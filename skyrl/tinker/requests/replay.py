@@ -1,0 +1,277 @@
+"""How a model that is not in the engine is brought back, and where its requests go on.
+
+A model is what its newest snapshot and the requests after it made of it. `plan` decides, from rows of the log alone,
+what has to be done again:
+
+    outcome   request                                      in the revival
+    done      changed the model                            done again; its first outcome stays
+    done      published a version that is not on disk      done again
+    done      unloaded the model                           done again after all that is pending
+    done      any other (forward only, saves)              left out
+    failed    in its answer only: it was done              done again; its failure stays
+    failed    left the gradient sums as they were          left out
+    failed    left them incomplete, or cleared them        stands as the same failure
+    pending   before the last one with an outcome, a save  finished from its files if they are complete, else done again
+    pending   after the last one with an outcome           follows the revival as an ordinary request
+
+`Revival` carries it out: it reads the bodies and accepts them again, with what was decided about them the first time.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from skyrl.backends.operations import LoadSnapshot, ModelOperation, Rejected
+from skyrl.errors import RequestError
+from skyrl.tinker.context import Service
+from skyrl.tinker.database import replay_log, request_log
+from skyrl.tinker.database.checkpoint_rows import SAVED_TO
+from skyrl.tinker.database.replay_log import History, LoggedRequest
+from skyrl.tinker.database.tables import ModelRow
+from skyrl.tinker.errors import MalformedBody
+from skyrl.tinker.identity.callers import EVERYBODY
+from skyrl.tinker.operations.admission import Accepted, Admission, Target
+from skyrl.tinker.operations.operation import FORWARD_ONLY, VERSION
+from skyrl.tinker.operations.submission import REFUSED, accept, not_served, rejected
+from skyrl.tinker.operations.table import OPERATIONS
+from skyrl.tinker.wire.parsing import Body, Limits
+from skyrl.types import ErrorCategory, SaveOutput
+from skyrl.utils.atomic_folders import inspect_folder
+
+ANY_SIZE = Limits(max_bytes=2**62, max_parts=2**62)
+"""Bodies in the log were taken before, whatever the limit is now."""
+
+Files = Mapping[str, SaveOutput]
+"""What is complete on disk, by folder."""
+
+
+class Unrevivable(Exception):
+    """A model cannot be brought back now or, if `lost`, ever. The message says why."""
+
+    def __init__(self, why: str, *, lost: bool = False, category: ErrorCategory = "server"):
+        super().__init__(why)
+        self.lost = lost
+        self.category: ErrorCategory = category
+
+
+@dataclass
+class Plan:
+    """What bringing back a model takes."""
+
+    steps: list[LoggedRequest | ModelOperation] = field(default_factory=list)
+    """In this order; a logged request stands for what it asked for. Empty: the model has still to be made."""
+    next_seq_id: int = 0
+    from_files: dict[str, SaveOutput] = field(default_factory=dict)
+    """Saves (request ids) whose outcome is on disk already."""
+    missed: list[str] = field(default_factory=list)
+    """Requests that can be neither finished nor done again, because the snapshot is of a later state."""
+    unloaded: bool = False
+    """Whether the model was unloaded: nothing of it stays in the engine once what is pending has ended."""
+
+
+def plan(history: History, files: Files) -> Plan:
+    """What to do again. Raises `Unrevivable` where that is not known any more."""
+    model, since = history.model, history.model.snapshot_seq_id
+    if (
+        refusal := request_log.refused_by_status(model.status, model.model_id)
+    ) is not None and model.status != "unloaded":
+        raise Unrevivable(refusal.error, category=refusal.category)
+    requests = history.requests
+    ended = [request.seq_id for request in requests if request.status != "pending" and request.seq_id is not None]
+    creation = next((request for request in requests if request.seq_id == 0), None)
+    if since is None:
+        if creation is None:
+            raise Unrevivable("it was made before this server kept what brings models back", lost=True)
+        if creation.status == "pending":
+            return Plan()
+    decision = Plan(_snapshot(model), max([since or 0, *ended]) + 1)
+    for request in requests:
+        if request.status == "pending":
+            _decide_pending(request, requests, since, files, decision)
+        elif request.is_done and request.seq_id is None:
+            decision.unloaded = True
+        elif request.is_done and _is_repeated(request, history.unwritten, files):
+            if not request.has_body:
+                raise Unrevivable(f"request {request.request_id} of the log has to be repeated, but is gone", lost=True)
+            decision.steps.append(request)
+        elif request.status == "failed" and request.gradients != "kept":
+            decision.steps.append(_refusal(model, request))
+    return decision
+
+
+def _snapshot(model: ModelRow) -> list[LoggedRequest | ModelOperation]:
+    if model.snapshot_seq_id is None:
+        return []
+    if model.snapshot_folder is None or model.snapshot_digest is None:
+        raise Unrevivable("it has no snapshot any more", lost=True)
+    number, model_id = model.snapshot_seq_id, model.model_id
+    steps: list[LoggedRequest | ModelOperation] = [
+        LoadSnapshot(
+            request_id=f"{model_id} as of {number}",
+            tenant=model.tenant,
+            model_id=model_id,
+            path=model.snapshot_folder,
+            digest=model.snapshot_digest,
+        )
+    ]
+    if model.snapshot_failed_pass is not None:
+        failed = f"failed pass of {model_id} before {number}"
+        steps.append(
+            Rejected(
+                request_id=failed,
+                tenant=model.tenant,
+                model_id=model_id,
+                error=model.snapshot_failed_pass,
+                gradients="incomplete",
+            )
+        )
+    return steps
+
+
+def _is_repeated(request: LoggedRequest, unwritten: Mapping[str, str], files: Files) -> bool:
+    version = request.decided.get(VERSION)
+    if version is not None:
+        return version in unwritten and unwritten[version] not in files
+    return OPERATIONS[request.kind].changes_model and not request.decided.get(FORWARD_ONLY)
+
+
+def _refusal(model: ModelRow, request: LoggedRequest) -> Rejected:
+    return Rejected(
+        request_id=request.request_id,
+        tenant=model.tenant,
+        model_id=model.model_id,
+        error=request.error or "it failed",
+        gradients="dropped" if request.gradients == "dropped" else "incomplete",
+    )
+
+
+def _decide_pending(
+    request: LoggedRequest, requests: Sequence[LoggedRequest], since: int | None, files: Files, decision: Plan
+) -> None:
+    if request.seq_id is None or request.seq_id >= decision.next_seq_id:
+        return
+    saved = files.get(request.decided.get(SAVED_TO, ""))
+    if saved is not None:
+        decision.from_files[request.request_id] = saved
+    elif _came_late(request, requests):
+        return  # the scheduler tells its sender
+    elif since is None or request.seq_id > since:
+        decision.steps.append(request)
+    else:
+        decision.missed.append(request.request_id)
+
+
+def _came_late(request: LoggedRequest, requests: Sequence[LoggedRequest]) -> bool:
+    """Whether its followers had failed for want of it before it came."""
+    assert request.seq_id is not None
+    return any(
+        other.seq_id is not None
+        and other.seq_id > request.seq_id
+        and other.finished_at is not None
+        and other.finished_at < request.created_at
+        for other in requests
+    )
+
+
+# -- carrying it out --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Revival:
+    """A model that can be brought back."""
+
+    plan: Plan
+    tenant: str
+    """Owner of the model."""
+    operations: list[ModelOperation]
+    """What the engine does, in this order. Empty: the model has still to be made."""
+    accepted: dict[str, tuple[Accepted, dict[str, Any]]]
+    """Pending requests whose body had to be read, with what was decided about them."""
+    written: dict[str, SaveOutput]
+    """Versions that are on disk, contrary to what the log says."""
+    published_again: set[str]
+    """Versions that one of the operations publishes."""
+
+
+async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]) -> Revival:
+    """Read the log of a model and make the operations of its revival.
+
+    Args:
+        service: The server's parts.
+        model_id: A model that is not in the engine.
+        known: Pending requests that need not be read.
+
+    Raises:
+        Unrevivable: It cannot be brought back.
+    """
+    history = await service.database.read(partial(replay_log.history, model_id=model_id))
+    if history is None:
+        raise Unrevivable(f"model_id={model_id} is not known any more")
+    if (error := not_served(service, history.model)) is not None:
+        raise Unrevivable(error)
+    saves = [request.decided[SAVED_TO] for request in _pending(history) if SAVED_TO in request.decided]
+    files = await asyncio.to_thread(_complete, service, [*history.unwritten.values(), *saves])
+    decision = plan(history, files)
+    repeated = [step for step in decision.steps if isinstance(step, LoggedRequest)]
+    read = {request.request_id: request for request in [*repeated, *_pending(history)]}
+    wanted = [request_id for request_id in read if request_id not in known]
+    bodies = await service.database.read(partial(replay_log.bodies, request_ids=wanted))
+    again = dict(known)
+    for request_id in wanted:
+        again[request_id] = await _accept_again(service, history, read[request_id], bodies[request_id])
+    operations = [
+        again[step.request_id].operation if isinstance(step, LoggedRequest) else _placed(service, step)
+        for step in decision.steps
+    ]
+    assert all(isinstance(operation, ModelOperation) for operation in operations), operations
+    return Revival(
+        plan=decision,
+        tenant=history.model.tenant,
+        operations=[operation for operation in operations if isinstance(operation, ModelOperation)],
+        accepted={
+            request.request_id: (again[request.request_id], request.decided)
+            for request in _pending(history)
+            if request.request_id not in known
+        },
+        written={version: files[folder] for version, folder in history.unwritten.items() if folder in files},
+        published_again={request.decided[VERSION] for request in repeated if VERSION in request.decided},
+    )
+
+
+def _placed(service: Service, step: ModelOperation) -> ModelOperation:
+    """With the path of a snapshot as it is today."""
+    return replace(step, path=service.path_of(step.path)) if isinstance(step, LoadSnapshot) else step
+
+
+def _complete(service: Service, folders: Sequence[str]) -> dict[str, SaveOutput]:
+    found = {folder: (path := service.path_of(folder), inspect_folder(path)) for folder in folders}
+    return {folder: SaveOutput(path, *written) for folder, (path, written) in found.items() if written is not None}
+
+
+def _pending(history: History) -> list[LoggedRequest]:
+    return [request for request in history.requests if request.status == "pending"]
+
+
+async def _accept_again(service: Service, history: History, request: LoggedRequest, body: Body) -> Accepted:
+    """What a request was accepted as. Raises `Unrevivable` if it was done and this server cannot do it."""
+    model = history.model
+    target = Target(
+        history.session, model.tenant, model.model_id, request.seq_id, creates=request.seq_id == 0, model=model
+    )
+    admission = Admission(service, EVERYBODY, target, request.request_id, request.decided, again=True)
+    if REFUSED in request.decided:
+        return rejected(admission, "", False)
+    operation = OPERATIONS[request.kind]
+    try:
+        if (error := service.blame.verdict_on_body(request.request_id)) is not None:
+            raise MalformedBody(error)
+        with service.blame.decoding(model.model_id, request.request_id):
+            parse = partial(operation.parse, body, ANY_SIZE)
+            parsed = await service.bodies.work(model.tenant, len(body.data), parse)
+            return await accept(operation, admission, parsed)
+    except (RequestError, MalformedBody) as error:
+        if request.is_done:
+            raise Unrevivable(f"request {request.request_id} is refused now: {error}") from error
+        return rejected(admission, str(error), is_pass=OPERATIONS[request.kind].encode is not None)

@@ -1,0 +1,278 @@
+"""The way of a sample: not logged, its future lives in memory. Where that is lost, the client sends it again.
+
+Samples that an engine has not finished are sent to the next one. Those that it was working on when it ended are
+suspects: from the second time that this happens to one it is sent alone, so that the next can be blamed on it. A client
+that sends a sample again after the end of the server sends the same suspect.
+"""
+
+import logging
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from skyrl.backends.operations import Sample
+from skyrl.errors import RequestError
+from skyrl.tinker.context import Service
+from skyrl.tinker.database.sample_counts import SampleCounts
+from skyrl.tinker.identity import ids
+from skyrl.tinker.identity.callers import Caller
+from skyrl.tinker.identity.ids import client_of
+from skyrl.tinker.operations.admission import Accepted, Admission
+from skyrl.tinker.operations.operation import QueuedOperation
+from skyrl.tinker.operations.submission import accept, admit, refused_at_once
+from skyrl.tinker.processes.messages import Cancel, Enqueue
+from skyrl.tinker.requests.futures import Futures
+from skyrl.tinker.requests.unsent import Unsent
+from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
+from skyrl.tinker.results import PROTOBUF, Answer, Failure, Lost
+from skyrl.tinker.wire import schemas
+from skyrl.tinker.wire.decode_pool import encoded
+from skyrl.tinker.wire.parsing import JSON_FACTOR, Body, Parsed, SamplerAddress
+from skyrl.types import ErrorResponse, Result, SampleOutput
+from skyrl.utils.async_tasks import Tasks
+from skyrl.utils.quota import Quota
+
+log = logging.getLogger(__name__)
+
+MAX_PENDING_SAMPLES = 20_000
+"""Samples that may wait at a time, shared as in `quota`. More are turned away for a second (429)."""
+MAX_PENDING_BYTES = 2 * 2**30
+"""What they may take in memory, together, shared alike."""
+OVERHEAD_BYTES = 4096
+"""What a sample counts for beside its body, or its prompt and targets."""
+TOGETHER = 2
+"""Engines that may end while they work on a sample beside others; then it is sent alone."""
+STOP_BYTES = 64
+"""What a stop token or string takes, beside what the body has of it."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A sample whose end the engine owes us."""
+
+    operation: QueuedOperation
+    sample: Sample
+    bytes: int
+    """What it takes in memory, roughly."""
+    sharer: str
+    """Whose part of the room it takes; see `Caller.sharer`."""
+
+
+class SampleQueue:
+    """Takes samples in and answers them. All methods are called on the event loop.
+
+    Args:
+        service: The server's parts.
+        futures: Where results are waited for.
+        versions: The versions that samples have to wait for.
+    """
+
+    def __init__(self, service: Service, futures: Futures, versions: UnwrittenVersions):
+        self._service = service
+        self._futures = futures
+        self._versions = versions
+        versions.on_arrival = self._send_what_may_go
+        self._pending: dict[str, _Waiting] = {}
+        self._unsent = Unsent(versions.is_missing)
+        """Those of `_pending` that the engine that runs does not have."""
+        self._number, self._bytes = Quota("{} samples"), Quota("samples of {} bytes")
+        """What is in `_pending`."""
+        self._read = Quota("unread samples of {} bytes")
+        """What those that are being read may take meanwhile."""
+        self._alone: str | None = None
+        """The suspect that the engine has to itself."""
+        self._counts = SampleCounts(service.database)
+        self._tasks = Tasks()
+
+    async def submit(self, operation: QueuedOperation, body: Body, caller: Caller) -> tuple[str, int]:
+        """Take in a sample. Returns (request id, number of sequences). Raises as `admit`, and `Busy`."""
+        with self._read.reserved(caller.sharer, JSON_FACTOR * len(body.data), MAX_PENDING_BYTES):
+            return await self._read_and_take_in(operation, body, caller)
+
+    async def _read_and_take_in(self, operation: QueuedOperation, body: Body, caller: Caller) -> tuple[str, int]:
+        admission, parsed = await admit(self._service, operation, body, caller)
+        assert isinstance(parsed.address, SamplerAddress)
+        key, count = (parsed.address.sampling_session_id, parsed.address.seq_id), parsed.address.num_samples
+        request_id = ids.sample_id(*key)
+        admission = replace(admission, request_id=request_id)
+        try:
+            return await self._take_in(operation, body, admission, parsed, key), count
+        finally:
+            self._service.version_use.taken_in(request_id)
+
+    async def _take_in(
+        self, operation: QueuedOperation, body: Body, admission: Admission, parsed: Parsed, key: tuple[str, int]
+    ) -> str:
+        """Queue a sample, or answer it with why not. Returns its request id, or that of an equal one before it."""
+        request_id, target = admission.request_id, admission.target
+        refusal: Failure | None = None
+        accepted: Accepted | None = None
+        try:
+            accepted = await accept(operation, admission, parsed)
+        except RequestError as error:
+            refusal = Failure(str(error), "user")
+        refusal = refused_at_once(admission) or refusal
+        if (error := self._service.blame.verdict(request_id)) is not None:
+            refusal = Failure(error, "server")
+        await self._counts.reach(key)
+        # No await from here on: of two equal requests the second finds the first.
+        if (earlier := self._futures.sample_with(key)) is not None:
+            return earlier
+        waiting = None
+        if refusal is None and accepted is not None:
+            assert isinstance(accepted.operation, Sample)
+            waiting = _Waiting(operation, accepted.operation, _size(body, accepted.operation), admission.caller.sharer)
+            self._number.check(waiting.sharer, 1, MAX_PENDING_SAMPLES)
+            self._bytes.check(waiting.sharer, waiting.bytes, MAX_PENDING_BYTES)
+        self._futures.add(request_id, target.tenant, key, admission.caller.sharer)
+        if waiting is None:
+            self._futures.set(request_id, refusal or Lost())
+        else:
+            self._pending[request_id] = waiting
+            self._wait(request_id, waiting)
+            self._number.add(waiting.sharer, 1)
+            self._bytes.add(waiting.sharer, waiting.bytes)
+            self._send_what_may_go()
+        return request_id
+
+    def done(self, request_id: str, result: Result) -> None:
+        """The engine has finished a sample."""
+        if (entry := self._take(request_id)) is not None:
+            self._tasks.start(self._finish(request_id, entry, result))
+
+    async def ended(self, request: schemas.RetrieveFuturesRequest, caller: Caller) -> schemas.RetrieveFuturesResponse:
+        """The ends of a client's samples. Raises `UnknownName` for an unknown sampler."""
+        target, completions = request.target, self._futures.completions
+        sampler = await self._service.directory.sampler(target.sampling_session_id, caller)
+        client = sampler.sampler_id, target.cloned_sampler_id
+        for request_id in request.retrieved_request_ids:
+            future = self._futures.get(request_id)
+            if future and future.outcome and future.key and client_of(future.key) == client:
+                self._futures.drop(request_id)
+                completions.drop(client, request_id)
+        lost: list[str] = []
+        if request.prev_cursor < completions.start and sampler.created_at * 1e6 < completions.start:
+            used = [ids.sample_id(sampler.sampler_id, seq_id) for seq_id in await self._counts.used(client)]
+            lost = [request_id for request_id in used if self._futures.get(request_id) is None]
+        longest = self._service.config.long_poll_s
+        timeout_s = 0 if lost else longest if request.timeout is None else min(request.timeout, longest)
+        events = await completions.poll(client, request.prev_cursor, timeout_s)
+        ends = [schemas.SampleEnd.of(event.request_id, event.size) for event in events]
+        ends += [schemas.SampleEnd.of(request_id, None) for request_id in lost]
+        return schemas.RetrieveFuturesResponse(completions=ends, cursor=completions.cursor)
+
+    def cancel(self, request_id: str, caller: Caller) -> None:
+        """Drop a sample that waits or runs: nobody wants it any more. Any other request is left alone."""
+        future = self._futures.get(request_id)
+        if future is None or not caller.may_touch(future.tenant) or request_id not in self._pending:
+            return
+        self._service.engine.send(Cancel(request_id, self._pending[request_id].sample.tenant))
+        self._take(request_id)
+        self._futures.set(request_id, Failure("the sample was cancelled by its client", "user"))
+
+    def engine_ready(self) -> None:
+        """A new engine runs."""
+        self._send_what_may_go()
+
+    def engine_ended(self, running: Collection[str]) -> None:
+        """The engine has ended by itself while it worked on `running`."""
+        self._alone = None
+        for request_id in running:
+            if request_id in self._pending and (error := self._service.blame.verdict(request_id)) is not None:
+                self._remove(request_id)
+                self._futures.set(request_id, Failure(error, "server"))
+                self._service.blame.acquit(request_id)
+        self._unsent.clear()
+        for request_id, waiting in self._pending.items():
+            self._wait(request_id, waiting)
+
+    def reads(self, path: str) -> bool:
+        """Whether a pending sample may still read the folder at this path."""
+        pending = any(waiting.sample.path == path for waiting in self._pending.values())
+        return pending or self._service.version_use.enters(path)
+
+    def sampled(self) -> dict[str, float]:
+        """When versions were last sampled, in unix seconds; infinity for those that a sample waits for or reads."""
+        versions = (waiting.sample.version for waiting in self._pending.values())
+        pending = {version: math.inf for version in versions if version is not None}
+        return {**self._service.version_use.last(), **pending}
+
+    async def settle(self) -> None:
+        """Wait until every result that has arrived is answered."""
+        await self._tasks.settle()
+
+    def _take(self, request_id: str) -> _Waiting | None:
+        """Remove a sample, and send what may have waited for its end."""
+        waiting = self._remove(request_id)
+        if self._alone == request_id:
+            self._alone = None
+        if self._unsent:
+            self._send_what_may_go()
+        return waiting
+
+    def _remove(self, request_id: str) -> _Waiting | None:
+        self._unsent.remove(request_id)
+        waiting = self._pending.pop(request_id, None)
+        if waiting is not None:
+            self._service.version_use.ended(waiting.sample)
+            self._number.remove(waiting.sharer, 1)
+            self._bytes.remove(waiting.sharer, waiting.bytes)
+        return waiting
+
+    def _send_what_may_go(self) -> None:
+        """Send what has not been sent: everything whose version is there, or one suspect."""
+        if self._service.engine.state != "ready" or self._alone is not None:
+            return
+        suspect = self._unsent.first_suspect()
+        if suspect is None:
+            going = self._unsent.take_others()
+        elif len(self._unsent) < len(self._pending):
+            return  # it would not be alone
+        else:
+            self._alone, going = suspect, [suspect]
+            self._unsent.remove(suspect)
+        for request_id in going:
+            self._service.engine.send(Enqueue(self._pending[request_id].sample))
+
+    def _wait(self, request_id: str, waiting: _Waiting) -> None:
+        suspect = self._service.blame.crashes(request_id) >= TOGETHER
+        self._unsent.add(request_id, waiting.sample.version, suspect)
+
+    async def _finish(self, request_id: str, waiting: _Waiting, result: Result) -> None:
+        if isinstance(result, ErrorResponse):
+            self._futures.set(request_id, Failure(self._service.redact(result.error), result.status))
+            return
+        operation = waiting.operation
+        assert operation.encode is not None and isinstance(result, SampleOutput)
+        if any(np.isnan(one.logprobs).any() for one in result.sequences):
+            self._futures.set(request_id, Failure(_not_a_number(waiting.sample), "user"))
+            return
+        try:
+            answer = Answer(await encoded(result.nbytes, partial(operation.encode, result)), PROTOBUF)
+        except Exception as error:  # whatever it is, somebody waits for an answer
+            log.error("internal error while finishing sample %s", request_id, exc_info=error)
+            failure = Failure(f"internal error (request {request_id}); the server's log has the details", "server")
+            self._futures.set(request_id, failure)
+            return
+        self._futures.set(request_id, answer)
+
+
+def _not_a_number(sample: Sample) -> str:
+    """Why a sample of weights that are not finite fails, rather than return tokens that mean nothing."""
+    weights = "the base model" if sample.version is None else f"model_id={ids.model_of_version(sample.version)}"
+    return (
+        f"{weights} gives log-probabilities that are no numbers (NaN): its weights are not finite, as they get where a "
+        "loss or a learning rate is far too high; load a checkpoint from before that, or make a new model"
+    )
+
+
+def _size(body: Body, sample: Sample) -> int:
+    """What a sample takes in memory: at least what it was sent with."""
+    targets, stop = sample.target_prompt_logprobs, sample.params.stop
+    indices = () if targets is None else (targets.values, targets.crow_indices, targets.col_indices)
+    arrays = [array for array in (sample.prompt, *indices) if array is not None]
+    stops = len(stop) if isinstance(stop, list) else 0
+    return OVERHEAD_BYTES + max(len(body.data), sum(array.nbytes for array in arrays) + STOP_BYTES * stops)

@@ -1,0 +1,278 @@
+"""The way of a training request: committed to the log before it is acknowledged, and its outcome before it is answered.
+
+What is special about an operation stands in `operations.py`; this is what they have in common. A request that is in
+the log stays pending until it has an outcome, whichever processes end meanwhile: `Residents` sends it to the engine
+that runs, `Outcomes` stores what comes of it.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from skyrl.backends.operations import DeleteModel, Publish
+from skyrl.errors import RequestError
+from skyrl.tinker.context import Service
+from skyrl.tinker.database import replay_log, request_log
+from skyrl.tinker.database.log_writer import LogWriter
+from skyrl.tinker.database.retrying_writer import Persistent
+from skyrl.tinker.identity.callers import Caller
+from skyrl.tinker.operations.admission import Accepted, Admission
+from skyrl.tinker.operations.operation import QueuedOperation
+from skyrl.tinker.operations.submission import accept, admit, refused_at_once, rejected
+from skyrl.tinker.operations.table import OPERATIONS
+from skyrl.tinker.processes.messages import Stored
+from skyrl.tinker.requests.engine_models import Residents, is_pass
+from skyrl.tinker.requests.futures import Futures
+from skyrl.tinker.requests.outcomes import Outcomes
+from skyrl.tinker.requests.pending import Owed, Pending
+from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
+from skyrl.tinker.results import JSON, Failure
+from skyrl.tinker.wire import strict_json
+from skyrl.tinker.wire.parsing import Body, Parsed, json_object
+from skyrl.types import ErrorResponse, Result, SaveOutput
+from skyrl.utils.async_tasks import Tasks
+from skyrl.utils.failpoints import crash_point
+from skyrl.utils.quota import Busy
+
+MAX_PENDING_BYTES = 2 * 2**30
+"""What training requests that wait may take in memory, together, shared as in `quota`. Past that a submission is turned
+away for a second (429)."""
+OVERHEAD_BYTES = 4096
+"""What a training request counts for beside what it was sent with."""
+PATIENCE_S = 30.0
+"""Seconds after which a submission that the database has not answered is turned away. It is logged all the same."""
+HELD_BYTES = "held_bytes"
+"""In `Admission.decided`: what a request counts for."""
+SHARER = "sharer"
+"""In `Admission.decided`: whose part of the room it takes."""
+
+
+class TrainingQueue:
+    """Takes training requests in and answers them. All methods are called on the event loop.
+
+    Args:
+        service: The server's parts.
+        futures: Where results are waited for.
+        reads: Whether something else may still read a checkpoint's folder.
+        versions: The versions that samples have to wait for.
+    """
+
+    def __init__(self, service: Service, futures: Futures, reads: Callable[[str], bool], versions: UnwrittenVersions):
+        self._service = service
+        self._futures = futures
+        self._versions = versions
+        self._pending = Pending()
+        self._log = LogWriter(service.database, service.bodies)
+        self.outcomes = Outcomes(service, futures, self._pending, reads)
+        self.residents = Residents(service, self._pending, self.outcomes, versions)
+        self._tasks = Tasks()
+
+    # -- in -----------------------------------------------------------------------------------------------------------
+
+    async def submit(self, operation: QueuedOperation, body: Body, caller: Caller) -> str:
+        """Take in a request. Returns its request id, that of an earlier equal request if there is one.
+
+        Raises as `admit`, and `Busy`: too many bytes wait already, or the database does not answer.
+        """
+        self._check_undecoded(caller.sharer, OVERHEAD_BYTES + len(body.data))
+        admission, parsed = await admit(self._service, operation, body, caller)
+        size = OVERHEAD_BYTES + max(len(body.data), parsed.held_bytes)
+        admission.decided[HELD_BYTES], admission.decided[SHARER] = size, caller.sharer
+        aside = self._aside(admission, size)
+        try:
+            with self._pending.quota.reserved(caller.sharer, size, MAX_PENDING_BYTES, aside):
+                accepted, refusal = await self._accept(operation, admission, parsed)
+        except Busy:
+            self.residents.turned_away(admission.target.model_id)
+            raise
+        body = _without_key(operation, body, parsed)
+        entry = request_log.Entry(
+            request_id=admission.request_id,
+            kind=operation.name,
+            tenant=admission.target.tenant,
+            model_id=admission.target.model_id,
+            seq_id=admission.target.seq_id,
+            body=body.data,
+            content_type=body.content_type,
+            content_encoding=body.content_encoding,
+            needs_model=not admission.target.creates,
+            is_pass=parsed.is_pass,
+            decided=admission.decided,
+        )
+        crash_point("api: request parsed, not logged")
+        # Known from here on, so that a poll never finds it missing. There was no await since the room for it was kept.
+        owed = _owed(entry.request_id, operation, entry, size, caller.sharer)
+        owed.accepted = accepted
+        self._futures.add(owed.request_id, owed.tenant, sharer=owed.sharer)
+        self._pending.add(owed)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await self._tasks.unbroken(self._log_and_send(owed, accepted, refusal, entry))
+        except TimeoutError:
+            raise Busy(f"the database has not answered for {PATIENCE_S:g} s; send this one again in a second") from None
+
+    def _check_undecoded(self, sharer: str, size: int) -> None:
+        """Raise `Busy` for a request of which nothing but its size is known, unless it may be what others wait for."""
+        quota = self._pending.quota
+        if not quota.has_room(sharer, size, MAX_PENDING_BYTES):
+            quota.check(sharer, size, MAX_PENDING_BYTES, self._held_bytes(sharer))
+
+    def _aside(self, admission: Admission, size: int) -> int:
+        """How much of what its sender has here a request need not share the room with.
+
+        The room of the requests that wait for it, and of those of the sender's other models that wait likewise: none
+        of them can be done before, so they must not be what keeps it out. All that waits so stays below three quarters
+        of the whole room.
+
+        Raises:
+            RequestError: It would be held, and there will never be room for all that is: the client sends what they
+                wait for only after them.
+        """
+        target, sharer = admission.target, admission.caller.sharer
+        if self._pending.quota.has_room(sharer, size, MAX_PENDING_BYTES):
+            return 0
+        held = {owed.seq_id: owed.bytes for owed in self._pending.held(sharer, target.model_id) if owed.seq_id}
+        if not held or target.seq_id is None or target.seq_id in held:
+            return 0
+        earlier, of_model = target.seq_id < min(held), sum(held.values())
+        limit = MAX_PENDING_BYTES // 4 * (3 if earlier else 2)
+        if of_model + size > limit:
+            raise RequestError(
+                f"seq_id={target.seq_id} of model_id={target.model_id} would make {of_model + size} bytes of "
+                f"requests that wait for an earlier one, of which there may be {limit}; send a batch of fewer "
+                "tokens (or fewer targets for each), in several passes before the optimizer step"
+            )
+        of_all = self._held_bytes(sharer)
+        return of_all if earlier and of_all + size <= limit else 0
+
+    def _held_bytes(self, sharer: str) -> int:
+        return sum(owed.bytes for owed in self._pending.held(sharer))
+
+    async def _accept(
+        self, operation: QueuedOperation, admission: Admission, parsed: Parsed
+    ) -> tuple[Accepted, Failure | None]:
+        """(work for the engine, why there is none)."""
+        refusal: Failure | None = None
+        try:
+            accepted = await accept(operation, admission, parsed)
+        except RequestError as error:
+            accepted = rejected(admission, str(error), parsed.is_pass)
+            if admission.target.creates:  # its model will never be, so there is no order to keep
+                refusal = Failure(str(error), "user")
+        return accepted, refused_at_once(admission) or refusal
+
+    async def _log_and_send(
+        self, owed: Owed, accepted: Accepted, refusal: Failure | None, entry: request_log.Entry
+    ) -> str:
+        try:
+            logged = await self._log.append(entry, refusal, accepted.on_log)
+        except BaseException:
+            self._forget(owed)
+            raise
+        if logged.request_id != owed.request_id:
+            self._forget(owed)
+        elif logged.refusal is not None:
+            self._pending.pop(owed.request_id)
+            self._futures.set(owed.request_id, logged.refusal)
+        elif self._pending.get(owed.request_id) is owed:  # else a revival has found it in the log and ended it
+            crash_point("api: request logged, not sent")
+            self._service.directory.forget(owed.model_id)
+            owed.logged = True
+            self.residents.deliver(owed)
+        return logged.request_id
+
+    def _forget(self, owed: Owed) -> None:
+        self._pending.pop(owed.request_id)
+        self._futures.drop(owed.request_id)
+
+    # -- what the engine says -----------------------------------------------------------------------------------------
+
+    def held(self, request_id: str, held: bool) -> None:
+        """The engine holds a request for want of an earlier one, or no longer."""
+        if (owed := self._pending.get(request_id)) is not None:
+            owed.held = held
+
+    def done(self, request_id: str, result: Result) -> None:
+        """The engine has finished a request."""
+        owed = self._pending.pop(request_id)
+        if owed is None:
+            self.residents.repeated(request_id, result)
+            return
+        failed = isinstance(result, ErrorResponse)
+        operation = owed.accepted.operation if owed.accepted else None
+        if isinstance(operation, Publish) and not operation.persist and not failed:
+            self._versions.published(operation.version)
+        if isinstance(operation, DeleteModel) or (owed.creates and failed):
+            self.residents.gone(owed.model_id)
+        self.outcomes.finish(owed, result)
+
+    def stored(self, frame: Stored) -> None:
+        """A version without a name is on disk."""
+        self._versions.stored(frame.version)
+        self.outcomes.stored(frame.version, SaveOutput(frame.path, frame.size_bytes, frame.digest))
+
+    def engine_ended(self, running: Collection[str]) -> None:
+        """The engine has ended by itself while it worked on `running`."""
+        for owed in self._pending:
+            owed.held = False
+        self.residents.engine_ended()
+        for request_id in running:
+            self._fail_poisonous(request_id)
+
+    def _fail_poisonous(self, request_id: str) -> None:
+        """A request that engines have ended of is not tried again. Its model goes on."""
+        error = self._service.blame.verdict(request_id)
+        if error is not None and (owed := self._pending.pop(request_id)) is not None:
+            gradients = "incomplete" if is_pass(owed) else "kept"
+            self.outcomes.finish(owed, ErrorResponse(error, gradients=gradients))
+
+    # -- the beginning and the end ------------------------------------------------------------------------------------
+
+    async def restore(self, database: Persistent) -> None:
+        """Take over what an earlier server left. Before the engine is started."""
+        self._versions.restore(await database.read(replay_log.unwritten_versions, "unwritten versions"))
+        for request in await database.read(request_log.pending, "pending requests"):
+            size = request.decided.get(HELD_BYTES, OVERHEAD_BYTES + request.body_bytes)
+            sharer = request.decided.get(SHARER, request.tenant)
+            owed = _owed(request.request_id, OPERATIONS[request.kind], request, size, sharer)
+            owed.logged = True
+            self._futures.add(owed.request_id, owed.tenant, sharer=owed.sharer)
+            self._pending.add(owed)
+            self._fail_poisonous(owed.request_id)
+
+    async def settle(self) -> None:
+        """Wait until everything that has come is stored."""
+        self._log.stop()
+        await self._tasks.settle()
+        await self.outcomes.settle()
+        await self.residents.settle()
+
+
+def _without_key(operation: QueuedOperation, body: Body, parsed: Parsed) -> Body:
+    """What is kept of a request: all but somebody's key, which nothing reads again."""
+    if operation.name != "load_weights":
+        return body
+    if parsed.request is None:  # it is refused, whenever it is done
+        return replace(body, data=b"")
+    fields = json_object(body)
+    fields.pop("weights_access_token", None)
+    return Body(strict_json.dumps(fields), JSON)
+
+
+def _owed(
+    request_id: str,
+    operation: QueuedOperation,
+    source: request_log.Entry | request_log.PendingRequest,
+    size: int,
+    sharer: str,
+) -> Owed:
+    return Owed(
+        request_id=request_id,
+        tenant=source.tenant,
+        model_id=source.model_id,
+        seq_id=source.seq_id,
+        operation=operation,
+        bytes=size,
+        sharer=sharer,
+        decided=source.decided,
+    )

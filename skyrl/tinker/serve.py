@@ -1,0 +1,218 @@
+"""The life of an API process: it listens, starts the server's parts, announces them, and stops them in order.
+
+It supervises the engine process and is the only one that opens the database. It imports neither jax nor torch, so it is
+up in a moment and answers while the engine loads and computes.
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import uvicorn
+
+from skyrl.errors import RequestError
+from skyrl.tinker.config import EngineConfig, without_password
+from skyrl.tinker.http.app import create_app
+from skyrl.tinker.http.connections import Connection
+from skyrl.tinker.http.doorstep import Doorstep
+from skyrl.tinker.processes.engine_process import EngineProcess
+from skyrl.tinker.processes.engine_supervisor import EngineSupervisor
+from skyrl.tinker.processes.launcher_link import BACKLOG, KeeperLink, fail
+from skyrl.tinker.server import TinkerServer
+from skyrl.utils.log import setup_logging
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 75
+"""Seconds that an idle connection stays open; longer than clients keep theirs, so that they close first."""
+MAX_FILES = 65536
+"""Open files, so connections, that the process asks the system for."""
+COLLECTIONS = (10_000, 20, 50)
+"""Thresholds of the garbage collector: waiting requests are many objects, and none of them is garbage."""
+SWITCH_S = 0.0005
+"""Seconds that a thread which decodes a body may keep the event loop waiting for the interpreter. Python's own choice,
+ten times as much, is paid several times by each answer."""
+SHOWN_KEYS = 8
+"""Keys whose names are printed at the start; of more only their number."""
+OPEN_REQUESTS = 0.25
+"""Part of `shutdown_timeout_sec` that open requests get to finish; the rest is the engine's."""
+LAST_S = 1.0
+"""Seconds after `shutdown_timeout_sec` that storing what has come, and closing, may take."""
+
+
+def run(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine: EngineProcess | None) -> int:
+    """Serve on `listener` until told to stop, with `engine` as the first engine's process, if there is one already.
+
+    Returns the process's exit status; start-up failures are told in one line.
+    """
+    setup_logging(config.log_level)
+    sys.setswitchinterval(SWITCH_S)
+    _allow_many_connections()
+    try:
+        return asyncio.run(_serve(config, link, listener, engine))
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
+
+
+async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine: EngineProcess | None) -> int:
+    app = create_app(config, partial(EngineSupervisor, first=engine, again=link.again))
+    server: TinkerServer = app.state.server
+    door = Doorstep(app, config.long_poll_s)
+    options = uvicorn.Config(
+        door,
+        http=Connection,  # of h11, which bounds headers, as httptools, if that happens to be installed, does not
+        ws="none",
+        proxy_headers=False,  # or a client without a key would have an address of its own for each request
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=math.ceil(OPEN_REQUESTS * config.shutdown_timeout_sec),
+    )
+    http = _HttpServer(options, server, door, partial(_leave, config.shutdown_timeout_sec + LAST_S, link))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, http.end)
+    link.watch(http.end)
+    link.greet(listener if link.listener is None else None)
+    with listener:
+        life = asyncio.create_task(_live(server, door, http, _url(listener), link))
+        life.add_done_callback(http.nothing_to_serve)
+        try:
+            await http.serve(sockets=[listener])
+        finally:
+            life.cancel()
+            [outcome] = await asyncio.gather(life, return_exceptions=True)
+            if server.started:
+                await server.stop()
+    if server.failure is not None:
+        if server.again:
+            raise SystemExit(f"skyrl: {server.failure}")  # without a word to the keeper, which tries again
+        return fail(server.failure, link, for_good=True)
+    if isinstance(outcome, RequestError):
+        return fail(str(outcome), link)
+    if isinstance(outcome, Exception) and not http.told:
+        raise outcome
+    return 0
+
+
+async def _live(server: TinkerServer, door: Doorstep, http: "_HttpServer", url: str, link: KeeperLink) -> None:
+    """Start the server's parts behind the door, then announce them. Returns when there will never be an engine."""
+    try:
+        await server.start(again=link.again)
+    finally:
+        door.turn_away()
+    # What is loaded by now stays; looking through it all again would stop every answer for 0.2 s.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECTIONS)
+    door.let_in()
+    await _announce(server, url, http, link)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn that ends when it is told to, and lets long polls go at once."""
+
+    def __init__(self, config: uvicorn.Config, server: TinkerServer, door: Doorstep, leave: Callable[[], None]):
+        super().__init__(config)
+        self.told = False
+        """Whether it was told to end."""
+        self._server = server
+        self._door = door
+        self._leave = leave
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def nothing_to_serve(self, _: object) -> None:
+        """Stop listening."""
+        self.should_exit = True
+
+    def end(self, at_once: bool = False) -> None:
+        """Stop; `at_once` waits neither for open requests nor for the engine, whose work is in the log."""
+        if not self.should_exit:
+            log.info("stopping")
+            self._leave()
+        self.told = self.should_exit = True
+        self._door.turn_away()
+        self.force_exit |= at_once
+        self._server.let_go(at_once)
+
+
+def _leave(after_s: float, link: KeeperLink) -> None:
+    """End the process after so long, whatever it waits for then, such as a database that hangs.
+
+    What is not stored is done again at the next start.
+    """
+
+    def end() -> None:
+        log.warning("something hangs, so the server ends without waiting for it")
+        link.say_ends()
+        os._exit(0)
+
+    timer = threading.Timer(after_s, end)
+    timer.daemon = True
+    timer.start()
+
+
+async def _announce(server: TinkerServer, url: str, http: _HttpServer, link: KeeperLink) -> None:
+    """Say where the server is once it is ready; end it if it never will be."""
+    log.info("listening on %s; loading the base model", url)
+    ready = asyncio.create_task(server.service.became_ready.wait())
+    failed = asyncio.create_task(server.failed.wait())
+    await asyncio.wait([ready, failed], return_when=asyncio.FIRST_COMPLETED)
+    if not failed.done():
+        link.say_ready()
+        if link.again:
+            log.info("serving again at %s", url)
+        else:
+            print(_summary(server, url), flush=True)
+        await failed
+    ready.cancel()
+    http.end()
+
+
+def _summary(server: TinkerServer, url: str) -> str:
+    service, config = server.service, server.config
+    names = service.served_names()
+    aliases = f" (also as {', '.join(names[1:])})" if names[1:] else ""
+    rows = {
+        "base model": f"{names[0]}{aliases}",
+        "context": f"{service.info.max_context_length} tokens, LoRA rank up to {service.info.max_lora_rank}",
+        "checkpoints": str(config.checkpoints_base),
+        "database": without_password(config.database_url),
+        "keys": _in_short(config.key_names) if config.api_keys else "any (--api-keys-file limits them)",
+    }
+    lines = [f"SkyRL Tinker server at {url}", *(f"  {name:<12}{value}" for name, value in rows.items())]
+    key = "one of its keys" if config.api_keys else "tml-local"
+    lines.append(f"  connect     TINKER_BASE_URL={url} TINKER_API_KEY={key} python your_script.py")
+    return "\n".join(lines)
+
+
+def _in_short(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= SHOWN_KEYS else f"{len(names)} configured"
+
+
+def _allow_many_connections() -> None:
+    """Every waiting sample of a client holds a connection, and many systems allow a process 1024 files at first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < MAX_FILES:
+        with contextlib.suppress(ValueError, OSError):  # systems that allow less than they say
+            limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else f'[{host}]' if ':' in host else host}:{port}"

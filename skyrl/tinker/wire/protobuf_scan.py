@@ -1,0 +1,131 @@
+"""A look at a protobuf body before it is parsed: of how many parts it is made.
+
+A part takes two bytes to send and a hundred to parse, and compressed almost nothing to send. So a body of a few KB can
+stand for gigabytes of messages, and for seconds of a parser that lets nobody else go on. Here all fields are counted,
+as deep as messages go.
+"""
+
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from skyrl.errors import RequestError
+from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
+from skyrl.tinker.wire.schemas import MAX_DATUMS
+
+MAX_PARTS = 2**17
+"""Fields of a request and of the messages in it, such as datums, chunks, tensors and their shapes: 128 for each of the
+1024 datums that clients send at a time, of which one with one chunk and five tensors takes 34."""
+
+VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
+
+DATA = pb.ForwardBackwardRequest.DATA_FIELD_NUMBER
+ADDRESS = (
+    pb.ForwardBackwardRequest.MODEL_ID_FIELD_NUMBER,
+    pb.ForwardBackwardRequest.SEQ_ID_FIELD_NUMBER,
+    pb.ForwardBackwardRequest.FORWARD_ONLY_FIELD_NUMBER,
+)
+
+Table = dict[int, "Table | None"]
+"""What is in the fields of a message that hold more than one value, by their numbers: messages, or (None) numbers."""
+
+
+def _table(message: Any) -> Table:
+    """That of a message's descriptor."""
+    numbers = [field.number for field in message.fields if field.is_repeated and field.is_packed]
+    inner = {field.number: _table(field.message_type) for field in message.fields if field.message_type}
+    return {**dict.fromkeys(numbers), **inner}
+
+
+REQUEST = _table(pb.ForwardBackwardRequest.DESCRIPTOR)
+KNOWN = set(pb.ForwardBackwardRequest.DESCRIPTOR.fields_by_number)
+PACKED_BYTES = 8
+"""Of numbers without fields of their own, which count for one part together."""
+
+
+def address_of(body: bytes) -> bytes:
+    """A request that says only whose the given one is. Raises `DecodeError` where the body is no protobuf."""
+    at, sent = 0, []
+    for _ in range(MAX_PARTS):
+        if at >= len(body):
+            break
+        begin = at
+        key, _, at = _field(body, at, len(body))
+        if key >> 3 in ADDRESS:
+            sent.append(body[begin:at])
+    return b"".join(sent)
+
+
+def unknown_field(number: int, what: str) -> RequestError:
+    """That a message has a field of which this server knows nothing."""
+    return RequestError(
+        f"field number {number} of the {what} is not known to this server; "
+        "use the client version that this server's documentation names"
+    )
+
+
+def check_parts(body: bytes, most: int = MAX_PARTS) -> None:
+    """Raises `RequestError` for more than `most` parts or an unknown one, `DecodeError` where nothing can be read."""
+    datums = parts = at = 0
+    while at < len(body):
+        key, content, at = _field(body, at, len(body))
+        if key >> 3 not in KNOWN:  # or it would be parsed, however large, to find that
+            raise unknown_field(key >> 3, "request")
+        parts += 1 + _parts_within(body, key, content, at, REQUEST, most - parts)
+        datums += key >> 3 == DATA
+        if datums > MAX_DATUMS:
+            raise RequestError(f"data has more than {MAX_DATUMS} datums; send fewer per request")
+        if parts > most:
+            raise RequestError(f"the request has more than {most} parts; send fewer sequences per request")
+
+
+def _parts_within(data: bytes, key: int, at: int, end: int, table: Table, most: int) -> int:
+    """Of how many parts a field is made, or some more than `most`."""
+    if key & 7 != LENGTH or at == end or (inner := table.get(key >> 3, ABSENT)) is ABSENT:
+        return 0
+    if inner is None:
+        return (end - at) // PACKED_BYTES
+    parts = 0
+    while at < end and parts <= most:
+        key, content, at = _field(data, at, end)
+        parts += 1
+        if inner:
+            parts += _parts_within(data, key, content, at, inner, most - parts)
+    return parts
+
+
+ABSENT: Table = {}
+
+
+def _field(data: bytes, at: int, end: int) -> tuple[int, int, int]:
+    """(number and encoding, where the content begins, where the next field does). Raises `DecodeError`.
+
+    There may be very many, so what most of them are is told in few steps.
+    """
+    key, at = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at, end)
+    content, encoding = at, key & 7
+    if encoding == LENGTH:
+        length, content = (data[at], at + 1) if at < end and data[at] < 0x80 else _varint(data, at, end)
+        at = content + length
+    elif encoding == VARINT:
+        _, at = _varint(data, at, end)
+    elif encoding in (FIXED32, FIXED64):
+        at += 4 if encoding == FIXED32 else 8
+    else:
+        raise DecodeError(f"a field of wire type {encoding}")
+    if at > end:
+        raise DecodeError("a field goes on after the end")
+    return key, content, at
+
+
+def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    """(value, where the next thing begins)."""
+    value = shift = 0
+    while at < end and shift < 70:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    raise DecodeError("a number without an end")

@@ -1,0 +1,578 @@
+"""JSON requests and responses of the API, one class each, for SDK 0.38 and older.
+
+Older clients leave out fields at their default and send explicit nulls; both mean the default here. The constant `type`
+field is accepted and means nothing. Fields that no class knows are refused by name. Options of the protocol that are
+not served yet are fields too: `unserved` names one that is set, the rest of the server never reads them.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import (
+    BaseModel,
+    Field,
+    JsonValue,
+    StrictFloat,
+    StrictInt,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+
+from skyrl.tinker.wire.parsing import Int64
+from skyrl.types import AdamParams, ErrorCategory, LoraConfig, SamplingParams, WireModel
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+FREE_FORM = "user_metadata"
+"""Field whose nulls are the user's."""
+
+
+def _array_of_integers(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype.kind != "i":
+        at = int(np.argmax(value != np.trunc(value)))
+        raise ValueError(f"entry {at} is {value[at]}; send integers only")
+    return value if isinstance(value, np.ndarray) else read(value)
+
+
+def _array_of_numbers(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    return value if isinstance(value, np.ndarray) else read(value)
+
+
+Integers = Annotated[list[StrictInt], Field(fail_fast=True), WrapValidator(_array_of_integers)]
+Numbers = Annotated[list[StrictInt | StrictFloat], Field(fail_fast=True), WrapValidator(_array_of_numbers)]
+"""Lists that report their first bad entry only. Long ones are arrays already (`json_numbers`), and stay so."""
+
+
+class RequestModel(WireModel):
+    """A request. `type` is a constant of each endpoint and is ignored."""
+
+    type: str | None = None
+
+    UNSERVED: ClassVar[dict[str, str]] = {}
+    """Fields that must keep their default for now, and the way out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nulls_mean_defaults(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        nested = {
+            key: {k: v for k, v in child.items() if v is not None}
+            for key, child in value.items()
+            if isinstance(child, dict) and key != FREE_FORM
+        }
+        return {key: child for key, child in {**value, **nested}.items() if child is not None}
+
+    def unserved(self) -> str | None:
+        """What is wrong with the first option that is set but not served yet, or None."""
+        for name, way_out in self.UNSERVED.items():
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                return f"{name}={_shortened(value)} is not served yet; {way_out}"
+        return None
+
+
+class OptimizerConfig(WireModel):
+    """Optimizer family of a model."""
+
+    type: str = "adamw"
+    version: int | None = None
+
+
+ADAMW_ONLY = 'use {"type": "adamw"}, or leave it out'
+
+MIN_TTL_S, MAX_TTL_S = 3600, 315_360_000
+"""An hour and ten years."""
+TtlSeconds = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
+
+
+class CreateSessionRequest(RequestModel):
+    """`create_session`."""
+
+    tags: list[str] = Field(default_factory=list)
+    user_metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class SessionHeartbeatRequest(RequestModel):
+    """`session_heartbeat`."""
+
+    session_id: str
+
+
+class FinishReason(WireModel):
+    """Why a session ended."""
+
+    type: Literal["success", "errored", "interrupted"]
+
+
+class FinishSessionRequest(RequestModel):
+    """`sessions/{session_id}/finish`."""
+
+    reason: FinishReason | None = None
+    detail: str | None = None
+
+
+class CreateModelRequest(RequestModel):
+    """`create_model`: the model's request number 0."""
+
+    session_id: str
+    model_seq_id: Int64
+    base_model: str
+    lora_config: LoraConfig = LoraConfig.model_validate({})
+    user_metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+    UNSERVED: ClassVar = {"optimizer_config": ADAMW_ONLY}
+
+    @field_validator("lora_config", mode="before")
+    @classmethod
+    def _alpha_is_not_an_option(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "alpha" in value:
+            raise ValueError("alpha is not an option of the API (it is always 32); remove it")
+        return value
+
+    @field_validator("lora_config")
+    @classmethod
+    def _is_trainable(cls, value: LoraConfig) -> LoraConfig:
+        if not (value.train_attn or value.train_mlp or value.train_unembed):
+            raise ValueError("nothing to train; set one of train_attn, train_mlp, train_unembed to true")
+        if value.seed is not None and not -(2**63) <= value.seed < 2**63:
+            raise ValueError(f"seed={value.seed} does not fit into 64 bits; use a value from -2**63 to 2**63-1")
+        return value
+
+
+class ModelRequest(RequestModel):
+    """A request about one model."""
+
+    model_id: str
+
+
+class GetInfoRequest(ModelRequest):
+    """`get_info`."""
+
+
+class UnloadModelRequest(ModelRequest):
+    """`unload_model`. Has no place in the model's order: it comes after all that has arrived."""
+
+
+class OrderedRequest(ModelRequest):
+    """A request with a place in its model's order."""
+
+    seq_id: Int64
+
+
+class TensorData(RequestModel):
+    """A tensor as JSON: a flat list, or the values of a CSR matrix of `shape`."""
+
+    data: Numbers
+    dtype: Literal["int64", "float32"]
+    shape: Integers | None = None
+    sparse_crow_indices: Integers | None = None
+    sparse_col_indices: Integers | None = None
+
+
+class ModelInputChunk(RequestModel):
+    """A part of a model input. Which kind shows in `type`, or where old clients leave it out, in the fields."""
+
+    tokens: Integers | None = None
+    data: str | None = None
+    location: str | None = None
+    dmel: str | None = None
+    format: str | None = None
+    expected_tokens: int | None = None
+
+    KINDS: ClassVar = {"tokens": "encoded_text", "data": "image", "location": "image_asset_pointer", "dmel": "dmel"}
+
+    @property
+    def kind(self) -> str:
+        """`type`, or the kind that has the fields of this chunk."""
+        if self.type is not None:
+            return self.type
+        return next((kind for field, kind in self.KINDS.items() if getattr(self, field) is not None), "unknown")
+
+    @model_validator(mode="after")
+    def _has_one_content(self) -> "ModelInputChunk":
+        given = [field for field in self.KINDS if getattr(self, field) is not None]
+        if len(given) > 1:
+            raise ValueError(f"a chunk with both {given[0]} and {given[1]}; send them as two chunks")
+        return self
+
+
+class ModelInput(RequestModel):
+    """A prompt or training sequence, in parts that are simply joined."""
+
+    chunks: Annotated[list[ModelInputChunk], Field(fail_fast=True)] = Field(default_factory=list)
+
+
+class DatumInput(RequestModel):
+    """A training sequence."""
+
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, TensorData]
+
+
+MAX_DATUMS = 16384
+"""Most sequences in one request. Clients send 1024 at most."""
+
+
+class PassInput(RequestModel):
+    """What a pass computes."""
+
+    data: Annotated[list[DatumInput], Field(fail_fast=True, max_length=MAX_DATUMS)]
+    loss_fn: str
+    loss_fn_config: dict[str, float | str] = Field(default_factory=dict)
+
+
+class ForwardBackwardRequest(OrderedRequest):
+    """`forward_backward` as JSON (clients before 0.25)."""
+
+    forward_backward_input: PassInput
+
+
+class ForwardRequest(OrderedRequest):
+    """`forward`."""
+
+    forward_input: PassInput
+
+
+class OptimStepRequest(OrderedRequest):
+    """`optim_step`."""
+
+    adam_params: AdamParams = AdamParams.model_validate({})
+    optimizer_params: dict[str, Any] | None = None
+
+    UNSERVED: ClassVar = {"optimizer_params": "models train with AdamW; send adam_params instead"}
+
+
+class SaveWeightsRequest(OrderedRequest):
+    """`save_weights`. `path` is the checkpoint's name."""
+
+    path: str
+    ttl_seconds: TtlSeconds | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveWeightsForSamplerRequest(OrderedRequest):
+    """`save_weights_for_sampler`: a named checkpoint (`path`) or a new sampler (`sampling_session_seq_id`)."""
+
+    path: str | None = None
+    sampling_session_seq_id: Int64 | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: TtlSeconds | None = None
+    user_metadata: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _has_one_destination(self) -> "SaveWeightsForSamplerRequest":
+        if (self.path is None) == (self.sampling_session_seq_id is None):
+            raise ValueError("give either path (a checkpoint's name) or sampling_session_seq_id (a new sampler)")
+        return self
+
+
+class SaveWeightsExternalRequest(OrderedRequest):
+    """`save_weights_external`. `path` is the checkpoint's name."""
+
+    path: str
+    ttl_seconds: TtlSeconds | None = None
+    age_encryption_recipients: list[str] | None = None
+    """Public keys. Every file is encrypted for each of them."""
+
+
+class LoadWeightsRequest(RequestModel):
+    """`load_weights`: into a model (`model_id`, `seq_id`), or as a new one (`session_id`, `model_seq_id`)."""
+
+    model_id: str | None = None
+    seq_id: Int64 | None = None
+    session_id: str | None = None
+    model_seq_id: Int64 | None = None
+    path: str
+    """A `tinker://` URI."""
+    optimizer: bool = True
+    """False starts the optimizer anew."""
+    base_model: str | None = None
+    """Must be the checkpoint's where it is given."""
+    user_metadata: dict[str, JsonValue] | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    weights_access_token: str | None = None
+    """The key (or token) of whoever owns the checkpoint."""
+
+    UNSERVED: ClassVar = {"optimizer_config": ADAMW_ONLY}
+
+    @model_validator(mode="after")
+    def _has_one_address(self) -> "LoadWeightsRequest":
+        in_place, new = (self.model_id, self.seq_id), (self.session_id, self.model_seq_id)
+        if not (None not in in_place and new == (None, None)) and not (None not in new and in_place == (None, None)):
+            raise ValueError("give either model_id and seq_id, or session_id and model_seq_id")
+        return self
+
+
+class CreateSamplingSessionRequest(RequestModel):
+    """`create_sampling_session`: a sampler of the base model, or of the checkpoint `model_path`."""
+
+    session_id: str
+    sampling_session_seq_id: Int64
+    base_model: str | None = None
+    model_path: str | None = None
+
+    @model_validator(mode="after")
+    def _has_a_model(self) -> "CreateSamplingSessionRequest":
+        if self.base_model is None and self.model_path is None:
+            raise ValueError("give base_model, or model_path (a tinker:// URI of a checkpoint)")
+        return self
+
+
+class SampleRequest(RequestModel):
+    """`asample`. Limits of numbers are those of `check_sample` and `check_scores` of `skyrl.algorithms`."""
+
+    sampling_session_id: str
+    seq_id: Int64
+    prompt: ModelInput
+    sampling_params: SamplingParams = SamplingParams.model_validate({})
+    num_samples: int = 1
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    record_stability_info: bool = False
+    """Only stable_reinforce reads what this records, and that loss is refused, so it changes nothing."""
+    base_model: str | None = None
+    model_path: str | None = None
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+
+    UNSERVED: ClassVar = {
+        "base_model": "the sampler of sampling_session_id knows its model; leave it out",
+        "model_path": "the sampler of sampling_session_id knows its checkpoint; leave it out",
+    }
+
+
+class RetrieveFutureRequest(RequestModel):
+    """`retrieve_future`."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+    """Whether a large result may be announced first."""
+
+
+class SamplingSessionTarget(RequestModel):
+    """A client of a sampler: the first (0), or a copy of it with a number of its own."""
+
+    sampling_session_id: str
+    cloned_sampler_id: int = Field(0, ge=0, lt=2**34)
+
+
+class RetrieveFuturesRequest(RequestModel):
+    """`retrieve_futures`: which of a client's samples have ended since `prev_cursor`."""
+
+    target: SamplingSessionTarget
+    prev_cursor: Int64 = 0
+    timeout: float | None = Field(None, ge=0)
+    """Seconds to wait for one; None: as long as a poll may take."""
+    retrieved_request_ids: list[str] = Field(default_factory=list)
+    """Samples whose results need not be kept any more."""
+
+
+class JoinSamplingSessionRequest(RequestModel):
+    """`join_sampling_session`: one more client of a sampler."""
+
+    sampling_session_id: str
+
+
+class CancelFutureRequest(RequestModel):
+    """`cancel_future`. Only samples can be cancelled."""
+
+    request_id: str
+
+
+class WeightsInfoRequest(RequestModel):
+    """`weights_info`."""
+
+    tinker_path: str
+
+
+# -- responses --------------------------------------------------------------------------------------------------------
+
+
+class HealthResponse(BaseModel):
+    """`healthz`."""
+
+    status: str = "ok"
+    engine: dict[str, int] = {}
+    """What the engine counts about itself, such as the programs that it has compiled."""
+
+
+class ClientConfigResponse(BaseModel):
+    """`client/config`: how the client should talk to this server. Flags not named here keep the client's defaults."""
+
+    pjwt_auth_enabled: bool = True
+    parallel_fwdbwd_chunks: bool = True
+    proto_write_fwdbwd: bool = True
+    proto_compress_fwdbwd: bool = False
+    fwd_via_fwdbwd: bool = True
+    create_model_via_load_weights: bool = True
+    sample_max_concurrent_requests: int = 512
+    sample_use_retrieve_futures: bool = True
+    sample_join_sampling_session: bool = True
+    custom_loss_server_side: bool = False
+
+
+class DynamicConfigResponse(BaseModel):
+    """`client/dynamic_config`. The client sends at most `sample_cancel_max_batch_size` cancellations at a time."""
+
+    refresh_interval_sec: int = 300
+    sample_cancel_enabled: bool = True
+    sample_cancel_max_batch_size: int = 64
+
+
+class CreateSessionResponse(BaseModel):
+    """`create_session`. The client logs the messages."""
+
+    session_id: str
+    info_message: str | None = None
+    warning_message: str | None = None
+    error_message: str | None = None
+    type: str = "create_session"
+
+
+class SessionHeartbeatResponse(BaseModel):
+    """`session_heartbeat`."""
+
+    type: str = "session_heartbeat"
+
+
+class TelemetryResponse(BaseModel):
+    """`telemetry`."""
+
+    status: str = "accepted"
+
+
+class SupportedModel(BaseModel):
+    """A base model that may be named in `create_model` and `create_sampling_session`."""
+
+    model_name: str
+    max_context_length: int | None = None
+    trainable: bool = True
+    sampleable: bool = True
+
+
+class ServerCapabilitiesResponse(BaseModel):
+    """`get_server_capabilities`."""
+
+    supported_models: list[SupportedModel]
+
+
+class FutureResponse(BaseModel):
+    """The answer to every queued request: where to wait for its result."""
+
+    request_id: str
+    model_id: str | None = None
+    sample_sequence_ids: list[str] | None = None
+    """asample only: one id per sample."""
+
+
+class TryAgainResponse(BaseModel):
+    """`retrieve_future` of a request that is not done (status 408)."""
+
+    request_id: str
+    queue_state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
+    queue_state_reason: str | None = None
+    type: str = "try_again"
+
+
+class FailedResponse(BaseModel):
+    """`retrieve_future` of a request that failed. No other response has a field `error`."""
+
+    error: str
+    category: ErrorCategory
+
+
+class MetadataResponse(BaseModel):
+    """`retrieve_future` of a large result: how many bytes it has. The client asks for it again."""
+
+    response_payload_size: int
+    status: Literal["complete_metadata"] = "complete_metadata"
+
+
+class SampleEnd(BaseModel):
+    """The end of a sample. Where it failed there is no size, and `retrieve_future` says why."""
+
+    request_id: str
+    state: Literal["finished", "failed"]
+    response_payload_uncompressed_size: int | None = None
+
+    @classmethod
+    def of(cls, request_id: str, size: int | None) -> "SampleEnd":
+        """`size` is that of its result; None where there is none."""
+        state: Literal["finished", "failed"] = "failed" if size is None else "finished"
+        return cls(request_id=request_id, state=state, response_payload_uncompressed_size=size)
+
+
+class RetrieveFuturesResponse(BaseModel):
+    """`retrieve_futures`. `cursor` is to be sent with the next."""
+
+    completions: list[SampleEnd]
+    cursor: int
+
+
+class JoinSamplingSessionResponse(BaseModel):
+    """`join_sampling_session`: the new client's number, in whose billion it counts its seq_ids."""
+
+    client_counter: int
+    type: str = "join_sampling_session"
+
+
+class ModelData(BaseModel):
+    """Names of a model's base. The client's tokenizer is `tokenizer_id`, or else that of `model_name`."""
+
+    arch: str | None = None
+    model_name: str | None = None
+    tokenizer_id: str | None = None
+
+
+class GetInfoResponse(BaseModel):
+    """`get_info`."""
+
+    model_id: str
+    model_data: ModelData
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    is_lora: bool = True
+    lora_rank: int | None = None
+    model_name: str | None = None
+    type: str = "get_info"
+
+
+class WeightsInfoResponse(BaseModel):
+    """`weights_info`."""
+
+    base_model: str
+    is_lora: bool = True
+    lora_rank: int
+    train_unembed: bool
+    train_mlp: bool
+    train_attn: bool
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class CreateSamplingSessionResponse(BaseModel):
+    """`create_sampling_session`."""
+
+    sampling_session_id: str
+    type: str = "create_sampling_session"
+
+
+class SamplerResponse(BaseModel):
+    """`samplers/{sampler_id}`. The client loads the tokenizer of `base_model`."""
+
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,1 @@
+"""Configuration classes without fields of any trainer: parsing, types, `--help`."""

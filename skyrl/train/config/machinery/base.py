@@ -1,0 +1,254 @@
+"""What every configuration class can do: check each value when it is set, take overrides, and resolve.
+
+A configuration is a tree of dataclasses. A value is checked when it is set (its type, strictly, and its range); rules
+about several fields are checked by `resolve`, because a program sets fields one after another. Overrides are laid over
+the tree of default instances, so that a nested override keeps the defaults beside it.
+
+To add a field, add it with a docstring under it to the class that owns it; a row of `skyrl.train.strategy.jax_fields`
+says what becomes of it, and docs/config.md is written again. To add a rule, yield a message from `problems` of the
+smallest class that holds all fields it is about. A class of your own is a `@dataclass` that inherits from the one it
+extends.
+"""
+
+import copy
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Self
+
+from skyrl.errors import ConfigError
+from skyrl.train.config.machinery.fields import FieldSpec, Section, specs_of
+from skyrl.train.config.machinery.text import dump_yaml, merged, nested, read_file, unwritten
+
+_RESOLVED = (
+    "the configuration is resolved, and other values follow from it; "
+    "change the configuration it came from and resolve that again"
+)
+
+
+@dataclass
+class BaseConfig(Section):
+    """Base of every configuration class."""
+
+    _resolved = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        config = super().__new__(cls)
+        names = [field.name for field in fields(cls)] if args else []  # pyright: ignore[reportArgumentType]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        object.__setattr__(config, "_given", {name for name, value in given.items() if value is not None})
+        return config
+
+    @classmethod
+    def from_dict_config(cls, cfg: Mapping[str, Any]) -> Self:
+        """The defaults with `cfg` laid over them.
+
+        Args:
+            cfg: A mapping of fields, nested where they are configurations, or an OmegaConf container (interpolations
+                are resolved).
+
+        Raises ConfigError, which names every unknown field and every value of a wrong type or out of range.
+        """
+        return cls().with_overrides(cfg)
+
+    @classmethod
+    def from_cli_overrides(cls, args: Iterable[str] | Mapping[str, Any]) -> Self:
+        """The defaults with `["key.path=value", ...]` (values in YAML) or `{"key.path": value, ...}` laid over them.
+
+        Raises ConfigError as `from_dict_config` does, and for arguments of another form.
+        """
+        return cls().with_overrides(nested(args))
+
+    @classmethod
+    def from_file(cls, path: str | Path, args: Iterable[str] | Mapping[str, Any] = ()) -> Self:
+        """The defaults, over them a YAML, JSON or TOML file, over that the overrides `args`."""
+        return cls.from_dict_config(read_file(path)).with_overrides(nested(args))
+
+    def is_given(self, name: str) -> bool:
+        """Whether a field was set to a value, in whatever way or by a subclass's default: not left out, nor derived."""
+        default = type(self).__dataclass_fields__[name].default
+        owner = [cls for cls in type(self).__mro__ if name in getattr(cls, "__dataclass_fields__", ())][-1]
+        return name in self.__dict__.get("_given", ()) or default != owner.__dataclass_fields__[name].default
+
+    def fill_in(self, name: str, value: Any) -> None:
+        """Set a field that was left out and follows from others; it stays one that was left out."""
+        object.__setattr__(self, name, value)
+
+    def with_overrides(self, cfg: Mapping[str, Any]) -> Self:
+        """A copy with `cfg` laid over it. Raises ConfigError."""
+        if self._resolved:
+            raise ConfigError(f"{type(self).__name__}: {_RESOLVED}")
+        config = copy.deepcopy(self)
+        _raise_if_any(_lay_over(config, cfg, ""))
+        return config
+
+    def resolve(self) -> Self:
+        """A copy in which values that follow from others are filled in, and every rule holds.
+
+        Fields of the copy cannot be set, so that nothing in it grows stale: change this configuration and resolve it
+        again. Resolving a resolved configuration returns it.
+
+        Raises ConfigError, which names every broken rule; warns of what is allowed and probably not meant.
+        """
+        if self._resolved:
+            return self
+        config = copy.deepcopy(self)
+        _raise_if_any(problem for path, node in _walk(config, "") for problem in _recheck(node, path))
+        for _, node in _walk(config, ""):
+            node.derive()
+        nodes = list(_walk(config, ""))
+        _raise_if_any(_prefixed(path, problem) for path, node in nodes for problem in node.problems())
+        for path, node in nodes:
+            for caution in node.cautions():
+                warnings.warn(_prefixed(path, caution), stacklevel=2)
+            object.__setattr__(node, "_resolved", True)
+        return config
+
+    @classmethod
+    def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`given` in today's names, where fields once had others. Raises ConfigError where both are there."""
+        return given
+
+    def derive(self) -> None:
+        """Fill in fields that are None and follow from others of this configuration. Children come first."""
+
+    def problems(self) -> Iterator[str]:
+        """One message per broken rule about several fields: both values, the rule, a way out."""
+        return iter(())
+
+    def cautions(self) -> Iterator[str]:
+        """One message per thing that is allowed and probably not meant."""
+        return iter(())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        spec = specs_of(type(self)).get(name)
+        if spec is None:
+            raise AttributeError(_unknown(type(self), name, name))
+        if self._resolved:
+            raise AttributeError(f"{type(self).__name__}.{name}: {_RESOLVED}")
+        is_later = name in self.__dict__  # than by the constructor, which sets every field
+        _raise_if_any(_set(self, spec, value, name))
+        if is_later:
+            _mark(self, name, value)
+
+
+def get_config_as_dict(cfg: dict[str, Any] | BaseConfig) -> dict[str, Any]:
+    """Plain nested dicts of a configuration, copied; a dict is returned as it is."""
+    return cfg if isinstance(cfg, dict) else asdict(cfg)
+
+
+def get_config_as_yaml_str(cfg: BaseConfig) -> str:
+    """YAML of a configuration, which `from_file` reads back as an equal one, in which every field counts as given."""
+    return dump_yaml(asdict(cfg))
+
+
+def children(config: BaseConfig) -> Iterator[tuple[str, BaseConfig]]:
+    """(field name, configuration) of each configuration that `config` holds."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, BaseConfig):
+            yield field.name, value
+
+
+def _walk(config: BaseConfig, path: str) -> Iterator[tuple[str, BaseConfig]]:
+    for name, child in children(config):
+        yield from _walk(child, _join(path, name))
+    yield path, config
+
+
+def _recheck(config: BaseConfig, path: str) -> Iterator[str]:
+    """Problems of values that were changed in place, such as a list that something was appended to."""
+    for spec in specs_of(type(config)).values():
+        yield from _set(config, spec, getattr(config, spec.name), _join(path, spec.name))
+
+
+def _lay_over(config: BaseConfig, given: object, path: str) -> list[str]:
+    """Set on `config` what `given` says; returns a message for each thing that cannot be set."""
+    given = _plain(given)
+    if not isinstance(given, Mapping):
+        return [
+            f"{path}={given!r}: holds fields of {type(config).__name__}; set those, such as {_example(config, path)}"
+        ]
+    problems: list[str] = []
+    try:
+        given = type(config).translate(given)
+    except ConfigError as error:
+        return [_prefixed(path, str(error))]
+    for name, value in given.items():
+        where = _join(path, str(name))
+        spec = specs_of(type(config)).get(name)
+        value = _plain(value)
+        if spec is None:
+            problems.append(_unknown(type(config), str(name), where))
+            continue
+        current = getattr(config, name)
+        if spec.config_class is not None and not isinstance(value, BaseConfig) and not spec.takes_none(value):
+            below = spec.base() if current is None else current
+            problems += _lay_over(below, value, where)
+            value = below
+        elif isinstance(value, Mapping):
+            value = copy.deepcopy(unwritten(value))
+            value = merged(current, value) if isinstance(current, Mapping) else value
+        problems += _set(config, spec, value, where)
+        _mark(config, spec.name, getattr(config, spec.name))
+    return problems
+
+
+def _mark(config: BaseConfig, name: str, value: object) -> None:
+    """Note that a field was set; None leaves it out again."""
+    given = config.__dict__.get("_given", set())
+    object.__setattr__(config, "_given", given - {name} if value is None else {*given, name})
+
+
+def _set(config: BaseConfig, spec: FieldSpec, value: object, where: str) -> list[str]:
+    try:
+        object.__setattr__(config, spec.name, spec.checked(value))
+    except ValueError as error:
+        return [f"{where}={value!r}: {error}"]
+    return []
+
+
+def _raise_if_any(problems: Iterable[str]) -> None:
+    text = "\n".join(problems)
+    if text:
+        raise ConfigError(text)
+
+
+def _plain(value: Any) -> Any:
+    """An OmegaConf container as plain values; anything else as it is. There is none before omegaconf is imported."""
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf is not None and isinstance(value, omegaconf.Container):
+        return omegaconf.OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+    return value
+
+
+def _unknown(cls: type[BaseConfig], name: str, where: str) -> str:
+    known = list(specs_of(cls))
+    near = get_close_matches(name, known, n=1) or list(_paths_to(cls, name, where.removesuffix(name)))
+    help = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
+    return f"{where}: {cls.__name__} has no field {name!r}; {help}"
+
+
+def _paths_to(cls: type[BaseConfig], name: str, prefix: str) -> Iterator[str]:
+    """Paths of fields called `name` in the sections of `cls`, and in theirs."""
+    for spec in specs_of(cls).values():
+        if spec.config_class is not None:
+            path = f"{prefix}{spec.name}."
+            if name in specs_of(spec.config_class):
+                yield path + name
+            yield from _paths_to(spec.config_class, name, path)
+
+
+def _example(config: BaseConfig, path: str) -> str:
+    return f"{_join(path, next(iter(specs_of(type(config))), 'field'))}=..."
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _prefixed(path: str, message: str) -> str:
+    return f"{path}: {message}" if path else message

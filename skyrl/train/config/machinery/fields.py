@@ -1,0 +1,160 @@
+"""One field of a configuration class: its type, what it accepts, and what its docstring says."""
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from enum import Enum
+from pathlib import PurePath
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+from pydantic import AfterValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
+
+from skyrl.train.config.machinery.text import Written
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+"""A number from 0 to 1."""
+
+MinusOneOrMore = Annotated[int, Field(ge=-1)]
+"""A count, where -1 stands for none or all."""
+
+
+class Section:
+    """Base of classes whose instances are parts of a configuration tree rather than values."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, or nothing if none is near."""
+    near = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def known_name(value: object, names: Sequence[str | None]) -> None:
+    """Raises ValueError, with the nearest of `names`, if `value` is none of them."""
+    if value not in names:
+        known = [str(name) for name in names]
+        raise ValueError(f"known: {', '.join(known)}{did_you_mean(str(value), known)}")
+
+
+def one_of(*names: str | None) -> AfterValidator:
+    """A check that a value is one of `names`."""
+
+    def check(value: Any) -> Any:
+        known_name(value, names)
+        return value
+
+    return AfterValidator(check)
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """What one field accepts."""
+
+    name: str
+    hint: Any
+    """The annotation, with its `Annotated` parts."""
+    config_class: Any
+    """The configuration class that the field holds, None for a plain value."""
+    base: Callable[[], Any]
+    """Makes what a mapping is laid over where the field is None."""
+    adapter: TypeAdapter[Any] | None
+    """Checks a plain value; None for a configuration."""
+    optional: bool
+
+    def takes_none(self, value: object) -> bool:
+        """Whether `value` is a None that this field may hold."""
+        return self.optional and (value.value if isinstance(value, Written) else value) is None
+
+    def checked(self, value: Any) -> Any:
+        """`value` as the field holds it. Raises ValueError if it has another type or is out of range.
+
+        Types are strict: a string is no number, True is no number, 2.0 is no int; an int is a float.
+        """
+        if self.adapter is None:
+            return self._checked_config(value)
+        if not isinstance(value, Written):
+            return _validated(self.adapter, value)
+        try:
+            return _validated(self.adapter, value.value)
+        except ValueError:
+            if value.may_be_text:
+                with suppress(ValueError):
+                    return _validated(self.adapter, value.text)
+            raise
+
+    def _checked_config(self, value: Any) -> Any:
+        if self.takes_none(value):
+            return None
+        if isinstance(value, self.config_class):
+            return value
+        name = self.config_class.__name__
+        raise ValueError(f"holds a {name}; give one, such as {name}.from_dict_config({{...}})")
+
+
+@functools.cache
+def specs_of(cls: type) -> dict[str, FieldSpec]:
+    """The fields of a configuration class by name. Raises TypeError for a subclass that is no `@dataclass`."""
+    hints = get_type_hints(cls, include_extras=True)
+    known = {field.name: field for field in fields(cls)}
+    added = [name for name, hint in hints.items() if name not in known and get_origin(hint) is not ClassVar]
+    if added:
+        raise TypeError(f"{cls.__name__} has {', '.join(added)}, which are no fields yet; decorate it with @dataclass")
+    return {name: _spec(name, hints[name], field.metadata.get("base")) for name, field in known.items()}
+
+
+@functools.cache
+def meanings_of(cls: type) -> dict[str, str]:
+    """The docstring under each field, inherited ones too, as one line; fields without one are left out."""
+    meanings: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):
+        try:
+            body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        except (OSError, TypeError):  # made at run time, or built in
+            continue
+        assert isinstance(body, ast.ClassDef)
+        for statement, after in zip(body.body, body.body[1:], strict=False):
+            match statement, after:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    meanings[name] = " ".join(text.split())
+                case _:
+                    pass
+    return meanings
+
+
+def _spec(name: str, hint: Any, base: Callable[[], Any] | None) -> FieldSpec:
+    bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    parts = get_args(bare) if get_origin(bare) in (Union, UnionType) else (bare,)
+    classes = [part for part in parts if isinstance(part, type) and issubclass(part, Section)]
+    optional = type(None) in parts
+    if classes:
+        return FieldSpec(name, hint, classes[0], base or classes[0], None, optional)
+    return FieldSpec(name, hint, None, lambda: None, _adapter(hint, not any(map(_is_not_yaml, parts))), optional)
+
+
+def _is_not_yaml(hint: Any) -> bool:
+    """Whether YAML has only text or lists for values of this type, which are therefore converted."""
+    kind = get_origin(hint) or hint
+    return isinstance(kind, type) and issubclass(kind, Enum | PurePath | tuple | set | frozenset)
+
+
+def _adapter(hint: Any, strict: bool) -> TypeAdapter[Any]:
+    try:
+        return TypeAdapter(hint, config=ConfigDict(strict=strict, allow_inf_nan=False, arbitrary_types_allowed=True))
+    except PydanticUserError:  # a type that brings its own configuration
+        return TypeAdapter(hint)
+
+
+def _validated(adapter: TypeAdapter[Any], value: Any) -> Any:
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        messages = []
+        for problem in error.errors():
+            index = "".join(f"[{part}]" for part in problem["loc"] if isinstance(part, int))
+            messages.append((index and f"{index} ") + problem["msg"].removeprefix("Value error, "))
+        raise ValueError(" or ".join(dict.fromkeys(messages))) from None

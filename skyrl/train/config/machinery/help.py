@@ -1,0 +1,60 @@
+"""Help for a command line: every field that an override can name, with its type, default and meaning."""
+
+import json
+import os
+import textwrap
+from collections.abc import Iterator
+from types import UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from skyrl.train.config.machinery.base import BaseConfig
+from skyrl.train.config.machinery.fields import meanings_of, specs_of
+
+
+class FieldHelp(NamedTuple):
+    """What there is to say about one field."""
+
+    path: str
+    """Its name in an override, such as trainer.policy.model.lora.rank."""
+    type: str
+    """Its type, as in Python."""
+    default: str
+    """Its default, as an override would write it."""
+    meaning: str
+    """What it does, its unit, and what special values mean."""
+
+
+def describe_fields(config: BaseConfig, path: str = "") -> Iterator[FieldHelp]:
+    """Every field below `config`, whose values are the defaults; those of sections that are None by default too."""
+    cls = type(config)
+    types, meanings = get_type_hints(cls), meanings_of(cls)
+    for name, spec in specs_of(cls).items():
+        value = getattr(config, name)
+        where = f"{path}.{name}" if path else name
+        if spec.config_class is None or value is None:
+            yield FieldHelp(where, _type_text(types[name]), _default_text(value), meanings.get(name, ""))
+        if spec.config_class is not None:
+            yield from describe_fields(spec.base() if value is None else value, where)
+
+
+def render_help(cls: type[BaseConfig], width: int = 100) -> str:
+    """Help text for overrides of `cls`: a line "path: type = default" for each field, and below it what it means."""
+    blocks = []
+    for field in describe_fields(cls()):
+        meaning = textwrap.fill(field.meaning, width, initial_indent="    ", subsequent_indent="    ")
+        blocks.append(f"{field.path}: {field.type} = {field.default}\n{meaning}".rstrip())
+    return "Set fields as key.path=value, with values in YAML.\n\n" + "\n".join(blocks) + "\n"
+
+
+def _type_text(hint: Any) -> str:
+    inner = [_type_text(part) for part in get_args(hint)]
+    if get_origin(hint) in (Union, UnionType):
+        return " | ".join(inner)
+    name = "None" if hint is type(None) else getattr(get_origin(hint) or hint, "__name__", str(hint))
+    return f"{name}[{', '.join(inner)}]" if inner else name
+
+
+def _default_text(value: object) -> str:
+    """JSON, which is YAML too, with the user's home folder as ~."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text.replace(os.path.expanduser("~/"), "~/")

@@ -1,0 +1,142 @@
+"""Prompts: the rows of the configured sources, in the form in which rollouts take them.
+
+The column `prompt` holds a chat and `env_class`, where it is there, an environment. All other columns are the
+environment's.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date, time, timedelta
+from decimal import Decimal
+from typing import Any
+
+from jinja2 import TemplateError
+
+from skyrl.errors import ConfigError
+from skyrl.train.data.files import Row, read_rows
+from skyrl.train.rollouts.episode import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+class PromptDataset:
+    """The rows of all sources, one source after another, without those whose prompts are too long.
+
+    A row keeps its name (`Prompt.instance_id`), its number among the rows of all sources, whichever rows are left out.
+
+    Args:
+        sources: Files and data sets, as `data_files.read_rows` takes them.
+        default_env_class: Environment of rows that name none.
+        prompt_length: Number of tokens of a prompt: as the trainer renders it, with the tools of its row.
+        max_prompt_length: Tokens that a prompt may have. Longer ones are left out, counted and logged.
+
+    Raises:
+        ConfigError: A source cannot be read, a row has no usable prompt or environment, or no row is left.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[str],
+        *,
+        default_env_class: str,
+        prompt_length: Callable[[Prompt], int],
+        max_prompt_length: int,
+    ):
+        self._prompts: list[Prompt] = []
+        self.dropped = 0
+        """Prompts that were too long."""
+        for where, prompt in _prompts(sources, default_env_class):
+            if _length(prompt_length, prompt, where) <= max_prompt_length:
+                self._prompts.append(prompt)
+            else:
+                self.dropped += 1
+        rows = len(self._prompts) + self.dropped
+        if self.dropped:
+            logger.warning(
+                "%d of %d prompts are longer than trainer.max_prompt_length=%d and are left out",
+                *(self.dropped, rows, max_prompt_length),
+            )
+        if not self._prompts:
+            raise ConfigError(
+                f"{', '.join(sources)}: of {rows} rows none has a prompt of at most "
+                f"trainer.max_prompt_length={max_prompt_length} tokens; raise it, or use other data"
+            )
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._prompts[index]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self._prompts)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all prompts in order: equal for equal data, so that a resumed run can tell that it is."""
+        digest = hashlib.sha256()
+        for prompt in self._prompts:
+            row = [prompt.instance_id, prompt.env_class, prompt.messages, prompt.extras]
+            digest.update(json.dumps(row, sort_keys=True, default=_stable).encode() + b"\n")
+        return digest.hexdigest()
+
+
+def _prompts(sources: Sequence[str], default_env_class: str) -> Iterator[tuple[str, Prompt]]:
+    """(source and row in it, prompt) of every row."""
+    number = 0
+    for source in sources:
+        for index, row in enumerate(read_rows(source)):
+            where = f"{source}, row {index}"
+            yield where, _prompt(row, str(number), default_env_class, where)
+            number += 1
+
+
+def _prompt(row: Row, instance_id: str, default_env_class: str, where: str) -> Prompt:
+    extras = dict(row)
+    if "prompt" not in extras:
+        raise ConfigError(f"{where}: has no column prompt, but {', '.join(row)}; rename the column with the chats")
+    messages = _messages(extras.pop("prompt"), where)
+    env_class = extras.pop("env_class", None)
+    if env_class is None:
+        env_class = default_env_class
+    if not isinstance(env_class, str):
+        raise ConfigError(f"{where}: env_class={env_class!r} is not the name of an environment; name one, or none")
+    return Prompt(messages, env_class, instance_id, extras)
+
+
+def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+    """The chat of a row. Parquet gives every message all keys that any has, so that those without a value go."""
+    if not isinstance(value, list) or not value:
+        raise ConfigError(
+            f"{where}: prompt={_short(value)} is not a list of messages; write it as "
+            '[{"role": "user", "content": "..."}]'
+        )
+    for message in value:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ConfigError(
+                f"{where}: prompt has the message {_short(message)}; each is an object with a role (text) and a content"
+            )
+    return [{key: part for key, part in message.items() if part is not None or key == "content"} for message in value]
+
+
+def _length(prompt_length: Callable[[Prompt], int], prompt: Prompt, where: str) -> int:
+    try:
+        return prompt_length(prompt)
+    except TemplateError as error:
+        raise ConfigError(
+            f"{where}: the chat template does not take the prompt ({error}); change the row, or set "
+            "generator.chat_template"
+        ) from error
+
+
+def _stable(value: object) -> str:
+    """Text of a value that JSON does not have, the same in every process."""
+    known = isinstance(value, bytes | date | time | timedelta | Decimal)
+    return repr(value) if known else type(value).__name__
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,95 @@
+"""Learning rates over a run, by the names and with the values of transformers' `get_scheduler`.
+
+A schedule is a pure function of the number of optimizer steps taken before, so that a resumed run needs no state of
+it. To add one, add a function that says what follows the warm-up to `SCHEDULES`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from skyrl.train.config import OptimizerConfig
+from skyrl.types import AdamParams
+
+POLYNOMIAL_END = 1e-7
+"""Learning rate at the end of `polynomial`."""
+DEFAULT_TIMESCALE = 10_000
+"""Steps after which `inverse_sqrt` without warm-up has fallen by a factor of the square root of 2."""
+
+
+class _Place(NamedTuple):
+    """Where in a run an optimizer step after the warm-up is."""
+
+    step: int
+    warmup_steps: int
+    total_steps: int
+    lr: float
+
+    @property
+    def progress(self) -> float:
+        """From 0, at the end of the warm-up, to 1, at the end of the run and after it."""
+        return min(1.0, (self.step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+
+
+def _one(place: _Place) -> float:
+    return 1.0
+
+
+def _linear(place: _Place) -> float:
+    return 1.0 - place.progress
+
+
+def _cosine(place: _Place) -> float:
+    return (1.0 + math.cos(math.pi * place.progress)) / 2
+
+
+def _polynomial(place: _Place) -> float:
+    end = POLYNOMIAL_END / place.lr
+    return (1.0 - end) * (1.0 - place.progress) + end
+
+
+def _inverse_sqrt(place: _Place) -> float:
+    timescale = place.warmup_steps or DEFAULT_TIMESCALE
+    return math.sqrt(timescale / (place.step - place.warmup_steps + timescale))
+
+
+SCHEDULES: dict[str, Callable[[_Place], float]] = {
+    "constant": _one,
+    "constant_with_warmup": _one,
+    "linear": _linear,
+    "cosine": _cosine,
+    # It has one cycle, as in transformers unless more are asked for: a cosine.
+    "cosine_with_restarts": _cosine,
+    "polynomial": _polynomial,
+    "inverse_sqrt": _inverse_sqrt,
+}
+"""By name, the factor after the warm-up."""
+
+
+def learning_rate_factor(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
+    """What `optimizer.lr` is multiplied by in an optimizer step.
+
+    The warm-up rises from 0 in a straight line; `constant` has none. After `total_steps` it stays what it was there.
+
+    Args:
+        optimizer: Names the schedule (one of `SCHEDULES`), the highest rate, and the steps of the warm-up.
+        step: Optimizer steps taken before this one.
+        total_steps: Optimizer steps of the whole run.
+    """
+    warmup_steps = optimizer.num_warmup_steps
+    if step < warmup_steps and optimizer.scheduler != "constant":
+        return step / warmup_steps
+    return SCHEDULES[optimizer.scheduler](_Place(step, warmup_steps, total_steps, optimizer.lr))
+
+
+def adam_params(optimizer: OptimizerConfig, factor: float) -> AdamParams:
+    """Those of a step whose learning rate is `optimizer.lr` times `factor`; epsilon is torch's default."""
+    beta1, beta2 = optimizer.adam_betas
+    return AdamParams(
+        learning_rate=optimizer.lr * factor,
+        beta1=beta1,
+        beta2=beta2,
+        eps=1e-8,
+        weight_decay=optimizer.weight_decay,
+        grad_clip_norm=max(optimizer.max_grad_norm, 0.0),
+    )

@@ -1,0 +1,47 @@
+"""How well a policy does on prompts that it is not trained on."""
+
+from collections.abc import Sequence
+
+from skyrl.train.rollouts.episode import Prompt
+from skyrl.train.rollouts.metrics import reward_metrics, rollout_metrics
+from skyrl.train.rollouts.rollouts import Rollouts
+from skyrl.train.rollouts.trajectory import Trajectory
+from skyrl.train.tracking.progress import batch_bar
+
+EVERYTHING = "all"
+
+
+async def evaluate(
+    rollouts: Rollouts, prompts: Sequence[Prompt], batch_size: int
+) -> tuple[dict[str, float], list[Trajectory]]:
+    """Sample every prompt as `generator.eval_sampling_params` say. Returns metrics and trajectories.
+
+    Metrics are `eval/{data_source}/...` for each source of the rows and `eval/all/...`: the mean score, pass@n, the
+    mean positive reward; and those of the rollouts for all.
+    """
+    trajectories: list[Trajectory] = []
+    with batch_bar("evaluating", len(prompts)) as bar:
+        for start in range(0, len(prompts), batch_size):
+            batch = prompts[start : start + batch_size]
+            trajectories += await rollouts.collect(batch, phase="eval")
+            bar.update(len(batch))
+    sources = {prompt.instance_id: _source(prompt) for prompt in prompts}
+    groups: dict[str, list[Trajectory]] = {EVERYTHING: trajectories}
+    for trajectory in trajectories:
+        groups.setdefault(sources[trajectory.id.instance_id], []).append(trajectory)
+    metrics = {f"eval/{EVERYTHING}/{name}": value for name, value in rollout_metrics(trajectories).items()}
+    for source, found in groups.items():
+        for name, value in reward_metrics(found).items():
+            metrics[f"eval/{source}/{_named(name)}"] = value
+    return metrics, trajectories
+
+
+def _source(prompt: Prompt) -> str:
+    """The prompt's data source, by a name that is not that of all of them."""
+    name = str(prompt.extras.get("data_source") or "unknown")
+    return f"_{name}" if name == EVERYTHING else name
+
+
+def _named(reward: str) -> str:
+    name = reward.removeprefix("reward/")
+    return "avg_score" if name == "avg_raw_reward" else name.removeprefix("avg_")

@@ -1,0 +1,66 @@
+"""The prompts of a run: those that it trains on, in the order of its epochs, and those that it is evaluated on."""
+
+from dataclasses import replace
+from typing import Any
+
+from skyrl.errors import ConfigError
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.data.epoch_order import OrderState, PromptOrder
+from skyrl.train.data.prompt_dataset import PromptDataset
+from skyrl.train.rollouts.chat import Chat
+from skyrl.train.rollouts.episode import Prompt
+
+
+class TrainingPrompts:
+    """The rows of the training data in the order of the epochs. A row has another name in each of them."""
+
+    def __init__(self, dataset: PromptDataset, order: PromptOrder):
+        self._dataset = dataset
+        self.order = order
+
+    def next(self) -> Prompt:
+        epoch = self.order.epoch
+        (index,) = self.order.next_batch(1)
+        row = self._dataset[index]
+        return replace(row, instance_id=f"{row.instance_id}.{epoch}")
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.order.state())
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.order.restore(OrderState(**state))
+
+    @property
+    def env_classes(self) -> tuple[str, ...]:
+        """Environments of all rows."""
+        return tuple(dict.fromkeys(prompt.env_class for prompt in self._dataset))
+
+
+def training_prompts(config: SkyRLTrainConfig, chat: Chat) -> TrainingPrompts:
+    """Those of a run from its beginning. Raises ConfigError for data that are not there or not enough."""
+    dataset = _dataset(config, "data.train_data", config.data.train_data, chat)
+    settings = config.trainer
+    order = PromptOrder(
+        len(dataset), batch_size=settings.train_batch_size, seed=settings.seed, fingerprint=dataset.fingerprint
+    )
+    return TrainingPrompts(dataset, order)
+
+
+def evaluation_prompts(config: SkyRLTrainConfig, chat: Chat) -> list[Prompt]:
+    """Those that a run is evaluated on; none where there is no evaluation."""
+    settings = config.trainer
+    if settings.eval_interval <= 0 or not config.data.val_data:
+        return []
+    return [*_dataset(config, "data.val_data", config.data.val_data, chat)]
+
+
+def _dataset(config: SkyRLTrainConfig, field: str, sources: list[str], chat: Chat) -> PromptDataset:
+    try:
+        return PromptDataset(
+            sources,
+            default_env_class=config.environment.env_class,
+            prompt_length=lambda prompt: len(chat.render(prompt.messages, prompt.extras.get("tools") or ())),
+            max_prompt_length=config.trainer.max_prompt_length,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}") from error

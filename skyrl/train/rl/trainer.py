@@ -1,0 +1,135 @@
+"""RL: sample, score, train, publish; evaluate and checkpoint in between."""
+
+import logging
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from skyrl.algorithms.filters import DynamicSampling, replace_groups
+from skyrl.errors import ConfigError
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.model_client import Learner, Policy
+from skyrl.train.rl.batch import Batch
+from skyrl.train.rl.rollout_source import Source
+from skyrl.train.rl.update import Metrics, Update
+from skyrl.train.rollouts.metrics import reward_metrics, rollout_metrics
+from skyrl.train.rollouts.rows import mask_stale, rows_of
+from skyrl.train.rollouts.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
+
+
+class RLTrainer:
+    """Trains a policy, one step after another. What happens around a step is up to whoever calls `step`.
+
+    Args:
+        config: Resolved and validated.
+        policy: What is trained and samples; it exists.
+        critic: What estimates values, if there is one.
+        source: Of trajectories.
+        update: What a batch does to policy and critic.
+    """
+
+    def __init__(
+        self, config: SkyRLTrainConfig, policy: Policy, critic: Learner | None, source: Source, update: Update
+    ):
+        self._config = config
+        self.policy = policy
+        self.critic = critic
+        self.source = source
+        self.update = update
+        self.global_step = 0
+        """Steps taken."""
+        self._algorithm = config.trainer.algorithm
+        prompts = config.trainer.train_batch_size
+        self.collected: DynamicSampling[Trajectory] = DynamicSampling(
+            prompts, self._algorithm.dynamic_sampling.max_sample_batches
+        )
+        """What dynamic sampling has kept for the next step."""
+        self.generator = np.random.default_rng([config.trainer.seed, 1])
+        """Draws replacements of dynamic sampling."""
+
+    async def step(self) -> tuple[Metrics, Batch]:
+        """One step: metrics, and what it trained on."""
+        begun = time.monotonic()
+        trajectories, uids, metrics = await self._sample()
+        sampled = time.monotonic()
+        rows = rows_of(trajectories, self._config.generator)
+        parallel = self._config.trainer.fully_async
+        if parallel.enabled and parallel.staleness_policy == "mask":
+            rows = mask_stale(rows, self.global_step - parallel.max_staleness_steps)
+        algorithm = self._algorithm
+        assert algorithm.temperature is not None, "the configuration is resolved"
+        kept = sorted({row.trajectory for row in rows})
+        numbers = {index: number for number, index in enumerate(kept)}
+        batch = Batch(
+            [replace(row, trajectory=numbers[row.trajectory]) for row in rows],
+            [trajectories[index] for index in kept],
+            [uids[index] for index in kept],
+            algorithm.temperature,
+        )
+        metrics["generate/tokens_trained"] = 0.0
+        if batch.mask.any():
+            metrics |= await self.update(batch)
+        else:
+            log.warning("step %d: there is no token to train on; the weights stay as they are", self.global_step + 1)
+        self.global_step += 1
+        trained = time.monotonic()
+        await self.source.trained()
+        settled = time.monotonic()
+        await self.policy.publish(self.global_step)
+        self.source.published(self.global_step)
+        ended = time.monotonic()
+        metrics |= self.source.metrics() | {
+            "trainer/global_step": float(self.global_step),
+            "generate/batch_num_seq": float(len(rows)),
+            "timing/sample": sampled - begun + settled - trained,
+            "timing/train": trained - sampled,
+            "timing/publish": ended - settled,
+            "timing/step": ended - begun,
+        }
+        return metrics, batch
+
+    async def _sample(self) -> tuple[list[Trajectory], list[str], Metrics]:
+        """Trajectories of a step with the prompt of each, and metrics of all that was sampled for it."""
+        everything: list[Trajectory] = []
+        batches = 0
+        while True:
+            trajectories = await self.source.take()
+            everything += trajectories
+            batches += 1
+            chosen = self._chosen(trajectories, batches)
+            if chosen is not None:
+                metrics = rollout_metrics(everything) | reward_metrics(everything)
+                versions = [turn.sampled.policy_version for item in chosen[0] for turn in item.turns]
+                if versions:
+                    staleness = self.global_step - np.asarray(versions)
+                    metrics |= {
+                        "async/staleness_max": float(staleness.max()),
+                        "async/staleness_mean": float(staleness.mean()),
+                    }
+                return *chosen, metrics | {"generate/sample_batches": float(batches)}
+
+    def _chosen(self, trajectories: list[Trajectory], batches: int) -> tuple[list[Trajectory], list[str]] | None:
+        """What to train on, or None where more has to be sampled first."""
+        usable = [item for item in trajectories if item.failure is None]
+        uids = [item.id.instance_id for item in usable]
+        rewards = np.array([item.reward for item in usable])
+        dynamic_sampling = self._algorithm.dynamic_sampling
+        if dynamic_sampling.type == "filter":
+            kept = self.collected.add(usable, uids, rewards)
+            return None if kept is None else (kept, [item.id.instance_id for item in kept])
+        if dynamic_sampling.type == "replace":
+            replaced = replace_groups(uids, rewards, self.generator, dynamic_sampling.min_replace_ratio)
+            if replaced is not None:
+                return [usable[row] for row in replaced.rows], replaced.uids
+            if 0 < dynamic_sampling.max_sample_batches <= batches:
+                raise ConfigError(
+                    f"dynamic_sampling.max_sample_batches={dynamic_sampling.max_sample_batches}: none of so many "
+                    f"batches had more than min_replace_ratio={dynamic_sampling.min_replace_ratio} of prompts with "
+                    "samples of different scores; use easier or harder prompts, more samples per prompt, or a higher "
+                    "limit"
+                )
+            return None
+        return usable, uids

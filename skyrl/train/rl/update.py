@@ -1,0 +1,344 @@
+"""One training step on a batch: scores, advantages, and the optimizer steps of critic and policy.
+
+Everything that spans the batch (groups, normalisation, masks, the reduction's weights) is computed here, before passes
+are cut in any way; what goes to the backend is one number per token.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from skyrl.algorithms.advantages import AdvantageInputs, Advantages, NothingToCompare, estimate_advantages
+from skyrl.algorithms.corrections import correct_off_policy
+from skyrl.algorithms.covariance import select_tokens
+from skyrl.algorithms.filters import filter_zero_variance
+from skyrl.algorithms.kl import KL_ESTIMATORS, kl_controller, mean_kl, penalise_rewards
+from skyrl.algorithms.objective import Scores, ValueObjective, policy_objective
+from skyrl.algorithms.weights import token_weights
+from skyrl.errors import ConfigError
+from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, TrainerConfig, get_config_as_dict
+from skyrl.train.lr_schedules import adam_params
+from skyrl.train.model_client import Learner, Policy
+from skyrl.train.rl.batch import Array, Batch
+from skyrl.types import ForwardBackwardOutput
+
+log = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+RewardShaping = Callable[[Batch], Array]
+"""Rewards `[rows, tokens]` to train with. Filters, and metrics of rewards, look at those of the environment."""
+
+COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
+
+
+def env_rewards(batch: Batch) -> Array:
+    """The environment's rewards as they are."""
+    return batch.rewards
+
+
+class _Scored(NamedTuple):
+    """What the models say of the batch before it is trained on, each `[rows, tokens]`. None: nobody needs it."""
+
+    logprobs: Array | None
+    entropy: Array | None
+    reference: Array | None
+    values: Array | None
+
+
+class Update:
+    """Trains on batches.
+
+    Args:
+        config: Resolved.
+        policy: What is trained.
+        critic: What estimates values, where the advantage estimator needs them.
+        schedule: Factor of a model's learning rate at an optimizer step, from 0: (optimizer_config, step) -> factor.
+        shape_rewards: What is trained with in the place of the environment's rewards.
+    """
+
+    def __init__(
+        self,
+        config: SkyRLTrainConfig,
+        policy: Policy,
+        critic: Learner | None,
+        schedule: Callable[[OptimizerConfig, int], float] = lambda optimizer, step: 1.0,
+        shape_rewards: RewardShaping = env_rewards,
+    ):
+        self._trainer = config.trainer
+        self._algorithm = config.trainer.algorithm
+        self._options: dict[str, Any] = get_config_as_dict(self._algorithm)
+        self._policy = policy
+        self._critic = critic
+        self._schedule = schedule
+        self._shape_rewards = shape_rewards
+        self._on_policy = _steps_once(config.trainer) and not (
+            self._algorithm.use_kl_in_reward
+            or self._algorithm.off_policy_correction.corrects
+            or self._algorithm.policy_loss_type in COVARIANCE_LOSSES
+        )
+        """Whether the training pass tells all that a forward pass before it would tell."""
+        self._objective = policy_objective(self._options, self._on_policy)
+        self._kl = KL_ESTIMATORS.get(self._algorithm.kl_estimator_type)
+        self._value_objective = ValueObjective(self._algorithm.value_clip)
+        self._scores, self._logprobs, self._values = (
+            Scores(("logprobs", "entropy")),
+            Scores(("logprobs",)),
+            Scores(("values",)),
+        )
+        self.kl_controller = kl_controller(
+            self._algorithm.kl_ctrl.type,
+            self._algorithm.kl_loss_coef,
+            kl_target=self._algorithm.kl_ctrl.kl_target,
+            horizon=self._algorithm.kl_ctrl.horizon,
+        )
+        self.generator = np.random.default_rng(config.trainer.seed)
+        """Draws the tokens of clip_cov."""
+        self.reference: Learner | None = None
+        """A frozen model in the place of the base model, once there is one (update_ref_every_epoch)."""
+        self.policy_steps = 0
+        """Optimizer steps of the policy so far."""
+        self.critic_steps = 0
+
+    async def __call__(self, batch: Batch) -> Metrics:
+        """Train on a batch. Returns metrics by name."""
+        scored = await self._score(batch)
+        metrics = self._seen(batch, scored)
+        rewards = self._shape_rewards(batch)
+        if self._algorithm.use_kl_in_reward:
+            assert scored.reference is not None and scored.logprobs is not None
+            kl = self._kl(scored.logprobs, scored.reference)
+            rewards = penalise_rewards(rewards, kl, batch.mask, self.kl_controller.value)
+            metrics["loss/kl_coefficient"] = self.kl_controller.value
+        metrics["loss/avg_final_rewards"] = float(batch.by_trajectory(rewards).sum(axis=1).mean())
+        try:
+            estimated = self._advantages(batch, rewards, scored.values)
+        except NothingToCompare as error:  # too many samples have failed, and not so many that the run ends
+            log.warning("the weights stay as they are: %s", error)
+            return metrics
+        if self._algorithm.use_kl_in_reward:
+            self.kl_controller.update(metrics["loss/avg_kl"], len(batch.trajectories))
+        metrics["loss/avg_raw_advantages_abs"] = _mean(np.abs(estimated.advantages), batch.mask)
+        mask = batch.mask
+        if self._algorithm.zero_variance_filter:
+            totals = batch.by_trajectory(batch.rewards)
+            kept = filter_zero_variance(batch.by_trajectory(mask), totals, list(batch.uids))
+            mask = batch.by_row(kept)
+        metrics["generate/tokens_trained"] = float(mask.sum())
+        fields, corrections = self._fields(batch, mask, scored, estimated)
+        metrics |= corrections
+        trained = [self._train_policy(batch, mask, fields, scored.reference)]
+        if self._critic is not None:  # values are learnt from prompts without a signal too
+            trained.append(self._train_critic(batch, batch.mask, scored, estimated))
+        for more in await asyncio.gather(*trained):
+            metrics |= more
+        return metrics
+
+    async def _score(self, batch: Batch) -> _Scored:
+        data = batch.data()
+        algorithm = self._algorithm
+        passes = [] if self._on_policy else [self._policy.forward(data, self._scores)]
+        if algorithm.uses_reference:
+            if self.reference is None:
+                passes.append(self._policy.forward(data, self._logprobs, reference=True))
+            else:
+                passes.append(self.reference.forward(data, self._logprobs))
+        if self._critic is not None:
+            passes.append(self._critic.forward(data, self._values))
+        outputs = list(await asyncio.gather(*passes))
+        policy = None if self._on_policy else outputs.pop(0)
+        reference = _column(batch, outputs.pop(0), "logprobs") if algorithm.uses_reference else None
+        values = _column(batch, outputs.pop(0), "values") if outputs else None
+        logprobs, entropy = _logprobs_and_entropy(batch, policy)
+        return _Scored(logprobs, entropy, reference, values)
+
+    def _seen(self, batch: Batch, scored: _Scored) -> Metrics:
+        """What the policy says of the batch before it is trained on it, as far as that is known by now."""
+        logprobs, entropy, reference, rollout = (
+            scored.logprobs,
+            scored.entropy,
+            scored.reference,
+            batch.rollout_logprobs,
+        )
+        if logprobs is None or entropy is None:
+            return {}
+        metrics: Metrics = {"policy/entropy": _mean(entropy, batch.mask)}
+        if rollout is not None:
+            difference = np.abs(logprobs - rollout)[batch.mask]
+            metrics["policy/rollout_train_logprobs_abs_diff_mean"] = (
+                float(difference.mean()) if difference.size else 0.0
+            )
+            metrics["policy/rollout_train_logprobs_abs_diff_max"] = float(difference.max(initial=0.0))
+        if reference is not None:
+            metrics["loss/avg_kl"] = mean_kl(self._kl(logprobs, reference), batch.mask)
+        return metrics
+
+    def _advantages(self, batch: Batch, rewards: Array, values: Array | None) -> Advantages:
+        """Advantages and returns of each token. Estimators see the tokens of whole trajectories."""
+        inputs = AdvantageInputs(
+            batch.by_trajectory(rewards),
+            batch.by_trajectory(batch.mask),
+            list(batch.uids),
+            None if values is None else batch.by_trajectory(values),
+        )
+        try:
+            found = estimate_advantages(self._algorithm.advantage_estimator, inputs, self._options)
+        except NothingToCompare:
+            raise
+        except ValueError as error:
+            raise ConfigError(
+                f"trainer.algorithm.advantage_estimator cannot be used on this batch (samples that failed are not in "
+                f"it): {error}"
+            ) from None
+        return Advantages(batch.by_row(np.asarray(found.advantages)), batch.by_row(np.asarray(found.returns)))
+
+    def _fields(
+        self, batch: Batch, mask: Array, scored: _Scored, estimated: Advantages
+    ) -> tuple[dict[str, Array], Metrics]:
+        """What the policy's objective reads, and metrics of corrections for what sampler and trainer differ in."""
+        fields = {"advantages": estimated.advantages}
+        if scored.logprobs is not None:
+            fields["sampling_logprobs"] = scored.logprobs
+        metrics: Metrics = {}
+        if self._algorithm.off_policy_correction.corrects:
+            rollout = batch.rollout_logprobs
+            assert scored.logprobs is not None
+            assert rollout is not None, "a configuration that corrects keeps logprobs"
+            correction = correct_off_policy(self._algorithm.off_policy_correction, scored.logprobs, rollout, mask)
+            fields["correction"] = np.asarray(correction.factor)
+            metrics |= {f"off_policy/{name}": value for name, value in correction.metrics.items()}
+        if scored.reference is not None and "reference_logprobs" in self._objective.inputs:
+            fields["reference_logprobs"] = scored.reference
+        if "sequence_ratio_mask" in self._objective.inputs:
+            fields["sequence_ratio_mask"] = mask.astype(np.float64)
+        return {name: fields[name] for name in fields if name in self._objective.inputs}, metrics
+
+    async def _train_policy(
+        self, batch: Batch, mask: Array, fields: dict[str, Array], reference: Array | None
+    ) -> Metrics:
+        """Metrics of the optimizer steps, without those that would have no token to train on."""
+        optimizer = self._trainer.policy.optimizer_config
+        found: list[Metrics] = []
+        seen: Metrics = {}
+        for rows in self._mini_batches(batch, self._trainer.policy_mini_batch_size):
+            weights = self._weights(batch, mask, rows)
+            if not self._trains(weights, fields):
+                continue
+            given = dict(fields)
+            if self._algorithm.policy_loss_type in COVARIANCE_LOSSES:
+                given["selected"] = await self._selected(batch, mask, fields, rows)
+            output = await self._policy.forward_backward(batch.data(rows, weights=weights, **given), self._objective)
+            if self._on_policy:
+                assert len(rows) == len(batch.rows), "a batch is one mini-batch"
+                logprobs, entropy = _logprobs_and_entropy(batch, output)
+                assert logprobs is not None
+                seen = self._seen(batch, _Scored(logprobs, entropy, reference, None))
+                old = logprobs
+            else:
+                old = fields["sampling_logprobs"]
+            metrics = _policy_metrics(output, [old[row, mask[row]] for row in rows], mask[rows])
+            adam = adam_params(optimizer, self._schedule(optimizer, self.policy_steps))
+            stepped = await self._policy.optim_step(adam)
+            self.policy_steps += 1
+            found.append(metrics | {"loss": output.metrics["loss:sum"], **_step_metrics(stepped)})
+        return _averaged("policy", found) | seen
+
+    def _trains(self, weights: Array, fields: dict[str, Array]) -> bool:
+        """Whether the loss of a mini-batch has a token."""
+        objective = self._objective
+        if "correction" in fields and not (objective.kl_coef or objective.entropy_coef):
+            weights = weights * fields["correction"]
+        return bool(weights.any())
+
+    async def _train_critic(self, batch: Batch, mask: Array, scored: _Scored, estimated: Advantages) -> Metrics:
+        assert self._critic is not None and scored.values is not None
+        optimizer = self._trainer.critic.optimizer_config
+        fields = {"returns": estimated.returns, "old_values": scored.values}
+        found: list[Metrics] = []
+        for rows in self._mini_batches(batch, self._trainer.critic_mini_batch_size):
+            weights = self._weights(batch, mask, rows)
+            if not weights.any():
+                continue
+            data = batch.data(rows, weights=weights, **fields)
+            output = await self._critic.forward_backward(data, self._value_objective)
+            adam = adam_params(optimizer, self._schedule(optimizer, self.critic_steps))
+            stepped = await self._critic.optim_step(adam)
+            self.critic_steps += 1
+            found.append({"loss": output.metrics["loss:sum"], **_step_metrics(stepped)})
+        values = {"values_mean": _mean(scored.values, mask), "returns_mean": _mean(estimated.returns, mask)}
+        return _averaged("critic", found) | {f"critic/{name}": value for name, value in values.items()}
+
+    def _mini_batches(self, batch: Batch, prompts: int) -> list[Array]:
+        """Rows of each optimizer step on a batch."""
+        return batch.mini_batches(prompts) * self._trainer.update_epochs_per_batch
+
+    def _weights(self, batch: Batch, mask: Array, rows: Array) -> Array:
+        """`[rows of the batch, tokens]`: weights of a mini-batch by the loss's reduction, 0 in other rows."""
+        weights = np.zeros(mask.shape)
+        weights[rows] = token_weights(
+            self._algorithm.loss_reduction,
+            mask[rows],
+            weights[rows],
+            uids=[batch.row_uids[row] for row in rows],
+            max_seq_len=self._algorithm.max_seq_len,
+        )
+        return weights
+
+    async def _selected(self, batch: Batch, mask: Array, fields: dict[str, Array], rows: Array) -> Array:
+        """The tokens that the loss treats differently, chosen by what the policy says of the mini-batch now."""
+        output = await self._policy.forward(batch.data(rows), self._logprobs)
+        logprobs = np.zeros(mask.shape)
+        for row, scores in zip(rows, output.loss_fn_outputs, strict=True):
+            logprobs[row, : batch.lengths[row]] = scores["logprobs"]
+        chosen = np.zeros(mask.shape)
+        arrays = (logprobs[rows], fields["sampling_logprobs"][rows], fields["advantages"][rows], mask[rows])
+        chosen[rows] = np.asarray(select_tokens(self._options, *arrays, self.generator))
+        return chosen
+
+
+def _steps_once(trainer: TrainerConfig) -> bool:
+    """Whether a batch is one optimizer step of the policy."""
+    return trainer.update_epochs_per_batch == 1 and trainer.policy_mini_batch_size >= trainer.train_batch_size
+
+
+def _logprobs_and_entropy(
+    batch: Batch, output: ForwardBackwardOutput | None
+) -> tuple[Array, Array] | tuple[None, None]:
+    return (None, None) if output is None else (_column(batch, output, "logprobs"), _column(batch, output, "entropy"))
+
+
+def _column(batch: Batch, output: ForwardBackwardOutput, name: str) -> Array:
+    return batch.padded([scores[name] for scores in output.loss_fn_outputs], np.float64)
+
+
+def _policy_metrics(output: ForwardBackwardOutput, old: list[Array], mask: Array) -> Metrics:
+    """How far the policy has moved from where the step began."""
+    new = [
+        scores["logprobs"][row[: len(scores["logprobs"])]]
+        for scores, row in zip(output.loss_fn_outputs, mask, strict=True)
+    ]
+    moved = np.concatenate([*new, np.zeros(0)]) - np.concatenate([*old, np.zeros(0)])
+    if not moved.size:
+        return {}
+    ratio = np.exp(np.clip(moved, -20, 20))
+    return {
+        "ratio_mean": float(ratio.mean()),
+        "ratio_max": float(ratio.max()),
+        "approx_kl": float((ratio - 1 - moved).mean()),
+    }
+
+
+def _step_metrics(metrics: Metrics) -> Metrics:
+    return {name.removeprefix("skyrl.ai/").replace("learning_rate", "lr"): value for name, value in metrics.items()}
+
+
+def _averaged(model: str, found: list[Metrics]) -> Metrics:
+    """Means over the optimizer steps of a batch."""
+    names = dict.fromkeys(name for metrics in found for name in metrics)
+    return {f"{model}/{name}": float(np.mean([m[name] for m in found if name in m])) for name in names}
+
+
+def _mean(values: Array, mask: Array) -> float:
+    return float(values[mask].mean()) if mask.any() else 0.0

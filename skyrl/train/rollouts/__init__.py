@@ -1,0 +1,3 @@
+"""Rollouts: episodes of a model in environments, in parallel, as trajectories and rows to train on. `rollouts` is the
+door.
+"""

@@ -1,0 +1,3 @@
+"""What a strategy (`trainer.strategy`) makes of the configuration: fields that take effect, and what its backend is
+told.
+"""

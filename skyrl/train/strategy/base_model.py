@@ -1,0 +1,109 @@
+"""What a run asks of its base model before anything large is read: that it is there, and of a kind that is known.
+
+Errors name the fields of the trainer's configuration, where the backend's own would name those of a backend.
+"""
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from transformers import AutoTokenizer
+
+from skyrl.backends.backend import AbstractBackend
+from skyrl.backends.base_folder import config_of
+from skyrl.backends.registry import find_backend
+from skyrl.errors import ConfigError, RequestError
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.config.rules.root import turn_cautions
+from skyrl.tx.models.types import MODELS
+
+log = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+"""Of which a folder with a tokenizer has one at least."""
+
+
+def check_base_model(path: str, field: str) -> int | None:
+    """Look at a model's config.json. Returns the tokens of its longest context, None if the file does not say.
+
+    Args:
+        path: Folder or hub id, of which that file alone is downloaded.
+        field: What the configuration calls it.
+
+    Raises ConfigError for a model that is not there or not implemented.
+    """
+    try:
+        found = config_of(path, field)
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
+    names = found.get("architectures")
+    names = names if isinstance(names, list) and names else ["none"]
+    if names[0] not in MODELS:
+        raise ConfigError(
+            f"{field}={path}: its architecture is {names[0]}, which is not implemented (known: {', '.join(MODELS)}); "
+            "use a model of a known one, such as Qwen/Qwen3-0.6B"
+        )
+    longest = found.get("max_position_embeddings")
+    return longest if isinstance(longest, int) else None
+
+
+def load_tokenizer(path: str, field: str) -> Any:
+    """The model's tokenizer, whose files alone are downloaded. Raises ConfigError."""
+    folder = Path(path).expanduser()
+    if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise ConfigError(f"{field}={path}: the folder has none of {', '.join(TOKENIZER_FILES)}; use a whole model")
+    try:
+        return AutoTokenizer.from_pretrained(folder if folder.is_dir() else path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{field}={path}: its tokenizer cannot be loaded ({error}); use a whole model") from error
+
+
+def open_backend(strategy: str, base_model: str, options: BaseModel, section: str) -> AbstractBackend:
+    """The backend of a run. Raises ConfigError where it cannot be made as asked.
+
+    Args:
+        strategy: Name of the backend.
+        base_model: Folder or hub id.
+        options: Of the backend.
+        section: Where a configuration sets those.
+    """
+    try:
+        return find_backend(strategy)(base_model, options, lambda message: log.info("%s", message))
+    except RequestError as error:
+        raise ConfigError(f"{error} (options of the backend are set as {section}.<option>)") from error
+
+
+def fit_context(config: SkyRLTrainConfig, longest: int | None) -> None:
+    """Let a resolved configuration keep to the longest context of its base model, or to `trainer.jax`'s if it is less.
+
+    A limit of inputs over several turns that was derived is lowered to what there is room for.
+
+    Raises ConfigError where a prompt and an answer have no room.
+    """
+    if of_backend := config.trainer.jax.get("max_context_length"):
+        longest = min(longest or of_backend, of_backend)
+    generator, prompt = config.generator, config.trainer.max_prompt_length
+    evaluation = generator.eval_sampling_params
+    assert evaluation is not None and generator.max_input_length is not None, "the configuration is resolved"
+    answer = max(generator.sampling_params.max_generate_length, evaluation.max_generate_length or 0)
+    if longest is None or generator.max_input_length + answer <= longest:
+        return
+    if not generator.is_given("max_input_length") and prompt + answer <= longest:
+        generator.fill_in("max_input_length", longest - answer)
+        log.info(
+            "generator.max_input_length=%d is what the context of %d tokens has room for", longest - answer, longest
+        )
+        for caution in turn_cautions(config):
+            warnings.warn(caution, stacklevel=2)
+        return
+    given = generator.is_given("max_input_length")
+    limit = (
+        f"generator.max_input_length={generator.max_input_length}" if given else f"trainer.max_prompt_length={prompt}"
+    )
+    raise ConfigError(
+        f"{limit} and answers of {answer} tokens (generator.sampling_params.max_generate_length, or that of "
+        f"eval_sampling_params) are more than the {longest} tokens that {config.trainer.policy.model.path} was made "
+        "for, or that trainer.jax.max_context_length allows; lower them"
+    )

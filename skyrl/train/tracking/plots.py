@@ -1,0 +1,47 @@
+"""Pictures of a run's metrics. They are drawn with matplotlib, where that is installed."""
+
+import io
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from skyrl.utils.atomic_folders import replace_file
+
+logger = logging.getLogger(__name__)
+
+
+def plot_metrics(
+    rows: Sequence[Mapping[str, Any]], names: Iterable[str], path: str | Path, *, title: str = "", label: str = ""
+) -> bool:
+    """Draw metrics over the steps, as a PNG.
+
+    Args:
+        rows: "step" and metrics, as `tracking.read_metrics` returns them. A row need not have all metrics.
+        names: The metrics, a line each.
+        path: The file.
+        title: Stands above the picture.
+        label: Stands beside the vertical axis.
+
+    Returns False, with a message in the log, if matplotlib is not installed. Raises StorageError if the disk refuses
+    the file.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        logger.warning("%s is not drawn: matplotlib is not installed; pip install 'skyrl[train]'", path)
+        return False
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for name in names:
+        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        axes.plot([step for step, _ in points], [value for _, value in points], marker=".", label=name)
+    axes.set(title=title, xlabel="global step", ylabel=label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    replace_file(Path(path), picture.getvalue())
+    return True

@@ -1,0 +1,216 @@
+"""Metrics of a run: always as JSON lines, and to the trackers that were asked for.
+
+Nothing here stops training. Each tracker works in a thread of its own behind a queue of bounded length: one that
+raises, or is so slow that its queue fills, is reported once and left out from then on.
+"""
+
+import errno
+import json
+import logging
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from numbers import Integral
+from pathlib import Path
+from typing import Any, Protocol
+
+from skyrl.errors import StorageError
+from skyrl.utils.atomic_folders import replace_file
+
+logger = logging.getLogger(__name__)
+
+Metrics = Mapping[str, Any]
+"""Numbers by name, such as policy/loss: Python's, or those of an array library. None: there is none."""
+METRICS_FILE = "metrics.jsonl"
+QUEUE_LENGTH = 256
+"""Steps that a tracker may be behind."""
+
+
+class TrackerClient(Protocol):
+    """One place that metrics go to. It is made, called and ended in one thread."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take the metrics of a step, finite numbers all of them."""
+
+    def finish(self) -> None:
+        """Send what is still here. Nothing is logged afterwards."""
+
+
+class Tracker:
+    """Metrics of one run.
+
+    Args:
+        folder: Where `metrics.jsonl` is. A file of an earlier run is kept beside it under another name.
+        clients: What makes each further tracker, by its name; see `tracker_clients.tracker_clients`.
+        resumed_step: Step that a run goes on from, None for one that begins anew. What the file says of later steps,
+            which are taken again, goes.
+        queue_length: Steps that a tracker may be behind.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        clients: Mapping[str, Callable[[], TrackerClient]],
+        *,
+        resumed_step: int | None = None,
+        queue_length: int = QUEUE_LENGTH,
+    ):
+        self._file = _MetricsFile(Path(folder) / METRICS_FILE, resumed_step)
+        self._workers = [_Worker(name, make, queue_length) for name, make in clients.items()]
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        """Record the metrics of a step. A step may be logged in parts, one after another; steps never go back."""
+        plain = {name: _number(value) for name, value in metrics.items()}
+        self._file.log(plain, step)
+        finite = {name: value for name, value in plain.items() if value is not None}
+        for worker in self._workers:
+            worker.log(finite, step)
+
+    def finish(self, timeout_s: float = 30.0) -> None:
+        """Wait until all trackers have sent what they have, but no longer than `timeout_s` seconds in all."""
+        deadline = time.monotonic() + timeout_s
+        for worker in self._workers:
+            worker.end()
+        for worker in self._workers:
+            worker.join(max(0.0, deadline - time.monotonic()), timeout_s)
+
+
+class _Worker:
+    """A tracker in its thread."""
+
+    def __init__(self, name: str, make: Callable[[], TrackerClient], queue_length: int):
+        self._name = name
+        self._make = make
+        self._queue: queue.Queue[tuple[Mapping[str, float], int] | None] = queue.Queue(queue_length)
+        self._dropped = False
+        self._reporting = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._put((metrics, step))
+
+    def end(self) -> None:
+        self._put(None)
+
+    def join(self, timeout_s: float, whole_s: float) -> None:
+        self._thread.join(0 if self._dropped else timeout_s)
+        if self._thread.is_alive():
+            self._drop("has not sent everything after %g seconds; what it still has may be lost", whole_s)
+
+    def _put(self, item: tuple[Mapping[str, float], int] | None) -> None:
+        if self._dropped:
+            return
+        try:
+            self._queue.put_nowait(item)
+        except queue.Full:
+            self._drop("hangs: it is %d steps behind; the run goes on without it", self._queue.maxsize)
+
+    def _run(self) -> None:
+        try:
+            client = self._make()
+            while (item := self._queue.get()) is not None:
+                client.log(*item)
+            client.finish()
+        except (Exception, SystemExit):  # whatever a tracker's library does, training goes on
+            self._drop("failed; the run goes on without it", exc_info=True)
+
+    def _drop(self, message: str, *arguments: object, exc_info: bool = False) -> None:
+        with self._reporting:
+            first, self._dropped = not self._dropped, True
+        if first:
+            logger.warning(f"tracker %s {message}", self._name, *arguments, exc_info=exc_info)
+
+
+class _MetricsFile:
+    """One JSON object a step, in order. A kill in the middle of a write costs at most that line."""
+
+    def __init__(self, path: Path, resumed_step: int | None):
+        self._path = path
+        self._failed = False
+        self._last: dict[str, Any] = {"step": -1}
+        """The last row of the file."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if resumed_step is None or not self._keep_until(resumed_step):
+                _set_aside(path)
+        except (OSError, StorageError) as error:
+            self._report(error)
+
+    def log(self, metrics: Mapping[str, float | None], step: int) -> None:
+        assert step >= self._last["step"], f"step {step} after step {self._last['step']}"
+        try:
+            if step == self._last["step"]:
+                row = {**self._last, **metrics}
+                lines = self._path.read_bytes().splitlines(keepends=True)
+                replace_file(self._path, b"".join(lines[:-1]) + _line(row))
+            else:
+                row = {"step": step, **metrics}
+                _append(self._path, _line(row))
+            self._last = row
+        except (OSError, StorageError) as error:
+            self._report(error)
+
+    def _keep_until(self, step: int) -> bool:
+        """Drop the rows of later steps. False if the file holds no rows of ours."""
+        if not self._path.exists():
+            return True
+        try:
+            kept = [row for row in _rows(self._path) if row["step"] <= step]
+        except (ValueError, KeyError, TypeError):
+            return False
+        replace_file(self._path, b"".join(map(_line, kept)))
+        self._last = kept[-1] if kept else self._last
+        return True
+
+    def _report(self, error: Exception) -> None:
+        if not self._failed:
+            self._failed = True
+            logger.warning("%s cannot be written (%s); free space or check permissions", self._path, error)
+
+
+def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
+    """The rows of a run's `metrics.jsonl`: "step" and metrics, None for what was no finite number."""
+    return _rows(Path(folder) / METRICS_FILE)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, without a last one that a kill has cut off."""
+    rows = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            rows.append(json.loads(line))
+    return rows
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
+def _append(path: Path, line: bytes) -> None:
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(end)  # or the next line would continue a part of this one
+            raise
+
+
+def _set_aside(path: Path) -> None:
+    """Give a file of an earlier run the first free name."""
+    if path.exists():
+        taken = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(1, 1_000_000))
+        path.rename(next(name for name in taken if not name.exists()))
+
+
+def _number(value: Any) -> float | int | None:
+    """A Python number; None unless it is finite."""
+    if isinstance(value, Integral):
+        return int(value)
+    number = math.nan if value is None else float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,1 @@
+"""Weights as files: base models, PEFT adapters, exports for transformers and vLLM."""

@@ -1,0 +1,1 @@
+"""A small model and a tokenizer made on the spot, for demonstrations and tests."""

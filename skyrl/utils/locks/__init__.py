@@ -1,0 +1,1 @@
+"""Locks on files and folders, which end with the process that holds them."""
