@@ -50,7 +50,8 @@ def start(folder: Path):
 
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    options = {"backend": "benchmarks.slow_device:SlowDevice", "backend-config": '{"max_context_length": 524288}'}
+    config = '{"max_context_length": 524288, "rows": 64}'
+    options = {"backend": "benchmarks.slow_device:SlowDevice", "backend-config": config}
     return LocalServer(folder, BASE_MODEL, options, {"PYTHONPATH": path, "SKYRL_API_KEYS": ",".join(keys())})
 
 

@@ -1,22 +1,30 @@
-"""A backend whose passes take the time of a device and none of the processor: `time.sleep`.
+"""A backend whose passes and samples take the time of a device and none of the processor: `time.sleep`.
 
 What a server with it loses of its training rate is lost on the way to the device, not to neighbours on the processor.
 """
 
 import time
+from functools import cache
+from typing import Any
 
 import numpy as np
 
 from skyrl.backends.executor import Work
-from skyrl.backends.operations import ForwardBackward
-from skyrl.types import ForwardBackwardOutput
-from tests.fakes import FakeBackend
+from skyrl.backends.operations import ForwardBackward, Sample
+from skyrl.types import ForwardBackwardOutput, GeneratedSequence, SampleOutput
+from tests.fakes import FakeBackend, FakeConfig, FakeSampler, table
 
 PASS_S = 0.05
+BURST_S = 0.002
+"""In which each sample that runs gets a token."""
 
 
 class SlowDevice(FakeBackend):
-    """The backend of the tests, but a pass sleeps, and its outputs are zeros."""
+    """The backend of the tests, but a pass sleeps, and its outputs are zeros; so do samples, which repeat a token."""
+
+    def __init__(self, base_model: str, config: FakeConfig, *arguments: Any):
+        super().__init__(base_model, config, *arguments)
+        self.sampler = SlowSampler(self)
 
     def _forward_backward(self, operation: ForwardBackward) -> Work:
         yield
@@ -26,3 +34,28 @@ class SlowDevice(FakeBackend):
             for datum in operation.data
         ]
         return ForwardBackwardOutput(outputs, {"loss:sum": 0.0})
+
+
+class SlowSampler(FakeSampler):
+    """Samples of ones. Its tables are made once: a device fills them while the processor does other things."""
+
+    def burst(self):
+        time.sleep(BURST_S)
+        return super().burst()
+
+    def _advance(self, running: Any) -> None:
+        for index, tokens in enumerate(running.sequences):
+            tokens.append(1)
+            if len(tokens) == running.request.params.max_tokens:
+                running.finished.add(index)
+
+    def _output(self, running: Any) -> SampleOutput:
+        request: Sample = running.request
+        sequences = [
+            GeneratedSequence(np.ones(len(tokens), np.int32), np.full(len(tokens), -1.0, np.float32), "length")
+            for tokens in running.sequences
+        ]
+        return SampleOutput(sequences, topk_prompt_logprobs=_table(len(request.prompt), request.topk_prompt_logprobs))
+
+
+_table = cache(table)
