@@ -23,6 +23,7 @@ from skyrl.tinker.processes.messages import FromEngine, ToEngine
 from skyrl.tinker.redaction import Redaction
 from skyrl.tinker.wire.body_room import BodyRoom
 from skyrl.tinker.wire.decode_pool import Bodies
+from skyrl.tinker.wire.loop_time import LoopTime
 from skyrl.types import BackendInfo
 
 BUILTIN_MODEL = "tiny-qwen3"
@@ -74,7 +75,7 @@ class Service:
     engine: Engine
     keys: Keys
 
-    def __init__(self, config: EngineConfig, database: Database):
+    def __init__(self, config: EngineConfig, database: Database, loop_time: LoopTime):
         self.config = config
         self.database = database
         self.directory = Directory(database)
@@ -83,7 +84,7 @@ class Service:
         self.activity = Activity()
         self.version_use = VersionUse()
         self.wrong_keys = WrongKeys()
-        self.bodies = Bodies()
+        self.bodies = Bodies(on_taken=loop_time.charge)
         self.listings = Listings(database, self.bodies)
         self.answers = Answers(database, self.bodies)
         self.body_room = BodyRoom()

@@ -208,15 +208,15 @@ def test_a_model_whose_past_kills_the_engine_is_left_alone_by_later_servers_too(
 DEADLY = """
 import os, pathlib, signal, sys
 if "skyrl.tinker.api_process" in sys.orig_argv:
-    from skyrl.tinker import revival
-    accept = revival.accept
+    from skyrl.tinker.requests import replay
+    accept = replay.accept
     async def deadly(operation, admission, parsed):
         if operation.name == "optim_step":
             with pathlib.Path(__file__).with_name("deaths").open("a") as deaths:
                 deaths.write("x")
             os.kill(os.getpid(), signal.SIGKILL)
         return await accept(operation, admission, parsed)
-    revival.accept = deadly
+    replay.accept = deadly
 """
 
 

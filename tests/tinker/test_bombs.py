@@ -11,7 +11,7 @@ MAX_BYTES = 16 * 2**20
 MEASURE = """
 import json, sys
 import zstandard
-from skyrl.tinker import wire
+from skyrl.tinker.wire import codec as wire
 from skyrl.tinker.wire.parsing import MalformedBody
 from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
 

@@ -331,7 +331,7 @@ def test_the_engine_runs_at_a_lower_priority_than_its_parent():
 PARENT = """
 import asyncio
 import sys
-from skyrl.tinker.processes.channel import Ready
+from skyrl.tinker.processes.messages import Ready
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.processes.engine_supervisor import STARTS, EngineSupervisor
 
