@@ -42,13 +42,21 @@ def attacked(tmp_path_factory) -> Iterator[Attacked]:
         listed = json.loads(client.request("GET", "/api/v1/checkpoints?limit=10000")[1])["checkpoints"]
         with bench_hostile.process(victim.run, server.url, bench_hostile.BASE_MODEL) as link:
             alone, _ = bench_hostile.measure(server, SMALL, [], 1.0, link)
-            yield Attacked(len(listed), alone, *bench_hostile.measure(server, SMALL, list(ATTACKS), 3.0, link))
+            for seconds in (3.0, 9.0, 27.0):  # more where the machine has other work
+                together, reports = bench_hostile.measure(server, SMALL, list(ATTACKS), seconds, link)
+                if all(map(has_arrived, reports.values())):
+                    break
+            yield Attacked(len(listed), alone, together, reports)
+
+
+def has_arrived(report: dict) -> bool:
+    """Whether an attack has reached the server."""
+    return bool(report["statuses"] or report["sent_bytes"])
 
 
 @pytest.mark.parametrize("name", sorted(ATTACKS))
 def test_an_attack_reaches_the_server(attacked, name: str):
-    report = attacked.reports[name]
-    assert report["statuses"] or report["sent_bytes"]
+    assert has_arrived(attacked.reports[name])
 
 
 def test_the_victim_trains_and_sends_heartbeats(attacked: Attacked):
