@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from skyrl.tinker.config import EngineConfig, parse_config
 from skyrl.tinker.processes.engine_process import EngineProcess
 from skyrl.tinker.processes.launcher_link import BACKLOG, KeeperLink, fail
-from skyrl.utils.locks.lease import LOOK_S, NOTICE_S
+from skyrl.utils.locks.file_lock import LOOK_S
+from skyrl.utils.locks.lease import NOTICE_S
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,20 +1,18 @@
 """One process at a time in a folder.
 
-The lock is the kernel's: it goes with the process, however that ends. It is the process's own, so that two parts of one
-program may claim the same folder.
+The lock is the process's own, so that two parts of one program may claim the same folder.
 """
 
-import errno
-import fcntl
-import os
+import contextlib
 from pathlib import Path
 
 from skyrl.errors import StorageError
+from skyrl.utils.locks.file_lock import FileLock
 
 LOCK = ".lock"
 
-_held: dict[Path, int] = {}
-"""Handles of the folders that this process has claimed. Closing one would give its folder up."""
+_held: dict[Path, FileLock] = {}
+"""Locks of the folders that this process has claimed, until it ends."""
 
 
 def claim_folder(folder: Path) -> bool:
@@ -30,14 +28,12 @@ def claim_folder(folder: Path) -> bool:
         path = folder.resolve() / LOCK
         if path in _held:
             return True
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        lock = FileLock(path, mode=0o644, of_process=True)
     except OSError as error:
         raise StorageError(f"cannot write {folder}: {error.strerror or error}; check its permissions") from error
-    try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            os.close(handle)
+    with contextlib.suppress(OSError):
+        if not lock.take():
+            lock.release()
             return False
-    _held[path] = handle
+    _held[path] = lock
     return True

@@ -4,14 +4,13 @@ The file says which process holds the lock, and whether that is about to end. A 
 predecessor ends waits for it, as an init system may start it again the moment that its first process is gone.
 """
 
-import fcntl
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 
 from skyrl.errors import RequestError
+from skyrl.utils.locks.file_lock import FileLock
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +18,6 @@ NOTICE_S = 3.0
 """Seconds that a holder gets to notice that its parent is dead, or that it is told to stop."""
 ENDING_S = 60.0
 """Seconds that a holder which says that it is about to end gets for that."""
-LOOK_S = 0.05
 ENDING = "ending "
 RECORD_BYTES = 64
 
@@ -50,12 +48,15 @@ class Lease:
 
     def __init__(self, path: Path, option: str, flag: str, stopping: threading.Event | None = None):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = FileLock(path)
+        self._option = option
+        self._told = False
         try:
-            self._take(option, flag, stopping or threading.Event())
+            if not self._lock.wait(self._patience_s, stopping):
+                raise in_use(option, flag, self._holder())
             self._write("")
         except BaseException:
-            os.close(self._handle)
+            self._lock.release()
             raise
 
     def __enter__(self) -> "Lease":
@@ -70,26 +71,18 @@ class Lease:
 
     def release(self) -> None:
         """Let the next one have it."""
-        os.close(self._handle)
+        self._lock.release()
 
-    def _take(self, option: str, flag: str, stopping: threading.Event) -> None:
-        start, told = time.monotonic(), False
-        while not self._taken():
-            holder = os.pread(self._handle, RECORD_BYTES, 0).decode(errors="replace").strip()
-            patience_s = ENDING_S if holder.startswith(ENDING) else NOTICE_S
-            if time.monotonic() - start > patience_s or stopping.is_set():
-                raise in_use(option, flag, holder)
-            if patience_s == ENDING_S and not told:
-                log.info("%s: waiting for the server before this one to end", option)
-                told = True
-            stopping.wait(LOOK_S)
+    def _patience_s(self) -> float:
+        holder = self._holder()
+        patience_s = ENDING_S if holder.startswith(ENDING) else NOTICE_S
+        if patience_s == ENDING_S and not self._told:
+            log.info("%s: waiting for the server before this one to end", self._option)
+            self._told = True
+        return patience_s
 
-    def _taken(self) -> bool:
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+    def _holder(self) -> str:
+        return self._lock.record(RECORD_BYTES)
 
     def _write(self, state: str) -> None:
-        os.pwrite(self._handle, f"{state}process {os.getpid()}".ljust(RECORD_BYTES).encode(), 0)
+        self._lock.write(f"{state}process {os.getpid()}".ljust(RECORD_BYTES).encode())

@@ -1,15 +1,15 @@
 """A folder that belongs to one process and goes with it.
 
-The process holds a lock in it, which is the kernel's: it goes with the process, however that ends. Who makes the next
-folder beside it removes those whose lock nobody holds.
+The process holds a lock in it. Who makes the next folder beside it removes those whose lock nobody holds.
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
 from pathlib import Path
+
+from skyrl.utils.locks.file_lock import FileLock
 
 LOCK = ".lock"
 
@@ -39,28 +39,28 @@ class ScratchFolder:
     def remove(self) -> None:
         """Remove it with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        self._lock.release()
 
 
-def _locked(folder: Path) -> int:
-    """A handle that holds the folder's lock. The lock is held before it has its name, so none is ever seen free."""
+def _locked(folder: Path) -> FileLock:
+    """The folder's lock, held. It is taken before the file has its name, so none is ever seen free."""
     new = folder / f"{LOCK}.new"
-    handle = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    lock = FileLock(new, flags=os.O_CREAT | os.O_EXCL)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(new, folder / LOCK)
+        lock.take()  # which nobody else has, as it has just been made
+        new.rename(folder / LOCK)
     except OSError:
-        os.close(handle)
+        lock.release()
         raise
-    return handle
+    return lock
 
 
 def _remove_unheld(folder: Path) -> None:
     """Remove a folder that was one process's, unless that is alive or not of this user. Without a lock it is new."""
     with contextlib.suppress(OSError):
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+        lock = FileLock(folder / LOCK, flags=os.O_NOFOLLOW)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            if lock.take():
+                shutil.rmtree(folder, ignore_errors=True)
         finally:
-            os.close(handle)
+            lock.release()
