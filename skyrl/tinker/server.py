@@ -26,6 +26,7 @@ from skyrl.tinker.identity.tokens import Signer
 from skyrl.tinker.processes.messages import Done, FromEngine, Held, Parked, Ready, Running, Snapshotted, Stored
 from skyrl.tinker.requests.queue import RequestQueue
 from skyrl.tinker.wire.loop_time import LoopTime
+from skyrl.utils.backoff import pause_s
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class TinkerServer:
 
     async def _open(self, again: bool) -> Database:
         """Hold the folder and open the database that belongs to it."""
-        pause_s = FIRST_PAUSE_S
+        failures = 0
         while True:
             try:
                 return await self._try_to_open()
@@ -102,8 +103,8 @@ class TinkerServer:
                 if not again or self._stopping.is_set():
                     raise
                 log.error("%s; trying again", error)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            await asyncio.sleep(pause_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
+            failures += 1
 
     async def _try_to_open(self) -> Database:
         self._lease = await asyncio.to_thread(hold_folder, self.config.checkpoints_base, stopping=self._stopping)

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from skyrl.envs.env import EnvError
+from skyrl.utils.backoff import pause_s
 
 ATTEMPTS = 3
 FIRST_DELAY_S = 0.5
@@ -48,7 +49,7 @@ async def post_json(
     problem, response = "", None
     for attempt in range(ATTEMPTS):
         if attempt:
-            await asyncio.sleep(FIRST_DELAY_S * 2 ** (attempt - 1))
+            await asyncio.sleep(pause_s(attempt - 1, FIRST_DELAY_S))
         try:
             response = await client.post(url, json=body, headers=dict(headers or {}))
         except (httpx.HTTPError, httpx.InvalidURL) as error:

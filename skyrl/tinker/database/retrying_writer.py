@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -10,6 +11,7 @@ from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 
 from skyrl.tinker.database.database import Database, Job
 from skyrl.tinker.database.fence import Superseded
+from skyrl.utils.backoff import pause_s
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class Persistent:
 
     async def attempt(self, work: Callable[[], Awaitable[T]], problem: str) -> T:
         """What `work` returns, which may be done any number of times; `problem` is why it may be. Raises `Stopped`."""
-        pause_s = FIRST_PAUSE_S
+        failures = 0
         while True:
             try:
                 return await work()
@@ -58,10 +60,9 @@ class Persistent:
                 if self._closing.is_set():
                     raise Stopped(f"{problem} ({error})") from error
                 log.error("%s (%s); trying again until it is", problem, error)
-            try:
-                await asyncio.wait_for(self._closing.wait(), pause_s)
-            except TimeoutError:
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), pause_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
+            failures += 1
 
     def stop(self) -> None:
         """Try nothing again any more."""

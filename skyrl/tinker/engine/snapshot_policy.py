@@ -24,6 +24,7 @@ from skyrl.backends.operations import (
     SaveCheckpoint,
 )
 from skyrl.types import Datum
+from skyrl.utils.backoff import pause_s
 
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 60.0
@@ -113,7 +114,7 @@ class SnapshotPolicy:
             assert model.under_way is not None, model_id
             model.since.add(model.under_way)
             model.under_way = None
-            model.retry_at = now + min(FIRST_PAUSE_S * 2**model.failures, LONGEST_PAUSE_S)
+            model.retry_at = now + pause_s(model.failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)
             model.failures += 1
             self._consider(model_id)
 

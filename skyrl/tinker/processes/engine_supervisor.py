@@ -30,6 +30,7 @@ from skyrl.tinker.processes.messages import (
     ToEngine,
 )
 from skyrl.types import BackendInfo
+from skyrl.utils.backoff import pause_s
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ class EngineSupervisor:
             self.progress = f"restarting the engine: {reason}"
             log.error("%s; restarting it", reason)
             self._on_crash(reason)
-            await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** min(pauses, 20), LONGEST_PAUSE_S))
+            await asyncio.sleep(pause_s(pauses, FIRST_PAUSE_S, LONGEST_PAUSE_S))
             self.restarts += 1
 
     async def _run_engine(self) -> tuple[str, bool]:

@@ -19,6 +19,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from skyrl.utils.backoff import pause_s
+
 HELLO, READY, ENDS = b"h", b"r", b"e"
 """What the API process says: that it takes orders (with the listening socket, if it has made it), that its engine is
 ready, that it is about to exit as it should."""
@@ -86,7 +88,7 @@ class Keeper:
                 _say(f"error: the server process {reason}, {STARTS} times before it was ready; see above")
                 return 1
             _say(f"the server process {reason}; starting it again")
-            self._wait(min(FIRST_PAUSE_S * 2 ** min(self._deaths - 1, 20), LONGEST_PAUSE_S))
+            self._wait(pause_s(self._deaths - 1, FIRST_PAUSE_S, LONGEST_PAUSE_S))
             if self._stops:
                 return 0
 
