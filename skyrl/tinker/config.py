@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, cast, get_origin
 
-from platformdirs import user_data_dir
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from skyrl.tinker.identity.ids import KEY_PREFIX, tenant_of_key
 from skyrl.utils.fairness import HEAVIEST, LIGHTEST
+from skyrl.utils.paths import data_folder
 
 ENVIRONMENT_PREFIXES = ("SKYRL_", "TX_")
 """Environment variables are a prefix and the field's name in capitals; the first prefix that is set wins."""
@@ -36,7 +36,7 @@ KEYS = ("api_keys", "api_keys_file")
 
 OPEN_TO_OTHERS = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
 
-STATE = Path(user_data_dir("skyrl"))
+STATE = data_folder()
 """Where a server keeps what must survive it, unless told otherwise."""
 
 

@@ -34,6 +34,16 @@ def test_state_is_kept_in_the_users_data_folder_by_default():
     assert config.database_url == f"sqlite:///{user_data_path('skyrl') / 'tinker.db'}"
 
 
+def test_the_environment_names_another_data_folder(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    run = [sys.executable, "-m", "skyrl.cli", "gc"]
+    gc = subprocess.run(
+        run, capture_output=True, text=True, timeout=120, env=os.environ | {"SKYRL_DATA": str(tmp_path)}
+    )
+    assert f"database_url=sqlite:///{tmp_path}/tinker.db: there is no database" in gc.stderr
+    assert (tmp_path / "checkpoints" / ".server.lock").exists()
+
+
 def test_only_this_machine_is_served_by_default():
     assert parsed().host == "127.0.0.1"
 

@@ -7,7 +7,6 @@ Adding an architecture means one function from a `Size` to its configuration and
 """
 
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,10 +17,10 @@ from uuid import uuid4
 
 import ml_dtypes
 import numpy as np
-import platformdirs
 from safetensors.numpy import save_file
 
 from skyrl.tx.synthetic.make_tokenizer import END, PAD, make_tokenizer, tokenizer_config
+from skyrl.utils.paths import cache_folder
 from skyrl.utils.registry import Registry
 
 BUILTIN_NAME = "tiny-qwen3"
@@ -164,7 +163,7 @@ def builtin_model() -> Path:
 
     `SKYRL_CACHE` names another cache folder. Processes that make it at the same time do not disturb each other.
     """
-    root = Path(os.environ.get("SKYRL_CACHE") or platformdirs.user_cache_dir("skyrl")).absolute()
+    root = cache_folder().absolute()
     folder = root / "models" / BUILTIN_NAME
     if ":" in str(folder) or str(folder).count("/") == 2:
         raise ValueError(
