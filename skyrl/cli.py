@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from skyrl.utils.subcommands import Command, run_subcommand
+
 
 def serve(argv: Sequence[str]) -> int:
     """serve the Tinker API (skyrl serve --help lists the options)"""
@@ -134,7 +136,7 @@ def show_version(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+COMMANDS: dict[str, Command] = {
     "serve": serve,
     "gc": gc,
     "adopt": adopt,
@@ -149,17 +151,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand that `argv` (default: the process's arguments) names. Returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
-        prog="skyrl",
-        description="Post-training for language models, self-hosted.",
-        epilog="commands:\n" + "\n".join(f"  {name:<12}{run.__doc__}" for name, run in COMMANDS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="skyrl [-h] {" + ",".join(COMMANDS) + "} ...",
-    )
-    parser.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
-    command = parser.parse_args(arguments[:1]).command
+    description = "Post-training for language models, self-hosted."
     try:
-        return COMMANDS[command](arguments[1:])
+        return run_subcommand(arguments, COMMANDS, prog="skyrl", description=description, kind="command")
     except KeyboardInterrupt:
         return 130  # as shells report it
 

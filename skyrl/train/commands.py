@@ -18,6 +18,7 @@ from skyrl.train.config.machinery.help import render_help
 from skyrl.train.rollouts.attempts import RolloutError
 from skyrl.train.strategy.validate import check_strategy
 from skyrl.utils.log import setup_logging
+from skyrl.utils.subcommands import Command, run_subcommand
 
 log = logging.getLogger(__name__)
 
@@ -37,20 +38,19 @@ def sft(argv: Sequence[str]) -> int:
     return run("skyrl train sft", sft.__doc__, SFTConfig, _train_sft, argv)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"rl": rl, "sft": sft}
+COMMANDS: dict[str, Command] = {"rl": rl, "sft": sft}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the kind of training that `argv` names. Returns the exit status."""
-    parser = argparse.ArgumentParser(
+    return run_subcommand(
+        argv,
+        COMMANDS,
         prog="skyrl train",
         description="Train a model as a typed configuration says.",
-        epilog="kinds:\n" + "\n".join(f"  {name:<5}{run.__doc__}" for name, run in COMMANDS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="skyrl train [-h] {" + ",".join(COMMANDS) + "} [--config FILE] [key.path=value ...]",
+        kind="kind",
+        rest="[--config FILE] [key.path=value ...]",
     )
-    parser.add_argument("kind", choices=COMMANDS, help=argparse.SUPPRESS)
-    return COMMANDS[parser.parse_args(argv[:1]).kind](argv[1:])
 
 
 def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], None], argv: Sequence[str]) -> int:

@@ -1,0 +1,33 @@
+"""A command with sub-commands, each a function that reads the arguments after its name."""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+
+Command = Callable[[Sequence[str]], int]
+"""Gets its arguments and returns the exit status. Its docstring is its line of help."""
+
+
+def run_subcommand(
+    argv: Sequence[str], commands: Mapping[str, Command], *, prog: str, description: str, kind: str, rest: str = "..."
+) -> int:
+    """Run the command that the first argument names. Returns the exit status.
+
+    Args:
+        argv: Arguments.
+        commands: By name.
+        prog: The command as its user knows it.
+        description: What it does, for `--help`.
+        kind: What its sub-commands are called, as one word.
+        rest: What follows the name of any of them, for `--help`.
+    """
+    width = max(map(len, commands)) + 2
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=f"{kind}s:\n" + "\n".join(f"  {name:<{width}}{run.__doc__}" for name, run in commands.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=f"{prog} [-h] {{{','.join(commands)}}} {rest}",
+    )
+    parser.add_argument(kind, choices=commands, help=argparse.SUPPRESS)
+    name = vars(parser.parse_args(argv[:1]))[kind]
+    return commands[name](argv[1:])
