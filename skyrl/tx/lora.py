@@ -126,14 +126,6 @@ def write_slot(bank: Adapter, slot: int | jax.Array, adapter: Adapter) -> Adapte
     )
 
 
-def bank_of(adapters: Sequence[Adapter], unrolled: bool) -> Adapter:
-    """A bank whose slot i is adapter i. None has a larger padded rank than the first."""
-    bank = empty_bank(adapters[0], len(adapters), unrolled)
-    for slot, adapter in enumerate(adapters):
-        bank = write_slot(bank, slot, adapter)
-    return bank
-
-
 def _by_layer(stacked: dict[str, Any]) -> list[dict[str, Any]]:
     leaves, tree = jax.tree.flatten(stacked)
     return [jax.tree.unflatten(tree, [leaf[layer] for leaf in leaves]) for layer in range(len(leaves[0]))]

@@ -21,7 +21,7 @@ def server(tmp_path):
 
 def test_rows_are_looked_up_while_a_flood_of_lists_is_read(server, monkeypatch):
     session = server.session()
-    server.app.state.server.service.directory.forget_all()
+    server.app.state.server.service.directory.forget(session)
     go_on, listed = threading.Event(), listings.checkpoints
 
     def slow(*args, **options):

@@ -261,7 +261,7 @@ def test_version_goes_when_its_session_has_ended_and_its_sampler_says_so(own_ser
     own_server.collect()
     assert folders(own_server, "ephemeral") == [] and own_server.sql("SELECT * FROM versions") == []
     own_server.sql("UPDATE sessions SET finished_at = NULL")  # else the session's end is what a sample is told
-    own_server.app.state.server.service.directory.forget_all()
+    own_server.app.state.server.service.directory.forget(session_of(model))
     assert "kept for 0 seconds after their session" in failure_of_sample(own_server, sampler, 2)
 
 

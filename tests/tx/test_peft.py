@@ -69,18 +69,16 @@ def test_export_and_import_are_inverse(load):
 
 def test_only_trained_modules_are_exported_at_their_true_rank(load):
     lora_config = LoraConfig(rank=3, train_attn=False, train_unembed=False)
-    tensors, config = adapter_to_peft(
-        trained_adapter(load().config, lora_config), lora_config, load().config, "org/base"
-    )
+    tensors, config = adapter_to_peft(trained_adapter(load().config, lora_config), lora_config, load().config)
     assert config["target_modules"] == ["gate_proj", "up_proj", "down_proj"]
-    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 32.0, "org/base")
+    assert (config["r"], config["lora_alpha"]) == (3, 32.0)
     assert len(tensors) == 2 * 2 * 3
     assert tensors["base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"].shape == (3, 32)
     assert tensors["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"].shape == (48, 3)
 
 
 def exported(load):
-    return adapter_to_peft(trained_adapter(load().config), RANK_4, load().config, "base")
+    return adapter_to_peft(trained_adapter(load().config), RANK_4, load().config)
 
 
 @pytest.mark.parametrize("option", [{"use_dora": True}, {"rank_pattern": {"q_proj": 2}}, {"bias": "all"}])

@@ -53,10 +53,6 @@ class Directory:
         for row_id in ids:
             self._rows.pop(row_id, None)
 
-    def forget_all(self) -> None:
-        self._changes += 1
-        self._rows.clear()
-
     async def _find(self, table: type[Row], field: str, row_id: str, caller: Caller, hint: str) -> Row:
         row = self._rows.get(row_id)
         changes = self._changes

@@ -41,12 +41,9 @@ OFF = (None, False, {}, [], "none")
 
 
 def adapter_to_peft(
-    adapter: Adapter, lora_config: LoraConfig, model_config: "ModelConfig", base_model: str | None = None
+    adapter: Adapter, lora_config: LoraConfig, model_config: "ModelConfig"
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The tensors and the adapter_config of an adapter.
-
-    `base_model` is the name for `base_model_name_or_path`; None takes where the base weights were loaded from.
-    """
+    """The tensors and the adapter_config of an adapter, which names where the base weights were loaded from."""
     tensors, modules = {}, []
     for target in lora_targets(model_config):
         if not is_trained(target, lora_config):
@@ -60,7 +57,7 @@ def adapter_to_peft(
             tensors[_name(target, layer, "lora_A")] = np.ascontiguousarray(a[at_layer].T)
             tensors[_name(target, layer, "lora_B")] = np.ascontiguousarray(b[at_layer].T)
     config = {
-        "base_model_name_or_path": model_config.name_or_path if base_model is None else base_model,
+        "base_model_name_or_path": model_config.name_or_path,
         "inference_mode": True,
         "lora_alpha": lora_config.alpha,
         "lora_dropout": 0.0,

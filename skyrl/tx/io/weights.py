@@ -103,7 +103,7 @@ def with_weights(model: ModelForCausalLM, path: str | Path, beside: Collection[s
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
-def with_random_weights(model: ModelForCausalLM, seed: int = 0) -> ModelForCausalLM:
+def with_random_weights(model: ModelForCausalLM) -> ModelForCausalLM:
     """An `abstract_model` with random weights that are made on the device: to measure what no checkpoint is there for.
 
     Norms are ones and biases zeros; other weights are normal with variance 1 / (size of their input).
@@ -111,7 +111,7 @@ def with_random_weights(model: ModelForCausalLM, seed: int = 0) -> ModelForCausa
     graph, state = nnx.split(model)
     made = []
     for number, (path, variable) in enumerate(nnx.to_flat_state(state)):
-        key = jax.random.fold_in(jax.random.key(seed), number)
+        key = jax.random.fold_in(jax.random.key(0), number)
         made.append((path, variable.replace(_random(key, path[-1], variable.shape, variable.dtype))))
     return nnx.merge(graph, nnx.from_flat_state(made))
 

@@ -14,6 +14,7 @@ from skyrl.utils.sandbox.linux import call, libc
 NOBODY = 65534
 """User and group who own nothing: what root becomes."""
 MAX_THREADS = 64
+MAX_OPEN_FILES = 64
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS = 1, 4, 8
 _READ_ALL = 1 << 2
 """The capability CAP_DAC_READ_SEARCH."""
@@ -29,13 +30,13 @@ def hide_memory() -> None:
     call(libc.prctl, _PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def limit_resources(cpu_s: int, memory_bytes: int, file_bytes: int, open_files: int = 64) -> None:
+def limit_resources(cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
     """Limits of this process: seconds of CPU time, address space, size of a file, open files; no core dumps."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
 
 
 def limit_threads() -> None:

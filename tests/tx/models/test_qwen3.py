@@ -9,7 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl.tx.io.weights import load_model
 from skyrl.tx.layers.logprobs import logprobs_of
-from skyrl.tx.lora import bank_of, zero_adapter
+from skyrl.tx.lora import Adapter, empty_bank, write_slot, zero_adapter
 from skyrl.tx.models.configs import ModelConfig
 from skyrl.tx.models.types import MODELS, KVCache
 from skyrl.types import LoraConfig
@@ -163,6 +163,14 @@ def test_decoding_updates_a_donated_cache_in_place(load):
     assert memory.alias_size_in_bytes >= whole
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < whole / 100
     assert memory.temp_size_in_bytes < whole / 10
+
+
+def bank_of(adapters: list[Adapter], unrolled: bool) -> Adapter:
+    """A bank whose slot i is adapter i."""
+    bank = empty_bank(adapters[0], len(adapters), unrolled)
+    for slot, adapter in enumerate(adapters):
+        bank = write_slot(bank, slot, adapter)
+    return bank
 
 
 @unrolled_is_slow

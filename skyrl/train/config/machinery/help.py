@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 from skyrl.train.config.machinery.base import BaseConfig
 from skyrl.train.config.machinery.fields import meanings_of, specs_of
 
+WIDTH = 100
+
 
 class FieldHelp(NamedTuple):
     """What there is to say about one field."""
@@ -37,11 +39,11 @@ def describe_fields(config: BaseConfig, path: str = "") -> Iterator[FieldHelp]:
             yield from describe_fields(spec.base() if value is None else value, where)
 
 
-def render_help(cls: type[BaseConfig], width: int = 100) -> str:
+def render_help(cls: type[BaseConfig]) -> str:
     """Help text for overrides of `cls`: a line "path: type = default" for each field, and below it what it means."""
     blocks = []
     for field in describe_fields(cls()):
-        meaning = textwrap.fill(field.meaning, width, initial_indent="    ", subsequent_indent="    ")
+        meaning = textwrap.fill(field.meaning, WIDTH, initial_indent="    ", subsequent_indent="    ")
         blocks.append(f"{field.path}: {field.type} = {field.default}\n{meaning}".rstrip())
     return "Set fields as key.path=value, with values in YAML.\n\n" + "\n".join(blocks) + "\n"
 
