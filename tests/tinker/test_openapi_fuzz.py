@@ -3,6 +3,8 @@
 Some carry names of things that are there, so that they get past the first look; what is accepted is awaited, too.
 """
 
+import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,11 @@ def check_end(server: LiveServer, request_id: str) -> None:
         if (response.json().get("queue_state_reason") or "").startswith("waiting for the request with seq_id="):
             return
     assert response.status_code == 200 and b"internal error" not in response.content, response.content
+
+
+def test_every_class_that_the_document_refers_to_is_in_it():
+    named = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(DOCUMENT)))
+    assert "ErrorDetail" in named and named <= set(DOCUMENT["components"]["schemas"])
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
