@@ -2,10 +2,12 @@
 
 import asyncio
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 import uvicorn
 
 from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.database.database import Database
 from skyrl.tinker.engine import TinkerEngine
 from skyrl.tinker.http.app import create_app
 from skyrl.tinker.http.connections import Connection
@@ -136,17 +139,30 @@ def _work(engine: TinkerEngine) -> None:
         engine.channel.close()
 
 
+@cache
+def empty_database() -> bytes:
+    """The file of a database that a server has just made: migrations take longer than all else about a start."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "server.db"
+        Database(f"sqlite:///{file}").close()
+        return file.read_bytes()
+
+
 class LiveServer:
-    """A server on a free port. State is in `folder`, so a second one continues where the first stopped."""
+    """A server on a free port. State is in `folder`, so a second one continues where the first stopped.
+
+    `tests/tinker/test_migrations.py` and all tests with real processes make their databases as servers do.
+    """
 
     def __init__(self, folder: Path, **options: Any):
         self.folder = folder
+        self._database = folder / "server.db"
         self.config = EngineConfig(
             **{
                 "base_model": BASE_MODEL,
                 "model_aliases": ["alias"],
                 "checkpoints_base": folder / "checkpoints",
-                "database_url": f"sqlite:///{folder / 'server.db'}",
+                "database_url": f"sqlite:///{self._database}",
                 "long_poll_s": 0.1,
                 "port": 0,
                 **options,
@@ -154,6 +170,9 @@ class LiveServer:
         )
 
     def __enter__(self) -> "LiveServer":
+        own = self.config.database_url == f"sqlite:///{self._database}"
+        if own and self.folder.is_dir() and not self._database.exists():
+            self._database.write_bytes(empty_database())
         self.app = create_app(self.config, ThreadEngine)
         self._listener = socket.create_server(("127.0.0.1", self.config.port))
         self.http = httpx.Client(
