@@ -6,6 +6,7 @@
 import gc
 import logging
 import os
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tests.programs import SharedPrograms
 CACHE = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(__file__).parent.parent / ".pytest_cache" / "xla"))
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 PROGRAMS = SharedPrograms(CACHE, CACHE / WORKER) if WORKER else None
+SECONDS = Path(__file__).parent / "seconds.txt"
+"""How long each file of tests takes (`make seconds`): workers begin with the longest, so that they end together."""
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / (WORKER or ""))
 os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"  # else what a program is found by contains its folder
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
@@ -41,6 +44,37 @@ def pytest_configure(config: pytest.Config) -> None:
     quickly = ["--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"]
     flags = ["--xla_force_host_platform_device_count=2", *quickly]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--write-seconds` measures anew what `tests/seconds.txt` says."""
+    parser.addoption("--write-seconds", action="store_true", help=f"write how long each file takes to {SECONDS.name}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Bring what takes long to the front, where several processes share the files."""
+    if WORKER:
+        known = dict(line.split()[::-1] for line in SECONDS.read_text().splitlines())
+        items.sort(key=lambda item: (-int(known.get(_file(item.nodeid), 0)), _file(item.nodeid)))
+
+
+_seconds: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Count how long each file takes."""
+    _seconds[_file(report.nodeid)] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write how long each file took, if that was asked for: whole seconds, of those that took any."""
+    if session.config.option.write_seconds and not WORKER:
+        lines = [f"{round(took)} {file}\n" for file, took in _seconds.most_common() if took >= 1]
+        SECONDS.write_text("".join(lines))
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(wrapper=True)

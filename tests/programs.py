@@ -19,13 +19,17 @@ class SharedPrograms:
 
     def __init__(self, common: Path, own: Path):
         self._common, self._own = common, own
+        self._exchanged = 0.0
         self._seen: set[str] = set()
         """Names of programs that both folders have."""
         own.mkdir(parents=True, exist_ok=True)
 
     def exchange(self) -> None:
-        """Give the others what is new here, and take what is new there."""
-        settled = time.time() - SETTLED_S
+        """Give the others what is new here, and take what is new there, unless that was done a moment ago."""
+        if time.time() - self._exchanged < SETTLED_S:
+            return
+        self._exchanged = time.time()
+        settled = self._exchanged - SETTLED_S
         for source, target in ((self._own, self._common), (self._common, self._own)):
             with os.scandir(source) as entries:
                 found = [entry for entry in entries if entry.name not in self._seen and entry.name.endswith("-cache")]
