@@ -22,23 +22,27 @@ class Forks:
     def __init__(self, server: "subprocess.Popen[str]"):
         self._server = server
 
-    def run(self, *arguments: str, output: Path, largest_file: int | None = None) -> int:
-        """The exit status of `skyrl` with these arguments, -9 if it was killed. What it says is in `output`.
+    def run(self, *arguments: str, output: Path, folder: Path | None = None, largest_file: int | None = None) -> int:
+        """The exit status of `skyrl` with these arguments in a folder, -9 if it was killed. `output` is what it says.
 
         A disk is full, as far as the run can tell, after `largest_file` bytes of a file.
         """
         assert self._server.stdin is not None and self._server.stdout is not None
-        print(json.dumps([arguments, str(output), largest_file]), file=self._server.stdin, flush=True)
+        print(
+            json.dumps([arguments, str(output), str(folder or Path.cwd()), largest_file]),
+            file=self._server.stdin,
+            flush=True,
+        )
         return int(self._server.stdout.readline())
 
 
 @contextmanager
-def forks(crash_points: Path) -> Iterator[Forks]:
-    """What runs commands, which look for crash points in a folder."""
-    paths = [ROOT, ROOT / "tests" / "train", os.environ.get("PYTHONPATH", "")]
+def forks(crash_points: Path, *paths: Path) -> Iterator[Forks]:
+    """What runs commands, which look for crash points in a folder, and for modules in `paths` first."""
+    places = [*paths, ROOT, ROOT / "tests" / "train", os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTHONPATH": os.pathsep.join(map(str, places)),
         "SKYRL_CRASH_POINTS": str(crash_points),
     }
     command = [sys.executable, __file__]
@@ -52,7 +56,7 @@ def _serve() -> None:
     from skyrl.cli import main
 
     for line in sys.stdin:
-        arguments, output, largest_file = json.loads(line)
+        arguments, output, folder, largest_file = json.loads(line)
         child = os.fork()
         if child == 0:
             status = 1
@@ -60,6 +64,7 @@ def _serve() -> None:
                 file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(file, 1)
                 os.dup2(file, 2)
+                os.chdir(folder)
                 if largest_file is not None:
                     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
                 status = main(arguments)

@@ -6,20 +6,23 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from forked_runs import Forks, forks
 
 from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "add-an-environment.md").read_text()
+WITHOUT_TORCH = ROOT / "tests" / "without_torch"
 CLI = [sys.executable, "-P", "-c", "import sys; from skyrl.cli import main; sys.exit(main())"]
 """The console script, which does not look for modules in the working directory by itself."""
 
 
 def skyrl(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    paths = [ROOT, ROOT / "tests" / "without_torch"]
+    paths = [ROOT, WITHOUT_TORCH]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
     return subprocess.run([*CLI, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
@@ -129,39 +132,57 @@ REFUSED = {
 }
 
 
-def refusal(folder: Path, *arguments: str) -> str:
-    """The one line that says what is wrong. Nothing was loaded or compiled."""
-    ran = skyrl(folder, *RUN, *arguments)
-    assert ran.returncode == 1
-    assert "Traceback" not in ran.stderr
-    assert not re.search(r"device |compiling|reading the weights", ran.stderr), ran.stderr
-    *_, last = ran.stderr.splitlines()
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory) -> Iterator[Forks]:
+    """Processes that have imported the trainers already, which takes ten times as long as to refuse something."""
+    with forks(tmp_path_factory.mktemp("crash points"), WITHOUT_TORCH) as running:
+        yield running
+
+
+@pytest.fixture
+def refusal(folder, processes) -> Callable[..., str]:
+    """The one line that says what is wrong with arguments. Nothing was loaded or compiled."""
+
+    def refused(*arguments: str) -> str:
+        status = processes.run(*RUN, *arguments, output=folder / "said", folder=folder)
+        return checked(status, (folder / "said").read_text())
+
+    return refused
+
+
+def checked(status: int, said: str) -> str:
+    """The one line of a refusal."""
+    assert status == 1
+    assert "Traceback" not in said
+    assert not re.search(r"device |compiling|reading the weights", said), said
+    *_, last = said.splitlines()
     assert last.startswith("skyrl train rl: error: ")
     return last
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_run_is_one_line_before_anything_is_loaded(folder, tiny_model, what):
+def test_what_cannot_be_run_is_one_line_before_anything_is_loaded(folder, tiny_model, refusal, what):
     given, words = REFUSED[what]
-    said = refusal(folder, tiny(folder, tiny_model), *given)
+    said = refusal(tiny(folder, tiny_model), *given)
     assert all(word in said for word in words), said
 
 
-def test_an_architecture_that_is_not_implemented_is_known_from_its_configuration(folder):
-    said = refusal(folder, qwen2(folder))
+def test_an_architecture_that_is_not_implemented_is_known_from_its_configuration(folder, refusal):
+    said = refusal(qwen2(folder))
     assert "trainer.policy.model.path=model: its architecture is Qwen2ForCausalLM" in said
 
 
-def test_a_folder_without_a_tokenizer_is_no_model(folder, tiny_model):
+def test_a_folder_without_a_tokenizer_is_no_model(folder, tiny_model, refusal):
     given = tiny(folder, tiny_model)
     for file in (folder / "model").iterdir():
         if "token" in file.name:
             file.unlink()
-    assert "trainer.policy.model.path=model: the folder has none of tokenizer.json" in refusal(folder, given)
+    assert "trainer.policy.model.path=model: the folder has none of tokenizer.json" in refusal(given)
 
 
 def test_a_model_that_the_hub_does_not_give_is_named_by_the_trainers_key(folder):
-    said = refusal(folder, "trainer.policy.model.path=nobody/nothing")
+    ran = skyrl(folder, *RUN, "trainer.policy.model.path=nobody/nothing")  # a new process, as a user's is
+    said = checked(ran.returncode, ran.stderr)
     assert "trainer.policy.model.path=nobody/nothing: no such folder" in said
     assert "built-in" not in said
 
