@@ -3,15 +3,15 @@
 import copy
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, fields, is_dataclass
+from functools import cache
 from typing import Any, Optional, Union, get_type_hints
-
-import pytest
 
 import skyrl.train.config as config_package
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.config.machinery.fields import meanings_of
-from tests.train.config.table import OWNERS, PATHS, ROWS, another
+from tests.train.config.table import OWNERS, PATHS, ROWS, Row, another
 
 NAMES = {name: getattr(config_package, name) for name in config_package.__all__}
 TYPES = {"Optional": Optional, "Union": Union, "List": list, "Dict": dict, "Any": Any, "dict": dict[str, Any]} | NAMES
@@ -33,37 +33,46 @@ ADDED = {
     },
 }
 """Fields that the table does not have."""
-ids = [f"{row.owner}.{row.field}" for row in ROWS]
 
 
 def test_the_table_is_read_whole():
     assert (len(OWNERS), len(ROWS)) == (34, 254)
 
 
-@pytest.mark.parametrize("owner", OWNERS)
-def test_a_class_has_the_fields_of_the_table_in_its_order(owner):
-    declared = [field.name for field in fields(NAMES[owner]) if field.name not in ADDED.get(owner, ())]
-    assert declared == [row.field for row in ROWS if row.owner == owner]
+def of_table(read: Callable[[Row], object]) -> dict[str, object]:
+    """What `read` gives for each row of the table, by its class and field."""
+    return {f"{row.owner}.{row.field}": read(row) for row in ROWS}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=ids)
-def test_a_field_has_the_type_of_the_table(row):
-    expected = WIDENED.get((row.owner, row.field)) or eval(row.type, {}, TYPES)
-    assert get_type_hints(NAMES[row.owner])[row.field] == expected
+def test_classes_have_the_fields_of_the_table_in_its_order():
+    names = {owner: [field.name for field in fields(NAMES[owner])] for owner in OWNERS}
+    declared = {owner: [name for name in names[owner] if name not in ADDED.get(owner, ())] for owner in OWNERS}
+    assert declared == {owner: [row.field for row in ROWS if row.owner == owner] for owner in OWNERS}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=ids)
-def test_a_field_has_the_default_of_the_table(row):
+def test_fields_have_the_types_of_the_table():
+    hints = {owner: get_type_hints(NAMES[owner]) for owner in OWNERS}
+    expected = of_table(lambda row: WIDENED.get((row.owner, row.field)) or eval(row.type, {}, TYPES))
+    assert of_table(lambda row: hints[row.owner][row.field]) == expected
+
+
+def default_of(row: Row) -> object:
     default = eval(row.default, {}, {"os": os, "copy": copy} | NAMES)
-    if default in (dict, list) or (is_dataclass(default) and isinstance(default, type)):
-        default = default()
-    value = getattr(NAMES[row.owner](), row.field)
-    assert value == default and type(value) is type(default)
+    return default() if default in (dict, list) or (is_dataclass(default) and isinstance(default, type)) else default
 
 
-@pytest.mark.parametrize("owner", OWNERS)
-def test_every_field_says_what_it_means(owner):
-    assert set(meanings_of(NAMES[owner])) == {field.name for field in fields(NAMES[owner])}
+def with_type(value: object) -> tuple[type, object]:
+    return type(value), value  # 0, 0.0 and False are equal
+
+
+def test_fields_have_the_defaults_of_the_table():
+    made = of_table(lambda row: with_type(getattr(NAMES[row.owner](), row.field)))
+    assert made == of_table(lambda row: with_type(default_of(row)))
+
+
+def test_every_field_says_what_it_means():
+    said = {owner: set(meanings_of(NAMES[owner])) for owner in OWNERS}
+    assert said == {owner: {field.name for field in fields(NAMES[owner])} for owner in OWNERS}
 
 
 def test_megatron_defaults_are_those_of_the_table():
@@ -109,19 +118,22 @@ def test_other_values_are_not_the_defaults():
     assert unchanged == ["trainer.sequence_parallel_backend", "generator.inference_engine.backend"]
 
 
-@pytest.mark.parametrize(("path", "row"), PATHS, ids=[path for path, _ in PATHS])
-def test_an_override_on_the_command_line_changes_its_field_and_no_other(path, row):
-    value = another(path, row)
-    assert asdict(SkyRLTrainConfig.from_cli_overrides([as_text(path, value)])) == expected_tree(path, value)
+@cache
+def expected() -> dict[str, dict[str, Any]]:
+    """The whole tree, for each field that gets another value than its default."""
+    return {path: expected_tree(path, another(path, row)) for path, row in PATHS}
 
 
-@pytest.mark.parametrize(("path", "row"), PATHS, ids=[path for path, _ in PATHS])
-def test_an_override_in_a_mapping_changes_its_field_and_no_other(path, row):
-    value = another(path, row)
-    assert asdict(SkyRLTrainConfig.from_cli_overrides({path: value})) == expected_tree(path, value)
+def test_an_override_on_the_command_line_changes_its_field_and_no_other():
+    values = {path: as_text(path, another(path, row)) for path, row in PATHS}
+    assert {path: asdict(SkyRLTrainConfig.from_cli_overrides([text])) for path, text in values.items()} == expected()
 
 
-@pytest.mark.parametrize("owner", OWNERS)
-def test_every_class_is_built_from_a_mapping(owner):
-    cls = NAMES[owner]
-    assert cls.from_dict_config(asdict(cls())) == cls()
+def test_an_override_in_a_mapping_changes_its_field_and_no_other():
+    values = {path: {path: another(path, row)} for path, row in PATHS}
+    assert {path: asdict(SkyRLTrainConfig.from_cli_overrides(value)) for path, value in values.items()} == expected()
+
+
+def test_every_class_is_built_from_a_mapping():
+    built = {owner: NAMES[owner].from_dict_config(asdict(NAMES[owner]())) for owner in OWNERS}
+    assert built == {owner: NAMES[owner]() for owner in OWNERS}
