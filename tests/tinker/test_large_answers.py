@@ -38,7 +38,7 @@ def stored(size: int, *names: str, key: str = "tml-test"):
                 "model_id": "m",
                 "seq_id": None,
             }
-            sent = {"body": b"", "content_type": "", "content_encoding": "", "decided": {}, "created_at": time.time()}
+            sent = {"body": b"", "content_type": "", "content_encoding": "", "created_at": time.time()}
             session.add(RequestRow(**request, **sent, status="done", gradients="kept", finished_at=time.time()))
             session.add(result_row(name, body, PROTOBUF, time.time()))
 

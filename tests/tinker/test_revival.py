@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from skyrl.backends.operations import LoadSnapshot, Rejected
-from skyrl.tinker.database.checkpoint_rows import SAVED_TO
+from skyrl.tinker.database.decisions import Decisions
 from skyrl.tinker.database.replay_log import History, LoggedRequest
 from skyrl.tinker.database.tables import ModelRow, SessionRow
-from skyrl.tinker.operations.operation import FORWARD_ONLY, VERSION
 from skyrl.tinker.requests.replay import Plan, Unrevivable, plan
 from skyrl.types import SaveOutput
 
@@ -23,7 +22,7 @@ def row(seq_id: int | None, kind: str = "forward_backward", status: str = "done"
         kind=kind,
         seq_id=seq_id,
         status=status,
-        decided={},
+        decided=Decisions(),
         gradients="kept",
         error="it failed" if status == "failed" else None,
         has_body=status != "failed",
@@ -85,11 +84,11 @@ def test_a_model_whose_creation_is_pending_has_nothing_to_repeat():
 @pytest.mark.parametrize(
     "left_out",
     [
-        row(1, decided={FORWARD_ONLY: True}),
+        row(1, decided=Decisions(forward_only=True)),
         row(1, "forward"),
-        row(1, "save_weights", decided={SAVED_TO: "folder"}),
-        row(1, "save_weights_for_sampler", decided={SAVED_TO: "folder"}),
-        row(1, "save_weights_for_sampler", decided={VERSION: "m@1"}),
+        row(1, "save_weights", decided=Decisions(saved_to="folder")),
+        row(1, "save_weights_for_sampler", decided=Decisions(saved_to="folder")),
+        row(1, "save_weights_for_sampler", decided=Decisions(version="m@1")),
         row(1, "save_weights", "failed"),
         row(1, "optim_step", "failed"),
     ],
@@ -110,7 +109,7 @@ def test_a_failure_that_touched_the_gradients_stands_as_the_same_failure(gradien
     assert isinstance(rejected, Rejected) and (rejected.error, rejected.gradients) == ("it failed", gradients)
 
 
-UNNAMED = row(1, "save_weights_for_sampler", decided={VERSION: "m@1"})
+UNNAMED = row(1, "save_weights_for_sampler", decided=Decisions(version="m@1"))
 
 
 def test_a_version_that_is_not_on_disk_is_published_again():
@@ -122,7 +121,7 @@ def test_a_version_that_is_on_disk_is_not_published_again():
     assert decision.steps == [CREATION]
 
 
-SAVE = row(1, "save_weights", "pending", decided={SAVED_TO: "folder"})
+SAVE = row(1, "save_weights", "pending", decided=Decisions(saved_to="folder"))
 
 
 def test_a_save_in_flight_is_finished_from_its_files():
@@ -171,7 +170,7 @@ def test_an_unloaded_model_publishes_what_is_missing_and_is_unloaded_again():
 
 
 def test_an_unloading_that_overtook_a_save_does_not_come_before_it():
-    save = row(2, "save_weights", "pending", decided={SAVED_TO: "folder"})
+    save = row(2, "save_weights", "pending", decided=Decisions(saved_to="folder"))
     decision = planned(CREATION, row(1), save, row(None, "unload_model"), of=model(status="unloaded"))
     assert steps(decision) == [CREATION.request_id, row(1).request_id]
     assert decision.next_seq_id == 2 and decision.unloaded

@@ -55,8 +55,6 @@ def unknown_checkpoint(field: str, path: TinkerPath) -> UnknownName:
     return UnknownName(f"{field}={path}: there is no such checkpoint; use the `path` that a save returned")
 
 
-SAVED_TO = "saved_to"
-"""In `RequestRow.decided`: folder of a named checkpoint. Once it is complete, its save is done."""
 SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external", "copy_weights")
 """Kinds of requests that make named checkpoints."""
 
@@ -146,11 +144,11 @@ def own_checkpoint(session: Session, path: TinkerPath, caller: Caller) -> Checkp
 
 def was_saved(session: Session, path: TinkerPath, caller: Caller) -> bool:
     """Whether the log has a save of the caller that made a checkpoint at a path, which may have gone since."""
-    query = select(RequestRow.tenant, RequestRow.decided).where(
+    query = select(col(RequestRow.tenant), col(RequestRow.decided)).where(
         RequestRow.model_id == path.model, RequestRow.status == "done", col(RequestRow.kind).in_(SAVES)
     )
     return any(
-        caller.may_touch(tenant) and _is_for(Path(decided.get(SAVED_TO, "")), path)
+        caller.may_touch(tenant) and _is_for(Path(decided.saved_to or ""), path)
         for tenant, decided in session.exec(query).all()
     )
 

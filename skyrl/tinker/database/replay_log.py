@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy import literal_column, or_, select, update
 from sqlmodel import Session, col
 
+from skyrl.tinker.database.decisions import Decisions
 from skyrl.tinker.database.tables import DONE, WITH_BODY, ModelRow, RequestRow, SessionRow, VersionRow
 from skyrl.tinker.processes.messages import Snapshotted
 from skyrl.tinker.wire.parsing import Body
@@ -30,7 +31,7 @@ class LoggedRequest:
     kind: str
     seq_id: int | None
     status: str
-    decided: dict[str, Any]
+    decided: Decisions
     gradients: str
     error: str | None
     has_body: bool
@@ -145,7 +146,7 @@ def folders_to_load(session: Session) -> set[str]:
         .where(col(RequestRow.kind) == "load_weights", _HAS_BODY, uncovered)
         .where(col(ModelRow.status).in_(["creating", "live", "unloaded"]))
     )
-    return {decided["folder"] for (decided,) in session.execute(query) if "folder" in decided}
+    return {decided.folder for (decided,) in session.execute(query) if decided.folder is not None}
 
 
 def _unwritten(session: Session, model_id: str) -> dict[str, str]:

@@ -8,12 +8,13 @@ still true when they write, and two equal requests cannot both be new. What a re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from sqlalchemy import CursorResult, bindparam, case, func, insert, select, update
 from sqlmodel import Session, SQLModel, col
 
 from skyrl.errors import UnknownName
+from skyrl.tinker.database.decisions import Decisions
 from skyrl.tinker.database.tables import CheckpointRow, ModelRow, RequestRow, ResultRow
 from skyrl.tinker.results import Answer, Failure, Lost, Outcome
 from skyrl.tinker.wire.decode_pool import LARGE_BYTES
@@ -66,7 +67,7 @@ class Entry:
     """Whether the model must be there; its creation does not need it."""
     is_pass: bool = False
     """Whether it was to add gradients, so that a refusal leaves them incomplete."""
-    decided: dict[str, Any] = field(default_factory=dict)
+    decided: Decisions = field(default_factory=Decisions)
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ class PendingRequest:
     tenant: str
     model_id: str
     seq_id: int | None
-    decided: dict[str, Any]
+    decided: Decisions
     body_bytes: int
 
 

@@ -22,6 +22,8 @@ from sqlalchemy import (
 )
 from sqlmodel import Field, SQLModel
 
+from skyrl.tinker.database.decisions import Decisions, DecisionsColumn
+
 ModelStatus = Literal["creating", "live", "failed", "lost", "unloaded", "expired", "copy"]
 RequestStatus = Literal["pending", "done", "failed"]
 SamplerKind = Literal["base", "checkpoint", "snapshot", "inflight"]
@@ -209,8 +211,8 @@ class RequestRow(SQLModel, table=True):
     model_id: str
     seq_id: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
     """Place in the model's order. None: in the order of arrival (unload_model), or refused as another has its place."""
-    decided: dict[str, Any] = Field(
-        default_factory=dict, sa_column=Column(JSON, nullable=False, server_default=text("'{}'"))
+    decided: Decisions = Field(
+        default_factory=Decisions, sa_column=Column(DecisionsColumn, nullable=False, server_default=text("'{}'"))
     )
     """What the server chose when it accepted the request, such as a seed or the folder a path stood for."""
     gradients: str = Field(default="kept", sa_column=Column(String, nullable=False, server_default="kept"))

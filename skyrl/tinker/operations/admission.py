@@ -9,6 +9,7 @@ from sqlmodel import Session
 from skyrl.backends.operations import Operation
 from skyrl.tinker.context import Service
 from skyrl.tinker.database.checkpoint_rows import Obsolete
+from skyrl.tinker.database.decisions import Decisions
 from skyrl.tinker.database.tables import ModelRow, SamplerRow, SessionRow
 from skyrl.tinker.identity import ids
 from skyrl.tinker.identity.callers import EVERYBODY, Caller
@@ -37,8 +38,8 @@ class Admission:
     caller: Caller
     target: Target
     request_id: str
-    decided: dict[str, Any] = field(default_factory=dict)
-    """What the server chooses for the request, as JSON: it is logged, and found here when the request is done again."""
+    decided: Decisions = field(default_factory=Decisions)
+    """What the server chooses for the request: it is logged, and found here when the request is done again."""
     again: bool = False
     """Whether the request was accepted before. Then what it met at the time counts, not what there is now."""
 

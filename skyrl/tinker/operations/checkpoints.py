@@ -8,12 +8,12 @@ from sqlmodel import Session
 from skyrl.backends.operations import Publish, SaveCheckpoint
 from skyrl.errors import RequestError
 from skyrl.tinker.checkpoints import age_encryption
-from skyrl.tinker.database.checkpoint_rows import SAVED_TO, Obsolete, SavedAs, refuse_taken_name, store_checkpoint
+from skyrl.tinker.database.checkpoint_rows import Obsolete, SavedAs, refuse_taken_name, store_checkpoint
 from skyrl.tinker.database.tables import SamplerRow, VersionRow
 from skyrl.tinker.identity import ids
 from skyrl.tinker.operations.admission import Accepted, Admission
 from skyrl.tinker.operations.models import _model_row
-from skyrl.tinker.operations.operation import FOLDER, VERSION, operation
+from skyrl.tinker.operations.operation import operation
 from skyrl.tinker.wire import schemas
 from skyrl.tinker.wire.parsing import ModelAddress, json_parser
 from skyrl.types import SaveOutput
@@ -74,7 +74,8 @@ async def _path_of_save(admission: Admission, saved: SavedAs) -> str:
     if not admission.again:
         await refuse_taken_name(admission.service.database, saved)
         await admission.service.disk.make_room(saved.model.model_id, sampler=saved.kind != "weights")
-    return admission.service.path_of(admission.decided.setdefault(SAVED_TO, saved.folder))
+    folder = admission.decided.saved_to = admission.decided.saved_to or saved.folder
+    return admission.service.path_of(folder)
 
 
 @operation("save_weights_external", json_parser(schemas.SaveWeightsExternalRequest, ModelAddress))
@@ -114,8 +115,9 @@ def _publish_sampler(admission: Admission, request: schemas.SaveWeightsForSample
     assert request.sampling_session_seq_id is not None
     sampler_id = ids.sampler_id(model.session_id, request.sampling_session_seq_id)
     version = ids.version_id(model.model_id, request.seq_id)
-    folder = admission.decided.setdefault(FOLDER, ids.folder(model.model_id, "ephemeral", str(request.seq_id)))
-    admission.decided[VERSION] = version
+    decided = admission.decided
+    folder = decided.folder = decided.folder or ids.folder(model.model_id, "ephemeral", str(request.seq_id))
+    decided.version = version
     operation = Publish(
         request_id=admission.request_id,
         model_id=model.model_id,

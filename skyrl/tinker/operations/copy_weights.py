@@ -14,7 +14,8 @@ from sqlmodel import Session, select
 
 from skyrl.errors import RequestError, StorageError
 from skyrl.tinker.context import Service
-from skyrl.tinker.database.checkpoint_rows import SAVED_TO, expiry
+from skyrl.tinker.database.checkpoint_rows import expiry
+from skyrl.tinker.database.decisions import Decisions
 from skyrl.tinker.database.request_log import result_row
 from skyrl.tinker.database.tables import CheckpointRow, ModelRow, RequestRow, SessionRow
 from skyrl.tinker.errors import DatabaseFull
@@ -147,7 +148,7 @@ def _record(session: Session, place: Place, source: CheckpointRow, copy: Checkpo
         tenant=place.tenant,
         model_id=place.model_id,
         seq_id=0,
-        decided={SAVED_TO: copy.folder},
+        decided=Decisions(saved_to=copy.folder),
         body=b"",
         content_type=JSON,
         status="done",

@@ -11,7 +11,7 @@ from skyrl.tinker.identity import ids
 from skyrl.tinker.identity.ids import TinkerPath
 from skyrl.tinker.operations.admission import Accepted, Admission
 from skyrl.tinker.operations.checkpoint_access import training_checkpoint
-from skyrl.tinker.operations.operation import FOLDER, operation, refuse_unserved
+from skyrl.tinker.operations.operation import operation, refuse_unserved
 from skyrl.tinker.wire import schemas
 from skyrl.tinker.wire.parsing import Address, ModelAddress, NewModelAddress, WholeModelAddress, json_parser
 from skyrl.types import LoraConfig, ModelOutput
@@ -35,7 +35,9 @@ async def create_model(admission: Admission, request: schemas.CreateModelRequest
             "or start the server with a larger max_lora_rank"
         )
     if config.seed is None:
-        config = config.model_copy(update={"seed": admission.decided.setdefault("seed", ids.new_seed())})
+        if admission.decided.seed is None:
+            admission.decided.seed = ids.new_seed()
+        config = config.model_copy(update={"seed": admission.decided.seed})
     model_id = admission.target.model_id
     operation = CreateModel(request_id=admission.request_id, model_id=model_id, lora_config=config)
     return _creation(
@@ -49,19 +51,20 @@ async def load_weights(admission: Admission, request: schemas.LoadWeightsRequest
     refuse_unserved(request)
     service, target = admission.service, admission.target
     path = TinkerPath.parse("path", request.path)
-    checkpoint = admission.decided
-    if FOLDER not in checkpoint:
+    decided = admission.decided
+    if decided.folder is None:
         row = await training_checkpoint(service, path, admission.caller, request.weights_access_token)
-        checkpoint |= {FOLDER: row.folder, "digest": row.digest, "lora_config": row.lora_config}
+        decided.folder, decided.digest, decided.lora_config = row.folder, row.digest, row.lora_config
     if request.base_model is not None and not admission.again:
         service.check_base_model(request.base_model)
-    lora_config = LoraConfig(**checkpoint["lora_config"])
+    assert decided.folder is not None and decided.lora_config is not None, "chosen together"
+    lora_config = LoraConfig(**decided.lora_config)
     operation = LoadCheckpoint(
         request_id=admission.request_id,
         model_id=target.model_id,
-        path=service.path_of(checkpoint[FOLDER]),
+        path=service.path_of(decided.folder),
         load_optimizer=request.optimizer,
-        digest=checkpoint["digest"],
+        digest=decided.digest,
     )
     payload = {"path": str(path), "model_id": target.model_id, "type": "load_weights"}
     if target.creates:

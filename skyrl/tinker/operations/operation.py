@@ -24,15 +24,6 @@ Encode = Callable[[Any], bytes]
 SMALL_BODY = 2**20
 
 
-# What `Admission.decided` holds, among others:
-FORWARD_ONLY = "forward_only"
-"""Whether a pass leaves its model as it was."""
-FOLDER = "folder"
-"""Of the checkpoint that a path stood for, or of a version without a name."""
-VERSION = "version"
-"""A version without a name, which goes on being written after its request is done."""
-
-
 @dataclass(frozen=True)
 class QueuedOperation:
     """What the server knows of an operation."""

@@ -6,6 +6,7 @@ from functools import partial
 from skyrl.backends.operations import Rejected
 from skyrl.errors import RequestError
 from skyrl.tinker.context import Service
+from skyrl.tinker.database.decisions import LoggedRefusal
 from skyrl.tinker.database.tables import ModelRow
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import new_request_id
@@ -13,9 +14,6 @@ from skyrl.tinker.operations.admission import Accepted, Admission, locate
 from skyrl.tinker.operations.operation import QueuedOperation
 from skyrl.tinker.results import Failure
 from skyrl.tinker.wire.parsing import Body, Limits, Parsed, brief
-
-REFUSED = "refused"
-"""In `Admission.decided`: why a request was refused when it came, and what that means to the gradient sums."""
 
 
 async def admit(service: Service, operation: QueuedOperation, body: Body, caller: Caller) -> tuple[Admission, Parsed]:
@@ -47,12 +45,15 @@ async def accept(operation: QueuedOperation, admission: Admission, parsed: Parse
 
 def rejected(admission: Admission, error: str, is_pass: bool) -> Accepted:
     """A refusal that takes its request's place in the model's order, and is one again whenever the request is."""
-    refusal = {"error": error, "gradients": "incomplete" if is_pass else "kept"}
+    decided = admission.decided
+    if decided.refused is None:
+        decided.refused = LoggedRefusal(error, "incomplete" if is_pass else "kept")
     operation = Rejected(
         request_id=admission.request_id,
         tenant=admission.target.tenant,
         model_id=admission.target.model_id,
-        **admission.decided.setdefault(REFUSED, refusal),
+        error=decided.refused.error,
+        gradients=decided.refused.gradients,
     )
     return Accepted(operation)
 

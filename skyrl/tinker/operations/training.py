@@ -10,7 +10,7 @@ from sqlmodel import Session
 from skyrl.algorithms.checks.requests import check_pass
 from skyrl.backends.operations import ForwardBackward, OptimStep
 from skyrl.tinker.operations.admission import Accepted, Admission
-from skyrl.tinker.operations.operation import FORWARD_ONLY, operation, refuse_unserved
+from skyrl.tinker.operations.operation import operation, refuse_unserved
 from skyrl.tinker.wire import codec, schemas
 from skyrl.tinker.wire.parsing import Body, Limits, ModelAddress, Parsed, json_parser
 from skyrl.tinker.wire.protobuf_scan import MAX_PARTS
@@ -55,7 +55,7 @@ async def forward_backward(admission: Admission, request: codec.PassRequest) -> 
         loss_fn_config={key: float(value) for key, value in request.loss_fn_config.items()},
         forward_only=request.forward_only,
     )
-    admission.decided[FORWARD_ONLY] = request.forward_only
+    admission.decided.forward_only = request.forward_only
     return Accepted(operation)
 
 

@@ -30,7 +30,6 @@ from skyrl.tinker.context import Service
 from skyrl.tinker.database.request_log import LOST_ADVICE
 from skyrl.tinker.database.retrying_writer import Persistent
 from skyrl.tinker.identity.ids import session_of_model
-from skyrl.tinker.operations.operation import FORWARD_ONLY
 from skyrl.tinker.processes.messages import Enqueue, Park, Revive, TurnedAway
 from skyrl.tinker.requests.outcomes import Outcomes
 from skyrl.tinker.requests.pending import Owed, Pending
@@ -301,7 +300,7 @@ class Residents:
 def is_pass(owed: Owed) -> bool:
     """Whether a request was to add gradients. One that has not been read may have been."""
     if owed.accepted is None:
-        return owed.operation.name == "forward_backward" and not owed.decided.get(FORWARD_ONLY)
+        return owed.operation.name == "forward_backward" and not owed.decided.forward_only
     operation = owed.accepted.operation
     if isinstance(operation, Rejected):
         return operation.gradients == "incomplete"

@@ -28,7 +28,6 @@ from skyrl.tinker.database.retrying_writer import Persistent, Stopped
 from skyrl.tinker.database.tables import DONE, ModelRow
 from skyrl.tinker.errors import DatabaseFull
 from skyrl.tinker.identity.ids import model_of_version
-from skyrl.tinker.operations.operation import FORWARD_ONLY, VERSION
 from skyrl.tinker.processes.messages import DropVersion, Snapshotted
 from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.requests.pending import Owed, Pending
@@ -242,14 +241,14 @@ def _store_failure(
 
 
 def _end(session: Session, owed: Owed, outcome: Answer | Failure) -> Obsolete | None:
-    keep_body = isinstance(outcome, Answer) and (_is_repeated(owed) or VERSION in owed.decided)
+    keep_body = isinstance(outcome, Answer) and (_is_repeated(owed) or owed.decided.version is not None)
     request_log.finish(session, owed.request_id, outcome, keep_body=keep_body)
     return _release(session, owed)
 
 
 def _is_repeated(owed: Owed) -> bool:
     """Whether a revival does it again, as it changed the model."""
-    return owed.operation.changes_model and not owed.decided.get(FORWARD_ONLY)
+    return owed.operation.changes_model and not owed.decided.forward_only
 
 
 def _release(session: Session, owed: Owed) -> Obsolete | None:

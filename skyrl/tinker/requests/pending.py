@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
+from skyrl.tinker.database.decisions import Decisions
 from skyrl.tinker.operations.admission import Accepted
 from skyrl.tinker.operations.operation import QueuedOperation
 from skyrl.utils.quota import Quota
@@ -25,7 +25,7 @@ class Owed:
     """Whose part of the room it takes; see `Caller.sharer`."""
     accepted: Accepted | None = None
     """None: an earlier server took it in, and the log has to be read for what it is."""
-    decided: dict[str, Any] = field(default_factory=dict)
+    decided: Decisions = field(default_factory=Decisions)
     """See `Admission.decided`."""
     logged: bool = False
     sent: bool = False

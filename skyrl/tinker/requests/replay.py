@@ -21,20 +21,18 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from skyrl.backends.operations import LoadSnapshot, ModelOperation, Rejected
 from skyrl.errors import RequestError
 from skyrl.tinker.context import Service
 from skyrl.tinker.database import replay_log, request_log
-from skyrl.tinker.database.checkpoint_rows import SAVED_TO
+from skyrl.tinker.database.decisions import Decisions
 from skyrl.tinker.database.replay_log import History, LoggedRequest
 from skyrl.tinker.database.tables import ModelRow
 from skyrl.tinker.errors import MalformedBody
 from skyrl.tinker.identity.callers import EVERYBODY
 from skyrl.tinker.operations.admission import Accepted, Admission, Target
-from skyrl.tinker.operations.operation import FORWARD_ONLY, VERSION
-from skyrl.tinker.operations.submission import REFUSED, accept, not_served, rejected
+from skyrl.tinker.operations.submission import accept, not_served, rejected
 from skyrl.tinker.operations.table import OPERATIONS
 from skyrl.tinker.wire.parsing import Body, Limits
 from skyrl.types import ErrorCategory, SaveOutput
@@ -131,10 +129,10 @@ def _snapshot(model: ModelRow) -> list[LoggedRequest | ModelOperation]:
 
 
 def _is_repeated(request: LoggedRequest, unwritten: Mapping[str, str], files: Files) -> bool:
-    version = request.decided.get(VERSION)
+    version = request.decided.version
     if version is not None:
         return version in unwritten and unwritten[version] not in files
-    return OPERATIONS[request.kind].changes_model and not request.decided.get(FORWARD_ONLY)
+    return OPERATIONS[request.kind].changes_model and not request.decided.forward_only
 
 
 def _refusal(model: ModelRow, request: LoggedRequest) -> Rejected:
@@ -152,7 +150,7 @@ def _decide_pending(
 ) -> None:
     if request.seq_id is None or request.seq_id >= decision.next_seq_id:
         return
-    saved = files.get(request.decided.get(SAVED_TO, ""))
+    saved = files.get(request.decided.saved_to or "")
     if saved is not None:
         decision.from_files[request.request_id] = saved
     elif _came_late(request, requests):
@@ -187,7 +185,7 @@ class Revival:
     """Owner of the model."""
     operations: list[ModelOperation]
     """What the engine does, in this order. Empty: the model has still to be made."""
-    accepted: dict[str, tuple[Accepted, dict[str, Any]]]
+    accepted: dict[str, tuple[Accepted, Decisions]]
     """Pending requests whose body had to be read, with what was decided about them."""
     written: dict[str, SaveOutput]
     """Versions that are on disk, contrary to what the log says."""
@@ -211,7 +209,7 @@ async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]
         raise Unrevivable(f"model_id={model_id} is not known any more")
     if (error := not_served(service, history.model)) is not None:
         raise Unrevivable(error)
-    saves = [request.decided[SAVED_TO] for request in _pending(history) if SAVED_TO in request.decided]
+    saves = [folder for request in _pending(history) if (folder := request.decided.saved_to) is not None]
     files = await asyncio.to_thread(_complete, service, [*history.unwritten.values(), *saves])
     decision = plan(history, files)
     repeated = [step for step in decision.steps if isinstance(step, LoggedRequest)]
@@ -236,7 +234,7 @@ async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]
             if request.request_id not in known
         },
         written={version: files[folder] for version, folder in history.unwritten.items() if folder in files},
-        published_again={request.decided[VERSION] for request in repeated if VERSION in request.decided},
+        published_again={version for request in repeated if (version := request.decided.version) is not None},
     )
 
 
@@ -261,7 +259,7 @@ async def _accept_again(service: Service, history: History, request: LoggedReque
         history.session, model.tenant, model.model_id, request.seq_id, creates=request.seq_id == 0, model=model
     )
     admission = Admission(service, EVERYBODY, target, request.request_id, request.decided, again=True)
-    if REFUSED in request.decided:
+    if request.decided.refused is not None:
         return rejected(admission, "", False)
     operation = OPERATIONS[request.kind]
     try:

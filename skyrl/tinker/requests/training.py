@@ -41,10 +41,6 @@ OVERHEAD_BYTES = 4096
 """What a training request counts for beside what it was sent with."""
 PATIENCE_S = 30.0
 """Seconds after which a submission that the database has not answered is turned away. It is logged all the same."""
-HELD_BYTES = "held_bytes"
-"""In `Admission.decided`: what a request counts for."""
-SHARER = "sharer"
-"""In `Admission.decided`: whose part of the room it takes."""
 
 
 class TrainingQueue:
@@ -77,7 +73,7 @@ class TrainingQueue:
         self._check_undecoded(caller.sharer, OVERHEAD_BYTES + len(body.data))
         admission, parsed = await admit(self._service, operation, body, caller)
         size = OVERHEAD_BYTES + max(len(body.data), parsed.held_bytes)
-        admission.decided[HELD_BYTES], admission.decided[SHARER] = size, caller.sharer
+        admission.decided.held_bytes, admission.decided.sharer = size, caller.sharer
         aside = self._aside(admission, size)
         try:
             with self._pending.quota.reserved(caller.sharer, size, MAX_PENDING_BYTES, aside):
@@ -232,8 +228,9 @@ class TrainingQueue:
         """Take over what an earlier server left. Before the engine is started."""
         self._versions.restore(await database.read(replay_log.unwritten_versions, "unwritten versions"))
         for request in await database.read(request_log.pending, "pending requests"):
-            size = request.decided.get(HELD_BYTES, OVERHEAD_BYTES + request.body_bytes)
-            sharer = request.decided.get(SHARER, request.tenant)
+            size, sharer = request.decided.held_bytes, request.decided.sharer
+            if size is None or sharer is None:  # an older server logged it
+                size, sharer = OVERHEAD_BYTES + request.body_bytes, request.tenant
             owed = _owed(request.request_id, OPERATIONS[request.kind], request, size, sharer)
             owed.logged = True
             self._futures.add(owed.request_id, owed.tenant, sharer=owed.sharer)
