@@ -1,6 +1,6 @@
 """The first half of a queued request's way, the same for all: parsed, its model or sampler found, accepted or not."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from skyrl.backends.operations import Rejected
@@ -32,15 +32,29 @@ async def admit(service: Service, operation: QueuedOperation, body: Body, caller
     return Admission(service, caller, target, new_request_id(operation.name)), parsed
 
 
-async def accept(operation: QueuedOperation, admission: Admission, parsed: Parsed) -> Accepted:
-    """Turn a request into work. Raises `RequestError` where it asks for something that cannot be done."""
-    if parsed.request is None:
-        raise RequestError(brief(parsed.error))
+@dataclass(frozen=True)
+class Refused:
+    """Why a request is not worked on."""
+
+    failure: Failure
+    keeps_place: bool
+    """Whether it takes its request's place in the model's order, as `rejected` makes it. Else the engine does not hear
+    of it."""
+
+
+async def accept(operation: QueuedOperation, admission: Admission, parsed: Parsed) -> Accepted | Refused:
+    """Turn a request into work, or say why not."""
+    answer: Accepted | Refused
     try:
+        if parsed.request is None:
+            raise RequestError(parsed.error)
         accepted = await operation.accept(admission, parsed.request)
+        answer = replace(accepted, operation=replace(accepted.operation, tenant=admission.target.tenant))
     except RequestError as error:
-        raise RequestError(brief(str(error))) from error
-    return replace(accepted, operation=replace(accepted.operation, tenant=admission.target.tenant))
+        # A model that is not made will never be, so there is no order to keep.
+        answer = Refused(Failure(brief(str(error)), "user"), keeps_place=not admission.target.creates)
+    failure = None if admission.again else _refused_at_once(admission)
+    return answer if failure is None else Refused(failure, keeps_place=False)
 
 
 def rejected(admission: Admission, error: str, is_pass: bool) -> Accepted:
@@ -58,11 +72,8 @@ def rejected(admission: Admission, error: str, is_pass: bool) -> Accepted:
     return Accepted(operation)
 
 
-def refused_at_once(admission: Admission) -> Failure | None:
-    """Why nothing is taken for a model or sampler, whatever it is: its session is finished, its base model not served.
-
-    The engine does not hear of such a request.
-    """
+def _refused_at_once(admission: Admission) -> Failure | None:
+    """Why nothing at all is taken: the session is finished, or the base model is not served."""
     session, model = admission.target.session, admission.target.model
     if session.finished_at is not None:
         return Failure(f"session {session.session_id} is finished; start a new ServiceClient", "user")

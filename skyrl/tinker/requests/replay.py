@@ -32,8 +32,9 @@ from skyrl.tinker.database.tables import ModelRow
 from skyrl.tinker.errors import MalformedBody
 from skyrl.tinker.identity.callers import EVERYBODY
 from skyrl.tinker.operations.admission import Accepted, Admission, Target
-from skyrl.tinker.operations.submission import accept, not_served, rejected
+from skyrl.tinker.operations.submission import Refused, accept, not_served, rejected
 from skyrl.tinker.operations.table import OPERATIONS
+from skyrl.tinker.results import Failure
 from skyrl.tinker.wire.parsing import Body, Limits
 from skyrl.types import ErrorCategory, SaveOutput
 from skyrl.utils.atomic_folders import inspect_folder
@@ -268,8 +269,12 @@ async def _accept_again(service: Service, history: History, request: LoggedReque
         with service.blame.decoding(model.model_id, request.request_id):
             parse = partial(operation.parse, body, ANY_SIZE)
             parsed = await service.bodies.work(model.tenant, len(body.data), parse)
-            return await accept(operation, admission, parsed)
+            answer = await accept(operation, admission, parsed)
     except (RequestError, MalformedBody) as error:
-        if request.is_done:
-            raise Unrevivable(f"request {request.request_id} is refused now: {error}") from error
-        return rejected(admission, str(error), is_pass=OPERATIONS[request.kind].encode is not None)
+        answer = Refused(Failure(str(error), "user"), keeps_place=True)
+    if isinstance(answer, Accepted):
+        return answer
+    error = answer.failure.error
+    if request.is_done:
+        raise Unrevivable(f"request {request.request_id} is refused now: {error}")
+    return rejected(admission, error, is_pass=operation.encode is not None)

@@ -14,7 +14,6 @@ from functools import partial
 import numpy as np
 
 from skyrl.backends.operations import Sample
-from skyrl.errors import RequestError
 from skyrl.tinker.context import Service
 from skyrl.tinker.database.sample_counts import SampleCounts
 from skyrl.tinker.identity import ids
@@ -22,7 +21,7 @@ from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import client_of
 from skyrl.tinker.operations.admission import Accepted, Admission
 from skyrl.tinker.operations.operation import QueuedOperation
-from skyrl.tinker.operations.submission import accept, admit, refused_at_once
+from skyrl.tinker.operations.submission import Refused, accept, admit
 from skyrl.tinker.processes.messages import Cancel, Enqueue
 from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.requests.unsent import Unsent
@@ -108,13 +107,8 @@ class SampleQueue:
     ) -> str:
         """Queue a sample, or answer it with why not. Returns its request id, or that of an equal one before it."""
         request_id, target = admission.request_id, admission.target
-        refusal: Failure | None = None
-        accepted: Accepted | None = None
-        try:
-            accepted = await accept(operation, admission, parsed)
-        except RequestError as error:
-            refusal = Failure(str(error), "user")
-        refusal = refused_at_once(admission) or refusal
+        accepted = await accept(operation, admission, parsed)
+        refusal = accepted.failure if isinstance(accepted, Refused) else None
         if (error := self._service.blame.verdict(request_id)) is not None:
             refusal = Failure(error, "server")
         await self._counts.reach(key)
@@ -122,8 +116,8 @@ class SampleQueue:
         if (earlier := self._futures.sample_with(key)) is not None:
             return earlier
         waiting = None
-        if refusal is None and accepted is not None:
-            assert isinstance(accepted.operation, Sample)
+        if refusal is None:
+            assert isinstance(accepted, Accepted) and isinstance(accepted.operation, Sample)
             waiting = _Waiting(operation, accepted.operation, _size(body, accepted.operation), admission.caller.sharer)
             self._number.check(waiting.sharer, 1, MAX_PENDING_SAMPLES)
             self._bytes.check(waiting.sharer, waiting.bytes, MAX_PENDING_BYTES)

@@ -18,7 +18,7 @@ from skyrl.tinker.database.retrying_writer import Persistent
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.operations.admission import Accepted, Admission
 from skyrl.tinker.operations.operation import QueuedOperation
-from skyrl.tinker.operations.submission import accept, admit, refused_at_once, rejected
+from skyrl.tinker.operations.submission import Refused, accept, admit, rejected
 from skyrl.tinker.operations.table import OPERATIONS
 from skyrl.tinker.processes.messages import Stored
 from skyrl.tinker.requests.engine_models import Residents, is_pass
@@ -77,10 +77,14 @@ class TrainingQueue:
         aside = self._aside(admission, size)
         try:
             with self._pending.quota.reserved(caller.sharer, size, MAX_PENDING_BYTES, aside):
-                accepted, refusal = await self._accept(operation, admission, parsed)
+                accepted = await accept(operation, admission, parsed)
         except Busy:
             self.residents.turned_away(admission.target.model_id)
             raise
+        refusal: Failure | None = None
+        if isinstance(accepted, Refused):
+            refusal = None if accepted.keeps_place else accepted.failure
+            accepted = rejected(admission, accepted.failure.error, parsed.is_pass)
         body = _without_key(operation, body, parsed)
         entry = request_log.Entry(
             request_id=admission.request_id,
@@ -143,19 +147,6 @@ class TrainingQueue:
 
     def _held_bytes(self, sharer: str) -> int:
         return sum(owed.bytes for owed in self._pending.held(sharer))
-
-    async def _accept(
-        self, operation: QueuedOperation, admission: Admission, parsed: Parsed
-    ) -> tuple[Accepted, Failure | None]:
-        """(work for the engine, why there is none)."""
-        refusal: Failure | None = None
-        try:
-            accepted = await accept(operation, admission, parsed)
-        except RequestError as error:
-            accepted = rejected(admission, str(error), parsed.is_pass)
-            if admission.target.creates:  # its model will never be, so there is no order to keep
-                refusal = Failure(str(error), "user")
-        return accepted, refused_at_once(admission) or refusal
 
     async def _log_and_send(
         self, owed: Owed, accepted: Accepted, refusal: Failure | None, entry: request_log.Entry
