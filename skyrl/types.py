@@ -133,8 +133,8 @@ class GeneratedSequence:
 
 
 @dataclass(frozen=True)
-class Cells:
-    """A matrix by the cells that somebody named: all, row by row, or those that a CSR layout lists."""
+class TokenMatrix:
+    """Token ids, or a number of each token, by row: dense, or the cells that a CSR layout lists."""
 
     values: np.ndarray
     """`[cells]`, in the order of the layout."""
@@ -161,7 +161,7 @@ class SampleOutput:
     topk_prompt_logprobs: TokenTable | None = None
     """`[prompt, k]`, most likely first. Rows that are not scored, row 0 among them, are (0, -99999.0)."""
     prompt_cache_hit_tokens: int = 0
-    target_prompt_logprobs: Cells | None = None
+    target_prompt_logprobs: TokenMatrix | None = None
     """float32, in the layout of the request; 0.0 where it named no token."""
     prompt_alt_tokens: TokenTable | None = None
     """`[prompt - 1, k]`: row i holds draws from the distribution over prompt token i + 1."""

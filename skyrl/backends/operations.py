@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from skyrl.algorithms.objective import Objective
-from skyrl.types import AdamParams, Cells, Datum, GradientEffect, LoraConfig, Result, SamplingParams
+from skyrl.types import AdamParams, Datum, GradientEffect, LoraConfig, Result, SamplingParams, TokenMatrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ class Sample(Operation):
     topk_prompt_logprobs: int = 0
     prompt_logprobs_last_n: int | None = None
     """How many of the prompt's last tokens the two options above are about; None: all."""
-    target_prompt_logprobs: Cells | None = None
+    target_prompt_logprobs: TokenMatrix | None = None
     """int32 token ids `[prompt - 1, K]` to score, row i at prompt position i + 1; -1 scores nothing."""
     prompt_alt_tokens_k: int = 0
     """Draws at the request's temperature, without its filters, for every prompt position after the first."""

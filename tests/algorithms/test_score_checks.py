@@ -5,7 +5,7 @@ import pytest
 
 from skyrl.algorithms.checks.scores import MAX_TARGET_CELLS, check_scores
 from skyrl.errors import RequestError
-from skyrl.types import Cells
+from skyrl.types import TokenMatrix
 
 VOCAB, PROMPT = 100, 5
 
@@ -14,9 +14,9 @@ def check(prompt: int = PROMPT, num_samples: int = 1, max_tokens: int = 4, vocab
     check_scores(prompt, num_samples, max_tokens, vocab_size=vocab, **options)
 
 
-def dense(ids) -> Cells:
+def dense(ids) -> TokenMatrix:
     ids = np.asarray(ids, np.int32)
-    return Cells(ids.ravel(), ids.shape)
+    return TokenMatrix(ids.ravel(), ids.shape)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def dense(ids) -> Cells:
         {"prompt_logprobs": True, "prompt_logprobs_last_n": PROMPT - 1},
         {"target_prompt_logprobs": dense([[-1, 0], [99, -1], [-1, -1], [5, 5]])},
         {
-            "target_prompt_logprobs": Cells(
+            "target_prompt_logprobs": TokenMatrix(
                 np.array([3], np.int32), (4, 10**12), np.array([0, 0, 1, 1, 1]), np.array([9])
             )
         },

@@ -7,7 +7,7 @@ import torch
 from sampling_rig import Rig, output, prompt_of, request, run, same, sequence
 
 import oracle
-from skyrl.types import Cells
+from skyrl.types import TokenMatrix
 
 pytestmark = pytest.mark.gpu
 
@@ -198,9 +198,9 @@ def any_request(draws: np.random.Generator):
     )
 
 
-def _targets(draws: np.random.Generator, length: int) -> Cells | None:
+def _targets(draws: np.random.Generator, length: int) -> TokenMatrix | None:
     shape = length - 1, int(draws.choice([1, 3, 70, 600]))
-    return Cells(draws.integers(-1, 1500, shape[0] * shape[1]).astype(np.int32), shape) if length > 1 else None
+    return TokenMatrix(draws.integers(-1, 1500, shape[0] * shape[1]).astype(np.int32), shape) if length > 1 else None
 
 
 @pytest.mark.parametrize("requests", [100, pytest.param(500, marks=pytest.mark.slow)])

@@ -7,7 +7,7 @@ from sampling_rig import Rig, output, prompt_of, request, run, same
 
 import oracle
 from skyrl.backends.jax.sampling.programs import SCORED_AT_ONCE, TARGET_WIDTHS
-from skyrl.types import Cells
+from skyrl.types import TokenMatrix
 
 LENGTH = 75
 """Three blocks of scores, the last not full."""
@@ -33,15 +33,15 @@ def expected(tiny_model) -> np.ndarray:
     return torch.log_softmax(rows.double(), -1).detach().numpy()
 
 
-def dense(ids: np.ndarray) -> Cells:
-    return Cells(ids.ravel().astype(np.int32), ids.shape)
+def dense(ids: np.ndarray) -> TokenMatrix:
+    return TokenMatrix(ids.ravel().astype(np.int32), ids.shape)
 
 
-def csr(ids: np.ndarray) -> Cells:
+def csr(ids: np.ndarray) -> TokenMatrix:
     """Only the cells that name a token."""
     rows, columns = np.nonzero(ids >= 0)
     crow = np.concatenate([[0], np.bincount(rows, minlength=len(ids)).cumsum()])
-    return Cells(ids[rows, columns].astype(np.int32), ids.shape, crow, columns)
+    return TokenMatrix(ids[rows, columns].astype(np.int32), ids.shape, crow, columns)
 
 
 def sparse_ids(columns: int, share: float, seed: int = 0) -> np.ndarray:
@@ -92,7 +92,7 @@ def test_target_prompt_logprobs_are_hugging_faces_and_zero_where_nothing_is_name
 
 def test_a_csr_cell_may_name_nothing(rig):
     ids = np.array([4, -1], np.int32)
-    targets = Cells(ids, (2, 5), np.array([0, 0, 2]), np.array([1, 3]))
+    targets = TokenMatrix(ids, (2, 5), np.array([0, 0, 2]), np.array([1, 3]))
     scores = output(rig.sampler, [1, 2, 3], targets=targets, max_tokens=1).target_prompt_logprobs
     assert scores.values[0] < 0 and scores.values[1] == 0
 

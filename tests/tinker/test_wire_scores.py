@@ -11,7 +11,7 @@ from tinker.proto import response_conv
 from skyrl.errors import RequestError
 from skyrl.tinker.wire import codec, legacy_json
 from skyrl.tinker.wire.schemas import TensorData
-from skyrl.types import Cells, GeneratedSequence, SampleOutput
+from skyrl.types import GeneratedSequence, SampleOutput, TokenMatrix
 
 IDS = torch.tensor([[-1, 7, -1, -1, -1], [-1, -1, -1, -1, -1], [2, -1, -1, 0, -1]])
 
@@ -40,11 +40,11 @@ def decoded(result: SampleOutput) -> tinker.SampleResponse:
 )
 def test_targets_of_the_sdk_are_read_and_their_logprobs_come_back_in_the_same_layout(encode):
     request = encode(IDS)
-    cells = codec.target_cells(sent(request))
+    cells = codec.target_matrix(sent(request))
     assert cells.values.dtype == np.int32
     logprobs = np.where(cells.values < 0, 0, -cells.values).astype(np.float32)
     answer = decoded(
-        output(target_prompt_logprobs=Cells(logprobs, cells.shape, cells.crow_indices, cells.col_indices))
+        output(target_prompt_logprobs=TokenMatrix(logprobs, cells.shape, cells.crow_indices, cells.col_indices))
     ).target_prompt_logprobs
     assert (answer.sparse_crow_indices, answer.shape) == (request.sparse_crow_indices, request.shape)
     np.testing.assert_array_equal(answer.to_numpy(), np.where(IDS.numpy() < 0, 0, -IDS.numpy()))
@@ -75,9 +75,9 @@ def test_samples_without_scores_have_none():
 
 
 def test_scores_are_in_json_too():
-    cells = codec.target_cells(sent(tinker.TensorData.from_torch_sparse(IDS, -1)))
+    cells = codec.target_matrix(sent(tinker.TensorData.from_torch_sparse(IDS, -1)))
     drawn = (np.array([[1, 2]], np.int32), np.array([[-1.0, -2.0]], np.float32))
-    targets = Cells(np.array([-1.0, -2.0, -3.0], np.float32), cells.shape, cells.crow_indices, cells.col_indices)
+    targets = TokenMatrix(np.array([-1.0, -2.0, -3.0], np.float32), cells.shape, cells.crow_indices, cells.col_indices)
     encoded = codec.encode_sample(output(target_prompt_logprobs=targets, prompt_alt_tokens=drawn))
     value = json.loads(b"".join(legacy_json.as_json("sample-1", encoded)))
     assert value["sequences"][0]["topk_logprobs"] == [[[3, -0.5], [4, -1.5]], [[5, -0.25], [6, -2.0]]]
@@ -132,11 +132,11 @@ MALFORMED = {
 def test_malformed_targets_are_refused_by_name(case):
     value, message = MALFORMED[case]
     with pytest.raises(RequestError, match="target_prompt_logprobs: .*" + message):
-        codec.target_cells(TensorData.model_validate(value))
+        codec.target_matrix(TensorData.model_validate(value))
 
 
 def test_cells_of_one_row_may_come_in_any_order():
-    cells = codec.target_cells(
+    cells = codec.target_matrix(
         TensorData.model_validate(CSR | {"sparse_crow_indices": [0, 2, 2], "sparse_col_indices": [2, 0]})
     )
     assert cells.rows.tolist() == [0, 0]

@@ -4,7 +4,7 @@ import numpy as np
 
 from skyrl.algorithms.checks.requests import MAX_TOPK_PROMPT_LOGPROBS
 from skyrl.errors import RequestError
-from skyrl.types import Cells
+from skyrl.types import TokenMatrix
 
 MAX_TOPK_SAMPLE_LOGPROBS = MAX_TOPK_PROMPT_LOGPROBS
 """Most alternatives per generated token that a sample may ask for."""
@@ -27,7 +27,7 @@ def check_scores(
     topk_sample_logprobs: int = 0,
     prompt_logprobs: bool = False,
     prompt_logprobs_last_n: int | None = None,
-    target_prompt_logprobs: Cells | None = None,
+    target_prompt_logprobs: TokenMatrix | None = None,
     prompt_alt_tokens_k: int = 0,
     vocab_size: int,
 ) -> None:
@@ -62,7 +62,7 @@ def _check_count(field: str, value: int, most: int) -> None:
         raise RequestError(f"{field}={value}: must be between 0 (off) and {most}")
 
 
-def _check_targets(targets: Cells, prompt_length: int, vocab_size: int) -> None:
+def _check_targets(targets: TokenMatrix, prompt_length: int, vocab_size: int) -> None:
     field = "target_prompt_logprobs"
     rows, columns = targets.shape
     if rows != prompt_length - 1:

@@ -18,7 +18,7 @@ from skyrl.tinker.operations.admission import Accepted, Admission
 from skyrl.tinker.operations.operation import operation, refuse_unserved
 from skyrl.tinker.wire import codec, json_numbers, schemas
 from skyrl.tinker.wire.parsing import Body, Limits, Parsed, SamplerAddress, describe_faults, json_object, read_address
-from skyrl.types import Cells
+from skyrl.types import TokenMatrix
 
 LARGE_PROMPTS = 64 * 2**20
 
@@ -29,7 +29,7 @@ class SampleInput:
 
     request: schemas.SampleRequest
     prompt: np.ndarray
-    targets: Cells | None
+    targets: TokenMatrix | None
 
 
 def _parse_sample(body: Body, limits: Limits) -> Parsed:
@@ -38,7 +38,7 @@ def _parse_sample(body: Body, limits: Limits) -> Parsed:
     try:
         request = schemas.SampleRequest.model_validate(value)
         targets = request.target_prompt_logprobs
-        cells = None if targets is None else codec.target_cells(targets)
+        cells = None if targets is None else codec.target_matrix(targets)
         return Parsed(address, SampleInput(request, codec.prompt_tokens(request.prompt), cells))
     except ValidationError as error:
         return Parsed(address, None, describe_faults(error))

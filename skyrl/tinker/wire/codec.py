@@ -30,7 +30,7 @@ from skyrl.tinker.wire.protobuf_writer import Part, array, joined
 from skyrl.tinker.wire.protobuf_writer import field as field_of
 from skyrl.tinker.wire.schemas import ForwardBackwardRequest, ForwardRequest, ModelInput, PassInput, TensorData
 from skyrl.tinker.wire.tensors import Budget, check_dimensions, dense, densified, float32s, from_bytes, int64s, sparse
-from skyrl.types import Cells, Datum, ForwardBackwardOutput, SampleOutput, TokenTable
+from skyrl.types import Datum, ForwardBackwardOutput, SampleOutput, TokenMatrix, TokenTable
 
 PROTOBUF = "application/x-protobuf"
 """Media type of the binary requests and results."""
@@ -115,7 +115,7 @@ def prompt_tokens(model_input: ModelInput) -> np.ndarray:
     return tokens.astype(np.int32)
 
 
-def target_cells(tensor: TensorData) -> Cells:
+def target_matrix(tensor: TensorData) -> TokenMatrix:
     """The token ids of `target_prompt_logprobs`, int32, in their layout. Raises `RequestError`."""
     name = "target_prompt_logprobs"
     if tensor.dtype != "int64":
@@ -130,7 +130,7 @@ def target_cells(tensor: TensorData) -> Cells:
     if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
         if min(shape) < 0 or shape[0] * shape[1] != values.size:
             raise RequestError(f"{name}: shape={shape} does not fit {values.size} values; send the shape of the data")
-        return Cells(values, (shape[0], shape[1]))
+        return TokenMatrix(values, (shape[0], shape[1]))
     return sparse(name, values, *_json_indices(name, tensor), shape)
 
 
@@ -409,11 +409,11 @@ def _topk_json(table: TokenTable) -> Iterator[list[tuple[int, float]] | None]:
         yield None if not row or row[0][1] == EMPTY_CELL else row
 
 
-def _all_cells(matrix: np.ndarray) -> Cells:
-    return Cells(matrix.ravel(), (matrix.shape[0], matrix.shape[1]))
+def _all_cells(matrix: np.ndarray) -> TokenMatrix:
+    return TokenMatrix(matrix.ravel(), (matrix.shape[0], matrix.shape[1]))
 
 
-def _fill_cells(message: pb.Tensor, cells: Cells) -> None:
+def _fill_cells(message: pb.Tensor, cells: TokenMatrix) -> None:
     dtype = cells.values.dtype.newbyteorder("<")
     message.dtype = DTYPE_NUMBERS[dtype]
     message.shape.extend(cells.shape)
@@ -425,7 +425,7 @@ def _fill_cells(message: pb.Tensor, cells: Cells) -> None:
     message.sparse_csr.col_indices = _bytes(cells.col_indices, "<i8")
 
 
-def _cells_json(cells: Cells) -> dict[str, Any]:
+def _cells_json(cells: TokenMatrix) -> dict[str, Any]:
     value = {"data": cells.values, "dtype": cells.values.dtype.name, "shape": list(cells.shape)}
     if cells.crow_indices is None or cells.col_indices is None:
         return value

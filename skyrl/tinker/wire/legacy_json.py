@@ -12,7 +12,7 @@ from skyrl.tinker.identity.ids import is_sample
 from skyrl.tinker.wire import strict_json
 from skyrl.tinker.wire.codec import DTYPES, forward_backward_json, sample_json
 from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
-from skyrl.types import Cells, ForwardBackwardOutput, GeneratedSequence, SampleOutput, TokenTable
+from skyrl.types import ForwardBackwardOutput, GeneratedSequence, SampleOutput, TokenMatrix, TokenTable
 
 
 def as_json(request_id: str, result: bytes) -> Iterator[bytes]:
@@ -68,10 +68,10 @@ def _alternatives(drawn: pb.PromptAltTokens) -> TokenTable:
     return tokens.values.reshape(tokens.shape), logprobs.values.reshape(logprobs.shape)
 
 
-def _cells(tensor: pb.Tensor) -> Cells:
+def _cells(tensor: pb.Tensor) -> TokenMatrix:
     dtype, shape = DTYPES[tensor.dtype], (tensor.shape[0], tensor.shape[1])
     if tensor.WhichOneof("encoding") == "dense":
-        return Cells(np.frombuffer(tensor.dense, dtype), shape)
+        return TokenMatrix(np.frombuffer(tensor.dense, dtype), shape)
     csr = tensor.sparse_csr
     indices = np.frombuffer(csr.crow_indices, "<i8"), np.frombuffer(csr.col_indices, "<i8")
-    return Cells(np.frombuffer(csr.values, dtype), shape, *indices)
+    return TokenMatrix(np.frombuffer(csr.values, dtype), shape, *indices)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from skyrl.errors import RequestError
-from skyrl.types import Cells
+from skyrl.types import TokenMatrix
 
 
 class Budget:
@@ -72,7 +72,7 @@ def densified(
     return result.reshape(shape)
 
 
-def sparse(name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list[int]) -> Cells:
+def sparse(name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list[int]) -> TokenMatrix:
     """A CSR matrix as it is, with indices that make sense.
 
     `rows` (crow_indices) are offsets into values and columns; row i has those from rows[i] to rows[i + 1].
@@ -88,7 +88,7 @@ def sparse(name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray,
         raise RequestError(
             f"{name}: col_indices do not place {values.size} values in {shape[1]} columns; send one each"
         )
-    matrix = Cells(values, (shape[0], shape[1]), rows, columns)
+    matrix = TokenMatrix(values, (shape[0], shape[1]), rows, columns)
     order = np.lexsort((columns, matrix.rows))
     same = (np.diff(matrix.rows[order]) == 0) & (np.diff(columns[order]) == 0)
     if same.any():

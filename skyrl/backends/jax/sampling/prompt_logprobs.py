@@ -19,7 +19,7 @@ from skyrl.backends.jax.sampling.programs import (
 )
 from skyrl.backends.operations import Sample
 from skyrl.tx.layers.adapter import Adapter
-from skyrl.types import Cells, TokenTable
+from skyrl.types import TokenMatrix, TokenTable
 
 NO_LOGPROB = -99999.0
 """Stands for the alternatives of a prompt token that is not scored, such as the first, which has no distribution."""
@@ -50,7 +50,7 @@ class PromptScores:
         self._targets = None if targets is None else _Targets(targets)
 
     @property
-    def target_prompt_logprobs(self) -> Cells | None:
+    def target_prompt_logprobs(self) -> TokenMatrix | None:
         return self._targets.logprobs if self._targets else None
 
     @property
@@ -105,12 +105,12 @@ class PromptScores:
 class _Targets:
     """The cells of a request's `target_prompt_logprobs` that name a token, by row."""
 
-    def __init__(self, targets: Cells):
+    def __init__(self, targets: TokenMatrix):
         self._ids = targets.values
         self._wanted = np.flatnonzero(targets.values >= 0)
         self._rows = targets.rows[self._wanted]
         logprobs = np.zeros(targets.values.shape, np.float32)
-        self.logprobs = Cells(logprobs, targets.shape, targets.crow_indices, targets.col_indices)
+        self.logprobs = TokenMatrix(logprobs, targets.shape, targets.crow_indices, targets.col_indices)
 
     @property
     def first_row(self) -> int:
