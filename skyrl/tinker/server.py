@@ -160,9 +160,9 @@ class TinkerServer:
             await self._store_activity()
 
     async def _write_activity(self) -> None:
-        news = self.service.activity.news()
-        await self.service.database.write(partial(last_seen.store, last_seen=news))
-        self.service.activity.stored(news)
+        unsaved = self.service.activity.unsaved()
+        await self.service.database.write(partial(last_seen.store, last_seen=unsaved))
+        self.service.activity.stored(unsaved)
 
     async def _store_activity(self) -> None:
         try:

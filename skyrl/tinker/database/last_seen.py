@@ -38,13 +38,13 @@ class Activity:
         silent_s = time.time() - self._last_seen.get(session_id, self._started)
         return 0 <= timeout_s <= silent_s
 
-    def news(self) -> dict[str, float]:
+    def unsaved(self) -> dict[str, float]:
         """When sessions were last heard of, where that is not stored yet."""
         return dict(self._news)
 
-    def stored(self, news: Mapping[str, float]) -> None:
-        """This much of the news is in the database."""
-        for session_id, seen in news.items():
+    def stored(self, unsaved: Mapping[str, float]) -> None:
+        """This much is in the database now."""
+        for session_id, seen in unsaved.items():
             if self._news.get(session_id) == seen:
                 del self._news[session_id]
 
