@@ -17,7 +17,7 @@ from skyrl.tinker.database import last_seen
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.fence import Superseded
 from skyrl.tinker.database.request_log import try_lost_models_again
-from skyrl.tinker.database.retrying_writer import FIRST_PAUSE_S, LONGEST_PAUSE_S, PASSING, Persistent
+from skyrl.tinker.database.retrying_writer import FIRST_PAUSE_S, LONGEST_PAUSE_S, PASSING, RetryingWriter
 from skyrl.tinker.database.sample_counts import first_cursor
 from skyrl.tinker.database.settings import server_secret
 from skyrl.tinker.errors import DatabaseFull
@@ -49,7 +49,7 @@ class TinkerServer:
         self.started = False
         """Whether there is something to stop."""
         self._stopping = threading.Event()
-        self._patient: Persistent | None = None
+        self._patient: RetryingWriter | None = None
         """Asks the database for what the start needs."""
 
     async def start(self, again: bool = False) -> None:
@@ -66,7 +66,7 @@ class TinkerServer:
         loop = asyncio.get_running_loop()
         database.fence.on_superseded = lambda message: loop.call_soon_threadsafe(self._superseded, message)
         self.service = Service(self.config, database, self.loop_time)
-        self._patient = Persistent(database, DatabaseFull)
+        self._patient = RetryingWriter(database, DatabaseFull)
         self.service.keys = Keys(
             self.config.api_keys, Signer(await self._patient.write(server_secret, "the server's secret"))
         )

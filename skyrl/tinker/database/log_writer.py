@@ -18,7 +18,7 @@ from skyrl.errors import UnknownName
 from skyrl.tinker.database import request_log
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.request_log import Entry, Logged
-from skyrl.tinker.database.retrying_writer import Persistent
+from skyrl.tinker.database.retrying_writer import RetryingWriter
 from skyrl.tinker.results import Failure
 from skyrl.tinker.wire.decode_pool import LARGE_BYTES, Bodies
 
@@ -32,7 +32,7 @@ class LogWriter:
     """Appends to the log. All methods are called on the event loop."""
 
     def __init__(self, database: Database, bodies: Bodies):
-        self._writer = Persistent(database)
+        self._writer = RetryingWriter(database)
         self._bodies = bodies
 
     async def append(self, entry: Entry, refusal: Failure | None, on_log: Callable[[Session], None]) -> Logged:

@@ -27,7 +27,7 @@ class Stopped(Exception):
     """The database has not answered, and the server is to stop. What was to be stored may or may not be."""
 
 
-class Persistent:
+class RetryingWriter:
     """Reads from and writes to a database that may be away. All methods are called on the event loop.
 
     Args:

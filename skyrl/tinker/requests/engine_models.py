@@ -28,7 +28,7 @@ from skyrl.backends.operations import (
 )
 from skyrl.tinker.context import Service
 from skyrl.tinker.database.request_log import LOST_ADVICE
-from skyrl.tinker.database.retrying_writer import Persistent
+from skyrl.tinker.database.retrying_writer import RetryingWriter
 from skyrl.tinker.identity.ids import session_of_model
 from skyrl.tinker.processes.messages import Enqueue, Park, Revive, TurnedAway
 from skyrl.tinker.requests.outcomes import Outcomes
@@ -70,7 +70,7 @@ class Residents:
         self._proving = -1
         """The engine for which bodies that servers have ended of are decoded, one by one and before all others."""
         self._places = asyncio.Semaphore(AT_A_TIME)
-        self._database = Persistent(service.database, OSError)
+        self._database = RetryingWriter(service.database, OSError)
         self._tasks = Tasks()
 
     def deliver(self, owed: Owed) -> None:

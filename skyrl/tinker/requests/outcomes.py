@@ -24,7 +24,7 @@ from skyrl.tinker.database import replay_log, request_log
 from skyrl.tinker.database.checkpoint_rows import Obsolete
 from skyrl.tinker.database.database import Job
 from skyrl.tinker.database.request_log import Forgotten
-from skyrl.tinker.database.retrying_writer import Persistent, Stopped
+from skyrl.tinker.database.retrying_writer import RetryingWriter, Stopped
 from skyrl.tinker.database.tables import DONE, ModelRow
 from skyrl.tinker.errors import DatabaseFull
 from skyrl.tinker.identity.ids import model_of_version
@@ -59,8 +59,8 @@ class Outcomes:
         self._pending = pending
         self._reads = reads
         self._lines = Lines()
-        self._writer = Persistent(service.database, DatabaseFull)
-        self._last_writer = Persistent(service.database, Exception)
+        self._writer = RetryingWriter(service.database, DatabaseFull)
+        self._last_writer = RetryingWriter(service.database, Exception)
         self._dropped: set[str] = set()
         """Models of which something could not be stored any more, and so nothing that came after it is."""
 

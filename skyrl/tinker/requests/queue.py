@@ -10,7 +10,7 @@ from skyrl.tinker.context import Service
 from skyrl.tinker.database import request_log
 from skyrl.tinker.database.checkpoint_rows import Obsolete
 from skyrl.tinker.database.request_log import Forgotten, Unread
-from skyrl.tinker.database.retrying_writer import Persistent
+from skyrl.tinker.database.retrying_writer import RetryingWriter
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import is_sample
 from skyrl.tinker.requests.futures import Futures
@@ -44,7 +44,7 @@ class RequestQueue:
         self.samples = SampleQueue(service, self.futures, self._versions)
         self.training = TrainingQueue(service, self.futures, self.samples.reads, self._versions)
 
-    async def restore(self, database: Persistent) -> None:
+    async def restore(self, database: RetryingWriter) -> None:
         """Take over what an earlier server left. Before the engine is started."""
         await self.training.restore(database)
 

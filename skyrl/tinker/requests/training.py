@@ -14,7 +14,7 @@ from skyrl.errors import RequestError
 from skyrl.tinker.context import Service
 from skyrl.tinker.database import replay_log, request_log
 from skyrl.tinker.database.log_writer import LogWriter
-from skyrl.tinker.database.retrying_writer import Persistent
+from skyrl.tinker.database.retrying_writer import RetryingWriter
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.operations.admission import Accepted, Admission
 from skyrl.tinker.operations.operation import QueuedOperation
@@ -215,7 +215,7 @@ class TrainingQueue:
 
     # -- the beginning and the end ------------------------------------------------------------------------------------
 
-    async def restore(self, database: Persistent) -> None:
+    async def restore(self, database: RetryingWriter) -> None:
         """Take over what an earlier server left. Before the engine is started."""
         self._versions.restore(await database.read(replay_log.unwritten_versions, "unwritten versions"))
         for request in await database.read(request_log.pending, "pending requests"):
