@@ -22,7 +22,7 @@ from skyrl.tinker.processes.blame import Blame
 from skyrl.tinker.processes.messages import FromEngine, ToEngine
 from skyrl.tinker.redaction import Redaction
 from skyrl.tinker.wire.body_room import BodyRoom
-from skyrl.tinker.wire.decode_pool import Bodies
+from skyrl.tinker.wire.decode_pool import DecodePool
 from skyrl.tinker.wire.loop_time import LoopTime
 from skyrl.types import BackendInfo
 
@@ -84,9 +84,9 @@ class Service:
         self.activity = Activity()
         self.version_use = VersionUse()
         self.wrong_keys = WrongKeys()
-        self.bodies = Bodies(on_taken=loop_time.charge)
-        self.listings = Listings(database, self.bodies)
-        self.answers = Answers(database, self.bodies)
+        self.decode_pool = DecodePool(on_taken=loop_time.charge)
+        self.listings = Listings(database, self.decode_pool)
+        self.answers = Answers(database, self.decode_pool)
         self.body_room = BodyRoom()
         self.redact = Redaction(config)
         self.database_probe: asyncio.Task[bool] | None = None

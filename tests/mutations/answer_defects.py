@@ -10,7 +10,7 @@ ANSWER_DEFECTS = [
     Defect(
         "R2a",
         "large answers are read in the order in which they were asked for",
-        [Edit(ANSWERS, "self._turns.work(sharer, max", 'self._turns.work("", max')],
+        [Edit(ANSWERS, "self._decode_pool.run(sharer, max", 'self._decode_pool.run("", max')],
         [f"{TESTS}test_the_answer_of_another_is_read_among_a_flood_of_one"],
     ),
     Defect(

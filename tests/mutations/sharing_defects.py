@@ -44,7 +44,7 @@ SHARING_DEFECTS = [
         [
             Edit(
                 LISTINGS,
-                "await self._turns.work(caller.sharer, LARGE_BYTES + 1, read)",
+                "await self._decode_pool.run(caller.sharer, LARGE_BYTES + 1, read)",
                 "await self._database.read(lambda _: read())",
             )
         ],

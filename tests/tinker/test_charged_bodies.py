@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from skyrl.tinker.wire import codec
-from skyrl.tinker.wire.decode_pool import THREADS_FOR_BODIES, Bodies
+from skyrl.tinker.wire.decode_pool import THREADS_FOR_BODIES, DecodePool
 from skyrl.tinker.wire.protobuf_scan import MAX_PARTS
 from tests.tinker.harness import PROTOBUF, pass_request
 from tests.tinker.in_process import InProcessServer
@@ -38,14 +38,14 @@ def test_bodies_of_another_get_in_among_bombs():
             codec.decode_forward_backward(body, PROTOBUF, "zstd", 256 * MIB)
 
     async def run() -> None:
-        bodies = Bodies()
+        pool = DecodePool()
         flood = [
-            asyncio.ensure_future(bodies.work("a", len(sent), partial(work, "bomb", sent), 256 * MIB))
+            asyncio.ensure_future(pool.run("a", len(sent), partial(work, "bomb", sent), 256 * MIB))
             for _ in range(FLOOD)
         ]
         await asyncio.sleep(0)
         for _ in range(4):
-            await bodies.work("b", len(honest), partial(work, "honest", honest))
+            await pool.run("b", len(honest), partial(work, "honest", honest))
         for waiting in flood:
             waiting.cancel()
         await asyncio.gather(*flood, return_exceptions=True)
@@ -107,8 +107,8 @@ def test_json_of_an_address_waits_behind_its_own_only(tmp_path, path):
         answered.append(sender)
 
     async def run(server: InProcessServer) -> None:
-        bodies, go_on = server.app.state.server.service.bodies, threading.Event()
-        held = [asyncio.ensure_future(bodies.work("nobody", MIB, go_on.wait)) for _ in range(THREADS_FOR_BODIES)]
+        pool, go_on = server.app.state.server.service.decode_pool, threading.Event()
+        held = [asyncio.ensure_future(pool.run("nobody", MIB, go_on.wait)) for _ in range(THREADS_FOR_BODIES)]
         flood = [asyncio.ensure_future(post(server, "10.0.0.1")) for _ in range(20)]
         await asyncio.sleep(0.2)
         flood.append(asyncio.ensure_future(post(server, "10.0.0.2")))

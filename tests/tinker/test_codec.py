@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from skyrl.tinker.wire.decode_pool import LARGE_BYTES, THREADS_FOR_BODIES, Bodies, encoded
+from skyrl.tinker.wire.decode_pool import LARGE_BYTES, THREADS_FOR_BODIES, DecodePool, encoded
 
 LARGE = LARGE_BYTES + 1
 
@@ -25,10 +25,10 @@ class Work:
         return self._name
 
 
-async def flooded(bodies: Bodies, begun: list[str], number: int = 20) -> tuple[list[Work], list[asyncio.Task[str]]]:
+async def flooded(pool: DecodePool, begun: list[str], number: int = 20) -> tuple[list[Work], list[asyncio.Task[str]]]:
     """A flood of a, the first of which fill all threads. Returns those, and all tasks."""
     works = [Work(begun, "a", held=index < THREADS_FOR_BODIES) for index in range(number)]
-    tasks = [asyncio.ensure_future(bodies.work("a", LARGE, work)) for work in works]
+    tasks = [asyncio.ensure_future(pool.run("a", LARGE, work)) for work in works]
     while len(begun) < THREADS_FOR_BODIES:
         await asyncio.sleep(0)
     return works[:THREADS_FOR_BODIES], tasks
@@ -41,9 +41,9 @@ def let_go(works: list[Work]) -> None:
 
 def test_a_flood_of_one_tenant_does_not_delay_the_body_of_another():
     async def run() -> list[str]:
-        bodies, begun = Bodies(), []
-        held, tasks = await flooded(bodies, begun)
-        other = asyncio.ensure_future(bodies.work("b", LARGE, Work(begun, "b")))
+        pool, begun = DecodePool(), []
+        held, tasks = await flooded(pool, begun)
+        other = asyncio.ensure_future(pool.run("b", LARGE, Work(begun, "b")))
         await asyncio.sleep(0)
         let_go(held)
         await asyncio.gather(other, *tasks)
@@ -55,10 +55,10 @@ def test_a_flood_of_one_tenant_does_not_delay_the_body_of_another():
 
 def test_tenants_are_given_the_same_number_of_bytes():
     async def run() -> list[str]:
-        bodies, begun = Bodies(), []
-        held, tasks = await flooded(bodies, begun)
+        pool, begun = DecodePool(), []
+        held, tasks = await flooded(pool, begun)
         for name, size in [("b", LARGE), ("c", 4 * LARGE)]:
-            tasks += [asyncio.ensure_future(bodies.work(name, size, Work(begun, name))) for _ in range(20)]
+            tasks += [asyncio.ensure_future(pool.run(name, size, Work(begun, name))) for _ in range(20)]
         await asyncio.sleep(0)
         let_go(held)
         await asyncio.gather(*tasks)
@@ -71,7 +71,7 @@ def test_tenants_are_given_the_same_number_of_bytes():
 
 def test_a_result_does_not_wait_for_bodies():
     async def run() -> None:
-        held, tasks = await flooded(Bodies(), [])
+        held, tasks = await flooded(DecodePool(), [])
         assert await encoded(LARGE, lambda: "result") == "result"
         let_go(held)
         await asyncio.gather(*tasks)
@@ -82,8 +82,8 @@ def test_a_result_does_not_wait_for_bodies():
 @pytest.mark.parametrize("begun_already", [True, False])
 def test_who_leaves_gives_its_place_to_the_next(begun_already):
     async def run() -> list[str]:
-        bodies, begun = Bodies(), []
-        held, tasks = await flooded(bodies, begun, 10)
+        pool, begun = DecodePool(), []
+        held, tasks = await flooded(pool, begun, 10)
         for task in tasks[:2] if begun_already else tasks[2:9]:
             task.cancel()
         await asyncio.sleep(0)
@@ -96,10 +96,10 @@ def test_who_leaves_gives_its_place_to_the_next(begun_already):
 
 def test_what_fails_lets_the_next_one_go():
     async def run() -> str:
-        bodies = Bodies()
+        pool = DecodePool()
         with pytest.raises(ZeroDivisionError):
-            await asyncio.gather(*(bodies.work("a", LARGE, lambda: 1 // 0) for _ in range(3)))
-        return await bodies.work("a", LARGE, lambda: "done")
+            await asyncio.gather(*(pool.run("a", LARGE, lambda: 1 // 0) for _ in range(3)))
+        return await pool.run("a", LARGE, lambda: "done")
 
     assert asyncio.run(run()) == "done"
 
@@ -109,22 +109,22 @@ def test_what_fails_lets_the_next_one_go():
 )
 def test_few_bytes_are_worked_on_at_once_unless_they_may_become_many(size, at_most, in_a_thread):
     async def run() -> bool:
-        return await Bodies().work("a", size, threading.current_thread, at_most) is not threading.current_thread()
+        return await DecodePool().run("a", size, threading.current_thread, at_most) is not threading.current_thread()
 
     assert asyncio.run(run()) == in_a_thread
 
 
 def test_the_pieces_of_one_take_turns_with_the_work_of_others():
     async def run() -> list[str]:
-        bodies, begun = Bodies(), []
-        held, tasks = await flooded(bodies, begun, THREADS_FOR_BODIES)
+        pool, begun = DecodePool(), []
+        held, tasks = await flooded(pool, begun, THREADS_FOR_BODIES)
 
         async def read() -> list[str]:
             made = (Work(begun, f"piece {number}")() for number in range(5))
-            return [piece async for piece in bodies.pieces("b", LARGE, made)]
+            return [piece async for piece in pool.pieces("b", LARGE, made)]
 
         reader = asyncio.ensure_future(read())
-        tasks += [asyncio.ensure_future(bodies.work("c", 2 * LARGE, Work(begun, "c"))) for _ in range(2)]
+        tasks += [asyncio.ensure_future(pool.run("c", 2 * LARGE, Work(begun, "c"))) for _ in range(2)]
         await asyncio.sleep(0)
         let_go(held)
         assert await reader == [f"piece {number}" for number in range(5)]
@@ -137,13 +137,13 @@ def test_the_pieces_of_one_take_turns_with_the_work_of_others():
 
 def test_a_thread_that_is_left_behind_is_not_given_to_the_next_before_it_has_ended():
     async def run() -> None:
-        bodies, begun = Bodies(), []
-        held, tasks = await flooded(bodies, begun, THREADS_FOR_BODIES)
+        pool, begun = DecodePool(), []
+        held, tasks = await flooded(pool, begun, THREADS_FOR_BODIES)
         for task in tasks:
             task.cancel()
-        other = asyncio.ensure_future(bodies.work("b", LARGE, Work(begun, "b")))
+        other = asyncio.ensure_future(pool.run("b", LARGE, Work(begun, "b")))
         await asyncio.sleep(0.01)
-        before = begun.count("b"), bodies._free
+        before = begun.count("b"), pool._free
         let_go(held)
         assert await other == "b"
         assert before == (0, 0)

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from skyrl.tinker.identity.ids import tenant_of_key
-from skyrl.tinker.wire.decode_pool import LARGE_BYTES, Bodies
+from skyrl.tinker.wire.decode_pool import LARGE_BYTES, DecodePool
 from tests.tinker.harness import LiveServer, wait_until_ready
 
 KEY = "tml-test"
@@ -39,7 +39,7 @@ def test_a_request_is_charged_to_its_key_or_its_address_and_probes_to_nobody(ser
 def test_what_a_body_takes_of_a_thread_is_charged_too():
     async def run() -> dict[str, float]:
         taken: dict[str, float] = {}
-        await Bodies(taken.__setitem__).work("sender", LARGE_BYTES + 1, busy)
+        await DecodePool(taken.__setitem__).run("sender", LARGE_BYTES + 1, busy)
         return taken
 
     def busy() -> None:

@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from skyrl.tinker.database.database import Database, Job
 from skyrl.tinker.results import Answer
 from skyrl.tinker.wire.body_room import BodyRoom
-from skyrl.tinker.wire.decode_pool import LARGE_BYTES, Bodies
+from skyrl.tinker.wire.decode_pool import LARGE_BYTES, DecodePool
 
 PIECE_BYTES = 256 * 2**10
 """Sent at once. What a connection has taken in and its client has not is no more than a few of these."""
@@ -28,13 +28,13 @@ class Answers:
 
     Args:
         database: Of the server.
-        turns: Whose threads they are read in.
+        decode_pool: Whose threads they are read in.
     """
 
-    def __init__(self, database: Database, turns: Bodies):
+    def __init__(self, database: Database, decode_pool: DecodePool):
         self.room = BodyRoom("answers of {} bytes")
         self._database = database
-        self._turns = turns
+        self._decode_pool = decode_pool
         self._reading: dict[tuple[str, str], asyncio.Task[Answer | None]] = {}
         """By who asks and the request."""
         self._held: WeakValueDictionary[str, Answer] = WeakValueDictionary()
@@ -58,7 +58,7 @@ class Answers:
         return await asyncio.shield(reading)  # others may wait for it, too
 
     async def _read(self, sharer: str, request_id: str, size: int, job: Job[Answer | None]) -> Answer | None:
-        answer = await self._turns.work(sharer, max(size, LARGE_BYTES + 1), partial(self._database.read_now, job))
+        answer = await self._decode_pool.run(sharer, max(size, LARGE_BYTES + 1), partial(self._database.read_now, job))
         if answer is not None:
             self._held[request_id] = answer
         return answer

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.identity.callers import Caller
-from skyrl.tinker.wire.decode_pool import LARGE_BYTES, Bodies
+from skyrl.tinker.wire.decode_pool import LARGE_BYTES, DecodePool
 
 
 class Listings:
@@ -16,12 +16,12 @@ class Listings:
 
     Args:
         database: Of the server.
-        turns: Whose threads they are read in.
+        decode_pool: Whose threads they are read in.
     """
 
-    def __init__(self, database: Database, turns: Bodies):
+    def __init__(self, database: Database, decode_pool: DecodePool):
         self._database = database
-        self._turns = turns
+        self._decode_pool = decode_pool
 
     async def answer(self, caller: Caller, job: Callable[[Session], BaseModel]) -> Response:
         """What a reading job returns, as JSON without its Nones."""
@@ -29,4 +29,6 @@ class Listings:
         def read() -> bytes:
             return self._database.read_now(job).model_dump_json(exclude_none=True).encode()
 
-        return Response(await self._turns.work(caller.sharer, LARGE_BYTES + 1, read), media_type="application/json")
+        return Response(
+            await self._decode_pool.run(caller.sharer, LARGE_BYTES + 1, read), media_type="application/json"
+        )

@@ -20,7 +20,7 @@ from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.request_log import Entry, Logged
 from skyrl.tinker.database.retrying_writer import RetryingWriter
 from skyrl.tinker.results import Failure
-from skyrl.tinker.wire.decode_pool import LARGE_BYTES, Bodies
+from skyrl.tinker.wire.decode_pool import LARGE_BYTES, DecodePool
 
 PASSES = ("forward_backward", "forward")
 """What is read whether it is compressed or not."""
@@ -31,9 +31,9 @@ LEVEL = -1
 class LogWriter:
     """Appends to the log. All methods are called on the event loop."""
 
-    def __init__(self, database: Database, bodies: Bodies):
+    def __init__(self, database: Database, decode_pool: DecodePool):
         self._writer = RetryingWriter(database)
-        self._bodies = bodies
+        self._decode_pool = decode_pool
 
     async def append(self, entry: Entry, refusal: Failure | None, on_log: Callable[[Session], None]) -> Logged:
         """As `request_log.append`, once the database has answered. Raises `Stopped`.
@@ -41,7 +41,7 @@ class LogWriter:
         Any other error means that the request is not in the log.
         """
         if entry.kind in PASSES and not entry.content_encoding:
-            entry = await self._bodies.work(entry.tenant, len(entry.body), partial(compressed, entry))
+            entry = await self._decode_pool.run(entry.tenant, len(entry.body), partial(compressed, entry))
         job, what = _Append(entry, refusal, on_log), f"request {entry.request_id}"
         try:
             return await self._writer.write(job, what)

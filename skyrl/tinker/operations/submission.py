@@ -27,7 +27,7 @@ async def admit(service: Service, operation: QueuedOperation, body: Body, caller
     info = await service.wait_until_ready()
     limits = Limits(service.config.max_body_bytes, max_context_length=info.max_context_length)
     parse, at_most = partial(operation.parse, body, limits), limits.max_bytes if body.content_encoding else 0
-    parsed = await service.bodies.work(caller.sharer, len(body.data), parse, at_most)
+    parsed = await service.decode_pool.run(caller.sharer, len(body.data), parse, at_most)
     target = await locate(service, caller, parsed.address)
     return Admission(service, caller, target, new_request_id(operation.name)), parsed
 

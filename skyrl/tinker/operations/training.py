@@ -46,7 +46,7 @@ async def forward_backward(admission: Admission, request: codec.PassRequest) -> 
         max_context_length=info.max_context_length,
     )
     size = sum(values.nbytes for datum in request.data for values in _arrays(datum))
-    data = await admission.service.bodies.work(admission.target.tenant, size, check)
+    data = await admission.service.decode_pool.run(admission.target.tenant, size, check)
     operation = ForwardBackward(
         request_id=admission.request_id,
         model_id=request.model_id,

@@ -268,7 +268,7 @@ async def _accept_again(service: Service, history: History, request: LoggedReque
             raise MalformedBody(error)
         with service.blame.decoding(model.model_id, request.request_id):
             parse = partial(operation.parse, body, ANY_SIZE)
-            parsed = await service.bodies.work(model.tenant, len(body.data), parse)
+            parsed = await service.decode_pool.run(model.tenant, len(body.data), parse)
             answer = await accept(operation, admission, parsed)
     except (RequestError, MalformedBody) as error:
         answer = Refused(Failure(str(error), "user"), keeps_place=True)

@@ -58,7 +58,7 @@ class TrainingQueue:
         self._futures = futures
         self._versions = versions
         self._pending = Pending()
-        self._log = LogWriter(service.database, service.bodies)
+        self._log = LogWriter(service.database, service.decode_pool)
         self.outcomes = Outcomes(service, futures, self._pending, reads)
         self.residents = Residents(service, self._pending, self.outcomes, versions)
         self._tasks = Tasks()

@@ -50,8 +50,8 @@ class _Turn:
             self.taken_ns = time.thread_time_ns() - begun
 
 
-class Bodies:
-    """Those who wait for work on bytes of theirs. All methods are called on the event loop.
+class DecodePool:
+    """A fair pool of threads for work on large bodies and answers. All methods are called on the event loop.
 
     Args:
         on_taken: Told the seconds of a thread that a tenant's work has taken.
@@ -66,7 +66,7 @@ class Bodies:
         """How many turns each tenant waits for or has. Its account stays open as long, so that it pays for them all."""
         self._free = THREADS_FOR_BODIES
 
-    async def work(self, tenant: str, size: int, function: Callable[[], T], at_most: int = 0) -> T:
+    async def run(self, tenant: str, size: int, function: Callable[[], T], at_most: int = 0) -> T:
         """Call `function`, in a thread and when it is the tenant's turn if it works on many bytes.
 
         Args:
@@ -98,7 +98,7 @@ class Bodies:
     async def pieces(self, tenant: str, size: int, made: Iterator[T]) -> AsyncIterator[T]:
         """What an iterator makes, each of its pieces of `size` bytes as work of its own."""
         nothing = object()
-        while (piece := await self.work(tenant, size, partial(next, made, nothing))) is not nothing:
+        while (piece := await self.run(tenant, size, partial(next, made, nothing))) is not nothing:
             yield piece  # pyright: ignore[reportReturnType]
 
     def _give_turns(self) -> None:

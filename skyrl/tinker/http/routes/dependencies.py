@@ -95,7 +95,7 @@ class JsonBody:
 
     async def __call__(self, service: ServiceDependency, caller: CallerDependency, body: BodyDependency) -> BaseModel:
         try:
-            return await service.bodies.work(
+            return await service.decode_pool.run(
                 caller.sharer, len(body.data), lambda: self.schema.model_validate(json_object(body))
             )
         except ValidationError as error:

@@ -88,7 +88,7 @@ async def retrieve_future(
             if len(data) <= LARGE_BYTES:
                 return Response(b"".join(pieces), media_type=JSON)
             # As the client takes them, so that the text, five times as long, is never there as a whole.
-            texts = service.bodies.pieces(caller.sharer, PIECE_BYTES, pieces)
+            texts = service.decode_pool.pieces(caller.sharer, PIECE_BYTES, pieces)
             return StreamingResponse(texts, media_type=JSON)
         case Failure(error=error, category=category):
             return _json(schemas.FailedResponse(error=error, category=category))
