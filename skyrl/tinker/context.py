@@ -116,7 +116,7 @@ class Service:
         self.became_ready.set()
         self._waited.set()
 
-    def let_go(self) -> None:
+    def release_waiters(self) -> None:
         """Let those who wait for the base model be answered at once, now and from now on, as the server is to stop."""
         self._waited.set()
 

@@ -147,7 +147,7 @@ class _HttpServer(uvicorn.Server):
         self.told = self.should_exit = True
         self._door.turn_away()
         self.force_exit |= at_once
-        self._server.let_go(at_once)
+        self._server.release_waiters(at_once)
 
 
 def _leave(after_s: float, link: KeeperLink) -> None:

@@ -120,25 +120,25 @@ class TinkerServer:
             raise
         return database
 
-    def let_go(self, at_once: bool) -> None:
+    def release_waiters(self, at_once: bool) -> None:
         """Let every poll return, as the server is to stop; `at_once`: without what the engine would still finish."""
         self._stopping.set()
         if self._patient is not None:
             self._patient.stop()
         if self.started:
             self._lease.ending()
-            self._release_waiters()
+            self._wake_polls()
             if at_once:
                 self.service.engine.kill()
 
-    def _release_waiters(self) -> None:
-        self.service.let_go()
+    def _wake_polls(self) -> None:
+        self.service.release_waiters()
         self.queue.futures.close()
 
     async def stop(self) -> None:
         """Let polls go, let the engine put down what it has, store what it still reports, close the database."""
         self._lease.ending()
-        self._release_waiters()
+        self._wake_polls()
         self._cleanup.cancel()
         self._parking.cancel()
         self.queue.stop()

@@ -46,7 +46,7 @@ def test_request_that_needs_the_model_is_503_while_the_engine_loads(tmp_path):
 @pytest.mark.timeout(30)
 def test_request_that_waits_for_the_model_is_503_as_soon_as_the_server_is_to_stop(tmp_path):
     with InProcessServer(tmp_path, backend="held back", long_poll_s=40) as server:
-        server.app.state.server.let_go(at_once=False)
+        server.app.state.server.release_waiters(at_once=False)
         assert server.request("GET", "/get_server_capabilities").status_code == 503
 
 
