@@ -143,7 +143,7 @@ class TinkerServer:
         self._parking.cancel()
         self.queue.stop()
         await self.service.engine.stop()
-        await self.queue.settle()
+        await self.queue.drain()
         await self._store_activity()
         self.service.blame.close()
         await asyncio.to_thread(self.service.database.close)

@@ -30,7 +30,7 @@ class Tasks:
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Wait until all that is running now has ended."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -52,12 +52,12 @@ class Lines:
         task = self._last[line] = self._tasks.start(self._in_turn(self._last.get(line), work))
         task.add_done_callback(lambda _: self._left(line, task))
 
-    async def settled(self, line: str) -> None:
+    async def drained(self, line: str) -> None:
         """Wait until there is nothing in this line."""
         while (last := self._last.get(line)) is not None:
             await asyncio.wait([last])
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Wait until there is nothing in any line."""
         while self._last:
             await asyncio.wait(list(self._last.values()))

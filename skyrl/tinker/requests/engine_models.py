@@ -130,9 +130,9 @@ class Residents:
         self._life += 1
         self._database.stop()
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Wait until nothing is under way, after `stop`."""
-        await self._tasks.settle()
+        await self._tasks.drain()
 
     # -- parking ------------------------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class Residents:
     async def _bring_back(self, model_id: str, life: int) -> None:
         try:
             async with self._places:
-                await self._outcomes.settled(model_id)
+                await self._outcomes.drained(model_id)
                 if life != self._life:
                     return
                 read = partial(self._read, model_id, life)

@@ -91,15 +91,15 @@ class Outcomes:
                 self._service.engine.send(DropVersion(files.version))
             await asyncio.to_thread(trash.discard, self._service.checkpoints, files.folder, files.to_trash)
 
-    async def settled(self, model_id: str) -> None:
+    async def drained(self, model_id: str) -> None:
         """Wait until all that has come for a model is stored."""
-        await self._lines.settled(model_id)
+        await self._lines.drained(model_id)
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Wait until all that has come is stored, or cannot be."""
         self._writer.stop()
         self._last_writer.stop()
-        await self._lines.settle()
+        await self._lines.drain()
 
     # -- how ----------------------------------------------------------------------------------------------------------
 

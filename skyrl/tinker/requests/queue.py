@@ -98,10 +98,10 @@ class RequestQueue:
         """Send nothing to the engine any more."""
         self.training.residents.stop()
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Wait until every result that has arrived is dealt with."""
-        await self.samples.settle()
-        await self.training.settle()
+        await self.samples.drain()
+        await self.training.drain()
 
     async def outcome(self, request_id: str, caller: Caller) -> Outcome | Unread | TryAgain:
         """The outcome of a request, waited for as long as a poll may take; a large one that is stored, `read` reads.

@@ -194,9 +194,9 @@ class SampleQueue:
         pending = {version: math.inf for version in versions if version is not None}
         return {**self._service.version_use.last(), **pending}
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Wait until every result that has arrived is answered."""
-        await self._tasks.settle()
+        await self._tasks.drain()
 
     def _take(self, request_id: str) -> _Waiting | None:
         """Remove a sample, and send what may have waited for its end."""

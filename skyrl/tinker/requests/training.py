@@ -228,12 +228,12 @@ class TrainingQueue:
             self._pending.add(owed)
             self._fail_poisonous(owed.request_id)
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Wait until everything that has come is stored."""
         self._log.stop()
-        await self._tasks.settle()
-        await self.outcomes.settle()
-        await self.residents.settle()
+        await self._tasks.drain()
+        await self.outcomes.drain()
+        await self.residents.drain()
 
 
 def _without_key(operation: QueuedOperation, body: Body, parsed: Parsed) -> Body:
