@@ -40,7 +40,7 @@ class Tasks:
             log.error("internal error in background work", exc_info=error)
 
 
-class Lines:
+class SerialTasks:
     """Background work in lines: that of one line is done one after the other, in the order in which it was added."""
 
     def __init__(self) -> None:

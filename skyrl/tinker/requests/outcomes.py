@@ -35,7 +35,7 @@ from skyrl.tinker.results import PROTOBUF, Answer, Failure, Lost, Outcome
 from skyrl.tinker.wire import strict_json
 from skyrl.tinker.wire.decode_pool import encoded
 from skyrl.types import ErrorResponse, ForwardBackwardOutput, Result, SaveOutput
-from skyrl.utils.async_tasks import Lines
+from skyrl.utils.async_tasks import SerialTasks
 from skyrl.utils.atomic_folders import remove_folder
 from skyrl.utils.failpoints import crash_point
 
@@ -58,7 +58,7 @@ class Outcomes:
         self._futures = futures
         self._pending = pending
         self._reads = reads
-        self._lines = Lines()
+        self._serial = SerialTasks()
         self._writer = RetryingWriter(service.database, DatabaseFull)
         self._last_writer = RetryingWriter(service.database, Exception)
         self._dropped: set[str] = set()
@@ -93,18 +93,18 @@ class Outcomes:
 
     async def drained(self, model_id: str) -> None:
         """Wait until all that has come for a model is stored."""
-        await self._lines.drained(model_id)
+        await self._serial.drained(model_id)
 
     async def drain(self) -> None:
         """Wait until all that has come is stored, or cannot be."""
         self._writer.stop()
         self._last_writer.stop()
-        await self._lines.drain()
+        await self._serial.drain()
 
     # -- how ----------------------------------------------------------------------------------------------------------
 
     def _add(self, model_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._lines.add(model_id, partial(self._in_line, model_id, work))
+        self._serial.add(model_id, partial(self._in_line, model_id, work))
 
     async def _in_line(self, model_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if model_id in self._dropped:
