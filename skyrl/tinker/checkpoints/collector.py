@@ -14,14 +14,14 @@ from skyrl.tinker.checkpoints.guard import Stake, at_stake, nameless_folders
 from skyrl.tinker.checkpoints.retention import SELDOM, Removal, Rules, Walk
 from skyrl.tinker.checkpoints.surplus import surplus_versions
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.database.checkpoint_rows import Obsolete
+from skyrl.tinker.database.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.errors import DatabaseFull
 from skyrl.utils.failpoints import crash_point
 
 log = logging.getLogger(__name__)
 
-Discard = Callable[[Obsolete], Awaitable[None]]
+Discard = Callable[[UnreferencedFiles], Awaitable[None]]
 Forget = Callable[[tuple[str, ...]], None]
 Refresh = Callable[[], Awaitable[None]]
 
@@ -174,7 +174,7 @@ def _empty_trash(config: EngineConfig) -> list[Removal]:
 
 def _emptied(entry: trash.Entry) -> Removal:
     name = f"{trash.NAME}/{entry.path.name}"
-    return Removal(f"{name} ({trash.what(entry)})", entry.size_bytes, Obsolete(None, name))
+    return Removal(f"{name} ({trash.what(entry)})", entry.size_bytes, UnreferencedFiles(None, name))
 
 
 def summary(removals: list[Removal]) -> str:

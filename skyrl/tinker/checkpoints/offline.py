@@ -18,7 +18,7 @@ from skyrl.tinker.checkpoints.disk_budget import GIB, hold_folder
 from skyrl.tinker.checkpoints.guard import at_stake, nameless_folders
 from skyrl.tinker.checkpoints.retention import SELDOM, Removal, Rules
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.database.checkpoint_rows import Obsolete
+from skyrl.tinker.database.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.database.database import Database
 from skyrl.utils.locks.lease import InUse
 
@@ -112,7 +112,7 @@ async def _tie(config: EngineConfig, database: Database, rows: list[adoption.Che
 
 
 async def _remove_all(config: EngineConfig, database: Database, force: bool) -> tuple[list[Removal], str | None]:
-    async def discard(files: Obsolete) -> None:
+    async def discard(files: UnreferencedFiles) -> None:
         await asyncio.to_thread(trash.discard, config.checkpoints_base, files.folder, files.to_trash)
 
     async def nobody_was_heard() -> None:

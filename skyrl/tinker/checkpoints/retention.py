@@ -20,7 +20,7 @@ from sqlmodel import Session, col, select
 
 from skyrl.tinker.checkpoints.disk_budget import KINDS, folders_of_kinds
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.database.checkpoint_rows import Obsolete, unname
+from skyrl.tinker.database.checkpoint_rows import UnreferencedFiles, unname
 from skyrl.tinker.database.replay_log import folders_to_load, release
 from skyrl.tinker.database.tables import (
     DONE,
@@ -83,7 +83,7 @@ class Removal:
 
     what: str
     size_bytes: int = 0
-    files: Obsolete | None = None
+    files: UnreferencedFiles | None = None
     changed: tuple[str, ...] = ()
     """Ids of rows that changed or went."""
 
@@ -318,7 +318,7 @@ def forget_version(
         model.inflight_version = model.inflight_folder = None
     changed = (*(sampler.sampler_id for sampler in samplers), *(model.model_id for model in models))
     why = f" beyond {removed_by}" if removed_by else ""
-    return Removal(f"version {version}{why}", size_bytes, Obsolete(version, folder), changed)
+    return Removal(f"version {version}{why}", size_bytes, UnreferencedFiles(version, folder), changed)
 
 
 def _is_pending(session: Session, row: VersionRow) -> bool:
@@ -373,7 +373,7 @@ def _unwritten() -> ColumnElement[bool]:
 
 def _snapshot_removal(row: ModelRow) -> Removal:
     assert row.snapshot_folder is not None
-    files = Obsolete(f"{row.model_id}@snapshot", row.snapshot_folder)
+    files = UnreferencedFiles(f"{row.model_id}@snapshot", row.snapshot_folder)
     return Removal(f"snapshot of model {row.model_id}", row.snapshot_bytes or 0, files, (row.model_id,))
 
 
@@ -488,7 +488,7 @@ def orphans(config: EngineConfig, folders: Iterable[Path], named: set[str], busy
         if name not in named and path.parent.parent.name not in skipped:
             what = "damaged folder" if path.suffix == QUARANTINED else "folder without a name"
             to_trash = config.trash_retention_sec > 0 and not path.name.startswith(".")
-            removals.append(Removal(f"{what} {name}", files=Obsolete(name, name, to_trash)))
+            removals.append(Removal(f"{what} {name}", files=UnreferencedFiles(name, name, to_trash)))
     return removals
 
 

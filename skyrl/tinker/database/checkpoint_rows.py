@@ -23,7 +23,7 @@ from skyrl.tinker.identity.ids import CheckpointKind, TinkerPath
 from skyrl.types import SaveOutput
 
 
-class Obsolete(NamedTuple):
+class UnreferencedFiles(NamedTuple):
     """Files that nobody names any more, and the version that they hold, if it is one."""
 
     version: str | None
@@ -93,7 +93,7 @@ async def refuse_taken_name(database: Database, saved: SavedAs) -> None:
         _refuse(saved, await database.read(lambda session: find_checkpoint(session, saved.path)))
 
 
-def store_checkpoint(session: Session, saved: SavedAs, result: SaveOutput) -> Obsolete | None:
+def store_checkpoint(session: Session, saved: SavedAs, result: SaveOutput) -> UnreferencedFiles | None:
     """Give a finished save its name. Returns the files that had it before, if no sampler uses them.
 
     Raises `RequestError` if the name was taken while it was being saved.
@@ -106,7 +106,7 @@ def store_checkpoint(session: Session, saved: SavedAs, result: SaveOutput) -> Ob
         if not saved.overwrite and not has_expired(older):
             _refuse(saved, older)
         if session.exec(select(SamplerRow.sampler_id).where(SamplerRow.version == older.version)).first() is None:
-            obsolete = Obsolete(older.version, older.folder)
+            obsolete = UnreferencedFiles(older.version, older.folder)
         session.delete(older)
         session.flush()
     model = session.get(ModelRow, saved.model.model_id)
@@ -161,7 +161,7 @@ def _is_for(folder: Path, path: TinkerPath) -> bool:
 class Unnamed:
     """A checkpoint that is there no more."""
 
-    files: Obsolete
+    files: UnreferencedFiles
     samplers: list[str]
     """Ids of those that sampled it."""
 
@@ -172,7 +172,7 @@ def unname(session: Session, row: CheckpointRow) -> Unnamed:
     for sampler in samplers:
         sampler.version = sampler.folder = None
     session.delete(row)
-    return Unnamed(Obsolete(row.version, row.folder), [sampler.sampler_id for sampler in samplers])
+    return Unnamed(UnreferencedFiles(row.version, row.folder), [sampler.sampler_id for sampler in samplers])
 
 
 def _refuse(saved: SavedAs, older: CheckpointRow | None) -> None:

@@ -8,7 +8,7 @@ from sqlmodel import Session
 
 from skyrl.backends.operations import Operation
 from skyrl.tinker.context import Service
-from skyrl.tinker.database.checkpoint_rows import Obsolete
+from skyrl.tinker.database.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.database.decisions import Decisions
 from skyrl.tinker.database.tables import ModelRow, SamplerRow, SessionRow
 from skyrl.tinker.identity import ids
@@ -58,7 +58,7 @@ def _nothing(_: Session) -> None:
     return None
 
 
-def _empty(_: Session, __: Result) -> tuple[dict[str, Any], Obsolete | None]:
+def _empty(_: Session, __: Result) -> tuple[dict[str, Any], UnreferencedFiles | None]:
     return {}, None
 
 
@@ -69,7 +69,7 @@ class Accepted:
     operation: Operation
     on_log: Callable[[Session], None] = _nothing
     """When the request is logged."""
-    record: Callable[[Session, Any], tuple[dict[str, Any], Obsolete | None]] = _empty
+    record: Callable[[Session, Any], tuple[dict[str, Any], UnreferencedFiles | None]] = _empty
     """When its result is stored: (the answer's JSON, files nobody names any more). Raises `RequestError` to fail it."""
     changes: tuple[str, ...] = ()
     """Ids of rows that the functions above change."""

@@ -8,7 +8,7 @@ from sqlmodel import Session
 from skyrl.backends.operations import Publish, SaveCheckpoint
 from skyrl.errors import RequestError
 from skyrl.tinker.checkpoints import age_encryption
-from skyrl.tinker.database.checkpoint_rows import Obsolete, SavedAs, refuse_taken_name, store_checkpoint
+from skyrl.tinker.database.checkpoint_rows import SavedAs, UnreferencedFiles, refuse_taken_name, store_checkpoint
 from skyrl.tinker.database.tables import SamplerRow, VersionRow
 from skyrl.tinker.identity import ids
 from skyrl.tinker.operations.admission import Accepted, Admission
@@ -34,7 +34,7 @@ async def save_weights(admission: Admission, request: schemas.SaveWeightsRequest
     path = await _path_of_save(admission, saved)
     operation = SaveCheckpoint(request_id=admission.request_id, model_id=request.model_id, path=path)
 
-    def record(session: Session, result: SaveOutput) -> tuple[dict[str, Any], Obsolete | None]:
+    def record(session: Session, result: SaveOutput) -> tuple[dict[str, Any], UnreferencedFiles | None]:
         obsolete = store_checkpoint(session, saved, result)
         return {"path": str(saved.path), "type": "save_weights"}, obsolete
 
@@ -62,7 +62,7 @@ async def save_weights_for_sampler(admission: Admission, request: schemas.SaveWe
     path = await _path_of_save(admission, saved)
     operation = Publish(request_id=admission.request_id, model_id=request.model_id, version=saved.version, path=path)
 
-    def record(session: Session, result: SaveOutput) -> tuple[dict[str, Any], Obsolete | None]:
+    def record(session: Session, result: SaveOutput) -> tuple[dict[str, Any], UnreferencedFiles | None]:
         obsolete = store_checkpoint(session, saved, result)
         return {"path": str(saved.path), "type": "save_weights_for_sampler"}, obsolete
 
@@ -98,7 +98,7 @@ async def save_weights_external(admission: Admission, request: schemas.SaveWeigh
     async def encrypt(_: SaveOutput) -> SaveOutput:
         return SaveOutput(path, *await asyncio.to_thread(age_encryption.encrypt_folder, path, keys or ()))
 
-    def record(session: Session, result: SaveOutput) -> tuple[dict[str, Any], Obsolete | None]:
+    def record(session: Session, result: SaveOutput) -> tuple[dict[str, Any], UnreferencedFiles | None]:
         obsolete = store_checkpoint(session, saved, result)
         payload = {"path": str(saved.path), "size_bytes": result.size_bytes, "type": "save_weights_external"}
         return payload, obsolete

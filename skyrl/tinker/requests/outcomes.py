@@ -21,7 +21,7 @@ from skyrl.errors import RequestError, StorageError
 from skyrl.tinker.checkpoints import trash
 from skyrl.tinker.context import Service
 from skyrl.tinker.database import replay_log, request_log
-from skyrl.tinker.database.checkpoint_rows import Obsolete
+from skyrl.tinker.database.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.database.database import Job
 from skyrl.tinker.database.request_log import Forgotten
 from skyrl.tinker.database.retrying_writer import RetryingWriter, Stopped
@@ -82,7 +82,7 @@ class Outcomes:
         """A model cannot be revived any more."""
         self._add(model_id, partial(self._lose_model, model_id))
 
-    async def discard(self, files: Obsolete) -> None:
+    async def discard(self, files: UnreferencedFiles) -> None:
         """Remove files that nobody names any more. What may still be read stays, for retention to collect."""
         crash_point("api: checkpoint unnamed, files still there")
         needed = await self._service.database.read(replay_log.folders_to_load)
@@ -136,12 +136,14 @@ class Outcomes:
         if obsolete is not None:
             await self.discard(obsolete)
 
-    async def _store_at_last(self, owed: Owed, error: ErrorResponse, done: bool) -> tuple[Outcome, Obsolete | None]:
+    async def _store_at_last(
+        self, owed: Owed, error: ErrorResponse, done: bool
+    ) -> tuple[Outcome, UnreferencedFiles | None]:
         """Store that a request has failed, tried again after any error: told unstored, it would be done once more."""
         job = _Once(owed.request_id, partial(_store_failure, owed, error, done=done))
         return await self._last_writer.write(job, f"that request {owed.request_id} has failed")
 
-    async def _store(self, owed: Owed, result: Result) -> tuple[Outcome, Obsolete | None]:
+    async def _store(self, owed: Owed, result: Result) -> tuple[Outcome, UnreferencedFiles | None]:
         if owed.accepted is not None and owed.accepted.complete is not None and not isinstance(result, ErrorResponse):
             try:
                 result = await owed.accepted.complete(result)
@@ -198,10 +200,10 @@ class _Once:
     """A job that stores an outcome, unless an earlier try of it has, of which the answer was lost."""
 
     request_id: str
-    job: Job[tuple[Outcome, Obsolete | None]]
+    job: Job[tuple[Outcome, UnreferencedFiles | None]]
     tried: bool = False
 
-    def __call__(self, session: Session) -> tuple[Outcome, Obsolete | None]:
+    def __call__(self, session: Session) -> tuple[Outcome, UnreferencedFiles | None]:
         if self.tried:
             _, outcome = request_log.outcome_of(session, self.request_id)
             if not isinstance(outcome, Lost | Forgotten):
@@ -210,7 +212,7 @@ class _Once:
         return self.job(session)
 
 
-def _store_result(owed: Owed, result: Result, session: Session) -> tuple[Answer | Failure, Obsolete | None]:
+def _store_result(owed: Owed, result: Result, session: Session) -> tuple[Answer | Failure, UnreferencedFiles | None]:
     assert owed.accepted is not None, owed.request_id
     outcome: Answer | Failure
     obsolete = None
@@ -222,13 +224,13 @@ def _store_result(owed: Owed, result: Result, session: Session) -> tuple[Answer 
     return outcome, _end(session, owed, outcome) or obsolete
 
 
-def _store_answer(owed: Owed, answer: Answer, session: Session) -> tuple[Answer, Obsolete | None]:
+def _store_answer(owed: Owed, answer: Answer, session: Session) -> tuple[Answer, UnreferencedFiles | None]:
     return answer, _end(session, owed, answer)
 
 
 def _store_failure(
     owed: Owed, error: ErrorResponse, session: Session, done: bool = False
-) -> tuple[Failure, Obsolete | None]:
+) -> tuple[Failure, UnreferencedFiles | None]:
     """`done`: the engine has done it, and only its answer failed."""
     failure = Failure(error.error, error.status)
     if owed.creates and (model := session.get(ModelRow, owed.model_id)) is not None and model.status == "creating":
@@ -240,7 +242,7 @@ def _store_failure(
     return failure, _release(session, owed)
 
 
-def _end(session: Session, owed: Owed, outcome: Answer | Failure) -> Obsolete | None:
+def _end(session: Session, owed: Owed, outcome: Answer | Failure) -> UnreferencedFiles | None:
     keep_body = isinstance(outcome, Answer) and (_is_repeated(owed) or owed.decided.version is not None)
     request_log.finish(session, owed.request_id, outcome, keep_body=keep_body)
     return _release(session, owed)
@@ -251,8 +253,8 @@ def _is_repeated(owed: Owed) -> bool:
     return owed.operation.changes_model and not owed.decided.forward_only
 
 
-def _release(session: Session, owed: Owed) -> Obsolete | None:
+def _release(session: Session, owed: Owed) -> UnreferencedFiles | None:
     """The snapshot of a model that was unloaded, once nothing is left to be done for it."""
     model = session.get(ModelRow, owed.model_id)
     folder = replay_log.release(session, owed.model_id) if model is not None and model.status == "unloaded" else None
-    return Obsolete(None, folder) if folder is not None else None
+    return UnreferencedFiles(None, folder) if folder is not None else None

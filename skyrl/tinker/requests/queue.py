@@ -8,7 +8,7 @@ from typing import Literal
 from skyrl.tinker.checkpoints.retention import ENDED_AFTER_S
 from skyrl.tinker.context import Service
 from skyrl.tinker.database import request_log
-from skyrl.tinker.database.checkpoint_rows import Obsolete
+from skyrl.tinker.database.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.database.request_log import Forgotten, Unread
 from skyrl.tinker.database.retrying_writer import RetryingWriter
 from skyrl.tinker.identity.callers import Caller
@@ -90,7 +90,7 @@ class RequestQueue:
             activity.finished(session_id)
         self.training.residents.park(lambda session: activity.is_idle(session, timeout_s))
 
-    async def discard(self, files: Obsolete) -> None:
+    async def discard(self, files: UnreferencedFiles) -> None:
         """Remove files that nobody names any more, unless something may still read them."""
         await self.training.outcomes.discard(files)
 
