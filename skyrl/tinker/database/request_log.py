@@ -226,7 +226,7 @@ def unknown_request(request_id: str) -> UnknownName:
 
 
 @dataclass(frozen=True)
-class PendingRequest:
+class PendingRow:
     """A request that an earlier server took in and nobody has answered."""
 
     request_id: str
@@ -238,13 +238,13 @@ class PendingRequest:
     body_bytes: int
 
 
-def pending(session: Session) -> list[PendingRequest]:
+def pending(session: Session) -> list[PendingRow]:
     """All requests without an outcome, in the order in which they came."""
     names = ("request_id", "kind", "tenant", "model_id", "seq_id", "decided")
     columns = [getattr(RequestRow, name) for name in names]
     query = select(*columns, func.length(RequestRow.body)).where(_IS_PENDING)
     rows = session.execute(query.order_by(col(RequestRow.created_at)))
-    return [PendingRequest(*row) for row in rows]
+    return [PendingRow(*row) for row in rows]
 
 
 def lose_model(session: Session, model_id: str) -> None:

@@ -32,7 +32,7 @@ from skyrl.tinker.database.retrying_writer import RetryingWriter
 from skyrl.tinker.identity.ids import session_of_model
 from skyrl.tinker.processes.messages import Enqueue, Park, Revive, TurnedAway
 from skyrl.tinker.requests.outcomes import Outcomes
-from skyrl.tinker.requests.pending import Owed, Pending
+from skyrl.tinker.requests.pending import Pending, PendingRequest
 from skyrl.tinker.requests.replay import Revival, Unrevivable, prepare
 from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
 from skyrl.types import ErrorResponse, ModelOutput, Result
@@ -73,7 +73,7 @@ class Residents:
         self._database = RetryingWriter(service.database, OSError)
         self._tasks = Tasks()
 
-    def deliver(self, owed: Owed) -> None:
+    def deliver(self, owed: PendingRequest) -> None:
         """Send a request that is in the log now to the engine, as soon as its model is there."""
         if self._service.engine.state != "ready" or owed.sent:
             return
@@ -290,14 +290,14 @@ class Residents:
             if owed.logged and not owed.sent:
                 self._send(owed)
 
-    def _send(self, owed: Owed) -> None:
+    def _send(self, owed: PendingRequest) -> None:
         owed.sent = True
         operation = _operation(owed)
         operation = replace(operation, alone=self._is_suspect(operation))
         self._service.engine.send(Enqueue(operation, owed.seq_id))
 
 
-def is_pass(owed: Owed) -> bool:
+def is_pass(owed: PendingRequest) -> bool:
     """Whether a request was to add gradients. One that has not been read may have been."""
     if owed.accepted is None:
         return owed.operation.name == "forward_backward" and not owed.decided.forward_only
@@ -315,6 +315,6 @@ def _has_lost_files(operation: ModelOperation) -> bool:
     return found is None or operation.digest not in (None, found.digest)
 
 
-def _operation(owed: Owed) -> ModelOperation:
+def _operation(owed: PendingRequest) -> ModelOperation:
     assert owed.accepted is not None and isinstance(owed.accepted.operation, ModelOperation), owed.request_id
     return owed.accepted.operation

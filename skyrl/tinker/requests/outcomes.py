@@ -30,7 +30,7 @@ from skyrl.tinker.errors import DatabaseFull
 from skyrl.tinker.identity.ids import model_of_version
 from skyrl.tinker.processes.messages import DropVersion, Snapshotted
 from skyrl.tinker.requests.futures import Futures
-from skyrl.tinker.requests.pending import Owed, Pending
+from skyrl.tinker.requests.pending import Pending, PendingRequest
 from skyrl.tinker.results import PROTOBUF, Answer, Failure, Lost, Outcome
 from skyrl.tinker.wire import strict_json
 from skyrl.tinker.wire.decode_pool import encoded
@@ -66,7 +66,7 @@ class Outcomes:
 
     # -- what is stored -----------------------------------------------------------------------------------------------
 
-    def finish(self, owed: Owed, result: Result) -> None:
+    def finish(self, owed: PendingRequest, result: Result) -> None:
         """A request has ended. It is not pending any more."""
         self._add(owed.model_id, partial(self._finish, owed, result))
 
@@ -115,7 +115,7 @@ class Outcomes:
             log.warning("%s; model %s goes on from before it", error, model_id)
             self._dropped.add(model_id)
 
-    async def _finish(self, owed: Owed, result: Result) -> None:
+    async def _finish(self, owed: PendingRequest, result: Result) -> None:
         crash_point("api: result received, not stored")
         try:
             outcome, obsolete = await self._store(owed, result)
@@ -137,13 +137,13 @@ class Outcomes:
             await self.discard(obsolete)
 
     async def _store_at_last(
-        self, owed: Owed, error: ErrorResponse, done: bool
+        self, owed: PendingRequest, error: ErrorResponse, done: bool
     ) -> tuple[Outcome, UnreferencedFiles | None]:
         """Store that a request has failed, tried again after any error: told unstored, it would be done once more."""
         job = _Once(owed.request_id, partial(_store_failure, owed, error, done=done))
         return await self._last_writer.write(job, f"that request {owed.request_id} has failed")
 
-    async def _store(self, owed: Owed, result: Result) -> tuple[Outcome, UnreferencedFiles | None]:
+    async def _store(self, owed: PendingRequest, result: Result) -> tuple[Outcome, UnreferencedFiles | None]:
         if owed.accepted is not None and owed.accepted.complete is not None and not isinstance(result, ErrorResponse):
             try:
                 result = await owed.accepted.complete(result)
@@ -212,7 +212,9 @@ class _Once:
         return self.job(session)
 
 
-def _store_result(owed: Owed, result: Result, session: Session) -> tuple[Answer | Failure, UnreferencedFiles | None]:
+def _store_result(
+    owed: PendingRequest, result: Result, session: Session
+) -> tuple[Answer | Failure, UnreferencedFiles | None]:
     assert owed.accepted is not None, owed.request_id
     outcome: Answer | Failure
     obsolete = None
@@ -224,12 +226,12 @@ def _store_result(owed: Owed, result: Result, session: Session) -> tuple[Answer 
     return outcome, _end(session, owed, outcome) or obsolete
 
 
-def _store_answer(owed: Owed, answer: Answer, session: Session) -> tuple[Answer, UnreferencedFiles | None]:
+def _store_answer(owed: PendingRequest, answer: Answer, session: Session) -> tuple[Answer, UnreferencedFiles | None]:
     return answer, _end(session, owed, answer)
 
 
 def _store_failure(
-    owed: Owed, error: ErrorResponse, session: Session, done: bool = False
+    owed: PendingRequest, error: ErrorResponse, session: Session, done: bool = False
 ) -> tuple[Failure, UnreferencedFiles | None]:
     """`done`: the engine has done it, and only its answer failed."""
     failure = Failure(error.error, error.status)
@@ -242,18 +244,18 @@ def _store_failure(
     return failure, _release(session, owed)
 
 
-def _end(session: Session, owed: Owed, outcome: Answer | Failure) -> UnreferencedFiles | None:
+def _end(session: Session, owed: PendingRequest, outcome: Answer | Failure) -> UnreferencedFiles | None:
     keep_body = isinstance(outcome, Answer) and (_is_repeated(owed) or owed.decided.version is not None)
     request_log.finish(session, owed.request_id, outcome, keep_body=keep_body)
     return _release(session, owed)
 
 
-def _is_repeated(owed: Owed) -> bool:
+def _is_repeated(owed: PendingRequest) -> bool:
     """Whether a revival does it again, as it changed the model."""
     return owed.operation.changes_model and not owed.decided.forward_only
 
 
-def _release(session: Session, owed: Owed) -> UnreferencedFiles | None:
+def _release(session: Session, owed: PendingRequest) -> UnreferencedFiles | None:
     """The snapshot of a model that was unloaded, once nothing is left to be done for it."""
     model = session.get(ModelRow, owed.model_id)
     folder = replay_log.release(session, owed.model_id) if model is not None and model.status == "unloaded" else None

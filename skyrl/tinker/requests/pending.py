@@ -10,7 +10,7 @@ from skyrl.utils.quota import Quota
 
 
 @dataclass(eq=False)
-class Owed:
+class PendingRequest:
     """A request whose end the engine owes us."""
 
     request_id: str
@@ -44,23 +44,23 @@ class Pending:
     """All of them, by id and by model."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, Owed] = {}
-        self._by_model: dict[str, dict[str, Owed]] = {}
+        self._by_id: dict[str, PendingRequest] = {}
+        self._by_model: dict[str, dict[str, PendingRequest]] = {}
         self.quota = Quota("training requests of {} bytes")
         """What they take."""
 
-    def __iter__(self) -> Iterator[Owed]:
+    def __iter__(self) -> Iterator[PendingRequest]:
         return iter(list(self._by_id.values()))
 
-    def add(self, owed: Owed) -> None:
+    def add(self, owed: PendingRequest) -> None:
         self._by_id[owed.request_id] = owed
         self._by_model.setdefault(owed.model_id, {})[owed.request_id] = owed
         self.quota.add(owed.sharer, owed.bytes)
 
-    def get(self, request_id: str) -> Owed | None:
+    def get(self, request_id: str) -> PendingRequest | None:
         return self._by_id.get(request_id)
 
-    def pop(self, request_id: str) -> Owed | None:
+    def pop(self, request_id: str) -> PendingRequest | None:
         """Remove and return one; None if it is not there (any more)."""
         owed = self._by_id.pop(request_id, None)
         if owed is not None:
@@ -71,7 +71,7 @@ class Pending:
                 del self._by_model[owed.model_id]
         return owed
 
-    def held(self, sharer: str, model_id: str | None = None) -> list[Owed]:
+    def held(self, sharer: str, model_id: str | None = None) -> list[PendingRequest]:
         """A sender's requests that the engine holds for want of an earlier one: of a model, or of all."""
         some = self._by_id if model_id is None else self._by_model.get(model_id, {})
         return [owed for owed in some.values() if owed.held and owed.sharer == sharer]
@@ -80,7 +80,7 @@ class Pending:
         """Models that are owed anything."""
         return list(self._by_model)
 
-    def of_model(self, model_id: str) -> list[Owed]:
+    def of_model(self, model_id: str) -> list[PendingRequest]:
         """Those of a model in its order, the ones without a place in it last."""
         of_model = self._by_model.get(model_id, {}).values()
         return sorted(of_model, key=lambda owed: (owed.seq_id is None, owed.seq_id or 0))

@@ -24,7 +24,7 @@ from skyrl.tinker.processes.messages import Stored
 from skyrl.tinker.requests.engine_models import Residents, is_pass
 from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.requests.outcomes import Outcomes
-from skyrl.tinker.requests.pending import Owed, Pending
+from skyrl.tinker.requests.pending import Pending, PendingRequest
 from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
 from skyrl.tinker.results import JSON, Failure
 from skyrl.tinker.wire import strict_json
@@ -101,7 +101,7 @@ class TrainingQueue:
         )
         crash_point("api: request parsed, not logged")
         # Known from here on, so that a poll never finds it missing. There was no await since the room for it was kept.
-        owed = _owed(entry.request_id, operation, entry, size, caller.sharer)
+        owed = _pending_request(entry.request_id, operation, entry, size, caller.sharer)
         owed.accepted = accepted
         self._futures.add(owed.request_id, owed.tenant, sharer=owed.sharer)
         self._pending.add(owed)
@@ -149,7 +149,7 @@ class TrainingQueue:
         return sum(owed.bytes for owed in self._pending.held(sharer))
 
     async def _log_and_send(
-        self, owed: Owed, accepted: Accepted, refusal: Failure | None, entry: request_log.Entry
+        self, owed: PendingRequest, accepted: Accepted, refusal: Failure | None, entry: request_log.Entry
     ) -> str:
         try:
             logged = await self._log.append(entry, refusal, accepted.on_log)
@@ -168,7 +168,7 @@ class TrainingQueue:
             self.residents.deliver(owed)
         return logged.request_id
 
-    def _forget(self, owed: Owed) -> None:
+    def _forget(self, owed: PendingRequest) -> None:
         self._pending.pop(owed.request_id)
         self._futures.drop(owed.request_id)
 
@@ -222,7 +222,7 @@ class TrainingQueue:
             size, sharer = request.decided.held_bytes, request.decided.sharer
             if size is None or sharer is None:  # an older server logged it
                 size, sharer = OVERHEAD_BYTES + request.body_bytes, request.tenant
-            owed = _owed(request.request_id, OPERATIONS[request.kind], request, size, sharer)
+            owed = _pending_request(request.request_id, OPERATIONS[request.kind], request, size, sharer)
             owed.logged = True
             self._futures.add(owed.request_id, owed.tenant, sharer=owed.sharer)
             self._pending.add(owed)
@@ -247,14 +247,14 @@ def _without_key(operation: QueuedOperation, body: Body, parsed: Parsed) -> Body
     return Body(strict_json.dumps(fields), JSON)
 
 
-def _owed(
+def _pending_request(
     request_id: str,
     operation: QueuedOperation,
-    source: request_log.Entry | request_log.PendingRequest,
+    source: request_log.Entry | request_log.PendingRow,
     size: int,
     sharer: str,
-) -> Owed:
-    return Owed(
+) -> PendingRequest:
+    return PendingRequest(
         request_id=request_id,
         tenant=source.tenant,
         model_id=source.model_id,
