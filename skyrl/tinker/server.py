@@ -183,7 +183,7 @@ class TinkerServer:
             case Stored():
                 self.queue.training.stored(frame)
             case Parked(model_id=model_id, done=done):
-                self.queue.training.residents.parked(model_id, done)
+                self.queue.training.engine_models.parked(model_id, done)
             case Ready():
                 self.queue.engine_ready()
                 self.service.engine_ready()

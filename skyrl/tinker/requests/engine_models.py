@@ -48,7 +48,7 @@ AT_A_TIME = 4
 State = Literal["reviving", "here", "parking"]
 
 
-class Residents:
+class EngineModels:
     """Sends training requests to the engine. All methods are called on the event loop.
 
     Args:

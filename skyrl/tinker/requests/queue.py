@@ -52,7 +52,7 @@ class RequestQueue:
 
     def engine_ready(self) -> None:
         """A new engine runs. What is pending is sent to it."""
-        self.training.residents.engine_ready()
+        self.training.engine_models.engine_ready()
         self.samples.engine_ready()
 
     def engine_ended(self, reason: str) -> None:
@@ -88,7 +88,7 @@ class RequestQueue:
             timeout_s = ENDED_AFTER_S + config.session_retention_sec
         if session_id is not None:
             activity.finished(session_id)
-        self.training.residents.park(lambda session: activity.is_idle(session, timeout_s))
+        self.training.engine_models.park(lambda session: activity.is_idle(session, timeout_s))
 
     async def discard(self, files: UnreferencedFiles) -> None:
         """Remove files that nobody names any more, unless something may still read them."""
@@ -96,7 +96,7 @@ class RequestQueue:
 
     def stop(self) -> None:
         """Send nothing to the engine any more."""
-        self.training.residents.stop()
+        self.training.engine_models.stop()
 
     async def drain(self) -> None:
         """Wait until every result that has arrived is dealt with."""

@@ -1,7 +1,7 @@
 """The way of a training request: committed to the log before it is acknowledged, and its outcome before it is answered.
 
 What is special about an operation stands in `operations.py`; this is what they have in common. A request that is in
-the log stays pending until it has an outcome, whichever processes end meanwhile: `Residents` sends it to the engine
+the log stays pending until it has an outcome, whichever processes end meanwhile: `EngineModels` sends it to the engine
 that runs, `Outcomes` stores what comes of it.
 """
 
@@ -21,7 +21,7 @@ from skyrl.tinker.operations.operation import QueuedOperation
 from skyrl.tinker.operations.submission import Refused, accept, admit, rejected
 from skyrl.tinker.operations.table import OPERATIONS
 from skyrl.tinker.processes.messages import Stored
-from skyrl.tinker.requests.engine_models import Residents, is_pass
+from skyrl.tinker.requests.engine_models import EngineModels, is_pass
 from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.requests.outcomes import Outcomes
 from skyrl.tinker.requests.pending import Pending, PendingRequest
@@ -60,7 +60,7 @@ class TrainingQueue:
         self._pending = Pending()
         self._log = LogWriter(service.database, service.decode_pool)
         self.outcomes = Outcomes(service, futures, self._pending, reads)
-        self.residents = Residents(service, self._pending, self.outcomes, versions)
+        self.engine_models = EngineModels(service, self._pending, self.outcomes, versions)
         self._tasks = Tasks()
 
     # -- in -----------------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class TrainingQueue:
             with self._pending.quota.reserved(caller.sharer, size, MAX_PENDING_BYTES, aside):
                 accepted = await accept(operation, admission, parsed)
         except Busy:
-            self.residents.turned_away(admission.target.model_id)
+            self.engine_models.turned_away(admission.target.model_id)
             raise
         refusal: Failure | None = None
         if isinstance(accepted, Refused):
@@ -165,7 +165,7 @@ class TrainingQueue:
             crash_point("api: request logged, not sent")
             self._service.directory.forget(owed.model_id)
             owed.logged = True
-            self.residents.deliver(owed)
+            self.engine_models.deliver(owed)
         return logged.request_id
 
     def _forget(self, owed: PendingRequest) -> None:
@@ -183,14 +183,14 @@ class TrainingQueue:
         """The engine has finished a request."""
         owed = self._pending.pop(request_id)
         if owed is None:
-            self.residents.repeated(request_id, result)
+            self.engine_models.repeated(request_id, result)
             return
         failed = isinstance(result, ErrorResponse)
         operation = owed.accepted.operation if owed.accepted else None
         if isinstance(operation, Publish) and not operation.persist and not failed:
             self._versions.published(operation.version)
         if isinstance(operation, DeleteModel) or (owed.creates and failed):
-            self.residents.gone(owed.model_id)
+            self.engine_models.gone(owed.model_id)
         self.outcomes.finish(owed, result)
 
     def stored(self, frame: Stored) -> None:
@@ -202,7 +202,7 @@ class TrainingQueue:
         """The engine has ended by itself while it worked on `running`."""
         for owed in self._pending:
             owed.held = False
-        self.residents.engine_ended()
+        self.engine_models.engine_ended()
         for request_id in running:
             self._fail_poisonous(request_id)
 
@@ -233,7 +233,7 @@ class TrainingQueue:
         self._log.stop()
         await self._tasks.drain()
         await self.outcomes.drain()
-        await self.residents.drain()
+        await self.engine_models.drain()
 
 
 def _without_key(operation: QueuedOperation, body: Body, parsed: Parsed) -> Body:
