@@ -20,7 +20,7 @@ from sqlmodel import Session, col, select
 
 from skyrl.tinker.checkpoints.disk_budget import KINDS, folders_of_kinds
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.database.checkpoint_rows import UnreferencedFiles, unname
+from skyrl.tinker.database.checkpoint_rows import UnreferencedFiles, delete_checkpoint
 from skyrl.tinker.database.replay_log import folders_to_load, release
 from skyrl.tinker.database.tables import (
     DONE,
@@ -225,7 +225,7 @@ def _unnamed(session: Session, rules: Rules, rows: Any, what: str) -> list[Remov
     for row in rows:
         if row.folder not in needed and len(removals) < FOLDERS:
             path = f"tinker://{row.model_id}/{row.kind}/{row.name}"
-            gone = unname(session, row)
+            gone = delete_checkpoint(session, row)
             files = gone.files._replace(to_trash=rules.config.trash_retention_sec > 0)
             removals.append(Removal(f"{what} {path}", row.size_bytes or 0, files, tuple(gone.samplers)))
     return removals

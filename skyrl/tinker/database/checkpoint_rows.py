@@ -158,7 +158,7 @@ def _is_for(folder: Path, path: TinkerPath) -> bool:
 
 
 @dataclass(frozen=True)
-class Unnamed:
+class DeletedCheckpoint:
     """A checkpoint that is there no more."""
 
     files: UnreferencedFiles
@@ -166,13 +166,13 @@ class Unnamed:
     """Ids of those that sampled it."""
 
 
-def unname(session: Session, row: CheckpointRow) -> Unnamed:
-    """Take a checkpoint's name away and end its samplers. Its files are the caller's to remove, after the commit."""
+def delete_checkpoint(session: Session, row: CheckpointRow) -> DeletedCheckpoint:
+    """Delete a checkpoint's row and end its samplers. Its files are the caller's to remove, after the commit."""
     samplers = session.exec(select(SamplerRow).where(SamplerRow.version == row.version)).all()
     for sampler in samplers:
         sampler.version = sampler.folder = None
     session.delete(row)
-    return Unnamed(UnreferencedFiles(row.version, row.folder), [sampler.sampler_id for sampler in samplers])
+    return DeletedCheckpoint(UnreferencedFiles(row.version, row.folder), [sampler.sampler_id for sampler in samplers])
 
 
 def _refuse(saved: SavedAs, older: CheckpointRow | None) -> None:

@@ -12,8 +12,8 @@ from sqlmodel import Session
 from starlette.responses import Response
 
 from skyrl.tinker.context import Service
-from skyrl.tinker.database import listings
-from skyrl.tinker.database.checkpoint_rows import Unnamed, expiry, find_checkpoint, own_checkpoint, unname, was_saved
+from skyrl.tinker.database import checkpoint_rows, listings
+from skyrl.tinker.database.checkpoint_rows import DeletedCheckpoint, expiry, find_checkpoint, own_checkpoint, was_saved
 from skyrl.tinker.http.routes.dependencies import (
     CallerDependency,
     Limit,
@@ -53,16 +53,16 @@ async def delete_checkpoint(
             return
         own_checkpoint(session, path, caller)
 
-    def forget(session: Session) -> Unnamed | None:
+    def forget(session: Session) -> DeletedCheckpoint | None:
         if find_checkpoint(session, path) is None:
             return None  # as it was when it was looked for, or gone since
-        return unname(session, own_checkpoint(session, path, caller))
+        return checkpoint_rows.delete_checkpoint(session, own_checkpoint(session, path, caller))
 
     await service.database.read(known)
-    unnamed = await service.database.write(forget)
-    if unnamed is not None:
-        service.directory.forget(*unnamed.samplers)
-        await queue.discard(unnamed.files)
+    deleted = await service.database.write(forget)
+    if deleted is not None:
+        service.directory.forget(*deleted.samplers)
+        await queue.discard(deleted.files)
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204, response_class=Response)
