@@ -1,4 +1,4 @@
-"""The API process, as its keeper starts it: reads the options, then serves.
+"""The API process, as its launcher starts it: reads the options, then serves.
 
 Nothing that takes time is imported before the options are known to be good.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from skyrl.tinker.config import EngineConfig, parse_config
 from skyrl.tinker.processes.engine_process import EngineProcess
-from skyrl.tinker.processes.launcher_link import BACKLOG, KeeperLink, fail
+from skyrl.tinker.processes.launcher_link import BACKLOG, LauncherLink, fail
 from skyrl.utils.locks.file_lock import LOOK_S
 from skyrl.utils.locks.lease import NOTICE_S
 
@@ -21,13 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point: `--link N [--listener N] [--again] --prog P -- OPTIONS`. Returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     end = arguments.index("--")
-    parser = argparse.ArgumentParser(description="The API process. Started by its keeper (skyrl serve).")
+    parser = argparse.ArgumentParser(description="The API process. Started by its launcher (skyrl serve).")
     parser.add_argument("--link", type=int, required=True)
     parser.add_argument("--listener", type=int)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--prog", required=True)
     own = parser.parse_args(arguments[:end])
-    link = KeeperLink(own.link, own.listener, own.again)
+    link = LauncherLink(own.link, own.listener, own.again)
     try:
         config = parse_config(arguments[end + 1 :], prog=own.prog)
     except SystemExit as end:  # help, or a bad option
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _run(config: EngineConfig, link: KeeperLink) -> int:
+def _run(config: EngineConfig, link: LauncherLink) -> int:
     try:
         listener = link.listener or _listen(config.host, config.port)
     except OSError as error:
@@ -68,7 +68,7 @@ def _listen(host: str, port: int) -> socket.socket:
         try:
             listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
             break
-        except OSError as error:  # of the server before this one, whose keeper was killed a moment ago?
+        except OSError as error:  # of the server before this one, whose launcher was killed a moment ago?
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise
             time.sleep(LOOK_S)

@@ -31,7 +31,7 @@ CANCEL_S = 10.0
 class Pids(NamedTuple):
     """Process ids of a server. None: there is no such process right now."""
 
-    keeper: int | None
+    launcher: int | None
     api: int | None
     engine: int | None
 
@@ -60,7 +60,7 @@ class LocalServer:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
-        """The keeper."""
+        """The launcher."""
         self._alive: int | None = None
 
     @property
@@ -215,10 +215,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def pids_of(keeper: int | None) -> Pids:
-    """The processes of the server with this keeper."""
-    api = _child(keeper, "skyrl.tinker.api_process")
-    return Pids(keeper, api, _child(api, "skyrl.tinker.engine"))
+def pids_of(launcher: int | None) -> Pids:
+    """The processes of the server with this launcher."""
+    api = _child(launcher, "skyrl.tinker.api_process")
+    return Pids(launcher, api, _child(api, "skyrl.tinker.engine"))
 
 
 def _child(parent: int | None, module: str) -> int | None:

@@ -27,7 +27,7 @@ from skyrl.tinker.http.connections import Connection
 from skyrl.tinker.http.doorstep import Doorstep
 from skyrl.tinker.processes.engine_process import EngineProcess
 from skyrl.tinker.processes.engine_supervisor import EngineSupervisor
-from skyrl.tinker.processes.launcher_link import BACKLOG, KeeperLink, fail
+from skyrl.tinker.processes.launcher_link import BACKLOG, LauncherLink, fail
 from skyrl.tinker.server import TinkerServer
 from skyrl.utils.log import setup_logging
 
@@ -50,7 +50,7 @@ LAST_S = 1.0
 """Seconds after `shutdown_timeout_sec` that storing what has come, and closing, may take."""
 
 
-def run(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine: EngineProcess | None) -> int:
+def run(config: EngineConfig, link: LauncherLink, listener: socket.socket, engine: EngineProcess | None) -> int:
     """Serve on `listener` until told to stop, with `engine` as the first engine's process, if there is one already.
 
     Returns the process's exit status; start-up failures are told in one line.
@@ -64,7 +64,9 @@ def run(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
 
 
-async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket, engine: EngineProcess | None) -> int:
+async def _serve(
+    config: EngineConfig, link: LauncherLink, listener: socket.socket, engine: EngineProcess | None
+) -> int:
     app = create_app(config, partial(EngineSupervisor, first=engine, again=link.again))
     server: TinkerServer = app.state.server
     door = Doorstep(app, config.long_poll_s)
@@ -97,7 +99,7 @@ async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket
                 await server.stop()
     if server.failure is not None:
         if server.again:
-            raise SystemExit(f"skyrl: {server.failure}")  # without a word to the keeper, which tries again
+            raise SystemExit(f"skyrl: {server.failure}")  # without a word to the launcher, which tries again
         return fail(server.failure, link, for_good=True)
     if isinstance(outcome, RequestError):
         return fail(str(outcome), link)
@@ -106,7 +108,7 @@ async def _serve(config: EngineConfig, link: KeeperLink, listener: socket.socket
     return 0
 
 
-async def _live(server: TinkerServer, door: Doorstep, http: "_HttpServer", url: str, link: KeeperLink) -> None:
+async def _live(server: TinkerServer, door: Doorstep, http: "_HttpServer", url: str, link: LauncherLink) -> None:
     """Start the server's parts behind the door, then announce them. Returns when there will never be an engine."""
     try:
         await server.start(again=link.again)
@@ -150,7 +152,7 @@ class _HttpServer(uvicorn.Server):
         self._server.release_waiters(at_once)
 
 
-def _leave(after_s: float, link: KeeperLink) -> None:
+def _leave(after_s: float, link: LauncherLink) -> None:
     """End the process after so long, whatever it waits for then, such as a database that hangs.
 
     What is not stored is done again at the next start.
@@ -166,7 +168,7 @@ def _leave(after_s: float, link: KeeperLink) -> None:
     timer.start()
 
 
-async def _announce(server: TinkerServer, url: str, http: _HttpServer, link: KeeperLink) -> None:
+async def _announce(server: TinkerServer, url: str, http: _HttpServer, link: LauncherLink) -> None:
     """Say where the server is once it is ready; end it if it never will be."""
     log.info("listening on %s; loading the base model", url)
     ready = asyncio.create_task(server.service.became_ready.wait())

@@ -14,12 +14,24 @@ from tests.faults.diary import Diary
 
 PATIENCE_S = 120.0
 """For anything to happen, on a machine that is busy with other things."""
-PROCESSES = ("engine", "api", "both", "twice", "keeper", "one by one", "all at once", "stop", "hang", "moved", "linked")
+PROCESSES = (
+    "engine",
+    "api",
+    "both",
+    "twice",
+    "launcher",
+    "one by one",
+    "all at once",
+    "stop",
+    "hang",
+    "moved",
+    "linked",
+)
 """What may be killed at any moment. "twice": something once more while the server comes back from the first time; "one
 by one": all processes, in an order by chance; "all at once": as when a container ends, with none left to see the others
 go; "stop": SIGTERM, so that work is put down; "hang": the engine stands still for a while before it is killed; "moved":
 all at once, and the state lies elsewhere at the next start; "linked": the same, and it is reached by a link."""
-WITHOUT_KEEPER = ("keeper", "one by one", "all at once", "stop", "moved", "linked")
+WITHOUT_LAUNCHER = ("launcher", "one by one", "all at once", "stop", "moved", "linked")
 """After these the server has to be started again, as an init system does: once, and at once."""
 HANGS_FOR_S = 2.0
 STOPS_WITHIN_S = 10.0
@@ -75,7 +87,7 @@ class Killer:
             time.sleep(self.chance.uniform(0, TWICE_WITHIN_S))
             before = self.server.pids()
             self._kill(before, "both")
-        elif what in WITHOUT_KEEPER:
+        elif what in WITHOUT_LAUNCHER:
             self._end(before, what)
             if what in ("moved", "linked"):
                 self._move(linked=what == "linked")
@@ -122,7 +134,7 @@ class Killer:
             self.server.process.terminate()
             self.server.process.wait(STOPS_WITHIN_S)
             return
-        doomed = [pid for pid in pids if pid is not None] if what != "keeper" else [self.server.process.pid]
+        doomed = [pid for pid in pids if pid is not None] if what != "launcher" else [self.server.process.pid]
         self.chance.shuffle(doomed)
         for number in [signal.SIGSTOP] * (what in ("all at once", "moved", "linked")) + [signal.SIGKILL]:
             for pid in doomed:

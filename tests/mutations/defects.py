@@ -521,7 +521,7 @@ DEFECTS = [
                 "patience_s = 0.0",
             )
         ],
-        ["tests/tinker/test_keeper.py::test_start_waits_for_a_server_that_is_stopping"],
+        ["tests/tinker/test_launcher.py::test_start_waits_for_a_server_that_is_stopping"],
     ),
     Defect(
         "paths-told",

@@ -33,7 +33,7 @@ def command(folder: Path, *program: str, **options: object) -> list[str]:
 
 
 class ServerProcess(LiveServer):
-    """A server; `output` is what it has printed so far, `process` its keeper."""
+    """A server; `output` is what it has printed so far, `process` its launcher."""
 
     url = ""
 
@@ -69,7 +69,7 @@ class ServerProcess(LiveServer):
         return pid
 
     def end(self, number: int) -> tuple[int, str]:
-        """(exit code, all that was printed) after a signal to the keeper."""
+        """(exit code, all that was printed) after a signal to the launcher."""
         self.process.send_signal(number)
         return self.ended()
 

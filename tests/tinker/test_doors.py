@@ -14,7 +14,7 @@ import pytest
 from skyrl.tinker.http.routes.downloads import DOWNLOADS
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.processes import running
-from tests.tinker.test_keeper import wait_for_end
+from tests.tinker.test_launcher import wait_for_end
 
 MINE, OTHERS = "tml-mine", "tml-others"
 PUBLIC = {

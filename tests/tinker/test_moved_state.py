@@ -218,7 +218,7 @@ def test_a_kill_between_the_two_ids_does_not_make_the_next_start_refuse(original
         replace(original, folder=folder).untie()
     points.mkdir()
     (points / f"start: state id {point}").touch()
-    with running(folder, env={"SKYRL_CRASH_POINTS": str(points)}):  # the keeper starts it again
+    with running(folder, env={"SKYRL_CRASH_POINTS": str(points)}):  # the launcher starts it again
         assert not list(points.iterdir())
     with closing(sqlite3.connect(folder / "server.db")) as database:
         [(name, state_id)] = database.execute("SELECT * FROM settings WHERE name LIKE 'state_id%'").fetchall()

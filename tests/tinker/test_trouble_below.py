@@ -16,7 +16,7 @@ from skyrl.tinker.processes.heartbeat import Stopwatch, Watch, interval_s
 from skyrl.tinker.processes.messages import Alive
 from tests.fakes import HANG
 from tests.tinker.processes import ROOT, running
-from tests.tinker.test_keeper import AGAIN, wait_for_end
+from tests.tinker.test_launcher import AGAIN, wait_for_end
 
 
 @contextmanager

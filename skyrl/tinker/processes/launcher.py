@@ -3,10 +3,10 @@
 `skyrl serve` and `python -m skyrl.tinker.api` run this. It holds no state but the socket, which stays open while there
 is no API process, so that clients wait instead of being refused; and it imports nothing that could take memory or fail.
 
-Keeper and API process talk over a socketpair, one byte a message. The API process makes the socket, sends it once and
-inherits it later on. When it ends it says so first: without that word it has died and is started again. The keeper's
+Launcher and API process talk over a socketpair, one byte a message. The API process makes the socket, sends it once and
+inherits it later on. When it ends it says so first: without that word it has died and is started again. The launcher's
 orders go the same way rather than as signals, as a signal may come from elsewhere too; its end of stream is an order to
-stop at once, so that an API process does not outlive its keeper.
+stop at once, so that an API process does not outlive its launcher.
 """
 
 import os
@@ -25,10 +25,10 @@ HELLO, READY, ENDS = b"h", b"r", b"e"
 """What the API process says: that it takes orders (with the listening socket, if it has made it), that its engine is
 ready, that it is about to exit as it should."""
 STOP, NOW = b"s", b"n"
-"""What the keeper says: stop when all is safely stored; stop at once."""
+"""What the launcher says: stop when all is safely stored; stop at once."""
 
 STARTS = 5
-"""Deaths before the first `READY` until the keeper gives up."""
+"""Deaths before the first `READY` until the launcher gives up."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 STEADY_S = 2.0
@@ -38,7 +38,7 @@ PRIVATE = 0o077
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Keeper:
+class Launcher:
     """Runs one server to its end.
 
     Args:
@@ -109,7 +109,7 @@ class Keeper:
                 command.append(f"--listener={self._listener.fileno()}")
             if self._was_ready:
                 command.append("--again")
-            # In a session of its own, so that a Ctrl-C at the terminal reaches the keeper only.
+            # In a session of its own, so that a Ctrl-C at the terminal reaches the launcher only.
             self._child = subprocess.Popen(
                 [*command, "--", *self._options], pass_fds=inherited, stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -178,7 +178,7 @@ class Keeper:
 
 def run(options: Sequence[str], prog: str, owner: int | None = None) -> int:
     """Serve with these command-line options until told to stop. Returns the process's exit status."""
-    return Keeper(prog, options, owner).run()
+    return Launcher(prog, options, owner).run()
 
 
 def _noticed(number: int, frame: object) -> None:

@@ -13,13 +13,13 @@ BACKLOG = 4096
 """Connections that may wait to be accepted: a client opens hundreds at once."""
 
 
-class KeeperLink:
-    """The API process's end of the connection to its keeper. A keeper that has gone is no error; it is told as NOW.
+class LauncherLink:
+    """The API process's end of the connection to its launcher. A launcher that has gone is no error; it is told as NOW.
 
     Args:
         handle: The inherited socket.
-        listener: The listening socket, if the keeper has one.
-        again: Whether an earlier API process of this keeper was ready, so that its user knows where the server is.
+        listener: The listening socket, if the launcher has one.
+        again: Whether an earlier API process of this launcher was ready, so that its user knows where the server is.
     """
 
     def __init__(self, handle: int, listener: int | None, again: bool):
@@ -32,7 +32,7 @@ class KeeperLink:
         self.again = again
 
     def greet(self, made: socket.socket | None) -> None:
-        """Orders are taken from now on. `made` is a new listening socket for the keeper to keep."""
+        """Orders are taken from now on. `made` is a new listening socket for the launcher to keep."""
         with suppress(OSError):
             socket.send_fds(self._socket, [HELLO], [] if made is None else [made.fileno()])
 
@@ -65,13 +65,13 @@ class KeeperLink:
             self._socket.send(message)
 
 
-def fail(message: str, link: KeeperLink, for_good: bool = False) -> int:
+def fail(message: str, link: LauncherLink, for_good: bool = False) -> int:
     """Say what the person who started the server has to know. Returns the exit status of that.
 
     A server that has been ready before ends only `for_good`: what else is wrong now may be mended.
 
     Raises:
-        SystemExit: The keeper, which has heard nothing of an end, is to try again.
+        SystemExit: The launcher, which has heard nothing of an end, is to try again.
     """
     if link.again and not for_good:
         raise SystemExit(f"skyrl: {message}")

@@ -1,4 +1,4 @@
-"""The keeper and its processes, real ones: who dies when, who is started again, and what clients see of it."""
+"""The launcher and its processes, real ones: who dies when, who is started again, and what clients see of it."""
 
 import fcntl
 import os
@@ -42,7 +42,7 @@ def deadly_imports(folder: Path, code: str) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
-def test_keeper_imports_nothing_heavy():
+def test_launcher_imports_nothing_heavy():
     heavy = {"asyncio", "fastapi", "jax", "numpy", "pydantic", "sqlalchemy", "uvicorn"}
     code = f"import sys, skyrl.cli, skyrl.tinker.processes.launcher; print({heavy!r} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
@@ -55,7 +55,7 @@ def test_killed_api_process_is_started_again_at_the_same_address(tmp_path):
         server.wait_for(AGAIN)
         after = server.pids()
         server.train(server.model(), 1)
-    assert after.keeper == before.keeper
+    assert after.launcher == before.launcher
     assert after.api != before.api and after.engine != before.engine
     assert f"{AGAIN} {server.url}" in server.output
 
@@ -88,7 +88,7 @@ def test_pauses_between_deaths_that_come_right_after_ready_grow(monkeypatch):
     """Else what kills the API process as soon as it works on the log would be tried ten times a second."""
     deaths, pauses = 5, []
 
-    class Dying(launcher.Keeper):
+    class Dying(launcher.Launcher):
         def _run_api(self) -> int:
             self._was_ready, self._ready_at = True, time.monotonic() - (10 if len(pauses) == deaths - 1 else 0)
             return -signal.SIGKILL
@@ -132,18 +132,18 @@ def loading(tmp_path) -> Iterator[Pids]:
         server.kill()
 
 
-@pytest.mark.parametrize("name", ["keeper", "api"])
+@pytest.mark.parametrize("name", ["launcher", "api"])
 def test_engine_that_is_still_loading_ends_with_those_it_belongs_to(loading, name):
     os.kill(getattr(loading, name), signal.SIGKILL)
     wait_for_end(loading.engine)
 
 
 def test_server_that_is_stopped_while_its_engine_loads_leaves_none_behind(loading):
-    os.kill(loading.keeper, signal.SIGTERM)
+    os.kill(loading.launcher, signal.SIGTERM)
     wait_for_end(loading.engine)
 
 
-def test_keeper_goes_on_when_its_processes_are_asked_for_their_stacks(tmp_path):
+def test_launcher_goes_on_when_its_processes_are_asked_for_their_stacks(tmp_path):
     with running(tmp_path) as server:
         server.process.send_signal(signal.SIGUSR1)
         server.train(server.model(), 1)
@@ -166,9 +166,9 @@ def test_result_survives_kill_minus_nine_of_the_api_process(tmp_path):
         assert server.outcome(request).content == before
 
 
-def test_killed_keeper_takes_all_processes_with_it_and_frees_their_locks(tmp_path):
+def test_killed_launcher_takes_all_processes_with_it_and_frees_their_locks(tmp_path):
     with running(tmp_path) as server:
-        server.kill("keeper")
+        server.kill("launcher")
         _, output = server.ended()  # when the last process has closed its output
     assert "stopping" in output and "Traceback" not in output
     with (tmp_path / "server.db.lock").open() as lock:
@@ -180,19 +180,19 @@ def test_locks_are_free_as_soon_as_the_api_process_is_dead(tmp_path):
         engine = server.pids().engine
         assert engine is not None
         os.kill(engine, signal.SIGSTOP)
-        keeper_pid = server.process.pid
-        os.kill(keeper_pid, signal.SIGSTOP)
+        launcher_pid = server.process.pid
+        os.kill(launcher_pid, signal.SIGSTOP)
         wait_for_end(server.kill("api"))
         with (tmp_path / "server.db.lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.kill(keeper_pid, signal.SIGCONT)
+        os.kill(launcher_pid, signal.SIGCONT)
 
 
-def test_ctrl_c_at_the_terminal_reaches_the_keeper_only(tmp_path):
+def test_ctrl_c_at_the_terminal_reaches_the_launcher_only(tmp_path):
     with running(tmp_path) as server:
-        keeper_pid, api, engine = server.pids()
+        launcher_pid, api, engine = server.pids()
         assert api is not None and engine is not None
-        assert len({os.getpgid(pid) for pid in (keeper_pid or 0, api, engine)}) == 3
+        assert len({os.getpgid(pid) for pid in (launcher_pid or 0, api, engine)}) == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -246,7 +246,7 @@ def test_bad_option_is_told_once(tmp_path):
 
 
 @pytest.mark.parametrize("at", ["same", "another"])
-def test_server_whose_keeper_is_killed_is_started_again_at_once(tmp_path, at):
+def test_server_whose_launcher_is_killed_is_started_again_at_once(tmp_path, at):
     """Though its engine is busy for longer than anybody waits."""
     with running(tmp_path) as first:
         request = first.submit_pass(first.model(), 1)
@@ -254,7 +254,7 @@ def test_server_whose_keeper_is_killed_is_started_again_at_once(tmp_path, at):
         engine = first.pids().engine
         assert engine is not None
         os.kill(engine, signal.SIGSTOP)
-        first.kill("keeper")
+        first.kill("launcher")
         port = first.url.rpartition(":")[2] if at == "same" else 0
         with running(tmp_path, port=port) as second:
             assert second.outcome(request).content == result
