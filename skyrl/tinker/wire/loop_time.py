@@ -9,7 +9,7 @@ pass, so that a client that does little is answered as fast as if there were nob
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -58,9 +58,9 @@ class LoopTime:
         self._waiting.setdefault(sender, deque()).append(waiting)
         await waiting
 
-    async def charged(self, sender: str, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Result of a coroutine, what it takes of the loop's thread charged to the sender."""
-        return await _Charged(coroutine, lambda seconds: self.charge(sender, seconds))
+    async def charged(self, sender: str, work: Awaitable[T]) -> T:
+        """Result of `work`, what that takes of the loop's thread charged to the sender."""
+        return await _Charged(work, lambda seconds: self.charge(sender, seconds))
 
     def look(self, late_s: float) -> None:
         """The loop came so much too late to this. Let in who may go."""
@@ -107,18 +107,18 @@ class LoopTime:
 
 
 class _Charged:
-    """Awaits a coroutine in the task that it is awaited in; tells what each of its steps takes of the thread."""
+    """Awaits something in the task that it is awaited in; tells what each of its steps takes of the thread."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], charge: Callable[[float], None]):
-        self._coroutine = coroutine
+    def __init__(self, work: Awaitable[Any], charge: Callable[[float], None]):
+        self._work = work
         self._charge = charge
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        value, error = None, None
+        steps, value, error = self._work.__await__(), None, None
         while True:
             begun = time.thread_time()
             try:
-                wanted = self._coroutine.send(value) if error is None else self._coroutine.throw(error)
+                wanted = steps.send(value) if error is None else steps.throw(error)
             except StopIteration as stop:
                 return stop.value
             finally:
