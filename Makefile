@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-rl test test-slow matrix cookbook mutations accelerator check bench proto clean
+.PHONY: help setup demo demo-rl test seconds test-slow test-next matrix cookbook mutations accelerator check bench proto clean
 
 help:
 	@echo "setup      install into $(VENV)"
@@ -22,6 +22,8 @@ help:
 	@echo "demo-rl    teach a small model to add: examples first, then GRPO; minutes on two cores"
 	@echo "test       the test suite, in three processes (JOBS=0: in one); about 20 minutes on two cores"
 	@echo "test-slow  the tests marked slow: kills of a server, long random histories, each way of training; an hour and more"
+	@echo "seconds    the test suite, and how long each file took, to tests/seconds.txt"
+	@echo "test-next  contract, parity and SDK tests on Python 3.12 with the newest packages, in .sdk; status 77: it cannot here"
 	@echo "matrix     every SDK from 0.7.0 to 0.38.0, or those of SDK=\"0.7.0 0.38.0\", against one server, in .sdk"
 	@echo "cookbook   recipes of tinker-cookbook against a server, offline"
 	@echo "mutations  re-introduce known defects, all or those of ONLY=\"C1.5 F1.8\"; each must turn a test red"
@@ -46,9 +48,15 @@ demo-rl: $(STAMP)
 	rm -rf build/demo-rl
 	$(BIN)/skyrl demo-rl --output build/demo-rl
 
-# Files in the order of their names. By default those of few tests come last, and they are the long ones.
+# Files in the order of tests/conftest.py, the longest first. By default those of few tests come last, whatever they take.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+seconds: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --write-seconds
+
+test-next: $(STAMP)
+	$(BIN)/python -m tests.compat.newest
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

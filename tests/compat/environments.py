@@ -35,9 +35,9 @@ def environment(name: str, requirements: Sequence[str], without_dependencies: Se
         return python
     shutil.rmtree(folder, ignore_errors=True)
     _uv("venv", "--python", sys.executable, str(folder))
-    _uv("pip", "install", "--python", str(python), *_index(), *requirements)
+    _uv("pip", "install", "--python", str(python), *index_options(), *requirements)
     if without_dependencies:
-        _uv("pip", "install", "--python", str(python), *_index(), "--no-deps", *without_dependencies)
+        _uv("pip", "install", "--python", str(python), *index_options(), "--no-deps", *without_dependencies)
     stamp.write_text(wanted)
     return python
 
@@ -54,7 +54,7 @@ def _uv(*arguments: str) -> None:
         raise RuntimeError(f"uv {' '.join(arguments)} failed:\n{done.stderr}")
 
 
-def _index() -> list[str]:
+def index_options() -> list[str]:
     """Where pip looks for packages, as options of uv."""
     done = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, env=os.environ

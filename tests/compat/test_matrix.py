@@ -1,6 +1,8 @@
 """What turns the matrix red, on results made by hand; and that the page shows every SDK and every check."""
 
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -105,3 +107,10 @@ def test_the_page_shows_every_sdk_and_every_check_and_nothing_failed():
     assert header == f"| check | {' | '.join(run.VERSIONS)} |"
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == [*CHECKS, *OWN]
     assert "failed" not in "".join(rows)
+
+
+def test_a_python_that_is_not_there_is_said_and_nothing_is_tested():
+    command = [sys.executable, "-m", "tests.compat.newest", "--python", "3.99"]
+    ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert ran.returncode == 77
+    assert "nothing was tested: there is no Python 3.99 here" in ran.stderr
