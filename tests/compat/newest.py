@@ -1,7 +1,7 @@
 """Tests of what other releases of Python and JAX could change, on Python 3.12 with the newest of all packages.
 
-Run: `make test-next`. The environment is `.sdk/python3.12`, and brought up to date by each run. Status 77 says that nothing
-was tested, because there is no such Python here, or no network to install from.
+Run: `make test-next`. The environment is `.sdk/python3.12`, and brought up to date by each run. Status 77 says that
+nothing was tested, because there is no such Python here, or no network to install from.
 """
 
 import argparse
