@@ -31,6 +31,7 @@ from run_defects import RUN_DEFECTS
 from sandbox_defects import SANDBOX_DEFECTS
 from sft_defects import SFT_DEFECTS
 from sharing_defects import SHARING_DEFECTS
+from small_defects import SMALL_DEFECTS
 from source_defects import SOURCE_DEFECTS
 from trouble_defects import TROUBLE_DEFECTS
 
@@ -43,6 +44,7 @@ KNOWN = (
     RUN_DEFECTS,
     SFT_DEFECTS,
     SOURCE_DEFECTS,
+    SMALL_DEFECTS,
 )
 ROOT = Path(__file__).parents[2]
 PROGRAMS = "programs"
