@@ -23,7 +23,6 @@ from skyrl.tinker.database.settings import server_secret
 from skyrl.tinker.errors import DatabaseFull
 from skyrl.tinker.identity.callers import Keys
 from skyrl.tinker.identity.tokens import Signer
-from skyrl.tinker.processes.messages import Done, FromEngine, Held, Parked, Ready, Running, Snapshotted, Stored
 from skyrl.tinker.requests.queue import RequestQueue
 from skyrl.tinker.wire.loop_time import LoopTime
 from skyrl.utils.backoff import pause_s
@@ -74,7 +73,10 @@ class TinkerServer:
         self.queue = RequestQueue(self.service)
         self.queue.futures.completions.begin(await self._patient.write(start, "the first cursor"))
         self.service.engine = self._make_engine(
-            self.config, on_frame=self._on_frame, on_crash=self.queue.engine_ended, on_failure=self._on_failure
+            self.config,
+            on_frame=self.queue.events.frame,
+            on_crash=self.queue.events.ended,
+            on_failure=self._on_failure,
         )
         await self._patient.write(try_lost_models_again, "which models to try again")
         await self.queue.restore(self._patient)
@@ -169,26 +171,6 @@ class TinkerServer:
             await self._write_activity()
         except (DatabaseFull, Superseded, *PASSING) as error:
             log.warning("the time that sessions were last heard of cannot be stored: %s", error)
-
-    def _on_frame(self, frame: FromEngine) -> None:
-        match frame:
-            case Done(request_id=request_id, result=result):
-                self.queue.done(request_id, result)
-            case Held(request_id=request_id, reason=reason):
-                self.queue.held(request_id, reason)
-            case Running(request_ids=request_ids):
-                self.queue.running(request_ids)
-            case Snapshotted():
-                self.queue.training.outcomes.snapshotted(frame)
-            case Stored():
-                self.queue.training.stored(frame)
-            case Parked(model_id=model_id, done=done):
-                self.queue.training.engine_models.parked(model_id, done)
-            case Ready():
-                self.queue.engine_ready()
-                self.service.engine_ready()
-            case _:
-                pass  # the supervisor keeps what the engine says of its start
 
     def _superseded(self, message: str) -> None:
         """Another server has our database: what the engine does from now on is lost."""

@@ -107,7 +107,7 @@ class EngineModels:
         self._states.clear()
         self._repeating.clear()
         for owed in self._pending:
-            owed.sent = False
+            owed.sent = owed.held = False
 
     def repeated(self, request_id: str, result: Result) -> None:
         """The engine has done something that nobody waits for."""

@@ -13,12 +13,12 @@ from skyrl.tinker.database.request_log import Forgotten, Unread
 from skyrl.tinker.database.retrying_writer import RetryingWriter
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import is_sample
+from skyrl.tinker.requests.engine_events import EngineEvents
 from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.requests.samples import SampleQueue
 from skyrl.tinker.requests.training import TrainingQueue
 from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
 from skyrl.tinker.results import Answer, Failure, Lost, Outcome
-from skyrl.types import Result
 
 SHORTEST_POLL = 0.5
 """Part of `long_poll_s` that a poll takes at least. Thousands that began together end, and come again, apart."""
@@ -38,47 +38,14 @@ class RequestQueue:
     def __init__(self, service: Service):
         self._service = service
         self.futures = Futures()
-        self._versions = UnwrittenVersions()
-        self._sampling: tuple[str, ...] = ()
-        """What the engine has sampled last, training in between aside."""
-        self.samples = SampleQueue(service, self.futures, self._versions)
-        self.training = TrainingQueue(service, self.futures, self.samples.reads, self._versions)
+        versions = UnwrittenVersions()
+        self.samples = SampleQueue(service, self.futures, versions)
+        self.training = TrainingQueue(service, self.futures, self.samples.reads, versions)
+        self.events = EngineEvents(service, self.futures, versions, self.samples, self.training)
 
     async def restore(self, database: RetryingWriter) -> None:
         """Take over what an earlier server left. Before the engine is started."""
         await self.training.restore(database)
-
-    # -- what the engine says -----------------------------------------------------------------------------------------
-
-    def engine_ready(self) -> None:
-        """A new engine runs. What is pending is sent to it."""
-        self.training.engine_models.engine_ready()
-        self.samples.engine_ready()
-
-    def engine_ended(self, reason: str) -> None:
-        """The engine has ended by itself. What it owed goes to the next one."""
-        running, self._sampling = self._service.blame.engine_ended(), ()
-        self.futures.clear_reasons()
-        self._versions.engine_ended()
-        self.samples.engine_ended(running)
-        self.training.engine_ended(running)
-
-    def running(self, request_ids: tuple[str, ...]) -> None:
-        """What the engine works on from now on."""
-        self._service.blame.computing(request_ids)
-        if not request_ids or is_sample(request_ids[0]):
-            self._sampling = request_ids
-
-    def done(self, request_id: str, result: Result) -> None:
-        """The engine has finished a request."""
-        self._service.blame.acquit(request_id)
-        (self.samples if is_sample(request_id) else self.training).done(request_id, result)
-
-    def held(self, request_id: str, reason: str | None) -> None:
-        """The engine cannot start a request yet (or, None, now can)."""
-        if (future := self.futures.get(request_id)) is not None:
-            future.reason = reason
-        self.training.held(request_id, reason is not None)
 
     def park(self, session_id: str | None = None) -> None:
         """Put models on disk whose session has ended or is silent; or those of one session, which ends now."""
@@ -142,7 +109,8 @@ class RequestQueue:
     def _try_again(self, request_id: str, reason: str | None) -> TryAgain:
         engine = self._service.engine
         if engine.state == "ready":
-            if is_sample(request_id) and self._sampling and request_id not in self._sampling:
-                return TryAgain("paused_capacity", f"waiting behind {len(self._sampling)} samples that run")
+            sampling = self.events.sampling
+            if is_sample(request_id) and sampling and request_id not in sampling:
+                return TryAgain("paused_capacity", f"waiting behind {len(sampling)} samples that run")
             return TryAgain("active", reason)
         return TryAgain("paused_capacity", f"the engine is not ready: {self._service.redact(engine.progress)}")

@@ -20,7 +20,6 @@ from skyrl.tinker.operations.admission import Accepted, Admission
 from skyrl.tinker.operations.operation import QueuedOperation
 from skyrl.tinker.operations.submission import Refused, accept, admit, rejected
 from skyrl.tinker.operations.table import OPERATIONS
-from skyrl.tinker.processes.messages import Stored
 from skyrl.tinker.requests.engine_models import EngineModels, is_pass
 from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.requests.outcomes import Outcomes
@@ -29,7 +28,7 @@ from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
 from skyrl.tinker.results import JSON, Failure
 from skyrl.tinker.wire import strict_json
 from skyrl.tinker.wire.parsing import Body, Parsed, json_object
-from skyrl.types import ErrorResponse, Result, SaveOutput
+from skyrl.types import ErrorResponse, Result
 from skyrl.utils.async_tasks import Tasks
 from skyrl.utils.failpoints import crash_point
 from skyrl.utils.quota import Busy
@@ -193,25 +192,13 @@ class TrainingQueue:
             self.engine_models.gone(owed.model_id)
         self.outcomes.finish(owed, result)
 
-    def stored(self, frame: Stored) -> None:
-        """A version without a name is on disk."""
-        self._versions.stored(frame.version)
-        self.outcomes.stored(frame.version, SaveOutput(frame.path, frame.size_bytes, frame.digest))
-
-    def engine_ended(self, running: Collection[str]) -> None:
-        """The engine has ended by itself while it worked on `running`."""
-        for owed in self._pending:
-            owed.held = False
-        self.engine_models.engine_ended()
-        for request_id in running:
-            self._fail_poisonous(request_id)
-
-    def _fail_poisonous(self, request_id: str) -> None:
-        """A request that engines have ended of is not tried again. Its model goes on."""
-        error = self._service.blame.verdict(request_id)
-        if error is not None and (owed := self._pending.pop(request_id)) is not None:
-            gradients = "incomplete" if is_pass(owed) else "kept"
-            self.outcomes.finish(owed, ErrorResponse(error, gradients=gradients))
+    def fail_poisonous(self, request_ids: Collection[str]) -> None:
+        """Requests that engines have ended of are not tried again. Their models go on."""
+        for request_id in request_ids:
+            error = self._service.blame.verdict(request_id)
+            if error is not None and (owed := self._pending.pop(request_id)) is not None:
+                gradients = "incomplete" if is_pass(owed) else "kept"
+                self.outcomes.finish(owed, ErrorResponse(error, gradients=gradients))
 
     # -- the beginning and the end ------------------------------------------------------------------------------------
 
@@ -226,7 +213,7 @@ class TrainingQueue:
             owed.logged = True
             self._futures.add(owed.request_id, owed.tenant, sharer=owed.sharer)
             self._pending.add(owed)
-            self._fail_poisonous(owed.request_id)
+            self.fail_poisonous([owed.request_id])
 
     async def drain(self) -> None:
         """Wait until everything that has come is stored."""
