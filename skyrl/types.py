@@ -249,21 +249,6 @@ class PreparedSampleBatch:
 
 
 @dataclass(frozen=True)
-class Windows:
-    """How much a backend is given at a time: enough to be busy, while what waits can still change its order."""
-
-    training: int = 2**16
-    """Tokens of model operations."""
-    passes: int = 16
-    """Model operations that fit into it however large they are, so that as many models can be computed together."""
-    sampling: int = 2**18
-    """Tokens of samples: prompts, and what may be generated."""
-
-
-USUAL_WINDOWS = Windows()
-
-
-@dataclass(frozen=True)
 class BackendInfo:
     """What the doors must know of a loaded backend to check requests and to answer questions about it."""
 
@@ -276,4 +261,6 @@ class BackendInfo:
     max_lora_rank: int
     tokenizer_path: str
     """Folder of the tokenizer on this machine."""
-    windows: Windows = USUAL_WINDOWS
+    samples_at_a_time: int = 2**18
+    """Tokens of samples of one tenant (prompts, and what may be generated) that the backend is given at a time: enough
+    to be busy with one tenant alone. Results of no more than these are in memory."""

@@ -8,12 +8,13 @@ Tokens of a prompt or a datum can break things: `POISON` raises in the middle of
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,7 +37,7 @@ from skyrl.backends.backend import (
     SaveCheckpoint,
     SaveSnapshot,
 )
-from skyrl.backends.executor import Executor, Quantum, Work
+from skyrl.backends.executor import Executor, FairLine, Quantum, Work
 from skyrl.errors import RequestError
 from skyrl.types import (
     AdamParams,
@@ -291,11 +292,12 @@ class FakeSampler:
 
     def __init__(self, backend: FakeBackend):
         self._backend = backend
+        self._waiting: FairLine[_Running] = FairLine()
         self._running: dict[str, _Running] = {}
 
     @property
     def busy(self) -> bool:
-        return bool(self._running)
+        return bool(self._running or self._waiting)
 
     @property
     def stalled(self) -> bool:
@@ -303,7 +305,7 @@ class FakeSampler:
 
     @property
     def running(self) -> tuple[str, ...]:
-        return tuple(self._running)[: self._backend.config.rows]
+        return (*self._running, *(waiting.request.request_id for waiting in self._next()))
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
@@ -311,15 +313,29 @@ class FakeSampler:
 
     def add(self, request: Sample) -> None:
         sequences: list[list[int]] = [[] for _ in range(request.num_samples)]
-        self._running[request.request_id] = _Running(request, self._weights(request), sequences, set())
+        self._waiting.add(request, _Running(request, self._weights(request), sequences, set()))
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        self._waiting.weigh(weights)
 
     def cancel(self, request_id: str) -> None:
+        self._waiting.remove(request_id)
         self._running.pop(request_id, None)
+
+    def _next(self) -> list[_Running]:
+        """Those that begin with the next burst."""
+        rows = self._backend.config.rows
+        return list(
+            itertools.islice(self._waiting.order(), None if rows is None else max(0, rows - len(self._running)))
+        )
 
     def burst(self) -> list[Completion]:
         time.sleep(self._backend.config.burst_s)
+        for waiting in self._next():
+            self._running[waiting.request.request_id] = self._waiting.begin(waiting.request.request_id)
         completions = []
-        for request_id, running in list(self._running.items())[: self._backend.config.rows]:
+        for request_id, running in list(self._running.items()):
+            self._waiting.charge(running.request.tenant, len(running.sequences) - len(running.finished))
             try:
                 self._advance(running)
             except RuntimeError:

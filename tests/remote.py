@@ -12,14 +12,14 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from skyrl.backends import operations
-from skyrl.backends.executor import Executor, Quantum, Work, failure
+from skyrl.backends.executor import Executor, FairLine, Quantum, Work, failure
 from skyrl.backends.operations import Completion, ModelOperation, Progress, Sample
 from skyrl.errors import BackendLost, RequestError
 from skyrl.types import (
@@ -97,18 +97,20 @@ class Remote:
 
 
 class RemoteSampler:
-    """Draws nothing here: hands requests on, and takes in what comes back."""
+    """Draws nothing here: hands requests on, as many as run at a time, and takes in what comes back."""
 
     stalled, running = False, ()
 
     def __init__(self, backend: "RemoteBackend"):
         self._backend = backend
+        self._waiting: FairLine[tuple[Sample, int | None]] = FairLine()
         self._asked: dict[str, Sample] = {}
+        self._dropped: set[int] = set()
         self.news: deque[Progress | BackendLost | tuple[str, SampleOutput | Exception]] = deque()
 
     @property
     def busy(self) -> bool:
-        return bool(self.news)
+        return bool(self.news or (self._waiting and len(self._asked) < self._backend.config.samples))
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
@@ -119,10 +121,29 @@ class RemoteSampler:
         given |= {"top_k": request.params.top_k > 0, "top_p": request.params.top_p < 1}
         if any(given.values()):
             raise RequestError(f"{[*filter(given.get, given)]} is not served by this backend; leave it out")
-        self._backend.sampling.tell("draw", request, self._backend.version(request))
-        self._asked[request.request_id] = request
+        self._waiting.add(request, (request, self._backend.version(request)))
+        self._hand_on()
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        self._waiting.weigh(weights)
+
+    def _hand_on(self) -> None:
+        free = max(0, self._backend.config.samples - len(self._asked))
+        for request, handle in itertools.islice(self._waiting.order(), free):
+            self._waiting.begin(request.request_id)
+            self._asked[request.request_id] = request
+            self._backend.sampling.tell("draw", request, handle)
+        for handle in self._dropped - {handle for _, handle in self._waiting}:
+            self._dropped.remove(handle)
+            self._backend.sampling.tell("free", handle)
+
+    def drop(self, handle: int) -> None:
+        """Free a version once nobody waits for it."""
+        self._dropped.add(handle)
+        self._hand_on()
 
     def cancel(self, request_id: str) -> None:
+        self._waiting.remove(request_id)
         if self._asked.pop(request_id, None):
             self._backend.sampling.tell("cancel", request_id)
 
@@ -133,11 +154,13 @@ class RemoteSampler:
             if isinstance(news, BackendLost):
                 raise BackendLost(str(news), self.elsewhere)
             if isinstance(news, Progress):
-                if news.request_id in self._asked:
+                if request := self._asked.get(news.request_id):
+                    self._waiting.charge(request.tenant, len(news.tokens))
                     self._backend.on_progress(news)
             elif request := self._asked.pop(news[0], None):
                 result = failure(request, news[1]) if isinstance(news[1], Exception) else news[1]
                 completions.append(Completion(news[0], result))
+        self._hand_on()
         return completions
 
 
@@ -291,7 +314,7 @@ class RemoteBackend(Executor):
     def drop_version(self, version: str) -> None:
         self._writer.forget_version(version)
         if version in self.versions:
-            self.sampling.tell("free", self.versions.pop(version))
+            self.sampler.drop(self.versions.pop(version))
 
     def _heard(self, news: Any) -> None:
         self.sampler.news.append(news)

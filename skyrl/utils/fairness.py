@@ -68,11 +68,17 @@ class Accounts:
             self._levels.clear()
 
     def charge(self, tenant: str, cost: int) -> None:
-        """A tenant that waits is given something that costs so many tokens."""
-        account = self._accounts[tenant]
-        account.service += self._price(tenant, cost)
+        """A tenant is given something that costs so many tokens; fewer than 0 are given back.
+
+        One that does not wait will stand where it then is when it does, if others wait all the time until then.
+        """
+        if not self._waiting:
+            return
+        account = self._accounts.setdefault(tenant, _Account(self._least(), 0))
+        account.service += self.price(tenant, cost)
         account.turn = self._next_turn()
-        self._note(tenant)
+        if tenant in self._waiting:
+            self._note(tenant)
 
     def line_up(self, tenant: str) -> None:
         """A tenant that waits goes behind all others of its service: what it was given has come to its end.
@@ -95,7 +101,7 @@ class Accounts:
 
         It may if the tenant is ahead of the one served least by no more than the price of that.
         """
-        return self._accounts[tenant].service <= self._least() + self._price(tenant, cost)
+        return self._accounts[tenant].service <= self._least() + self.price(tenant, cost)
 
     def _least(self) -> int:
         while True:
@@ -111,7 +117,8 @@ class Accounts:
             self._levels = [(self._accounts[name].service, name) for name in self._waiting]
             heapify(self._levels)
 
-    def _price(self, tenant: str, cost: int) -> int:
+    def price(self, tenant: str, cost: int) -> int:
+        """How much further a tenant is once it is given so many tokens, as in its rank."""
         return round(cost * SCALE / self._weights.get(tenant, 1))
 
     def _next_turn(self) -> int:

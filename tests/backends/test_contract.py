@@ -14,6 +14,7 @@ import pytest
 
 from skyrl.backends.backend import (
     AbstractBackend,
+    Completion,
     CreateModel,
     DeleteModel,
     ForwardBackward,
@@ -173,6 +174,12 @@ def a_sample(version: str | None, path=None, *, seed: int = 1, max_tokens: int =
     params = SamplingParams(max_tokens=max_tokens, seed=seed, stop=[])
     path = None if path is None else str(path)
     return Sample(request_id=fresh("sample"), version=version, path=path, prompt=TOKENS[:3], params=params, **options)
+
+
+def step(backend: AbstractBackend) -> list[Completion]:
+    """What completes with the next step."""
+    backend.wait()
+    return backend.step()
 
 
 def run(backend: AbstractBackend, *operations: Operation) -> list[Result]:
@@ -631,6 +638,26 @@ def test_samples_that_wait_are_drawn_from_the_version_that_they_asked_for(backen
     assert drawn(done(backend, *(a_sample(later.version, seed=seed) for seed in seeds))) != expected
     if not republish:
         assert f"version={version} is not known here" in failure(backend, a_sample(version))
+
+
+@pytest.mark.parametrize("num_samples", [1, 5], ids=["of one", "of several"])
+def test_a_flood_of_samples_delays_another_tenants_by_what_runs_and_one_turn(backend, num_samples):
+    flood = [
+        a_sample(None, seed=seed, max_tokens=4 + seed % 5, num_samples=num_samples, tenant="flood")
+        for seed in range(6 * ROWS)
+    ]
+    late = a_sample(None, max_tokens=4, tenant="late")
+    for operation in flood:
+        backend.submit(operation)
+    while not step(backend):
+        pass
+    backend.submit(late)
+    meanwhile: list[Completion] = []
+    while late.request_id not in {completion.request_id for completion in meanwhile}:
+        meanwhile += step(backend)
+    assert len(meanwhile) - 1 <= 2 * ROWS
+    for operation in flood:
+        backend.cancel(operation.request_id)
 
 
 def test_sampling_leaves_the_model_that_trains_alone(backend, model, tmp_path):

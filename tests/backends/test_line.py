@@ -28,7 +28,7 @@ def let_begin(line: Line, free: int, begun: tuple[Job, ...] = ()) -> list[Job]:
         one.lacks_room = pages_to_begin(one) > free
         if not one.lacks_room:
             one.slot, free = 1, free - pages_to_begin(one)
-            line.remove(one)
+            line.begin(one)
             started.append(one)
     return started
 
@@ -69,7 +69,7 @@ def test_one_that_lacks_its_version_alone_is_passed_without_limit():
     for one in line.may_begin():
         if one is not loading:
             one.slot = 1
-            line.remove(one)
+            line.begin(one)
     assert list(line) == [loading]
     assert loading.passed_by == 0
 

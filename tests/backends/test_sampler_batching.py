@@ -103,6 +103,29 @@ def test_a_request_of_many_samples_does_not_hold_up_those_behind_it(rig):
     assert list(finish(sampler)) == [few.request_id, many.request_id]
 
 
+def test_rows_are_shared_between_tenants_and_a_tenants_first_request_always_begins(rig):
+    sampler = rig.make_sampler(max_rows=4, max_context_length=256)
+    for seed in range(8):  # more than may begin at a time, each with more samples than there are rows
+        sampler.add(request(prompt_of(10, seed), n=30, max_tokens=6, tenant="many"))
+    for _ in range(3):
+        sampler.burst()
+    few = [request(prompt_of(11, seed), max_tokens=6, tenant="few") for seed in range(4)]
+    for asked in few:
+        sampler.add(asked)
+    assert list(finish(sampler))[:4] == [asked.request_id for asked in few]
+
+
+def test_a_prompt_that_is_in_the_cache_costs_its_tenant_nothing(rig):
+    sampler = rig.make_sampler(max_rows=1, max_context_length=256)
+    requests = [request(prompt_of(129, 7), max_tokens=1, tenant="same") for _ in range(40)]
+    requests += [request(prompt_of(128, seed), max_tokens=1, tenant="other") for seed in range(40)]
+    for asked in requests:
+        sampler.add(asked)
+    tenants = {asked.request_id: asked.tenant for asked in requests}
+    order = [tenants[request_id] for request_id in finish(sampler)]
+    assert order[:20].count("other") <= 4
+
+
 def test_a_long_prompt_does_not_hold_up_those_behind_it(rig):
     long, short = request(prompt_of(900), max_tokens=1), request(prompt_of(11), max_tokens=1)
     rig.sampler.add(long)

@@ -3,11 +3,12 @@
 import dataclasses
 import itertools
 import threading
+from collections import Counter
 
 from skyrl.backends.operations import DeleteModel, SaveCheckpoint, SaveSnapshot
 from skyrl.tinker.identity.ids import tenant_of_key
 from skyrl.tinker.processes.messages import Done, Enqueue, FromEngine, Park, Parked, Running, Shutdown, Snapshotted
-from tests.fakes import FakeModel
+from tests.fakes import FakeConfig, FakeModel
 from tests.tinker.engine_bench import a_pass, a_sample, a_step, create, of, revival, same
 
 # -- parking -----------------------------------------------------------------------------------------------------------
@@ -113,16 +114,18 @@ def test_what_the_engine_does_to_a_model_is_done_for_the_models_tenant(bench):
     assert [(type(operation), operation.tenant) for operation in own] == [(SaveSnapshot, "t"), (DeleteModel, "t")]
 
 
-def test_samples_are_let_in_by_the_weights_of_tenants(bench):
+def test_samples_are_drawn_by_the_weights_of_tenants(bench):
     engine = bench(api_keys=["heavy", "light"], tenant_weights={"heavy": 3})
-    samples = []
-    for _ in range(6):
-        for key in ("heavy", "light"):
-            sample = a_sample(max_tokens=2**18).operation
-            samples.append(dataclasses.replace(sample, tenant=tenant_of_key(key.encode())))
-    engine.turn(*map(Enqueue, samples))
-    name = {sample.request_id: ["heavy", "light"][number % 2] for number, sample in enumerate(samples)}
-    assert [name[request] for request in engine.backend.journal] == ["heavy", "light", "heavy", "heavy"]
+    engine.backend.config = FakeConfig(rows=1)
+    name, samples = {}, []
+    for key in ("heavy", "light"):
+        for _ in range(12):
+            samples.append(dataclasses.replace(a_sample().operation, tenant=tenant_of_key(key.encode())))
+            name[samples[-1].request_id] = key
+    frames = engine.turn(*map(Enqueue, samples))
+    for _ in range(12 * 3 - 1):  # a token in each turn
+        frames += engine.turn()
+    assert Counter(name[done.request_id] for done in of(Done, frames)) == {"heavy": 9, "light": 3}
 
 
 # -- its end -----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,10 +19,12 @@ from skyrl.backends.operations import (
     Sample,
     SaveCheckpoint,
 )
-from skyrl.tinker.engine.scheduler import Scheduler, cost_of
-from skyrl.types import AdamParams, Datum, LoraConfig, SamplingParams, Windows
+from skyrl.tinker.engine.scheduler import Scheduler
+from skyrl.types import AdamParams, Datum, LoraConfig, SamplingParams
 
 TIMEOUT_S = 300.0
+WINDOW = 10 * 64
+"""Tokens of samples of a tenant that go at a time."""
 
 
 def create(model: str = "m") -> CreateModel:
@@ -50,7 +51,7 @@ def sample(request_id: str) -> Sample:
 
 def with_model(*operations: tuple[int, ModelOperation], now: float = 0.0) -> Scheduler:
     """A scheduler in which model m was created and these (seq_id, operation) arrived."""
-    scheduler = Scheduler(TIMEOUT_S)
+    scheduler = Scheduler(TIMEOUT_S, WINDOW)
     scheduler.add(create(), 0, 0.0)
     for seq_id, operation in operations:
         scheduler.add(operation, seq_id, now)
@@ -108,7 +109,7 @@ def test_a_held_request_is_announced_with_the_missing_seq_id_and_released_when_i
 
 
 def test_requests_of_a_model_that_was_never_created_are_not_held():
-    scheduler = Scheduler(TIMEOUT_S)
+    scheduler = Scheduler(TIMEOUT_S, WINDOW)
     scheduler.add(save(7), 7, 0.0)
     assert ids(submitted(scheduler)) == ["m7"]
 
@@ -210,7 +211,7 @@ def test_a_deleted_model_leaves_nothing_behind_even_if_requests_were_held_meanwh
 
 
 def revived(next_seq_id: int, *operations: ModelOperation) -> Scheduler:
-    scheduler = Scheduler(TIMEOUT_S)
+    scheduler = Scheduler(TIMEOUT_S, WINDOW)
     scheduler.revive("m", next_seq_id, operations)
     return scheduler
 
@@ -294,7 +295,7 @@ def test_a_model_that_is_forgotten_fails_what_it_holds_and_leaves_nothing_behind
 
 
 def test_what_is_made_of_a_request_belongs_to_its_tenant():
-    scheduler = Scheduler(TIMEOUT_S)
+    scheduler = Scheduler(TIMEOUT_S, WINDOW)
     scheduler.add(replace(create(), tenant="t"), 0, 0.0)
     scheduler.add(replace(optim(2), tenant="t"), 2, 0.0)
     scheduler.expire(TIMEOUT_S)
@@ -303,52 +304,67 @@ def test_what_is_made_of_a_request_belongs_to_its_tenant():
     assert scheduler.tenant("m") == "t" and scheduler.tenant("nobody") == ""
 
 
-def test_the_lightest_tenant_sends_a_request_at_once_though_another_floods():
-    scheduler = Scheduler(TIMEOUT_S, Windows(training=10), weights={"heavy": 1000, "light": 0.001})
-    for number in range(1, 100):
-        scheduler.add(replace(a_pass(number, tokens=10), tenant="heavy"), None, 0.0)
-    scheduler.add(replace(a_pass(100, tokens=10), tenant="light"), None, 0.0)
-    assert "light" in [operation.tenant for operation in iter(scheduler.next, None)]
-
-
-def test_requests_leave_by_the_weights_of_their_tenants():
-    scheduler = Scheduler(TIMEOUT_S, Windows(training=1), weights={"heavy": 3})
-    for number in range(80):
-        for tenant in ("heavy", "light"):
-            operation = replace(a_pass(number), request_id=f"{tenant}{number}", model_id=tenant, tenant=tenant)
-            scheduler.add(operation, None, 0.0)
-    tenants = [operation.tenant for operation in submitted(scheduler)]
-    assert tenants[:80].count("heavy") == 60
-
-
-def test_as_many_models_as_are_computed_together_have_a_request_in_the_window_however_large_it_is():
-    scheduler = Scheduler(TIMEOUT_S)
-    for number in range(40):
-        operation = replace(a_pass(number, tokens=100_000), model_id=f"model{number % 20}", tenant="one")
-        scheduler.add(operation, None, 0.0)
-    assert len({operation.model_id for operation in iter(scheduler.next, None)}) == 16
-
-
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_flood_of_samples_does_not_hold_a_model_operation_back():
-    scheduler = Scheduler(TIMEOUT_S, Windows(sampling=10))
+    scheduler = Scheduler(TIMEOUT_S, WINDOW)
     for i in range(100):
         scheduler.add(sample(f"s{i}"), None, 0.0)
     scheduler.add(create(), 0, 0.0)
-    assert "m0" in ids([scheduler.next() or save(0) for _ in range(3)])
+    operation = scheduler.next()
+    assert operation is not None and operation.request_id == "m0"
 
 
 def test_a_waiting_sample_can_be_dropped():
-    scheduler = Scheduler(TIMEOUT_S)
+    scheduler = Scheduler(TIMEOUT_S, WINDOW)
     scheduler.add(sample("s"), None, 0.0)
     assert scheduler.drop_sample("s")
     assert scheduler.next() is None
 
 
-@pytest.mark.parametrize(
-    ("operation", "cost"), [(a_pass(1, tokens=7), 7), (sample("s"), 4 + 2 * 5), (save(1), 1), (optim(1), 1)]
+def test_of_a_tenants_flood_no_more_goes_than_its_window_and_the_rest_as_that_ends():
+    scheduler = Scheduler(TIMEOUT_S, WINDOW)
+    flood = [sample(f"s{i}") for i in range(100)]  # of 14 tokens, of which each counts 10
+    for one in flood:
+        scheduler.add(one, None, 0.0)
+    gone = list(iter(scheduler.next, None))
+    scheduler.done(flood[3])
+    assert gone + list(iter(scheduler.next, None)) == flood[:65]
+
+
+def test_a_tenants_window_leaves_that_of_others_as_it_is():
+    scheduler = Scheduler(TIMEOUT_S, WINDOW)
+    for i in range(100):
+        scheduler.add(sample(f"s{i}"), None, 0.0)
+    late = replace(sample("late"), tenant="other")
+    assert len(list(iter(scheduler.next, None))) == 64
+    scheduler.add(late, None, 0.0)
+    assert list(iter(scheduler.next, None)) == [late]
+
+
+def test_a_sample_that_is_here_already_is_ignored():
+    scheduler = Scheduler(TIMEOUT_S, WINDOW)
+    scheduler.add(sample("s"), None, 0.0)
+    scheduler.add(sample("s"), None, 0.0)
+    assert len(list(iter(scheduler.next, None))) == 1
+    scheduler.add(sample("s"), None, 0.0)
+    assert scheduler.next() is None
+
+
+@given(
+    items=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), max_size=60), window=st.integers(64, 64 * 20)
 )
-def test_cost_counts_tokens(operation, cost):
-    assert cost_of(operation) == cost
+def test_every_sample_goes_once_and_a_tenants_in_the_order_of_their_arrival(items, window):
+    scheduler = Scheduler(TIMEOUT_S, window)
+    for i, (tenant, length) in enumerate(items):
+        scheduler.add(replace(sample(str(i)), tenant=tenant, prompt=np.zeros(length, np.int32)), None, 0.0)
+    order = []
+    while (operation := scheduler.next()) is not None:
+        order.append(int(operation.request_id))
+        scheduler.done(operation)
+    assert sorted(order) == list(range(len(items)))
+    for tenant in "abc":
+        mine = [i for i in order if items[i][0] == tenant]
+        assert mine == sorted(mine)
+    assert not (scheduler._samples._tenants or scheduler._samples._out)

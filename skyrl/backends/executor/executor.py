@@ -72,8 +72,12 @@ class SamplerLoop(Protocol):
         """Requests that are worked on whether there is a burst or not, by other processes."""
         ...
 
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Set the weights of tenants, of which all others weigh 1. Before anything is added."""
+        ...
+
     def add(self, request: Sample) -> None:
-        """Queue a request. Raises `RequestError` if it can never run."""
+        """Queue a request, fairly between tenants (`FairLine`). Raises `RequestError` if it can never run."""
         ...
 
     def burst(self) -> list[Completion]:
@@ -163,6 +167,7 @@ class Executor(AbstractBackend):
     def weigh(self, weights: Mapping[str, float]) -> None:
         assert not self._quanta
         self._quanta = Quanta(self, weights)
+        self.sampler.weigh(weights)
 
     def is_working_on(self, model_id: str) -> bool:
         return self._quanta.has_begun(model_id)

@@ -89,7 +89,7 @@ class TinkerEngine:
         self.backend = backend
         self.channel = channel
         self._drain_s = DRAIN * config.shutdown_timeout_sec
-        self.scheduler = Scheduler(config.gap_timeout_s, backend.info().windows, config.weights)
+        self.scheduler = Scheduler(config.gap_timeout_s, backend.info().samples_at_a_time)
         self.policy = SnapshotPolicy(
             every_steps=config.snapshot_every_steps,
             every_requests=config.snapshot_every_requests,

@@ -1,9 +1,9 @@
-"""In which order requests reach the backend: strictly by seq_id in a model, fairly between tenants.
+"""In which order requests reach the backend: a model's strictly by seq_id.
 
 A model's requests carry seq_ids 0, 1, 2, ... and may arrive in any order after 0, its creation. One that arrives early
 is held until those before it are here. If nothing of the model comes for `gap_timeout_s`, what is held fails, in its
-place in the model's order, and the model goes on with the next request. Requests whose turn has come wait in two fair
-queues, one of model operations and one of samples, because the backend works on both at once.
+place in the model's order, and the model goes on with the next request. Requests whose turn has come go to the backend
+at once, which is fair between tenants; only a flood of samples waits here (`SampleWindow`).
 
 It also knows how far each model is: which request was the last to end. A revived model has a place in its order again
 once all that repeats its past has ended.
@@ -12,21 +12,20 @@ Pure: no threads, no clock but the `now` (seconds) that is passed in.
 """
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from skyrl.backends.operations import (
     DeleteModel,
-    ForwardBackward,
     ModelOperation,
     Operation,
     OptimStep,
     Rejected,
     Sample,
 )
-from skyrl.tinker.engine.fair_queue import FairQueue
-from skyrl.types import USUAL_WINDOWS, GradientEffect, Windows
+from skyrl.tinker.engine.sample_window import SampleWindow
+from skyrl.types import GradientEffect
 
 
 @dataclass
@@ -47,19 +46,15 @@ class Scheduler:
 
     Args:
         gap_timeout_s: Seconds that requests wait for a missing earlier one while nothing else of their model comes.
-        windows: How much the backend holds at a time.
-        weights: Of tenants; all others weigh 1.
+        samples_at_a_time: As in `BackendInfo`.
     """
 
-    def __init__(
-        self,
-        gap_timeout_s: float,
-        windows: Windows = USUAL_WINDOWS,
-        weights: Mapping[str, float] | None = None,
-    ):
+    def __init__(self, gap_timeout_s: float, samples_at_a_time: int):
         self.gap_timeout_s = gap_timeout_s
-        self._training: FairQueue[Operation] = FairQueue(windows.training, windows.passes, weights)
-        self._samples: FairQueue[Operation] = FairQueue(windows.sampling, weights=weights)
+        self._ready: deque[ModelOperation] = deque()
+        self._unended: set[str] = set()
+        """Model operations that are queued or outstanding."""
+        self._samples = SampleWindow(samples_at_a_time)
         self._lines: dict[str, _Line] = {}
         self._gaps: dict[str, float] = {}
         """Models with held requests, and when something of them came last."""
@@ -77,7 +72,7 @@ class Scheduler:
         once that there is no such model.
         """
         if isinstance(operation, Sample):
-            self._samples.add(operation.request_id, operation.tenant, "samples", cost_of(operation), operation)
+            self._samples.add(operation)
             return
         assert isinstance(operation, ModelOperation), operation
         if seq_id == 0:
@@ -106,13 +101,13 @@ class Scheduler:
 
     def next(self) -> Operation | None:
         """The next operation to submit, outstanding from now on until `done`; None if nothing may go now."""
-        return self._training.next() or self._samples.next()
+        return self._ready.popleft() if self._ready else self._samples.next()
 
     def done(self, operation: Operation) -> bool:
         """A submitted operation has ended, or was cancelled. Returns whether it was added (not made here)."""
-        queue = self._samples if isinstance(operation, Sample) else self._training
-        queue.done(operation.request_id)
-        if isinstance(operation, ModelOperation):
+        if isinstance(operation, Sample):
+            self._samples.done(operation)
+        elif isinstance(operation, ModelOperation):
             self._ended(operation)
         if operation.request_id in self._own:
             self._own.remove(operation.request_id)
@@ -210,6 +205,7 @@ class Scheduler:
 
     def _ended(self, operation: ModelOperation) -> None:
         model_id, seq_id = operation.model_id, self._seq_ids.pop(operation.request_id, None)
+        self._unended.discard(operation.request_id)
         self._unfinished[model_id] -= 1
         if not self._unfinished[model_id]:
             del self._unfinished[model_id]
@@ -221,19 +217,13 @@ class Scheduler:
 
     def _queue(self, operation: ModelOperation, seq_id: int | None) -> None:
         request_id, model_id = operation.request_id, operation.model_id
-        if self._training.add(request_id, operation.tenant, model_id, cost_of(operation), operation):
-            self._unfinished[model_id] += 1
-            if seq_id is not None:
-                self._seq_ids[request_id] = seq_id
-
-
-def cost_of(operation: Operation) -> int:
-    """Tokens that an operation takes to compute, at most; 1 for those that do not depend on tokens."""
-    if isinstance(operation, ForwardBackward):
-        return max(1, operation.tokens)
-    if isinstance(operation, Sample):
-        return len(operation.prompt) + (operation.params.max_tokens or 1) * operation.num_samples
-    return 1
+        if request_id in self._unended:
+            return
+        self._unended.add(request_id)
+        self._ready.append(operation)
+        self._unfinished[model_id] += 1
+        if seq_id is not None:
+            self._seq_ids[request_id] = seq_id
 
 
 def _rejected(operation: ModelOperation, error: str, gradients: GradientEffect) -> Rejected:

@@ -8,8 +8,8 @@ up. Everything here runs on the caller's thread.
 
 import logging
 import time
-from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any
@@ -97,6 +97,8 @@ class Sampler:
         self._programs = programs
         self._banks = Banks(programs, versions, zero, apart=deterministic)
         self._waiting = Line(self.pages_total)
+        self._weights: dict[str, float] = {}
+        """Of tenants; all others weigh 1."""
         self._reading = Reading()
         self._read: deque[Prompt] = deque()
         """Prompts with samples that have not started, in the order of their turns."""
@@ -167,10 +169,11 @@ class Sampler:
     @property
     def running(self) -> tuple[str, ...]:
         """Requests that the next burst may work on: those that have begun, and those that it may let begin."""
-        jobs = [sequence.job for sequence in self._running]
-        jobs += [prompt.job for prompt in (*self._reading, *self._read)]
-        if self._places > 0:
-            first = islice(self._waiting, LOOK_PAST + self._places)
+        at_work = self._at_work
+        jobs = self._begun()
+        able = (job for job in self._waiting.order() if self._has_place(job, at_work))
+        if not self._is_full(at_work):
+            first = islice(able, LOOK_PAST + max(self._places, len(self._waiting.tenants)))
             jobs += [job for job in first if pages_to_begin(job) <= self.pages_free]
         return tuple(job.request.request_id for job in dict.fromkeys(jobs))
 
@@ -199,6 +202,11 @@ class Sampler:
         """Pages beside the scratch page."""
         return self._page_count - 1
 
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Set the weights of tenants. Before anything is added."""
+        self._weights = dict(weights)
+        self._waiting.weigh(weights)
+
     def add(self, request: Sample) -> None:
         """Queue a checked request (see `check_sample`). Raises `RequestError` if its sequences can never fit."""
         job = Job.of(request, self._tokenizer.eos_ids)
@@ -213,9 +221,11 @@ class Sampler:
 
     def cancel(self, request_id: str) -> None:
         """Drop a request wherever it is. Unknown ids are ignored."""
-        for job in self._jobs():
-            if job.request.request_id == request_id:
-                self._forget(job)
+        job = self._waiting.get(request_id)
+        if job is None:
+            job = next((job for job in self._begun() if job.request.request_id == request_id), None)
+        if job is not None:
+            self._forget(job)
 
     def burst(self) -> list[Completion]:
         """Read about one chunk of prompts, then decode a few steps; finished requests and failed ones."""
@@ -228,6 +238,27 @@ class Sampler:
     # -- prompts ------------------------------------------------------------------------------------------------------
 
     @property
+    def _at_work(self) -> set[str]:
+        """Tenants of requests that have begun."""
+        return {job.request.tenant for job in self._begun()}
+
+    def _is_full(self, at_work: set[str]) -> bool:
+        """Whether none of those that wait has a place."""
+        return self._places <= 0 and (self._unstarted >= self._counts[-1] or self._waiting.tenants <= at_work)
+
+    def _has_place(self, job: Job, at_work: set[str]) -> bool:
+        """Whether a request may begin as far as the number of those that have goes.
+
+        A tenant's first may even if requests of many samples hold all places.
+        """
+        return self._places > 0 or (self._unstarted < self._counts[-1] and job.request.tenant not in at_work)
+
+    @property
+    def _unstarted(self) -> int:
+        """Requests that have begun, none of whose samples has started."""
+        return len(self._reading) + sum(not prompt.samples_started for prompt in self._read)
+
+    @property
     def _places(self) -> int:
         """Requests that may begin beside those whose samples have not all started."""
         return self._counts[-1] - len(self._reading) - len(self._read)
@@ -238,13 +269,18 @@ class Sampler:
         Those whose version is being read are passed without limit.
         """
         failed: list[Completion] = []
+        at_work = self._at_work
         for job in self._waiting.may_begin([prompt.job for prompt in self._read]):
-            if self._places == 0:
+            if self._is_full(at_work):
                 break
+            if not self._has_place(job, at_work):
+                continue
             try:
                 self._begin(job)
             except Exception as error:
                 failed += self._fail([job], error)
+            if job.slot is not None:
+                at_work.add(job.request.tenant)
         return failed
 
     def _begin(self, job: Job) -> None:
@@ -264,7 +300,7 @@ class Sampler:
         reserved = pages.reserve(count)  # when nothing can fail any more
         assert reserved, count
         job.passed_by = 0
-        self._waiting.remove(job)
+        self._waiting.begin(job)
 
     def _read_prompts(self) -> list[Completion]:
         """Read the prompts that there are by turns, one chunk's worth of tokens."""
@@ -286,6 +322,7 @@ class Sampler:
                 completions += self._fail([prompt.job], error)
                 continue
             if prompt.is_read:
+                self._waiting.charge(prompt.job.request.tenant, -prompt.job.cache_hits)
                 self._reading.remove(prompt)
                 self._read.append(prompt)
             else:
@@ -293,20 +330,28 @@ class Sampler:
         return completions
 
     def _start_samples(self) -> list[Completion]:
-        """Start samples of the prompts that are read, one of each by turns, while there are rows and pages."""
+        """Start samples of the prompts that are read, while there are rows and pages.
+
+        Each is of the tenant that has the fewest rows for its weight, one of each of its prompts by turns.
+        """
         pages = self._cache.pages
+        rows = Counter(sequence.job.request.tenant for sequence in self._running)
         copies: list[tuple[int, int]] = []
         started: list[Job] = []
         ended: list[Prompt] = []
-        lacking = 0  # those that lack pages keep their places, before the others
-        while lacking < len(self._read) and len(self._running) < self._counts[-1]:
-            prompt = self._read[lacking]
+        lacking: set[Prompt] = set()  # those that lack pages keep their places
+        while len(self._running) < self._counts[-1]:
+            able = (prompt for prompt in self._read if prompt not in lacking)
+            prompt = min(able, key=lambda prompt: self._rows_by_weight(prompt, rows), default=None)
+            if prompt is None:
+                break
             job, count = prompt.job, pages_per_sample(prompt.job, PAGE_SIZE)
             job.lacks_room = prompt.samples_started > 0 and not pages.reserve(count)
             if job.lacks_room:  # not for its first sample: that was reserved with the prompt
-                lacking += 1
+                lacking.add(prompt)
                 continue
             job.passed_by = 0
+            rows[job.request.tenant] += 1
             full, rest = divmod(len(prompt.tokens), PAGE_SIZE)
             own = [pages.take() for _ in range(count)]
             if rest:
@@ -327,6 +372,10 @@ class Sampler:
             return self._fail(started, error)
         return []
 
+    def _rows_by_weight(self, prompt: Prompt, rows: Mapping[str, int]) -> float:
+        tenant = prompt.job.request.tenant
+        return rows[tenant] / self._weights.get(tenant, 1)
+
     # -- running sequences --------------------------------------------------------------------------------------------
 
     def _decode(self) -> list[Completion]:
@@ -345,9 +394,11 @@ class Sampler:
                 base = self._base if group.base is None else group.base
                 drawn = decode(base, group, self._cache, sequences, self._counts, steps)
                 calls.append((sequences, drawn, steps))
-            before = sum(len(sequence.tokens) for sequence in self._running)
+            before = self._tokens_by_tenant()
             ended = [sequence for call in calls for sequence in push(*call)]
-            self.tokens_generated += sum(len(sequence.tokens) for sequence in self._running) - before
+            for tenant, tokens in (self._tokens_by_tenant() - before).items():
+                self.tokens_generated += tokens
+                self._waiting.charge(tenant, tokens)
         except Exception as error:
             self._banks.clear()
             return self._fail([sequence.job for sequence in self._running], error)
@@ -357,6 +408,13 @@ class Sampler:
         for job in dict.fromkeys(sequence.job for sequence in ended if sequence.job.done):
             completions.append(self._complete(job, job.output()))
         return completions
+
+    def _tokens_by_tenant(self) -> Counter[str]:
+        """Tokens of the sequences that run."""
+        tokens: Counter[str] = Counter()
+        for sequence in self._running:
+            tokens[sequence.job.request.tenant] += len(sequence.tokens)
+        return tokens
 
     def _keep(self, sequence: Sequence) -> None:
         """Hand the pages of a sequence that has ended over to the tree of prefixes: the next prompt may hold them."""
@@ -384,7 +442,7 @@ class Sampler:
     def _fail(self, jobs: Iterable[Job], error: Exception) -> list[Completion]:
         """Fail these jobs, and all that have begun if the cache was lost in a program that did not finish."""
         lost = self._cache.lost
-        failed = [job for job in self._jobs() if job.slot is not None] if lost else []
+        failed = self._begun() if lost else []
         completions = [self._complete(job, failure(job.request, error)) for job in dict.fromkeys([*jobs, *failed])]
         if lost:
             self._cache.clear()
@@ -394,10 +452,10 @@ class Sampler:
         self._forget(job)
         return Completion(job.request.request_id, result)
 
-    def _jobs(self) -> list[Job]:
-        """All that are not finished."""
+    def _begun(self) -> list[Job]:
+        """All that have begun and are not finished."""
         prompts = [prompt.job for prompt in (*self._reading, *self._read)]
-        return list(dict.fromkeys([*self._waiting, *prompts, *(sequence.job for sequence in self._running)]))
+        return list(dict.fromkeys([*(sequence.job for sequence in self._running), *prompts]))
 
     def _forget(self, job: Job) -> None:
         """Free everything a job holds."""
