@@ -80,8 +80,8 @@ def bodies_of(trainer, data: list) -> list[bytes]:
 def parts(bodies: list[bytes], folder: Path) -> dict[str, float]:
     """Processor seconds of each part of their way, over all bodies. `folder` is for a database."""
     from skyrl.algorithms.checks.requests import check_pass
+    from skyrl.backends.common.packing import TileShape, make_tiles
     from skyrl.backends.operations import ForwardBackward
-    from skyrl.backends.packing import TileShape, make_tiles
     from skyrl.tinker.database import request_log
     from skyrl.tinker.database.database import Database
     from skyrl.tinker.database.log_writer import compressed

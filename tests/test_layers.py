@@ -25,6 +25,7 @@ LAYERS = [
     {"tx.io", "tx.synthetic"},
     # One contract, and what satisfies it.
     {"backends"},
+    {"backends.common"},
     {"backends.executor"},
     {"backends.jax.memory_plan", "backends.jax.compile_cache", "backends.jax.loading"},
     {"backends.jax.config"},
@@ -51,6 +52,7 @@ LAYERS = [
     {"demos"},
     {"cli"},
 ]
+COMMON = [f"skyrl.backends.common.{path.stem}" for path in sorted((ROOT / "backends" / "common").glob("[a-z]*.py"))]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 
 
@@ -141,6 +143,7 @@ def test_only_the_jax_backend_and_its_models_import_jax():
         ("skyrl.train.rollouts.rollouts", {"jax", "torch", "transformers"}),
         ("skyrl.train.rollouts.metrics", {"jax", "torch", "transformers"}),
         ("skyrl.backends.backend", {"jax", "torch"}),
+        (", ".join(COMMON), {"jax", "torch", "skyrl.tx"}),
         ("skyrl.backends.jax", {"torch", "transformers"}),
     ],
 )

@@ -2,8 +2,9 @@
 
     backend, operations      the contract, and the operations that are submitted to it
     registry                 backends by name
-    executor                 turns, dispatches and writes, for backends that say only how to compute
-    packing, prepared        requests as rows and tiles
+    executor                 turns and dispatches, for backends that say only how to compute
+    common                   what backends share: packing, offload, versions, pages, files in the background
+    prepared                 prepared batches as operations
     async_client             a backend for asyncio, in a thread (the trainers')
     base_folder              a base model's folder, from a path or a hub id
     jax                      the embedded backend

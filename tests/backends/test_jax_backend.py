@@ -329,7 +329,7 @@ def test_a_neighbour_with_nan_weights_changes_nothing(backend, tmp_path):
 
 def test_stacked_adapters_do_not_mix(backend):
     """Tiles of two adapters in one program: each gradient is as alone, bit for bit even beside NaN."""
-    from skyrl.backends.packing import TileShape, make_tiles
+    from skyrl.backends.common.packing import TileShape, make_tiles
 
     create(backend, "a")
     create(backend, "b", seed=1)

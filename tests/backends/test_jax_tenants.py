@@ -251,7 +251,7 @@ def test_many_more_models_than_memory_has_room_for_train_as_if_it_had(tiny_model
             for name in reversed(names):
                 optim_step(each, name)
     settle(small._models)
-    places = [small._models.place(name) for name in names]
+    places = [small._models.tier(name) for name in names]
     assert {places.count(place) for place in ("device", "host")} == {3}
     for name in names:
         assert_equal(small.adapter(name).weights, backend.adapter(name).weights)
@@ -293,7 +293,7 @@ def test_models_that_all_want_to_work_at_once_never_take_more_than_there_is_and_
         assert not [result for result in results.values() if isinstance(result, ErrorResponse)]
     assert max(used) == 3 * size
     for name in names:
-        assert small._models.about(name).step == 2
+        assert small._models.info(name).step == 2
         assert_equal(small.adapter(name).weights, deterministic.adapter(name).weights)
         deterministic.delete_model(name)
     small.close()
@@ -325,7 +325,7 @@ def test_a_folder_for_models_that_cannot_be_used_is_refused_before_weights_are_r
 def test_two_models_share_a_call_although_there_is_room_for_only_one(tiny_model):
     """Neither waits for the other for ever."""
     backend = opened(tiny_model, adapter_memory_gib=1e-9, adapter_host_memory_gib=1)
-    backend._models.room.device = 1
+    backend._models.budget.device = 1
     for i, name in enumerate("abc"):
         backend._models.check_room = lambda nbytes: None
         create(backend, name, seed=i)
@@ -361,10 +361,10 @@ def test_one_more_model_takes_its_weights_sums_and_moments_and_when_idle_nothing
     assert live_bytes() - before <= 1.1 * 4 * 4 * parameters
     forward_backward(backend, [random_datum(9)], "warm")  # so that the other one is used least recently
     models = backend._models
-    room, models.room.device = models.room.device, models.peek("warm").nbytes
+    room, models.budget.device = models.budget.device, models.peek("warm").nbytes
     settle(models)
-    assert {name: models.place(name) for name in models} == {"warm": "device", "model": "host"}
-    models.room.device = room
+    assert {name: models.tier(name) for name in models} == {"warm": "device", "model": "host"}
+    models.budget.device = room
     assert live_bytes() <= before
     assert live_bytes() - before > -parameters  # which would be if the other one had left, too
 

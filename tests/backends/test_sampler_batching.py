@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_rig import Rig, finish, output, prompt_of, request, run, same, sequence
 
-from skyrl.backends.jax.sampling.page_table import common_prefix
+from skyrl.backends.common.page_table import common_prefix
 from skyrl.errors import RequestError
 from skyrl.types import ErrorResponse, SampleOutput
 

@@ -32,7 +32,7 @@ JAX_TESTS = "tests/backends/test_jax_backend.py::"
 TENANTS = "tests/backends/test_jax_tenants.py::"
 SAMPLER = "skyrl/backends/jax/sampling/sampler.py"
 VERSIONS = "skyrl/backends/jax/models/published.py"
-WRITER = "skyrl/backends/executor/background_writer.py"
+WRITER = "skyrl/backends/common/background_writer.py"
 BATCHING = "tests/backends/test_sampler_batching.py::"
 RECOVERY = "tests/tinker/test_engine_recovery.py::"
 BLAME = "skyrl/tinker/processes/blame.py"
@@ -401,19 +401,19 @@ DEFECTS = [
                 "first, second, self.step, None)",
             )
         ],
-        ["tests/backends/test_residence.py::test_a_model_that_is_used_comes_back_as_it_was"],
+        ["tests/backends/test_offload.py::test_a_model_that_is_used_comes_back_as_it_was"],
     ),
     Defect(
         "C3.3",
         "a model that is changed while it is about to leave comes back as it was before",
         [
             Edit(
-                "skyrl/backends/jax/models/offload.py",
+                "skyrl/backends/common/offload.py",
                 "            self._keep(model)\n            self._working.add(model)\n",
                 "            self._working.add(model)\n",
             )
         ],
-        ["tests/backends/test_residence.py::test_what_a_model_becomes_while_it_was_about_to_leave_is_kept"],
+        ["tests/backends/test_offload.py::test_what_a_model_becomes_while_it_was_about_to_leave_is_kept"],
     ),
     Defect(
         "C3.4",
@@ -432,7 +432,7 @@ DEFECTS = [
         "tokens that need a gradient do not reach the vocabulary projection's backward pass",
         [
             Edit(
-                "skyrl/backends/packing.py",
+                "skyrl/backends/common/packing.py",
                 "    arrays.trained[...] = trained.sum()\n",
                 "    arrays.trained[...] = trained.sum() // 2\n",
             )
@@ -585,13 +585,13 @@ DEFECTS = [
         "one-writer",
         "a save waits for what other models write",
         [Edit(WRITER, '[("model", model_id), _folder(path)]', '[("model", ""), _folder(path)]')],
-        ["tests/backends/test_writer.py::test_a_save_that_takes_long_holds_up_no_other_models_save_or_load"],
+        ["tests/backends/test_background_writer.py::test_a_save_that_takes_long_holds_up_no_other_models_save_or_load"],
     ),
     Defect(
         "load-before-its-save",
         "a checkpoint that is still being written for one model is looked for by another",
         [Edit(WRITER, "            before = self._before([_folder(path)])\n", "            before = []\n")],
-        ["tests/backends/test_writer.py::test_a_folder_is_read_after_what_any_model_is_writing_there"],
+        ["tests/backends/test_background_writer.py::test_a_folder_is_read_after_what_any_model_is_writing_there"],
     ),
     Defect(
         "all-tensors-at-once",
@@ -738,12 +738,12 @@ DEFECTS = [
         "an owner of prefixes is remembered for each request, though it has no pages",
         [
             Edit(
-                "skyrl/backends/jax/sampling/page_table.py",
+                "skyrl/backends/common/page_table.py",
                 "return Node(np.empty(0, np.int32), SCRATCH, None, owner) if known is None else known",
                 "return self._roots.setdefault(owner, known or Node(np.empty(0, np.int32), SCRATCH, None, owner))",
             )
         ],
-        ["tests/backends/test_pages.py::test_who_has_no_pages_is_not_remembered"],
+        ["tests/backends/test_page_table.py::test_who_has_no_pages_is_not_remembered"],
     ),
     Defect(
         "objectives-kept-for-ever",

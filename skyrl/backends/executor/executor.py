@@ -33,8 +33,9 @@ from skyrl.backends.backend import (
     Rejected,
     Sample,
 )
-from skyrl.backends.executor.background_writer import Writer
-from skyrl.backends.executor.work_queue import Ended, Quanta, Quantum, Waiting, Work
+from skyrl.backends.common.background_writer import Writer
+from skyrl.backends.common.waiting import Waiting
+from skyrl.backends.executor.work_queue import Ended, Quanta, Quantum, Work
 from skyrl.errors import BackendLost, RequestError, StorageError
 from skyrl.types import ErrorResponse, GradientEffect, Result
 

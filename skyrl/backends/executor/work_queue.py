@@ -25,6 +25,7 @@ from itertools import islice
 from operator import methodcaller
 from typing import Any, NamedTuple, Protocol
 
+from skyrl.backends.common.waiting import Waiting
 from skyrl.backends.executor.fair_turns import Turns
 from skyrl.backends.operations import ForwardBackward, ModelOperation
 from skyrl.errors import BackendLost
@@ -55,14 +56,6 @@ class Quantum:
 
     def __post_init__(self) -> None:
         assert self.cost > 0, self.cost
-
-
-class Waiting(NamedTuple):
-    """What an operation waits for that nobody tells of: it is asked about every few milliseconds. Rather than this,
-    yield a future, if there is one."""
-
-    is_over: Callable[[], bool]
-    """Answers at once and never raises."""
 
 
 Wanted = Quantum | Sequence[Quantum] | Waiting | Future[Any] | None

@@ -35,12 +35,14 @@ from skyrl.backends.backend import (
     SaveSnapshot,
 )
 from skyrl.backends.base_folder import model_folder
+from skyrl.backends.common.offload import MemoryBudget, ModelOffload
+from skyrl.backends.common.packing import TileShape
+from skyrl.backends.common.waiting import Awaiting
 from skyrl.backends.executor import LOOK_S, Executor, Quantum, Work
 from skyrl.backends.jax.compile_cache import by_turns
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.loading import claim_device_memory, keep_compiled_programs
 from skyrl.backends.jax.models import checkpoint_format
-from skyrl.backends.jax.models.offload import Residence, Room, Turns
 from skyrl.backends.jax.models.published import Claim, VersionPool
 from skyrl.backends.jax.models.state import (
     Kind,
@@ -56,7 +58,6 @@ from skyrl.backends.jax.sampling.sampler import Sampler
 from skyrl.backends.jax.training.microbatches import Passes
 from skyrl.backends.jax.training.program_choice import defaults_for, planned
 from skyrl.backends.jax.training.programs import AdamScalars
-from skyrl.backends.packing import TileShape
 from skyrl.backends.prepared import version_of
 from skyrl.errors import RequestError
 from skyrl.tx.io.weights import abstract_model, stored_tensor, with_random_weights, with_weights
@@ -120,10 +121,10 @@ class JaxBackend(Executor):
             )
         self.plan = plan
         progress(str(plan))
-        room = Room(*plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib))
-        version_bytes = plan.versions(config.version_memory_gib, (room.device, room.host))
-        self._models = Residence(
-            room,
+        budget = MemoryBudget(*plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib))
+        version_bytes = plan.versions(config.version_memory_gib, (budget.device, budget.host))
+        self._models = ModelOffload[ModelState](
+            budget,
             lambda path, state: self._storage.write_state(path, state),
             lambda path: self._storage.read_state(path),
             config.offload_folder,
@@ -211,7 +212,7 @@ class JaxBackend(Executor):
         if operation.model_id in self._models and not isinstance(operation, LoadCheckpoint):
             writes = isinstance(operation, SaveCheckpoint | ExportModel | Publish)
             crowded = writes and self._storage.is_crowded(operation.model_id)
-            return crowded or not self._models.is_at_hand(operation.model_id)
+            return crowded or not self._models.is_on_device(operation.model_id)
         return isinstance(operation, CreateModel | LoadCheckpoint | LoadSnapshot)
 
     def discard_gradients(self, model_id: str) -> None:
@@ -222,7 +223,7 @@ class JaxBackend(Executor):
         return model_id in self._models
 
     def has_own_base(self, model_id: str) -> bool:
-        return model_id in self._models and self._models.about(model_id).lora_config.rank == 0
+        return model_id in self._models and self._models.info(model_id).lora_config.rank == 0
 
     def close(self) -> None:
         super().close()
@@ -292,7 +293,7 @@ class JaxBackend(Executor):
     def models(self) -> dict[str, ModelMetadata]:
         """Loaded models; `adapter_index` counts them from 1 (0 is the base model)."""
         return {
-            model_id: ModelMetadata(index, self._models.about(model_id).lora_config)
+            model_id: ModelMetadata(index, self._models.info(model_id).lora_config)
             for index, model_id in enumerate(self._models, 1)
         }
 
@@ -353,7 +354,7 @@ class JaxBackend(Executor):
             self._models.put(model_id, ModelState.fresh(lora_config, adapter))
         return ModelOutput(model_id)
 
-    def _room_for(self, kind: Kind) -> contextlib.AbstractContextManager[Turns[None]]:
+    def _room_for(self, kind: Kind) -> contextlib.AbstractContextManager[Awaiting[None]]:
         """Room on the device for one more model, once what this returns has waited for it."""
         self._check_rank(kind.lora_config.rank)
         nbytes = model_bytes(self.model_config, self._base, kind)
@@ -424,7 +425,7 @@ class JaxBackend(Executor):
             return OptimStepOutput({"skyrl.ai/grad_norm": grad_norm, "skyrl.ai/learning_rate": params.learning_rate})
 
     @contextlib.contextmanager
-    def _at_work(self, model_id: str) -> Iterator[Turns[ModelState]]:
+    def _at_work(self, model_id: str) -> Iterator[Awaiting[ModelState]]:
         """A model that is loaded stays on the device, to which the generator brings it."""
         self._check_loaded(model_id)
         with self._models.used(model_id) as brought:
@@ -440,7 +441,7 @@ class JaxBackend(Executor):
     @_work.register
     def _load(self, operation: LoadCheckpoint | LoadSnapshot) -> Work:
         model_id = operation.model_id
-        loaded = self._models.about(model_id) if model_id in self._models else None
+        loaded = self._models.info(model_id) if model_id in self._models else None
         with self._room_for((yield from self._storage.stored_kind(operation))) as admitted:
             yield from admitted
             self._models.put(model_id, (yield from self._storage.read(operation, loaded)))

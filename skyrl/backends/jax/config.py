@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from skyrl.backends.common.packing import SHORTEST_TILE
 from skyrl.backends.jax.memory_plan import Checkpointing
-from skyrl.backends.packing import SHORTEST_TILE
 
 
 class JaxBackendConfig(BaseModel):

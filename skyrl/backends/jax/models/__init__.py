@@ -1,3 +1,3 @@
-"""Models of the JAX backend: their arrays (`state`), where these are (`offload`), their files, their published
+"""Models of the JAX backend: their arrays (`state`), their files (`store`, `checkpoint_format`), and their published
 versions.
 """

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from skyrl.backends.common.offload import ModelInfo
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.lora import init_adapter, lora_targets, padded_rank, zero_adapter, zero_pair
 from skyrl.types import LoraConfig
@@ -32,7 +33,7 @@ HEAD_STREAM = zlib.crc32(b"value_head")
 
 @dataclass
 class ModelState:
-    """One model. Gradient sums are None until a pass adds to them."""
+    """One model, as `ModelOffload` moves it. Gradient sums are None until a pass adds to them."""
 
     lora_config: LoraConfig
     adapter: Adapter
@@ -56,6 +57,23 @@ class ModelState:
         """The same model with its arrays elsewhere."""
         adapter, first, second, sums = arrays
         return ModelState(self.lora_config, adapter, first, second, self.step, sums)
+
+    def to_host(self) -> "ModelState":
+        """The same model with its arrays in host memory."""
+        return self.with_arrays(jax.device_get(self.arrays))
+
+    def to_device(self) -> "ModelState":
+        """The same model with its arrays on the device."""
+        return self.with_arrays(jax.device_put(self.arrays))
+
+    def drop_sums(self) -> None:
+        """Clear its gradient sums."""
+        self.gradient_sums = None
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is to be known of it on disk too."""
+        return ModelInfo(self.lora_config, self.step, self.value_head)
 
     @property
     def value_head(self) -> bool:

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from skyrl.backends.backend import ExportModel, LoadCheckpoint, LoadSnapshot, Publish, SaveCheckpoint, SaveSnapshot
-from skyrl.backends.executor import Waiting, Work
-from skyrl.backends.executor.background_writer import Writer
+from skyrl.backends.common.background_writer import Writer
+from skyrl.backends.common.offload import ModelInfo
+from skyrl.backends.common.waiting import Awaiting, Waiting
+from skyrl.backends.executor import Work
 from skyrl.backends.jax.models import checkpoint_format
-from skyrl.backends.jax.models.offload import About, Turns
 from skyrl.backends.jax.models.published import VersionPool, bytes_of
 from skyrl.backends.jax.models.state import Kind, ModelState, in_types_of
 from skyrl.errors import RequestError, StorageError
@@ -80,7 +81,7 @@ class Storage:
         """True if unwritten saves and versions take all their memory, some of it for this model."""
         return self.writer.unwritten_bytes >= self.unwritten_bytes and self.writer.has_unwritten(model_id)
 
-    def room_to_write(self, model_id: str) -> Turns[None]:
+    def room_to_write(self, model_id: str) -> Awaiting[None]:
         """Wait until more has been written, if it has to be. Raises `StorageError` if versions cannot be.
 
         A model of which nothing is to be written does not wait for the writes of others.
@@ -120,20 +121,20 @@ class Storage:
         yield from _in_turn(writing, adapter)
         return SaveOutput(path)
 
-    def stored_kind(self, operation: LoadCheckpoint | LoadSnapshot) -> Turns[Kind]:
+    def stored_kind(self, operation: LoadCheckpoint | LoadSnapshot) -> Awaiting[Kind]:
         """What the operation would load. Raises as `checkpoints.stored_kind`."""
         return self._in_background(
             operation.path, partial(checkpoint_format.stored_kind, operation.path, operation.digest)
         )
 
-    def read(self, operation: LoadCheckpoint | LoadSnapshot, loaded: About | None) -> Turns[ModelState]:
+    def read(self, operation: LoadCheckpoint | LoadSnapshot, loaded: ModelInfo | None) -> Awaiting[ModelState]:
         """What the operation loads, a checkpoint in place of the model `loaded` if there is one.
 
         Raises as `checkpoints.load_training`, and `RequestError` if it cannot be in that model's place.
         """
         return self._in_background(operation.path, partial(self._read, operation, loaded))
 
-    def _in_background(self, path: str, read: Callable[[], T]) -> Turns[T]:
+    def _in_background(self, path: str, read: Callable[[], T]) -> Awaiting[T]:
         """Result of `read`, called in a thread after the writes to the folder that are under way."""
         reading = self.writer.read(path, read)
         while not reading.done():
@@ -150,7 +151,7 @@ class Storage:
         """The inverse. Raises as `checkpoints.load_training`."""
         return checkpoint_format.load_training(path, self.like)
 
-    def _read(self, operation: LoadCheckpoint | LoadSnapshot, loaded: About | None) -> ModelState:
+    def _read(self, operation: LoadCheckpoint | LoadSnapshot, loaded: ModelInfo | None) -> ModelState:
         path, digest = operation.path, operation.digest
         if isinstance(operation, LoadSnapshot):
             return checkpoint_format.load_training(path, self.like, digest=digest)
@@ -181,14 +182,14 @@ class Storage:
         return model_files(self.folder, self.model_config, self.base, adapter, self.value_head)
 
 
-def _in_turn(writing: Future[Any], adapter: Adapter) -> Turns[Future[Any]]:
+def _in_turn(writing: Future[Any], adapter: Adapter) -> Awaiting[Future[Any]]:
     """A write in the background. A model that is trained as a whole waits for it: each holds a copy in memory."""
     while adapter.own_base is not None and not writing.done():
         yield writing
     return writing
 
 
-def _check_same_kind(path: str, kind: Kind, model: About) -> None:
+def _check_same_kind(path: str, kind: Kind, model: ModelInfo) -> None:
     """Loading in place keeps what the model is and its rank, and once it has taken a step its trained modules."""
     stored, loaded = kind.lora_config, model.lora_config
     if kind.value_head != model.value_head:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl.backends.jax.sampling.page_table import Node, Pages
+from skyrl.backends.common.page_table import Node, Pages
 from skyrl.backends.jax.sampling.programs import CHUNKS, Pool, SamplingPrograms
 from skyrl.backends.jax.sampling.prompt_logprobs import PromptScores
 from skyrl.backends.jax.sampling.sequences import Job

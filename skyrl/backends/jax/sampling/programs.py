@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from skyrl.backends.common.page_table import SCRATCH
 from skyrl.backends.jax.compile_cache import Compiler
-from skyrl.backends.jax.sampling.page_table import SCRATCH
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.layers.logprobs import logprobs_of
 from skyrl.tx.lora import empty_bank, write_slot

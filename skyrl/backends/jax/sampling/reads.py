@@ -8,7 +8,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Hashable, Iterator
 
-from skyrl.backends.jax.sampling.page_table import common_prefix
+from skyrl.backends.common.page_table import common_prefix
 from skyrl.backends.jax.sampling.prefill import Prompt
 
 

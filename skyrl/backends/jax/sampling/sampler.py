@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from skyrl.backends.common.page_table import SCRATCH, Pages
 from skyrl.backends.executor import failure
 from skyrl.backends.jax.models.published import VersionPool
 from skyrl.backends.jax.sampling.adapter_stacks import SLOTS, Banks
 from skyrl.backends.jax.sampling.decode import decode, push, row_counts, steps_to_go
-from skyrl.backends.jax.sampling.page_table import SCRATCH, Pages
 from skyrl.backends.jax.sampling.prefill import Cache, Prompt, pages_per_sample
 from skyrl.backends.jax.sampling.programs import (
     BURST,

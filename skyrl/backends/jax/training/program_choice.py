@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from skyrl.backends.common.packing import TileShape
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.defaults import Defaults, resolved
 from skyrl.backends.jax.memory_plan import (
@@ -23,7 +24,6 @@ from skyrl.backends.jax.memory_plan import (
 )
 from skyrl.backends.jax.models.state import COPIES, NEW_IN_A_STEP
 from skyrl.backends.jax.training.programs import TrainingPrograms
-from skyrl.backends.packing import TileShape
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.models.types import KVCache, ModelForCausalLM
 

@@ -19,9 +19,9 @@ from flax import nnx
 
 from skyrl.algorithms.losses import LossInputs, mixed_loss
 from skyrl.algorithms.objective import Objective, Output
+from skyrl.backends.common.packing import MAX_SEGMENTS, TileArrays, idle_tile
 from skyrl.backends.jax.compile_cache import Compiler, Program
 from skyrl.backends.jax.models.state import Tree, in_types_of
-from skyrl.backends.packing import MAX_SEGMENTS, TileArrays, idle_tile
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.layers.logprobs import Needs
 from skyrl.types import AdamParams

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from skyrl.backends.executor.background_writer import THREADS, Writer
+from skyrl.backends.common.background_writer import THREADS, Writer
 from skyrl.errors import StorageError
 from skyrl.types import SaveOutput
 

@@ -4,6 +4,7 @@ import dataclasses
 import pickle
 import threading
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl.backends.jax.models.offload import Residence, Room
+from skyrl.backends.common.offload import MemoryBudget, ModelInfo, ModelOffload
 from skyrl.backends.jax.models.state import ModelState
 from skyrl.errors import RequestError, StorageError
 from skyrl.tx.layers.adapter import Adapter
@@ -50,18 +51,18 @@ def fetch(path: str) -> ModelState:
     return pickle.loads((Path(path) / "state").read_bytes())
 
 
-def residence(folder, device: int, host: int, write=store) -> Residence:
+def offload(folder, device: int, host: int, write=store) -> ModelOffload:
     """Room for so many models on the device and on the host."""
-    return Residence(Room(device * SIZE, host * SIZE), write, fetch, str(folder))
+    return ModelOffload(MemoryBudget(device * SIZE, host * SIZE), write, fetch, str(folder))
 
 
-def use(models: Residence, name: str) -> ModelState:
+def use(models: ModelOffload, name: str) -> ModelState:
     """The model, brought to where it works."""
     with models.used(name) as brought:
         return finish(models, brought)
 
 
-def finish(models: Residence, brought):
+def finish(models: ModelOffload, brought):
     """Let an operation wait for as long as it has to. Its result."""
     while True:
         try:
@@ -71,40 +72,40 @@ def finish(models: Residence, brought):
         look(models)
 
 
-def look(models: Residence) -> None:
+def look(models: ModelOffload) -> None:
     """Let all that has been started end, and note it."""
     models._thread.submit(lambda: None).result()
     models.tidy()
 
 
-def settle(models: Residence) -> None:
+def settle(models: ModelOffload) -> None:
     """Wait until nothing is moving."""
     while any(held.moving is not None for held in models._models.values()):
         look(models)
 
 
-def put(models: Residence, name: str, state: ModelState) -> None:
+def put(models: ModelOffload, name: str, state: ModelState) -> None:
     with models.reserved(state.nbytes) as admitted:
         finish(models, admitted)
         models.put(name, state)
 
 
 def test_models_used_least_recently_make_room_first_to_the_host_then_to_disk(tmp_path):
-    models = residence(tmp_path, device=2, host=1)
+    models = offload(tmp_path, device=2, host=1)
     for i, name in enumerate("abcd"):
         put(models, name, model(i))
         settle(models)
-    assert {name: models.place(name) for name in models} == {"a": "disk", "b": "host", "c": "device", "d": "device"}
+    assert {name: models.tier(name) for name in models} == {"a": "disk", "b": "host", "c": "device", "d": "device"}
     models.close()
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_a_model_that_is_used_comes_back_as_it_was(tmp_path, name):
-    models = residence(tmp_path, device=1, host=1)
+    models = offload(tmp_path, device=1, host=1)
     for i, each in enumerate("abc"):
         put(models, each, model(i))
         settle(models)
-    assert models.place(name) != "device"
+    assert models.tier(name) != "device"
     state = use(models, name)
     assert_same(state, model("abc".index(name)))
     assert isinstance(state.adapter.weights["w"], jax.Array)
@@ -112,20 +113,20 @@ def test_a_model_that_is_used_comes_back_as_it_was(tmp_path, name):
 
 
 def test_a_model_at_work_stays_where_it_is(tmp_path):
-    models = residence(tmp_path, device=2, host=1)
+    models = offload(tmp_path, device=2, host=1)
     put(models, "a", model(0))
     with models.used("a") as brought:
         finish(models, brought)
         put(models, "b", model(1))
         put(models, "c", model(2))
         settle(models)
-        assert {name: models.place(name) for name in "abc"} == {"a": "device", "b": "host", "c": "device"}
+        assert {name: models.tier(name) for name in "abc"} == {"a": "device", "b": "host", "c": "device"}
     models.close()
 
 
 def test_what_a_model_becomes_while_it_was_about_to_leave_is_kept(tmp_path):
     gate = threading.Event()
-    models = residence(tmp_path, device=1, host=1)
+    models = offload(tmp_path, device=1, host=1)
     put(models, "a", model(0))
     models._thread.submit(gate.wait)
     with models.reserved(SIZE) as admitted:
@@ -142,7 +143,7 @@ def test_what_a_model_becomes_while_it_was_about_to_leave_is_kept(tmp_path):
 
 
 def test_sums_that_are_dropped_stay_dropped_wherever_the_model_is(tmp_path):
-    models = residence(tmp_path, device=1, host=1)
+    models = offload(tmp_path, device=1, host=1)
     for i, name in enumerate("abc"):
         put(models, name, model(i))
         settle(models)
@@ -169,7 +170,7 @@ class Disk:
 
 def test_where_no_model_can_be_moved_away_who_waits_for_room_is_told_and_all_stay_as_they_were(tmp_path, caplog):
     disk = Disk(full=True)
-    models = residence(tmp_path, device=1, host=0, write=disk.store)
+    models = offload(tmp_path, device=1, host=0, write=disk.store)
     put(models, "a", model(0))
     put(models, "b", model(1))  # which moves the first to the host, where it has no room
     for tries in range(1, 4):
@@ -179,7 +180,7 @@ def test_where_no_model_can_be_moved_away_who_waits_for_room_is_told_and_all_sta
         with pytest.raises(StorageError, match="no space left"):
             use(models, "a")
     assert sum("stay in memory" in record.message for record in caplog.records) == 1
-    assert {name: models.place(name) for name in "ab"} == {"a": "host", "b": "device"}
+    assert {name: models.tier(name) for name in "ab"} == {"a": "host", "b": "device"}
     for i, name in enumerate("ab"):
         assert_same(models.peek(name), model(i))
     disk.full = False
@@ -190,7 +191,7 @@ def test_where_no_model_can_be_moved_away_who_waits_for_room_is_told_and_all_sta
 
 
 def test_a_model_larger_than_the_device_is_refused_with_its_size(tmp_path):
-    models = residence(tmp_path, device=1, host=1)
+    models = offload(tmp_path, device=1, host=1)
     with pytest.raises(RequestError, match=r"rank.*adapter_memory_gib"):
         models.check_room(SIZE + 1)
     models.check_room(SIZE)
@@ -198,7 +199,7 @@ def test_a_model_larger_than_the_device_is_refused_with_its_size(tmp_path):
 
 
 def test_files_go_with_the_process_and_with_their_models(tmp_path):
-    models = residence(tmp_path, device=1, host=0)
+    models = offload(tmp_path, device=1, host=0)
     for i, name in enumerate("abc"):
         put(models, name, model(i))
         settle(models)
@@ -212,13 +213,47 @@ def test_files_go_with_the_process_and_with_their_models(tmp_path):
 
 
 def test_what_is_known_of_a_model_on_disk_is_known_without_reading_it(tmp_path):
-    models = Residence(Room(SIZE, 0), store, lambda path: pytest.fail("was read"), str(tmp_path))
+    models = ModelOffload(MemoryBudget(SIZE, 0), store, lambda path: pytest.fail("was read"), str(tmp_path))
     for i, name in enumerate("ab"):
         put(models, name, model(i + 7))
         settle(models)
-    assert [models.place(name) for name in "ab"] == ["disk", "device"]
-    about = [models.about(name) for name in "ab"]
+    assert [models.tier(name) for name in "ab"] == ["disk", "device"]
+    about = [models.info(name) for name in "ab"]
     assert about == [(LoraConfig(rank=4), step, False) for step in (7, 8)]
+    models.close()
+
+
+@dataclass
+class Words:
+    """A model of a backend that has no arrays: what has been done to it."""
+
+    sums: bool = True
+    moves: str = ""
+    nbytes = SIZE
+    info = ModelInfo(LoraConfig(rank=4), 3, True)
+
+    def to_host(self) -> "Words":
+        return Words(self.sums, self.moves + "h")
+
+    def to_device(self) -> "Words":
+        return Words(self.sums, self.moves + "d")
+
+    def drop_sums(self) -> None:
+        self.sums = False
+
+
+def test_any_state_is_moved_by_its_own_backend_alone_and_its_sums_go_wherever_they_are(tmp_path):
+    disk: dict[str, Words] = {}
+    models = ModelOffload[Words](MemoryBudget(SIZE, 0), disk.__setitem__, disk.__getitem__, str(tmp_path))
+    for name in "ab":
+        with models.reserved(SIZE) as admitted:
+            finish(models, admitted)
+            models.put(name, Words())
+        settle(models)
+    assert models.info("a") == (LoraConfig(rank=4), 3, True) and list(disk.values()) == [Words(True, "h")]
+    models.drop_sums("a")
+    with models.used("a") as brought:
+        assert finish(models, brought) == Words(False, "hd")
     models.close()
 
 
@@ -226,15 +261,15 @@ def test_what_is_known_of_a_model_on_disk_is_known_without_reading_it(tmp_path):
 def test_a_folder_that_cannot_be_used_is_refused_by_name_at_the_start(tmp_path, folder):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RequestError, match=rf"offload_folder={tmp_path / folder}.*name a folder"):
-        residence(tmp_path / folder, device=1, host=1)
+        offload(tmp_path / folder, device=1, host=1)
 
 
 def test_a_folder_that_is_not_there_is_made(tmp_path):
-    models = residence(tmp_path / "new" / "folder", device=1, host=0)
+    models = offload(tmp_path / "new" / "folder", device=1, host=0)
     for i, name in enumerate("ab"):
         put(models, name, model(i))
         settle(models)
-    assert models.place("a") == "disk"
+    assert models.tier("a") == "disk"
     models.close()
 
 
@@ -246,13 +281,13 @@ def test_nothing_is_written_any_more_once_it_is_closed(tmp_path):
         entered.set()
         assert gate.wait(30)
 
-    models = residence(tmp_path, device=3, host=2, write=slow)
+    models = offload(tmp_path, device=3, host=2, write=slow)
     for i, name in enumerate("abc"):
         put(models, name, model(i))
-    models.room = Room(SIZE, 2 * SIZE)
+    models.budget = MemoryBudget(SIZE, 2 * SIZE)
     models.tidy()
     settle(models)
-    models.room = Room(SIZE, 0)
+    models.budget = MemoryBudget(SIZE, 0)
     models.tidy()
     queued = models._models["b"].moving
     assert queued is not None and entered.wait(30)
@@ -271,7 +306,7 @@ def test_nothing_is_written_any_more_once_it_is_closed(tmp_path):
 class Operation:
     """Uses a model, or puts one."""
 
-    def __init__(self, models: Residence, name: str, fresh: ModelState | None = None):
+    def __init__(self, models: ModelOffload, name: str, fresh: ModelState | None = None):
         self.models, self.name, self.fresh = models, name, fresh
         self.state: ModelState | None = None
         """Once it is at work."""
@@ -299,14 +334,14 @@ class Operation:
 
 
 def test_of_many_models_that_are_asked_to_work_at_once_no_more_come_than_have_room(tmp_path):
-    models = residence(tmp_path, device=6, host=0)
+    models = offload(tmp_path, device=6, host=0)
     for i in range(6):
         put(models, str(i), model(i))
-    models.room = Room(0, 0)
+    models.budget = MemoryBudget(0, 0)
     for _ in range(3):
         look(models)
-    assert all(models.place(str(i)) == "disk" for i in range(6))
-    models.room = Room(2 * SIZE, 0)
+    assert all(models.tier(str(i)) == "disk" for i in range(6))
+    models.budget = MemoryBudget(2 * SIZE, 0)
     operations = [Operation(models, str(i)) for i in range(6)]
     order = []
     while operations:
@@ -327,7 +362,7 @@ def test_of_many_models_that_are_asked_to_work_at_once_no_more_come_than_have_ro
 
 
 def test_who_waits_comes_before_those_that_have_had_their_operation(tmp_path):
-    models = residence(tmp_path, device=2, host=9)
+    models = offload(tmp_path, device=2, host=9)
     for i, name in enumerate("abc"):
         put(models, name, model(i))
         settle(models)
@@ -351,10 +386,10 @@ def test_who_waits_comes_before_those_that_have_had_their_operation(tmp_path):
 
 
 def test_models_that_have_room_only_alone_come_one_after_the_other(tmp_path):
-    models = residence(tmp_path, device=2, host=0)
+    models = offload(tmp_path, device=2, host=0)
     for i, name in enumerate("ab"):
         put(models, name, model(i))
-    models.room = Room(1, 0)
+    models.budget = MemoryBudget(1, 0)
     settle(models)
     for _ in range(3):
         look(models)
@@ -369,7 +404,7 @@ def test_models_that_have_room_only_alone_come_one_after_the_other(tmp_path):
 
 
 def test_an_operation_that_ends_while_its_model_is_read_gives_its_room_back(tmp_path):
-    models = residence(tmp_path, device=1, host=0)
+    models = offload(tmp_path, device=1, host=0)
     for i, name in enumerate("ab"):
         put(models, name, model(i))
         settle(models)
@@ -380,14 +415,14 @@ def test_an_operation_that_ends_while_its_model_is_read_gives_its_room_back(tmp_
     operation.go_on()
     assert models.used_bytes("device") == SIZE and operation.state is None
     operation.end()
-    assert models.used_bytes("device") == 0 and models.place("a") == "disk"
+    assert models.used_bytes("device") == 0 and models.tier("a") == "disk"
     gate.set()
     assert_same(use(models, "b"), model(1))
     assert_same(use(models, "a"), model(0))
     models.close()
 
 
-def on_device(models: Residence) -> int:
+def on_device(models: ModelOffload) -> int:
     """Models whose arrays are there."""
     states = [held.state for held in models._models.values() if held.state is not None]
     return sum(isinstance(state.adapter.weights["w"], jax.Array) for state in states)
@@ -404,7 +439,7 @@ def test_any_history_leaves_every_model_as_a_dictionary_would_and_never_more_tha
     tmp_path_factory, actions, device, host
 ):
     disk = Disk(full=False)
-    models = residence(tmp_path_factory.mktemp("models"), device, host, write=disk.store)
+    models = offload(tmp_path_factory.mktemp("models"), device, host, write=disk.store)
     failed = False
     expected: dict[str, ModelState] = {}
     at_work: dict[str, Operation] = {}

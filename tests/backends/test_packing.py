@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl.backends.packing import MAX_SEGMENTS, WIDE, TileShape, make_tiles
+from skyrl.backends.common.packing import MAX_SEGMENTS, WIDE, TileShape, make_tiles
 from skyrl.types import Datum
 
 

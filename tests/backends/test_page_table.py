@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from skyrl.backends.jax.sampling.page_table import Node, Pages
+from skyrl.backends.common.page_table import Node, Pages
 
 SIZE = 4
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=3 * SIZE)

@@ -8,71 +8,95 @@ come back.
 
 Whatever has no room anywhere else is on disk in files like a snapshot's, which belong to this process and go with it:
 what must outlive it is snapshotted. After a move that failed, who waits for the room is told so, and nothing is moved
-until somebody else stands in line.
+until somebody else stands in line. What a model consists of is its backend's matter: see `OffloadState`.
 """
 
-import dataclasses
+import copy
 import itertools
 import logging
 import shutil
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 
-import jax
-
-from skyrl.backends.executor.work_queue import Waiting
-from skyrl.backends.jax.models.state import ModelState
+from skyrl.backends.common.waiting import Awaiting, Waiting
 from skyrl.errors import RequestError, StorageError
 from skyrl.types import LoraConfig
 from skyrl.utils.locks.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-Place = Literal["device", "host", "disk"]
-Turns = Generator[Waiting | Future[Any], None, T]
-"""What an operation does in turns with others, until it has what it waits for."""
+Tier = Literal["device", "host", "disk"]
 
 
 @dataclass
-class Room:
+class MemoryBudget:
     """Bytes of models in memory; the disk takes the rest."""
 
     device: int
     host: int
 
 
-class About(NamedTuple):
+class ModelInfo(NamedTuple):
     """What is known of a model wherever it is."""
 
     lora_config: LoraConfig
     step: int
+    """Optimizer steps taken."""
     value_head: bool
+    """Whether it is a critic."""
 
-    @classmethod
-    def of(cls, state: ModelState) -> "About":
-        return cls(state.lora_config, state.step, state.value_head)
+
+class OffloadState(Protocol):
+    """One model of a backend: weights, gradient sums, moments of the optimizer. Only the backend looks into it.
+
+    A shallow copy (`copy.copy`) stays as it is whatever the original becomes.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes at most, gradient sums included."""
+        ...
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is to be known of it on disk too."""
+        ...
+
+    def to_host(self) -> Self:
+        """The model with its arrays in host memory. Called in a thread, with a copy."""
+        ...
+
+    def to_device(self) -> Self:
+        """The model with its arrays on the device."""
+        ...
+
+    def drop_sums(self) -> None:
+        """Clear its gradient sums, in place."""
+        ...
+
+
+State = TypeVar("State", bound=OffloadState)
 
 
 @dataclass(eq=False)
-class _Resident:
+class _Resident(Generic[State]):
     nbytes: int
     number: int
     """Names its files."""
-    state: ModelState | None = None
+    state: State | None = None
     """None on disk."""
-    place: Place = "disk"
+    tier: Tier = "disk"
     moving: Future[Any] | None = None
     """Towards the disk: to the host, with its state there as the result, or to disk."""
-    about: About | None = None
+    info: ModelInfo | None = None
     """Of a model on disk."""
     without_sums: bool = False
     """What is on disk or on its way there of gradient sums is void."""
@@ -80,11 +104,11 @@ class _Resident:
     """Why it had to leave the line."""
 
 
-class Residence:
+class ModelOffload(Generic[State]):
     """All models that are open. For one thread; what it starts in another changes nothing until it looks.
 
     Args:
-        room: How much memory models may take.
+        budget: How much memory models may take.
         write: Stores a model in a folder. Raises `StorageError`.
         read: The inverse.
         folder: Where those folders are. None: where temporary files are.
@@ -95,28 +119,28 @@ class Residence:
 
     def __init__(
         self,
-        room: Room,
-        write: Callable[[str, ModelState], Any],
-        read: Callable[[str], ModelState],
+        budget: MemoryBudget,
+        write: Callable[[str, State], Any],
+        read: Callable[[str], State],
         folder: str | None = None,
     ):
-        self.room = room
+        self.budget = budget
         self._write = write
         self._read = read
         self._files = _scratch(folder)
-        self._models: OrderedDict[str, _Resident] = OrderedDict()
+        self._models: OrderedDict[str, _Resident[State]] = OrderedDict()
         """Least recently used first."""
-        self._line: dict[_Resident, None] = {}
+        self._line: dict[_Resident[State], None] = {}
         """Who waits for room on the device, the one that came first first."""
-        self._working: set[_Resident] = set()
+        self._working: set[_Resident[State]] = set()
         """Who has that room, from its turn in the line until its operation ends."""
-        self._failures: dict[Place, str] = {}
-        """Why the last move from a place failed, if it did."""
+        self._failures: dict[Tier, str] = {}
+        """Why the last move from a tier failed, if it did."""
         self._paused = False
         """Whether one failed since somebody stood in line last."""
         self._closed = False
         self._numbers = itertools.count()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="residence")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload")
 
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._models
@@ -124,45 +148,45 @@ class Residence:
     def __iter__(self) -> Iterator[str]:
         return iter(self._models)
 
-    def place(self, model_id: str) -> Place:
+    def tier(self, model_id: str) -> Tier:
         """Where a model is."""
-        return self._models[model_id].place
+        return self._models[model_id].tier
 
-    def is_at_hand(self, model_id: str) -> bool:
+    def is_on_device(self, model_id: str) -> bool:
         """Whether a model would come to work without standing in line."""
         return self._stays(self._models[model_id])
 
-    def about(self, model_id: str) -> About:
+    def info(self, model_id: str) -> ModelInfo:
         """What is known of a model wherever it is."""
         model = self._models[model_id]
         if model.state is not None:
-            return About.of(model.state)
-        assert model.about is not None
-        return model.about
+            return model.state.info
+        assert model.info is not None
+        return model.info
 
-    def used_bytes(self, place: Place) -> int:
-        """Size of the models that are in a place, or on the device expected there."""
-        there = {model for model in self._models.values() if model.place == place}
-        return sum(model.nbytes for model in (there | self._working if place == "device" else there))
+    def used_bytes(self, tier: Tier) -> int:
+        """Size of the models that are in a tier, or on the device expected there."""
+        there = {model for model in self._models.values() if model.tier == tier}
+        return sum(model.nbytes for model in (there | self._working if tier == "device" else there))
 
     def check_room(self, nbytes: int) -> None:
         """Raise `RequestError` if there is no place for one more model of that size."""
-        if nbytes > self.room.device:
+        if nbytes > self.budget.device:
             raise RequestError(
-                f"a model of this rank takes {_mib(nbytes)} MiB and models may take {_mib(self.room.device)} MiB of "
+                f"a model of this rank takes {_mib(nbytes)} MiB and models may take {_mib(self.budget.device)} MiB of "
                 "the device; ask for a smaller rank (0 trains all weights, and takes most), or start the server with "
                 "more adapter_memory_gib"
             )
         in_memory = self.used_bytes("device") + self.used_bytes("host") + nbytes
         parent = self._files.path.parent
-        if in_memory > self.room.device + self.room.host and shutil.disk_usage(parent).free < 2 * nbytes:
+        if in_memory > self.budget.device + self.budget.host and shutil.disk_usage(parent).free < 2 * nbytes:
             raise RequestError(
                 f"there is no room for one more model of {_mib(nbytes)} MiB, neither in memory nor in {parent}; "
                 "unload models, free disk space, or start the server with another offload_folder"
             )
 
     @contextmanager
-    def reserved(self, nbytes: int) -> Iterator[Turns[None]]:
+    def reserved(self, nbytes: int) -> Iterator[Awaiting[None]]:
         """Keep room on the device for a model that is to be put there. The value is a generator that waits for it."""
         claim = _Resident(nbytes, next(self._numbers))
         try:
@@ -170,7 +194,7 @@ class Residence:
         finally:
             self._end(claim)
 
-    def put(self, model_id: str, state: ModelState) -> None:
+    def put(self, model_id: str, state: State) -> None:
         """Add a model that is on the device, or replace it. In the room that was reserved for it."""
         before = self._models.get(model_id)
         if before is not None:
@@ -191,15 +215,15 @@ class Residence:
         model = self._models[model_id]
         model.without_sums = model.state is None or model.moving is not None
         if model.state is not None:
-            model.state.gradient_sums = None
+            model.state.drop_sums()
 
-    def peek(self, model_id: str) -> ModelState:
+    def peek(self, model_id: str) -> State:
         """The model as it is, read from disk if it is there, without moving it."""
         model = self._models[model_id]
         return self._valid(model, self._read(self._path(model))) if model.state is None else model.state
 
     @contextmanager
-    def used(self, model_id: str) -> Iterator[Turns[ModelState]]:
+    def used(self, model_id: str) -> Iterator[Awaiting[State]]:
         """Keep a model where it works. The value is a generator that brings it there and returns it."""
         model = self._models[model_id]
         assert model not in self._working and model not in self._line, model_id
@@ -219,8 +243,8 @@ class Residence:
         while self._line and self._served(next(iter(self._line))):
             pass
         if not self._line:
-            self._make_room("device", self.used_bytes("device") - self.room.device)
-        self._make_room("host", self.used_bytes("host") - self.room.host)
+            self._make_room("device", self.used_bytes("device") - self.budget.device)
+        self._make_room("host", self.used_bytes("host") - self.budget.host)
 
     def close(self) -> None:
         """Remove what was written."""
@@ -228,7 +252,7 @@ class Residence:
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._files.remove()
 
-    def _bring(self, model: _Resident) -> Turns[ModelState]:
+    def _bring(self, model: _Resident[State]) -> Awaiting[State]:
         if self._stays(model):
             self._keep(model)
             self._working.add(model)
@@ -240,16 +264,16 @@ class Residence:
                 yield reading
             model.state = self._valid(model, reading.result())
             self._forget_files(model)
-        if model.place != "device":
-            model.state = model.state.with_arrays(jax.device_put(model.state.arrays))
-            model.place = "device"
+        if model.tier != "device":
+            model.state = model.state.to_device()
+            model.tier = "device"
         return model.state
 
-    def _stays(self, model: _Resident) -> bool:
+    def _stays(self, model: _Resident[State]) -> bool:
         """Whether a model is on the device and nobody waits for its room."""
-        return model.place == "device" and (model.moving is None or not self._line)
+        return model.tier == "device" and (model.moving is None or not self._line)
 
-    def _stand_in_line(self, model: _Resident) -> Turns[None]:
+    def _stand_in_line(self, model: _Resident[State]) -> Awaiting[None]:
         self._line[model] = None
         self._paused = False
         self.tidy()
@@ -258,17 +282,17 @@ class Residence:
         if model.refused is not None:
             raise model.refused
 
-    def _end(self, model: _Resident) -> None:
+    def _end(self, model: _Resident[State]) -> None:
         """The operation that a model or a claim was there for has ended."""
         self._line.pop(model, None)
         self._working.discard(model)
         model.refused = None
         self.tidy()
 
-    def _served(self, first: _Resident) -> bool:
+    def _served(self, first: _Resident[State]) -> bool:
         """Whether the first of the line has left it: with room, or because none can be made."""
-        others = self.used_bytes("device") - (first.nbytes if first.place == "device" else 0)
-        excess = others + first.nbytes - self.room.device
+        others = self.used_bytes("device") - (first.nbytes if first.tier == "device" else 0)
+        excess = others + first.nbytes - self.budget.device
         if excess <= 0 or not others:
             self._keep(first)
             self._working.add(first)
@@ -282,14 +306,14 @@ class Residence:
         del self._line[first]
         return True
 
-    def _make_room(self, place: Place, excess: int, first: _Resident | None = None) -> int:
+    def _make_room(self, tier: Tier, excess: int, first: _Resident[State] | None = None) -> int:
         """Start to move so many bytes away. Returns how many of them are not on their way."""
         if excess <= 0:
             return excess
-        there = [model for model in self._models.values() if model.place == place and model not in self._line]
-        there += [model for model in reversed(self._line) if model.place == place and model is not first]
+        there = [model for model in self._models.values() if model.tier == tier and model not in self._line]
+        there += [model for model in reversed(self._line) if model.tier == tier and model is not first]
         excess -= sum(model.nbytes for model in there if model.moving is not None)
-        stuck = place == "device" and "host" in self._failures and self.used_bytes("host") > self.room.host
+        stuck = tier == "device" and "host" in self._failures and self.used_bytes("host") > self.budget.host
         if not self._paused and not stuck:
             for model in there:
                 if excess > 0 and model.moving is None and model not in self._working:
@@ -297,48 +321,50 @@ class Residence:
                     excess -= model.nbytes
         return excess
 
-    def _move(self, model: _Resident) -> None:
-        """Start to move a model one place towards the disk."""
+    def _move(self, model: _Resident[State]) -> None:
+        """Start to move a model one tier towards the disk."""
         assert model.state is not None and model.moving is None
-        move = _to_host if model.place == "device" else partial(self._write, self._path(model))
-        model.moving = self._thread.submit(move, dataclasses.replace(model.state))
+        move = methodcaller("to_host") if model.tier == "device" else partial(self._write, self._path(model))
+        model.moving = self._thread.submit(move, copy.copy(model.state))
 
-    def _arrived(self, model: _Resident) -> None:
+    def _arrived(self, model: _Resident[State]) -> None:
         """A move has ended."""
         assert model.moving is not None and model.state is not None
         moving, model.moving = model.moving, None
         error = moving.exception()
         if error is not None:
             model.without_sums = False
-            if model.place not in self._failures:
+            if model.tier not in self._failures:
                 log.error("models stay in memory that have no room there: %s", error, exc_info=error)
-            self._failures[model.place] = str(error)
+            self._failures[model.tier] = str(error)
             self._paused = True
             return
-        self._failures.pop(model.place, None)
+        self._failures.pop(model.tier, None)
         self._paused = self._paused and bool(self._failures)
-        if model.place == "device":
-            model.state, model.place = self._valid(model, moving.result()), "host"
+        if model.tier == "device":
+            model.state, model.tier = self._valid(model, moving.result()), "host"
             model.without_sums = False
         else:
-            model.about = About.of(model.state)
-            model.state, model.place = None, "disk"
+            model.info = model.state.info
+            model.state, model.tier = None, "disk"
 
-    def _keep(self, model: _Resident) -> None:
+    def _keep(self, model: _Resident[State]) -> None:
         """The model stays where it is, whatever its move comes to."""
         if model.moving is not None:
             model.moving.cancel()
             model.moving = None
             self._forget_files(model)
 
-    def _valid(self, model: _Resident, state: ModelState) -> ModelState:
+    def _valid(self, model: _Resident[State], state: State) -> State:
         """What was stored or moved of a model, as it is now."""
-        return dataclasses.replace(state, gradient_sums=None) if model.without_sums else state
+        if model.without_sums:
+            state.drop_sums()
+        return state
 
-    def _path(self, model: _Resident) -> str:
+    def _path(self, model: _Resident[State]) -> str:
         return str(self._files.path / str(model.number))
 
-    def _forget_files(self, model: _Resident) -> None:
+    def _forget_files(self, model: _Resident[State]) -> None:
         """Remove what is on disk of a model, after all that has been started."""
         model.without_sums = False
         if not self._closed:
@@ -354,10 +380,6 @@ def _scratch(folder: str | None) -> ScratchFolder:
             f"offload_folder={folder}: models cannot be kept in {parent} ({error.strerror or error}); name a folder "
             "that can be written, on a disk with room for models"
         ) from error
-
-
-def _to_host(state: ModelState) -> ModelState:
-    return state.with_arrays(jax.device_get(state.arrays))
 
 
 def _mib(nbytes: int) -> int:
