@@ -2,7 +2,7 @@
 
 import itertools
 from concurrent.futures import Future
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import jax
@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.jax.loading import keep_compiled_programs
-from skyrl.backends.jax.models.published import VersionPool
+from skyrl.backends.jax.models.padding import fitted
+from skyrl.backends.jax.models.state import bytes_of
 from skyrl.backends.jax.sampling.sampler import Sampler
 from skyrl.backends.operations import Sample
 from skyrl.errors import StorageError
@@ -64,9 +66,10 @@ class Rig:
             **options,
         )
 
-    def pool(self, slots: int = 4, max_bytes: int = 2**40) -> VersionPool:
+    def pool(self, slots: int = 4, max_bytes: int = 2**40) -> VersionPool[Adapter]:
         """A pool that reads versions from `stored`. With 4 slots, its programs are those of `sampler`."""
-        return VersionPool(zero_adapter(self.config, RANK), slots=slots, load=self.load, max_bytes=max_bytes)
+        fit = partial(fitted, like=zero_adapter(self.config, RANK))
+        return VersionPool(slots=slots, nbytes=bytes_of, fitted=fit, load=self.load, max_bytes=max_bytes)
 
     def load(self, path: str) -> "Future[Adapter]":
         reading: Future[Adapter] = Future()

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from sampling_rig import Rig, finish, prompt_of, request, run, same, sequence
 
-from skyrl.backends.jax.models.published import READ_AT_ONCE, bytes_of
+from skyrl.backends.common.versions import READ_AT_ONCE
+from skyrl.backends.jax.models.state import bytes_of
 from skyrl.errors import RequestError, StorageError
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.types import ErrorResponse

@@ -8,7 +8,7 @@ import pytest
 import driver
 from skyrl.backends.backend import Publish, SaveCheckpoint
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.backends.jax.models.published import bytes_of
+from skyrl.backends.jax.models.state import bytes_of
 from skyrl.types import ErrorResponse, SaveOutput
 
 pytestmark = pytest.mark.gpu

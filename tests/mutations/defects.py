@@ -31,7 +31,7 @@ CHECKS = "skyrl/algorithms/checks/requests.py"
 JAX_TESTS = "tests/backends/test_jax_backend.py::"
 TENANTS = "tests/backends/test_jax_tenants.py::"
 SAMPLER = "skyrl/backends/jax/sampling/sampler.py"
-VERSIONS = "skyrl/backends/jax/models/published.py"
+VERSIONS = "skyrl/backends/common/versions.py"
 WRITER = "skyrl/backends/common/background_writer.py"
 BATCHING = "tests/backends/test_sampler_batching.py::"
 RECOVERY = "tests/tinker/test_engine_recovery.py::"
@@ -565,6 +565,29 @@ DEFECTS = [
         "versions stay in memory whatever they take",
         [Edit(VERSIONS, "        excess = self.held_bytes - self._max_bytes\n", "        excess = 0\n")],
         ["tests/backends/test_sampler_versions.py::test_versions_that_are_stored_keep_to_the_bytes_that_they_may_take"],
+    ),
+    Defect(
+        "copies-count-nothing",
+        "versions that slots hold as copies take more memory than they may",
+        [Edit(VERSIONS, "0 if adapter is own else self._nbytes(adapter)", "0")],
+        [
+            "tests/backends/test_version_pool.py::test_a_version_is_sampled_as_its_backend_fits_it_and_a_copy_counts_beside_it"
+        ],
+    ),
+    Defect(
+        "sums-come-back-from-disk",
+        "gradient sums that were dropped while a model was on disk come back with it",
+        [
+            Edit(
+                "skyrl/backends/common/offload.py",
+                "        if model.without_sums:\n            state.drop_sums()\n",
+                "",
+            )
+        ],
+        [
+            "tests/backends/test_offload.py::"
+            "test_any_state_is_moved_by_its_own_backend_alone_and_its_sums_go_wherever_they_are"
+        ],
     ),
     Defect(
         "publishing-without-limit",

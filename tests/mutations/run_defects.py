@@ -18,7 +18,7 @@ REFERENCE_TEST = OPTION_TESTS + "test_a_reference_that_follows_the_policy_is_res
 RESUME_TEST = TESTS + "test_rl_run.py::test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted"
 TRACKING_TESTS = TESTS + "test_tracking.py::"
 
-VERSIONS = "skyrl/backends/jax/models/published.py"
+VERSIONS = "skyrl/backends/common/versions.py"
 UPDATE = "skyrl/train/rl/update.py"
 UPDATE_TESTS = TESTS + "test_rl_update.py::"
 FAULT_TESTS = TESTS + "rollouts/test_rollout_faults.py::"

@@ -37,17 +37,19 @@ from skyrl.backends.backend import (
 from skyrl.backends.base_folder import model_folder
 from skyrl.backends.common.offload import MemoryBudget, ModelOffload
 from skyrl.backends.common.packing import TileShape
+from skyrl.backends.common.versions import Claim, VersionPool
 from skyrl.backends.common.waiting import Awaiting
 from skyrl.backends.executor import LOOK_S, Executor, Quantum, Work
 from skyrl.backends.jax.compile_cache import by_turns
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.loading import claim_device_memory, keep_compiled_programs
 from skyrl.backends.jax.models import checkpoint_format
-from skyrl.backends.jax.models.published import Claim, VersionPool
+from skyrl.backends.jax.models.padding import fitted
 from skyrl.backends.jax.models.state import (
     Kind,
     ModelState,
     Tree,
+    bytes_of,
     empty_adapter,
     fresh_adapter,
     model_bytes,
@@ -147,9 +149,10 @@ class JaxBackend(Executor):
             stacks=(1,) if config.deterministic else stacks,
             forward_shape=TileShape(shape.tokens, config.forward_micro_batch_size or config.train_micro_batch_size),
         )
-        self._versions = VersionPool(
-            zero,
+        self._versions = VersionPool[Adapter](
             slots=config.max_lora_adapters,
+            nbytes=bytes_of,
+            fitted=partial(fitted, like=zero),
             max_bytes=version_bytes,
             load=lambda path: self._writer.read(path, partial(self._read_version, path)),
         )

@@ -1,3 +1,1 @@
-"""Models of the JAX backend: their arrays (`state`), their files (`store`, `checkpoint_format`), and their published
-versions.
-"""
+"""Models of the JAX backend: their arrays (`state`, `padding`) and their files (`store`, `checkpoint_format`)."""

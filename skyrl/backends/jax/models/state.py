@@ -86,8 +86,12 @@ class ModelState:
 
         With base weights of its own, of which few models have room, what a step takes is included.
         """
-        nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.adapter.weights))
-        return (COPIES if self.adapter.own_base is None else COPIES + NEW_IN_A_STEP) * nbytes
+        return (COPIES if self.adapter.own_base is None else COPIES + NEW_IN_A_STEP) * bytes_of(self.adapter)
+
+
+def bytes_of(adapter: Adapter) -> int:
+    """Memory of its weights."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(adapter.weights))
 
 
 def model_bytes(model_config: "ModelConfig", base: Any, kind: "Kind") -> int:

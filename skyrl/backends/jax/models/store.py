@@ -18,11 +18,11 @@ import jax
 from skyrl.backends.backend import ExportModel, LoadCheckpoint, LoadSnapshot, Publish, SaveCheckpoint, SaveSnapshot
 from skyrl.backends.common.background_writer import Writer
 from skyrl.backends.common.offload import ModelInfo
+from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.common.waiting import Awaiting, Waiting
 from skyrl.backends.executor import Work
 from skyrl.backends.jax.models import checkpoint_format
-from skyrl.backends.jax.models.published import VersionPool, bytes_of
-from skyrl.backends.jax.models.state import Kind, ModelState, in_types_of
+from skyrl.backends.jax.models.state import Kind, ModelState, bytes_of, in_types_of
 from skyrl.errors import RequestError, StorageError
 from skyrl.tx.io.export import model_files
 from skyrl.tx.layers.adapter import Adapter
@@ -52,7 +52,7 @@ class Storage:
     like: Callable[[Kind], Adapter]
     """An adapter of what is stored, to compare shapes with. Raises `RequestError` for what is not served here."""
     writer: Writer
-    versions: VersionPool
+    versions: VersionPool[Adapter]
     unwritten_bytes: int
     """Memory that may be taken by what is not on disk yet. While it is, none of these models writes more."""
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from skyrl.backends.jax.models.published import BASE_SLOT, VersionPool
+from skyrl.backends.common.versions import BASE_SLOT, VersionPool
 from skyrl.backends.jax.sampling.programs import SamplingPrograms
 from skyrl.tx.layers.adapter import Adapter
 
@@ -44,7 +44,7 @@ class Banks:
         apart: One bank for each adapter.
     """
 
-    def __init__(self, programs: SamplingPrograms, versions: VersionPool, zero: Adapter, apart: bool):
+    def __init__(self, programs: SamplingPrograms, versions: VersionPool[Adapter], zero: Adapter, apart: bool):
         self._programs = programs
         self._versions = versions
         self._zero = zero

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl.backends.common.page_table import SCRATCH, Pages
+from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.executor import failure
-from skyrl.backends.jax.models.published import VersionPool
 from skyrl.backends.jax.sampling.adapter_stacks import SLOTS, Banks
 from skyrl.backends.jax.sampling.decode import decode, push, row_counts, steps_to_go
 from skyrl.backends.jax.sampling.prefill import Cache, Prompt, pages_per_sample

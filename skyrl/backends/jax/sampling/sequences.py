@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from skyrl.backends.common.page_table import Node
-from skyrl.backends.jax.models.published import Claim
+from skyrl.backends.common.versions import Claim
 from skyrl.backends.jax.sampling.prompt_logprobs import PromptScores
 from skyrl.backends.operations import Sample
 from skyrl.tx.sampling import seed_words

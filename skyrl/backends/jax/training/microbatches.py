@@ -16,7 +16,7 @@ from skyrl.algorithms.objective import Objective
 from skyrl.backends.backend import ForwardBackward
 from skyrl.backends.common.packing import WIDE, Tile, TileArrays, TileShape, idle_tile, make_tiles
 from skyrl.backends.executor import Quantum
-from skyrl.backends.jax.models.published import padded
+from skyrl.backends.jax.models.padding import padded
 from skyrl.backends.jax.models.state import Tree, zeros_like
 from skyrl.backends.jax.training.programs import AdamScalars, PassOutput, TrainingPrograms, abstract_tile
 from skyrl.tx.layers.adapter import Adapter

@@ -1,6 +1,7 @@
 """Published weights: immutable, known by version id, a few of them in slots that running samples use.
 
-JAX arrays never change, so publishing a version is keeping a reference to its adapter. Slots limit how many versions
+Adapters are handles of a backend, which are passed on and never looked into. What one stands for never changes, so
+publishing a version is keeping its handle. Slots limit how many versions
 are sampled at once (slot 0 is the base model, without an adapter): a version is put into one when a sample needs it and
 stays until another version needs the slot. A request claims its version when it arrives, and has it until it ends,
 whatever becomes of the name meanwhile. Versions that are also on disk leave memory, least recently used first, when all
@@ -8,20 +9,18 @@ take more than they may, and are read back, while others are sampled, when they 
 """
 
 import itertools
-import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-
-import jax
-import jax.numpy as jnp
-import numpy as np
+from typing import Generic, TypeVar
 
 from skyrl.errors import RequestError
-from skyrl.tx.layers.adapter import Adapter
+
+Handle = TypeVar("Handle")
+"""An adapter of a backend: its arrays, or a name for them where they are somewhere else."""
 
 BASE_SLOT = 0
 
@@ -30,15 +29,15 @@ READ_AT_ONCE = 4
 
 
 @dataclass
-class _Slot:
+class _Slot(Generic[Handle]):
     version: str | None = None
     """None: free."""
     pins: int = 0
-    adapter: Adapter | None = None
+    adapter: Handle | None = None
     content: int = 0
     """Different for everything that was ever in a slot."""
     nbytes: int = 0
-    """That it takes beside the version, if that is of a smaller rank."""
+    """That it takes beside the version, if it is a copy."""
 
 
 @dataclass(eq=False)
@@ -51,37 +50,47 @@ class Claim:
     """Folder to read it from if the pool does not know it."""
 
 
-class VersionPool:
+class VersionPool(Generic[Handle]):
     """All published versions. Safe to use from several threads.
 
     Args:
-        zero: An adapter of the largest rank. Those of smaller ranks are padded to it.
+        nbytes: Memory that an adapter takes.
+        fitted: An adapter as slots hold it, such as of the largest rank: itself, or a copy that is kept beside it.
         slots: Slots there are, the base model's included.
         load: Starts to read the adapter that is stored in a folder, in another thread. The future fails with
             `StorageError` or `RequestError`.
         max_bytes: Memory of all versions, beside those that are nowhere else or in use, and the one used last.
     """
 
-    def __init__(self, zero: Adapter, *, slots: int, load: Callable[[str], Future[Adapter]], max_bytes: int):
+    def __init__(
+        self,
+        *,
+        slots: int,
+        nbytes: Callable[[Handle], int],
+        fitted: Callable[[Handle], Handle],
+        load: Callable[[str], Future[Handle]],
+        max_bytes: int,
+    ):
         assert slots >= 2, slots
-        self._zero = zero
+        self._nbytes = nbytes
+        self._fitted = fitted
         self._load = load
         self._max_bytes = max_bytes
         self._contents = itertools.count(1)
-        self._slots: OrderedDict[int, _Slot] = OrderedDict((slot, _Slot()) for slot in range(1, slots))
-        self._resident: OrderedDict[str, Adapter] = OrderedDict()
+        self._slots: OrderedDict[int, _Slot[Handle]] = OrderedDict((slot, _Slot()) for slot in range(1, slots))
+        self._resident: OrderedDict[str, Handle] = OrderedDict()
         """Least recently used first."""
         self._sizes: dict[str, int] = {}
         """Bytes of those."""
         self._paths: dict[str, str] = {}
-        self._readings: dict[str, tuple[str, Future[Adapter]]] = {}
+        self._readings: dict[str, tuple[str, Future[Handle]]] = {}
         """(folder, what is being read from it) by version."""
         self._claims: dict[str, list[Claim]] = {}
         self._dropped: set[str] = set()
         """Names that nobody can ask for, of versions that were dropped while they were claimed."""
         self._lock = threading.RLock()
 
-    def adapter(self, slot: int) -> Adapter | None:
+    def adapter(self, slot: int) -> Handle | None:
         """What is in a slot that was acquired; None in the base model's."""
         return None if slot == BASE_SLOT else self._slots[slot].adapter
 
@@ -89,8 +98,8 @@ class VersionPool:
         """A number for what is in a slot, which no other adapter ever has; 0 for the base model."""
         return 0 if slot == BASE_SLOT else self._slots[slot].content
 
-    def publish(self, version: str, adapter: Adapter) -> None:
-        """Make `adapter` samplable as `version`. Its arrays are kept, so no program may be given them as donated.
+    def publish(self, version: str, adapter: Handle) -> None:
+        """Make `adapter` samplable as `version`. The handle is kept, so no program may be given its arrays as donated.
 
         An older version of that name is dropped, as by `drop`.
         """
@@ -98,7 +107,7 @@ class VersionPool:
             self.drop(version)
             self._keep(version, adapter)
 
-    def mark_stored(self, version: str, adapter: Adapter, path: str) -> None:
+    def mark_stored(self, version: str, adapter: Handle, path: str) -> None:
         """The version, if it is still `adapter`, can be read from the folder `path`, so it may leave memory."""
         with self._lock:
             if self._resident.get(version) is adapter:  # else it was dropped or replaced while it was being written
@@ -187,8 +196,8 @@ class VersionPool:
                 if slot is None:
                     return None
                 own = self._resident[version]
-                adapter = own if own.own_base is not None else padded(own, self._zero)
-                copied = 0 if adapter is own else bytes_of(adapter)
+                adapter = self._fitted(own)
+                copied = 0 if adapter is own else self._nbytes(adapter)
                 self._slots[slot] = _Slot(version, 0, adapter, next(self._contents), copied)
             self._slots[slot].pins += 1
             self._slots.move_to_end(slot)
@@ -235,10 +244,10 @@ class VersionPool:
         unused = (slot for slot in unpinned if self._slots[slot].version is None)
         return next(unused, unpinned[0] if unpinned else None)
 
-    def _keep(self, version: str, adapter: Adapter) -> None:
+    def _keep(self, version: str, adapter: Handle) -> None:
         self._resident[version] = adapter
         self._resident.move_to_end(version)
-        self._sizes[version] = bytes_of(adapter)
+        self._sizes[version] = self._nbytes(adapter)
         self._shed()
 
     def _set_aside(self, version: str) -> None:
@@ -280,27 +289,3 @@ class VersionPool:
             if version in self._paths:
                 excess -= self._sizes[version]
                 self._let_go(version)
-
-
-def bytes_of(adapter: Adapter) -> int:
-    """Memory of its weights."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(adapter.weights))
-
-
-def padded(adapter: Adapter, like: Adapter) -> Adapter:
-    """The adapter with ranks padded to those of `like`, and itself if they are that already.
-
-    Raises ValueError for an adapter of another model.
-    """
-
-    def pad(leaf: jax.Array, room: jax.Array) -> jax.Array:
-        if leaf.shape == room.shape:
-            return leaf
-        if leaf.ndim != room.ndim:
-            raise ValueError(f"an adapter's array of shape {leaf.shape} cannot be one of shape {room.shape}")
-        missing = [(0, wanted - size) for size, wanted in zip(leaf.shape, room.shape, strict=True)]
-        return jnp.asarray(np.pad(leaf, missing))  # on the host, where no program has to be compiled for it
-
-    made = jax.tree.map(pad, adapter, like)
-    same = all(map(operator.is_, jax.tree.leaves(made), jax.tree.leaves(adapter)))
-    return adapter if same else made

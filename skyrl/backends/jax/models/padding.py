@@ -1,0 +1,33 @@
+"""Adapters padded with zeros to a larger rank, which changes nothing that they compute."""
+
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skyrl.tx.layers.adapter import Adapter
+
+
+def fitted(adapter: Adapter, like: Adapter) -> Adapter:
+    """A version as it is sampled: `padded`, and itself where it is a base model of its own."""
+    return adapter if adapter.own_base is not None else padded(adapter, like)
+
+
+def padded(adapter: Adapter, like: Adapter) -> Adapter:
+    """The adapter with ranks padded to those of `like`, and itself if they are that already.
+
+    Raises ValueError for an adapter of another model.
+    """
+
+    def pad(leaf: jax.Array, room: jax.Array) -> jax.Array:
+        if leaf.shape == room.shape:
+            return leaf
+        if leaf.ndim != room.ndim:
+            raise ValueError(f"an adapter's array of shape {leaf.shape} cannot be one of shape {room.shape}")
+        missing = [(0, wanted - size) for size, wanted in zip(leaf.shape, room.shape, strict=True)]
+        return jnp.asarray(np.pad(leaf, missing))  # on the host, where no program has to be compiled for it
+
+    made = jax.tree.map(pad, adapter, like)
+    same = all(map(operator.is_, jax.tree.leaves(made), jax.tree.leaves(adapter)))
+    return adapter if same else made
