@@ -24,6 +24,7 @@ from answer_defects import ANSWER_DEFECTS
 from config_defects import CONFIG_DEFECTS
 from defects import DEFECTS, Defect
 from env_defects import ENV_DEFECTS
+from fair_defects import FAIR_DEFECTS
 from log_defects import LOG_DEFECTS
 from remote_defects import REMOTE_DEFECTS
 from retention_defects import RETENTION_DEFECTS
@@ -37,7 +38,8 @@ from source_defects import SOURCE_DEFECTS
 from trouble_defects import TROUBLE_DEFECTS
 
 KNOWN = (
-    DEFECTS + RETENTION_DEFECTS + SHARING_DEFECTS + ANSWER_DEFECTS + LOG_DEFECTS + TROUBLE_DEFECTS + REMOTE_DEFECTS,
+    DEFECTS + RETENTION_DEFECTS + SHARING_DEFECTS + ANSWER_DEFECTS + LOG_DEFECTS + TROUBLE_DEFECTS,
+    REMOTE_DEFECTS + FAIR_DEFECTS,
     ALGORITHM_DEFECTS,
     CONFIG_DEFECTS,
     ROLLOUT_DEFECTS,
