@@ -113,18 +113,18 @@ def test_tokens_that_did_not_have_to_be_read_do_not_count():
 
 def test_a_tenant_that_asks_one_by_one_is_charged_for_what_runs_while_others_wait():
     line, served = line_of(*(a_sample(f"a{i}", "a", 10) for i in range(40))), Counter[str]()
-    for number in range(30):
+    for number in range(36):
         if "b" not in line.tenants:
             sample = a_sample(f"b{number}", "b")
             line.add(sample, sample)
         tenant = begin(line).tenant
-        line.charge(tenant, 9 if tenant == "b" else 0)  # b waits for nothing meanwhile
+        line.charge(tenant, 49 if tenant == "b" else 0)  # b waits for nothing meanwhile
         served[tenant] += 1
-    assert served == {"a": 15, "b": 15}
+    assert served == {"a": 30, "b": 6}
 
 
 def test_time_without_requests_earns_no_advantage():
-    line = line_of(*(a_sample(f"a{i}", "a", 10) for i in range(30)))
+    line = line_of(*(a_sample(f"a{i}", "a", 10) for i in range(36)))
     for _ in range(10):
         assert begin(line).tenant == "a"
     for i in range(10):
