@@ -143,7 +143,7 @@ def test_only_the_jax_backend_and_its_models_import_jax():
         ("skyrl.train.rollouts.rollouts", {"jax", "torch", "transformers"}),
         ("skyrl.train.rollouts.metrics", {"jax", "torch", "transformers"}),
         ("skyrl.backends.backend", {"jax", "torch"}),
-        (", ".join(COMMON), {"jax", "torch", "skyrl.tx"}),
+        *((module, {"jax", "torch", "skyrl.tx"}) for module in COMMON),
         ("skyrl.backends.jax", {"torch", "transformers"}),
     ],
 )
