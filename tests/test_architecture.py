@@ -50,3 +50,10 @@ def test_the_page_has_every_layer():
     rooms = {name for layer in LAYERS for name in layer}
     packages = {name.split(".")[0] for name in rooms} | {name.split(".")[1] for name in rooms if name[:7] == "tinker."}
     assert packages - set(re.findall(r"\w+", section)) == {"redaction", "local_server"}
+
+
+def test_every_file_that_contributing_names_is_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    files = re.findall(r"`((?:skyrl|tests|docs|benchmarks)/[\w/.-]+)`|\]\((docs/[\w.-]+)\)", text)
+    named = [first or second for first, second in files]
+    assert len(named) > 25 and [file for file in named if not (ROOT / file).exists()] == []
