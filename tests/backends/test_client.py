@@ -38,7 +38,7 @@ def forward_backward(model_id: str = "model") -> ForwardBackward:
 
 def breaking() -> Any:
     """A request that a step cannot get over, as no defect of a backend is foreseen."""
-    return dataclasses.replace(driver.sampling(None), prompt=None)
+    return dataclasses.replace(driver.sampling(None), params=None)
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -158,7 +158,7 @@ def test_a_step_that_fails_is_told_to_all_who_wait_and_to_all_who_come(client):
         return await asyncio.gather(*others, client.run(breaking()), return_exceptions=True)
 
     errors = run(broken())
-    assert all(isinstance(error, RuntimeError) and isinstance(error.__cause__, TypeError) for error in errors)
+    assert all(isinstance(error, RuntimeError) and isinstance(error.__cause__, AttributeError) for error in errors)
     assert len(set(map(id, errors))) == 4
     with pytest.raises(RuntimeError, match="has stopped"):
         run(client.run(create()))
