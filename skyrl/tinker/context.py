@@ -23,7 +23,6 @@ from skyrl.tinker.processes.messages import FromEngine, ToEngine
 from skyrl.tinker.redaction import Redaction
 from skyrl.tinker.wire.body_room import BodyRoom
 from skyrl.tinker.wire.decode_pool import DecodePool
-from skyrl.tinker.wire.loop_time import LoopTime
 from skyrl.types import BackendInfo
 
 BUILTIN_MODEL = "tiny-qwen3"
@@ -75,7 +74,7 @@ class Service:
     engine: Engine
     keys: Keys
 
-    def __init__(self, config: EngineConfig, database: Database, loop_time: LoopTime):
+    def __init__(self, config: EngineConfig, database: Database):
         self.config = config
         self.database = database
         self.directory = Directory(database)
@@ -84,7 +83,7 @@ class Service:
         self.activity = Activity()
         self.version_use = VersionUse()
         self.wrong_keys = WrongKeys()
-        self.decode_pool = DecodePool(on_taken=loop_time.charge)
+        self.decode_pool = DecodePool()
         self.listings = Listings(database, self.decode_pool)
         self.answers = Answers(database, self.decode_pool)
         self.body_room = BodyRoom()

@@ -24,7 +24,6 @@ from skyrl.tinker.errors import DatabaseFull
 from skyrl.tinker.identity.callers import Keys
 from skyrl.tinker.identity.tokens import Signer
 from skyrl.tinker.requests.queue import RequestQueue
-from skyrl.tinker.wire.loop_time import LoopTime
 from skyrl.utils.backoff import pause_s
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,6 @@ class TinkerServer:
 
     def __init__(self, config: EngineConfig, make_engine: EngineFactory):
         self.config = config
-        self.loop_time = LoopTime()
         self.failure: str | None = None
         """Why there will never be an engine, once that is known."""
         self.again = False
@@ -64,7 +62,7 @@ class TinkerServer:
         database = await self._open(again)
         loop = asyncio.get_running_loop()
         database.fence.on_superseded = lambda message: loop.call_soon_threadsafe(self._superseded, message)
-        self.service = Service(self.config, database, self.loop_time)
+        self.service = Service(self.config, database)
         self._patient = RetryingWriter(database, DatabaseFull)
         self.service.keys = Keys(
             self.config.api_keys, Signer(await self._patient.write(server_secret, "the server's secret"))

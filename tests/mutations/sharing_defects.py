@@ -106,28 +106,4 @@ SHARING_DEFECTS = [
         ],
         [TROUBLE + "test_an_engine_is_started_again_once_there_are_descriptors"],
     ),
-    Defect(
-        "D4g",
-        "who takes most of the interpreter is answered like everybody",
-        [Edit("skyrl/tinker/wire/loop_time.py", "return self._behind and", "return False and")],
-        ["tests/tinker/test_loop_time.py::test_who_has_taken_more_than_the_mean_waits_while_the_loop_is_behind"],
-    ),
-    Defect(
-        "D4h",
-        "what requests take of the event loop is charged to nobody",
-        [
-            Edit(
-                "skyrl/tinker/http/fair_start.py",
-                "await self._loop_time.charged(sender, self._app(scope, receive, send))",
-                "await self._app(scope, receive, send)",
-            )
-        ],
-        ["tests/tinker/test_fair_start.py::test_a_request_is_charged_to_its_key_or_its_address_and_probes_to_nobody"],
-    ),
-    Defect(
-        "D4i",
-        "what bodies take of threads is charged to nobody",
-        [Edit("skyrl/tinker/wire/decode_pool.py", "        self._on_taken(turn.tenant, turn.taken_ns / 1e9)\n", "")],
-        ["tests/tinker/test_fair_start.py::test_what_a_body_takes_of_a_thread_is_charged_too"],
-    ),
 ]

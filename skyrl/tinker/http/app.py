@@ -4,14 +4,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from starlette.datastructures import Headers
-from starlette.types import Scope
 
 from skyrl.tinker.config import EngineConfig, is_loopback
 from skyrl.tinker.context import EngineFactory
 from skyrl.tinker.http import openapi
 from skyrl.tinker.http.errors import BodyLimit, add_error_handlers, error_response
-from skyrl.tinker.http.fair_start import FairStart
 from skyrl.tinker.http.local_only import LocalOnly
 from skyrl.tinker.http.routes import (
     auth,
@@ -26,7 +23,6 @@ from skyrl.tinker.http.routes import (
     sessions,
     training_runs,
 )
-from skyrl.tinker.identity.callers import sharer
 from skyrl.tinker.identity.ids import SAMPLE
 from skyrl.tinker.operations.operation import SMALL_BODY
 from skyrl.tinker.operations.table import OPERATIONS
@@ -71,13 +67,7 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
     def limit_of(path: str) -> int:
         return min(limits.get(path, SMALL_BODY) or config.max_body_bytes, config.max_body_bytes)
 
-    def sender_of(scope: Scope) -> str | None:
-        if scope["path"] in (probes.LIVEZ, probes.READYZ):
-            return None
-        return sharer(server.service.keys, Headers(scope=scope).get("x-api-key"), (scope["client"] or ("",))[0])
-
     app.add_middleware(BodyLimit, limit_of=limit_of)
-    app.add_middleware(FairStart, loop_time=server.loop_time, sender_of=sender_of)
     if not config.api_keys:
         app.add_middleware(LocalOnly, check_host=is_loopback(config.host), refuse=error_response)
     return app

@@ -10,7 +10,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from skyrl.tinker.errors import BadKey
 from skyrl.tinker.identity.ids import tenant_of_key
@@ -114,15 +114,6 @@ class Keys:
         """A token that stands for the caller, with the claims that clients read."""
         claims = {"iss": "skyrl", "sub": caller.urn, "org_id": ORGANIZATION, "email": caller.email}
         return self.signer.sign("api", {**claims, "tenant": caller.tenant}, int(time.time()) + TOKEN_LIFETIME_S)
-
-
-def sharer(keys: Keys, api_key: str | None, address: str) -> str:
-    """Whose share of the server a request takes; without a key of this server, that of its address."""
-    try:
-        caller = keys.caller(api_key)
-    except BadKey:
-        caller = EVERYBODY
-    return replace(caller, address=address).sharer
 
 
 class WrongKeys:

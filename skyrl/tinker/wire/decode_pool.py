@@ -51,14 +51,9 @@ class _Turn:
 
 
 class DecodePool:
-    """A fair pool of threads for work on large bodies and answers. All methods are called on the event loop.
+    """A fair pool of threads for work on large bodies and answers. All methods are called on the event loop."""
 
-    Args:
-        on_taken: Told the seconds of a thread that a tenant's work has taken.
-    """
-
-    def __init__(self, on_taken: Callable[[str, float], None] = lambda tenant, seconds: None) -> None:
-        self._on_taken = on_taken
+    def __init__(self) -> None:
         self._accounts = Accounts()
         self._lines: dict[str, deque[_Turn]] = {}
         """The turns that each tenant waits for. No line is empty."""
@@ -120,7 +115,6 @@ class DecodePool:
         if ended is not None and not ended.cancelled():
             ended.exception()  # is not lost: who still waits has it, and nobody else wants it
         self._free += 1
-        self._on_taken(turn.tenant, turn.taken_ns / 1e9)
         surplus = turn.taken_ns // NS_PER_BYTE - turn.size
         if surplus > 0:
             self._accounts.charge(turn.tenant, surplus)
