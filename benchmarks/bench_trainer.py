@@ -140,7 +140,7 @@ def trainer_of(case: Case, size: Size, folder: Path, model_s: float = 0.0) -> It
 
     from skyrl.backends.async_client import BackendClient
     from skyrl.train.config import SkyRLTrainConfig
-    from skyrl.train.model_client import Learner, Policy
+    from skyrl.train.policies.on_backend import BackendLearner, BackendPolicy
     from skyrl.train.rl.rollout_source import Source
     from skyrl.train.rl.trainer import RLTrainer
     from skyrl.train.rl.update import Update
@@ -165,8 +165,8 @@ def trainer_of(case: Case, size: Size, folder: Path, model_s: float = 0.0) -> It
     token_s = model_s / (model_units(case) * size.sampled)
     backend = InstantBackend(sampled, Options(vocab_size=len(tokenizer), token_s=token_s))
     with BackendClient(backend) as client, collecting_seldom():
-        policy = Policy(client, "policy", seed=0)
-        critic = Learner(client, "critic") if config.trainer.has_critic else None
+        policy = BackendPolicy(client, "policy", seed=0)
+        critic = BackendLearner(client, "critic") if config.trainer.has_critic else None
         source = Source(
             Rollouts(config.generator, config.environment, tokenizer, policy),
             Rows(size.prompts, case.env),

@@ -17,7 +17,7 @@ LAYERS = [
     {"utils"},
     {"utils.locks", "utils.sandbox"},
     {"types"},
-    {"train.config.machinery"},
+    {"train.config.machinery", "train.tracking"},
     {"train.config"},
     {"algorithms", "envs", "tx.layers"},
     {"algorithms.checks", "envs.tasks", "tx.models"},
@@ -35,12 +35,12 @@ LAYERS = [
     {"backends.jax"},
     {"backends.registry"},
     # The server and the trainers never import each other.
-    {"tinker.errors", "tinker.results", "train.tracking", "train.rollouts"},
+    {"tinker.errors", "tinker.results", "train.rollouts"},
     {"tinker.identity", "train.data"},
     {"tinker.config"},
-    {"tinker.redaction", "tinker.processes", "tinker.wire", "train.model_client", "train.lr_schedules"},
+    {"tinker.redaction", "tinker.processes", "tinker.wire", "train.policies", "train.lr_schedules"},
     {"tinker.database", "train.strategy"},
-    {"tinker.checkpoints", "train.checkpoints"},
+    {"tinker.checkpoints", "train.checkpoints", "train.run_loop"},
     {"tinker.context"},
     {"tinker.operations"},
     {"tinker.requests", "train.rl", "train.sft"},
@@ -110,6 +110,19 @@ def test_only_the_registry_names_a_backend():
     inside = [path for path in outside if any(name.startswith("skyrl.backends.jax") for name in imported_modules(path))]
     named = [path for path in outside if "JaxBackend" in path.read_text()]
     assert inside == [] and named == [ROOT / "backends" / "registry.py"]
+
+
+def test_only_the_registry_of_strategies_names_what_serves_one():
+    """Options of a backend are a section of its name in configurations, which are documented so."""
+    naming = set()
+    for path in sorted((ROOT / "train").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom | ast.Import) else []
+            names += [str(node.value)] if isinstance(node, ast.Constant) else []
+            names += [node.attr] if isinstance(node, ast.Attribute) else []
+            if any(name == "jax" or name.startswith("Jax") for name in names):
+                naming.add(path.relative_to(ROOT / "train").as_posix())
+    assert naming == {"config/strategies.py", "strategy/jax_backend.py", "strategy/registry.py"}
 
 
 def test_only_the_jax_backend_and_its_models_import_jax():

@@ -62,7 +62,7 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True)
-class Scores:
+class ForwardOnly:
     """No loss: a forward pass for what it computes, at the temperature of each token."""
 
     outputs: tuple[Output, ...]

@@ -162,16 +162,14 @@ async def warm_start(settings: Settings, files: Files) -> None:
     """Train on the teacher's examples."""
     from transformers import AutoTokenizer
 
-    from skyrl.backends.async_client import BackendClient
     from skyrl.train.config import SFTConfig, SkyRLTrainConfig
-    from skyrl.train.model_client import Policy
     from skyrl.train.rl.evaluate import evaluate
     from skyrl.train.rl.prompts import evaluation_prompts
     from skyrl.train.rollouts.rollouts import Rollouts
     from skyrl.train.sft import load_datasets
     from skyrl.train.sft.trainer import SFTTrainer
-    from skyrl.train.strategy.base_model import open_backend
-    from skyrl.train.strategy.jax_backend import STRATEGY, sft_adapter, sft_backend
+    from skyrl.train.strategy.registry import find_strategy
+    from skyrl.train.strategy.strategy import sft_adapter
 
     config = SFTConfig.from_cli_overrides(
         [
@@ -187,10 +185,9 @@ async def warm_start(settings: Settings, files: Files) -> None:
         ]
     ).resolve()
     tried = SkyRLTrainConfig.from_cli_overrides(rl_options(settings, files, files.model)).resolve()
-    base_model, options = sft_backend(config)
-    with BackendClient(open_backend(STRATEGY, base_model, options, "jax")) as client:
-        tokenizer = AutoTokenizer.from_pretrained(base_model, local_files_only=True)
-        policy = Policy(client, "policy", settings.seed)
+    with find_strategy(config).sft_loader(config)() as models:
+        tokenizer = AutoTokenizer.from_pretrained(files.model, local_files_only=True)
+        policy = models.policy("policy", settings.seed)
         await policy.create(sft_adapter(config))
         trainer = SFTTrainer(config, policy, load_datasets(config, tokenizer)[0])
         rollouts = Rollouts(tried.generator, tried.environment, tokenizer, policy)

@@ -1,10 +1,11 @@
 """The trainers: SFT and RL from a typed configuration. `commands` has `skyrl train rl` and `skyrl train sft`.
 
 config        the documented fields, their parser and their rules
-strategy      which fields take effect, and what a backend is told
+strategy      by the names of `trainer.strategy`: which fields take effect, and what a backend is told
+policies      models that are trained and sampled: the client side of the backend contract
 data          prompts, files, the order of an epoch
 rollouts      episodes in environments, as trajectories
 rl, sft       the two trainers
 tracking      metrics, progress, dumps, plots
-model_client  a model on a backend, for a trainer;  checkpoints, lr_schedules
+run_loop      evaluations, metrics and checkpoints around the steps of both;  checkpoints, lr_schedules
 """

@@ -16,7 +16,7 @@ from skyrl.train.config import SFTConfig, SkyRLTrainConfig
 from skyrl.train.config.machinery.base import BaseConfig
 from skyrl.train.config.machinery.help import render_help
 from skyrl.train.rollouts.attempts import RolloutError
-from skyrl.train.strategy.validate import check_strategy
+from skyrl.train.strategy.registry import check_strategy
 from skyrl.utils.log import setup_logging
 from skyrl.utils.subcommands import Command, run_subcommand
 

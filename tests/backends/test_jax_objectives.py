@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import driver
 import oracle
 from driver import create, finish, new_id, optim_step, publish, random_datum, sample, train
-from skyrl.algorithms.objective import Scores, ValueObjective, policy_objective
+from skyrl.algorithms.objective import ForwardOnly, ValueObjective, policy_objective
 from skyrl.backends.backend import CreateModel, ExportModel, ForwardBackward
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.types import Datum, ErrorResponse, LoraConfig, ModelOutput
@@ -32,8 +32,8 @@ OPTIONS = {
 }
 OBJECTIVE = policy_objective(OPTIONS)
 PLAIN = policy_objective({**OPTIONS, "use_kl_loss": False, "use_entropy_loss": False})
-SCORES = Scores(("logprobs", "entropy"))
-VALUES = Scores(("values",))
+SCORES = ForwardOnly(("logprobs", "entropy"))
+VALUES = ForwardOnly(("values",))
 CRITIC = ValueObjective(value_clip=0.2)
 RANKS = {"adapter": 4, "whole": 0}
 

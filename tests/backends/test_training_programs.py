@@ -10,7 +10,7 @@ import jax
 import pytest
 from sampling_rig import Rig
 
-from skyrl.algorithms.objective import Scores, ValueObjective
+from skyrl.algorithms.objective import ForwardOnly, ValueObjective
 from skyrl.backends.jax.compile_cache import Compiler
 from skyrl.backends.jax.training.programs import OBJECTIVES, TrainingPrograms, abstract_tile
 
@@ -29,11 +29,11 @@ COUNTER = itertools.count()
 
 
 @dataclass(frozen=True)
-class Numbered(Scores):
+class Numbered(ForwardOnly):
     number: int = 0
 
 
-def another() -> Scores:
+def another() -> ForwardOnly:
     """An objective that is equal to no other."""
     return Numbered(("logprobs",), next(COUNTER))
 

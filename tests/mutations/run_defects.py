@@ -7,9 +7,10 @@ from defects import Defect, Edit
 
 CHECKPOINTS = "skyrl/train/checkpoints.py"
 RUN = "skyrl/train/rl/run.py"
+LOOP = "skyrl/train/run_loop.py"
 RENEWAL = """\
-            if epoch_ends and settings.update_ref_every_epoch:
-                await self._renew_reference()
+        if epoch_ends:
+            await run.end_epoch()
 """
 TESTS = "tests/train/"
 CHECKPOINT_TESTS = TESTS + "test_train_checkpoints.py::"
@@ -106,8 +107,8 @@ RUN_DEFECTS = [
         "F1.6c",
         "the policy becomes the reference by way of the folder of exports, which is removed",
         [
-            Edit(RUN, RENEWAL, ""),
-            Edit(RUN, "                await self.save()\n", f"                await self.save()\n{RENEWAL}"),
+            Edit(LOOP, RENEWAL, ""),
+            Edit(LOOP, "            await run.save()\n", f"            await run.save()\n{RENEWAL}"),
             Edit(
                 RUN,
                 'tempfile.mkdtemp(prefix="skyrl-reference-")',

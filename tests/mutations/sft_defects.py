@@ -58,9 +58,9 @@ SFT_DEFECTS = [
         "a short batch at the end of an epoch is left out",
         [
             Edit(
-                SFT + "order.py",
-                "return -(-self.rows_per_epoch // self.batch_size)",
-                "return self.rows_per_epoch // self.batch_size",
+                "skyrl/train/data/epoch_order.py",
+                "rows - rows % batch_size if whole_batches else rows",
+                "rows - rows % batch_size",
             )
         ],
         [TRAINER + "test_a_short_batch_at_the_end_of_an_epoch_trains_on_what_is_there"],

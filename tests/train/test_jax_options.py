@@ -10,7 +10,8 @@ import pytest
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.train.config import ConfigError, SFTConfig, SkyRLTrainConfig, TrainerConfig
 from skyrl.train.strategy.base_model import fit_context
-from skyrl.train.strategy.jax_backend import jax_backend, policy_adapter
+from skyrl.train.strategy.jax_backend import JaxStrategy
+from skyrl.train.strategy.strategy import policy_adapter
 
 SHORT = "generator.sampling_params.max_generate_length=30"
 LORA = "trainer.policy.model.lora."
@@ -21,11 +22,13 @@ def resolved(*overrides: str) -> SkyRLTrainConfig:
 
 
 def options(*overrides: str) -> dict:
-    return jax_backend(resolved(*overrides))[1].model_dump()
+    return JaxStrategy().rl_backend_config(resolved(*overrides)).model_dump()
 
 
 def test_the_base_model_is_the_policys():
-    assert jax_backend(resolved("trainer.policy.model.path=/models/mine"))[0] == "/models/mine"
+    load = JaxStrategy().rl_loader(resolved("trainer.policy.model.path=/models/mine"))
+    with pytest.raises(ConfigError, match="/models/mine"):
+        load()
 
 
 @pytest.mark.parametrize(
@@ -181,16 +184,17 @@ def test_the_backend_makes_the_policy_of_a_configuration(tiny_model, overrides):
 
 
 def test_what_where_available_comes_to_is_logged_in_one_line(caplog):
-    with caplog.at_level(logging.INFO, logger="skyrl.train.strategy.jax_backend"):
-        options()
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "skyrl.train.strategy.jax_backend"]
+    with caplog.at_level(logging.INFO, logger="skyrl.train.strategy.strategy"):
+        JaxStrategy().rl_loader(resolved())
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "skyrl.train.strategy.strategy"]
     assert "\n" not in line
     assert all(field in line for field in ("trainer.bf16", "trainer.flash_attn", "max_num_seqs"))
 
 
 def test_what_is_not_asked_for_is_not_logged(caplog):
-    with caplog.at_level(logging.INFO, logger="skyrl.train.strategy.jax_backend"):
-        options("trainer.bf16=false", "generator.inference_engine.max_num_seqs=7")
+    with caplog.at_level(logging.INFO, logger="skyrl.train.strategy.strategy"):
+        JaxStrategy().rl_loader(resolved("trainer.bf16=false", "generator.inference_engine.max_num_seqs=7"))
+    assert "flash_attn" in caplog.text
     assert "bf16" not in caplog.text and "max_num_seqs" not in caplog.text
 
 
@@ -204,7 +208,7 @@ def test_the_backend_starts_as_the_configuration_says_and_makes_the_adapter_of_t
         "trainer.jax.warm_up=false",
         "trainer.jax.compilation_cache=false",
     )
-    with closing(JaxBackend(*jax_backend(config))) as backend:
+    with closing(JaxBackend(str(tiny_model), JaxStrategy().rl_backend_config(config))) as backend:  # pyright: ignore[reportArgumentType]
         backend.create_model("policy", policy_adapter(config))
         adapter = backend.models["policy"].lora_config
         assert (adapter.rank, adapter.alpha, adapter.seed) == (4, 6.0, 42)

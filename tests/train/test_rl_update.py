@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import oracle
-from skyrl.algorithms.objective import Scores
+from skyrl.algorithms.objective import ForwardOnly
 from skyrl.backends.async_client import BackendClient
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.operations import ForwardBackward, Operation, OptimStep
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.model_client import Learner, Policy
+from skyrl.train.policies.on_backend import BackendLearner, BackendPolicy
 from skyrl.train.rl.batch import Batch
 from skyrl.train.rl.update import Update
 from skyrl.train.rollouts.rows import rows_of
@@ -103,7 +103,7 @@ def stepped(client: BackendClient, config: SkyRLTrainConfig, items: list[Traject
     """The policy after some steps on a batch, as a torch model, and the last step's metrics."""
 
     async def run():
-        policy = Policy(client, f"policy-{folder.name}", seed=0)
+        policy = BackendPolicy(client, f"policy-{folder.name}", seed=0)
         await policy.create(LoraConfig(rank=0, seed=0))
         update = Update(config, policy, None)
         for _ in range(steps):
@@ -201,7 +201,7 @@ def test_gae_follows_a_trajectory_over_its_observations_and_rows(client, tiny_mo
     items = trajectories(5)
 
     async def run():
-        policy, critic = Policy(client, "gae-policy", seed=0), Learner(client, "gae-critic")
+        policy, critic = BackendPolicy(client, "gae-policy", seed=0), BackendLearner(client, "gae-critic")
         await policy.create(LoraConfig(rank=4, seed=0))
         await critic.create(LoraConfig(rank=4, seed=1), value_head=True)
         update, batch = Update(config, policy, critic), batch_of(config, items)
@@ -276,17 +276,17 @@ def updated(client: BackendClient, config: SkyRLTrainConfig, items: list[Traject
     recorded = Recorded(client)
 
     async def run():
-        policy = Policy(recorded, f"policy-{name}", seed=0)
+        policy = BackendPolicy(recorded, f"policy-{name}", seed=0)
         await policy.create(LoraConfig(rank=4, seed=0))
-        judge = Learner(recorded, f"critic-{name}") if critic else None
+        judge = BackendLearner(recorded, f"critic-{name}") if critic else None
         if judge is not None:
             await judge.create(LoraConfig(rank=4, seed=1), value_head=True)
         update, batch = Update(config, policy, judge), batch_of(config, items)
-        before = await policy.forward(batch.data(), Scores(("logprobs", "entropy")))
+        before = await policy.forward(batch.data(), ForwardOnly(("logprobs", "entropy")))
         recorded.operations.clear()
         metrics = await update(batch)
         kinds = recorded.kinds()
-        after = await policy.forward(batch.data(), Scores(("logprobs", "entropy")))
+        after = await policy.forward(batch.data(), ForwardOnly(("logprobs", "entropy")))
         return kinds, metrics, before, after, batch
 
     return asyncio.run(run())

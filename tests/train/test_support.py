@@ -10,7 +10,7 @@ import pytest
 
 from skyrl.train.config import ConfigError, FSDPConfig, MixedPrecisionConfig, SkyRLTrainConfig
 from skyrl.train.config.machinery.help import describe_fields
-from skyrl.train.strategy.jax_backend import where_available
+from skyrl.train.strategy.jax_backend import JaxStrategy
 from skyrl.train.strategy.jax_fields import JAX_SUPPORT
 from skyrl.train.strategy.support import Status, find, unsupported
 from skyrl.train.strategy.validate import validate
@@ -151,7 +151,7 @@ def test_a_name_that_a_module_reads_of_another_section_is_not_read_by_it():
 
 @pytest.mark.parametrize("path", paths_with(Status.WHERE_AVAILABLE))
 def test_what_holds_where_available_is_said(path):
-    assert f"{path}: " in where_available(SkyRLTrainConfig())
+    assert f"{path}: " in JaxStrategy().where_available(SkyRLTrainConfig())
 
 
 REFUSED = sorted(set(paths_with(Status.REFUSED)) & set(ROW_OF) - set(ONLY_ONE_VALUE))

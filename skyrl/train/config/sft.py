@@ -12,6 +12,7 @@ from skyrl.train.config.generator import ChatTemplateConfig
 from skyrl.train.config.machinery.base import BaseConfig
 from skyrl.train.config.machinery.fields import one_of
 from skyrl.train.config.models import ModelConfig, OptimizerConfig
+from skyrl.train.config.strategies import DEFAULT_STRATEGY, STRATEGIES
 from skyrl.train.config.trainer import Trackers, all_or_some
 
 ADAPTER_LR, WHOLE_LR = 1e-4, 1e-5
@@ -32,8 +33,8 @@ class SFTConfig(BaseConfig):
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Its optimizer. optimizer_config.lr left out: 1e-4 with adapters, 1e-5 for all weights."""
 
-    strategy: Annotated[str, one_of("jax")] = "jax"
-    """What computes: jax."""
+    strategy: Annotated[str, one_of(*STRATEGIES)] = DEFAULT_STRATEGY
+    """What computes: jax, which is the one that is served, fsdp2, fsdp or megatron."""
 
     jax: dict[str, Any] = field(default_factory=dict)
     """Options of the JAX backend."""

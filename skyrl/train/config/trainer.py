@@ -13,8 +13,8 @@ from skyrl.train.config.machinery.fields import known_name, one_of
 from skyrl.train.config.models import CriticConfig, PlacementConfig, PolicyConfig, RefConfig
 from skyrl.train.config.rules.renames import renamed
 from skyrl.train.config.rules.trainer import trainer_problems
-
-TRACKERS = ("wandb", "mlflow", "swanlab", "tensorboard", "console")
+from skyrl.train.config.strategies import DEFAULT_STRATEGY, STRATEGIES
+from skyrl.train.tracking.clients import TRACKERS
 
 
 def all_or_some(count: int) -> int:
@@ -26,7 +26,7 @@ def all_or_some(count: int) -> int:
 
 def _trackers(names: str | list[str]) -> str | list[str]:
     for name in [names] if isinstance(names, str) else names:
-        known_name(name, TRACKERS)
+        known_name(name, tuple(TRACKERS))
     return names
 
 
@@ -62,7 +62,7 @@ class TrainerConfig(BaseConfig):
     sequence_parallel_backend: Annotated[str, one_of("ulysses")] = "ulysses"
     """How ranks share sequences: ulysses."""
 
-    strategy: Annotated[str, one_of("fsdp2", "fsdp", "megatron", "jax")] = "fsdp2"
+    strategy: Annotated[str, one_of(*STRATEGIES)] = "fsdp2"
     """What computes: fsdp2 (or fsdp, which is the same), megatron, or jax. Left out: jax, which is what is served."""
 
     jax: dict[str, Any] = field(default_factory=dict)
@@ -205,6 +205,11 @@ class TrainerConfig(BaseConfig):
         """The models of this run: policy, and critic and ref where there are any."""
         return ["policy", *["critic"] * self.has_critic, *["ref"] * self.algorithm.uses_reference]
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether models are on ranks with GPUs of their own, and engines on others sample."""
+        return STRATEGIES[self.strategy].is_distributed
+
     def gpus(self, model: str) -> int:
         """GPUs of policy, critic or ref."""
         placement = self.placement
@@ -219,7 +224,7 @@ class TrainerConfig(BaseConfig):
 
     def derive(self) -> None:
         if not self.is_given("strategy"):
-            self.fill_in("strategy", "jax")
+            self.fill_in("strategy", DEFAULT_STRATEGY)
         if self.ref.model.path is None:
             self.ref.model.path = self.policy.model.path
         if self.ckpt_path == TrainerConfig().ckpt_path:  # or one run would go on from another's checkpoints

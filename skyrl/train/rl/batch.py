@@ -6,7 +6,7 @@ sees them one after another (`by_trajectory`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -29,6 +29,20 @@ class Batch:
     """Prompt of each trajectory."""
     temperature: float
     """At which the policy is trained."""
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[Row], trajectories: Sequence[Trajectory], uids: Sequence[str], temperature: float
+    ) -> "Batch":
+        """A batch of rows that count some of these trajectories, whose prompts are `uids`; the others are left out."""
+        kept = sorted({row.trajectory for row in rows})
+        numbers = {index: number for number, index in enumerate(kept)}
+        return cls(
+            [replace(row, trajectory=numbers[row.trajectory]) for row in rows],
+            [trajectories[index] for index in kept],
+            [uids[index] for index in kept],
+            temperature,
+        )
 
     @cached_property
     def lengths(self) -> Array:

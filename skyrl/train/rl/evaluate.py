@@ -6,14 +6,13 @@ from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.metrics import reward_metrics, rollout_metrics
 from skyrl.train.rollouts.rollouts import Rollouts
 from skyrl.train.rollouts.trajectory import Trajectory
+from skyrl.train.tracking.metrics import Metrics
 from skyrl.train.tracking.progress import batch_bar
 
 EVERYTHING = "all"
 
 
-async def evaluate(
-    rollouts: Rollouts, prompts: Sequence[Prompt], batch_size: int
-) -> tuple[dict[str, float], list[Trajectory]]:
+async def evaluate(rollouts: Rollouts, prompts: Sequence[Prompt], batch_size: int) -> tuple[Metrics, list[Trajectory]]:
     """Sample every prompt as `generator.eval_sampling_params` say. Returns metrics and trajectories.
 
     Metrics are `eval/{data_source}/...` for each source of the rows and `eval/all/...`: the mean score, pass@n, the

@@ -30,6 +30,7 @@ from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.records import as_state, from_state
 from skyrl.train.rollouts.rollouts import Group, Rollouts
 from skyrl.train.rollouts.trajectory import Trajectory
+from skyrl.train.tracking.metrics import Metrics
 from skyrl.train.tracking.progress import batch_bar
 
 StalenessPolicy = Literal["block", "drop", "mask"]
@@ -182,7 +183,7 @@ class Source:
         if self._staleness > 0 and step < self._steps:
             self._begin()
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """Of what happened since they were asked for last."""
         dropped, self._dropped = self._dropped, 0
         return {"async/dropped_prompts": float(dropped)} if self._policy == "drop" else {}

@@ -15,37 +15,34 @@ from typing import Any, cast
 
 import numpy as np
 
-from skyrl.backends.async_client import BackendClient
 from skyrl.envs import check_settings, env_class
-from skyrl.errors import ConfigError, StorageError
+from skyrl.errors import StorageError
 from skyrl.train.checkpoints import Checkpoint, CheckpointStore, identity_of
 from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, get_config_as_dict
 from skyrl.train.lr_schedules import learning_rate_factor
-from skyrl.train.model_client import Learner, Policy
+from skyrl.train.policies import Learner, Models
 from skyrl.train.rl.batch import Array, Batch
 from skyrl.train.rl.evaluate import evaluate
 from skyrl.train.rl.prompts import TrainingPrompts, evaluation_prompts, training_prompts
 from skyrl.train.rl.rollout_source import Source, SourceState, StalenessPolicy
 from skyrl.train.rl.trainer import RLTrainer
-from skyrl.train.rl.update import Metrics, RewardShaping, Update, env_rewards
+from skyrl.train.rl.update import RewardShaping, Update, env_rewards
 from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.records import as_record
 from skyrl.train.rollouts.rollouts import Rollouts, chat_of
 from skyrl.train.rollouts.trajectory import Trajectory
-from skyrl.train.strategy.base_model import check_base_model, fit_context, load_tokenizer, open_backend
-from skyrl.train.strategy.jax_backend import STRATEGY, critic_adapter, jax_backend, policy_adapter
-from skyrl.train.strategy.validate import usable_trackers, validate
-from skyrl.train.tracking.clients import RunInfo, tracker_clients
+from skyrl.train.run_loop import Cadence, run_steps
+from skyrl.train.strategy.base_model import check_base_model, fit_context, load_tokenizer
+from skyrl.train.strategy.registry import find_strategy
+from skyrl.train.strategy.strategy import critic_adapter, policy_adapter
+from skyrl.train.strategy.validate import validate
+from skyrl.train.tracking.clients import RunInfo
 from skyrl.train.tracking.dumps import EvalRow, dump_data_batch, dump_eval_results, dump_rollouts
-from skyrl.train.tracking.progress import RunBar
-from skyrl.train.tracking.tracker import Tracker
-from skyrl.utils.failpoints import crash_point
+from skyrl.train.tracking.metrics import Metrics, Report
+from skyrl.train.tracking.reporting import reporting
 from skyrl.utils.gc_tuning import collecting_seldom
 
 log = logging.getLogger(__name__)
-
-Report = Callable[[Metrics, int], None]
-"""Gets metrics by name, and the number of the step that they are of."""
 
 SHOWN = {"reward/avg_raw_reward": "reward", "eval/all/avg_score": "eval"}
 """Metrics beside the progress bar."""
@@ -60,6 +57,7 @@ class Run:
 
     Args:
         config: Resolved and validated.
+        models: Where its models are.
         trainer: What takes steps.
         prompts: Training data.
         evaluation: Prompts that are evaluated on; none where there is no evaluation.
@@ -70,6 +68,7 @@ class Run:
     def __init__(
         self,
         config: SkyRLTrainConfig,
+        models: Models,
         trainer: RLTrainer,
         prompts: TrainingPrompts,
         evaluation: list[Prompt],
@@ -78,15 +77,26 @@ class Run:
     ):
         self.config = config
         self.trainer = trainer
+        self._models = models
         self.prompts = prompts
         self._evaluation = evaluation
         self._rollouts = rollouts
         self._store = store
 
     @property
+    def global_step(self) -> int:
+        """Steps taken."""
+        return self.trainer.global_step
+
+    @property
     def total_steps(self) -> int:
         """Steps of all epochs."""
-        return self.prompts.order.steps_per_epoch * self.config.trainer.epochs
+        return self.steps_per_epoch * self.config.trainer.epochs
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of an epoch, whose last rows are left out where they fill no batch."""
+        return self.prompts.order.steps_per_epoch
 
     @property
     def run_id(self) -> str:
@@ -95,26 +105,39 @@ class Run:
 
     async def train(self, report: Report) -> None:
         """Take all steps that are left. `report` gets the metrics of each, and of evaluations, with its number."""
-        settings, trainer = self.config.trainer, self.trainer
-        if trainer.global_step == 0 and settings.eval_before_train and self._evaluation:
-            report(await self.evaluate(), 0)
-        while trainer.global_step < self.total_steps:
-            metrics, batch = await trainer.step()
-            crash_point("trainer: step taken, not recorded")
-            step, last = trainer.global_step, trainer.global_step == self.total_steps
-            epoch_ends = step % self.prompts.order.steps_per_epoch == 0
-            if epoch_ends and settings.update_ref_every_epoch:
-                await self._renew_reference()
-            if self._evaluation and (_due(step, settings.eval_interval) or last):
-                metrics |= await self.evaluate()
-            if settings.dump_data_batch:
-                _kept(dump_rollouts, settings.export_path, step, [as_record(item) for item in batch.trajectories])
-                _kept(dump_data_batch, settings.export_path, step, _arrays(batch), {"uids": batch.row_uids})
-            report(metrics | {"trainer/epoch": step / self.prompts.order.steps_per_epoch}, step)
-            if _due(step, settings.hf_save_interval) or (last and settings.hf_save_interval > 0):
-                await self.export()
-            if _due(step, settings.ckpt_interval) or epoch_ends:  # last: what came before is not done again
-                await self.save()
+        settings = self.config.trainer
+        cadence = Cadence(
+            evaluation=settings.eval_interval,
+            has_evaluation=bool(self._evaluation),
+            before_first=settings.eval_before_train,
+            export=settings.hf_save_interval,
+            checkpoint=settings.ckpt_interval,
+            checkpoint_epochs=True,
+        )
+        await run_steps(self, cadence, report)
+
+    async def step(self) -> Metrics:
+        """One step of the trainer, and dumps of what it trained on if they are asked for."""
+        settings = self.config.trainer
+        metrics, batch = await self.trainer.step()
+        if settings.dump_data_batch:
+            rollouts = [as_record(item) for item in batch.trajectories]
+            _kept(dump_rollouts, settings.export_path, self.global_step, rollouts)
+            _kept(dump_data_batch, settings.export_path, self.global_step, _arrays(batch), {"uids": batch.row_uids})
+        return metrics | {"trainer/epoch": self.global_step / self.steps_per_epoch}
+
+    async def end_epoch(self) -> None:
+        """Renew the reference if that is asked for: it becomes the policy as it is now."""
+        if not self.config.trainer.update_ref_every_epoch:
+            return
+        folder = tempfile.mkdtemp(prefix="skyrl-reference-")
+        try:
+            await self.trainer.policy.save(f"{folder}/policy")
+            reference = self.trainer.update.reference or self._models.learner(REFERENCE)
+            await reference.load(f"{folder}/policy")
+            self.trainer.update.reference = reference
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     async def evaluate(self) -> Metrics:
         """Metrics of the policy on the evaluation prompts."""
@@ -129,7 +152,7 @@ class Run:
     async def export(self) -> None:
         """Write the models in Hugging Face format."""
         folder = Path(self.config.trainer.export_path) / f"global_step_{self.trainer.global_step}"
-        for name, model in self._models().items():
+        for name, model in self._trained().items():
             await model.export(str(folder / name))
 
     async def save(self) -> None:
@@ -144,16 +167,16 @@ class Run:
             "generators": [update.generator.bit_generator.state, trainer.generator.bit_generator.state],
         }
         with self._store.saving(trainer.global_step, state, waiting) as folder:
-            for name, model in self._models().items():
+            for name, model in self._trained().items():
                 await model.save(str(folder / name))
 
     async def restore(self, checkpoint: Checkpoint) -> None:
         """Be what the checkpoint's run was."""
         trainer, update, state = self.trainer, self.trainer.update, checkpoint.state
-        for name, model in self._models().items():
+        for name, model in self._trained().items():
             await model.load(checkpoint.model_path(name))
         if (checkpoint.path / REFERENCE).is_dir():
-            update.reference = Learner(trainer.policy.client, REFERENCE)
+            update.reference = self._models.learner(REFERENCE)
             await update.reference.load(checkpoint.model_path(REFERENCE))
         trainer.source.restore(SourceState.from_json(state["source"], checkpoint.rollouts), checkpoint.step)
         update.policy_steps, update.critic_steps = state["policy_steps"], state["critic_steps"]
@@ -162,20 +185,9 @@ class Run:
             generator.bit_generator.state = saved
         trainer.global_step = checkpoint.step
 
-    def _models(self) -> dict[str, Learner]:
+    def _trained(self) -> dict[str, Learner]:
         models = {POLICY: self.trainer.policy, CRITIC: self.trainer.critic, REFERENCE: self.trainer.update.reference}
         return {name: model for name, model in models.items() if model is not None}
-
-    async def _renew_reference(self) -> None:
-        """The policy as it is now becomes the reference."""
-        folder = tempfile.mkdtemp(prefix="skyrl-reference-")
-        try:
-            await self.trainer.policy.save(f"{folder}/policy")
-            reference = self.trainer.update.reference or Learner(self.trainer.policy.client, REFERENCE)
-            await reference.load(f"{folder}/policy")
-            self.trainer.update.reference = reference
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: RewardShaping = env_rewards) -> Run:
@@ -185,36 +197,24 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: Re
     """
     validate(config)
     settings = config.trainer
-    if settings.critic.model.path not in (None, settings.policy.model.path):
-        raise ConfigError(
-            f"trainer.critic.model.path={settings.critic.model.path} is not "
-            f"trainer.policy.model.path={settings.policy.model.path}: with strategy=jax both share one base model; "
-            "set it to the policy's"
-        )
-    if settings.ref.model.path != settings.policy.model.path:
-        raise ConfigError(
-            f"trainer.ref.model.path={settings.ref.model.path} is not "
-            f"trainer.policy.model.path={settings.policy.model.path}: with strategy=jax the reference is the base "
-            "model that the policy started from; leave it out"
-        )
     assert settings.policy.model.path is not None  # or the configuration would not have resolved
     env_class(config.environment.env_class)
     fit_context(config, check_base_model(settings.policy.model.path, BASE_MODEL))
-    base_model, options = jax_backend(config)
-    tokenizer = load_tokenizer(base_model, BASE_MODEL)
+    load = find_strategy(config).rl_loader(config)
+    tokenizer = load_tokenizer(settings.policy.model.path, BASE_MODEL)
     chat = chat_of(config.generator, tokenizer)
     prompts, evaluation = training_prompts(config, chat), evaluation_prompts(config, chat)
     check_settings(config.environment.skyrl_gym, (*prompts.env_classes, *(each.env_class for each in evaluation)))
     store = CheckpointStore(settings.ckpt_path, identity=identity_of(config), max_to_keep=settings.max_ckpts_to_keep)
     checkpoint = store.resume(settings.resume_mode, settings.resume_path)
-    client = stack.enter_context(BackendClient(open_backend(STRATEGY, base_model, options, "trainer.jax")))
-    policy = Policy(client, POLICY, settings.seed)
-    critic = Learner(client, CRITIC) if settings.has_critic else None
+    models = stack.enter_context(load())
+    policy = models.policy(POLICY, settings.seed)
+    critic = models.learner(CRITIC) if settings.has_critic else None
     rollouts = Rollouts(config.generator, config.environment, tokenizer, policy)
     total = prompts.order.steps_per_epoch * settings.epochs
     update = Update(config, policy, critic, _schedule(config, total), shape_rewards)
     trainer = RLTrainer(config, policy, critic, _source(config, rollouts, prompts), update)
-    run = Run(config, trainer, prompts, evaluation, rollouts, store)
+    run = Run(config, models, trainer, prompts, evaluation, rollouts, store)
     if checkpoint is not None:
         await run.restore(checkpoint)
         log.info("going on from %s", checkpoint.path)
@@ -240,16 +240,20 @@ async def train_rl(
         run = await open_run(config, stack, shape_rewards)
         settings, step = config.trainer, run.trainer.global_step
         info = RunInfo(settings.project_name, settings.run_name, run.run_id, get_config_as_dict(config))
-        trackers = tracker_clients(usable_trackers(settings.logger), info)
-        tracker = Tracker(settings.ckpt_path, trackers, resumed_step=step or None)
-        stack.callback(tracker.finish)
+        record = stack.enter_context(
+            reporting(
+                settings.ckpt_path,
+                settings.logger,
+                info,
+                total_steps=run.total_steps,
+                resumed_step=step or None,
+                shown=SHOWN,
+            )
+        )
         stack.enter_context(collecting_seldom())
 
-        bar = stack.enter_context(RunBar(run.total_steps, step, SHOWN))
-
         def told(metrics: Metrics, step: int) -> None:
-            tracker.log(metrics, step)
-            bar.update(step, metrics)
+            record(metrics, step)
             report(metrics, step)
 
         if step == run.total_steps:
@@ -318,7 +322,3 @@ def _schedule(config: SkyRLTrainConfig, steps: int) -> Callable[[OptimizerConfig
         return learning_rate_factor(optimizer, step, steps * per_step)
 
     return factor
-
-
-def _due(step: int, interval: int) -> bool:
-    return interval > 0 and step % interval == 0

@@ -2,20 +2,20 @@
 
 import logging
 import time
-from dataclasses import replace
 
 import numpy as np
 
 from skyrl.algorithms.filters import DynamicSampling, replace_groups
 from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.model_client import Learner, Policy
+from skyrl.train.policies import Learner, Policy
 from skyrl.train.rl.batch import Batch
 from skyrl.train.rl.rollout_source import Source
-from skyrl.train.rl.update import Metrics, Update
+from skyrl.train.rl.update import Update
 from skyrl.train.rollouts.metrics import reward_metrics, rollout_metrics
 from skyrl.train.rollouts.rows import mask_stale, rows_of
 from skyrl.train.rollouts.trajectory import Trajectory
+from skyrl.train.tracking.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +61,7 @@ class RLTrainer:
             rows = mask_stale(rows, self.global_step - parallel.max_staleness_steps)
         algorithm = self._algorithm
         assert algorithm.temperature is not None, "the configuration is resolved"
-        kept = sorted({row.trajectory for row in rows})
-        numbers = {index: number for number, index in enumerate(kept)}
-        batch = Batch(
-            [replace(row, trajectory=numbers[row.trajectory]) for row in rows],
-            [trajectories[index] for index in kept],
-            [uids[index] for index in kept],
-            algorithm.temperature,
-        )
+        batch = Batch.of(rows, trajectories, uids, algorithm.temperature)
         metrics["generate/tokens_trained"] = 0.0
         if batch.mask.any():
             metrics |= await self.update(batch)

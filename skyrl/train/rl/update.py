@@ -16,18 +16,18 @@ from skyrl.algorithms.corrections import correct_off_policy
 from skyrl.algorithms.covariance import select_tokens
 from skyrl.algorithms.filters import filter_zero_variance
 from skyrl.algorithms.kl import KL_ESTIMATORS, kl_controller, mean_kl, penalise_rewards
-from skyrl.algorithms.objective import Scores, ValueObjective, policy_objective
+from skyrl.algorithms.objective import ForwardOnly, ValueObjective, policy_objective
 from skyrl.algorithms.weights import token_weights
 from skyrl.errors import ConfigError
 from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, TrainerConfig, get_config_as_dict
 from skyrl.train.lr_schedules import adam_params
-from skyrl.train.model_client import Learner, Policy
+from skyrl.train.policies import Learner, Policy
 from skyrl.train.rl.batch import Array, Batch
+from skyrl.train.tracking.metrics import Metrics
 from skyrl.types import ForwardBackwardOutput
 
 log = logging.getLogger(__name__)
 
-Metrics = dict[str, float]
 RewardShaping = Callable[[Batch], Array]
 """Rewards `[rows, tokens]` to train with. Filters, and metrics of rewards, look at those of the environment."""
 
@@ -84,9 +84,9 @@ class Update:
         self._kl = KL_ESTIMATORS.get(self._algorithm.kl_estimator_type)
         self._value_objective = ValueObjective(self._algorithm.value_clip)
         self._scores, self._logprobs, self._values = (
-            Scores(("logprobs", "entropy")),
-            Scores(("logprobs",)),
-            Scores(("values",)),
+            ForwardOnly(("logprobs", "entropy")),
+            ForwardOnly(("logprobs",)),
+            ForwardOnly(("values",)),
         )
         self.kl_controller = kl_controller(
             self._algorithm.kl_ctrl.type,

@@ -15,6 +15,7 @@ from typing import Any
 from skyrl.envs.env import Env
 from skyrl.train.rollouts.episode import FATAL, Episode, Prompt, Stage
 from skyrl.train.rollouts.trajectory import Failure, FailureKind, Trajectory, TrajectoryId, TrajectoryStopReason, Turn
+from skyrl.train.tracking.metrics import Metrics
 
 CLOSE_S = 30.0
 """Seconds that an environment may take to close."""
@@ -79,7 +80,7 @@ async def _attempt(
 ) -> Trajectory:
     start = time.perf_counter()
     stop_reason: TrajectoryStopReason = "failed"
-    metrics: dict[str, float] = {}
+    metrics: Metrics = {}
     failure, env = None, None
     clock = asyncio.timeout(timeout_s)
     try:
@@ -119,10 +120,10 @@ async def _close(env: Env[Any], identity: TrajectoryId) -> None:
         log.warning("trajectory %s: its environment did not close", identity, exc_info=True)
 
 
-def _means(turns: Sequence[Turn]) -> dict[str, float]:
+def _means(turns: Sequence[Turn]) -> Metrics:
     """Mean of each metric over the turns that have it."""
     numbers: Counter[str] = Counter()
-    sums: dict[str, float] = {}
+    sums: Metrics = {}
     for turn in turns:
         for name, value in turn.metrics.items():
             numbers[name] += 1

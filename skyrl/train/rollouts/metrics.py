@@ -12,9 +12,10 @@ import numpy as np
 
 from skyrl.train.rollouts.rows import merge_turns
 from skyrl.train.rollouts.trajectory import Trajectory
+from skyrl.train.tracking.metrics import Metrics
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     """Lengths in tokens, durations in seconds, fractions of stop reasons and failures, and the environments' metrics.
 
     `generate/*_num_tokens` counts what follows the prompt, observations too; `*_assistant_tokens` what was sampled.
@@ -44,7 +45,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics | _times(usable) | _environment(item.metrics for item in usable)
 
 
-def reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def reward_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     """Mean reward, and the fraction of prompts of which some sample has a positive reward (pass@n).
 
     A trajectory's reward is the sum over all its turns. Samples of one prompt stand next to each other. n is the number
@@ -65,7 +66,7 @@ def reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def _failures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _failures(trajectories: Sequence[Trajectory]) -> Metrics:
     kinds = Counter(item.failure.kind for item in trajectories if item.failure is not None)
     metrics = {f"generate/failed_{kind}": float(number) for kind, number in sorted(kinds.items())}
     metrics["generate/failed"] = float(kinds.total())
@@ -75,12 +76,12 @@ def _failures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def _times(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _times(trajectories: Sequence[Trajectory]) -> Metrics:
     sampler = np.array([sum(turn.sampler_s for turn in item.turns) for item in trajectories])
     env = np.array([sum(turn.env_s for turn in item.turns) for item in trajectories])
     total = np.array([item.seconds for item in trajectories])
     named = {"completion": total, "llm": sampler, "env": env, "other": total - sampler - env}
-    metrics: dict[str, float] = {}
+    metrics: Metrics = {}
     for name, seconds in named.items():
         metrics[f"generate/trajectory_time_{name}_mean"] = float(seconds.mean())
         metrics[f"generate/trajectory_time_{name}_p90"] = float(np.percentile(seconds, 90))
@@ -88,7 +89,7 @@ def _times(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def _environment(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def _environment(metrics: Iterable[Mapping[str, float]]) -> Metrics:
     """Mean of each metric over the trajectories that have it."""
     values: dict[str, list[float]] = {}
     for own in metrics:
@@ -106,7 +107,7 @@ def _response_tokens(trajectory: Trajectory) -> int:
     return sum(len(segment.token_ids) for row in rows for segment in row[1:])
 
 
-def _spread(values: Sequence[int]) -> dict[str, float]:
+def _spread(values: Sequence[int]) -> Metrics:
     return {
         "min": float(np.min(values)),
         "max": float(np.max(values)),

@@ -8,32 +8,15 @@ that is checked for each message, and a conversation of which it is not true is 
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
+from skyrl.train.rollouts.chat import ChatTokenizer
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-class ChatTokenizer(Protocol):
-    """What is used of a `transformers` tokenizer."""
-
-    @property
-    def all_special_ids(self) -> list[int]: ...
-
-    @property
-    def added_tokens_decoder(self) -> dict[int, Any]: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: list[int]) -> Any: ...
-
-    def get_chat_template(self, chat_template: str | None = None, tools: list[Any] | None = None) -> str: ...
-
-    def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any: ...
 
 
 class Masked(NamedTuple):

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,16 @@ import numpy as np
 from skyrl.errors import ConfigError
 from skyrl.train.checkpoints import CheckpointStore, Fields
 from skyrl.train.config.sft import SFTConfig
+from skyrl.train.data.epoch_order import SHUFFLE, EpochOrder, check_same_order
 from skyrl.train.lr_schedules import adam_params, learning_rate_factor
-from skyrl.train.model_client import Learner
+from skyrl.train.policies import Learner
+from skyrl.train.run_loop import Cadence, run_steps
 from skyrl.train.sft.batches import scoring_data, training_data
 from skyrl.train.sft.datasets import Dataset
-from skyrl.train.sft.order import Order
-from skyrl.utils.failpoints import crash_point
+from skyrl.train.tracking.metrics import Metrics, Report
 
 logger = logging.getLogger(__name__)
 
-Metrics = dict[str, float]
 LOSS = "cross_entropy"
 RESUME_MODES = {"": "none", "latest": "latest"}
 FIELDS = Fields(ckpt_path="ckpt_path", own_folder="ckpt_path", resume_path="resume_from", anew="resume_from=''")
@@ -60,7 +60,7 @@ class SFTTrainer:
         learner: What is trained; it exists, with the weights that a new run begins with.
         train: Data sets that are trained on, as `load_datasets` gives them.
         evaluation: Data sets whose loss is measured.
-        on_metrics: Called with the steps taken and the metrics of the last one, or of the evaluation before the first.
+        report: Gets the metrics of each step with its number, and of the evaluation before the first.
 
     Raises ConfigError for rows that are longer than the backend takes or have tokens that the model does not know,
     weights that leave a data set no row in an epoch, and a `ckpt_path` that is on no disk.
@@ -73,28 +73,30 @@ class SFTTrainer:
         train: Sequence[Dataset],
         evaluation: Sequence[Dataset] = (),
         *,
-        on_metrics: Callable[[int, Metrics], None] = lambda step, metrics: None,
+        report: Report = lambda metrics, step: None,
     ):
         self._config = config
         self._learner = learner
         self._train = train
         self._evaluation = evaluation
         self._checkpoints = _store(config) if config.ckpt_path else None
-        self._on_metrics = on_metrics
-        info = learner.client.backend.info()
+        self._report = report
+        info = learner.info()
         self._check_lengths(info.max_context_length)
         self._check_token_ids(info.vocab_size)
         sizes = [len(dataset.examples) for dataset in train]
-        self.order = Order(sizes, config.batch_size, config.seed, config.train_dataset_weights)
+        self.order = EpochOrder(sizes, config.batch_size, config.seed, config.train_dataset_weights)
         self._state: dict[str, Any] = {
             "batch_size": config.batch_size,
             "seed": config.seed,
+            "shuffle of train_datasets": SHUFFLE,
             "rows of train_datasets": self.order.sizes,
             "rows of train_datasets in an epoch": self.order.counts,
             "contents of train_datasets": _fingerprint(train),
         }
         self.total_steps = config.steps(self.order.steps_per_epoch)
         """Optimizer steps of the whole run."""
+        self.steps_per_epoch = self.order.steps_per_epoch
         self.global_step = 0
         """Optimizer steps taken."""
         self._is_ready = False
@@ -111,24 +113,25 @@ class SFTTrainer:
         """
         if not self._is_ready:
             await self.resume()
-        resumed_from, trained_tokens = self.global_step, 0
-        metrics: Metrics = {}
-        if self._config.eval_before_train and not self.global_step:
-            self._on_metrics(0, await self.evaluate())
-        while self.global_step < self.total_steps:
-            metrics = await self.step()
-            crash_point("trainer: step taken, not recorded")
-            trained_tokens += int(metrics["data/trained_tokens"])
-            if self._is_due(self._config.eval_interval, at_end=True):
-                metrics |= await self.evaluate()
-            self._on_metrics(self.global_step, metrics)
-            # Exports come first: a run that is resumed after the last checkpoint has no step left to export after.
-            if self._is_due(self._config.hf_save_interval):
-                folder = os.path.join(self._config.export_path, f"global_step_{self.global_step}", MODEL)
-                await self._learner.export(folder)
-            if self._is_due(self._config.ckpt_interval):
-                await self._save()
-        summary = Summary(self.global_step, resumed_from, trained_tokens, metrics)
+        config, resumed_from, trained_tokens = self._config, self.global_step, 0
+        last: Metrics = {}
+
+        def told(metrics: Metrics, step: int) -> None:
+            nonlocal last, trained_tokens
+            if step:
+                last = metrics
+                trained_tokens += int(metrics["data/trained_tokens"])
+            self._report(metrics, step)
+
+        cadence = Cadence(
+            evaluation=config.eval_interval,
+            has_evaluation=bool(self._evaluation),
+            before_first=config.eval_before_train,
+            export=config.hf_save_interval,
+            checkpoint=config.ckpt_interval,
+        )
+        await run_steps(self, cadence, told)
+        summary = Summary(self.global_step, resumed_from, trained_tokens, last)
         logger.info("%s", summary)
         return summary
 
@@ -144,7 +147,7 @@ class SFTTrainer:
         self.global_step += 1
         return {
             "trainer/global_step": float(self.global_step),
-            "trainer/epoch": self.global_step / self.order.steps_per_epoch,
+            "trainer/epoch": self.global_step / self.steps_per_epoch,
             "policy/loss": output.metrics["loss:sum"],
             "policy/lr": adam.learning_rate,
             "policy/grad_norm": stepped["skyrl.ai/grad_norm"],
@@ -164,13 +167,16 @@ class SFTTrainer:
             metrics[f"eval/{dataset.name}/loss"] = total / sum(one.trained_tokens for one in dataset.examples)
         return metrics
 
-    def _is_due(self, interval: int, at_end: bool = False) -> bool:
-        """Whether something that is done every `interval` steps, and after the last one, is due now."""
-        if self.global_step == self.total_steps:
-            return at_end or interval > 0
-        return interval > 0 and self.global_step % interval == 0
+    async def end_epoch(self) -> None:
+        """Nothing: a model that is fine-tuned has no reference."""
 
-    async def _save(self) -> None:
+    async def export(self) -> None:
+        """Write the model in Hugging Face format."""
+        folder = os.path.join(self._config.export_path, f"global_step_{self.global_step}", MODEL)
+        await self._learner.export(folder)
+
+    async def save(self) -> None:
+        """Write a checkpoint, where there is a folder for them."""
         if self._checkpoints is not None:
             with self._checkpoints.saving(self.global_step, self._state) as folder:
                 await self._learner.save(str(folder / MODEL))
@@ -188,12 +194,7 @@ class SFTTrainer:
         found = self._checkpoints.resume(RESUME_MODES.get(wanted, "from_path"), wanted)
         if found is None:
             return None
-        for name, value in self._state.items():
-            if found.state[name] != value:
-                raise ConfigError(
-                    f"resume_from={wanted}: the checkpoint's {name} is {found.state[name]} and this run's is {value}, "
-                    "so that the order of the data cannot be continued; use the checkpoint's, or leave out resume_from"
-                )
+        check_same_order(found.state, self._state, "leave out resume_from")
         await self._learner.load(found.model_path(MODEL))
         self.global_step = found.step
         return found.step
@@ -205,8 +206,8 @@ class SFTTrainer:
             if longest - 1 > limit:
                 raise ConfigError(
                     f"max_length={self._config.max_length}: a row of {dataset.name} has {longest} tokens, and the "
-                    f"backend takes {limit + 1}; set max_length={limit + 1}, or raise jax.max_context_length as far as "
-                    "the model goes"
+                    f"backend takes {limit + 1}; set max_length={limit + 1}, or raise "
+                    f"{self._config.strategy}.max_context_length as far as the model goes"
                 )
 
     def _check_token_ids(self, vocab_size: int) -> None:

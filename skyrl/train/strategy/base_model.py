@@ -8,12 +8,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
 from transformers import AutoTokenizer
 
-from skyrl.backends.backend import AbstractBackend
 from skyrl.backends.base_folder import config_of
-from skyrl.backends.registry import find_backend
 from skyrl.errors import ConfigError, RequestError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.config.rules.root import turn_cautions
@@ -60,29 +57,15 @@ def load_tokenizer(path: str, field: str) -> Any:
         raise ConfigError(f"{field}={path}: its tokenizer cannot be loaded ({error}); use a whole model") from error
 
 
-def open_backend(strategy: str, base_model: str, options: BaseModel, section: str) -> AbstractBackend:
-    """The backend of a run. Raises ConfigError where it cannot be made as asked.
-
-    Args:
-        strategy: Name of the backend.
-        base_model: Folder or hub id.
-        options: Of the backend.
-        section: Where a configuration sets those.
-    """
-    try:
-        return find_backend(strategy)(base_model, options, lambda message: log.info("%s", message))
-    except RequestError as error:
-        raise ConfigError(f"{error} (options of the backend are set as {section}.<option>)") from error
-
-
 def fit_context(config: SkyRLTrainConfig, longest: int | None) -> None:
-    """Let a resolved configuration keep to the longest context of its base model, or to `trainer.jax`'s if it is less.
+    """Let a resolved configuration keep to the longest context of its base model, or of its backend if it is less.
 
     A limit of inputs over several turns that was derived is lowered to what there is room for.
 
     Raises ConfigError where a prompt and an answer have no room.
     """
-    if of_backend := config.trainer.jax.get("max_context_length"):
+    strategy = config.trainer.strategy
+    if of_backend := getattr(config.trainer, strategy, {}).get("max_context_length"):
         longest = min(longest or of_backend, of_backend)
     generator, prompt = config.generator, config.trainer.max_prompt_length
     evaluation = generator.eval_sampling_params
@@ -105,5 +88,5 @@ def fit_context(config: SkyRLTrainConfig, longest: int | None) -> None:
     raise ConfigError(
         f"{limit} and answers of {answer} tokens (generator.sampling_params.max_generate_length, or that of "
         f"eval_sampling_params) are more than the {longest} tokens that {config.trainer.policy.model.path} was made "
-        "for, or that trainer.jax.max_context_length allows; lower them"
+        f"for, or that trainer.{strategy}.max_context_length allows; lower them"
     )

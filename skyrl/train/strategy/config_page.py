@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.config.machinery.help import FieldHelp, describe_fields
-from skyrl.train.strategy.jax_fields import JAX_SUPPORT
+from skyrl.train.strategy.registry import SERVED
 from skyrl.train.strategy.support import Status, Support, find
 
 INTRODUCTION = """\
@@ -38,39 +38,43 @@ STATUSES = {
 }
 
 
-Row = tuple[FieldHelp, Support]
-
-
 def render_page() -> str:
     """The page, as Markdown."""
-    rows = [(field, find(JAX_SUPPORT, field.path)[1]) for field in describe_fields(SkyRLTrainConfig())]
-    return "\n".join([INTRODUCTION, *_counts(rows), *_sections(rows)])
+    return "\n".join([INTRODUCTION, *(line for name in SERVED for line in _counts(name)), *_sections()])
 
 
-def _counts(rows: list[Row]) -> Iterator[str]:
-    counts = Counter(support.status for _, support in rows)
-    yield f"## With trainer.strategy=jax\n\nOf {len(rows)} fields:\n"
+def _counts(strategy: str) -> Iterator[str]:
+    """What becomes of how many fields with a strategy."""
+    supports = [find(SERVED[strategy].support, field.path)[1] for field in describe_fields(SkyRLTrainConfig())]
+    counts = Counter(support.status for support in supports)
+    yield f"## With trainer.strategy={strategy}\n\nOf {len(supports)} fields:\n"
     yield "| status | fields | meaning |\n| --- | --- | --- |"
     for status, meaning in STATUSES.items():
         yield f"| {status.value} | {counts[status]} | {meaning} |"
     yield "\nWhat is refused, and why:\n\n| fields | |\n| --- | --- |"
-    for by, count in Counter(support.by for _, support in rows if support.status is Status.REFUSED).most_common():
+    for by, count in Counter(support.by for support in supports if support.status is Status.REFUSED).most_common():
         yield f"| {count} | {by} |"
     yield ""
 
 
-def _sections(rows: list[Row]) -> Iterator[str]:
-    sections: dict[str, list[Row]] = {}
-    for row in rows:
-        sections.setdefault(row[0].path.rpartition(".")[0], []).append(row)
-    for section, members in sections.items():
-        yield f"## {section}\n\n| field | type | default | meaning | with jax |\n| --- | --- | --- | --- | --- |"
-        for field, support in members:
-            by = f"`{support.by}`" if support.by.startswith("skyrl.") else support.by
+def _sections() -> Iterator[str]:
+    sections: dict[str, list[FieldHelp]] = {}
+    for field in describe_fields(SkyRLTrainConfig()):
+        sections.setdefault(field.path.rpartition(".")[0], []).append(field)
+    columns = ["field", "type", "default", "meaning", *(f"with {name}" for name in SERVED)]
+    for section, fields in sections.items():
+        yield f"## {section}\n\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}"
+        for field in fields:
             name, default = field.path.rpartition(".")[2], field.default or '""'
-            cells = [f"`{name}`", f"`{field.type}`", f"`{default}`", field.meaning, f"{support.status.value}: {by}"]
+            cells = [f"`{name}`", f"`{field.type}`", f"`{default}`", field.meaning]
+            cells += [_said(find(strategy.support, field.path)[1]) for strategy in SERVED.values()]
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         yield ""
+
+
+def _said(support: Support) -> str:
+    by = f"`{support.by}`" if support.by.startswith("skyrl.") else support.by
+    return f"{support.status.value}: {by}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The trackers by their names in `trainer.logger`. Their libraries are imported only when they are used.
 
-To add one, add a class with `log` and `finish`, a row to `CLIENTS`, and what it needs to `validation.TRACKER_NEEDS`.
+To add one, add a class with `needs`, `log` and `finish`, and its name to `TRACKERS`.
 """
 
 import os
@@ -30,12 +30,32 @@ class RunInfo(NamedTuple):
     """Its configuration as plain nested dicts."""
 
 
+class TrackerNeeds(NamedTuple):
+    """What a tracker cannot do without."""
+
+    package: str
+    """Package to install and import."""
+    key: str | None = None
+    """Environment variable with its key, None if it needs none."""
+    mode: str | None = None
+    """Environment variable that may say that nothing is sent, so that no key is needed."""
+    local_modes: tuple[str, ...] = ()
+    """Its values for which that holds."""
+    host: str | None = None
+    """Host whose entry in ~/.netrc (or the file $NETRC names) is a key too."""
+
+
 DETAILS = re.compile(r"(^|/)(std|min)_|_(std|min|p90)$|_time_|per_turn|stop_reason|no_turns|retries|unknown/")
 """Metrics that the console leaves out."""
 
 
 class Console:
     """Prints each step: a line per group of metrics, what stands before their first slash; details are left out."""
+
+    needs = None
+
+    def __init__(self, run: RunInfo | None = None):
+        pass
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         groups: dict[str, list[str]] = {}
@@ -56,6 +76,8 @@ class Console:
 class TensorBoard:
     """Event files in `$TENSORBOARD_DIR` (tensorboard_log unless it is set), a folder per run."""
 
+    needs = TrackerNeeds("tensorboard")
+
     def __init__(self, run: RunInfo):
         folder = Path(os.environ.get("TENSORBOARD_DIR", "tensorboard_log"), _plain_name(run.project))
         self._writer = import_module("tensorboard.summary").Writer(str(folder / _plain_name(run.name)))
@@ -72,6 +94,8 @@ class TensorBoard:
 class WandB:
     """Weights & Biases. A resumed run goes on in the same one there."""
 
+    needs = TrackerNeeds("wandb", "WANDB_API_KEY", "WANDB_MODE", ("offline", "dryrun", "disabled"), host="api.wandb.ai")
+
     def __init__(self, run: RunInfo):
         wandb = import_module("wandb")
         self._run = wandb.init(
@@ -87,6 +111,8 @@ class WandB:
 
 class MLflow:
     """MLflow, at the address in `$MLFLOW_TRACKING_URI`."""
+
+    needs = TrackerNeeds("mlflow")
 
     def __init__(self, run: RunInfo):
         self._mlflow = import_module("mlflow")
@@ -106,6 +132,8 @@ class MLflow:
 class SwanLab:
     """SwanLab."""
 
+    needs = TrackerNeeds("swanlab", "SWANLAB_API_KEY", "SWANLAB_MODE", ("local", "offline", "disabled"))
+
     def __init__(self, run: RunInfo):
         self._swanlab = import_module("swanlab")
         options = {"logdir": os.environ["SWANLAB_LOG_DIR"]} if "SWANLAB_LOG_DIR" in os.environ else {}
@@ -121,18 +149,13 @@ class SwanLab:
         self._swanlab.finish()
 
 
-CLIENTS: dict[str, Callable[[RunInfo], TrackerClient]] = {
-    "console": lambda run: Console(),
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
-    "mlflow": MLflow,
-    "swanlab": SwanLab,
-}
+TRACKERS = {"wandb": WandB, "mlflow": MLflow, "swanlab": SwanLab, "tensorboard": TensorBoard, "console": Console}
+"""By the names of `trainer.logger`."""
 
 
 def tracker_clients(names: Iterable[str], run: RunInfo) -> dict[str, Callable[[], TrackerClient]]:
-    """What makes each of these trackers, for `Tracker`. `validation.choose_trackers` says which can be used."""
-    return {name: lambda make=CLIENTS[name]: make(run) for name in names}
+    """What makes each of these trackers, for `Tracker`. `choose_trackers` says which can be used."""
+    return {name: lambda make=TRACKERS[name]: make(run) for name in names}
 
 
 def _short(value: float) -> str:

@@ -22,8 +22,6 @@ from skyrl.utils.atomic_folders import replace_file
 
 logger = logging.getLogger(__name__)
 
-Metrics = Mapping[str, Any]
-"""Numbers by name, such as policy/loss: Python's, or those of an array library. None: there is none."""
 METRICS_FILE = "metrics.jsonl"
 QUEUE_LENGTH = 256
 """Steps that a tracker may be behind."""
@@ -61,8 +59,11 @@ class Tracker:
         self._file = _MetricsFile(Path(folder) / METRICS_FILE, resumed_step)
         self._workers = [_Worker(name, make, queue_length) for name, make in clients.items()]
 
-    def log(self, metrics: Metrics, step: int) -> None:
-        """Record the metrics of a step. A step may be logged in parts, one after another; steps never go back."""
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Record the metrics of a step: numbers of Python or of an array library, None where there is none.
+
+        A step may be logged in parts, one after another; steps never go back.
+        """
         plain = {name: _number(value) for name, value in metrics.items()}
         self._file.log(plain, step)
         finite = {name: value for name, value in plain.items() if value is not None}

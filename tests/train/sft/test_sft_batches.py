@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl.errors import ConfigError
-from skyrl.train.sft import Example, Order, scoring_data, training_data
+from skyrl.train.data.epoch_order import EpochOrder
+from skyrl.train.sft import Example, scoring_data, training_data
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4)
 
 
-def epoch(order: Order, number: int = 0) -> list[tuple[int, int]]:
+def epoch(order: EpochOrder, number: int = 0) -> list[tuple[int, int]]:
     start = number * order.steps_per_epoch
     return [place for step in range(start, start + order.steps_per_epoch) for place in order.batch(step)]
 
@@ -22,13 +23,13 @@ def epoch(order: Order, number: int = 0) -> list[tuple[int, int]]:
 @given(SIZES, st.integers(1, 9), st.integers(0, 2**40), st.integers(0, 3))
 def test_without_weights_every_row_is_in_every_epoch_once(sizes, batch_size, seed, number):
     everything = [(dataset, row) for dataset, size in enumerate(sizes) for row in range(size)]
-    assert sorted(epoch(Order(sizes, batch_size, seed), number)) == everything
+    assert sorted(epoch(EpochOrder(sizes, batch_size, seed), number)) == everything
 
 
 @settings(max_examples=60, deadline=None)
 @given(SIZES, st.integers(1, 9), st.integers(0, 9))
 def test_all_batches_are_full_but_the_last_of_an_epoch(sizes, batch_size, number):
-    order = Order(sizes, batch_size, 0)
+    order = EpochOrder(sizes, batch_size, 0)
     lengths = [len(order.batch(number * order.steps_per_epoch + step)) for step in range(order.steps_per_epoch)]
     assert lengths[:-1] == [batch_size] * (len(lengths) - 1) and sum(lengths) == sum(sizes)
 
@@ -37,13 +38,13 @@ def test_all_batches_are_full_but_the_last_of_an_epoch(sizes, batch_size, number
 @given(st.lists(st.tuples(st.integers(20, 60), st.floats(0.2, 5)), min_size=1, max_size=4), st.integers(0, 9))
 def test_with_weights_each_data_set_has_its_share_of_an_epoch(drawn, number):
     sizes, weights = zip(*drawn, strict=True)
-    found = Counter(dataset for dataset, _ in epoch(Order(sizes, 8, 3, weights), number))
+    found = Counter(dataset for dataset, _ in epoch(EpochOrder(sizes, 8, 3, weights), number))
     for dataset, weight in enumerate(weights):
         assert abs(found[dataset] - sum(sizes) * weight / sum(weights)) < 1
 
 
 def test_rows_of_a_data_set_are_repeated_only_after_all_of_them():
-    order = Order([3, 30], 4, 1, weights=[1, 1])
+    order = EpochOrder([3, 30], 4, 1, weights=[1, 1])
     rows = [row for number in range(4) for dataset, row in epoch(order, number) if dataset == 0]
     assert len(rows) > 60
     for start in range(0, len(rows) - 2, 3):
@@ -51,19 +52,19 @@ def test_rows_of_a_data_set_are_repeated_only_after_all_of_them():
 
 
 def test_a_batch_does_not_depend_on_what_was_asked_before():
-    one, other = (Order([5, 7], 4, 9, weights=[2, 1]) for _ in range(2))
+    one, other = (EpochOrder([5, 7], 4, 9, weights=[2, 1]) for _ in range(2))
     in_order = [one.batch(step) for step in range(12)]
     assert [other.batch(step) for step in reversed(range(12))] == in_order[::-1]
 
 
 def test_epochs_and_seeds_have_different_orders():
-    order = Order([50], 4, 0)
-    assert len({tuple(epoch(order)), tuple(epoch(order, 1)), tuple(epoch(Order([50], 4, 1)))}) == 3
+    order = EpochOrder([50], 4, 0)
+    assert len({tuple(epoch(order)), tuple(epoch(order, 1)), tuple(epoch(EpochOrder([50], 4, 1)))}) == 3
 
 
 def test_a_weight_that_gives_a_data_set_no_row_is_refused():
     with pytest.raises(ConfigError, match=r"train_dataset_weights\[1\]=0.01: less than one of the 10 rows"):
-        Order([5, 5], 2, 0, weights=[1.0, 0.01])
+        EpochOrder([5, 5], 2, 0, weights=[1.0, 0.01])
 
 
 EXAMPLES = st.lists(

@@ -20,7 +20,7 @@ from skyrl.backends.async_client import BackendClient
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.errors import ConfigError, StorageError
 from skyrl.train.config import SFTConfig
-from skyrl.train.model_client import Learner
+from skyrl.train.policies.on_backend import BackendLearner
 from skyrl.train.sft import Conversations, Dataset, Example, RowReader
 from skyrl.train.sft.datasets import read_dataset
 from skyrl.train.sft.trainer import SFTTrainer, Summary
@@ -63,7 +63,7 @@ def train(
     rank: int = 0,
     killed: int | None = None,
     data: list[Dataset] | None = None,
-) -> tuple[Summary, Trace, Learner]:
+) -> tuple[Summary, Trace, BackendLearner]:
     """A run with a model of its own, and what was measured in it.
 
     Args:
@@ -75,15 +75,15 @@ def train(
     """
     trace: Trace = []
 
-    def measured(step: int, metrics: dict[str, float]) -> None:
+    def measured(metrics: dict[str, float], step: int) -> None:
         trace.append((step, metrics))
         if step == killed:
             raise Killed
 
-    async def run() -> tuple[Summary, Learner]:
-        learner = Learner(client, f"model-{next(NUMBERS)}")
+    async def run() -> tuple[Summary, BackendLearner]:
+        learner = BackendLearner(client, f"model-{next(NUMBERS)}")
         await learner.create(LoraConfig(rank=rank, seed=config.seed))
-        trainer = SFTTrainer(config, learner, data or TRAIN, data or HELD_OUT, on_metrics=measured)
+        trainer = SFTTrainer(config, learner, data or TRAIN, data or HELD_OUT, report=measured)
         return await trainer.run(), learner
 
     summary, learner = asyncio.run(run())
@@ -174,7 +174,7 @@ def test_where_a_run_goes_on_is_known_before_it_does(client, tiny_model, tmp_pat
         train(client, settings, 4, killed=3)
 
     async def resumed() -> tuple[int | None, str | None, Summary]:
-        learner = Learner(client, f"model-{next(NUMBERS)}")
+        learner = BackendLearner(client, f"model-{next(NUMBERS)}")
         trainer = SFTTrainer(settings, learner, TRAIN)
         return await trainer.resume(), trainer.run_id, await trainer.run()
 
@@ -188,7 +188,9 @@ def test_rows_that_are_longer_than_the_backend_takes_are_refused_before_training
 
     def trainer(length: int) -> SFTTrainer:
         example = Example(np.zeros(length, np.int32), np.arange(length) > 0)
-        return SFTTrainer(config(tiny_model), Learner(client, "none"), [*TRAIN, Dataset("long", [example], 1, {})])
+        return SFTTrainer(
+            config(tiny_model), BackendLearner(client, "none"), [*TRAIN, Dataset("long", [example], 1, {})]
+        )
 
     assert trainer(limit + 1).total_steps == 4
     with pytest.raises(ConfigError, match=f"row of long has {limit + 2} tokens.*; set max_length={limit + 1}"):
@@ -205,7 +207,7 @@ def test_tokens_that_the_model_does_not_know_are_refused_before_training(client,
         reader = RowReader(Conversations(AutoTokenizer.from_pretrained(tiny_model), "all_tokens"), "all_tokens")
         given = [read_dataset("given", columns, reader)]
         data = ([*TRAIN, *given], HELD_OUT) if place == "trained on" else (TRAIN, given)
-        return SFTTrainer(config(tiny_model), Learner(client, "none"), *data)
+        return SFTTrainer(config(tiny_model), BackendLearner(client, "none"), *data)
 
     assert trainer(vocab_size - 1).total_steps
     message = rf"given, row 2: token id {vocab_size} is outside the vocabulary \[0, {vocab_size}\) of model.path="
@@ -231,11 +233,11 @@ def test_a_run_that_is_complete_is_resumed_without_another_step(client, tiny_mod
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("batch_size=5", "the checkpoint's batch_size is 4 and this run's is 5"),
-        ("seed=7", "the checkpoint's seed is 42 and this run's is 7"),
+        ("batch_size=5", "batch_size: the checkpoint's is 4 and this run's is 5"),
+        ("seed=7", "seed: the checkpoint's is 42 and this run's is 7"),
         (
             "train_dataset_weights=[1.0, 1.0]",
-            r"rows of train_datasets in an epoch is \[9, 4\] and this run's is \[7, 6\]",
+            r"rows of train_datasets in an epoch: the checkpoint's is \[9, 4\] and this run's is \[7, 6\]",
         ),
         ("model.lora.rank=8", "checkpoint of another model.*model.lora.rank"),
     ],

@@ -21,7 +21,7 @@ def root_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
     yield from _length_problems(config)
     yield from _sampling_problems(config)
     yield from _evaluation_problems(config)
-    if config.trainer.strategy != "jax":
+    if config.trainer.is_distributed:
         yield from _engine_problems(config)
 
 
@@ -72,7 +72,7 @@ def _batch_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
     for model in trainer.models:
         if trainer.gpus(model) % trainer.model_parallel_size(model) == 0:  # else the trainer says so
             geometry = config.geometry(model)
-            if trainer.strategy == "jax":  # which makes micro-batches of at most so many rows, for itself alone
+            if not trainer.is_distributed:  # one process makes micro-batches of at most so many rows, for itself alone
                 geometry = replace(geometry, micro_batch_rows=1)
             yield from geometry.problems()
     control, sequences = trainer.algorithm.kl_ctrl, trainer.train_batch_size * config.generator.n_samples_per_prompt

@@ -6,6 +6,8 @@ from operator import attrgetter
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from skyrl.train.config.strategies import STRATEGIES
+
 if TYPE_CHECKING:
     from skyrl.train.config.trainer import TrainerConfig
 
@@ -35,7 +37,7 @@ def trainer_problems(trainer: "TrainerConfig") -> Iterator[str]:
             "False"
         )
     beside = [name for name in ("fully_async.enabled", "one_step_off") if attrgetter(name)(trainer)]
-    if beside and trainer.placement.colocate_all and trainer.strategy != "jax":  # whose one process interleaves the two
+    if beside and trainer.placement.colocate_all and trainer.is_distributed:  # one process interleaves the two
         yield (
             f"{beside[0]}=True and placement.colocate_all=True: rollouts beside training need their own GPUs; set "
             "placement.colocate_all=False"
@@ -58,10 +60,12 @@ def _resume_problems(trainer: "TrainerConfig") -> Iterator[str]:
 
 
 def _strategy_problems(trainer: "TrainerConfig") -> Iterator[str]:
-    if trainer.strategy == "jax":
+    for name in STRATEGIES:
+        options = getattr(trainer, name, None)
+        if options and name != trainer.strategy:
+            yield f"{name}={options} is not read with strategy={trainer.strategy}; set strategy={name}, or leave it out"
+    if not trainer.is_distributed:
         return
-    if trainer.jax:
-        yield f"jax={trainer.jax} is not read with strategy={trainer.strategy}; set strategy=jax, or leave it out"
     if trainer.use_sample_packing and not trainer.flash_attn:
         yield (
             "use_sample_packing=True and flash_attn=False: sequences are packed for FlashAttention; set "

@@ -1,4 +1,4 @@
-"""One model of a backend, as a trainer uses it: passes, steps, sampling from its newest weights, files."""
+"""Models on a backend of this process, as trainers use them (`skyrl.train.policies.policy`)."""
 
 import zlib
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import numpy as np
 
 from skyrl.algorithms.objective import Objective
 from skyrl.backends.async_client import BackendClient
+from skyrl.backends.backend import AbstractBackend
 from skyrl.backends.operations import (
     CreateModel,
     ExportModel,
@@ -22,8 +23,10 @@ from skyrl.backends.operations import (
 )
 from skyrl.train.config import SamplingParams as SamplingConfig
 from skyrl.train.rollouts.sampler import Sampled
+from skyrl.train.tracking.metrics import Metrics
 from skyrl.types import (
     AdamParams,
+    BackendInfo,
     Datum,
     ForwardBackwardOutput,
     LoraConfig,
@@ -37,8 +40,27 @@ T = TypeVar("T")
 _numbers = count()
 
 
-class Learner:
-    """A model that is trained. Awaiting its methods in order is what orders their effects.
+class BackendModels:
+    """The models of a run on one backend, which runs in a thread of its own. A context manager: closing ends both."""
+
+    def __init__(self, backend: AbstractBackend):
+        self._client = BackendClient(backend)
+
+    def __enter__(self) -> "BackendModels":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._client.close()
+
+    def learner(self, model_id: str) -> "BackendLearner":
+        return BackendLearner(self._client, model_id)
+
+    def policy(self, model_id: str, seed: int) -> "BackendPolicy":
+        return BackendPolicy(self._client, model_id, seed)
+
+
+class BackendLearner:
+    """A `Learner` on a backend.
 
     Args:
         client: The backend that holds it.
@@ -46,21 +68,21 @@ class Learner:
     """
 
     def __init__(self, client: BackendClient, model_id: str):
-        self.client = client
-        self.model_id = model_id
+        self._client = client
+        self._model_id = model_id
+
+    def info(self) -> BackendInfo:
+        return self._client.backend.info()
 
     async def create(self, lora_config: LoraConfig, value_head: bool = False) -> None:
-        """Make the model with fresh weights."""
-        await self.client.run(
-            CreateModel(request_id=_new_id(), model_id=self.model_id, lora_config=lora_config, value_head=value_head)
+        await self._client.run(
+            CreateModel(request_id=_new_id(), model_id=self._model_id, lora_config=lora_config, value_head=value_head)
         )
 
     async def forward_backward(self, data: list[Datum], loss: str | Objective) -> ForwardBackwardOutput:
-        """Add the gradients of a loss to the model's sums."""
         return await self._pass(data, loss, forward_only=False)
 
     async def forward(self, data: list[Datum], loss: str | Objective, reference: bool = False) -> ForwardBackwardOutput:
-        """What the loss is computed from, by the model or by the base model that it started from."""
         return await self._pass(data, loss, forward_only=True, reference=reference)
 
     async def _pass(
@@ -68,7 +90,7 @@ class Learner:
     ) -> ForwardBackwardOutput:
         operation = ForwardBackward(
             request_id=_new_id(),
-            model_id=self.model_id,
+            model_id=self._model_id,
             data=data,
             loss_fn=loss,
             forward_only=forward_only,
@@ -76,33 +98,27 @@ class Learner:
         )
         return await self._expect(operation, ForwardBackwardOutput)
 
-    async def optim_step(self, adam: AdamParams) -> dict[str, float]:
-        """Apply the gradients that were added up, unless their norm is not finite: then they are dropped."""
-        operation = OptimStep(request_id=_new_id(), model_id=self.model_id, adam_params=adam, skip_if_not_finite=True)
+    async def optim_step(self, adam: AdamParams) -> Metrics:
+        operation = OptimStep(request_id=_new_id(), model_id=self._model_id, adam_params=adam, skip_if_not_finite=True)
         return (await self._expect(operation, OptimStepOutput)).metrics
 
     async def save(self, path: str) -> None:
-        """Write weights and optimizer state to a folder."""
-        await self.client.run(SaveCheckpoint(request_id=_new_id(), model_id=self.model_id, path=path))
+        await self._client.run(SaveCheckpoint(request_id=_new_id(), model_id=self._model_id, path=path))
 
     async def load(self, path: str) -> None:
-        """The inverse of `save`; makes the model if there is none."""
-        await self.client.run(LoadCheckpoint(request_id=_new_id(), model_id=self.model_id, path=path))
+        await self._client.run(LoadCheckpoint(request_id=_new_id(), model_id=self._model_id, path=path))
 
     async def export(self, path: str) -> None:
-        """Write the whole model in Hugging Face format, adapters merged."""
-        await self.client.run(ExportModel(request_id=_new_id(), model_id=self.model_id, path=path))
+        await self._client.run(ExportModel(request_id=_new_id(), model_id=self._model_id, path=path))
 
     async def _expect(self, operation: Operation, kind: type[T]) -> T:
-        result = await self.client.run(operation)
+        result = await self._client.run(operation)
         assert isinstance(result, kind), result
         return result
 
 
-class Policy(Learner):
-    """A model that samples too: always with the weights that were published last. A `rollouts.Sampler`.
-
-    What a call draws depends on the seed, the version, the session and the length of the prompt only.
+class BackendPolicy(BackendLearner):
+    """A `Policy` on a backend.
 
     Args:
         client: The backend that holds it.
@@ -113,21 +129,18 @@ class Policy(Learner):
     def __init__(self, client: BackendClient, model_id: str, seed: int):
         super().__init__(client, model_id)
         self._seed = seed
-        self.version = -1
-        """Number of the weights that are sampled: optimizer steps taken when they were published."""
+        self._version = -1
 
     async def publish(self, version: int) -> None:
-        """Sample with the current weights from now on; what is being sampled goes on with those it began with."""
-        await self.client.run(
-            Publish(request_id=_new_id(), model_id=self.model_id, version=self._name(version), path=None)
+        await self._client.run(
+            Publish(request_id=_new_id(), model_id=self._model_id, version=self._name(version), path=None)
         )
-        before, self.version = self.version, version
+        before, self._version = self._version, version
         if before not in (-1, version):
-            self.client.drop_version(self._name(before))
+            self._client.drop_version(self._name(before))
 
     async def sample(self, prompt_token_ids: Sequence[int], params: SamplingConfig, session_id: str) -> Sampled:
-        """See `rollouts.Sampler`. Log-probabilities are at the temperature, as the trainer computes them."""
-        version = self.version
+        version = self._version
         assert version >= 0, "publish before sampling"
         prompt = np.asarray(prompt_token_ids, np.int32)
         entropy = [self._seed, version, zlib.crc32(session_id.encode()), len(prompt)]
@@ -155,7 +168,7 @@ class Policy(Learner):
         )
 
     def _name(self, version: int) -> str:
-        return f"{self.model_id}/{version}"
+        return f"{self._model_id}/{version}"
 
 
 def _new_id() -> str:

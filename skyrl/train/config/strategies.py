@@ -1,0 +1,20 @@
+"""Names of `trainer.strategy`, with what rules ask of each. Those that are served: `skyrl.train.strategy.registry`."""
+
+from typing import NamedTuple
+
+
+class StrategyTraits(NamedTuple):
+    """What rules about a configuration need to know of a strategy."""
+
+    is_distributed: bool
+    """Whether models are on ranks with GPUs of their own, and engines on others sample: rules about these hold."""
+
+
+STRATEGIES = {
+    "fsdp2": StrategyTraits(is_distributed=True),
+    "fsdp": StrategyTraits(is_distributed=True),
+    "megatron": StrategyTraits(is_distributed=True),
+    "jax": StrategyTraits(is_distributed=False),
+}
+DEFAULT_STRATEGY = "jax"
+"""What is taken where none is named: one that is served."""

@@ -1,0 +1,26 @@
+"""Strategies by the names of `trainer.strategy`. Nothing else of the trainers names one, or its backend."""
+
+from skyrl.errors import ConfigError
+from skyrl.train.config import SFTConfig, SkyRLTrainConfig
+from skyrl.train.strategy.jax_backend import JaxStrategy
+from skyrl.train.strategy.strategy import Strategy
+
+SERVED: dict[str, Strategy] = {"jax": JaxStrategy()}
+
+
+def find_strategy(config: SkyRLTrainConfig | SFTConfig) -> Strategy:
+    """The strategy of a resolved configuration. Raises ConfigError if it is not served."""
+    check_strategy(config)
+    return SERVED[config.trainer.strategy if isinstance(config, SkyRLTrainConfig) else config.strategy]
+
+
+def check_strategy(config: SkyRLTrainConfig | SFTConfig) -> None:
+    """Raise ConfigError if a strategy was given that is not served."""
+    owner, field = (
+        (config.trainer, "trainer.strategy") if isinstance(config, SkyRLTrainConfig) else (config, "strategy")
+    )
+    if owner.is_given("strategy") and owner.strategy not in SERVED:
+        raise ConfigError(
+            f"{field}={owner.strategy} is not served yet: there is no torch backend; set {field}=jax, or leave it out, "
+            "to train and sample with JAX on CPU, GPU and TPU"
+        )
