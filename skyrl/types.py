@@ -5,7 +5,7 @@ carry token arrays are frozen dataclasses of NumPy arrays. Nothing here imports 
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -83,6 +83,34 @@ class SamplingParams(WireModel):
     """Sample among the k most likely tokens. -1 and 0 are off."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample among the fewest tokens whose probabilities reach top_p. 1 is off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How to continue a prompt, beyond `SamplingParams`, whose names are the wire's. As each field stands, it is off.
+
+    A backend says in `BackendInfo.sampling_options` which it serves. Log-probabilities are the model's own whatever
+    these change of what is drawn.
+    """
+
+    min_p: float = 0.0
+    """Sample among tokens at least this fraction as likely as the likeliest. After top_k and top_p."""
+    min_tokens: int = 0
+    """Tokens after which a sequence may stop: until there are so many, no stop token (EOS and those listed) is drawn,
+    and no stop string counts."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a sequence, beside `SamplingParams.stop`, whatever that is."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that were there before, in the prompt too, are divided by it if positive, else multiplied."""
+    presence_penalty: float = 0.0
+    """Is taken from the logits of tokens that were generated before."""
+    frequency_penalty: float = 0.0
+    """Is taken from a token's logit for each time that it was generated before."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that are not off, by name."""
+        return {name: value for name, value in vars(self).items() if value != getattr(SamplingOptions, name)}
 
 
 @dataclass(frozen=True)
@@ -264,3 +292,5 @@ class BackendInfo:
     samples_at_a_time: int = 2**18
     """Tokens of samples of one tenant (prompts, and what may be generated) that the backend is given at a time: enough
     to be busy with one tenant alone. Results of no more than these are in memory."""
+    sampling_options: frozenset[str] = frozenset()
+    """Names of the `SamplingOptions` that are served; samples with others are refused."""

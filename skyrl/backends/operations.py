@@ -7,7 +7,18 @@ from functools import cached_property
 import numpy as np
 
 from skyrl.algorithms.objective import Objective
-from skyrl.types import AdamParams, Datum, GradientEffect, LoraConfig, Result, SamplingParams, TokenMatrix
+from skyrl.types import (
+    AdamParams,
+    Datum,
+    GradientEffect,
+    LoraConfig,
+    Result,
+    SamplingOptions,
+    SamplingParams,
+    TokenMatrix,
+)
+
+NO_OPTIONS = SamplingOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +168,11 @@ class Sample(Operation):
     """int32 `[prompt]`, not empty."""
     params: SamplingParams
     """`seed` and `max_tokens` are set."""
+    options: SamplingOptions = NO_OPTIONS
     num_samples: int = 1
+    routing_key: str | None = None
+    """Requests of one key, such as a conversation's, have much in common: where there are several engines, each may
+    find there what it shares with those before. It changes nothing of what is drawn."""
     tempered_logprobs: bool = False
     """Report log-probabilities of generated tokens at the request's temperature, as trainers want them, not at 1."""
     topk_sample_logprobs: int = 0

@@ -7,7 +7,7 @@ Only the search that top-k and top-p need is skipped when no row asks for it.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 _BLOCK = 256
 _COLDEST = 1e-30
@@ -39,6 +39,7 @@ def sample_tokens(
     temperature: Float[Array, "rows"],
     top_k: Int[Array, "rows"],
     top_p: Float[Array, "rows"],
+    min_p: Float[Array, "rows"] | None = None,
 ) -> Int[Array, "rows"]:
     """Draw one token per row.
 
@@ -48,6 +49,7 @@ def sample_tokens(
         temperature: 0 takes the most likely token (the first of equals).
         top_k: Keep the k most likely tokens; 0 and below keep all.
         top_p: Then keep the fewest tokens whose share of the tempered distribution reaches top_p; 1 keeps all.
+        min_p: Then keep the tokens at least this fraction as likely, tempered, as the likeliest; 0 and None keep all.
 
     Returns:
         tokens int32.
@@ -57,8 +59,20 @@ def sample_tokens(
     tempered = (logits - logits.max(-1, keepdims=True)) / jnp.where(warm, temperature, 1.0)[:, None]
     asks = warm & ((top_k > 0) | (top_p < 1))
     filtered = jax.lax.cond(jnp.any(asks), _filter, lambda z, k, p: z, tempered, top_k, top_p)
+    if min_p is not None:
+        filtered = jnp.where(jnp.exp(tempered) >= min_p[:, None], filtered, -jnp.inf)
     drawn, found = _invert(jnp.exp(filtered), uniforms)
     return jnp.where(warm & found, drawn, greedy)
+
+
+def without_tokens(
+    logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows some"], where: Bool[Array, "rows"]
+) -> Float[Array, "rows vocab"]:
+    """`logits` with -inf for `tokens` in the rows `where`, so that these are not drawn; tokens below 0 are nobody."""
+    vocab = logits.shape[-1]
+    places = jnp.where((tokens >= 0) & where[:, None], tokens, vocab)
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    return logits.at[rows, places].set(-jnp.inf, mode="drop")
 
 
 def draw_tokens(

@@ -15,7 +15,7 @@ from skyrl.backends.jax.loading import keep_compiled_programs
 from skyrl.backends.jax.models.padding import fitted
 from skyrl.backends.jax.models.state import bytes_of
 from skyrl.backends.jax.sampling.sampler import Sampler
-from skyrl.backends.operations import Sample
+from skyrl.backends.operations import NO_OPTIONS, Sample
 from skyrl.errors import StorageError
 from skyrl.tx.io.weights import load_model
 from skyrl.tx.layers.adapter import Adapter
@@ -115,6 +115,7 @@ def request(
     last_n=None,
     tenant="",
     tempered=False,
+    options=NO_OPTIONS,
     name=None,
     **params,
 ) -> Sample:
@@ -135,6 +136,7 @@ def request(
         prompt_logprobs_last_n=last_n,
         tenant=tenant,
         tempered_logprobs=tempered,
+        options=options,
     )
 
 

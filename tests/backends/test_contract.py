@@ -4,10 +4,12 @@ A new backend passes by being added to `open_backend`. Numbers are compared betw
 to rounding, never with constants of one backend.
 """
 
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +45,7 @@ from skyrl.types import (
     PreparedSampleBatch,
     Result,
     SampleOutput,
+    SamplingOptions,
     SamplingParams,
     SaveOutput,
 )
@@ -754,6 +757,44 @@ def test_a_sample_ends_with_its_stop_token(backend):
     (output,) = done(backend, Sample(request_id=fresh(), version=None, prompt=TOKENS[:3], params=params, num_samples=1))
     assert isinstance(output, SampleOutput)
     assert output.sequences[0].tokens.tolist() == [first] and output.sequences[0].stop_reason == "stop"
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingOptions)])
+def test_a_sampling_option_is_served_or_refused_by_its_name(backend, name):
+    value: Any = {"stop_token_ids": (1,), "min_tokens": 2, "repetition_penalty": 1.5}.get(name, 0.5)
+    request = dataclasses.replace(a_sample(None), options=SamplingOptions(**{name: value}))
+    (output,) = run(backend, request)
+    if name in backend.info().sampling_options:
+        assert isinstance(output, SampleOutput)
+        return
+    assert isinstance(output, ErrorResponse) and output.status == "user"
+    assert output.error.startswith(f"{name}={value} is not served by this backend")
+    assert output.error.endswith("; leave it out")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("min_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", float("nan")),
+        ("min_tokens", -1),
+        ("min_tokens", 6),
+        ("stop_token_ids", (2**31,)),
+        ("stop_token_ids", (-1,)),
+    ],
+)
+def test_a_sampling_option_out_of_its_range_is_refused(backend, name, value):
+    request = dataclasses.replace(a_sample(None, max_tokens=5), options=SamplingOptions(**{name: value}))
+    (output,) = run(backend, request)
+    assert isinstance(output, ErrorResponse) and output.status == "user" and output.error.startswith(name)
+
+
+def test_a_routing_key_changes_nothing_of_what_is_drawn(backend):
+    plain, keyed = a_sample(None), dataclasses.replace(a_sample(None), routing_key="conversation")
+    outputs = [done(backend, request)[0] for request in (plain, keyed)]
+    first, second = (output.sequences[0].tokens for output in outputs)
+    np.testing.assert_array_equal(first, second)
 
 
 def test_prompt_logprobs_have_one_entry_per_prompt_token_and_none_for_the_first(backend):

@@ -3,14 +3,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl.tx.sampling import sample_tokens, seed_words, uniforms
+from skyrl.tx.sampling import sample_tokens, seed_words, uniforms, without_tokens
 
 pytestmark = pytest.mark.gpu
 
 VOCAB = 700  # several blocks, the last one partial
 
 
-def draw(logits, uniform, temperature=1.0, top_k=-1, top_p=1.0):
+def draw(logits, uniform, temperature=1.0, top_k=-1, top_p=1.0, min_p=None):
     """Tokens of one distribution at many uniform numbers."""
     rows = len(uniform)
     return jax.device_get(
@@ -20,6 +20,7 @@ def draw(logits, uniform, temperature=1.0, top_k=-1, top_p=1.0):
             jnp.full(rows, temperature, jnp.float32),
             jnp.full(rows, top_k, jnp.int32),
             jnp.full(rows, top_p, jnp.float32),
+            None if min_p is None else jnp.full(rows, min_p, jnp.float32),
         )
     )
 
@@ -33,7 +34,7 @@ def softmax(z):
     return weights / weights.sum()
 
 
-def kept(logits, temperature, top_k, top_p):
+def kept(logits, temperature, top_k, top_p, min_p=0.0):
     """The filtered distribution, by sorting in float64."""
     probs = softmax(np.asarray(logits, np.float64) / temperature)
     order = np.argsort(-probs, kind="stable")
@@ -42,26 +43,56 @@ def kept(logits, temperature, top_k, top_p):
     shares = np.cumsum(probs[order]) / probs[order].sum()
     if top_p < 1:
         order = order[: np.searchsorted(shares, top_p) + 1]
+    order = order[probs[order] >= min_p * probs.max()]
     out = np.zeros_like(probs)
     out[order] = probs[order]
     return out / out.sum()
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
+    ("temperature", "top_k", "top_p", "min_p"),
     [
-        (1.0, -1, 1.0),
-        (0.6, -1, 1.0),
-        pytest.param(1.0, 20, 1.0, marks=pytest.mark.slow),
-        pytest.param(1.3, -1, 0.8, marks=pytest.mark.slow),
-        (0.9, 50, 0.7),
+        (1.0, -1, 1.0, None),
+        (0.6, -1, 1.0, None),
+        pytest.param(1.0, 20, 1.0, None, marks=pytest.mark.slow),
+        pytest.param(1.3, -1, 0.8, None, marks=pytest.mark.slow),
+        (0.9, 50, 0.7, None),
+        (0.7, -1, 1.0, 0.05),
+        (1.2, 50, 0.9, 0.1),
     ],
 )
-def test_evenly_spaced_uniforms_reproduce_the_exact_distribution(temperature, top_k, top_p):
+def test_evenly_spaced_uniforms_reproduce_the_exact_distribution(temperature, top_k, top_p, min_p):
     logits, count = some_logits(), 20000
-    tokens = draw(logits, (np.arange(count) + 0.5) / count, temperature, top_k, top_p)
-    expected = kept(logits, temperature, top_k, top_p)
+    tokens = draw(logits, (np.arange(count) + 0.5) / count, temperature, top_k, top_p, min_p)
+    expected = kept(logits, temperature, top_k, top_p, min_p or 0.0)
     np.testing.assert_allclose(np.bincount(tokens, minlength=VOCAB) / count, expected, atol=1.5 / count)
+
+
+@pytest.mark.parametrize("min_p", [0.02, 0.3])
+def test_min_p_keeps_the_tokens_that_transformers_keeps(min_p):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    logits, temperature, count = some_logits(2), 1.5, 5000
+    scores = torch.from_numpy(logits[None].astype(np.float64)) / temperature
+    warped = transformers.MinPLogitsWarper(min_p)(None, scores)[0].numpy()
+    tokens = draw(logits, (np.arange(count) + 0.5) / count, temperature, min_p=min_p)
+    assert set(tokens.tolist()) == set(np.flatnonzero(np.isfinite(warped)).tolist())
+
+
+@pytest.mark.parametrize("limits", [(1.0, -1, 1.0), (0.7, 30, 0.8)])
+def test_a_min_p_of_zero_changes_no_draw(limits):
+    uniform = np.linspace(0, 0.999, 300)
+    np.testing.assert_array_equal(draw(some_logits(), uniform, *limits), draw(some_logits(), uniform, *limits, 0.0))
+
+
+@pytest.mark.parametrize("generated", [0, 3, 4, 9])
+def test_tokens_are_left_out_as_by_transformers_until_there_are_enough(generated):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    logits, stops, prompt = some_logits(3), [5, 300], 6
+    processor = transformers.MinNewTokensLengthLogitsProcessor(prompt, 4, stops, device="cpu")
+    ids = torch.zeros((1, prompt + generated), dtype=torch.int64)
+    expected = processor(ids, torch.from_numpy(logits[None].copy())).numpy()
+    left = without_tokens(jnp.asarray(logits)[None], jnp.asarray([[*stops, -1, -1]]), jnp.asarray([generated < 4]))
+    np.testing.assert_array_equal(left, expected)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(-1, 1.0), (15, 0.9)])

@@ -35,6 +35,7 @@ from skyrl.backends.backend import (
 )
 from skyrl.backends.common.background_writer import Writer
 from skyrl.backends.common.waiting import Waiting
+from skyrl.backends.executor.sampling_options import check_options
 from skyrl.backends.executor.work_queue import Ended, Quanta, Quantum, Work
 from skyrl.errors import BackendLost, RequestError, StorageError
 from skyrl.types import ErrorResponse, GradientEffect, Result
@@ -152,6 +153,7 @@ class Executor(AbstractBackend):
         with self._wake:
             if isinstance(operation, Sample):
                 try:
+                    check_options(operation, self.info)
                     self.sampler.add(operation)
                 except Exception as error:
                     self._ready.append(Completion(operation.request_id, failure(operation, error)))

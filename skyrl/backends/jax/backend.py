@@ -56,7 +56,7 @@ from skyrl.backends.jax.models.state import (
     zeros_like,
 )
 from skyrl.backends.jax.models.store import Storage
-from skyrl.backends.jax.sampling.sampler import Sampler
+from skyrl.backends.jax.sampling.sampler import SAMPLING_OPTIONS, Sampler
 from skyrl.backends.jax.training.microbatches import Passes
 from skyrl.backends.jax.training.program_choice import defaults_for, planned
 from skyrl.backends.jax.training.programs import AdamScalars
@@ -245,6 +245,7 @@ class JaxBackend(Executor):
             max_context_length=self._max_context_length,
             max_lora_rank=self.config.max_lora_rank,
             tokenizer_path=str(self._folder),
+            sampling_options=SAMPLING_OPTIONS,
         )
 
     # -- documented, beside the contract -----------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from skyrl.types import (
     LoraConfig,
     OptimStepOutput,
     SampleOutput,
+    SamplingOptions,
     SamplingParams,
 )
 
@@ -157,6 +158,8 @@ class BackendPolicy(BackendLearner):
                 top_k=params.top_k,
                 top_p=params.top_p,
             ),
+            options=SamplingOptions(min_p=params.min_p),
+            routing_key=session_id,
             tempered_logprobs=True,
         )
         (sequence,) = (await self._expect(operation, SampleOutput)).sequences

@@ -108,7 +108,7 @@ COMMON_SUPPORT: dict[str, Support] = {
     "generator.eval_sampling_params": ROLLOUTS,
     **{
         f"generator.eval_sampling_params.{name}": SAMPLING
-        for name in ("temperature", "top_p", "top_k", "logprobs", "stop")
+        for name in ("temperature", "top_p", "top_k", "min_p", "logprobs", "stop")
     },
     "generator.eval_n_samples_per_prompt": ROLLOUTS,
 }

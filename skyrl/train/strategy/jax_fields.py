@@ -14,7 +14,6 @@ NO_FSDP = refused("this is an option of FSDP, which is torch's; leave it out")
 NO_LOGS = refused("logs of the one process go to standard error, where a shell can keep them; leave it out")
 NO_KWARGS = refused("a model is loaded as its folder says; write the values into its config.json")
 NO_MEGATRON = refused("this is an option of Megatron; leave it out")
-NO_MIN_P = refused("the sampler has no such limit; use top_p or top_k")
 NO_MODULES = refused("adapters are on all linear layers but the output embedding; leave it out")
 NO_MORE_SAMPLING = refused("these are parameters of vLLM; leave them out")
 NO_OFFLOADING = refused("the backend moves what is idle to host memory as it needs room; leave it at True")
@@ -90,7 +89,6 @@ JAX_SUPPORT: dict[str, Support] = {
         for field, support in {
             "max_generate_length": OPTIONS,
             "repetition_penalty": NO_PENALTY,
-            "min_p": NO_MIN_P,
             "additional_kwargs": NO_MORE_SAMPLING,
         }.items()
     },

@@ -23,14 +23,23 @@ def row_counts(most: int, deterministic: bool) -> tuple[int, ...]:
     return (most,) if deterministic else (*(rows for rows in ROWS if rows < most), most)
 
 
+def by_program(sequences: list[Sequence]) -> list[list[Sequence]]:
+    """Sequences of one group by the program that decodes them, so that nobody's depends on others' options."""
+    plain = [sequence for sequence in sequences if not sequence.job.has_row_options]
+    adjusted = [sequence for sequence in sequences if sequence.job.has_row_options]
+    return [some for some in (plain, adjusted) if some]
+
+
 def decode(
     base: Any, group: Group, cache: Cache, sequences: list[Sequence], counts: tuple[int, ...], steps: int
 ) -> Drawn:
     """Start generating up to `steps` tokens for sequences of one group, no more than the largest count.
 
-    Returns arrays that may not be there yet, for `push`.
+    All of them or none have what the device has to know of their options (`Job.has_row_options`). Returns arrays that
+    may not be there yet, for `push`.
     """
-    rows = Rows.idle(next(count for count in counts if count >= len(sequences)), cache.blocks)
+    count = next(count for count in counts if count >= len(sequences))
+    rows = Rows.idle(count, cache.blocks, sequences[0].job.has_row_options)
     for row, sequence in enumerate(sequences):
         _fill(rows, row, sequence, group.places[sequence.job.slot])  # pyright: ignore[reportArgumentType]
     cache.pool, drawn = cache.programs.decode(base, group.bank, cache.pool, rows, np.int32(steps))
@@ -73,3 +82,6 @@ def _fill(rows: Rows, row: int, sequence: Sequence, place: int) -> None:
         rows.scale[row] = rows.temperature[row]
     rows.top_k[row] = min(max(params.top_k, 0), LARGEST_INT32)
     rows.top[row] = job.request.topk_sample_logprobs > 0
+    if rows.options is not None:
+        options = job.request.options
+        rows.options.min_p[row], rows.options.min_tokens[row] = options.min_p, options.min_tokens

@@ -20,7 +20,7 @@ from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.layers.logprobs import logprobs_of
 from skyrl.tx.lora import empty_bank, write_slot
 from skyrl.tx.models.types import PAGE_SIZE, KVCache
-from skyrl.tx.sampling import draw_tokens, sample_tokens, uniforms
+from skyrl.tx.sampling import draw_tokens, sample_tokens, uniforms, without_tokens
 
 CHUNKS = (32, 64, 256)
 """Tokens of a prompt read at once."""
@@ -58,6 +58,15 @@ Pool = tuple[tuple[Any, ...], tuple[Any, ...]]
 """Keys and values of all pages, as in `KVCache`."""
 
 
+class RowOptions(NamedTuple):
+    """Of `SamplingOptions`, what the device has to know of each row. A pytree."""
+
+    min_p: Any
+    """float32."""
+    min_tokens: Any
+    """int32: tokens until which none of the row's `stops` is drawn."""
+
+
 class Rows(NamedTuple):
     """What the rows of one decode call are about, one entry each. A pytree."""
 
@@ -89,10 +98,12 @@ class Rows(NamedTuple):
     """float32."""
     top: Any
     """bool: whether the most likely tokens are asked for."""
+    options: RowOptions | None
+    """None, which is a program of its own, if no row has any."""
 
     @classmethod
-    def idle(cls, rows: int, blocks: int) -> "Rows":
-        """Rows that do nothing."""
+    def idle(cls, rows: int, blocks: int, options: bool = False) -> "Rows":
+        """Rows that do nothing, for a program with or without options."""
         zeros = partial(np.zeros, rows)
         return cls(
             tokens=zeros(np.int32),
@@ -109,6 +120,7 @@ class Rows(NamedTuple):
             top_k=zeros(np.int32),
             top_p=np.ones(rows, np.float32),
             top=zeros(bool),
+            options=RowOptions(min_p=zeros(np.float32), min_tokens=zeros(np.int32)) if options else None,
         )
 
 
@@ -123,6 +135,15 @@ class Drawn(NamedTuple):
     """int32 `[BURST, rows, TOP_WIDTHS[-1]]`."""
     top_logprobs: Any
     """float32, as `top_ids`."""
+
+
+def _drawn(logits: jax.Array, numbers: jax.Array, rows: Rows, steps: jax.Array) -> jax.Array:
+    """Tokens int32 `[rows]` that the rows draw after `steps` int32 `[rows]` others."""
+    filters = rows.temperature, rows.top_k, rows.top_p
+    if rows.options is None:
+        return sample_tokens(logits, numbers, *filters)
+    logits = without_tokens(logits, rows.stops, steps < rows.options.min_tokens)
+    return sample_tokens(logits, numbers, *filters, rows.options.min_p)
 
 
 def top_width(k: int, vocab_size: int) -> int:
@@ -190,7 +211,7 @@ class SamplingPrograms:
             )
             logits = model.compute_logits(output.last_hidden_state[:, 0], adapter=bank, adapter_index=slots)
             numbers = uniforms(rows.seeds, rows.sample_index, rows.steps + done)
-            following = sample_tokens(logits, numbers, rows.temperature, rows.top_k, rows.top_p)
+            following = _drawn(logits, numbers, rows, rows.steps + done)
             scored = logits / rows.scale[:, None]
             logprobs = logprobs_of(scored, following[:, None])[:, 0]
             none = jnp.zeros((count, width), jnp.int32), jnp.zeros((count, width), jnp.float32)

@@ -22,13 +22,14 @@ from skyrl.backends.common.page_table import SCRATCH, Pages
 from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.executor import failure
 from skyrl.backends.jax.sampling.adapter_stacks import SLOTS, Banks
-from skyrl.backends.jax.sampling.decode import decode, push, row_counts, steps_to_go
+from skyrl.backends.jax.sampling.decode import by_program, decode, push, row_counts, steps_to_go
 from skyrl.backends.jax.sampling.prefill import Cache, Prompt, pages_per_sample
 from skyrl.backends.jax.sampling.programs import (
     BURST,
     CHUNKS,
     COPIES,
     SCORED_AT_ONCE,
+    STOP_IDS,
     TARGET_WIDTHS,
     TOP_WIDTHS,
     Rows,
@@ -49,6 +50,10 @@ log = logging.getLogger(__name__)
 
 STEPS_WHILE_READING = 2
 """Decode steps of a burst while there are prompts to be read."""
+
+
+SAMPLING_OPTIONS = frozenset({"min_p", "min_tokens", "stop_token_ids"})
+"""Those of `SamplingOptions` that are served."""
 
 
 class Sampler:
@@ -210,6 +215,11 @@ class Sampler:
     def add(self, request: Sample) -> None:
         """Queue a checked request (see `check_sample`). Raises `RequestError` if its sequences can never fit."""
         job = Job.of(request, self._tokenizer.eos_ids)
+        if request.options.min_tokens > 0 and len(job.stops.ids) > STOP_IDS:
+            raise RequestError(
+                f"min_tokens={request.options.min_tokens} beside {len(job.stops.ids)} stop tokens, EOS included: at "
+                f"most {STOP_IDS} can be kept from being drawn; list fewer, or leave min_tokens out"
+            )
         if pages_to_begin(job) > self.pages_total:
             raise RequestError(
                 f"max_tokens={job.max_tokens} after a prompt of {len(request.prompt)} tokens makes {job.tokens}, but "
@@ -389,11 +399,11 @@ class Sampler:
             by_slot.setdefault(sequence.job.slot, []).append(sequence)
         try:
             for group in self._banks.groups(list(by_slot)):
-                sequences = [sequence for slot in group.places for sequence in by_slot[slot]]
-                steps = steps_to_go(sequences, most)
                 base = self._base if group.base is None else group.base
-                drawn = decode(base, group, self._cache, sequences, self._counts, steps)
-                calls.append((sequences, drawn, steps))
+                for sequences in by_program([sequence for slot in group.places for sequence in by_slot[slot]]):
+                    steps = steps_to_go(sequences, most)
+                    drawn = decode(base, group, self._cache, sequences, self._counts, steps)
+                    calls.append((sequences, drawn, steps))
             before = self._tokens_by_tenant()
             ended = [sequence for call in calls for sequence in push(*call)]
             for tenant, tokens in (self._tokens_by_tenant() - before).items():

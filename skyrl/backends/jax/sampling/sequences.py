@@ -1,6 +1,7 @@
 """A sample request and its sequences on the host: what was asked, what has come, when it is over."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,14 +23,16 @@ class StopRule:
     strings: tuple[str, ...]
 
     @classmethod
-    def of(cls, stop: str | list[str] | list[int] | None, eos_ids: frozenset[int]) -> "StopRule":
-        """`stop` as in `SamplingParams`: beside what it lists, EOS stops, unless it is an empty list."""
-        if stop is None:
-            return cls(eos_ids, ())
-        if isinstance(stop, str):
-            stop = [stop]
-        ids = frozenset(item for item in stop if isinstance(item, int))
-        return cls(ids | eos_ids if stop else ids, tuple(item for item in stop if isinstance(item, str)))
+    def of(
+        cls, stop: str | list[str] | list[int] | None, eos_ids: frozenset[int], more_ids: Iterable[int] = ()
+    ) -> "StopRule":
+        """`stop` as in `SamplingParams`: beside what it lists, EOS stops, unless it is an empty list.
+
+        `more_ids` stop in any case.
+        """
+        listed = [stop] if isinstance(stop, str) else stop or []
+        ids = frozenset(item for item in listed if isinstance(item, int)).union(more_ids)
+        return cls(ids if stop == [] else ids | eos_ids, tuple(item for item in listed if isinstance(item, str)))
 
 
 @dataclass(eq=False)
@@ -63,12 +66,18 @@ class Job:
         """A job that has not begun."""
         params = request.params
         assert params.max_tokens is not None and params.seed is not None, params
-        return cls(request, StopRule.of(params.stop, eos_ids), params.max_tokens, seed_words(params.seed))
+        stops = StopRule.of(params.stop, eos_ids, request.options.stop_token_ids)
+        return cls(request, stops, params.max_tokens, seed_words(params.seed))
 
     @property
     def tokens(self) -> int:
         """Length of each sequence at its longest, prompt included."""
         return len(self.request.prompt) + self.max_tokens
+
+    @property
+    def has_row_options(self) -> bool:
+        """Whether its options change what is drawn, so that it is decoded by the programs that take options."""
+        return self.request.options.min_p > 0 or self.request.options.min_tokens > 0
 
     @property
     def done(self) -> bool:
@@ -137,7 +146,8 @@ class Sequence:
         if top is not None:
             self.top.append(top)
         matched = self._strings is not None and self._strings.push(token)
-        reason: StopReason = "stop" if matched or token in self.job.stops.ids else "length"
+        may_stop = len(self.tokens) > self.job.request.options.min_tokens
+        reason: StopReason = "stop" if may_stop and (matched or token in self.job.stops.ids) else "length"
         if reason == "length" and len(self.tokens) < self.job.max_tokens:
             return False
         ids, logprobs = np.asarray(self.tokens, np.int32), np.asarray(self.logprobs, np.float32)

@@ -1,0 +1,45 @@
+"""Which sampling options a request may have: one check for all backends, from what they say they serve."""
+
+from collections.abc import Callable
+from typing import Any
+
+from skyrl.backends.operations import Sample
+from skyrl.errors import RequestError
+from skyrl.types import BackendInfo
+
+PENALTY = "between -2 and 2", lambda value: -2 <= value <= 2
+
+RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "min_p": ("between 0 (off) and 1", lambda value: 0 <= value <= 1),
+    "repetition_penalty": ("above 0 and at most 100; 1 is off", lambda value: 0 < value <= 100),
+    "presence_penalty": PENALTY,
+    "frequency_penalty": PENALTY,
+}
+
+
+def check_options(request: Sample, info: Callable[[], BackendInfo]) -> None:
+    """Raise `RequestError` for the first option that is not served or has no meaning.
+
+    Args:
+        request: Checked in all other respects (`check_sample`).
+        info: Facts about the backend; not asked for if the request has no options.
+    """
+    if not (given := request.options.given):
+        return
+    facts, most = info(), request.params.max_tokens
+    assert most is not None, request
+    for name, value in given.items():
+        if name not in facts.sampling_options:
+            served = ", ".join(sorted(facts.sampling_options)) or "none"
+            raise RequestError(
+                f"{name}={value} is not served by this backend (options it serves: {served}); leave it out"
+            )
+        if name in RULES and not RULES[name][1](value):
+            raise RequestError(f"{name}={value}: must be {RULES[name][0]}")
+    if not 0 <= request.options.min_tokens <= most:
+        raise RequestError(f"min_tokens={request.options.min_tokens}: must be between 0 (off) and max_tokens={most}")
+    for token in request.options.stop_token_ids:
+        if not 0 <= token < facts.vocab_size:
+            raise RequestError(
+                f"stop_token_ids has {token}, which is no token: they go from 0 to {facts.vocab_size - 1}; leave it out"
+            )

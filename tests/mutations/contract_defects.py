@@ -1,0 +1,56 @@
+"""Defects of the contract between the executor and its backends, as in `defects.py`."""
+
+from defects import Defect, Edit
+
+CHECK = "skyrl/backends/executor/sampling_options.py"
+DECODE = "skyrl/backends/jax/sampling/decode.py"
+PROGRAMS = "skyrl/backends/jax/sampling/programs.py"
+SAMPLING = "skyrl/tx/sampling.py"
+SEQUENCES = "skyrl/backends/jax/sampling/sequences.py"
+CONTRACT = "tests/backends/test_contract.py::"
+OPTIONS = "tests/backends/test_sampler_options.py::"
+
+CONTRACT_DEFECTS = [
+    Defect(
+        "K1.1",
+        "a sampling option that the backend does not serve is left out without a word",
+        [Edit(CHECK, "if name not in facts.sampling_options:", "if False:")],
+        [CONTRACT + "test_a_sampling_option_is_served_or_refused_by_its_name[fake-min_p]"],
+    ),
+    Defect(
+        "K1.2",
+        "min_p is compared with the probability rather than with the likeliest token's",
+        [Edit(SAMPLING, "jnp.exp(tempered) >= min_p[:, None]", "jax.nn.softmax(tempered) >= min_p[:, None]")],
+        ["tests/tx/test_sampling.py::test_min_p_keeps_the_tokens_that_transformers_keeps[0.02]"],
+    ),
+    Defect(
+        "K1.3",
+        "after a stop token of -1, which is none, the last token of the vocabulary is never drawn",
+        [Edit(SAMPLING, "(tokens >= 0) & where[:, None], tokens, vocab", "where[:, None], tokens, vocab")],
+        ["tests/tx/test_sampling.py::test_tokens_are_left_out_as_by_transformers_until_there_are_enough[0]"],
+    ),
+    Defect(
+        "K1.4",
+        "min_tokens counts the tokens of each decode call rather than of the sequence",
+        [
+            Edit(
+                PROGRAMS,
+                "_drawn(logits, numbers, rows, rows.steps + done)",
+                "_drawn(logits, numbers, rows, rows.steps)",
+            )
+        ],
+        [OPTIONS + "test_stop_tokens_are_not_drawn_before_min_tokens_and_then_stop"],
+    ),
+    Defect(
+        "K1.5",
+        "a request's options are lost where its neighbours in a decode call have none",
+        [Edit(DECODE, "return [some for some in (plain, adjusted) if some]", "return [sequences]")],
+        [OPTIONS + "test_options_hold_beside_a_request_that_has_none"],
+    ),
+    Defect(
+        "K1.6",
+        "a stop string ends a sequence that has fewer than min_tokens tokens",
+        [Edit(SEQUENCES, '"stop" if may_stop and (', '"stop" if (')],
+        [OPTIONS + "test_a_stop_string_counts_only_after_min_tokens"],
+    ),
+]
