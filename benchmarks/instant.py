@@ -119,10 +119,6 @@ class InstantSampler:
         return bool(self._waiting)
 
     @property
-    def stalled(self) -> bool:
-        return False
-
-    @property
     def running(self) -> tuple[str, ...]:
         return tuple(self._waiting)[:AT_ONCE]
 

@@ -300,10 +300,6 @@ class FakeSampler:
         return bool(self._running or self._waiting)
 
     @property
-    def stalled(self) -> bool:
-        return False
-
-    @property
     def running(self) -> tuple[str, ...]:
         return (*self._running, *(waiting.request.request_id for waiting in self._next()))
 

@@ -99,7 +99,7 @@ class Remote:
 class RemoteSampler:
     """Draws nothing here: hands requests on, as many as run at a time, and takes in what comes back."""
 
-    stalled, running = False, ()
+    running = ()
 
     def __init__(self, backend: "RemoteBackend"):
         self._backend = backend

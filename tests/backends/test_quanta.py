@@ -4,7 +4,6 @@ import time
 from collections.abc import Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from skyrl.backends.executor.work_queue import (
     Ended,
     Quanta,
     Quantum,
-    Waiting,
     Work,
 )
 from skyrl.backends.operations import ForwardBackward, ModelOperation, OptimStep
@@ -33,7 +31,7 @@ SCRIPT = "xx"
 @dataclass
 class Scripted:
     """Computes what scripts ask for: a letter is a quantum of that kind, "." a turn of its own, "!" a failure,
-    "w" waiting until the request is in `arrived`, or if `patience` is set until it has been asked about so many times.
+    "w" waiting until something has arrived (`arrive`).
 
     The answer to a quantum is its inputs: (request id, number). Quanta of kind "b" cannot be computed at all, those of
     kind "t" not together. `said` is all that happens, in order; `closed`: whose generators were closed too early.
@@ -48,10 +46,8 @@ class Scripted:
     answers: dict[str, list[Any]] = field(default_factory=dict)
     said: list[Any] = field(default_factory=list)
     cost: int = 10
-    arrived: set[str] = field(default_factory=set)
-    patience: int | None = None
-    asked: list[str] = field(default_factory=list)
-    """Of which waiting operations it was asked whether that is over."""
+    waits: dict[str, Future[None]] = field(default_factory=dict)
+    """By request id."""
     closed: list[str] = field(default_factory=list)
 
     def begin(self, operation: ModelOperation) -> Work:
@@ -64,7 +60,7 @@ class Scripted:
                 if letter == "!":
                     raise ValueError(name)
                 if letter in ".w":
-                    yield None if letter == "." else Waiting(partial(self._has_arrived, name))
+                    yield None if letter == "." else self.waits.setdefault(name, Future())
                     continue
                 kind = None if letter == "-" else letter
                 self.answers.setdefault(name, []).append((yield Quantum(self.cost, kind, (name, number))))
@@ -73,9 +69,10 @@ class Scripted:
             raise
         return ModelOutput(name)
 
-    def _has_arrived(self, name: str) -> bool:
-        self.asked.append(name)
-        return name in self.arrived or (self.patience is not None and self.asked.count(name) >= self.patience)
+    def arrive(self, *names: str) -> None:
+        """End what these wait for now."""
+        for name in names:
+            self.waits.pop(name).set_result(None)
 
     def may_wait(self, operation: ModelOperation) -> bool:
         return self.scripts.get(operation.request_id, SCRIPT).startswith("w")
@@ -119,6 +116,7 @@ def done(computer: Scripted, *operations: ModelOperation) -> dict[str, Any]:
     ended: list[Ended] = []
     while quanta:
         ended += quanta.turn()
+        computer.arrive(*computer.waits)
     return {operation.request_id: outcome for operation, outcome in ended}
 
 
@@ -286,11 +284,11 @@ def test_abandoned_operations_are_closed_and_leave_nothing_behind():
     assert sorted(quanta.abandon(), key=operations.index) == operations and not quanta and not quanta.has_begun("a")
     assert sorted(computer.closed) == ["a1", "b1", "c1"]
     computer.said.clear()
-    computer.asked.clear()
+    computer.arrive(*computer.waits)
     quanta.add(a_pass("a3"))
     while quanta:
         quanta.turn()
-    assert computer.calls == [["a3"]] * 2 and not computer.asked
+    assert computer.calls == [["a3"]] * 2
 
 
 # -- waiting -----------------------------------------------------------------------------------------------------------
@@ -308,20 +306,19 @@ def test_what_waits_takes_no_turn_and_has_its_own_as_soon_as_that_is_over():
         quanta.add(a_pass(name))
     turns(quanta, 50)
     assert computer.calls == [["b"]] * 50
-    computer.arrived.add("a")
+    computer.arrive("a")
     turns(quanta, 2)
     assert computer.calls[50:] == [["a"], ["b"]]
 
 
-def test_each_that_waits_is_asked_about_once_in_a_turn_and_told_of_when_it_goes_on():
+def test_each_that_waits_is_told_of_when_it_begins_and_when_it_goes_on():
     computer = Scripted(scripts={"a": "w", "b": "w"})
     quanta = Quanta(computer)
     for name in "ab":
         quanta.add(a_step(name))
     turns(quanta, 3)
-    assert computer.asked == ["a", "b"] * 2
     assert computer.said == [("a",), "begin a", ("b",), "begin b"]
-    computer.arrived.add("b")
+    computer.arrive("b")
     assert [ended.operation.request_id for ended in quanta.turn()] == ["b"]
     assert computer.said[4:] == [("b",)]
 
@@ -331,13 +328,11 @@ def test_it_is_known_when_all_that_is_there_waits():
     quanta = Quanta(computer)
     for name in "ab":
         quanta.add(a_pass(name))
-    stalled = []
-    for _ in range(4):
-        quanta.turn()
-        stalled.append(quanta.stalled)
-    assert stalled == [False, False, True, True]
-    quanta.abandon()
-    assert not quanta.stalled
+    assert names(turn_while_ready(quanta)) == ["b"] and quanta.has_begun("a")
+    quanta.turn()
+    assert not quanta.ready
+    computer.arrive("a")
+    assert names(turn_while_ready(quanta)) == ["a"]
 
 
 def test_a_tenant_with_many_models_that_have_to_wait_does_not_stand_in_line_with_all_of_them():
@@ -350,8 +345,10 @@ def test_a_tenant_with_many_models_that_have_to_wait_does_not_stand_in_line_with
     turns(quanta, 3)
     begun = [event.removeprefix("begin ") for event in computer.said if isinstance(event, str)]
     assert sorted(begun) == ["a", "b", "r", "z"] and WAITING_AT_ONCE == 2
-    computer.arrived.update("abcde")
-    turns(quanta, 20)
+    computer.arrive("a", "b")
+    for _ in range(20):
+        quanta.turn()
+        computer.arrive(*set("abcde").intersection(computer.waits))
     assert [name for name in "abcde" if not quanta.has_begun(name)] == list("abcde") and quanta.has_begun("z")
 
 
@@ -580,7 +577,7 @@ operations = st.lists(st.tuples(st.sampled_from("abcde"), scripts, st.booleans()
 
 @given(operations, st.integers(1, 6))
 def test_any_mixture_ends_as_each_operation_does_alone_and_models_keep_their_order(given_operations, most):
-    computer, asked = Scripted(most, patience=3), []
+    computer, asked = Scripted(most), []
     for number, (model, script, is_pass, alone) in enumerate(given_operations):
         name = f"{model}{number}"
         computer.scripts[name] = script
@@ -590,7 +587,7 @@ def test_any_mixture_ends_as_each_operation_does_alone_and_models_keep_their_ord
         own = [operation.request_id for operation in asked if operation.model_id == model]
         assert [name for name in outcomes if name[0] == model] == own
     for operation in asked:
-        alone = Scripted(most, patience=3, scripts={operation.request_id: computer.scripts[operation.request_id]})
+        alone = Scripted(most, scripts={operation.request_id: computer.scripts[operation.request_id]})
         (outcome,) = done(alone, operation).values()
         assert repr(outcomes[operation.request_id]) == repr(outcome)
         assert computer.answers.get(operation.request_id) == alone.answers.get(operation.request_id)
@@ -603,16 +600,18 @@ def test_any_mixture_ends_as_each_operation_does_alone_and_models_keep_their_ord
 def test_any_mixture_that_is_computed_elsewhere_ends_as_if_it_were_computed_at_once(
     given_ones, most, in_flight, chance
 ):
-    computer, asked = Elsewhere(most, in_flight, patience=3), []
+    computer, asked = Elsewhere(most, in_flight), []
     for number, (model, script, is_pass, alone) in enumerate(given_ones):
         name = f"{model}{number}"
         computer.scripts[name] = script
         asked.append(a_pass(name, alone=alone) if is_pass else a_step(name))
     quanta, ended = turned(computer, *asked)
     while quanta:
-        computer.answer(chance.randrange(len(computer.dispatched)))
+        computer.arrive(*computer.waits)
+        if computer.dispatched:
+            computer.answer(chance.randrange(len(computer.dispatched)))
         ended += turn_while_ready(quanta)
-    at_once = Scripted(most, patience=3, scripts=computer.scripts)
+    at_once = Scripted(most, scripts=computer.scripts)
     expected = done(at_once, *asked)
     assert {operation.request_id: repr(outcome) for operation, outcome in ended} == {
         name: repr(outcome) for name, outcome in expected.items()

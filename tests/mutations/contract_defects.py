@@ -5,9 +5,11 @@ from defects import Defect, Edit
 CHECK = "skyrl/backends/executor/sampling_options.py"
 DECODE = "skyrl/backends/jax/sampling/decode.py"
 PROGRAMS = "skyrl/backends/jax/sampling/programs.py"
+REST = "tests/backends/test_rest.py::"
 SAMPLING = "skyrl/tx/sampling.py"
 SEQUENCES = "skyrl/backends/jax/sampling/sequences.py"
 CONTRACT = "tests/backends/test_contract.py::"
+VERSIONS = "skyrl/backends/common/versions.py"
 OPTIONS = "tests/backends/test_sampler_options.py::"
 
 CONTRACT_DEFECTS = [
@@ -52,5 +54,35 @@ CONTRACT_DEFECTS = [
         "a stop string ends a sequence that has fewer than min_tokens tokens",
         [Edit(SEQUENCES, '"stop" if may_stop and (', '"stop" if (')],
         [OPTIONS + "test_a_stop_string_counts_only_after_min_tokens"],
+    ),
+    Defect(
+        "K2.1",
+        "a model that stands in line for the device is not told of when another one has left it",
+        [Edit("skyrl/backends/common/offload.py", "            self._notify()\n", "")],
+        [REST + "test_a_pass_of_a_model_that_stands_in_line_for_the_device"],
+    ),
+    Defect(
+        "K2.2",
+        "a version that waits until fewer are read is not read when one of these is dropped",
+        [Edit(VERSIONS, "is not None:  # so that another may be read", "is None:")],
+        [REST + "test_a_sample_that_waits_for_a_reading_goes_on_when_another_one_is_not_wanted_any_more"],
+    ),
+    Defect(
+        "K2.3",
+        "a publication that waits for the disk is not told of when something was written",
+        [
+            Edit(
+                "skyrl/backends/common/background_writer.py",
+                "                    del self._last[line]\n        self._changed()\n",
+                "                    del self._last[line]\n",
+            )
+        ],
+        [REST + "test_a_publication_that_waits_until_others_are_written"],
+    ),
+    Defect(
+        "K2.4",
+        "the sampler is busy while all that wait do so for versions that are being read",
+        [Edit("skyrl/backends/jax/sampling/sampler.py", "self._looked != self._versions.reads_ended", "True")],
+        [REST + "test_samples_whose_versions_are_being_read"],
     ),
 ]

@@ -553,9 +553,8 @@ DEFECTS = [
         [
             Edit(
                 VERSIONS,
-                "            self._readings[version] = path, self._load(path)\n",
-                "            self._readings[version] = path, self._load(path)\n"
-                "            self._readings[version][1].exception()\n",
+                "            reading = self._load(path)\n",
+                "            reading = self._load(path)\n            reading.exception()\n",
             )
         ],
         [JAX_TESTS + "test_others_are_sampled_while_a_version_is_read_from_a_disk_that_does_not_answer"],

@@ -59,6 +59,8 @@ class Writer:
         """By version, in order of publication."""
         self._pending: dict[Future[Any], tuple[str, int]] = {}
         """Model and bytes of what is in memory until it is written."""
+        self._next: Future[None] | None = None
+        """Done with the next change of what is not written, if somebody waits for it."""
         self._lock = threading.Lock()
 
     def submit(
@@ -108,6 +110,7 @@ class Writer:
         """The version was deleted; nobody waits for it any more."""
         with self._lock:
             self._unwritten.pop(version, None)
+        self._changed()
 
     @property
     def unwritten_bytes(self) -> int:
@@ -132,6 +135,12 @@ class Writer:
     def failure(self) -> Exception | None:
         """Why some of it is not on disk."""
         return next((entry.failure for _, entry in self._left() if entry.failure is not None), None)
+
+    def next_change(self) -> "Future[None]":
+        """Done when something of what is not written yet is written, cannot be, or need not be any more."""
+        with self._lock:
+            self._next = self._next or Future()
+            return self._next
 
     def try_again(self) -> None:
         """Write what could not be written."""
@@ -164,6 +173,12 @@ class Writer:
         self._large.shutdown(wait=True)
         self._readers.shutdown(wait=True, cancel_futures=True)
 
+    def _changed(self) -> None:
+        with self._lock:
+            waited_for, self._next = self._next, None
+        if waited_for is not None:
+            waited_for.set_result(None)
+
     def _before(self, lines: Iterable[tuple[str, str]]) -> list[Future[Any]]:
         return [self._last[line] for line in lines if line in self._last]
 
@@ -173,6 +188,7 @@ class Writer:
             for line in lines:
                 if self._last.get(line) is writing:
                     del self._last[line]
+        self._changed()
 
     def _submit_version(self, version: str, entry: _Unwritten) -> "Future[Exception | None]":
         write = partial(self._write_version, version, entry)
@@ -194,11 +210,13 @@ class Writer:
         except Exception as error:
             log.error("version %s is in memory only until it can be written: %s", version, error)
             entry.failure = error
+            self._changed()
             return error
         with self._lock:
             wanted = self._unwritten.get(version) is entry
             if wanted:
                 del self._unwritten[version]
+        self._changed()
         if wanted:
             self._on_stored(version, saved)
         return None

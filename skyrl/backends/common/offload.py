@@ -16,6 +16,7 @@ import itertools
 import logging
 import shutil
 import tempfile
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +27,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 
-from skyrl.backends.common.waiting import Awaiting, Waiting
+from skyrl.backends.common.waiting import Awaiting
 from skyrl.errors import RequestError, StorageError
 from skyrl.types import LoraConfig
 from skyrl.utils.locks.scratch import ScratchFolder
@@ -112,6 +113,7 @@ class ModelOffload(Generic[State]):
         write: Stores a model in a folder. Raises `StorageError`.
         read: The inverse.
         folder: Where those folders are. None: where temporary files are.
+        notify: Called from a thread when `has_news` becomes true.
 
     Raises:
         RequestError: Nothing can be written in that folder.
@@ -123,15 +125,19 @@ class ModelOffload(Generic[State]):
         write: Callable[[str, State], Any],
         read: Callable[[str], State],
         folder: str | None = None,
+        notify: Callable[[], None] = lambda: None,
     ):
         self.budget = budget
+        self._notify = notify
+        self._moved = threading.Event()
+        """Set when a move has ended that was not looked at."""
         self._write = write
         self._read = read
         self._files = _scratch(folder)
         self._models: OrderedDict[str, _Resident[State]] = OrderedDict()
         """Least recently used first."""
-        self._line: dict[_Resident[State], None] = {}
-        """Who waits for room on the device, the one that came first first."""
+        self._line: dict[_Resident[State], Future[None]] = {}
+        """Who waits for room on the device, the one that came first first; done when it has left the line."""
         self._working: set[_Resident[State]] = set()
         """Who has that room, from its turn in the line until its operation ends."""
         self._failures: dict[Tier, str] = {}
@@ -233,8 +239,14 @@ class ModelOffload(Generic[State]):
         finally:
             self._end(model)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a move has ended since `tidy` looked."""
+        return self._moved.is_set()
+
     def tidy(self) -> None:
         """Note what has arrived, let in who has room, and start to move away what there is too much of. Never fails."""
+        self._moved.clear()
         if self._closed:
             return
         for model in self._models.values():
@@ -274,11 +286,11 @@ class ModelOffload(Generic[State]):
         return model.tier == "device" and (model.moving is None or not self._line)
 
     def _stand_in_line(self, model: _Resident[State]) -> Awaiting[None]:
-        self._line[model] = None
+        self._line[model] = left = Future[None]()
         self._paused = False
         self.tidy()
         while model in self._line:
-            yield Waiting(lambda: model not in self._line)
+            yield left
         if model.refused is not None:
             raise model.refused
 
@@ -303,7 +315,7 @@ class ModelOffload(Generic[State]):
             )
         else:
             return False
-        del self._line[first]
+        self._line.pop(first).set_result(None)
         return True
 
     def _make_room(self, tier: Tier, excess: int, first: _Resident[State] | None = None) -> int:
@@ -326,6 +338,12 @@ class ModelOffload(Generic[State]):
         assert model.state is not None and model.moving is None
         move = methodcaller("to_host") if model.tier == "device" else partial(self._write, self._path(model))
         model.moving = self._thread.submit(move, copy.copy(model.state))
+        model.moving.add_done_callback(self._ended)
+
+    def _ended(self, move: Future[Any]) -> None:
+        if not move.cancelled():
+            self._moved.set()
+            self._notify()
 
     def _arrived(self, model: _Resident[State]) -> None:
         """A move has ended."""

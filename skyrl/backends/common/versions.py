@@ -60,6 +60,7 @@ class VersionPool(Generic[Handle]):
         load: Starts to read the adapter that is stored in a folder, in another thread. The future fails with
             `StorageError` or `RequestError`.
         max_bytes: Memory of all versions, beside those that are nowhere else or in use, and the one used last.
+        notify: Called, from any thread, when `reads_ended` has changed.
     """
 
     def __init__(
@@ -70,12 +71,16 @@ class VersionPool(Generic[Handle]):
         fitted: Callable[[Handle], Handle],
         load: Callable[[str], Future[Handle]],
         max_bytes: int,
+        notify: Callable[[], None] = lambda: None,
     ):
         assert slots >= 2, slots
         self._nbytes = nbytes
         self._fitted = fitted
         self._load = load
         self._max_bytes = max_bytes
+        self._notify = notify
+        self.reads_ended = 0
+        """Versions that were being read and are no more: what was not `at_hand` before may be."""
         self._contents = itertools.count(1)
         self._slots: OrderedDict[int, _Slot[Handle]] = OrderedDict((slot, _Slot()) for slot in range(1, slots))
         self._resident: OrderedDict[str, Handle] = OrderedDict()
@@ -121,7 +126,8 @@ class VersionPool(Generic[Handle]):
                 self._set_aside(version)
             else:
                 self._paths.pop(version, None)
-                self._readings.pop(version, None)
+                if self._readings.pop(version, None) is not None:  # so that another may be read
+                    self._read_ended()
                 self._let_go(version)
                 if (slot := self._slot_of(version)) is not None:
                     self._slots[slot] = _Slot()
@@ -176,8 +182,12 @@ class VersionPool(Generic[Handle]):
                     self._has_arrived(other)
             if len(self._readings) >= READ_AT_ONCE:
                 return False
-            self._readings[version] = path, self._load(path)
-            return self._has_arrived(version)
+            reading = self._load(path)
+            self._readings[version] = path, reading
+            if self._has_arrived(version):
+                return True
+            reading.add_done_callback(lambda _: self._read_ended())
+            return False
 
     def acquire(self, claim: Claim) -> int | None:
         """Pin a version and return its slot. None (for now) if it is not at hand, or samples run on every slot.
@@ -226,6 +236,11 @@ class VersionPool(Generic[Handle]):
 
     def _slot_of(self, version: str) -> int | None:
         return next((slot for slot, held in self._slots.items() if held.version == version), None)
+
+    def _read_ended(self) -> None:
+        with self._lock:
+            self.reads_ended += 1
+        self._notify()
 
     def _has_arrived(self, version: str) -> bool:
         """Take in a version that is being read, if it has been. Raises what its reading failed with."""

@@ -4,9 +4,8 @@
 `fair_line` which sample begins next.
 """
 
-from skyrl.backends.common.waiting import Waiting
-from skyrl.backends.executor.executor import LOOK_S, Executor, SamplerLoop, failure
+from skyrl.backends.executor.executor import Executor, SamplerLoop, failure
 from skyrl.backends.executor.fair_line import FairLine
 from skyrl.backends.executor.work_queue import Quantum, Work
 
-__all__ = ["LOOK_S", "Executor", "FairLine", "Quantum", "SamplerLoop", "Waiting", "Work", "failure"]
+__all__ = ["Executor", "FairLine", "Quantum", "SamplerLoop", "Work", "failure"]

@@ -34,20 +34,17 @@ from skyrl.backends.backend import (
     Sample,
 )
 from skyrl.backends.common.background_writer import Writer
-from skyrl.backends.common.waiting import Waiting
 from skyrl.backends.executor.sampling_options import check_options
 from skyrl.backends.executor.work_queue import Ended, Quanta, Quantum, Work
 from skyrl.errors import BackendLost, RequestError, StorageError
 from skyrl.types import ErrorResponse, GradientEffect, Result
 
-__all__ = ["Executor", "Quantum", "SamplerLoop", "Waiting", "Work", "failure"]
+__all__ = ["Executor", "Quantum", "SamplerLoop", "Work", "failure"]
 
 log = logging.getLogger(__name__)
 
 MAKES = CreateModel | LoadCheckpoint | LoadSnapshot
 """Operations after which nothing is left of what the model was before."""
-LOOK_S = 0.002
-"""Seconds between two looks at what operations wait for, while there is nothing else to do."""
 
 
 class SamplerLoop(Protocol):
@@ -55,13 +52,8 @@ class SamplerLoop(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether `burst` has something to do now. One that samples elsewhere calls the executor's `notify` when this
-        becomes true."""
-        ...
-
-    @property
-    def stalled(self) -> bool:
-        """True if the last burst had nothing to do: every request waits for an event outside, such as a read."""
+        """Whether `burst` has something to do now. When this becomes true by something else than a call, such as the
+        end of a read or an answer from elsewhere, the executor's `notify` is called."""
         ...
 
     @property
@@ -122,7 +114,7 @@ class Executor(AbstractBackend):
         """Do one operation: yield each `Quantum` that it needs, or several, and be sent the answers; return the result.
 
         It may as well compute something by itself and yield None, which is a turn that costs 1. Or it yields a `Future`
-        that it waits for, or a `Waiting` where there is none, which costs nothing. An operation that yields quanta must
+        that it waits for, which costs nothing. An operation that yields quanta must
         not compute anything before the first of them: it may be begun before its turn.
 
         Raises `RequestError` if it cannot be done. A failure must leave the model as it was before the operation.
@@ -215,8 +207,8 @@ class Executor(AbstractBackend):
     def step(self) -> list[Completion]:
         completions, self._ready = self._ready, []
         completions += self._finished_in_background()
-        turned, bursts = self._quanta.ready, self.sampler.busy
-        if turned:
+        bursts = self.sampler.busy
+        if self._quanta.ready:
             for ended in self._quanta.turn():
                 completions += self._complete(ended)
         if bursts:
@@ -224,10 +216,6 @@ class Executor(AbstractBackend):
             completions += self.sampler.burst()
         if self._lost is not None:
             raise self._lost
-        idle = (not turned or self._quanta.stalled) and (not bursts or self.sampler.stalled)
-        if idle and (turned or bursts) and not completions:
-            with self._wake:
-                self._wake.wait(LOOK_S)
         return completions
 
     def begin(self, operation: ModelOperation) -> Work:

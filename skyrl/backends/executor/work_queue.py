@@ -11,7 +11,7 @@ as the computer takes. Tenants are charged when theirs is dispatched. Meanwhile 
 themselves and end.
 
 An operation may also compute something by itself and then yield None: that is a turn, too. Or it waits for something
-that happens elsewhere and yields what that is, a future or `Waiting`: then it has no turn, and pays nothing, until that
+that happens elsewhere and yields what that is, a future: then it has no turn, and pays nothing, until that
 is over.
 """
 
@@ -25,7 +25,6 @@ from itertools import islice
 from operator import methodcaller
 from typing import Any, NamedTuple, Protocol
 
-from skyrl.backends.common.waiting import Waiting
 from skyrl.backends.executor.fair_turns import Turns
 from skyrl.backends.operations import ForwardBackward, ModelOperation
 from skyrl.errors import BackendLost
@@ -58,7 +57,7 @@ class Quantum:
         assert self.cost > 0, self.cost
 
 
-Wanted = Quantum | Sequence[Quantum] | Waiting | Future[Any] | None
+Wanted = Quantum | Sequence[Quantum] | Future[Any] | None
 Work = Generator[Wanted, Any, Result | Future[Result]]
 """Is sent the answer to the quantum that it yields, or a list with one to each, if it yields several; else None."""
 
@@ -164,12 +163,12 @@ class Quanta:
         """Of the operations that have begun, by model: the first of its queue."""
         self._asked: dict[str, _Asked] = {}
         """What those want computed. One that neither wants nor waits goes on by itself at its next turn."""
-        self._waits: dict[str, Waiting | Future[Any]] = {}
+        self._waits: dict[str, Future[Any]] = {}
         self._dispatches: deque[_Dispatch] = deque()
         """Those in flight."""
         self._again: deque[Part] = deque()
         """What could not be computed with others, and is to be tried alone."""
-        self.stalled = False
+        self._stalled = False
         """Whether the last turn found nothing to do, because all that is here waits."""
         self._told: tuple[str, ...] = ()
 
@@ -180,14 +179,14 @@ class Quanta:
         """Queue an operation."""
         queue = self._queues.setdefault(operation.model_id, deque())
         queue.append(operation)
-        self.stalled = False
+        self._stalled = False
         self._turns.place(operation.model_id, queue[0].tenant)
 
     def add_first(self, operation: ModelOperation) -> None:
         """Queue an operation before all others of its model, none of which may have begun."""
         assert operation.model_id not in self._works, operation
         self._queues.setdefault(operation.model_id, deque()).appendleft(operation)
-        self.stalled = False
+        self._stalled = False
         self._turns.place(operation.model_id, operation.tenant)
 
     def has_begun(self, model_id: str) -> bool:
@@ -210,7 +209,7 @@ class Quanta:
             state.clear()
         for dispatch in self._dispatches:
             dispatch.parts = []
-        self.stalled = False
+        self._stalled = False
         return abandoned
 
     def close(self) -> None:
@@ -221,12 +220,12 @@ class Quanta:
 
     @property
     def ready(self) -> bool:
-        """Whether a turn has something to do, or has to ask what waits whether that is over."""
+        """Whether a turn has something to do."""
         if any(dispatch.answers.done() for dispatch in self._dispatches) or self.time_left() == 0:
             return True
-        if any(isinstance(wait, Waiting) or wait.done() for wait in self._waits.values()):
+        if any(wait.done() for wait in self._waits.values()):
             return True
-        if self.stalled:
+        if self._stalled:
             return False
         if not self._is_full:
             return len(self._queues) > len(self._away)
@@ -300,7 +299,7 @@ class Quanta:
 
     def _leader(self, order: Iterator[str], ended: list[Ended]) -> str | None:
         """The first model that can do something: it wants a quantum now or has had its turn. None: none can."""
-        self.stalled = False
+        self._stalled = False
         waiting = Counter(self._queues[model_id][0].tenant for model_id in self._waits)
         for model_id in order:
             operation = self._queues[model_id][0]
@@ -309,7 +308,7 @@ class Quanta:
                     continue
                 return model_id
             if model_id in self._waits:
-                if not _is_over(self._waits[model_id]):
+                if not self._waits[model_id].done():
                     continue
                 waiting[operation.tenant] -= 1
             elif model_id not in self._works:
@@ -321,7 +320,7 @@ class Quanta:
             if model_id not in self._waits:
                 return model_id
             waiting[operation.tenant] += 1
-        self.stalled = True
+        self._stalled = True
         return None
 
     def _take_turn(self, model_id: str) -> list[Ended]:
@@ -440,7 +439,7 @@ class Quanta:
         self, model_id: str, go_on: "Callable[[Work], Wanted]"
     ) -> "Result | Future[Result] | Exception | None":
         """Let the model's operation do its own part, up to what it wants next. Returns how it ended, if it did."""
-        self.stalled = False
+        self._stalled = False
         self._asked.pop(model_id, None)
         self._waits.pop(model_id, None)
         try:
@@ -453,10 +452,9 @@ class Quanta:
             raise
         except Exception as error:
             return error
-        if isinstance(wanted, Waiting | Future):
+        if isinstance(wanted, Future):
             self._waits[model_id] = wanted
-            if isinstance(wanted, Future):
-                wanted.add_done_callback(self._computer.on_answer)
+            wanted.add_done_callback(self._computer.on_answer)
         elif isinstance(wanted, Quantum):
             self._asked[model_id] = _Asked([wanted], alone=True)
         elif wanted is not None:
@@ -483,7 +481,3 @@ class Quanta:
         if request_ids != self._told:
             self._told = request_ids
             self._computer.on_quantum(request_ids)
-
-
-def _is_over(wait: "Waiting | Future[Any]") -> bool:
-    return wait.is_over() if isinstance(wait, Waiting) else wait.done()

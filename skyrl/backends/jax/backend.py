@@ -10,7 +10,6 @@ the model owns is ever donated to a program, so a failure at any point leaves th
 import contextlib
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterator
 from functools import partial, singledispatchmethod
 from pathlib import Path
@@ -39,7 +38,7 @@ from skyrl.backends.common.offload import MemoryBudget, ModelOffload
 from skyrl.backends.common.packing import TileShape
 from skyrl.backends.common.versions import Claim, VersionPool
 from skyrl.backends.common.waiting import Awaiting
-from skyrl.backends.executor import LOOK_S, Executor, Quantum, Work
+from skyrl.backends.executor import Executor, Quantum, Work
 from skyrl.backends.jax.compile_cache import by_turns
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.loading import claim_device_memory, keep_compiled_programs
@@ -130,6 +129,7 @@ class JaxBackend(Executor):
             lambda path, state: self._storage.write_state(path, state),
             lambda path: self._storage.read_state(path),
             config.offload_folder,
+            self.notify,
         )
         if config.load_format == "dummy":
             progress("making random weights (load_format=dummy)")
@@ -155,6 +155,7 @@ class JaxBackend(Executor):
             fitted=partial(fitted, like=zero),
             max_bytes=version_bytes,
             load=lambda path: self._writer.read(path, partial(self._read_version, path)),
+            notify=self.notify,
         )
         self._storage = Storage(
             base_model=self.info().base_model,
@@ -183,6 +184,10 @@ class JaxBackend(Executor):
         self._warm_up = warm_up if config.warm_up and not config.enforce_eager else iter(())
 
     # -- what the executor asks for -----------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return super().busy or self._models.has_news
 
     def step(self):
         self._models.tidy()
@@ -270,8 +275,12 @@ class JaxBackend(Executor):
             ):
                 claim = self._versions.claim(version_of(model_id, checkpoint_id) if model_id else None)
                 claims.append(claim)
-                while not self._versions.at_hand(claim):
-                    time.sleep(LOOK_S)
+                while True:
+                    ended = self._versions.reads_ended
+                    if self._versions.at_hand(claim):
+                        break
+                    with self._wake:
+                        self._wake.wait_for(lambda ended=ended: self._versions.reads_ended != ended)
                 slot = self._versions.acquire(claim)
                 if slot is None:
                     raise RequestError(

@@ -19,7 +19,7 @@ from skyrl.backends.backend import ExportModel, LoadCheckpoint, LoadSnapshot, Pu
 from skyrl.backends.common.background_writer import Writer
 from skyrl.backends.common.offload import ModelInfo
 from skyrl.backends.common.versions import VersionPool
-from skyrl.backends.common.waiting import Awaiting, Waiting
+from skyrl.backends.common.waiting import Awaiting
 from skyrl.backends.executor import Work
 from skyrl.backends.jax.models import checkpoint_format
 from skyrl.backends.jax.models.state import Kind, ModelState, bytes_of, in_types_of
@@ -87,9 +87,12 @@ class Storage:
         A model of which nothing is to be written does not wait for the writes of others.
         """
         tried = False
-        while self.is_crowded(model_id):
+        while True:
+            change = self.writer.next_change()  # before it is looked at, so that none is missed
+            if not self.is_crowded(model_id):
+                return
             if self.writer.trying:
-                yield Waiting(lambda: not (self.is_crowded(model_id) and self.writer.trying))
+                yield change
             elif not tried:
                 self.writer.try_again()
                 tried = True

@@ -108,6 +108,8 @@ class Sampler:
         self._read: deque[Prompt] = deque()
         """Prompts with samples that have not started, in the order of their turns."""
         self._running: list[Sequence] = []
+        self._looked: int | None = None
+        """`reads_ended` of the versions when the last burst began, if it could not do anything."""
         self.tokens_generated = 0
         """Tokens of all samples so far."""
 
@@ -163,13 +165,13 @@ class Sampler:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is not finished."""
-        return bool(self._waiting or self._reading or self._read or self._running)
+        """Whether a burst has something to do: not if all that wait do so for versions that are being read."""
+        return self._has_begun or (bool(self._waiting) and self._looked != self._versions.reads_ended)
 
     @property
-    def stalled(self) -> bool:
-        """True if every request waits for a version that is being read."""
-        return bool(self._waiting) and not (self._reading or self._read or self._running)
+    def _has_begun(self) -> bool:
+        """Whether any request has begun and is not finished."""
+        return bool(self._reading or self._read or self._running)
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -228,6 +230,7 @@ class Sampler:
             )
         job.claim = self._versions.claim(request.version, request.path)
         self._waiting.append(job)
+        self._looked = None
 
     def cancel(self, request_id: str) -> None:
         """Drop a request wherever it is. Unknown ids are ignored."""
@@ -236,13 +239,16 @@ class Sampler:
             job = next((job for job in self._begun() if job.request.request_id == request_id), None)
         if job is not None:
             self._forget(job)
+            self._looked = None
 
     def burst(self) -> list[Completion]:
         """Read about one chunk of prompts, then decode a few steps; finished requests and failed ones."""
+        reads_ended, worked = self._versions.reads_ended, self._has_begun
         completions = self._read_prompts()
         completions += self._start_samples()
         if self._running and not completions:
             completions += self._decode()
+        self._looked = None if worked or completions else reads_ended
         return completions
 
     # -- prompts ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,134 @@
+"""A backend all of whose work waits for a disk: it does nothing until that answers, and then goes on at once."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+import driver
+from skyrl.backends.backend import AbstractBackend, ForwardBackward, Operation, Publish
+from skyrl.backends.common.background_writer import THREADS
+from skyrl.backends.common.offload import MemoryBudget
+from skyrl.backends.common.versions import READ_AT_ONCE
+from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+from skyrl.types import ErrorResponse, ForwardBackwardOutput, Result, SampleOutput, SaveOutput
+
+pytestmark = pytest.mark.gpu
+
+CORE = 0.05
+"""Part of a core that may be used by who waits."""
+STEPS = 4
+"""That may find nothing to do, until that is known."""
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_model) -> Iterator[JaxBackend]:
+    backend = JaxBackend(str(tiny_model), JaxBackendConfig(compilation_cache=False, warm_up=False))
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def backend(shared) -> Iterator[JaxBackend]:
+    budget, storage = shared._models.budget, shared._storage
+    driver.clear(shared)
+    driver.create(shared)
+    yield shared
+    shared._models.budget, shared._storage = budget, storage
+
+
+@contextmanager
+def held(submit, threads: int = 1) -> Iterator[threading.Event]:
+    """Threads that do nothing else until the event is set."""
+    gate = threading.Event()
+    for number in range(threads):
+        submit(number, lambda: gate.wait(60))
+    try:
+        yield gate
+    finally:
+        gate.set()
+
+
+def rest(backend: AbstractBackend, seconds: float = 0.4) -> dict[str, Result]:
+    """Results of what ends in so many seconds, in which there is hardly anything to do."""
+    results, steps, looks = {}, 0, []
+    while backend.wait(0.05) and steps <= STEPS:
+        steps += 1
+        results |= {completion.request_id: completion.result for completion in backend.step()}
+    backend.on_wake = lambda: looks.append(None)
+    began, used = time.monotonic(), time.thread_time()
+    while (left := began + seconds - time.monotonic()) > 0 and steps <= STEPS:
+        if backend.wait(left):
+            steps += 1
+            backend.step()
+    backend.on_wake = lambda: None
+    assert steps <= STEPS and not looks
+    assert time.thread_time() - used < CORE * seconds
+    return results
+
+
+def rested(backend: AbstractBackend, gate: threading.Event, *operations: Operation) -> list[Result]:
+    """Results of operations that wait until the gate is opened."""
+    for operation in operations:
+        backend.submit(operation)
+    results = rest(backend)
+    assert len(results) < len(operations)
+    gate.set()
+    while len(results) < len(operations):
+        assert backend.wait(10), "nobody said that it goes on"
+        results |= {completion.request_id: completion.result for completion in backend.step()}
+    return [results[operation.request_id] for operation in operations]
+
+
+def test_samples_whose_versions_are_being_read(backend, tmp_path):
+    saved = [tmp_path / str(number) for number in range(READ_AT_ONCE + 3)]
+    for path in saved:
+        driver.save(backend, path)
+    with held(lambda number, wait: backend._writer.read(f"slow{number}", wait), THREADS) as gate:
+        samples = [driver.sampling(f"new {path}", path, max_tokens=1) for path in saved]
+        assert all(isinstance(result, SampleOutput) for result in rested(backend, gate, *samples))
+
+
+def test_a_sample_that_waits_for_a_reading_goes_on_when_another_one_is_not_wanted_any_more(backend, tmp_path):
+    driver.save(backend, tmp_path / "saved")
+    with held(lambda number, wait: backend._writer.read(f"slow{number}", wait), THREADS):
+        samples = [driver.sampling(f"v{number}", tmp_path / "saved", max_tokens=1) for number in range(READ_AT_ONCE)]
+        for sample in samples:
+            backend.submit(sample)
+        backend.submit(driver.sampling("last", tmp_path / "missing", max_tokens=1))
+        rest(backend)
+        for sample in samples:
+            backend.cancel(sample.request_id)
+        rest(backend)
+        backend.drop_version(samples[0].version)
+        assert backend.wait(10)
+        backend.step()
+        assert "last" in backend._versions._readings
+    completions = []
+    while not completions:
+        assert backend.wait(10)
+        completions = backend.step()
+    assert isinstance(completions[0].result, ErrorResponse)
+
+
+def test_a_publication_that_waits_until_others_are_written(backend, tmp_path):
+    backend._storage = dataclasses.replace(backend._storage, unwritten_bytes=1)
+    paths = [str(tmp_path / f"v{number}") for number in range(3)]
+    with held(lambda number, wait: backend._writer.submit("model", "slow", wait)) as gate:
+        publishing = [Publish(request_id=path, model_id="model", version=path, path=path) for path in paths]
+        assert all(isinstance(result, SaveOutput) for result in rested(backend, gate, *publishing))
+
+
+def test_a_pass_of_a_model_that_stands_in_line_for_the_device(backend):
+    models = backend._models
+    models.budget = MemoryBudget(models.used_bytes("device"), 2**40)
+    driver.create(backend, "other")
+    with held(lambda number, wait: models._thread.submit(wait)) as gate:
+        data = [driver.random_datum(8)]
+        (result,) = rested(
+            backend, gate, ForwardBackward(request_id="pass", model_id="model", data=data, loss_fn="cross_entropy")
+        )
+    assert isinstance(result, ForwardBackwardOutput)
