@@ -159,6 +159,21 @@ def test_nobody_looks_while_an_operation_waits_for_a_file(open_remote, tmp_path)
     backend.on_wake = lambda: None
 
 
+def test_dispatches_and_samples_have_bounds_of_their_own(open_remote):
+    backend = open_remote(in_flight=1, dispatch_s=0.3, samples=2, ranks=1)
+    backend.create_model("b", LoraConfig(rank=4, seed=7))
+    operations = [a_pass("a"), a_pass("b"), *(a_sample(None, max_tokens=5) for _ in range(5))]
+    for operation in operations:
+        backend.submit(operation)
+    left, seen = {operation.request_id for operation in operations}, set()
+    while left:
+        assert backend.wait(30)
+        left -= {completion.request_id for completion in backend.step()}
+        seen.add((len(backend.computed) - len(backend.sampler.elsewhere), len(backend.sampler.elsewhere)))
+    assert max(seen) == (1, 2), "one dispatch and two samples at a time, whatever there is of the others"
+    assert {samples for _, samples in seen} == {0, 1, 2}
+
+
 def test_tokens_of_a_sample_are_told_one_by_one_as_they_come(open_remote):
     backend = open_remote(token_s=0.02)
     told: list[tuple[float, Progress]] = []
