@@ -294,3 +294,5 @@ class BackendInfo:
     to be busy with one tenant alone. Results of no more than these are in memory."""
     sampling_options: frozenset[str] = frozenset()
     """Names of the `SamplingOptions` that are served; samples with others are refused."""
+    colocated: bool = False
+    """Whether training and sampling need devices that only one of them can use at a time, and so take turns."""

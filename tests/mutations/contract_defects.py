@@ -4,6 +4,9 @@ from defects import Defect, Edit
 
 CHECK = "skyrl/backends/executor/sampling_options.py"
 DECODE = "skyrl/backends/jax/sampling/decode.py"
+EXECUTOR = "skyrl/backends/executor/executor.py"
+PHASES = "skyrl/backends/executor/phases.py"
+TURNS = "tests/backends/test_phases.py::"
 PROGRAMS = "skyrl/backends/jax/sampling/programs.py"
 REST = "tests/backends/test_rest.py::"
 SAMPLING = "skyrl/tx/sampling.py"
@@ -84,5 +87,29 @@ CONTRACT_DEFECTS = [
         "the sampler is busy while all that wait do so for versions that are being read",
         [Edit("skyrl/backends/jax/sampling/sampler.py", "self._looked != self._versions.reads_ended", "True")],
         [REST + "test_samples_whose_versions_are_being_read"],
+    ),
+    Defect(
+        "K4.1",
+        "devices change hands while a dispatch is under way",
+        [Edit(PHASES, "return self.is_over(demand) and not demand.in_flight", "return self.is_over(demand)")],
+        [TURNS + "test_devices_change_hands_when_what_is_in_flight_has_ended_and_until_then_the_driver_rests"],
+    ),
+    Defect(
+        "K4.2",
+        "who has the devices keeps them as long as there is something to do",
+        [Edit(PHASES, "(not demand.of(self._phase) or self._left <= 0)", "not demand.of(self._phase)")],
+        [TURNS + "test_neither_starves_and_devices_change_hands_no_more_often_than_by_the_quantum"],
+    ),
+    Defect(
+        "K4.3",
+        "training begins before the sampler has said that it draws nothing more",
+        [Edit(PHASES, "                    self._called = called\n", "")],
+        [TURNS + "test_a_hook_may_take_its_time_and_nothing_happens_meanwhile"],
+    ),
+    Defect(
+        "K4.4",
+        "a backend of which nothing is shared takes turns",
+        [Edit(EXECUTOR, "Phases(self) if self.info().colocated else None", "Phases(self)")],
+        [TURNS + "test_a_backend_that_shares_nothing_has_no_phases"],
     ),
 ]

@@ -11,10 +11,13 @@ One thread submits and steps. Only `wait` may be left by another: what ends else
 
 import dataclasses
 import logging
+import math
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping
 from concurrent.futures import Future
+from functools import cached_property
 from typing import Any, Protocol
 
 from pydantic import BaseModel
@@ -34,6 +37,7 @@ from skyrl.backends.backend import (
     Sample,
 )
 from skyrl.backends.common.background_writer import Writer
+from skyrl.backends.executor.phases import Demand, Phase, Phases
 from skyrl.backends.executor.sampling_options import check_options
 from skyrl.backends.executor.work_queue import Ended, Quanta, Quantum, Work
 from skyrl.errors import BackendLost, RequestError, StorageError
@@ -97,6 +101,9 @@ class Executor(AbstractBackend):
     pass the gradient sums are void, until the model's next optimizer step fails and calls `discard_gradients`. A model
     whose operation was abandoned in the middle is void until it is loaded again. An optimizer step that fails after it
     began to change weights has to raise `BackendLost`."""
+
+    phase_s = 2.0
+    """Seconds that training or sampling goes on while the other has something to do, where they share devices."""
 
     def __init__(self, base_model: str, config: BaseModel):
         super().__init__(base_model, config)
@@ -188,35 +195,84 @@ class Executor(AbstractBackend):
 
     @property
     def busy(self) -> bool:
-        if self._quanta.ready or self._ready or self._lost is not None or self.sampler.busy:
+        if self._ready or self._lost is not None or any(future.done() for future in self._background):
             return True
-        return any(future.done() for future in self._background)
+        if self._phases is None:
+            return self._quanta.ready or self.sampler.busy
+        demand = self._demand
+        if self._phases.may_go_on(demand) or self._quanta.answered:
+            return True
+        now = self._phases.now(demand)
+        return self._quanta.ready if now == "training" else now == "sampling" and self.sampler.busy
 
     @property
     def computed(self) -> tuple[str, ...]:
         return (*self._quanta.computed, *self.sampler.elsewhere)
 
     def time_left(self) -> float | None:
-        return self._quanta.time_left()
+        left = self._quanta.time_left()
+        phase = None if self._phases is None else self._phases.time_left(self._demand)
+        return min((seconds for seconds in (left, phase) if seconds is not None), default=None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        left = [seconds for seconds in (timeout_s, self.time_left()) if seconds is not None]
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with self._wake:
-            return self._wake.wait_for(lambda: self.busy, min(left, default=None)) or self.busy
+            while not self.busy:
+                left, own = until - time.monotonic(), self.time_left()
+                if left <= 0:
+                    return False
+                left = left if own is None else min(left, own)
+                self._wake.wait(None if left == math.inf else left)
+            return True
 
     def step(self) -> list[Completion]:
         completions, self._ready = self._ready, []
         completions += self._finished_in_background()
-        bursts = self.sampler.busy
-        if self._quanta.ready:
+        trains, samples = self._quanta.ready, self.sampler.busy
+        if self._phases is not None:
+            now = self._phases.turn(self._demand)
+            trains, samples = trains and now == "training", samples and now == "sampling"
+        if trains:
             for ended in self._quanta.turn():
                 completions += self._complete(ended)
-        if bursts:
+        elif self._quanta.answered:
+            for ended in self._quanta.take_in():
+                completions += self._complete(ended)
+        if samples:
             self.on_quantum((*self.sampler.running, *self.computed))
             completions += self.sampler.burst()
         if self._lost is not None:
             raise self._lost
         return completions
+
+    # -- devices that training and sampling share ---------------------------------------------------------------------
+
+    def sleep(self, phase: Phase) -> Future[Any] | None:
+        """Give up the devices' memory that a phase takes. Nothing of it is under way.
+
+        Called, as are the three below, where devices are shared (`phases`), which opens with both phases asleep and the
+        sampler paused. A future that is returned is waited for.
+        """
+
+    def wake(self, phase: Phase) -> Future[Any] | None:
+        """Take that memory back."""
+
+    def pause(self) -> Future[Any] | None:
+        """Let nothing more be drawn until `resume`. Samples that run keep what they have."""
+
+    def resume(self) -> Future[Any] | None:
+        """Let samples go on."""
+
+    @cached_property
+    def _phases(self) -> Phases | None:
+        return Phases(self) if self.info().colocated else None
+
+    @property
+    def _demand(self) -> Demand:
+        sampling = self.sampler.busy or bool(self.sampler.elsewhere)
+        return Demand(self._quanta.ready, sampling, self._quanta.in_flight)
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
 
     def begin(self, operation: ModelOperation) -> Work:
         """What an operation is done by, once those before it have ended. Raises what it fails with."""

@@ -221,7 +221,7 @@ class Quanta:
     @property
     def ready(self) -> bool:
         """Whether a turn has something to do."""
-        if any(dispatch.answers.done() for dispatch in self._dispatches) or self.time_left() == 0:
+        if self.answered:
             return True
         if any(wait.done() for wait in self._waits.values()):
             return True
@@ -231,6 +231,16 @@ class Quanta:
             return len(self._queues) > len(self._away)
         by_themselves = len(self._works) - len(self._asked)
         return by_themselves > 0 or (len(self._queues) > len(self._works) and self._may_prepare)
+
+    @property
+    def answered(self) -> bool:
+        """Whether a dispatch has ended, or is late."""
+        return any(dispatch.answers.done() for dispatch in self._dispatches) or self.time_left() == 0
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a dispatch is under way."""
+        return bool(self._dispatches)
 
     def time_left(self) -> float | None:
         """Seconds until a dispatch is late; None: none is under way, or may take as long as it likes."""
@@ -267,16 +277,19 @@ class Quanta:
         Raises:
             BackendLost: The computer says so, or a dispatch is late.
         """
-        self._told = ()
-        ended = self._take_in()
+        ended = self.take_in()
         order = self._turns.order()
         leader = self._leader(order, ended)
         if leader is not None and self._next(leader) is not None and not self._is_full:
             ended += self._dispatch(self._together(leader, order, ended))
         return ended + self._try_again()
 
-    def _take_in(self) -> list[Ended]:
-        """Let those go on whose dispatches have ended."""
+    def take_in(self) -> list[Ended]:
+        """Let those go on whose dispatches have ended. Dispatches nothing but what could not be computed with others.
+
+        Raises as `turn`.
+        """
+        self._told = ()
         if self.time_left() == 0 and not self._dispatches[0].answers.done():
             why = f"a dispatch has not ended within deadline_s={self._computer.deadline_s:g}"
             raise BackendLost(why, self._requests(self._dispatches[0].parts))
