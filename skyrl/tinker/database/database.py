@@ -98,6 +98,7 @@ class Database:
             _migrate(self._engine, url) if migrate else _refuse_old(self._engine, url)
             self.fence = Fence(self._engine, claim, f"database_url={self.url}", writes=migrate)
             undo.pop_all()
+        self._writing = writing(self._engine)
         self._room = asyncio.Semaphore(MAX_QUEUED)
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._readers = ThreadPoolExecutor(READERS, "database-reader")
@@ -182,7 +183,7 @@ class Database:
     def _commit(self, group: list[_Queued]) -> None:
         """One transaction for the whole group, in which a job that fails is undone alone."""
         try:
-            with Session(writing(self._engine), expire_on_commit=False) as session:
+            with Session(self._writing, expire_on_commit=False) as session:
                 self.fence.check(session)
                 outcomes = _attempt(session, [queued.job for queued in group])
                 session.commit()

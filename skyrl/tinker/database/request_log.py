@@ -8,9 +8,9 @@ still true when they write, and two equal requests cannot both be new. What a re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from sqlalchemy import CursorResult, bindparam, case, func, insert, select, update
+from sqlalchemy import bindparam, case, func, insert, select, update
 from sqlmodel import Session, SQLModel, col
 
 from skyrl.errors import UnknownName
@@ -90,9 +90,10 @@ def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Call
         on_log: More to write when the request is new and not refused.
     """
     session.flush()
+    connection = session.connection()
     seq_id, breaks_pass = entry.seq_id, entry.is_pass
     if seq_id is not None:
-        earlier = session.execute(_SAME, {"model": entry.model_id, "place": seq_id}).first()
+        earlier = connection.execute(_SAME, {"model": entry.model_id, "place": seq_id}).first()
         if earlier is not None:
             request_id, kind = earlier
             if kind == entry.kind:
@@ -100,9 +101,9 @@ def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Call
             refusal = _taken(entry, kind)
             seq_id, breaks_pass = None, False  # it has no place in the model's order
     if refusal is None and entry.needs_model:
-        status = session.execute(_STATUS, {"model": entry.model_id}).scalar_one_or_none()
+        status = connection.execute(_STATUS, {"model": entry.model_id}).scalar_one_or_none()
         if status == "unloaded" and entry.kind == UNLOAD:
-            earlier = session.execute(_UNLOADED, {"model": entry.model_id}).first()
+            earlier = connection.execute(_UNLOADED, {"model": entry.model_id}).first()
             if earlier is not None:
                 return Logged(earlier.request_id)
         refusal = refused_by_status(status, entry.model_id)
@@ -129,8 +130,8 @@ def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Call
     if refusal:
         values |= {"status": "failed", "error": refusal.error, "category": refusal.category, "finished_at": now}
         values |= {"gradients": "incomplete" if breaks_pass else "kept"}
-    session.execute(_INSERT, values)
-    session.execute(_TOUCH, {"model": entry.model_id, "now": now})
+    connection.execute(_INSERT, values)
+    connection.execute(_TOUCH, {"model": entry.model_id, "now": now})
     return Logged(entry.request_id, refusal)
 
 
@@ -152,7 +153,7 @@ def finish(
         keep_body: Whether reviving the model without a newer snapshot takes doing it again.
     """
     session.flush()
-    now = time.time()
+    connection, now = session.connection(), time.time()
     values: dict[str, object] = {"finished_at": now}
     if not keep_body:
         values["body"] = b""
@@ -160,17 +161,25 @@ def finish(
         values |= {"status": "done"}
     else:
         values |= {"status": "failed", "error": outcome.error, "category": outcome.category, "gradients": gradients}
-    found = session.execute(_FINISH, {"request": request_id, **values})
-    assert isinstance(found, CursorResult) and found.rowcount == 1, f"request {request_id} is not in the log"
+    found = connection.execute(_FINISH, {"request": request_id, **values})
+    assert found.rowcount == 1, f"request {request_id} is not in the log"
     if isinstance(outcome, Answer):
-        session.execute(_INSERT_RESULT, result_row(request_id, outcome.body, outcome.media_type, now).model_dump())
+        connection.execute(_INSERT_RESULT, _result_values(request_id, outcome.body, outcome.media_type, now))
 
 
 def result_row(request_id: str, body: bytes, media_type: str, finished_at: float) -> ResultRow:
     """A result, to be stored."""
-    return ResultRow(
-        request_id=request_id, media_type=media_type, size_bytes=len(body), finished_at=finished_at, body=body
-    )
+    return ResultRow(**_result_values(request_id, body, media_type, finished_at))
+
+
+def _result_values(request_id: str, body: bytes, media_type: str, finished_at: float) -> dict[str, Any]:
+    return {
+        "request_id": request_id,
+        "media_type": media_type,
+        "size_bytes": len(body),
+        "finished_at": finished_at,
+        "body": body,
+    }
 
 
 @dataclass(frozen=True)

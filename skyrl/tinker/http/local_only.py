@@ -7,6 +7,7 @@ bodies of types that forms have.
 
 import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -14,6 +15,8 @@ from skyrl.tinker.config import is_loopback
 
 BODY_TYPES = ("application/json", "application/x-protobuf")
 """Media types of requests. A page may send neither to another site without asking it first."""
+LOOKED_AT = frozenset({b"host", b"origin", b"content-length", b"transfer-encoding", b"content-type"})
+"""Headers that decide."""
 WAY_OUT = "start the server with keys (--api-keys-file, or SKYRL_API_KEYS) to use it from elsewhere"
 
 
@@ -36,9 +39,9 @@ class LocalOnly:
         await (self._app if refusal is None else self._refuse(*refusal))(scope, receive, send)
 
     def _objections(self, scope: Scope) -> Iterator[tuple[int, str]]:
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"] if name in LOOKED_AT}
         host, origin = headers.get(b"host", ""), headers.get(b"origin")
-        if self._check_host and not is_loopback(_name(host)):
+        if self._check_host and not _is_here(host):
             yield 403, f"Host={host[:300]!r} is not this machine, and this server has no keys; {WAY_OUT}"
         if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
             yield 403, f"Origin={origin[:300]!r}: web pages may not use a server without keys; {WAY_OUT}"
@@ -46,6 +49,12 @@ class LocalOnly:
         media_type = headers.get(b"content-type", "").partition(";")[0].strip().lower()
         if has_body and media_type not in BODY_TYPES:
             yield 400, f"Content-Type={media_type[:300]!r} is not read; send {' or '.join(BODY_TYPES)}"
+
+
+@lru_cache(maxsize=256)
+def _is_here(host: str) -> bool:
+    """Whether a `Host` is an address of this machine."""
+    return is_loopback(_name(host))
 
 
 def _name(host: str) -> str:

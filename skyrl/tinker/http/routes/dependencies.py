@@ -3,7 +3,7 @@
 All dependencies are coroutines: others would each be a journey to a thread and back.
 """
 
-from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from dataclasses import replace
 from io import BytesIO
 from typing import Annotated, Any, cast
@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from skyrl.tinker.context import Service
 from skyrl.tinker.errors import BadKey, MalformedBody
+from skyrl.tinker.http.errors import UNTIL_ANSWERED
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import CheckpointKind, TinkerPath
 from skyrl.tinker.requests.queue import RequestQueue
@@ -54,11 +55,12 @@ QueueDependency = Annotated[RequestQueue, Depends(_queue)]
 CallerDependency = Annotated[Caller, Depends(_caller)]
 
 
-async def _body(request: Request, service: ServiceDependency, caller: CallerDependency) -> AsyncIterator[Body]:
+async def _body(request: Request, service: ServiceDependency, caller: CallerDependency) -> Body:
     """The body, read once the caller is known and there is room for it, which is kept until the request is answered."""
     headers = request.headers
     content_type = headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    with service.body_room.keep(caller.sharer) as room:
+    with ExitStack() as while_read:
+        room = while_read.enter_context(service.body_room.keep(caller.sharer))
         room.grow_to(announced_length(request.scope))
         whole = BytesIO()  # in whose memory the bytes that it returns are: to join many pieces stops the loop
         async for piece in request.stream():
@@ -66,16 +68,16 @@ async def _body(request: Request, service: ServiceDependency, caller: CallerDepe
             whole.write(piece)
         data = whole.getvalue()
         whole.close()
-        yield Body(data, content_type, headers.get("content-encoding", "").strip().lower())
+        request.scope[UNTIL_ANSWERED].push(while_read.pop_all())
+    return Body(data, content_type, headers.get("content-encoding", "").strip().lower())
 
 
 BodyDependency = Annotated[Body, Depends(_body)]
 
 
-async def _answer_room(service: ServiceDependency, caller: CallerDependency) -> AsyncIterator[Kept]:
+async def _answer_room(request: Request, service: ServiceDependency, caller: CallerDependency) -> Kept:
     """Room for the answer, none at first, which is kept until it is sent."""
-    with service.answers.room.keep(caller.sharer) as room:
-        yield room
+    return request.scope[UNTIL_ANSWERED].enter_context(service.answers.room.keep(caller.sharer))
 
 
 AnswerRoomDependency = Annotated[Kept, Depends(_answer_room)]
