@@ -22,19 +22,12 @@ from skyrl.backends import operations
 from skyrl.backends.executor import Executor, FairLine, Quantum, Work, failure
 from skyrl.backends.operations import Completion, ModelOperation, Progress, Sample
 from skyrl.errors import BackendLost, RequestError
-from skyrl.types import (
-    BackendInfo,
-    ForwardBackwardOutput,
-    LoraConfig,
-    ModelOutput,
-    OptimStepOutput,
-    SampleOutput,
-    SaveOutput,
-)
+from skyrl.types import BackendInfo, ForwardBackwardOutput, LoraConfig, ModelOutput, OptimStepOutput, Result, SaveOutput
 from tests.remote_worker import TILE, Adapter, RemoteConfig
 
-UNSERVED = ("tempered_logprobs", "topk_sample_logprobs", "topk_prompt_logprobs", "prompt_alt_tokens_k")
-UNSERVED += ("target_prompt_logprobs", "prompt_logprobs_last_n")
+UNSERVED = ["tempered_logprobs", "topk_sample_logprobs", "topk_prompt_logprobs", "prompt_alt_tokens_k"]
+UNSERVED += ["target_prompt_logprobs", "prompt_logprobs_last_n", "top_k", "top_p"]
+MAX_RANK = 64
 
 
 class Remote:
@@ -50,8 +43,7 @@ class Remote:
         self._pipe, self._numbers, self._closing = Connection(ours.detach()), itertools.count(), False
         self._futures: dict[int, Future[list[Any]]] = {}
         self._end: BackendLost | None = None
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._lock, self._thread = threading.Lock(), threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def ask(self, *commands: tuple[Any, ...]) -> "Future[list[Any]]":
@@ -106,7 +98,7 @@ class RemoteSampler:
         self._waiting: FairLine[tuple[Sample, int | None]] = FairLine()
         self._asked: dict[str, Sample] = {}
         self._dropped: set[int] = set()
-        self.news: deque[Progress | BackendLost | tuple[str, SampleOutput | Exception]] = deque()
+        self.news: deque[Progress | BackendLost | tuple[str, Result | Exception]] = deque()
 
     @property
     def busy(self) -> bool:
@@ -117,10 +109,9 @@ class RemoteSampler:
         return tuple(self._asked)
 
     def add(self, request: Sample) -> None:
-        given = {name: getattr(request, name) for name in UNSERVED}
-        given |= {"top_k": request.params.top_k > 0, "top_p": request.params.top_p < 1}
-        if any(given.values()):
-            raise RequestError(f"{[*filter(given.get, given)]} is not served by this backend; leave it out")
+        filters = {"top_k": request.params.top_k > 0, "top_p": request.params.top_p < 1}
+        if given := [name for name, value in {**vars(request), **filters}.items() if name in UNSERVED and value]:
+            raise RequestError(f"{given} is not served by this backend; leave it out")
         self._waiting.add(request, (request, self._backend.version(request)))
         self._hand_on()
 
@@ -175,28 +166,19 @@ class RemoteBackend(Executor):
         self.sampler: RemoteSampler = RemoteSampler(self)
         self.training = Remote("trainer", config, print, self.lose)
         self.sampling = Remote("sampler", config, self._heard, self._heard)
-        self.models: dict[str, int] = {}
-        self.versions: dict[str, int] = {}
+        self.models, self.versions = dict[str, int](), dict[str, int]()
         self._handles = itertools.count()
         self.configure(config)
-        for worker in (self.training, self.sampling):
-            worker.ask().result()  # it is there
+        _ = self.training.ask().result(), self.sampling.ask().result()  # they are there
 
     def configure(self, config: RemoteConfig) -> None:
         """Go on like this."""
         self.config, self.in_flight, self.deadline_s = config, config.in_flight, config.deadline_s
-        for worker in (self.training, self.sampling):
-            worker.tell("configure", config)
+        self.training.tell("configure", config)
+        self.sampling.tell("configure", config)
 
     def info(self) -> BackendInfo:
-        return BackendInfo(
-            base_model=self.base_model,
-            architecture="Bigram",
-            vocab_size=self.config.vocab_size,
-            max_context_length=1024,
-            max_lora_rank=64,
-            tokenizer_path="",
-        )
+        return BackendInfo(self.base_model, "Bigram", self.config.vocab_size, 1024, MAX_RANK, tokenizer_path="")
 
     def has_model(self, model_id: str) -> bool:
         return model_id in self.models
@@ -225,8 +207,8 @@ class RemoteBackend(Executor):
             case operations.CreateModel(lora_config=config, value_head=value_head):
                 if model_id in self.models:
                     raise RequestError(f"model_id={model_id} exists already; choose another id")
-                if not 0 < config.rank <= (most := self.info().max_lora_rank) or value_head:
-                    raise RequestError(f"rank={config.rank}: choose 1 to max_lora_rank={most}, without value_head")
+                if not 0 < config.rank <= MAX_RANK or value_head:
+                    raise RequestError(f"rank={config.rank}: choose 1 to max_lora_rank={MAX_RANK}, without value_head")
                 self._put(model_id, config)
                 return ModelOutput(model_id)
             case operations.LoadCheckpoint() | operations.LoadSnapshot():
@@ -249,18 +231,16 @@ class RemoteBackend(Executor):
         adapter: Adapter = yield Quantum(1, None, ("get", handle))
         match operation:
             case operations.SaveCheckpoint(path=path):
-                kept = dataclasses.replace(adapter, sums=None)
-                return self._writer.submit(model_id, path, lambda: kept.write(path))
+                return self._writer.submit(model_id, path, lambda: dataclasses.replace(adapter, sums=None).write(path))
             case operations.SaveSnapshot(path=path):
                 return self._writer.snapshot(model_id, path, lambda: adapter.write(path))
             case operations.Publish(version=version, path=path):
                 self._publish(version, adapter)
-                if path is None:
-                    return SaveOutput("")
-                if operation.persist:
+                if path is not None and operation.persist:
                     return self._writer.submit(model_id, path, lambda: adapter.write(path))
-                self._writer.keep_version(version, model_id, path, lambda: adapter.write(path))
-                return SaveOutput(path)
+                if path is not None:
+                    self._writer.keep_version(version, model_id, path, lambda: adapter.write(path))
+                return SaveOutput(path or "")
         raise RequestError(f"{type(operation).__name__} is not served by this backend; use another")
 
     def _pass(self, operation: operations.ForwardBackward, handle: int) -> Work:
@@ -278,20 +258,18 @@ class RemoteBackend(Executor):
         finally:
             self.training.tell("free", sums)
         outputs = [output for tile in answers for output in tile]
-        loss = float(sum(output["elementwise_loss"].sum() for output in outputs))
-        return ForwardBackwardOutput(outputs, {"loss:sum": loss})
+        return ForwardBackwardOutput(
+            outputs, {"loss:sum": float(sum(one["elementwise_loss"].sum() for one in outputs))}
+        )
 
     def _load(self, operation: operations.LoadCheckpoint | operations.LoadSnapshot) -> Work:
-        path, digest, model_id = operation.path, operation.digest, operation.model_id
-        reading = self._writer.read(path, lambda: Adapter.read(path, digest))
-        yield reading
+        yield (reading := self._writer.read(operation.path, lambda: Adapter.read(operation.path, operation.digest)))
         adapter = reading.result()
         if isinstance(operation, operations.LoadCheckpoint) and not operation.load_optimizer:
             adapter = adapter.anew()
-        if model_id in self.models:
-            self.training.tell("free", self.models[model_id])
-        self._put(model_id, adapter)
-        return ModelOutput(model_id)
+        self.training.tell("free", self.models.get(operation.model_id))
+        self._put(operation.model_id, adapter)
+        return ModelOutput(operation.model_id)
 
     def _put(self, model_id: str, adapter: Adapter | LoraConfig) -> None:
         self.models[model_id] = next(self._handles)
