@@ -19,7 +19,7 @@ SUFFIX = ".age"
 MAX_RECIPIENTS = 10
 FIELD = "age_encryption_recipients"
 NOT_PANICS = (KeyboardInterrupt, SystemExit, asyncio.CancelledError)
-"""What else is no `Exception`, and none of the package's."""
+"""Other exceptions that are no `Exception`, and none of the package's."""
 
 
 def read_recipients(texts: Sequence[str]) -> list[Any]:

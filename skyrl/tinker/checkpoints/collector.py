@@ -159,7 +159,7 @@ class Collector:
 
 
 def past_its_time(config: EngineConfig) -> list[Removal]:
-    """What has been in the trash for long enough. It is still there."""
+    """Entries that have been in the trash for long enough. They are still there."""
     since = time.time() - config.trash_retention_sec
     return [_emptied(entry) for entry in trash.entries(config.checkpoints_base) if entry.since <= since]
 
@@ -178,7 +178,7 @@ def _emptied(entry: trash.Entry) -> Removal:
 
 
 def summary(removals: list[Removal]) -> str:
-    """How much that is."""
+    """Number of things, and their size."""
     count = "1 thing" if len(removals) == 1 else f"{len(removals)} things"
     waiting = sum(removal.files is not None and removal.files.to_trash for removal in removals)
     where = f" ({waiting} of them to {trash.NAME})" if waiting else ""

@@ -155,13 +155,13 @@ class Disk:
 
 
 def used_bytes(session: Session) -> int:
-    """What checkpoints, versions and snapshots take, as far as it is known."""
+    """Bytes of checkpoints, versions and snapshots, as far as they are known."""
     columns = (col(CheckpointRow.size_bytes), col(VersionRow.size_bytes), col(ModelRow.snapshot_bytes))
     return sum(session.exec(select(func.sum(column))).one() or 0 for column in columns)
 
 
 def _expected_bytes(session: Session, model_id: str, sampler: bool) -> int:
-    """What saving a model will take: as much as the last time. 0 where there was none."""
+    """Bytes that saving a model will take: as many as the last time. 0 where there was none."""
     kind = "sampler_weights" if sampler else "weights"
     named = select(CheckpointRow.size_bytes).where(CheckpointRow.model_id == model_id, CheckpointRow.kind == kind)
     sizes = [session.exec(named.order_by(col(CheckpointRow.id).desc()).limit(1)).first()]

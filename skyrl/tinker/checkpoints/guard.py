@@ -23,7 +23,7 @@ SHARE = 0.2
 
 @dataclass(frozen=True)
 class Stake:
-    """What a round would take."""
+    """Folders and checkpoints that a round would take."""
 
     nameless: int
     """Folders that nothing names."""
@@ -49,7 +49,7 @@ class Stake:
 
 
 def at_stake(config: EngineConfig, database: Database, rules: Rules, first: bool) -> Stake:
-    """What a round would take. Only in the `first` are there surplus checkpoints that were not so one by one."""
+    """Stake of a round. Only in the `first` are there surplus checkpoints that were not so one by one."""
     surplus = len(database.read_now(partial(retention.surplus, rules=rules))) if first else 0
     names = [removal.files.folder for removal in nameless_folders(config, database) if removal.files is not None]
     whole = [name for name in names if not name.rpartition("/")[2].startswith(".")]
@@ -57,7 +57,7 @@ def at_stake(config: EngineConfig, database: Database, rules: Rules, first: bool
 
 
 def _kept(names: Collection[str]) -> int:
-    """How many were to be kept. A round takes many versions without a name, and may be killed before their files go."""
+    """Number to be kept. A round takes many versions without a name, and may be killed before their files go."""
     return sum(f"/{EPHEMERAL}/" not in name for name in names)
 
 

@@ -1,4 +1,4 @@
-"""What a person does to the state of a server that is stopped: `skyrl gc` collects, `skyrl adopt` ties.
+"""Maintenance of a stopped server's state by a person: `skyrl gc` collects, `skyrl adopt` ties.
 
 Neither makes a database: where there is none, or another program's, the options are wrong.
 """

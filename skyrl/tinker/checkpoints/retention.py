@@ -1,4 +1,4 @@
-"""What may go: rows and files that are past their time. Each function removes rows and says which files go with them.
+"""Expiry of rows and files that are past their time. Each function removes rows and says which files go with them.
 
 The functions are jobs of the database's writer; what takes a look at everything is found by a reader (`Walk`), so that
 nobody's writes wait for it. Rows go first and files after the commit, so that a kill in between
@@ -55,7 +55,7 @@ BATCH = 200
 MANY_SAMPLERS = 1000
 """Samplers of a session that go in a transaction of their own."""
 BATCH_BYTES = 64 * 2**20
-"""What results or bodies that go in one transaction hold at most, unless a single one is larger."""
+"""Bytes of results or bodies that go in one transaction at most, unless a single one is larger."""
 GONE = ("failed", "copy", "expired")
 """Statuses of models that are never brought back. An unloaded one may have to be, to write what it has published; one
 that is lost may be found again (`request_log.try_lost_models_again`)."""
@@ -64,7 +64,7 @@ NOT_BROUGHT_BACK = (*GONE, "unloaded")
 
 @dataclass(frozen=True)
 class Rules:
-    """How long things live."""
+    """Lifetimes of things."""
 
     config: EngineConfig
     heard_since: float = 0.0
@@ -198,7 +198,7 @@ def _beyond(session: Session, rules: Rules, crowded: Sequence[tuple[str, str]]) 
 
 
 def surplus(session: Session, rules: Rules) -> list[CheckpointRow]:
-    """What `surplus_checkpoints` would take."""
+    """Checkpoints that `surplus_checkpoints` would take."""
     return _beyond(session, rules, _crowded(session, rules, 0.0))
 
 
@@ -378,7 +378,7 @@ def _snapshot_removal(row: ModelRow) -> Removal:
 
 
 def old_requests(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """What the log has of models of sessions that ended long ago, which are not brought back any more."""
+    """Log entries of models of sessions that ended long ago, which are not brought back any more."""
     models = select(ModelRow.model_id).where(
         col(ModelRow.session_id).in_(_ended(rules, now, rules.config.session_retention_sec)),
         col(ModelRow.status).in_(NOT_BROUGHT_BACK),

@@ -27,7 +27,7 @@ TO_BE_TIED = "state_id_of_folder_to_be"
 
 @dataclass(frozen=True)
 class Ids:
-    """What each side says."""
+    """Ids that each side names."""
 
     folder: str | None
     database: str | None
@@ -40,7 +40,7 @@ class Ids:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a folder holds and what a database names of it."""
+    """Contents of a folder, and what a database names of it."""
 
     there: set[str]
     """Folders that are there."""
@@ -51,7 +51,7 @@ class Holdings:
 
     @property
     def known(self) -> set[str]:
-        """What is there of models that the database knows."""
+        """Folders that are there of models that the database knows."""
         return {folder for folder in self.there if folder.partition("/")[0] in self.models}
 
     @property
@@ -114,7 +114,7 @@ def refusal(base: Path, database: Database) -> str | None:
 
 
 def read(base: Path, database: Database) -> Ids:
-    """What each side says now."""
+    """Ids that each side names now."""
     try:
         folder = (base / FILE).read_text().strip() or None
     except FileNotFoundError:
@@ -132,7 +132,7 @@ def read(base: Path, database: Database) -> Ids:
 
 
 def holdings(base: Path, database: Database) -> Holdings:
-    """What there is on both sides."""
+    """Contents of both sides."""
     there = saved_folders(base)
 
     def named(session: Session) -> Holdings:

@@ -52,7 +52,7 @@ surplus_versions = Walk(_crowded, _remove)
 
 
 def _going(session: Session, model_id: str, rules: Rules, now: float) -> Iterator[tuple[VersionRow, str]]:
-    """Those of `_beyond` that may go now."""
+    """Versions of `_beyond` that may go now."""
     model = session.get(ModelRow, model_id)
     for row, limit in _beyond(session, model_id, rules.config):
         is_current = model is not None and model.inflight_version == row.version

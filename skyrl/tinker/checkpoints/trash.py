@@ -64,7 +64,7 @@ def _throw_away(base: Path, folder: str) -> None:
 
 
 def entries(base: Path) -> list[Entry]:
-    """What is in the trash, oldest first. What is named otherwise is not ours."""
+    """Entries of the trash, oldest first. What is named otherwise is not ours."""
     return sorted(_entries(base))
 
 

@@ -1,4 +1,4 @@
-"""Which versions are in use: those that a sample needs now, and when the others were last sampled. In memory.
+"""Versions in use: those that a sample needs now, and when the others were last sampled. In memory.
 
 A server that has just started knows nothing of what was sampled before; who asks takes its start for the last time.
 """

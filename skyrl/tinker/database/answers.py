@@ -41,7 +41,7 @@ class Answers:
         """Answers that somebody still has, by their requests."""
 
     async def read(self, sharer: str, request_id: str, size: int, job: Job[Answer | None]) -> Answer | None:
-        """What `job` reads, in the sharer's turn if nobody reads or has it already.
+        """Result of `job`, read in the sharer's turn if nobody reads or has it already.
 
         Args:
             sharer: Who asks; see `Caller.sharer`.

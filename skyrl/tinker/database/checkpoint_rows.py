@@ -61,7 +61,7 @@ SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external", "c
 
 @dataclass(frozen=True)
 class SavedAs:
-    """What a save is to be known by. Raises `RequestError` for a bad name."""
+    """Attributes that a save is to be known by. Raises `RequestError` for a bad name."""
 
     model: ModelRow
     kind: CheckpointKind

@@ -51,7 +51,7 @@ POSTGRES_LIMITS = {"connect_timeout": 10, "tcp_user_timeout": 20_000}
 CLAIM_S = 10.0
 """Seconds that PostgreSQL gets to notice that the server before this one is dead."""
 IN_MEMORY = (None, "", ":memory:")
-"""What SQLite calls a database without a file."""
+"""Names that SQLite has for a database without a file."""
 NAME_IT = "name the one that the server uses with --database-url"
 VACUUM_PAGES = 500
 """Pages of an SQLite file that are given back in one transaction."""
@@ -208,7 +208,7 @@ class _Failed:
 
 
 def _attempt(session: Session, jobs: Sequence[Job[Any]]) -> list[Any]:
-    """What each job returns, or `_Failed`: then it has written nothing. Raises what ends the transaction."""
+    """Results of the jobs, each its own or `_Failed`: then it has written nothing. Raises what ends the transaction."""
     if len(jobs) == 1:
         return [jobs[0](session)]
     outcomes: list[Any] = []

@@ -1,4 +1,4 @@
-"""What the server chose for a request, typed here and JSON in the log: the one place that knows both.
+"""Choices of the server for a request, typed here and JSON in the log: the one place that knows both.
 
 A request that is done again, after a crash, finds here what was chosen when it was accepted first, and so means the
 same. To choose something more, add a field: rows without it read as None.
@@ -26,9 +26,9 @@ class Decisions:
     """Choices for one request. None: there was nothing to choose, or it is not chosen yet."""
 
     held_bytes: int | None = None
-    """What the request counts for in memory."""
+    """Bytes that the request counts for in memory."""
     sharer: str | None = None
-    """Whose part of the room it takes; see `Caller.sharer`."""
+    """Sharer whose part of the room it takes; see `Caller.sharer`."""
     forward_only: bool | None = None
     """Whether a pass leaves its model as it was."""
     seed: int | None = None
@@ -56,7 +56,7 @@ class Decisions:
 
     @classmethod
     def from_json(cls, logged: dict[str, Any]) -> "Decisions":
-        """What the log has. Keys of later servers are left out: nothing here could follow them, and no row is
+        """Decisions in the log. Keys of later servers are left out: nothing here could follow them, and no row is
         written twice."""
         known = {name: logged[name] for name in _NAMES if name in logged}
         if (refused := known.get("refused")) is not None:

@@ -24,7 +24,7 @@ class Listings:
         self._decode_pool = decode_pool
 
     async def answer(self, caller: Caller, job: Callable[[Session], BaseModel]) -> Response:
-        """What a reading job returns, as JSON without its Nones."""
+        """Result of a reading job, as JSON without its Nones."""
 
         def read() -> bytes:
             return self._database.read_now(job).model_dump_json(exclude_none=True).encode()

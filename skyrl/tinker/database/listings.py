@@ -1,4 +1,4 @@
-"""What there is, for those who look: runs, checkpoints and sessions, newest first, as far as a caller may see them.
+"""Listings of runs, checkpoints and sessions, newest first, as far as a caller may see them.
 
 Everything here reads only (jobs for `Database.read`).
 """
@@ -137,7 +137,7 @@ def _newest_checkpoints(
 
 
 def _owner(tenant: str, caller: Caller) -> str:
-    """Who owns something of this tenant. A tenant's id is a hash of its key, so other callers are not told."""
+    """Owner of something of this tenant. A tenant's id is a hash of its key, so other callers are not told."""
     return caller.urn if caller.may_touch(tenant) else "skyrl:user:another"
 
 

@@ -23,7 +23,7 @@ from skyrl.tinker.results import Failure
 from skyrl.tinker.wire.decode_pool import LARGE_BYTES, DecodePool
 
 PASSES = ("forward_backward", "forward")
-"""What is read whether it is compressed or not."""
+"""Kinds of requests that are read whether they are compressed or not."""
 LEVEL = -1
 """Of zstd: takes less time than the disk does for what it saves."""
 

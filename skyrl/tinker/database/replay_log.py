@@ -1,4 +1,4 @@
-"""What the database keeps of a model so that it can be revived, and when that may go.
+"""State that the database keeps of a model so that it can be revived, and when that may go.
 
 A model is its newest snapshot and the requests after it, whose bodies are kept until a later snapshot covers them.
 Versions without a name that are not on disk yet are part of it: doing their requests again publishes them again. The
@@ -77,7 +77,7 @@ def history(session: Session, model_id: str) -> History | None:
 
 
 def bodies(session: Session, request_ids: Sequence[str]) -> dict[str, Body]:
-    """What was sent, by request."""
+    """Bodies that were sent, by request."""
     columns = (RequestRow.request_id, RequestRow.body, RequestRow.content_type, RequestRow.content_encoding)
     found: dict[str, Body] = {}
     for start in range(0, len(request_ids), AT_A_TIME):

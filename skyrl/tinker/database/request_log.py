@@ -72,7 +72,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Logged:
-    """What the log says of an entry."""
+    """Record of an entry in the log."""
 
     request_id: str
     """The entry's own, or that of the equal request that came before it."""
@@ -280,7 +280,7 @@ def _taken(entry: Entry, kind: str) -> Failure:
 
 
 def _expired(session: Session, model_id: str) -> Failure:
-    """That a model has expired, and what can be loaded instead."""
+    """Failure because a model has expired, with what can be loaded instead."""
     saved = select(CheckpointRow).where(col(CheckpointRow.model_id) == model_id, col(CheckpointRow.kind) == "weights")
     last = session.execute(saved.order_by(col(CheckpointRow.id).desc()).limit(1)).scalar()
     which = f"its last checkpoint is tinker://{model_id}/weights/{last.name}" if last else "it has no checkpoint"

@@ -1,4 +1,4 @@
-"""What is asked of the database again until it answers, or the server is to stop."""
+"""Retries of the database until it answers, or the server is to stop."""
 
 import asyncio
 import logging
@@ -41,15 +41,15 @@ class RetryingWriter:
         self._closing = asyncio.Event()
 
     async def write(self, job: Job[T], what: str) -> T:
-        """What `job`, which stores `what`, returns. Raises `Stopped`."""
+        """Result of `job`, which stores `what`. Raises `Stopped`."""
         return await self.attempt(partial(self._database.write, job), f"{what} may not be stored")
 
     async def read(self, job: Job[T], what: str) -> T:
-        """What `job`, which reads `what`, returns. Raises `Stopped`."""
+        """Result of `job`, which reads `what`. Raises `Stopped`."""
         return await self.attempt(partial(self._database.read, job), f"{what} cannot be read")
 
     async def attempt(self, work: Callable[[], Awaitable[T]], problem: str) -> T:
-        """What `work` returns, which may be done any number of times; `problem` is why it may be. Raises `Stopped`."""
+        """Result of `work`, which may be done any number of times; `problem` is why it may be. Raises `Stopped`."""
         failures = 0
         while True:
             try:

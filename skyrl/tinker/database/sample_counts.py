@@ -1,4 +1,4 @@
-"""How far the clients of samplers have counted, so that a restarted server can tell which samples were lost.
+"""Bounds on how far clients of samplers have counted: a restarted server can tell which samples were lost.
 
 A client that waits with `retrieve_futures` does not say what it waits for; it has to be told what is gone. Samples are
 not logged, but their ids follow from their seq_ids, and of those the database holds a bound per client that is raised

@@ -16,7 +16,7 @@ from skyrl.tinker.wire.schemas import FinishReason
 ACTIVE_S = 300
 """A session that was heard of within this many seconds is active."""
 NO_PROJECT = "default"
-"""What the project of a session without one is called."""
+"""Name of the project of a session without one."""
 ROUNDING_S = 1e-3
 """More than what a time loses on its way to a client and back."""
 

@@ -42,7 +42,7 @@ def _partial_index(name: str, column: str, where: str) -> Index:
 
 
 class SettingRow(SQLModel, table=True):
-    """What a server made up once and must keep, such as the secret that signs its URLs."""
+    """Values that a server made up once and must keep, such as the secret that signs its URLs."""
 
     __tablename__ = "settings"  # pyright: ignore[reportAssignmentType]
 
@@ -107,7 +107,7 @@ class ModelRow(SQLModel, table=True):
     """Why the optimizer step after the snapshot has to fail, if it has to."""
     last_request_at: float | None = None
     inflight_version: str | None = None
-    """What its inflight samplers sample; None before the first inflight save."""
+    """Version that its inflight samplers sample; None before the first inflight save."""
     inflight_folder: str | None = None
     created_at: float = _created()
 
@@ -214,7 +214,7 @@ class RequestRow(SQLModel, table=True):
     decided: Decisions = Field(
         default_factory=Decisions, sa_column=Column(DecisionsColumn, nullable=False, server_default=text("'{}'"))
     )
-    """What the server chose when it accepted the request, such as a seed or the folder a path stood for."""
+    """Choices of the server when it accepted the request, such as a seed or the folder a path stood for."""
     gradients: str = Field(default="kept", sa_column=Column(String, nullable=False, server_default="kept"))
     """A `GradientEffect`: what its failure meant to the model's gradient sums; or `DONE`."""
     content_type: str
@@ -226,7 +226,7 @@ class RequestRow(SQLModel, table=True):
     created_at: float = _created()
     finished_at: float | None = None
     body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
-    """What was sent; empty once no revival needs it. Last, as SQLite reads through a row to what is behind it."""
+    """Body as sent; empty once no revival needs it. Last, as SQLite reads through a row to what is behind it."""
 
 
 class ResultRow(SQLModel, table=True):

@@ -1,1 +1,1 @@
-"""How things and callers are called: ids and `tinker://` paths, API keys and their tenants, signed tokens."""
+"""Names of things and callers: ids and `tinker://` paths, API keys and their tenants, signed tokens."""

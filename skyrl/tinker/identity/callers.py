@@ -1,4 +1,4 @@
-"""Who is asking. With configured keys, a tenant is a key; without, any key will do and a tenant is a session.
+"""Identity of callers. With configured keys, a tenant is a key; without, any key will do and a tenant is a session.
 
 A client may exchange its key for a token, which it then sends in the key's place for an hour. Tokens of keys that are
 configured no longer are refused.
@@ -22,7 +22,7 @@ TELL_S = 60.0
 MOST_ADDRESSES = 1000
 TOKEN_LIFETIME_S = 3600
 TOKEN_PREFIX = "eyJ"
-"""What every JSON web token starts with."""
+"""Prefix of every JSON web token."""
 ORGANIZATION = "local"
 
 
@@ -38,7 +38,7 @@ class Caller:
 
     @property
     def sharer(self) -> str:
-        """Whose part of a limit the request counts for. Without keys that is an address: anybody can make sessions."""
+        """Sharer whose part of a limit the request counts for. Without keys an address: anybody can make sessions."""
         return self.tenant or self.address
 
     def tenant_of(self, session_id: str) -> str:
@@ -50,7 +50,7 @@ class Caller:
 
     @property
     def name(self) -> str:
-        """What the caller is called in answers; the owner of everything that it may touch."""
+        """Name of the caller in answers; the owner of everything that it may touch."""
         return self.tenant or "local"
 
     @property
@@ -85,7 +85,7 @@ class Keys:
         self.signer = signer
 
     def caller(self, api_key: str | None) -> Caller:
-        """Who sends this key or token. Raises `BadKey`."""
+        """Caller who sends this key or token. Raises `BadKey`."""
         if not self._tenants:
             return EVERYBODY
         if (tenant := self._tenants.get(_hash(api_key or ""))) is not None:

@@ -131,5 +131,5 @@ Client = tuple[str, int]
 
 
 def client_of(key: tuple[str, int]) -> Client:
-    """Who sent the sample with this (sampler id, seq_id)."""
+    """Client that sent the sample with this (sampler id, seq_id)."""
     return key[0], key[1] // CLIENT_BLOCK

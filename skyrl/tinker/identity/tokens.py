@@ -34,7 +34,7 @@ class Signer:
         return jwt.encode({**claims, "aud": audience, **dates}, self._key, ALGORITHM)
 
     def read(self, audience: Audience, token: str) -> dict[str, Any]:
-        """What a token says. Raises `BadToken`."""
+        """Claims of a token. Raises `BadToken`."""
         try:
             return jwt.decode(
                 token, self._key, [ALGORITHM], audience=audience, options={"require": ["exp"], "verify_iat": False}

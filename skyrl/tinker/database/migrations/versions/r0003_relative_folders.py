@@ -19,7 +19,7 @@ COLUMNS = {
 }
 """Key, then the columns that name a folder."""
 DECIDED = ("folder", "saved_to")
-"""What names a folder in `requests.decided`."""
+"""Keys that name a folder in `requests.decided`."""
 BATCH = 1000
 
 
