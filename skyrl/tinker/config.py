@@ -1,4 +1,4 @@
-"""What a server can be told: one frozen class, one parser for every way to start it.
+"""Options of a server: one frozen class, one parser for every way to start it.
 
 `EngineConfig` holds the options; `parse_config` reads them from the command line, then `SKYRL_*`, then `TX_*`
 environment variables, then the defaults. `skyrl serve` and `python -m skyrl.tinker.api` both call it. To add an option,
@@ -280,7 +280,7 @@ class EngineConfig(BaseModel):
 
     @property
     def key_names(self) -> list[str]:
-        """What keys are called, which is no secret."""
+        """Names of keys, which are no secret."""
         return [tenant_of_key(key.encode()) for key in self.api_keys]
 
     @property

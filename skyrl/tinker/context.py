@@ -1,4 +1,4 @@
-"""What the routes and the operations share: the open database, the directory and the engine."""
+"""Shared parts of the routes and the operations: the open database, the directory and the engine."""
 
 import asyncio
 from collections.abc import Callable
@@ -30,7 +30,7 @@ BUILTIN_MODEL = "tiny-qwen3"
 
 
 class Engine(Protocol):
-    """What the API process sees of the engine: `skyrl.tinker.processes.engine_supervisor.EngineSupervisor`."""
+    """View of the engine from the API process: `skyrl.tinker.processes.engine_supervisor.EngineSupervisor`."""
 
     @property
     def state(self) -> str: ...
@@ -128,7 +128,7 @@ class Service:
         return str(self.checkpoints / folder)
 
     def folder_of(self, path: str) -> str:
-        """What the database calls a folder that the engine has written."""
+        """Name in the database of a folder that the engine has written."""
         return str(Path(path).relative_to(self.checkpoints))
 
     def served_names(self) -> list[str]:

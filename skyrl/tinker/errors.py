@@ -1,4 +1,4 @@
-"""What goes wrong between a request and its operation. Each is answered with a status of its own."""
+"""Errors between a request and its operation. Each is answered with a status of its own."""
 
 
 class BadKey(Exception):

@@ -131,7 +131,7 @@ class LocalServer:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
     def stacks(self) -> str:
-        """What the threads of its processes are at, as they write it into the log when they are asked."""
+        """Stacks of its processes' threads, as they write them into the log when they are asked."""
         start = self.log_path.stat().st_size
         for pid in self.pids()[1:]:
             with suppress(ProcessLookupError):  # it may end at any moment

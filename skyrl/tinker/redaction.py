@@ -15,7 +15,7 @@ from skyrl.tinker.config import EngineConfig
 log = logging.getLogger(__name__)
 
 HIDDEN = "(its folder)"
-"""What is said in place of a folder by itself."""
+"""Text in place of a folder by itself."""
 
 
 class Redaction:

@@ -98,7 +98,7 @@ class TinkerEngine:
         self.upkeep = Upkeep(backend, self.scheduler, self.policy, config.checkpoints_base, channel.send)
         self._submitted: dict[str, Operation] = {}
         self._running: set[str] = set()
-        """What the API believes to be computed now."""
+        """Requests that the API believes to be computed now."""
         self._metrics: dict[str, int] = {}
         self._stored: deque[Stored] = deque()
         """Filled by the thread that writes."""

@@ -1,4 +1,4 @@
-"""How many samples the backend is given at a time: of each tenant so many tokens, and the rest waits here.
+"""Window of samples that the backend is given at a time: of each tenant so many tokens, and the rest waits here.
 
 It bounds what a tenant's results may take in memory while they are on their way to the API process. Each tenant has a
 window of its own, so nobody waits here for anybody else: who is next among those that the backend has is its own

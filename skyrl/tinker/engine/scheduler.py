@@ -30,7 +30,7 @@ from skyrl.types import GradientEffect
 
 @dataclass
 class _Line:
-    """What a model has had and what is held."""
+    """Requests that a model has had, and those that are held."""
 
     tenant: str
     """Of the request that made or revived it."""
@@ -115,7 +115,7 @@ class Scheduler:
         return True
 
     def tenant(self, model_id: str) -> str:
-        """Whose a model is; nobody's ("") if it is not known."""
+        """Tenant of a model; nobody ("") if it is not known."""
         line = self._lines.get(model_id)
         return line.tenant if line else ""
 

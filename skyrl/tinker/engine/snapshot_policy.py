@@ -32,7 +32,7 @@ LONGEST_PAUSE_S = 60.0
 
 @dataclass
 class _Counts:
-    """What a snapshot would save from being repeated."""
+    """Work that a snapshot would save from being repeated."""
 
     changes: int = 0
     """Requests that may have changed the model."""
@@ -52,7 +52,7 @@ class _Model:
     since: _Counts = field(default_factory=_Counts)
     """Since the last snapshot, or since the one under way began."""
     under_way: _Counts | None = None
-    """What the snapshot under way covers."""
+    """Work that the snapshot under way covers."""
     whole: bool = False
     """Whether it has base weights of its own."""
     failures: int = 0

@@ -23,13 +23,13 @@ RESERVED_FILES = 512
 
 
 def most_connections() -> int:
-    """How many connections the process's limit of open files allows."""
+    """Number of connections that the process's limit of open files allows."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**16 if soft == resource.RLIM_INFINITY else max(soft - RESERVED_FILES, soft // 2)
 
 
 def network_of(address: str) -> str:
-    """What counts as one address: that of IPv4, however it is written, or the first half of that of IPv6."""
+    """Address that counts as one: that of IPv4, however it is written, or the first half of that of IPv6."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -45,10 +45,10 @@ class Connection(H11Protocol):
     open_connections = Quota("{} connections")
     """Of this process, by address."""
     _address: str | None = None
-    """Whose part of them it takes; None: it was not let in."""
+    """Sharer whose part of them it takes; None: it was not let in."""
     _head_timer: asyncio.TimerHandle | None = None
     _delay_s = 0.0
-    """How far the client is behind in taking what was sent."""
+    """Delay of the client in taking what was sent."""
     _full_at = 0.0
     """When the transport had more than it should hold, on the loop's clock."""
     _full_timer: asyncio.TimerHandle | None = None

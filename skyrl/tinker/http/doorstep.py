@@ -1,4 +1,4 @@
-"""What is answered while the server starts: that it is alive, and nothing else.
+"""Answer while the server starts: that it is alive, and nothing else.
 
 A start may take long, as where the database is away. Requests wait for it as they would for any other answer, so that
 one which comes while a server is started again is served; an orchestrator is told at once.

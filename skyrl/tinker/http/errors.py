@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 60.0
 """Seconds without a byte after which a body that is not complete is given up; clients give up as soon."""
 MIN_BYTES_PER_S = 2**14
-"""What a body has to come at, on the whole, after the first `PATIENCE_S`."""
+"""Rate that a body has to come at, on the whole, after the first `PATIENCE_S`."""
 
 UNTIL_ANSWERED = "skyrl.until_answered"
 """Key of a request's scope: an `ExitStack` of what the request holds until it is answered."""

@@ -1,4 +1,4 @@
-"""What a server without keys answers: programs of its own machine, not pages that a browser there has open.
+"""Requests that a server without keys answers: of programs of its machine, not of pages in a browser there.
 
 Any web page may send requests to 127.0.0.1, and, with a name of its own that it lets point there (DNS rebinding), read
 the answers. A browser then names the page in `Origin` or the page's host in `Host`, and sends without asking only

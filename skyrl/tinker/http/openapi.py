@@ -28,7 +28,7 @@ PASSES: dict[str, type[BaseModel]] = {
 }
 """Operations whose bodies `wire` reads: JSON, or protobuf."""
 BODIES = {**PASSES, "asample": schemas.SampleRequest}
-"""Those whose `accept` is not given a body's schema, but what was made of it."""
+"""Operations whose `accept` is not given a body's schema, but what was made of it."""
 
 
 class ErrorDetail(BaseModel):

@@ -1,4 +1,4 @@
-"""What an operation is accepted with, and what accepting it yields."""
+"""Inputs that an operation is accepted with, and what accepting it yields."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from skyrl.types import Result
 
 @dataclass(frozen=True)
 class Target:
-    """What a request is for: a model (there already, or made by it) or a sampler."""
+    """Target of a request: a model (there already, or made by it) or a sampler."""
 
     session: SessionRow
     tenant: str
@@ -32,14 +32,14 @@ class Target:
 
 @dataclass(frozen=True)
 class Admission:
-    """What `accept` functions know beside the request."""
+    """Inputs of `accept` functions beside the request."""
 
     service: Service
     caller: Caller
     target: Target
     request_id: str
     decided: Decisions = field(default_factory=Decisions)
-    """What the server chooses for the request: it is logged, and found here when the request is done again."""
+    """Choices of the server for the request: logged, and found here when the request is done again."""
     again: bool = False
     """Whether the request was accepted before. Then what it met at the time counts, not what there is now."""
 
@@ -74,7 +74,7 @@ class Accepted:
     changes: tuple[str, ...] = ()
     """Ids of rows that the functions above change."""
     complete: Callable[[Any], Awaitable[Any]] | None = None
-    """What is left to do to the files of its result before that is stored. After a crash it may be done once more."""
+    """Work left on the files of its result before that is stored. After a crash it may be done once more."""
 
 
 async def locate(service: Service, caller: Caller, address: Address) -> Target:

@@ -26,7 +26,7 @@ SMALL_BODY = 2**20
 
 @dataclass(frozen=True)
 class QueuedOperation:
-    """What the server knows of an operation."""
+    """Definition of an operation for the server."""
 
     name: str
     """Its path under /api/v1, and its kind in the log."""

@@ -17,7 +17,7 @@ from skyrl.tinker.wire.protobuf_scan import MAX_PARTS
 from skyrl.types import Datum, OptimStepOutput
 
 ARRAY_BYTES = 400
-"""What an array of a pass takes beside its numbers, with its share of the objects around it."""
+"""Bytes that an array of a pass takes beside its numbers, with its share of the objects around it."""
 
 
 def _parse_pass(body: Body, limits: Limits) -> Parsed:

@@ -52,7 +52,7 @@ class Count:
 
 
 class Blame:
-    """What is being done, and the crashes of each request. All methods are called on the event loop.
+    """Record of the work under way, and the crashes of each request. All methods are called on the event loop.
 
     Args:
         folder: Where it is kept. Held by one server. What an earlier one was doing when it died is counted at once.
@@ -69,7 +69,7 @@ class Blame:
             why = f"{RUNNING} cannot be opened ({error.strerror or error}); make it readable and writable"
             raise RequestError(f"checkpoints_base={folder}: {why}") from error
         self.running: tuple[str, ...] = ()
-        """What the engine computes now."""
+        """Requests that the engine computes now."""
         self._decoding: dict[str, str] = {}
         life, computing, decoding = _parse(os.pread(self._handle, os.fstat(self._handle).st_size, 0))
         if life > self._lives:
@@ -78,7 +78,7 @@ class Blame:
         self._write()
 
     def computing(self, request_ids: Iterable[str]) -> None:
-        """What the engine computes from now on."""
+        """Note what the engine computes from now on."""
         self.running = tuple(request_ids)
         self._write()
 
@@ -107,7 +107,7 @@ class Blame:
         return request_id in self._work
 
     def crashes(self, request_id: str) -> int:
-        """How many ends of engines have come while they worked on it."""
+        """Number of ends of engines that have come while they worked on it."""
         return self._work.get(request_id, Count()).crashes
 
     def verdict(self, request_id: str) -> str | None:

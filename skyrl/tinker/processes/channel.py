@@ -1,4 +1,4 @@
-"""What the API process and the engine process say to each other, and the socket it travels on.
+"""Frames between the API process and the engine process, and the socket they travel on.
 
 A frame is a pickled dataclass and, behind it, its long arrays as they are in memory (protocol 5), with all lengths in
 front. The sequences of a pass and its outputs are sent as columns, so what a frame takes to make and to read does not
@@ -32,7 +32,7 @@ LARGE_BYTES = 64 * 1024
 PIECE_BYTES = 2**18
 """Of a frame that others do not wait for, written at once."""
 PIECE_HEAD = 1024
-"""What a piece is beside its bytes, at most."""
+"""Bytes of a piece beside its content, at most."""
 NEVER_S = 1e6
 """Seconds after which a thread gives up an engine that does not read; it is found to hang long before."""
 
@@ -261,7 +261,7 @@ class ApiChannel:
 
 
 def _tenant(frame: ToEngine) -> str:
-    """Whose a frame is; the server's own ("") otherwise."""
+    """Tenant of a frame; the server's own ("") otherwise."""
     if isinstance(frame, Revive):
         return frame.operations[-1].tenant
     if isinstance(frame, Enqueue):

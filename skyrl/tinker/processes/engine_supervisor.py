@@ -43,9 +43,9 @@ LONGEST_PAUSE_S = 10.0
 TERMINATE_S = 5.0
 """Seconds between asking a process to end and killing it."""
 READY, SILENT = "ready", "the engine gives no sign of life"
-"""What `progress` says while the state is ready."""
+"""Values of `progress` while the state is ready."""
 NO_THREAD = "can't start new thread"
-"""What Python says where a limit of processes is reached."""
+"""Message of Python where a limit of processes is reached."""
 GRACE = 0.75
 """Part of `shutdown_timeout_sec` after which an engine that does not end is killed."""
 
@@ -77,11 +77,11 @@ class EngineSupervisor:
         self.config = config
         self.state: State = "starting"
         self.progress = "starting the engine"
-        """What the engine is busy with until it is ready, in words; then whether it gives signs of life."""
+        """Work of the engine until it is ready, in words; then whether it gives signs of life."""
         self.info: BackendInfo | None = None
         """Facts about the loaded model, from the first `Ready` on."""
         self.metrics: dict[str, int] = {}
-        """What the running engine's backend counts about itself."""
+        """Counts that the running engine's backend keeps about itself."""
         self.restarts = 0
         self._on_frame = on_frame
         self._on_crash = on_crash

@@ -1,4 +1,4 @@
-"""How an engine that hangs is told from one that computes.
+"""Detection of an engine that hangs, as opposed to one that computes.
 
 A thread of the engine process says every so often that the process runs, and for how long its present step has. The
 supervisor kills one that says nothing for too long (it is stopped, or its interpreter is held), and one whose step, or
@@ -30,7 +30,7 @@ def interval_s(config: EngineConfig) -> float:
 
 
 class Stopwatch:
-    """How long steps take, without the time in which their process stood still.
+    """Durations of steps, without the time in which their process stood still.
 
     Args:
         interval_s: Seconds between two looks at it.

@@ -22,10 +22,10 @@ from contextlib import suppress
 from skyrl.utils.backoff import pause_s
 
 HELLO, READY, ENDS = b"h", b"r", b"e"
-"""What the API process says: that it takes orders (with the listening socket, if it has made it), that its engine is
-ready, that it is about to exit as it should."""
+"""Messages of the API process: that it takes orders (with the listening socket, if it has made it), that its engine
+is ready, that it is about to exit as it should."""
 STOP, NOW = b"s", b"n"
-"""What the launcher says: stop when all is safely stored; stop at once."""
+"""Messages of the launcher: stop when all is safely stored; stop at once."""
 
 STARTS = 5
 """Deaths before the first `READY` until the launcher gives up."""
@@ -34,7 +34,7 @@ LONGEST_PAUSE_S = 10.0
 STEADY_S = 2.0
 """Seconds after `READY` from which on a death is no sign that the next is near, so that the pause begins anew."""
 PRIVATE = 0o077
-"""What the files of a server's processes are not: open to other users. They hold data, results and secrets."""
+"""Permissions that the files of a server's processes lack: other users'. They hold data, results and secrets."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

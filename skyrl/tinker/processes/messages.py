@@ -75,7 +75,7 @@ ToEngine = Start | Enqueue | Cancel | DropVersion | TurnedAway | Revive | Park |
 
 @dataclass(frozen=True)
 class Progress:
-    """What the engine is busy with until it is ready."""
+    """Work of the engine until it is ready."""
 
     message: str
 
@@ -97,7 +97,7 @@ class Alive:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What the backend counts about itself, whenever it has changed."""
+    """Counts that the backend keeps about itself, whenever they have changed."""
 
     values: dict[str, int]
 
@@ -134,7 +134,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Running:
-    """What the engine computes from now on, so that the API knows what a crash interrupted. Empty: nothing."""
+    """Requests that the engine computes from now on: the API knows what a crash interrupted. Empty: nothing."""
 
     request_ids: tuple[str, ...]
 

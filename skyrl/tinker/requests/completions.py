@@ -1,4 +1,4 @@
-"""Which samples are finished, told to clients that wait for all of theirs at once (`retrieve_futures`).
+"""Finished samples, told to clients that wait for all of theirs at once (`retrieve_futures`).
 
 A client is a sampler and the billion of seq_ids that it counts in. Each end of a sample is an event with a number of
 one ascending count, the cursor. A poll names the last cursor it has seen: events up to it are forgotten, later ones are

@@ -1,4 +1,4 @@
-"""What each frame of the engine means to the API process: all of its effects, in their order, on one page."""
+"""Effects of each frame of the engine on the API process: all of them, in their order, on one page."""
 
 from skyrl.tinker.context import Service
 from skyrl.tinker.identity.ids import is_sample
@@ -35,7 +35,7 @@ class EngineEvents:
         self._samples = samples
         self._training = training
         self.sampling: tuple[str, ...] = ()
-        """What the engine has sampled last, training in between aside."""
+        """Requests that the engine has sampled last, training in between aside."""
 
     def frame(self, frame: FromEngine) -> None:
         """The engine has sent a frame."""

@@ -1,4 +1,4 @@
-"""Which models are in the engine; brings the others back when something is to be done for them.
+"""Models in the engine; brings the others back when something is to be done for them.
 
 A model is away, being revived, in the engine, or being parked. Requests are sent to a model that is there; those that
 come meanwhile wait in `Pending` and are sent, in order and each once, when the revival has been sent or the parking
@@ -65,7 +65,7 @@ class EngineModels:
         self._versions = versions
         self._states: dict[str, State] = {}
         self._repeating: dict[str, ModelOperation] = {}
-        """What the engine does again though nobody waits for it, by request."""
+        """Operations that the engine does again though nobody waits for them, by request."""
         self._life = 0
         self._proving = -1
         """The engine for which bodies that servers have ended of are decoded, one by one and before all others."""
@@ -200,7 +200,7 @@ class EngineModels:
             self._give_up(model_id, error)
 
     async def _read(self, model_id: str, life: int) -> Revival | None:
-        """How a model is brought back. None: not for this engine any more."""
+        """Revival that brings back a model. None: not for this engine any more."""
         if life != self._life:
             return None
         known = {owed.request_id: owed.accepted for owed in self._pending.of_model(model_id) if owed.accepted}

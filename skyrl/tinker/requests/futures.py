@@ -17,7 +17,7 @@ from skyrl.tinker.results import Answer, Lost, Outcome
 MAX_FINISHED_BYTES = 256 * 2**20
 """Answers kept in memory, together; up to twice as many where the sharer that holds most has a single one."""
 OVERHEAD_BYTES = 1536
-"""What an answer counts for beside its body."""
+"""Bytes that an answer counts for beside its body."""
 
 
 class PendingFuture:
@@ -27,7 +27,7 @@ class PendingFuture:
         self.request_id = request_id
         self.tenant = tenant
         self.sharer = sharer or tenant
-        """Whose part of the memory its answer takes; see `Caller.sharer`."""
+        """Sharer whose part of the memory its answer takes; see `Caller.sharer`."""
         self.key = key
         """(sampler, seq_id) of a sample: what makes a second request the same one."""
         self.reason: str | None = None
@@ -127,7 +127,7 @@ class Futures:
                 del self._finished[future.sharer], self._bytes_of[future.sharer]
 
     def clear_reasons(self) -> None:
-        """What was known of why something takes long is so no more."""
+        """Forget what was known of why something takes long."""
         for future in self._by_id.values():
             future.reason = None
 

@@ -175,7 +175,7 @@ class Outcomes:
         self._service.directory.forget(model_id)
 
     async def _write(self, job: Job[T]) -> T:
-        """What `job` returns, once the database has taken it. Raises its refusal if the server is to stop first."""
+        """Result of `job`, once the database has taken it. Raises its refusal if the server is to stop first."""
         return await self._writer.write(job, "an outcome")
 
     def _is_in_use(self, folder: str) -> bool:

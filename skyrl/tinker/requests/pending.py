@@ -20,9 +20,9 @@ class PendingRequest:
     """Place in the model's order; None: after all that came before it."""
     operation: QueuedOperation
     bytes: int
-    """What it takes in memory, roughly."""
+    """Bytes that it takes in memory, roughly."""
     sharer: str
-    """Whose part of the room it takes; see `Caller.sharer`."""
+    """Sharer whose part of the room it takes; see `Caller.sharer`."""
     accepted: Accepted | None = None
     """None: an earlier server took it in, and the log has to be read for what it is."""
     decided: Decisions = field(default_factory=Decisions)
@@ -47,7 +47,7 @@ class Pending:
         self._by_id: dict[str, PendingRequest] = {}
         self._by_model: dict[str, dict[str, PendingRequest]] = {}
         self.quota = Quota("training requests of {} bytes")
-        """What they take."""
+        """Bytes that they take."""
 
     def __iter__(self) -> Iterator[PendingRequest]:
         return iter(list(self._by_id.values()))
@@ -81,6 +81,6 @@ class Pending:
         return list(self._by_model)
 
     def of_model(self, model_id: str) -> list[PendingRequest]:
-        """Those of a model in its order, the ones without a place in it last."""
+        """Requests of a model in its order, the ones without a place in it last."""
         of_model = self._by_model.get(model_id, {}).values()
         return sorted(of_model, key=lambda owed: (owed.seq_id is None, owed.seq_id or 0))

@@ -1,4 +1,4 @@
-"""How a model that is not in the engine is brought back, and where its requests go on.
+"""Revival of a model that is not in the engine, and where its requests go on.
 
 A model is what its newest snapshot and the requests after it made of it. `plan` decides, from rows of the log alone,
 what has to be done again:
@@ -43,7 +43,7 @@ ANY_SIZE = Limits(max_bytes=2**62, max_parts=2**62)
 """Bodies in the log were taken before, whatever the limit is now."""
 
 Files = Mapping[str, SaveOutput]
-"""What is complete on disk, by folder."""
+"""Saves that are complete on disk, by folder."""
 
 
 class Unrevivable(Exception):
@@ -57,7 +57,7 @@ class Unrevivable(Exception):
 
 @dataclass
 class Plan:
-    """What bringing back a model takes."""
+    """Steps that bring back a model."""
 
     steps: list[LoggedRequest | ModelOperation] = field(default_factory=list)
     """In this order; a logged request stands for what it asked for. Empty: the model has still to be made."""
@@ -71,7 +71,7 @@ class Plan:
 
 
 def plan(history: History, files: Files) -> Plan:
-    """What to do again. Raises `Unrevivable` where that is not known any more."""
+    """Plan of what to do again. Raises `Unrevivable` where that is not known any more."""
     model, since = history.model, history.model.snapshot_seq_id
     if (
         refusal := request_log.refused_by_status(model.status, model.model_id)
@@ -185,7 +185,7 @@ class Revival:
     tenant: str
     """Owner of the model."""
     operations: list[ModelOperation]
-    """What the engine does, in this order. Empty: the model has still to be made."""
+    """Operations of the engine, in this order. Empty: the model has still to be made."""
     accepted: dict[str, tuple[Accepted, Decisions]]
     """Pending requests whose body had to be read, with what was decided about them."""
     written: dict[str, SaveOutput]
@@ -254,7 +254,7 @@ def _pending(history: History) -> list[LoggedRequest]:
 
 
 async def _accept_again(service: Service, history: History, request: LoggedRequest, body: Body) -> Accepted:
-    """What a request was accepted as. Raises `Unrevivable` if it was done and this server cannot do it."""
+    """Operation that a request was accepted as. Raises `Unrevivable` if it was done and this server cannot do it."""
     model = history.model
     target = Target(
         history.session, model.tenant, model.model_id, request.seq_id, creates=request.seq_id == 0, model=model

@@ -39,13 +39,13 @@ log = logging.getLogger(__name__)
 MAX_PENDING_SAMPLES = 20_000
 """Samples that may wait at a time, shared as in `quota`. More are turned away for a second (429)."""
 MAX_PENDING_BYTES = 2 * 2**30
-"""What they may take in memory, together, shared alike."""
+"""Bytes that they may take in memory, together, shared alike."""
 OVERHEAD_BYTES = 4096
-"""What a sample counts for beside its body, or its prompt and targets."""
+"""Bytes that a sample counts for beside its body, or its prompt and targets."""
 TOGETHER = 2
 """Engines that may end while they work on a sample beside others; then it is sent alone."""
 STOP_BYTES = 64
-"""What a stop token or string takes, beside what the body has of it."""
+"""Bytes that a stop token or string takes, beside what the body has of it."""
 
 
 @dataclass(eq=False)
@@ -55,9 +55,9 @@ class _Waiting:
     operation: QueuedOperation
     sample: Sample
     bytes: int
-    """What it takes in memory, roughly."""
+    """Bytes that it takes in memory, roughly."""
     sharer: str
-    """Whose part of the room it takes; see `Caller.sharer`."""
+    """Sharer whose part of the room it takes; see `Caller.sharer`."""
 
 
 class SampleQueue:
@@ -76,11 +76,11 @@ class SampleQueue:
         versions.on_arrival = self._send_what_may_go
         self._pending: dict[str, _Waiting] = {}
         self._unsent = Unsent(versions.is_missing)
-        """Those of `_pending` that the engine that runs does not have."""
+        """Samples of `_pending` that the engine that runs does not have."""
         self._number, self._bytes = Quota("{} samples"), Quota("samples of {} bytes")
-        """What is in `_pending`."""
+        """Samples in `_pending`, and their bytes."""
         self._read = Quota("unread samples of {} bytes")
-        """What those that are being read may take meanwhile."""
+        """Bytes that samples being read may take meanwhile."""
         self._alone: str | None = None
         """The suspect that the engine has to itself."""
         self._counts = SampleCounts(service.database)
@@ -264,7 +264,7 @@ def _not_a_number(sample: Sample) -> str:
 
 
 def _size(body: Body, sample: Sample) -> int:
-    """What a sample takes in memory: at least what it was sent with."""
+    """Bytes of a sample in memory: at least those of what it was sent with."""
     targets, stop = sample.target_prompt_logprobs, sample.params.stop
     indices = () if targets is None else (targets.values, targets.crow_indices, targets.col_indices)
     arrays = [array for array in (sample.prompt, *indices) if array is not None]

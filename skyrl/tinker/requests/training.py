@@ -34,10 +34,10 @@ from skyrl.utils.failpoints import crash_point
 from skyrl.utils.quota import Busy
 
 MAX_PENDING_BYTES = 2 * 2**30
-"""What training requests that wait may take in memory, together, shared as in `quota`. Past that a submission is turned
-away for a second (429)."""
+"""Bytes in memory of the training requests that may wait, together, shared as in `quota`. Past that a submission is
+turned away for a second (429)."""
 OVERHEAD_BYTES = 4096
-"""What a training request counts for beside what it was sent with."""
+"""Bytes that a training request counts for beside what it was sent with."""
 PATIENCE_S = 30.0
 """Seconds after which a submission that the database has not answered is turned away. It is logged all the same."""
 
@@ -117,7 +117,7 @@ class TrainingQueue:
             quota.check(sharer, size, MAX_PENDING_BYTES, self._held_bytes(sharer))
 
     def _aside(self, admission: Admission, size: int) -> int:
-        """How much of what its sender has here a request need not share the room with.
+        """Part of what its sender has here that a request need not share the room with.
 
         The room of the requests that wait for it, and of those of the sender's other models that wait likewise: none
         of them can be done before, so they must not be what keeps it out. All that waits so stays below three quarters
@@ -224,7 +224,7 @@ class TrainingQueue:
 
 
 def _without_key(operation: QueuedOperation, body: Body, parsed: Parsed) -> Body:
-    """What is kept of a request: all but somebody's key, which nothing reads again."""
+    """Body that is kept of a request: all but somebody's key, which nothing reads again."""
     if operation.name != "load_weights":
         return body
     if parsed.request is None:  # it is refused, whenever it is done

@@ -33,7 +33,7 @@ class UnwrittenVersions:
         self._arrive(version)
 
     def engine_ended(self) -> None:
-        """What is not on disk is gone."""
+        """Count what is not on disk as gone."""
         self._missing = dict(self._unwritten)
 
     def keep_of(self, model_id: str, versions: set[str]) -> None:

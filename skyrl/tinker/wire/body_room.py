@@ -20,7 +20,7 @@ SMALL_BYTES = 64 * 2**10
 
 
 class BodyRoom:
-    """Who holds how much of it.
+    """Holders of the room, and how much each has.
 
     Args:
         what: Is held, with braces for its bytes.

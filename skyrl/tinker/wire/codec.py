@@ -59,7 +59,7 @@ class PassRequest:
     loss_fn: str = ""
     loss_fn_config: dict[str, float | str] = field(default_factory=dict)
     error: str | None = None
-    """What makes the request unusable, for its sender."""
+    """Fault that makes the request unusable, for its sender."""
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def _with_error(envelope: PassRequest, error: str) -> PassRequest:
 
 
 def _fault(body: bytes, max_parts: int) -> str | None:
-    """What keeps a protobuf body from being parsed whole."""
+    """Fault that keeps a protobuf body from being parsed whole."""
     try:
         check_parts(body, max_parts)
     except RequestError as error:

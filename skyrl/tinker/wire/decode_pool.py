@@ -40,7 +40,7 @@ class _Turn:
     size: int
     given: asyncio.Future[None]
     taken_ns: int = 0
-    """What it took of a thread, once that has ended."""
+    """Nanoseconds that it took of a thread, once that has ended."""
 
     def do(self, function: Callable[[], T]) -> T:
         begun = time.thread_time_ns()
@@ -58,7 +58,7 @@ class DecodePool:
         self._lines: dict[str, deque[_Turn]] = {}
         """The turns that each tenant waits for. No line is empty."""
         self._turns: Counter[str] = Counter()
-        """How many turns each tenant waits for or has. Its account stays open as long, so that it pays for them all."""
+        """Turns that each tenant waits for or has. Its account stays open as long, so that it pays for them all."""
         self._free = THREADS_FOR_BODIES
 
     async def run(self, tenant: str, size: int, function: Callable[[], T], at_most: int = 0) -> T:
@@ -91,7 +91,7 @@ class DecodePool:
         return await asyncio.shield(running)
 
     async def pieces(self, tenant: str, size: int, made: Iterator[T]) -> AsyncIterator[T]:
-        """What an iterator makes, each of its pieces of `size` bytes as work of its own."""
+        """Pieces that an iterator makes, each of `size` bytes as work of its own."""
         nothing = object()
         while (piece := await self.run(tenant, size, partial(next, made, nothing))) is not nothing:
             yield piece  # pyright: ignore[reportReturnType]

@@ -43,7 +43,7 @@ _NAME = re.compile(rb'[{,\s]"(' + "|".join(NAMES).encode() + rb')"\s{0,8}:\s{0,8
 _NAME_BYTES = 64
 """Of the text before a list, in which its name is."""
 _MARK = f"{token_hex(16)}:"
-"""What no client knows, so that none can send it."""
+"""Text that no client knows, so that none can send it."""
 
 
 class TooMuch(ValueError):

@@ -18,7 +18,7 @@ CHECKPOINT_TYPES: dict[str, Literal["training", "sampler", "external"]] = {
     "sampler_weights": "sampler",
     "external_weights": "external",
 }
-"""What the API calls the checkpoints of each `CheckpointKind`."""
+"""Names in the API of the checkpoints of each `CheckpointKind`."""
 
 
 def moment(seconds: float) -> datetime:
@@ -167,7 +167,7 @@ class SetProjectRequest(RequestModel):
 
 
 class SearchOwner(WireModel):
-    """Whose sessions to search."""
+    """Users whose sessions to search."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: list[str] | None = Field(default=None, min_length=1, max_length=10)
@@ -253,19 +253,19 @@ class AuthTokenResponse(BaseModel):
 
 
 class OrganizationDetails(BaseModel):
-    """Whose server this is."""
+    """Owner of this server."""
 
     name: str
 
 
 class UserDetails(BaseModel):
-    """Whose key it is."""
+    """Owner of the key."""
 
     email: str
 
 
 class ApiKeyDetails(BaseModel):
-    """Who is behind a key."""
+    """Owner behind a key."""
 
     org_details: OrganizationDetails
     user_details: UserDetails

@@ -90,12 +90,12 @@ class Parsed(Generic[T]):
     is_pass: bool = False
     """Whether it was to add gradients, so that the next optimizer step must not go ahead without it."""
     held_bytes: int = 0
-    """What the request takes in memory, roughly. A small body may stand for a large one."""
+    """Bytes that the request takes in memory, roughly. A small body may stand for a large one."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a body may be."""
+    """Limits of a body."""
 
     max_bytes: int
     """After decompression, and of the arrays made of it."""
@@ -158,7 +158,7 @@ def json_parser(
 
 
 def describe_faults(error: ValidationError) -> str:
-    """What does not fit a schema, in one line. Of very many faults only their number: to list them takes seconds."""
+    """Faults against a schema, in one line. Of very many faults only their number: to list them takes seconds."""
     count = error.error_count()
     if count > MANY_FAULTS:
         return f"{count} values or names do not fit this request; its schema is in /openapi.json"

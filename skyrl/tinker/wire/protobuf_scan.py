@@ -27,11 +27,11 @@ ADDRESS = (
 )
 
 Table = dict[int, "Table | None"]
-"""What is in the fields of a message that hold more than one value, by their numbers: messages, or (None) numbers."""
+"""Fields of a message that hold more than one value, by their numbers: messages, or (None) numbers."""
 
 
 def _table(message: Any) -> Table:
-    """That of a message's descriptor."""
+    """Table of a message's descriptor."""
     numbers = [field.number for field in message.fields if field.is_repeated and field.is_packed]
     inner = {field.number: _table(field.message_type) for field in message.fields if field.message_type}
     return {**dict.fromkeys(numbers), **inner}
@@ -57,7 +57,7 @@ def address_of(body: bytes) -> bytes:
 
 
 def unknown_field(number: int, what: str) -> RequestError:
-    """That a message has a field of which this server knows nothing."""
+    """Refusal of a message with a field of which this server knows nothing."""
     return RequestError(
         f"field number {number} of the {what} is not known to this server; "
         "use the client version that this server's documentation names"

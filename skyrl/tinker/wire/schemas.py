@@ -66,7 +66,7 @@ class RequestModel(WireModel):
         return {key: child for key, child in {**value, **nested}.items() if child is not None}
 
     def unserved(self) -> str | None:
-        """What is wrong with the first option that is set but not served yet, or None."""
+        """Fault of the first option that is set but not served yet, or None."""
         for name, way_out in self.UNSERVED.items():
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
@@ -221,7 +221,7 @@ MAX_DATUMS = 16384
 
 
 class PassInput(RequestModel):
-    """What a pass computes."""
+    """Input of a pass."""
 
     data: Annotated[list[DatumInput], Field(fail_fast=True, max_length=MAX_DATUMS)]
     loss_fn: str
@@ -403,7 +403,7 @@ class HealthResponse(BaseModel):
 
     status: str = "ok"
     engine: dict[str, int] = {}
-    """What the engine counts about itself, such as the programs that it has compiled."""
+    """Counts of the engine about itself, such as the programs that it has compiled."""
 
 
 class ClientConfigResponse(BaseModel):

@@ -24,7 +24,7 @@ async def auth_token(service: ServiceDependency, _: CallerDependency, request: R
 
 @router.get("/auth/apikey/me")
 async def get_api_key(caller: CallerDependency) -> rest.ApiKeyResponse:
-    """What is known of the key that was sent."""
+    """Facts about the key that was sent."""
     details = rest.ApiKeyDetails(
         org_details=rest.OrganizationDetails(name=ORGANIZATION), user_details=rest.UserDetails(email=caller.email)
     )

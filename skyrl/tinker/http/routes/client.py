@@ -1,4 +1,4 @@
-"""What a client asks before anything else, and what it tells about itself."""
+"""Routes that a client asks before anything else, and those where it tells about itself."""
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -22,13 +22,13 @@ async def healthz(service: ServiceDependency) -> schemas.HealthResponse | JSONRe
 
 @router.post("/client/config")
 async def client_config(_: CallerDependency) -> schemas.ClientConfigResponse:
-    """How to talk to this server. The request (the client's version) changes nothing."""
+    """Settings for talking to this server. The request (the client's version) changes nothing."""
     return schemas.ClientConfigResponse()
 
 
 @router.post("/client/dynamic_config")
 async def dynamic_config(_: CallerDependency) -> schemas.DynamicConfigResponse:
-    """What may change while a client runs: nothing, here."""
+    """Settings that may change while a client runs: none, here."""
     return schemas.DynamicConfigResponse()
 
 

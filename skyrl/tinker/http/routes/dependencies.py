@@ -1,4 +1,4 @@
-"""What route functions ask for: the server's parts and the caller.
+"""Dependencies of route functions: the server's parts and the caller.
 
 All dependencies are coroutines: others would each be a journey to a thread and back.
 """

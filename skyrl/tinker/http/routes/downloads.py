@@ -70,7 +70,7 @@ async def archive(
 
 @public.get(DOWNLOADS, response_model=None, responses={200: {"content": {"application/octet-stream": {}}}})
 async def download(token: str, name: str, service: ServiceDependency) -> Response:
-    """What a link is for."""
+    """File that a link is for."""
     try:
         claims = service.keys.signer.read("download", token)
     except BadToken as error:

@@ -19,7 +19,7 @@ async def get_info(
     caller: CallerDependency,
     request: Annotated[schemas.GetInfoRequest, json_body(schemas.GetInfoRequest)],
 ) -> schemas.GetInfoResponse:
-    """What a model is. Its tokenizer is read from the folder named here, on the client's machine."""
+    """Facts about a model. Its tokenizer is read from the folder named here, on the client's machine."""
     info = await service.wait_until_ready()
     row = await service.directory.model(request.model_id, caller)
     if row.status in ("creating", "failed"):
@@ -37,7 +37,7 @@ async def weights_info(
     caller: CallerDependency,
     request: Annotated[schemas.WeightsInfoRequest, json_body(schemas.WeightsInfoRequest)],
 ) -> schemas.WeightsInfoResponse:
-    """What a checkpoint was trained with."""
+    """Options that a checkpoint was trained with."""
     path = TinkerPath.parse("tinker_path", request.tinker_path)
     row = await service.directory.checkpoint("tinker_path", path, caller)
     config = LoraConfig(**row.lora_config)

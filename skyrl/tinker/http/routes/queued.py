@@ -105,7 +105,7 @@ async def retrieve_futures(
     caller: CallerDependency,
     body: Annotated[schemas.RetrieveFuturesRequest, json_body(schemas.RetrieveFuturesRequest)],
 ) -> schemas.RetrieveFuturesResponse:
-    """Which samples of one client have ended, waited for as long as a poll may take."""
+    """Samples of one client that have ended, waited for as long as a poll may take."""
     return await queue.samples.ended(body, caller)
 
 

@@ -69,7 +69,7 @@ async def create_sampling_session(
 
 @router.get("/samplers/{sampler_id}", response_model_exclude_none=True)
 async def get_sampler(sampler_id: str, service: ServiceDependency, caller: CallerDependency) -> schemas.SamplerResponse:
-    """What a sampler samples from."""
+    """Model that a sampler samples from."""
     row = await service.directory.sampler(sampler_id, caller)
     return schemas.SamplerResponse(sampler_id=row.sampler_id, base_model=row.base_model, model_path=row.model_path)
 

@@ -32,7 +32,7 @@ async def list_training_runs(
 async def get_training_run(
     run_id: str, service: ServiceDependency, caller: CallerDependency, access_scope: listings.Scope = "owned"
 ) -> rest.TrainingRun:
-    """What a run is, and its newest checkpoints."""
+    """Facts about a run, and its newest checkpoints."""
     return await service.database.read(partial(listings.training_run, caller=caller, scope=access_scope, run_id=run_id))
 
 
