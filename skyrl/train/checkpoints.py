@@ -63,19 +63,19 @@ class Checkpoint(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """What messages call the settings of a run; by default as RL does."""
+    """Names of a run's settings in messages; by default those of RL."""
 
     ckpt_path: str = "trainer.ckpt_path"
     own_folder: str = "trainer.run_name or a trainer.ckpt_path"
-    """What gives a run a folder of its own."""
+    """Setting that gives a run a folder of its own."""
     resume_path: str = "trainer.resume_mode=from_path and trainer.resume_path"
-    """What names the checkpoint to go on from."""
+    """Setting that names the checkpoint to go on from."""
     anew: str = "trainer.resume_mode=none"
-    """What goes on from none."""
+    """Setting that goes on from none."""
 
 
 def identity_of(config: SkyRLTrainConfig) -> dict[str, Any]:
-    """What a checkpoint has in common with a run that goes on from it: fields of a resolved configuration by path."""
+    """Identity shared by a checkpoint and a run that goes on from it: fields of a resolved configuration by path."""
     trainer = config.trainer
     policy, critic, algorithm = trainer.policy.model, trainer.critic.model, trainer.algorithm
     adapters = {"policy": policy.lora, **({"critic": critic.lora} if trainer.has_critic else {})}
@@ -277,7 +277,7 @@ class CheckpointStore:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """What the manifest of each model in a folder hashes to."""
+    """Hash of the manifest of each model in a folder."""
     digests = {}
     for path in sorted(path for path in folder.iterdir() if path.is_dir()):
         written = inspect_folder(path)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 C = TypeVar("C", bound=BaseConfig)
 
 REPORTED = (ConfigError, RequestError, RolloutError, StorageError)
-"""What ends a run with its message alone; everything else keeps its traceback."""
+"""Errors that end a run with their message alone; everything else keeps its traceback."""
 
 
 def rl(argv: Sequence[str]) -> int:

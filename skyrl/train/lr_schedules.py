@@ -67,7 +67,7 @@ SCHEDULES: dict[str, Callable[[_Place], float]] = {
 
 
 def learning_rate_factor(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
-    """What `optimizer.lr` is multiplied by in an optimizer step.
+    """Factor of `optimizer.lr` in an optimizer step.
 
     The warm-up rises from 0 in a straight line; `constant` has none. After `total_steps` it stays what it was there.
 
@@ -83,7 +83,7 @@ def learning_rate_factor(optimizer: OptimizerConfig, step: int, total_steps: int
 
 
 def adam_params(optimizer: OptimizerConfig, factor: float) -> AdamParams:
-    """Those of a step whose learning rate is `optimizer.lr` times `factor`; epsilon is torch's default."""
+    """Parameters of a step whose learning rate is `optimizer.lr` times `factor`; epsilon is torch's default."""
     beta1, beta2 = optimizer.adam_betas
     return AdamParams(
         learning_rate=optimizer.lr * factor,

@@ -65,7 +65,7 @@ class SkyRLTrainConfig(BaseConfig):
         return given
 
     def geometry(self, model: str = "policy") -> BatchGeometry:
-        """How the batch of policy, critic or ref is cut. In a resolved configuration every cut comes out even."""
+        """Geometry of the batch of policy, critic or ref. In a resolved configuration every cut comes out even."""
         trainer = self.trainer
         scores_only = model == "ref"
         return BatchGeometry(

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class StrategyTraits(NamedTuple):
-    """What rules about a configuration need to know of a strategy."""
+    """Facts of a strategy for rules about a configuration."""
 
     is_distributed: bool
     """Whether models are on ranks with GPUs of their own, and engines on others sample: rules about these hold."""
@@ -17,4 +17,4 @@ STRATEGIES = {
     "jax": StrategyTraits(is_distributed=False),
 }
 DEFAULT_STRATEGY = "jax"
-"""What is taken where none is named: one that is served."""
+"""Strategy that is taken where none is named: one that is served."""

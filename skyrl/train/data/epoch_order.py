@@ -130,7 +130,7 @@ class PromptOrder:
         return [self._order.row(place)[1] for place in range(first, first + n)]
 
     def state(self) -> OrderState:
-        """What `restore` goes on from."""
+        """State that `restore` goes on from."""
         return self._state.copy()
 
     def restore(self, state: OrderState) -> None:

@@ -24,7 +24,7 @@ class Batch:
 
     rows: Sequence[Row]
     trajectories: Sequence[Trajectory]
-    """What the rows are of: `Row.trajectory` counts them."""
+    """Trajectories of the rows: `Row.trajectory` counts them."""
     uids: Sequence[str]
     """Prompt of each trajectory."""
     temperature: float

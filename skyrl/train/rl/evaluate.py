@@ -1,4 +1,4 @@
-"""How well a policy does on prompts that it is not trained on."""
+"""Evaluation of a policy on prompts that it is not trained on."""
 
 from collections.abc import Sequence
 

@@ -37,7 +37,7 @@ class TrainingPrompts:
 
 
 def training_prompts(config: SkyRLTrainConfig, chat: Chat) -> TrainingPrompts:
-    """Those of a run from its beginning. Raises ConfigError for data that are not there or not enough."""
+    """Prompts of a run from its beginning. Raises ConfigError for data that are not there or not enough."""
     dataset = _dataset(config, "data.train_data", config.data.train_data, chat)
     settings = config.trainer
     order = PromptOrder(
@@ -47,7 +47,7 @@ def training_prompts(config: SkyRLTrainConfig, chat: Chat) -> TrainingPrompts:
 
 
 def evaluation_prompts(config: SkyRLTrainConfig, chat: Chat) -> list[Prompt]:
-    """Those that a run is evaluated on; none where there is no evaluation."""
+    """Prompts that a run is evaluated on; none where there is no evaluation."""
     settings = config.trainer
     if settings.eval_interval <= 0 or not config.data.val_data:
         return []

@@ -39,7 +39,7 @@ Outcome = Literal["open", "settled"] | Group
 
 
 class Order(Protocol):
-    """Which prompts come when."""
+    """Order of prompts."""
 
     def next(self) -> Prompt:
         """The next prompt, of the following epoch where one has ended."""
@@ -55,12 +55,12 @@ class Order(Protocol):
 
 
 class SourceState(NamedTuple):
-    """What a source has in hand between two steps. Sources of all modes take each other's."""
+    """State of a source between two steps. Sources of all modes take each other's."""
 
     order: dict[str, Any]
     """State of the order before the first prompt that is not settled."""
     prompts: Sequence[Outcome]
-    """What became of the prompts that the order gave since then."""
+    """Outcomes of the prompts that the order gave since then."""
 
     def as_json(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The state without samples, and an object for each sample."""
@@ -189,7 +189,7 @@ class Source:
         return {"async/dropped_prompts": float(dropped)} if self._policy == "drop" else {}
 
     def state(self) -> SourceState:
-        """What `restore` goes on from."""
+        """State that `restore` goes on from."""
         before = self._drawn[0].before if self._drawn else self._order.state()
         return SourceState(before, [one.outcome() for one in self._drawn])
 
@@ -215,7 +215,7 @@ class Source:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _ready(self) -> list[_Drawn]:
-        """What the next batch is made of, as far as it has ended."""
+        """Prompts of the next batch, as far as they have ended."""
         waiting = [one for one in self._drawn if not one.settled]
         if self._policy == "block":
             waiting = waiting[: self._prompts]

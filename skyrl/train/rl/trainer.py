@@ -46,7 +46,7 @@ class RLTrainer:
         self.collected: DynamicSampling[Trajectory] = DynamicSampling(
             prompts, self._algorithm.dynamic_sampling.max_sample_batches
         )
-        """What dynamic sampling has kept for the next step."""
+        """Trajectories that dynamic sampling has kept for the next step."""
         self.generator = np.random.default_rng([config.trainer.seed, 1])
         """Draws replacements of dynamic sampling."""
 
@@ -105,7 +105,7 @@ class RLTrainer:
                 return *chosen, metrics | {"generate/sample_batches": float(batches)}
 
     def _chosen(self, trajectories: list[Trajectory], batches: int) -> tuple[list[Trajectory], list[str]] | None:
-        """What to train on, or None where more has to be sampled first."""
+        """Trajectories to train on, or None where more has to be sampled first."""
         usable = [item for item in trajectories if item.failure is None]
         uids = [item.id.instance_id for item in usable]
         rewards = np.array([item.reward for item in usable])

@@ -40,7 +40,7 @@ def env_rewards(batch: Batch) -> Array:
 
 
 class _Scored(NamedTuple):
-    """What the models say of the batch before it is trained on, each `[rows, tokens]`. None: nobody needs it."""
+    """Scores of the models before the batch is trained on, each `[rows, tokens]`. None: nobody needs it."""
 
     logprobs: Array | None
     entropy: Array | None
@@ -155,7 +155,7 @@ class Update:
         return _Scored(logprobs, entropy, reference, values)
 
     def _seen(self, batch: Batch, scored: _Scored) -> Metrics:
-        """What the policy says of the batch before it is trained on it, as far as that is known by now."""
+        """Metrics of the policy on the batch before it is trained on it, as far as they are known by now."""
         logprobs, entropy, reference, rollout = (
             scored.logprobs,
             scored.entropy,
@@ -197,7 +197,7 @@ class Update:
     def _fields(
         self, batch: Batch, mask: Array, scored: _Scored, estimated: Advantages
     ) -> tuple[dict[str, Array], Metrics]:
-        """What the policy's objective reads, and metrics of corrections for what sampler and trainer differ in."""
+        """Inputs of the policy's objective, and metrics of corrections for what sampler and trainer differ in."""
         fields = {"advantages": estimated.advantages}
         if scored.logprobs is not None:
             fields["sampling_logprobs"] = scored.logprobs
@@ -314,7 +314,7 @@ def _column(batch: Batch, output: ForwardBackwardOutput, name: str) -> Array:
 
 
 def _policy_metrics(output: ForwardBackwardOutput, old: list[Array], mask: Array) -> Metrics:
-    """How far the policy has moved from where the step began."""
+    """Distance that the policy has moved from where the step began."""
     new = [
         scores["logprobs"][row[: len(scores["logprobs"])]]
         for scores, row in zip(output.loss_fn_outputs, mask, strict=True)

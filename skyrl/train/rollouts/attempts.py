@@ -112,7 +112,7 @@ async def _attempt(
 
 
 async def _close(env: Env[Any], identity: TrajectoryId) -> None:
-    """What an environment does wrong while it closes changes nothing about its trajectory."""
+    """Close an environment; what it does wrong meanwhile changes nothing about its trajectory."""
     try:
         async with asyncio.timeout(CLOSE_S):
             await env.close()
@@ -147,7 +147,7 @@ class Tracebacks:
 
 
 class FailureBudget:
-    """How many of some trajectories may fail."""
+    """Budget of the trajectories that may fail."""
 
     def __init__(self, max_failed_fraction: float, trajectories: int):
         """Allow a fraction of a known number of trajectories."""

@@ -26,7 +26,7 @@ REMEMBERED = 256
 
 
 class ChatTokenizer(Protocol):
-    """What is used of a `transformers` tokenizer."""
+    """Interface that is used of a `transformers` tokenizer."""
 
     @property
     def eos_token_id(self) -> Any: ...
@@ -84,7 +84,7 @@ class Chat:
         return self._encode(self._text(messages, tools))
 
     def continuation(self, observations: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
-        """What stands between a response and the next one: the end of the turn, messages, the next turn's beginning.
+        """Tokens between a response and the next one: the end of the turn, messages, the next turn's beginning.
 
         The first token is `end_of_turn`. Raises ConfigError if the template does not allow it: if what it puts there
         depends on what came before, or does not begin with a token that ends a turn.
@@ -119,7 +119,7 @@ class Chat:
     def _after_marker(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, answering: bool = True
     ) -> str | None:
-        """What is rendered after the marker; None if the marker itself is not rendered."""
+        """Text rendered after the marker; None if the marker itself is not rendered."""
         _, found, after = self._text(messages, tools, answering).partition(MARKER)
         return after if found else None
 

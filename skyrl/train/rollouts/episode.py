@@ -29,7 +29,7 @@ class Prompt:
     """A row of a data set."""
 
     messages: Sequence[Message]
-    """What the conversation begins with."""
+    """Beginning of the conversation."""
 
     env_class: str
     """Id of its environment."""
@@ -61,12 +61,12 @@ class Episode:
         self._params = params
         self._session_id = session_id
         self.stage: Stage = "environment"
-        """What is or was at work."""
+        """Stage that is or was at work."""
         self.messages: Sequence[Message] = ()
         """The prompt, as the environment gave it."""
         self.turns: list[Turn] = []
         self.raised: Exception | None = None
-        """What the environment raised on the last action, if that has a reward."""
+        """Exception of the environment on the last action, if that has a reward."""
 
     async def run(self, env: Env[Any], prompt: Prompt) -> TrajectoryStopReason:
         """Play it to its end.

@@ -1,4 +1,4 @@
-"""What the sampler is given at each turn, in three ways.
+"""Input of the sampler at each turn, in three ways.
 
 - `TokenHistory`: tokens in, tokens out. Responses stay as they were sampled, and only what is new is rendered.
 - `RenderedHistory`: the whole conversation is rendered anew. Templates that leave reasoning out of the past, or an
@@ -42,7 +42,7 @@ class History(ABC):
         """A response and what the environment answered: another turn follows."""
 
     def closing_ids(self, sampled: Sampled) -> list[int]:
-        """What follows the response if it is the last: the token that ends a turn, after a stop string."""
+        """Tokens after the response if it is the last: the token that ends a turn, after a stop string."""
         at_stop_string = sampled.stop_reason == "stop" and not self.chat.ended(sampled.token_ids)
         return [self.chat.end_of_turn] if at_stop_string and self.append_eos else []
 
@@ -105,7 +105,7 @@ class SingleMessageHistory(History):
 
 
 def history_class(config: GeneratorConfig) -> type[History]:
-    """How a configuration wants histories to be kept."""
+    """Class of histories that a configuration wants."""
     if not config.use_conversation_multi_turn:
         return SingleMessageHistory
     if config.step_wise_trajectories or config.chat_template.name_or_path is not None:

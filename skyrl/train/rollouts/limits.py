@@ -1,4 +1,4 @@
-"""How many trajectories begin in a second, and how many run at a time: for quotas of providers and sandboxes."""
+"""Limits on trajectories that begin in a second, and that run at a time: for quotas of providers and sandboxes."""
 
 import asyncio
 

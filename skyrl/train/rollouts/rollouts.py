@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def chat_of(config: GeneratorConfig, tokenizer: ChatTokenizer) -> Chat:
-    """How rollouts render conversations. Raises ConfigError for a template that cannot be used as is asked."""
+    """Renderer of rollouts' conversations. Raises ConfigError for a template that cannot be used as is asked."""
     chat = Chat(tokenizer, load_template(config.chat_template), config.chat_template_kwargs)
     if config.max_turns > 1 and history_class(config) is TokenHistory:
         chat.continuation([{"role": "user", "content": "A"}])
@@ -125,7 +125,7 @@ class Rollouts:
             )
 
     def _session(self, identity: TrajectoryId, attempt: int) -> str:
-        """What the sampler's seeds follow from: another attempt samples another text, unless told otherwise."""
+        """Session that the sampler's seeds follow from: another attempt samples another text, unless told otherwise."""
         again = attempt > 1 and self._config.retry_with_new_seed
         return f"{identity}, attempt {attempt}" if again else str(identity)
 

@@ -58,7 +58,7 @@ class Row:
     """Whether it is the last row of its trajectory."""
 
     stop_reason: str = "stop"
-    """That of the trajectory."""
+    """Stop reason of the trajectory."""
 
     @cached_property
     def token_ids(self) -> list[int]:
@@ -72,7 +72,7 @@ class Row:
 
     @cached_property
     def mask(self) -> list[bool]:
-        """Which tokens are trained on."""
+        """Mask of the tokens that are trained on."""
         return self._of_tokens(lambda segment: segment.mask)
 
     @cached_property

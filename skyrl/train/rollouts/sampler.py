@@ -1,4 +1,4 @@
-"""What rollouts ask of a model: the continuation of some tokens.
+"""Sampling that rollouts ask of a model: the continuation of some tokens.
 
 An engine takes part by having a `sample` method of this shape; nothing here knows of one.
 """

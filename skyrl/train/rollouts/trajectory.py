@@ -16,7 +16,7 @@ TrajectoryStopReason = Literal["stop", "length", "max_turns", "failed"]
 
 
 class TrajectoryId(NamedTuple):
-    """Which sample of which prompt."""
+    """Id of a sample of a prompt."""
 
     instance_id: str
     """The prompt: what groups are formed by."""
@@ -47,7 +47,7 @@ class Turn:
     """The sampled text, as the environment saw it."""
 
     observations: Sequence[Message] = ()
-    """What the environment answered."""
+    """Answer of the environment."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The environment's numbers of this turn."""
@@ -67,7 +67,7 @@ class Failure:
     """Why there is no usable trajectory."""
 
     kind: FailureKind
-    """What failed, or timeout."""
+    """Part that failed, or timeout."""
 
     message: str
     """The error, and what was going on."""
@@ -78,7 +78,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What became of one sample of one prompt."""
+    """Outcome of one sample of one prompt."""
 
     id: TrajectoryId
     turns: Sequence[Turn]
@@ -98,7 +98,7 @@ class Trajectory:
     """Why it failed at the last attempt. Such a trajectory has no reward and is not trained on."""
 
     attempts: int = 1
-    """How often it was begun, each time with a fresh environment."""
+    """Number of times it was begun, each time with a fresh environment."""
 
     seconds: float = 0.0
     """Duration of the last attempt."""

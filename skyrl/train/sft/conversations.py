@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are trained on.
+"""Choice of the tokens of a conversation that are trained on.
 
 A template that marks what an assistant says (`{% generation %}`) is believed. With any other, an assistant's message
 is what a conversation has more than the prompt for it, which holds only if the prompt's tokens are the first ones of

@@ -43,7 +43,7 @@ class Example:
 
 @dataclass(frozen=True)
 class RowReader:
-    """What makes examples of rows."""
+    """Maker of examples from rows."""
 
     conversations: Conversations
     train_on_what: str

@@ -35,7 +35,7 @@ MODEL = "policy"
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to."""
+    """Result of a run."""
 
     steps: int
     """Optimizer steps taken, those before it was resumed too."""

@@ -1,3 +1,3 @@
-"""What a strategy (`trainer.strategy`) makes of the configuration: fields that take effect, and what its backend is
+"""Effects of a strategy (`trainer.strategy`) on the configuration: fields that take effect, and what its backend is
 told.
 """

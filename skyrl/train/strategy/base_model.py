@@ -1,4 +1,4 @@
-"""What a run asks of its base model before anything large is read: that it is there, and of a kind that is known.
+"""Checks of a run's base model before anything large is read: that it is there, and of a kind that is known.
 
 Errors name the fields of the trainer's configuration, where the backend's own would name those of a backend.
 """

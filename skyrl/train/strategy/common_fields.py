@@ -1,4 +1,4 @@
-"""What becomes of the configuration fields that the trainers read themselves, with any strategy. `support` says how to
+"""Support of the configuration fields that the trainers read themselves, with any strategy. `support` says how to
 read the table.
 """
 

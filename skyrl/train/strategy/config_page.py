@@ -44,7 +44,7 @@ def render_page() -> str:
 
 
 def _counts(strategy: str) -> Iterator[str]:
-    """What becomes of how many fields with a strategy."""
+    """Counts of fields by what becomes of them with a strategy."""
     supports = [find(SERVED[strategy].support, field.path)[1] for field in describe_fields(SkyRLTrainConfig())]
     counts = Counter(support.status for support in supports)
     yield f"## With trainer.strategy={strategy}\n\nOf {len(supports)} fields:\n"

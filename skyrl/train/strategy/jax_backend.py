@@ -1,4 +1,4 @@
-"""What a training configuration means for the JAX backend.
+"""Meaning of a training configuration for the JAX backend.
 
 Options under `trainer.jax` are laid over those that follow from other fields. Defaults that are made for GPUs mean
 "where available", which is logged in one line. The backend's own configuration loads jax, so it is imported when it is

@@ -1,4 +1,4 @@
-"""What `trainer.strategy` names: which fields take effect, what its backend is told, and where a run's models are.
+"""Strategies (`trainer.strategy`): which fields take effect, what the backend is told, and where a run's models are.
 
 To add one, subclass `Strategy` in a module of its own with a table of fields beside it, name it in
 `skyrl.train.strategy.registry`, and its rules in `skyrl.train.config.strategies`.
@@ -32,7 +32,7 @@ class Strategy(ABC):
     backend: str
     """By which the registry of backends knows the backend."""
     support: Mapping[str, Support]
-    """What becomes of each field of `SkyRLTrainConfig`."""
+    """Support of each field of `SkyRLTrainConfig`."""
 
     @abstractmethod
     def rl_options(self, config: SkyRLTrainConfig) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def where_available(self, config: SkyRLTrainConfig) -> str:
-        """What defaults that ask for what is not everywhere come to, in one line."""
+        """Outcome of defaults that ask for what is not everywhere, in one line."""
 
     def rl_backend_config(self, config: SkyRLTrainConfig) -> BaseModel:
         """The backend's configuration for a resolved one.
@@ -62,7 +62,7 @@ class Strategy(ABC):
         return self._config(self.sft_options(config), self.name)
 
     def rl_loader(self, config: SkyRLTrainConfig) -> Callable[[], BackendModels]:
-        """What loads the base model of a resolved configuration, of which all that can be is checked at once.
+        """Loader of the base model of a resolved configuration, of which all that can be is checked at once.
 
         It, and what it returns, raise ConfigError for what cannot be as asked.
         """

@@ -1,4 +1,4 @@
-"""What becomes of each configuration field with a strategy: it is read, or it is refused.
+"""Support of each configuration field with a strategy: it is read, or it is refused.
 
 A table maps paths to what becomes of them; a path stands for every field below it that has no longer one of its own.
 Fields of subclasses, which are a user's own, are never refused.
@@ -14,7 +14,7 @@ from skyrl.train.config.machinery.fields import specs_of
 
 
 class Status(Enum):
-    """What becomes of a field."""
+    """Status of a field."""
 
     CONSUMED = "consumed"
     """A module reads it."""
@@ -26,13 +26,13 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Support:
-    """What becomes of a field, or of all fields of a section."""
+    """Support of a field, or of all fields of a section."""
 
     status: Status
     by: str
     """The module that reads it, or why it is refused and what to do instead."""
     section: str | None = None
-    """What the module calls the section that the field is in, where that is not its name."""
+    """Name in the module of the section that the field is in, where that is another."""
 
 
 def consumed(module: str, section: str | None = None) -> Support:

@@ -1,4 +1,4 @@
-"""Which trackers can be used here: installed, and with a key where they need one."""
+"""Trackers that can be used here: installed, and with a key where they need one."""
 
 import importlib.util
 import netrc
@@ -11,7 +11,7 @@ from skyrl.train.tracking.clients import TRACKERS, TrackerNeeds
 
 
 class ChosenTrackers(NamedTuple):
-    """Which of the trackers that were asked for can be used."""
+    """Trackers that were asked for, by whether they can be used."""
 
     usable: list[str]
     """In the order in which they were asked for, each once."""
@@ -36,7 +36,7 @@ def choose_trackers(logger: str | Iterable[str], environment: Mapping[str, str] 
 
 
 def usable_trackers(logger: str | Iterable[str]) -> list[str]:
-    """Those of `choose_trackers`; the console if they are none of those that were asked for."""
+    """Usable ones of `choose_trackers`; the console if they are none of those that were asked for."""
     chosen = choose_trackers(logger)
     return chosen.usable or ["console"] * bool(chosen.unusable)
 

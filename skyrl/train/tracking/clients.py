@@ -20,7 +20,7 @@ MLFLOW_LONGEST_PARAM = 500
 
 
 class RunInfo(NamedTuple):
-    """What trackers are told of a run."""
+    """Facts of a run for trackers."""
 
     project: str
     name: str
@@ -31,7 +31,7 @@ class RunInfo(NamedTuple):
 
 
 class TrackerNeeds(NamedTuple):
-    """What a tracker cannot do without."""
+    """Needs of a tracker."""
 
     package: str
     """Package to install and import."""
@@ -154,7 +154,7 @@ TRACKERS = {"wandb": WandB, "mlflow": MLflow, "swanlab": SwanLab, "tensorboard":
 
 
 def tracker_clients(names: Iterable[str], run: RunInfo) -> dict[str, Callable[[], TrackerClient]]:
-    """What makes each of these trackers, for `Tracker`. `choose_trackers` says which can be used."""
+    """Makers of these trackers, by name, for `Tracker`. `choose_trackers` says which can be used."""
     return {name: lambda make=TRACKERS[name]: make(run) for name in names}
 
 

@@ -1,4 +1,4 @@
-"""What a run writes for people and programs to look at: evaluations and rollouts as JSON lines, batches as safetensors.
+"""Files of a run for people and programs to look at: evaluations and rollouts as JSON lines, batches as safetensors.
 
     {export_path}/dumped_evals/global_step_N_evals/   (eval_only/ outside of training)
         {data_source}.jsonl                           a line per response

@@ -21,7 +21,7 @@ def reporting(
     resumed_step: int | None,
     shown: Mapping[str, str],
 ) -> Iterator[Report]:
-    """What takes the metrics of a run; at the end trackers get what they have not had.
+    """Receiver of the metrics of a run; at the end trackers get what they have not had.
 
     Args:
         folder: Where `metrics.jsonl` is.

@@ -1,4 +1,4 @@
-"""What every configuration class can do: check each value when it is set, take overrides, and resolve.
+"""Base of every configuration class: check each value when it is set, take overrides, and resolve.
 
 A configuration is a tree of dataclasses. A value is checked when it is set (its type, strictly, and its range); rules
 about several fields are checked by `resolve`, because a program sets fields one after another. Overrides are laid over

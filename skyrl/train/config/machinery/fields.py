@@ -53,7 +53,7 @@ def one_of(*names: str | None) -> AfterValidator:
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """What one field accepts."""
+    """Values that one field accepts."""
 
     name: str
     hint: Any

@@ -14,7 +14,7 @@ WIDTH = 100
 
 
 class FieldHelp(NamedTuple):
-    """What there is to say about one field."""
+    """Help on one field."""
 
     path: str
     """Its name in an override, such as trainer.policy.model.lora.rank."""
@@ -23,7 +23,7 @@ class FieldHelp(NamedTuple):
     default: str
     """Its default, as an override would write it."""
     meaning: str
-    """What it does, its unit, and what special values mean."""
+    """Meaning: what it does, its unit, and what special values mean."""
 
 
 def describe_fields(config: BaseConfig, path: str = "") -> Iterator[FieldHelp]:

@@ -1,4 +1,4 @@
-"""How a training batch is cut: into mini-batches, over ranks, into micro-batches.
+"""Cuts of a training batch: into mini-batches, over ranks, into micro-batches.
 
 One `BatchGeometry` per model serves validation, which asks for `problems`, and execution, which asks for the row
 ranges. Where there are no problems, every cut below comes out even: all ranks run the same number of micro-batches of

@@ -16,7 +16,7 @@ FILTERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
 
 def root_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
-    """What the sections of a configuration say that does not fit together."""
+    """Conflicts between the sections of a configuration."""
     yield from _batch_problems(config)
     yield from _length_problems(config)
     yield from _sampling_problems(config)
@@ -26,7 +26,7 @@ def root_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
 
 
 def root_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
-    """What is allowed and probably not meant."""
+    """Settings that are allowed and probably not meant."""
     algorithm = config.trainer.algorithm
     temperature = config.generator.sampling_params.temperature
     if algorithm.temperature != temperature:
