@@ -1,4 +1,4 @@
-"""What the server, the trainers and the backends say to each other; one definition of each thing.
+"""Types shared by the server, the trainers and the backends; one definition of each thing.
 
 Objects that users write as JSON are pydantic models with the wire names and defaults of the Tinker API. Objects that
 carry token arrays are frozen dataclasses of NumPy arrays. Nothing here imports jax or torch.
@@ -18,7 +18,7 @@ TokenTable = tuple[np.ndarray, np.ndarray]
 StopReason = Literal["stop", "length"]
 ErrorCategory = Literal["user", "server", "unknown"]
 GradientEffect = Literal["kept", "incomplete", "dropped"]
-"""What a failed request leaves of its model's gradient sums: as they were; lacking its share, so that the next
+"""Effect of a failed request on its model's gradient sums: as they were; lacking its share, so that the next
 optimizer step must fail; or cleared."""
 
 
@@ -29,7 +29,7 @@ class WireModel(BaseModel):
 
 
 class LoraConfig(WireModel):
-    """Which adapter to train. `LoraConfig` of the Tinker API, plus `alpha`."""
+    """Adapter to train. `LoraConfig` of the Tinker API, plus `alpha`."""
 
     rank: int = Field(default=32, ge=0)
     """Inner dimension of each A B pair. 0 trains all weights of the base model instead of an adapter."""
@@ -69,7 +69,7 @@ class AdamParams(WireModel):
 
 
 class SamplingParams(WireModel):
-    """How to continue a prompt. Limits are per sequence."""
+    """Options for continuing a prompt. Limits are per sequence."""
 
     max_tokens: int | None = Field(default=None, ge=1)
     """Tokens to generate at most; None fills the context."""
@@ -87,7 +87,7 @@ class SamplingParams(WireModel):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How to continue a prompt, beyond `SamplingParams`, whose names are the wire's. As each field stands, it is off.
+    """Ways to continue a prompt beyond `SamplingParams`, whose names are the wire's. As each field stands, it is off.
 
     A backend says in `BackendInfo.sampling_options` which it serves. Log-probabilities are the model's own whatever
     these change of what is drawn.
@@ -109,7 +109,7 @@ class SamplingOptions:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Those that are not off, by name."""
+        """Options that are not off, by name."""
         return {name: value for name, value in vars(self).items() if value != getattr(SamplingOptions, name)}
 
 
@@ -125,7 +125,7 @@ class Datum:
 
 @dataclass(frozen=True)
 class ForwardBackwardOutput:
-    """What a pass returns, datum by datum in request order."""
+    """Result of a pass, datum by datum in request order."""
 
     loss_fn_outputs: list[dict[str, np.ndarray]]
     """Per datum float32 `elementwise_loss` `[tokens]` and what the loss is computed from: `logprobs` (shape of its
@@ -278,7 +278,7 @@ class PreparedSampleBatch:
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """What the doors must know of a loaded backend to check requests and to answer questions about it."""
+    """Facts of a loaded backend for the doors to check requests and to answer questions about it."""
 
     base_model: str
     """Name to report: a hub id, or the absolute path of a local folder."""

@@ -36,7 +36,7 @@ class AdvantageInputs(NamedTuple):
 
 
 class Advantages(NamedTuple):
-    """What an estimator returns, both `[batch, tokens]`, 0 outside the mask."""
+    """Result of an estimator, both `[batch, tokens]`, 0 outside the mask."""
 
     advantages: Tokens
     returns: Tokens

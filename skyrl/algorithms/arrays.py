@@ -1,4 +1,4 @@
-"""What every algorithm needs of arrays `[batch, tokens]` with a mask, in NumPy, torch and JAX alike.
+"""Helpers of every algorithm for arrays `[batch, tokens]` with a mask, in NumPy, torch and JAX alike.
 
 Where the mask is 0 nothing is read: padding may hold NaN.
 """

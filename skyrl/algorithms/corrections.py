@@ -17,7 +17,7 @@ from skyrl.train.config.corrections import OffPolicyCorrectionConfig
 
 
 class Correction(NamedTuple):
-    """What a batch's ratios make of it."""
+    """Result of a batch's ratios."""
 
     factor: Tokens
     """Factor of each token's policy loss, `[batch, tokens]`: 0 where masked, 0 outside the loss mask."""
@@ -94,7 +94,7 @@ def _within(ratio: Any, low: float | None, high: float | None) -> Any:
 
 
 def _fraction(chosen: Bool[Any, "*batch"], among: Bool[Any, "*batch"]) -> float:
-    """How many of the elements `among` are chosen, from 0 to 1."""
+    """Fraction of the elements `among` that are chosen, from 0 to 1."""
     xp = array_namespace(chosen)
     total = int(xp.sum(xp.astype(among, xp.int32)))
     return int(xp.sum(xp.astype(chosen & among, xp.int32))) / max(total, 1)

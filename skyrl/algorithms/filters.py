@@ -1,4 +1,4 @@
-"""Which samples are trained on: prompts whose samples differ, and samples that came to an end.
+"""Selection of samples to train on: prompts whose samples differ, and samples that came to an end.
 
 A prompt has a signal if the scores of its samples differ by more than TOLERANCE; without, every advantage of the group
 is 0. Rewards may be one per sample or one per token: a sample's score is their sum. Scores of a raw metric are a better
@@ -105,7 +105,7 @@ class DynamicSampling(Generic[Sample]):
 
 
 class Replacement(NamedTuple):
-    """Which rows to train on in place of the batch's, group after group."""
+    """Rows to train on in place of the batch's, group after group."""
 
     rows: list[int]
     """Row of the batch that each new row is."""

@@ -35,7 +35,7 @@ Knob = float | Float[Any, "#batch 1"]
 
 
 class LossInputs(NamedTuple):
-    """What a loss may read, by name. All arrays are `[batch, tokens]`; padding holds the values of `EMPTY`.
+    """Inputs of a loss, by name. All arrays are `[batch, tokens]`; padding holds the values of `EMPTY`.
 
     A pytree in JAX, a tuple of tensors in torch. `num_segments` is static: build the tuple inside the jitted function.
     """
@@ -67,7 +67,7 @@ class LossInputs(NamedTuple):
     old_values: Tokens | None = None
     """The critic's values when the batch was sampled."""
     returns: Tokens | None = None
-    """What the values should be."""
+    """Targets of the values."""
     segments: Int[Any, "batch tokens"] | None = None
     """int32 number of the sequence that a token belongs to, from 0 in each row; -1 in padding."""
     num_segments: int = 1

@@ -1,4 +1,4 @@
-"""What one optimizer step minimises: the sum over tokens of policy, KL and entropy terms, or the critic's loss.
+"""Objective of one optimizer step: the sum over tokens of policy, KL and entropy terms, or the critic's loss.
 
 Every term is one number per token times the token's weight, so the sum does not change with padding, the order of rows,
 or the way in which a mini-batch is cut into micro-batches and over devices.
@@ -26,7 +26,7 @@ SOURCES = {
 
 
 Output = Literal["logprobs", "entropy", "values"]
-"""What a learner computes of each token."""
+"""Value that a learner computes of each token."""
 
 
 @runtime_checkable
@@ -48,7 +48,7 @@ class Objective(Protocol):
 
     @property
     def outputs(self) -> tuple[Output, ...]:
-        """What is computed by the learner, and returned."""
+        """Values that the learner computes and returns."""
         ...
 
     @property
@@ -97,7 +97,7 @@ class PolicyObjective:
     """The policy's loss per token: its policy loss, plus KL, minus entropy. Made by `policy_objective`."""
 
     specification: str
-    """What it was made from: the algorithm's options as JSON."""
+    """Source that it was made from: the algorithm's options as JSON."""
     on_policy: bool
     """One optimizer step per batch: `sampling_logprobs` are the learner's own, without gradient, entropy returned
     too, so that no forward pass is needed before."""

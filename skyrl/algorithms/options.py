@@ -1,4 +1,4 @@
-"""How an algorithm gets its settings: the keyword-only arguments of its function are names of algorithm options.
+"""Settings of an algorithm: the keyword-only arguments of its function are names of algorithm options.
 
 An option is looked up by its name in the algorithm's configuration, then in the section named after the algorithm
 (`tau_pos` of `sapo`); where neither has it, the argument's default holds. A custom algorithm therefore gets settings of

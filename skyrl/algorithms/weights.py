@@ -65,7 +65,7 @@ def token_weights(
 
 
 def _live(counts: Rows) -> Rows:
-    """How many rows have a token, at least 1; at each row."""
+    """Number of rows that have a token, at least 1; at each row."""
     xp = array_namespace(counts)
     return _at_least_one(xp.sum(xp.astype(counts > 0, counts.dtype)) + xp.zeros_like(counts))
 

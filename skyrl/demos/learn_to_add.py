@@ -57,7 +57,7 @@ class Settings:
     lessons: int = 4
     """Worked examples of each."""
     careless: float = 0.7
-    """How often the teacher forgets to carry."""
+    """Fraction of examples in which the teacher forgets to carry."""
     warm_batch_size: int = 128
     """Examples of an optimizer step."""
     warm_steps: int = 300
@@ -128,7 +128,7 @@ def template_options(prefix: str, files: Files) -> list[str]:
 
 
 def rl_options(settings: Settings, files: Files, model: Path) -> list[str]:
-    """What `skyrl train rl` is told."""
+    """Arguments of `skyrl train rl`."""
     return [
         f"trainer.policy.model.path={model}",
         "trainer.strategy=jax",

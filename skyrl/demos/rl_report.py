@@ -1,4 +1,4 @@
-"""What `skyrl demo-rl` leaves in its folder, and how it is made readable."""
+"""Files that `skyrl demo-rl` leaves in its folder, and how they are made readable."""
 
 import json
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Files:
-    """What the demo leaves in a folder."""
+    """Files that the demo leaves in a folder."""
 
     folder: Path
 
@@ -45,7 +45,7 @@ class Files:
 
 
 def first_and_last(folder: Path) -> tuple[Path, Path]:
-    """What was dumped under the lowest and under the highest number of a step."""
+    """Dumps of the lowest and of the highest number of a step."""
     paths = sorted(folder.iterdir(), key=lambda path: int(path.stem.split("_")[2]))
     return paths[0], paths[-1]
 

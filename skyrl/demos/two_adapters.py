@@ -172,7 +172,7 @@ def check_after_restart(server: LocalServer, learners: list[Learner]) -> None:
 
 
 def summary(learners: list[Learner], seconds: float) -> str:
-    """What was reached, as a table of questions and answers per adapter."""
+    """Result of the demo, as a table of questions and answers per adapter."""
     lines = [
         f"Done in {seconds:.0f} s. Both adapters answer their questions exactly, before and after the restart.",
         "",

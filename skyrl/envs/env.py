@@ -1,4 +1,4 @@
-"""What a rollout acts in: the protocol of environments, their registry, and how one is made.
+"""Environments of rollouts: their protocol, their registry, and how one is made.
 
 An environment is one episode. A rollout makes it for a row of the data set, calls `init` once, then `step` with what
 the model wrote until a step is `done`, and `close` in any case. Calls are coroutines: an environment that waits for a
@@ -38,7 +38,7 @@ class NoSettings(BaseConfig):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one turn of the model led to."""
+    """Result of one turn of the model."""
 
     observations: list[Message]
     """New messages for the model; empty when there are none."""
@@ -150,7 +150,7 @@ def make_env(
 
 
 def settings_of(options: SkyRLGymConfig, env_id: str) -> BaseConfig | Mapping[str, Any] | None:
-    """What `environment.skyrl_gym` says about an environment; "module:Class" has its settings under `Class`."""
+    """Settings in `environment.skyrl_gym` of an environment; "module:Class" has its settings under `Class`."""
     key = env_id.rpartition(":")[2]
     own = getattr(options, key, None) if key in {field.name for field in fields(options)} else options.others.get(key)
     return own if isinstance(own, BaseConfig | Mapping) else None

@@ -28,7 +28,7 @@ RESULT_KEYS = {"observations", "reward", "done", "metadata"}
 
 
 class TextEnv(Protocol):
-    """What `adapted` asks of an environment."""
+    """Interface that `adapted` asks of an environment."""
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], Mapping[str, Any]]: ...
     def step(self, action: str) -> Mapping[str, Any]: ...

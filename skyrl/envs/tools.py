@@ -39,7 +39,7 @@ class ToolGroup:
         return dict.fromkeys(self.get_tool_names(), self.name)
 
     def execute_tool(self, name: str, *args: Any) -> Any:
-        """What the tool returns; a coroutine for one that is written as such. Raises ValueError for an unknown name."""
+        """Return value of the tool; a coroutine for one written as such. Raises ValueError for an unknown name."""
         if name not in self._tools:
             raise ValueError(f"no tool named {name!r} in the group {self.name!r}; known: {', '.join(self._tools)}")
         return self._tools[name](*args)
@@ -63,7 +63,7 @@ class Tools:
         return name in self._group_of
 
     async def call(self, name: str, *args: Any) -> Any:
-        """What the tool returns, awaited if it is a coroutine. Raises ValueError for an unknown name."""
+        """Return value of the tool, awaited if it is a coroutine. Raises ValueError for an unknown name."""
         if name not in self._group_of:
             raise ValueError(f"no tool named {name!r}; known: {', '.join(self)}")
         result = self._group_of[name].execute_tool(name, *args)

@@ -1,1 +1,1 @@
-"""What nothing else here is needed for: files, locks, logging, fairness, the sandbox. Loads neither jax nor torch."""
+"""Tools that need nothing else here: files, locks, logging, fairness, the sandbox. Loads neither jax nor torch."""

@@ -24,9 +24,9 @@ MANIFEST = "manifest.json"
 TEMPORARY = ".tmp"
 REPLACED = ".old"
 QUARANTINED = ".quarantined"
-"""What names of folders that are not for reading end in. They begin with a dot."""
+"""Suffixes of folders that are not for reading. Their names begin with a dot."""
 MAKE_TRIES = 100
-"""How often a folder is made, if those above it go each time."""
+"""Tries of making a folder, if those above it go each time."""
 LONGEST_NAME = 200
 """Characters of a name that are kept when more is put around it, so that both fit into the 255 of a file system."""
 
@@ -40,7 +40,7 @@ def local_path(path: str | Path) -> Path:
 
 
 Content = bytes | Callable[[BinaryIO], object]
-"""What a file holds, or what writes it piece by piece."""
+"""Content of a file, or a function that writes it piece by piece."""
 
 
 class Written(NamedTuple):
@@ -53,7 +53,7 @@ class Written(NamedTuple):
 
 
 class _Damaged(Exception):
-    """What is in a folder is not what its manifest says."""
+    """Folder whose contents are not what its manifest says."""
 
 
 def write_folder(path: str | Path, files: Mapping[str, Content]) -> Written:
@@ -140,7 +140,7 @@ class StoredFile(NamedTuple):
     name: str
     size_bytes: int
     sha256: str
-    """What its manifest says. Who reads the file compares."""
+    """Hash in its manifest. Who reads the file compares."""
     reader: BinaryIO
 
 
@@ -194,7 +194,7 @@ def read_folder(path: str | Path, digest: str | None = None) -> dict[str, bytes]
 
 
 def inspect_folder(path: str | Path) -> Written | None:
-    """What `write_folder` returned for this folder, or None unless it is there with all its files in full length."""
+    """Result of `write_folder` for this folder, or None unless it is there with all its files in full length."""
     with suppress(StorageError, OSError, _Damaged), _opened(local_path(path)) as (_, handle):
         manifest = _read_file(handle, MANIFEST)
         sizes = {name: entry["bytes"] for name, entry in _entries(manifest).items()}
@@ -285,7 +285,7 @@ def _unreadable(name: str, error: OSError) -> StorageError:
 
 
 def _entries(manifest: bytes) -> dict[str, dict[str, Any]]:
-    """What a manifest says of each file."""
+    """Entries of a manifest, by file."""
     try:
         entries = json.loads(manifest)
         if all(
@@ -333,7 +333,7 @@ class _Hashing(io.RawIOBase):
         return self._file.write(data)
 
     def entry(self) -> dict[str, Any]:
-        """What the manifest says of the file."""
+        """Entry of the file in the manifest."""
         return {"sha256": self._hash.hexdigest(), "bytes": self._bytes}
 
 

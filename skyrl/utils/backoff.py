@@ -1,4 +1,4 @@
-"""How long to wait before what has failed is tried again."""
+"""Pauses before what has failed is tried again."""
 
 import math
 

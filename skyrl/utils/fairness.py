@@ -33,7 +33,7 @@ class _Account:
 
 
 class Accounts:
-    """What each tenant has been given.
+    """Accounts of what each tenant has been given.
 
     Args:
         weights: Of tenants; all others weigh 1.
@@ -93,7 +93,7 @@ class Accounts:
         return account.service, account.turn
 
     def first(self, tenants: Iterable[str]) -> str:
-        """Who goes next of these, which wait."""
+        """Tenant that goes next of these, which wait."""
         return min(tenants, key=self.rank)
 
     def may_go_early(self, tenant: str, cost: int) -> bool:
@@ -118,7 +118,7 @@ class Accounts:
             heapify(self._levels)
 
     def price(self, tenant: str, cost: int) -> int:
-        """How much further a tenant is once it is given so many tokens, as in its rank."""
+        """Advance of a tenant once it is given so many tokens, as in its rank."""
         return round(cost * SCALE / self._weights.get(tenant, 1))
 
     def _next_turn(self) -> int:

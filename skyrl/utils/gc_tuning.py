@@ -1,4 +1,4 @@
-"""What Python's garbage collector does while a program takes one step after another."""
+"""Tuning of Python's garbage collector while a program takes one step after another."""
 
 import gc
 from collections.abc import Iterator

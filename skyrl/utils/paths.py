@@ -7,10 +7,10 @@ import platformdirs
 
 
 def cache_folder() -> Path:
-    """What can be made again: built-in models, compiled programs. `SKYRL_CACHE` names another place."""
+    """Folder for what can be made again: built-in models, compiled programs. `SKYRL_CACHE` names another place."""
     return Path(os.environ.get("SKYRL_CACHE") or platformdirs.user_cache_dir("skyrl"))
 
 
 def data_folder() -> Path:
-    """What cannot: databases and checkpoints. `SKYRL_DATA` names another place."""
+    """Folder for what cannot: databases and checkpoints. `SKYRL_DATA` names another place."""
     return Path(os.environ.get("SKYRL_DATA") or platformdirs.user_data_dir("skyrl"))

@@ -1,4 +1,4 @@
-"""How much may be held at a time, shared so that no tenants together can keep another one out.
+"""Quotas on what is held at a time, shared so that no tenants together can keep another one out.
 
 A tenant may hold as much as it leaves free: half of what the others do not hold. So one that is alone has half of the
 limit; of n that take all they can, each ends with a part of 1/(n + 1). One that holds nothing is let in with one
@@ -46,7 +46,7 @@ class Quota:
         return not own or own + amount <= self._share(tenant, limit)
 
     def _share(self, tenant: str, limit: int) -> int:
-        """What a tenant may hold while the others hold what they do."""
+        """Amount that a tenant may hold while the others hold what they do."""
         return max(0, limit - (self.total - self._held.get(tenant, 0))) // 2
 
     def add(self, tenant: str, amount: int) -> None:

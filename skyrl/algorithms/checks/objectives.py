@@ -1,4 +1,4 @@
-"""What the data of a pass with an objective must satisfy, as `checks` has it for the losses of the protocol."""
+"""Rules for the data of a pass with an objective, as `checks` has them for the losses of the protocol."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a training pass or a sample must satisfy, checked once, before anything is queued.
+"""Rules for a training pass or a sample, checked once, before anything is queued.
 
 Below this boundary lengths agree, tokens are in the vocabulary, numbers are finite and options exist, so that a bad
 request fails alone and with a message that names the datum, the field, its value and a way out. All checks look at

@@ -1,4 +1,4 @@
-"""What the scores that a sample asks for must satisfy: options beside its tokens, checked where the sample is."""
+"""Rules for the scores that a sample asks for: options beside its tokens, checked where the sample is."""
 
 import numpy as np
 

@@ -19,7 +19,7 @@ SEARCHED = 300
 _ANSWER = re.compile(r"answer[\s*_]*:(?:[\s*_`]|(?:\$\$|\\\[)\s*(?=\n))*([^\n<]+)", re.IGNORECASE)
 
 _AFTER = re.compile(r"[*_`.]+(?=\s*\Z)")
-"""What may follow an answer on its line."""
+"""Marks that may follow an answer on its line."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class AIMEConfig(BaseConfig):
 
 
 def extract_answer(solution: str) -> str | None:
-    """What follows the last `Answer:` near the end of the solution, or is in the last box there if that comes later."""
+    """Text after the last `Answer:` near the end of the solution, or in the last box there if that comes later."""
     end = solution[-SEARCHED:]
     lines, box = list(_ANSWER.finditer(end)), last_boxed(end)
     if box and (not lines or box[0] > lines[-1].start()):

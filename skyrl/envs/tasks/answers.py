@@ -40,12 +40,12 @@ _REWRITTEN = (
 _SIGN = "[-−+]"
 _AMOUNT = r"(?:[0-9]{1,3}(?:[,\u00a0\u2009\u202f][0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
 _BEFORE = r"""(?:[ \t*_`"'(\[{$€£¥]|\\[(\[$]|\\(?:boxed|text|textbf|mathbf|mathrm)\{)*+"""
-"""What may stand around a number without being part of it: marks of emphasis, of LaTeX and of currencies."""
+"""Marks that may stand around a number without being part of it: of emphasis, of LaTeX and of currencies."""
 _AFTER = (
     r"""(?:[*_`"')\]}$€£¥¢°.,;:!?%。]|\\[)\]$%])*+(?=\s|\Z|[<#]|\\(?:text|mathrm|mbox|quad|[,;! ]))"""
     r"(?![ \t]*(?:[-−+*/^×÷][ \t]*[0-9(]|\\(?:times|cdot|div|frac)))"
 )
-"""What may follow: no letter or digit, and no further sum."""
+"""End of a number: no letter or digit follows, and no further sum."""
 _BEGINS = re.compile(rf"{_BEFORE}{_SIGN}?{_BEFORE}\.?[0-9]")
 _WRITTEN = re.compile(rf"{_BEFORE}(?P<sign>{_SIGN}?){_BEFORE}(?P<amount>{_AMOUNT}){_AFTER}")
 _IN_TEXT = re.compile(

@@ -65,7 +65,7 @@ def is_same_value(value: str | None, expected: object) -> bool:
 
 
 class Tests(NamedTuple):
-    """What a solution is tried with. Samples of a prompt share it."""
+    """Tests of a solution. Samples of a prompt share them."""
 
     function: str | None
     """The function to call; None for a program."""

@@ -37,7 +37,7 @@ _WITHOUT_TEMPERATURE: set[tuple[str, str]] = set()
 
 
 def judge_messages(instructions: str, question: str, reference: str, answer: str, mark: str) -> list[Message]:
-    """What the judge is asked. `mark` is a line that `answer` does not hold."""
+    """Messages to the judge. `mark` is a line that `answer` does not hold."""
     material = f"Question:\n{question}\n\nReference answer:\n{reference}\n\nStudent's answer:\n{mark}\n{answer}\n{mark}"
     return [{"role": "system", "content": instructions.replace("{mark}", mark)}, {"role": "user", "content": material}]
 

@@ -36,7 +36,7 @@ def normalize(text: str) -> str:
 
 
 def extract_answer(text: str) -> str | None:
-    """What is between the *last* `<answer>` tags; None if there are none."""
+    """Text between the *last* `<answer>` tags; None if there are none."""
     answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return answers[-1].strip() if answers else None
 

@@ -50,7 +50,7 @@ class PythonTools(ToolGroup):
 
     @tool
     async def python(self, code: str) -> str:
-        """What the program prints, or what went wrong."""
+        """Output of the program, or what went wrong."""
         limits = Limits(cpu_s=self.config.code_timeout, memory_mb=self.config.memory_mb)
         (outcome,) = await run_code(code, [{"stdin": ""}], limits=limits, isolation=self.config.isolation)
         problem = {

@@ -34,7 +34,7 @@ class QueryFailed(Exception):
 
 
 class Result(NamedTuple):
-    """What a query returned."""
+    """Result of a query."""
 
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
@@ -99,7 +99,7 @@ def same_result(gold_sql: str, gold: Result, other: Result) -> bool:
 
 
 class _Authorizer:
-    """What SQLite asks before each thing that a statement would do."""
+    """Callback that SQLite asks before each thing that a statement would do."""
 
     def __init__(self):
         self.reads_tables = False

@@ -41,7 +41,7 @@ class Tensor(NamedTuple):
 
     @classmethod
     def of(cls, array: Any) -> "Tensor":
-        """What an array holds, wherever it is."""
+        """Contents of an array, wherever it is."""
         return cls(array.shape, np.dtype(array.dtype), lambda: on_host(array))
 
     def astype(self, dtype: np.dtype) -> "Tensor":
@@ -60,7 +60,7 @@ def on_host(array: Any, number: int | None = None) -> np.ndarray:
 
 
 def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Callable[[BinaryIO], None]:
-    """What writes a file of these tensors."""
+    """Writer of a file of these tensors."""
     order = list(TYPES)
     names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype.name), name))
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 
 class Adapter(NamedTuple):
-    """What one model has of its own: LoRA weights, or (with a slot axis, see below) those of a *bank*. A pytree.
+    """State of one model alone: LoRA weights, or (with a slot axis, see below) those of a *bank*. A pytree.
 
     Every adapter of a base model has the same tree; modules that are not trained have A = B = 0 and zero gradients.
     Ranks are padded with zeros, which gradients preserve. A model that is trained as a whole has a base of its own
@@ -36,5 +36,5 @@ class Adapter(NamedTuple):
 
     @property
     def value_head(self) -> Float[Array, "hidden"] | None:
-        """What final hidden states are multiplied by to get values, of a critic."""
+        """Factor of final hidden states that gives values, of a critic."""
         return self.weights.get("value_head")

@@ -22,14 +22,14 @@ Project = Callable[[Any, Float[Array, "chunk hidden"]], Float[Array, "chunk voca
 
 
 class Needs(NamedTuple):
-    """Which tokens of a batch the projection is for. A pytree."""
+    """Tokens of a batch that the projection is for. A pytree."""
 
     order: Int[Array, "tokens"]
     """All tokens: first those whose log-probabilities have a gradient, then those that are only read, then the rest."""
     trained: Int[Array, ""]
-    """How many have a gradient. That of others is taken to be 0."""
+    """Number that have a gradient. That of others is taken to be 0."""
     read: Int[Array, ""]
-    """How many are read, with those that have a gradient. Others get scores of 0."""
+    """Number that are read, with those that have a gradient. Others get scores of 0."""
 
     @classmethod
     def all(cls, tokens: int) -> "Needs":
@@ -38,7 +38,7 @@ class Needs(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What the vocabulary projection says about tokens, in nats. A pytree."""
+    """Scores of tokens by the vocabulary projection, in nats. A pytree."""
 
     logprobs: Float[Array, "tokens K"]
     """Of each token's K targets."""

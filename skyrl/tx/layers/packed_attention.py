@@ -146,7 +146,7 @@ def _in_steps(stripe: Callable[..., Any], start: int, end: int, *arrays: Array, 
 def _visible(
     segments: Int[Array, "batch tokens"], start: Array | int, queries: int, keys: int
 ) -> Bool[Array, "batch 1 1 queries keys"]:
-    """Which of the first `keys` keys each of the queries from `start` on may see."""
+    """Mask of the first `keys` keys that each of the queries from `start` on may see."""
     places = start + jnp.arange(queries)
     own = jax.lax.dynamic_slice_in_dim(segments, start, queries, axis=1)
     causal = places[None, :, None] >= jnp.arange(keys)[None, None, :]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Context(NamedTuple):
-    """What every layer of one forward pass sees. A pytree."""
+    """Inputs of every layer of one forward pass. A pytree."""
 
     rotation: Rotation
     positions: Int[Array, "batch tokens"]
@@ -248,7 +248,7 @@ class Qwen3ForCausalLM(ModelForCausalLM):
         return x, hidden, cache
 
     def _stacked(self) -> tuple[Any, Any]:
-        """What a layer is, and the parameters of all with a leading [layers] axis."""
+        """Definition of a layer, and the parameters of all with a leading [layers] axis."""
         if not isinstance(self.layers, nnx.List):
             return nnx.split(self.layers)
         graphs, parameters = zip(*map(nnx.split, self.layers), strict=True)

@@ -1,4 +1,4 @@
-"""What models, adapters and caches are to the code that drives them.
+"""Types of models, adapters and caches for the code that drives them.
 
 A model is an NNX module that holds base weights only. Everything that differs per tenant or per call (adapter, cache)
 is an argument, so that the hot path is pure functions: split the module once, merge it inside `jax.jit`.
@@ -66,7 +66,7 @@ class KVCache(NamedTuple):
 
 
 class CausalLMOutput(NamedTuple):
-    """What a forward pass returns."""
+    """Result of a forward pass."""
 
     last_hidden_state: Float[Array, "batch tokens hidden"]
     """After the final norm."""
@@ -84,7 +84,7 @@ class LoraTarget(NamedTuple):
     module: str
     """Name of the module in Hugging Face's model; "{layer}" marks one per layer."""
     group: Literal["attn", "mlp", "unembed"]
-    """Which of LoraConfig's train_* switches selects it."""
+    """Switch of LoraConfig's train_* that selects it."""
     in_features: int
     out_features: int
     layers: int | None

@@ -31,7 +31,7 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat
 
 @dataclass(frozen=True)
 class Size:
-    """What an architecture needs to know."""
+    """Dimensions of an architecture."""
 
     hidden: int
     layers: int

@@ -15,7 +15,7 @@ from pathlib import Path
 LOOK_S = 0.05
 """Seconds between two tries of one that waits."""
 HELD = (errno.EACCES, errno.EAGAIN)
-"""How the kernel says that another holds a lock."""
+"""Errors of the kernel where another holds a lock."""
 
 
 class FileLock:
@@ -65,7 +65,7 @@ class FileLock:
         return True
 
     def record(self, most: int) -> str:
-        """What the holder has written into the file, at most so many bytes."""
+        """Text that the holder has written into the file, at most so many bytes."""
         return os.pread(self._handle, most, 0).decode(errors="replace").strip()
 
     def write(self, record: bytes) -> None:

@@ -132,7 +132,7 @@ def program(writes: bool, asks: bool) -> bytes:
 
 
 def _conditions(writes: bool) -> dict[str, list[list[bytes]]]:
-    """What the arguments of some calls must be."""
+    """Conditions on the arguments of some calls."""
     changing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
     streams = [_SOCK_STREAM | flags for flags in (0, _SOCK_NONBLOCK, _SOCK_CLOEXEC, _SOCK_NONBLOCK | _SOCK_CLOEXEC)]
     return {

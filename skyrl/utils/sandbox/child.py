@@ -91,7 +91,7 @@ def _enter_limited() -> bool:
 
 
 def _caution(is_user: bool, has_landlock: bool) -> str:
-    """What code can do that it could not on another system."""
+    """Abilities of code that it would not have on another system."""
     reads = "this kernel has no Landlock: code can read all files and environments of processes that its user can read"
     roots = (
         "code keeps the user id 0, without its rights: this container may not change users, or only root can read "

@@ -1,4 +1,4 @@
-"""What a process gives up before it runs code of a model: memory without bound, rights, and its user if that is root.
+"""Confinement of a process before it runs code of a model: bounded memory, no rights, no root user.
 
 Standard library only; the process starts from nothing.
 """

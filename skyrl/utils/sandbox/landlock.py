@@ -15,7 +15,7 @@ from skyrl.utils.sandbox.linux import system_call
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""How many rights on files each version knows; later ones know 16."""
+"""Number of rights on files that each version knows; later ones know 16."""
 RESTRICTS_ALL_WRITES = 3
 """From this version on, cutting a file short is a right too."""
 

@@ -1,4 +1,4 @@
-"""What code of a model may read: Python's own library and the packages beside it, shared libraries, a few devices."""
+"""Paths that code of a model may read: Python's own library and packages beside it, shared libraries, a few devices."""
 
 import os
 import sys

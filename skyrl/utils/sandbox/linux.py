@@ -8,7 +8,7 @@ libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 def call(function: Any, *arguments: object) -> int:
-    """What a function of the C library returns; OSError where it fails."""
+    """Result of a function of the C library; OSError where it fails."""
     if (result := function(*arguments)) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{function.__name__}: {os.strerror(number)}")

@@ -120,7 +120,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _bind(path: str, root: str, attributes: int) -> None:
-    """What is at `path`, at the same place below `root`."""
+    """Mount what is at `path` at the same place below `root`."""
     target = root + path
     if os.path.isdir(path):
         os.makedirs(target, exist_ok=True)

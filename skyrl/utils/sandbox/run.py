@@ -57,7 +57,7 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What each case may use."""
+    """Limits of each case."""
 
     cpu_s: float = 6.0
     """Seconds of CPU time, rounded up to whole ones."""
@@ -76,7 +76,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended."""
+    """Result of a case."""
 
     status: Literal["ok", "error", "timeout", "killed"]
     """"error": the code raised; "killed": the system ended it."""

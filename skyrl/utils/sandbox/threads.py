@@ -1,4 +1,4 @@
-"""How many threads code may have where no namespace counts them: each start of one is a question to its watcher.
+"""Limit of threads for code where no namespace counts them: each start of one is a question to its watcher.
 
 The kernel stops the process that calls `clone` until the watcher, which started it, has answered (seccomp user
 notification). Reading how many there are is a look at `/proc`.
