@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from sqlalchemy import Insert, event
+from sqlalchemy import Connection as EngineConnection
+from sqlalchemy import Engine, Insert, event
 from sqlalchemy.exc import IntegrityError, OperationalError
-from sqlalchemy.orm import ORMExecuteState
+from sqlalchemy.orm import SessionTransaction
 from sqlmodel import Session, col, select
 
 from skyrl.tinker.database.tables import RequestRow
@@ -29,12 +30,16 @@ class Connection:
         self.breaks_before = self.breaks_after = self.conflicts = 0
         self.broken = asyncio.Event()
 
-    def executed(self, execution: ORMExecuteState) -> None:
-        if isinstance(execution.statement, Insert) and execution.statement.table.name == RequestRow.__tablename__:
-            execution.session.info["logs"] = True
+    def begun(self, session: Session, transaction: SessionTransaction, connection: EngineConnection) -> None:
+        connection.info.pop("logs", None)
+
+    def executed(self, connection: EngineConnection, statement: object, *_: object) -> None:
+        if isinstance(statement, Insert) and statement.table.name == RequestRow.__tablename__:
+            connection.info["logs"] = True
 
     def before_commit(self, session: Session) -> None:
         session.flush()
+        session.info["logs"] = session.connection().info.get("logs")
         if session.info.get("logs") and self.breaks_before:
             self.breaks_before -= 1
             self._end()
@@ -55,16 +60,17 @@ class Connection:
 @pytest.fixture
 def connection() -> Iterator[Connection]:
     connection = Connection()
-    listeners = {
-        "do_orm_execute": connection.executed,
-        "before_commit": connection.before_commit,
-        "after_commit": connection.after_commit,
-    }
-    for name, listener in listeners.items():
-        event.listen(Session, name, listener)
+    listeners = [
+        (Session, "after_begin", connection.begun),
+        (Engine, "before_execute", connection.executed),
+        (Session, "before_commit", connection.before_commit),
+        (Session, "after_commit", connection.after_commit),
+    ]
+    for listener in listeners:
+        event.listen(*listener)
     yield connection
-    for name, listener in listeners.items():
-        event.remove(Session, name, listener)
+    for listener in listeners:
+        event.remove(*listener)
 
 
 def logged(server: LiveServer) -> list[str]:
