@@ -55,12 +55,12 @@ QueueDependency = Annotated[RequestQueue, Depends(_queue)]
 CallerDependency = Annotated[Caller, Depends(_caller)]
 
 
-async def _body(request: Request, service: ServiceDependency, caller: CallerDependency) -> Body:
+async def _body(request: Request, caller: CallerDependency) -> Body:
     """The body, read once the caller is known and there is room for it, which is kept until the request is answered."""
     headers = request.headers
     content_type = headers.get("content-type", "application/json").split(";")[0].strip().lower()
     with ExitStack() as while_read:
-        room = while_read.enter_context(service.body_room.keep(caller.sharer))
+        room = while_read.enter_context(_server(request).service.body_room.keep(caller.sharer))
         room.grow_to(announced_length(request.scope))
         whole = BytesIO()  # in whose memory the bytes that it returns are: to join many pieces stops the loop
         async for piece in request.stream():
@@ -75,9 +75,9 @@ async def _body(request: Request, service: ServiceDependency, caller: CallerDepe
 BodyDependency = Annotated[Body, Depends(_body)]
 
 
-async def _answer_room(request: Request, service: ServiceDependency, caller: CallerDependency) -> Kept:
+async def _answer_room(request: Request, caller: CallerDependency) -> Kept:
     """Room for the answer, none at first, which is kept until it is sent."""
-    return request.scope[UNTIL_ANSWERED].enter_context(service.answers.room.keep(caller.sharer))
+    return request.scope[UNTIL_ANSWERED].enter_context(_server(request).service.answers.room.keep(caller.sharer))
 
 
 AnswerRoomDependency = Annotated[Kept, Depends(_answer_room)]
@@ -95,9 +95,9 @@ class JsonBody:
     def __init__(self, schema: type[BaseModel]):
         self.schema = schema
 
-    async def __call__(self, service: ServiceDependency, caller: CallerDependency, body: BodyDependency) -> BaseModel:
+    async def __call__(self, request: Request, caller: CallerDependency, body: BodyDependency) -> BaseModel:
         try:
-            return await service.decode_pool.run(
+            return await _server(request).service.decode_pool.run(
                 caller.sharer, len(body.data), lambda: self.schema.model_validate(json_object(body))
             )
         except ValidationError as error:
