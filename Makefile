@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-rl test seconds test-slow test-next matrix cookbook mutations accelerator check bench proto clean
+.PHONY: help setup demo demo-rl test seconds test-slow test-vllm test-next matrix cookbook mutations accelerator check bench proto clean
 
 help:
 	@echo "setup      install into $(VENV)"
@@ -23,6 +23,7 @@ help:
 	@echo "test       the test suite, in three processes (JOBS=0: in one); about 20 minutes on two cores"
 	@echo "test-slow  the tests marked slow: kills of a server, long random histories, each way of training; an hour and more"
 	@echo "seconds    the test suite, and how long each file took, to tests/seconds.txt"
+	@echo "test-vllm  the cases of sampling engines against vLLM on the CPU, in build/vllm (3.5 GB, once), or in VLLM_PYTHON"
 	@echo "test-next  contract, parity and SDK tests on Python 3.12 with the newest packages, in .sdk; status 77: it cannot here"
 	@echo "matrix     every SDK from 0.7.0 to 0.38.0, or those of SDK=\"0.7.0 0.38.0\", against one server, in .sdk"
 	@echo "cookbook   recipes of tinker-cookbook against a server, offline"
@@ -50,7 +51,7 @@ demo-rl: $(STAMP)
 
 # Files in the order of tests/conftest.py, the longest first. By default those of few tests come last, whatever they take.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m tests.rerun -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 seconds: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --write-seconds
@@ -60,6 +61,9 @@ test-next: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+test-vllm: $(STAMP)
+	$(BIN)/python -m tests.backends.engines.vllm_server $(if $(VLLM_PYTHON),--python $(VLLM_PYTHON))
 
 matrix: $(STAMP)
 	$(BIN)/python -m tests.compat.run --torch "$(TORCH)" $(if $(SDK),--sdk $(SDK) --out build/matrix-part.json)
@@ -85,6 +89,7 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_overhead.py
 	$(BIN)/python benchmarks/bench_training.py
+	$(BIN)/python benchmarks/bench_torch.py
 	$(BIN)/python benchmarks/bench_fairness.py
 	$(BIN)/python benchmarks/bench_sampling.py
 	$(BIN)/python benchmarks/bench_rl.py
@@ -95,6 +100,9 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_load.py
 	$(BIN)/python benchmarks/bench_large_updates.py
 	$(BIN)/python benchmarks/bench_hostile.py
+	$(BIN)/python benchmarks/bench_metrics.py
+	$(BIN)/python benchmarks/bench_status.py
+	$(BIN)/python benchmarks/bench_traces.py
 
 # The generator is pinned: code of protobuf 4.25 runs on every runtime since.
 proto: $(STAMP)

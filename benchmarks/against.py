@@ -45,6 +45,7 @@ class Server:
             f"--port={self.url.rpartition(':')[2]}",
             f"--database-url=sqlite:///{folder}/skyrl.db",
             f"--checkpoints-base={folder}/checkpoints",
+            "--backend=jax",
             '--backend-config={"warm_up": false}',
         ]
         environment = {**os.environ, "PYTHONPATH": str(checkout), "SKYRL_CACHE": str(folder.parent / checkout.name)}

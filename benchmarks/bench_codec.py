@@ -82,9 +82,9 @@ def parts(bodies: list[bytes], folder: Path) -> dict[str, float]:
     from skyrl.algorithms.checks.requests import check_pass
     from skyrl.backends.common.packing import TileShape, make_tiles
     from skyrl.backends.operations import ForwardBackward
-    from skyrl.tinker.database import request_log
     from skyrl.tinker.database.database import Database
-    from skyrl.tinker.database.log_writer import compressed
+    from skyrl.tinker.database.log import request_log
+    from skyrl.tinker.database.log.log_writer import compressed
     from skyrl.tinker.processes.frames import decode, encode
     from skyrl.tinker.processes.messages import Done, Enqueue
     from skyrl.tinker.results import PROTOBUF, Answer

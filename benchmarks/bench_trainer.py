@@ -284,7 +284,7 @@ def watched_parts() -> Parts:
     parts.watch("data of passes", Batch, "data")
     parts.watch("advantages and weights", Update, "_advantages", "_weights")
     parts.watch("metrics", trainer, "rollout_metrics", "reward_metrics")
-    parts.watch("metrics", update, "_policy_metrics", "_mean", "mean_kl")
+    parts.watch("metrics", update, "policy_metrics", "advantage_metrics", "value_clip_fraction", "_mean", "mean_kl")
     parts.watch("update: calls of the backend, all else", Update, "__call__")
     return parts
 

@@ -14,21 +14,26 @@ from skyrl.backends.operations import ForwardBackward, Sample
 from skyrl.types import ForwardBackwardOutput, GeneratedSequence, SampleOutput
 from tests.fakes import FakeBackend, FakeConfig, FakeSampler, table
 
-PASS_S = 0.05
 BURST_S = 0.002
 """In which each sample that runs gets a token."""
+
+
+class SlowConfig(FakeConfig):
+    pass_s: float = 0.05
+    """Seconds that a pass takes."""
 
 
 class SlowDevice(FakeBackend):
     """The backend of the tests, but a pass sleeps, and its outputs are zeros; so do samples, which repeat a token."""
 
-    def __init__(self, base_model: str, config: FakeConfig, *arguments: Any):
+    def __init__(self, base_model: str, config: SlowConfig, *arguments: Any):
+        self._pass_s = config.pass_s
         super().__init__(base_model, config, *arguments)
         self.sampler = SlowSampler(self)
 
     def _forward_backward(self, operation: ForwardBackward) -> Work:
         yield
-        time.sleep(PASS_S)
+        time.sleep(self._pass_s)
         outputs = [
             {name: np.zeros(len(datum.tokens), np.float32) for name in ("logprobs", "elementwise_loss")}
             for datum in operation.data

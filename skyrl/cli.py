@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from skyrl.utils.subcommands import Command, run_subcommand
+from skyrl.utils.subcommands import Command, print_version, run_program
 
 
 def serve(argv: Sequence[str]) -> int:
@@ -67,6 +67,41 @@ def _told(command: str, run: Callable[[], None]) -> int:
     return 0
 
 
+def backup(argv: Sequence[str]) -> int:
+    """copy the state of a server while it runs (skyrl backup --help)"""
+    from skyrl.admin.backup import main
+
+    return main(argv)
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """check an installation, a server's state and a running server (skyrl doctor --help)"""
+    from skyrl.admin.doctor.command import main
+
+    return main(argv)
+
+
+def status(argv: Sequence[str]) -> int:
+    """watch a running server: who trains what, what waits and why (skyrl status --help)"""
+    from skyrl.admin.status import main
+
+    return main(argv)
+
+
+def models(argv: Sequence[str]) -> int:
+    """look at a running server's models, unload one: skyrl models list, unload"""
+    from skyrl.admin.lists import models
+
+    return models(argv)
+
+
+def requests(argv: Sequence[str]) -> int:
+    """look at a running server's requests, cancel one: skyrl requests list, cancel"""
+    from skyrl.admin.lists import requests
+
+    return requests(argv)
+
+
 def make_model(argv: Sequence[str]) -> int:
     """make a model with random weights, for tests and benchmarks"""
     parser = argparse.ArgumentParser(
@@ -107,8 +142,29 @@ def make_model(argv: Sequence[str]) -> int:
 
 
 def train(argv: Sequence[str]) -> int:
-    """train a model as a typed configuration says: skyrl train rl, skyrl train sft"""
+    """train a model as a typed configuration says: skyrl train rl, sft, dpo"""
     from skyrl.train.commands import main
+
+    return main(argv)
+
+
+def data(argv: Sequence[str]) -> int:
+    """make rows for RL from published data sets: skyrl data prepare gsm8k, math, dapo-math"""
+    from skyrl.train.prepare.commands import main
+
+    return main(argv)
+
+
+def adapter(argv: Sequence[str]) -> int:
+    """look at adapters in files: skyrl adapter inspect, merge, convert, import (to a server), export"""
+    from skyrl.utils.adapters.commands import main
+
+    return main(argv)
+
+
+def runs(argv: Sequence[str]) -> int:
+    """look at runs on disk: skyrl runs list, show, rollouts, compare"""
+    from skyrl.train.runs.commands import main
 
     return main(argv)
 
@@ -129,18 +185,22 @@ def demo_rl(argv: Sequence[str]) -> int:
 
 def show_version(argv: Sequence[str]) -> int:
     """print the version"""
-    argparse.ArgumentParser(prog="skyrl version").parse_args(argv)
-    from importlib.metadata import version
-
-    print(version("skyrl"))
-    return 0
+    return print_version(argv, "skyrl version")
 
 
 COMMANDS: dict[str, Command] = {
     "serve": serve,
     "gc": gc,
     "adopt": adopt,
+    "backup": backup,
+    "doctor": doctor,
+    "status": status,
+    "models": models,
+    "requests": requests,
     "train": train,
+    "data": data,
+    "adapter": adapter,
+    "runs": runs,
     "make-model": make_model,
     "demo": demo,
     "demo-rl": demo_rl,
@@ -150,12 +210,7 @@ COMMANDS: dict[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand that `argv` (default: the process's arguments) names. Returns the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    description = "Post-training for language models, self-hosted."
-    try:
-        return run_subcommand(arguments, COMMANDS, prog="skyrl", description=description, kind="command")
-    except KeyboardInterrupt:
-        return 130  # as shells report it
+    return run_program(argv, COMMANDS, prog="skyrl", description="Post-training for language models, self-hosted.")
 
 
 if __name__ == "__main__":

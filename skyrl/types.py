@@ -4,17 +4,24 @@ Objects that users write as JSON are pydantic models with the wire names and def
 carry token arrays are frozen dataclasses of NumPy arrays. Nothing here imports jax or torch.
 """
 
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from skyrl.utils.adapters.fitting import Features
 
 LORA_ALPHA = 32.0
 """Numerator of the LoRA scale (scale = alpha / rank) of every model made through the Tinker API."""
 
 TokenTable = tuple[np.ndarray, np.ndarray]
 """Token ids int32 and their log-probabilities float32, of one shape `[places, k]`."""
+OptimizerFamily = Literal["adamw", "dimuon"]
+ModuleGroup = Literal["attn", "mlp", "unembed"]
+"""Switch of LoraConfig's train_* that selects a linear map."""
 StopReason = Literal["stop", "length"]
 ErrorCategory = Literal["user", "server", "unknown"]
 GradientEffect = Literal["kept", "incomplete", "dropped"]
@@ -29,7 +36,7 @@ class WireModel(BaseModel):
 
 
 class LoraConfig(WireModel):
-    """Adapter to train. `LoraConfig` of the Tinker API, plus `alpha`."""
+    """Adapter to train. `LoraConfig` of the Tinker API, plus `alpha` and `optimizer`."""
 
     rank: int = Field(default=32, ge=0)
     """Inner dimension of each A B pair. 0 trains all weights of the base model instead of an adapter."""
@@ -43,11 +50,58 @@ class LoraConfig(WireModel):
     """Adapt query, key, value and output projections."""
     alpha: float = Field(default=LORA_ALPHA, gt=0)
     """The adapter's product is multiplied by alpha / rank."""
+    optimizer: OptimizerFamily = Field(default="adamw", exclude_if=lambda family: family == "adamw")
+    """Optimizer that trains it. What is stored of models with AdamW does not name it: older servers read that too."""
+
+    @classmethod
+    def of_groups(cls, rank: int, alpha: float, groups: Collection[str]) -> "LoraConfig":
+        """The configuration of an adapter that was found in files, with tensors of these groups."""
+        trained = {f"train_{group}": group in groups for group in get_args(ModuleGroup)}
+        return cls.model_validate({"rank": rank, "alpha": alpha, **trained})
 
     @property
     def scaling(self) -> float:
         """alpha / rank; 1 where there is no adapter."""
         return self.alpha / self.rank if self.rank else 1.0
+
+    def selects(self, module: str, group: ModuleGroup) -> bool:
+        """True if the linear map of that name, which is in that group, is adapted."""
+        return {"attn": self.train_attn, "mlp": self.train_mlp, "unembed": self.train_unembed}[group]
+
+
+class AdapterConfig(LoraConfig):
+    """Adapter with what a trainer may ask for beyond the Tinker API, where PEFT's names are used.
+
+    Names of modules are regular expressions of whole names, as PEFT reads them where they are one string.
+    """
+
+    target_modules: str | None = None
+    """Modules that are adapted, in the place of those that train_* select. None: these."""
+    exclude_modules: str | None = None
+    """Modules that are not."""
+    init_method: Literal["kaiming", "gaussian"] = "kaiming"
+    """Initial A: uniform in +-1 / sqrt(in), or from N(0, 1 / rank^2). B is zero."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability that a number which an adapter reads is zero in a pass that makes gradients, where the others are
+    divided by 1 - dropout. What is zero follows from the seed, the optimizer steps and the data of the pass."""
+
+    def selects(self, module: str, group: ModuleGroup) -> bool:
+        if self.exclude_modules is not None and re.fullmatch(self.exclude_modules, module):
+            return False
+        if self.target_modules is not None:
+            return re.fullmatch(self.target_modules, module) is not None
+        return super().selects(module, group)
+
+    @field_validator("target_modules", "exclude_modules")
+    @classmethod
+    def _is_expression(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"it is no regular expression ({error}); use one such as .*\\.(q_proj|v_proj)") from None
+        return value
 
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
@@ -66,6 +120,17 @@ class AdamParams(WireModel):
     """Decoupled decay: the weights shrink by the factor 1 - learning_rate * weight_decay."""
     grad_clip_norm: Float32 = 0.0
     """Largest global gradient norm, as `torch.nn.utils.clip_grad_norm_`. 0 does not clip."""
+
+
+class DimuonParams(WireModel):
+    """Hyper-parameters of one Dimuon step, see `skyrl.backends.common.dimuon`."""
+
+    type: Literal["dimuon"] = "dimuon"
+    learning_rate: Float32
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Share of the momentum that stays; it takes 1 - beta1 of the gradient."""
+    grad_clip_norm: float = Field(default=0.0, le=LARGEST_FLOAT32)
+    """Largest global gradient norm, as of AdamW. 0 and below do not clip."""
 
 
 class SamplingParams(WireModel):
@@ -105,12 +170,19 @@ class SamplingOptions:
     presence_penalty: float = 0.0
     """Is taken from the logits of tokens that were generated before."""
     frequency_penalty: float = 0.0
-    """Is taken from a token's logit for each time that it was generated before."""
+    """Is taken from a token's logit for each time that it was generated before.
+
+    The three apply in this order, before the temperature and everything that filters."""
 
     @property
     def given(self) -> dict[str, Any]:
         """Options that are not off, by name."""
         return {name: value for name, value in vars(self).items() if value != getattr(SamplingOptions, name)}
+
+    @property
+    def penalises(self) -> bool:
+        """True if it matters which tokens were there before."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -121,6 +193,8 @@ class Datum:
     """int32 `[tokens]`."""
     loss_fn_inputs: dict[str, np.ndarray]
     """By name: `target_tokens` int64 and float32 inputs, each `[tokens]` or `[tokens, K]`."""
+    sampled: np.ndarray | None = None
+    """bool `[tokens]`: whether a target was drawn by a sampler. None: nobody said."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +218,8 @@ class OptimStepInput:
 
 @dataclass(frozen=True)
 class OptimStepOutput:
-    """Metrics of one optimizer step: `skyrl.ai/grad_norm` (before clipping), `skyrl.ai/learning_rate`."""
+    """Metrics of one optimizer step: `skyrl.ai/grad_norm` (before clipping), `skyrl.ai/learning_rate`, and of Dimuon
+    `skyrl.ai/dimuon_formula`."""
 
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -228,7 +303,7 @@ class ErrorResponse:
     status: ErrorCategory = "server"
     gradients: GradientEffect = "kept"
     of_storage: bool = field(default=False, compare=False)
-    """Whether a file is missing, damaged or cannot be written."""
+    """True if a file is missing, damaged or cannot be written."""
 
 
 Result = ForwardBackwardOutput | OptimStepOutput | SampleOutput | SaveOutput | ModelOutput | ErrorResponse
@@ -294,5 +369,9 @@ class BackendInfo:
     to be busy with one tenant alone. Results of no more than these are in memory."""
     sampling_options: frozenset[str] = frozenset()
     """Names of the `SamplingOptions` that are served; samples with others are refused."""
+    active_parameters: int | None = None
+    """Parameters of the base model that a token passes through; None where its weights have no files."""
+    adaptable: Mapping[str, Features] = field(default_factory=dict)
+    """Linear maps that adapters may be on, by their names in Hugging Face's models. Empty: none are imported."""
     colocated: bool = False
-    """Whether training and sampling need devices that only one of them can use at a time, and so take turns."""
+    """True if training and sampling need devices that only one of them can use at a time, and so take turns."""

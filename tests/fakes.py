@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
+from safetensors.numpy import load
 
 from skyrl.backends.backend import (
     Completion,
@@ -37,7 +38,9 @@ from skyrl.backends.backend import (
     SaveCheckpoint,
     SaveSnapshot,
 )
+from skyrl.backends.common.models.checkpoint_folder import PEFT_CONFIG, PEFT_TENSORS, header_of, kind_of
 from skyrl.backends.executor import Executor, FairLine, Quantum, Work
+from skyrl.backends.statistics import Statistics
 from skyrl.errors import RequestError
 from skyrl.types import (
     AdamParams,
@@ -53,8 +56,9 @@ from skyrl.types import (
     SaveOutput,
     TokenTable,
 )
-from skyrl.utils.atomic_folders import read_folder, write_folder
+from skyrl.utils.adapters.fitting import Features, fitted_adapter
 from skyrl.utils.failpoints import crash_point
+from skyrl.utils.files.atomic_folders import read_folder, write_folder
 
 POISON = 13
 """A token that makes its request fail with an internal error."""
@@ -64,6 +68,12 @@ HANG = 67
 """A token that computes for ever."""
 EOS = 0
 WIDTH = 4
+ACTIVE_PARAMETERS = 1000
+"""As it says of itself."""
+ADAPTABLE = {
+    "model.layers.0.self_attn.q_proj": Features(WIDTH, WIDTH, "attn"),
+    "model.layers.0.mlp.down_proj": Features(WIDTH, WIDTH, "mlp"),
+}
 
 
 class FakeConfig(BaseModel):
@@ -121,10 +131,21 @@ class FakeModel:
 
     @classmethod
     def from_folder(cls, path: str, digest: str | None = None) -> "FakeModel":
-        state = json.loads(read_folder(path, digest)["state.json"])
+        files = read_folder(path, digest)
+        if PEFT_TENSORS in files:
+            return cls.of_upload(files, path)
+        state = json.loads(files["state.json"])
         arrays = (np.asarray(state[name]) for name in ("weights", "first_moment", "second_moment"))
         sums = None if state["gradient_sums"] is None else np.asarray(state["gradient_sums"])
         return cls(LoraConfig(**state["lora_config"]), *arrays, step=state["step"], gradient_sums=sums)
+
+    @classmethod
+    def of_upload(cls, files: dict[str, bytes], path: str) -> "FakeModel":
+        """Its vector is what the adapter makes of ones."""
+        config = kind_of(header_of(files, path)).lora_config
+        found, rank, alpha = fitted_adapter(load(files[PEFT_TENSORS]), json.loads(files[PEFT_CONFIG]), ADAPTABLE)
+        weights = sum(alpha / rank * pair.b @ pair.a @ np.ones(WIDTH) for pair in found.values())
+        return cls(config, np.asarray(weights, np.float64), np.zeros(WIDTH), np.zeros(WIDTH))
 
 
 class PartOfPass(NamedTuple):
@@ -167,6 +188,8 @@ class FakeBackend(Executor):
             max_context_length=self.config.max_context_length,
             max_lora_rank=self.config.max_lora_rank,
             tokenizer_path="",
+            active_parameters=ACTIVE_PARAMETERS,
+            adaptable=ADAPTABLE,
         )
 
     def has_model(self, model_id: str) -> bool:
@@ -306,6 +329,10 @@ class FakeSampler:
     @property
     def elsewhere(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def statistics(self) -> Statistics:
+        return {"running_sequences": sum(len(running.sequences) for running in self._running.values())}
 
     def add(self, request: Sample) -> None:
         sequences: list[list[int]] = [[] for _ in range(request.num_samples)]

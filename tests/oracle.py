@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from peft import PeftModel
 from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, RepetitionPenaltyLogitsProcessor
 
 EXPORT = "adapter_model.safetensors"
 
@@ -26,6 +26,20 @@ def logprobs(model, tokens: list[int]) -> torch.Tensor:
     """Log-probability of each token after the first, differentiable: `[tokens - 1]`."""
     rows = torch.log_softmax(logits(model, tokens[:-1]).float(), -1)
     return rows.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def penalised_greedy(model, prompt: list[int], count: int, repetition=1.0, presence=0.0, frequency=0.0) -> list[int]:
+    """The most likely continuation where tokens pay for having been there before.
+
+    The repetition penalty is that of transformers; the others are OpenAI's formula, on what was generated.
+    """
+    tokens, penalty = list(prompt), RepetitionPenaltyLogitsProcessor(repetition)
+    with torch.no_grad():
+        for _ in range(count):
+            scores = penalty(torch.tensor([tokens]), logits(model, tokens)[-1:].float())[0].numpy()
+            times = np.bincount(tokens[len(prompt) :], minlength=len(scores))
+            tokens.append(int((scores - frequency * times - presence * (times > 0)).argmax()))
+    return tokens[len(prompt) :]
 
 
 def gradients(model) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ from typing import Any
 from skyrl.backends import operations
 from skyrl.backends.executor import Executor, FairLine, Quantum, Work, failure
 from skyrl.backends.operations import Completion, ModelOperation, Progress, Sample
+from skyrl.backends.statistics import Statistics
 from skyrl.errors import BackendLost, RequestError
 from skyrl.types import BackendInfo, ForwardBackwardOutput, LoraConfig, ModelOutput, OptimStepOutput, Result, SaveOutput
 from tests.remote_worker import TILE, Adapter, RemoteConfig
@@ -107,6 +108,10 @@ class RemoteSampler:
     @property
     def elsewhere(self) -> tuple[str, ...]:
         return tuple(self._asked)
+
+    @property
+    def statistics(self) -> Statistics:
+        return {}
 
     def add(self, request: Sample) -> None:
         filters = {"top_k": request.params.top_k > 0, "top_p": request.params.top_p < 1}

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict
 
 from skyrl.backends.operations import Progress, Sample
 from skyrl.types import AdamParams, Datum, GeneratedSequence, LoraConfig, SampleOutput, SaveOutput
-from skyrl.utils.atomic_folders import read_folder, write_folder
+from skyrl.utils.files.atomic_folders import read_folder, write_folder
 from tests.fakes import break_on, stop_tokens
 
 PR_SET_PDEATHSIG = 1

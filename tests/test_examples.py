@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from examples.dapo.main import soft_overlong_penalty
+from examples.recipes.run import HERE, RECIPES
+from examples.recipes.run import main as run_recipe
 from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 
 ROOT = Path(__file__).parents[1]
@@ -59,3 +61,17 @@ def test_dapo_trains_with_the_penalty_and_filters_without_it(tmp_path, tiny_mode
         np.testing.assert_allclose(row["loss/avg_final_rewards"], expected.mean(), atol=1e-6)
         assert len(samples) == 12 and (lengths > 3).any()
         assert all(np.ptp(rewards[start : start + 3]) > 0 for start in range(0, 12, 3))
+
+
+def test_every_configuration_of_a_recipe_is_run_by_one():
+    assert sorted(part.split()[1] for parts in RECIPES.values() for part in parts) == sorted(
+        file.name for file in HERE.glob("*.yaml")
+    )
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_tiny_recipe_takes_two_steps(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert run_recipe([name, "--tiny"]) == 0
+    lines = (tmp_path / "build" / "recipes" / name / "runs" / "rl" / "checkpoints" / "metrics.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in lines.splitlines()][-2:] == [1, 2]

@@ -15,44 +15,65 @@ ROOT = Path(__file__).parent.parent / "skyrl"
 LAYERS = [
     {"errors"},
     {"utils"},
-    {"utils.locks", "utils.sandbox"},
+    {"utils.files", "utils.locks", "utils.sandbox"},
+    {"utils.adapters"},
     {"types"},
     {"train.config.machinery", "train.tracking"},
     {"train.config"},
-    {"algorithms", "envs", "tx.layers"},
-    {"algorithms.checks", "envs.tasks", "tx.models"},
+    {"tx.design"},
+    {"algorithms", "envs", "tx.families", "tx.layers"},
+    {"algorithms.traced", "envs.services", "tx.models"},
+    {"algorithms.checks"},
+    {"envs.tasks"},
     {"tx"},
     {"tx.io", "tx.synthetic"},
     # One contract, and what satisfies it.
     {"backends"},
     {"backends.common"},
     {"backends.executor"},
-    {"backends.jax.memory_plan", "backends.jax.compile_cache", "backends.jax.loading"},
-    {"backends.jax.config"},
-    {"backends.jax.defaults"},
-    {"backends.jax.models"},
+    {"backends.common.models", "backends.common.sampling"},
+    {"backends.engines"},
+    {"backends.jax.memory_plan", "backends.jax.compile_cache", "backends.jax.loading", "backends.torch.base_model"},
+    {"backends.jax.config", "backends.torch.sampling", "backends.torch.training"},
+    {"backends.jax.defaults", "backends.torch.workers"},
+    {"backends.jax.models", "backends.torch.models"},
     {"backends.jax.sampling", "backends.jax.training"},
-    {"backends.jax"},
+    {"backends.jax", "backends.torch"},
+    {"backends.skyrl_train_backend"},
     {"backends.registry"},
     # The server and the trainers never import each other.
     {"tinker.errors", "tinker.results", "train.rollouts"},
-    {"tinker.identity", "train.data"},
-    {"tinker.config"},
-    {"tinker.redaction", "tinker.processes", "tinker.wire", "train.policies", "train.lr_schedules"},
+    {"tinker.identity", "train.callbacks", "train.data", "train.interruption", "train.ranking"},
+    {"tinker.config", "tinker.wire.sharing"},
+    {
+        "tinker.redaction",
+        "tinker.processes",
+        "tinker.wire",
+        "tinker.metrics",
+        "tinker.traces",
+        "train.policies",
+        "train.lr_schedules",
+    },
     {"tinker.database", "train.strategy"},
+    {"tinker.database.ledger"},
+    {"tinker.database.log", "tinker.database.queries"},
+    {"tinker.checkpoints.transfer"},
     {"tinker.checkpoints", "train.checkpoints", "train.run_loop"},
     {"tinker.context"},
     {"tinker.operations"},
     {"tinker.requests", "train.rl", "train.sft"},
-    {"tinker.server"},
+    {"tinker.server", "tinker.status"},
     {"tinker.http"},
-    {"tinker.serve", "tinker.engine", "train.commands"},
-    {"tinker.api_process"},
-    {"tinker.api", "tinker.local_server"},
+    {"tinker.serve", "tinker.engine", "train.commands", "train.prepare", "train.runs"},
+    {"tinker.api_process", "train.entrypoints", "train.main_sft"},
+    {"tinker.api", "tinker.local_server", "admin"},
     {"demos"},
-    {"cli"},
+    {"cli", "tx_command"},
 ]
-COMMON = [f"skyrl.backends.common.{path.stem}" for path in sorted((ROOT / "backends" / "common").glob("[a-z]*.py"))]
+COMMON = [
+    ".".join(["skyrl", *path.relative_to(ROOT).with_suffix("").parts])
+    for path in sorted((ROOT / "backends" / "common").rglob("[a-z]*.py"))
+]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 
 
@@ -105,11 +126,16 @@ def test_imports_point_down():
     assert not upward, "\n".join(upward)
 
 
-def test_only_the_registry_names_a_backend():
-    outside = [path for path in sorted(ROOT.rglob("*.py")) if "skyrl/backends/jax/" not in path.as_posix()]
-    inside = [path for path in outside if any(name.startswith("skyrl.backends.jax") for name in imported_modules(path))]
-    named = [path for path in outside if "JaxBackend" in path.read_text()]
-    assert inside == [] and named == [ROOT / "backends" / "registry.py"]
+@pytest.mark.parametrize(("folder", "name"), [("jax", "JaxBackend"), ("torch", "TorchBackend")])
+def test_only_the_registry_names_a_backend(folder, name):
+    outside = [path for path in sorted(ROOT.rglob("*.py")) if f"skyrl/backends/{folder}/" not in path.as_posix()]
+    importing = {
+        path for path in outside if any(m.startswith(f"skyrl.backends.{folder}") for m in imported_modules(path))
+    }
+    named = {path for path in outside if name in path.read_text()}
+    documented = {ROOT / "backends" / "skyrl_train_backend.py"}
+    assert importing == (documented if folder == "torch" else set())
+    assert named == (documented if folder == "torch" else {ROOT / "backends" / "registry.py"})
 
 
 def test_only_the_registry_of_strategies_names_what_serves_one():
@@ -125,6 +151,23 @@ def test_only_the_registry_of_strategies_names_what_serves_one():
     assert naming == {"config/strategies.py", "strategy/jax_backend.py", "strategy/registry.py"}
 
 
+def test_only_the_torch_backend_and_the_search_for_gpus_import_torch():
+    outside = [path for path in ROOT.rglob("*.py") if "skyrl/backends/torch/" not in path.as_posix()]
+    importing = [path for path in outside if any(name.split(".")[0] == "torch" for name in imported_modules(path))]
+    assert importing == [ROOT / "utils" / "accelerators.py"]
+
+
+def test_nothing_of_the_torch_backend_decides_admission_pages_or_stops():
+    """Host policy of sampling is that of any backend."""
+    policy = {"Pages", "FairLine", "StopStrings", "StopRule", "Line"}
+    torch = ROOT / "backends" / "torch"
+    sampling = [torch / "runner.py", *sorted((torch / "sampling").glob("*.py"))]
+    assert sum(len(path.read_text().splitlines()) for path in sampling) < 500
+    for path in sampling:
+        names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+        assert not names & policy, path
+
+
 def test_only_the_jax_backend_and_its_models_import_jax():
     packages = {"backends/jax", "tx"}
     outside = [path for path in ROOT.rglob("*.py") if not any(f"skyrl/{name}/" in path.as_posix() for name in packages)]
@@ -136,6 +179,7 @@ def test_only_the_jax_backend_and_its_models_import_jax():
     ("module", "absent"),
     [
         ("skyrl.tinker.api", {"jax", "torch", "transformers"}),
+        ("skyrl.tinker.serve", {"jax", "torch", "transformers", "alembic"}),
         ("skyrl.cli", {"jax", "torch", "transformers", "tinker"}),
         ("skyrl.types", {"jax", "torch"}),
         ("skyrl.train.config", {"jax", "torch", "numpy", "transformers", "omegaconf"}),
@@ -158,6 +202,7 @@ def test_only_the_jax_backend_and_its_models_import_jax():
         ("skyrl.backends.backend", {"jax", "torch"}),
         *((module, {"jax", "torch", "skyrl.tx"}) for module in COMMON),
         ("skyrl.backends.jax", {"torch", "transformers"}),
+        ("skyrl.backends.torch", {"jax", "transformers", "ray"}),
     ],
 )
 def test_import_does_not_load(module: str, absent: set[str], loaded: Callable[[str], set[str]]):

@@ -44,6 +44,7 @@ SAMPLER_TESTS = (
     "tests/backends/test_sampler_versions.py",
 )
 MODEL_TESTS = ("tests/tx/models/test_qwen3.py", "tests/tx/layers/test_logprobs.py", "tests/tx/test_sampling.py")
+TORCH_TESTS = ("tests/backends/test_torch_worker.py",)
 OBJECTIVE_TESTS = ("tests/backends/test_jax_objectives.py", "tests/backends/test_jax_whole_models.py")
 
 
@@ -68,6 +69,9 @@ def _all() -> Iterator[Case]:
     yield _tests("bfloat16", BFLOAT16_TESTS, 30, 150)
     for shape in ("0.6B", "4B"):
         yield from _speed(shape)
+    for shape in ("0.6B", "4B"):
+        yield from _torch(shape)
+    yield _tests("torch", TORCH_TESTS, 60, 300)
     yield _tests("backend", BACKEND_TESTS, 150, 400)
     yield _tests("sampler", SAMPLER_TESTS, 100, 300)
     yield _tests("models", MODEL_TESTS, 100, 300)
@@ -86,6 +90,7 @@ def _tiny() -> Iterator[Case]:
     yield Case("environment", "environment", partial(run, function="environment:environment", tiny=True), 5, 60)
     yield _tests("kernels", KERNEL_TESTS[:1], 10, 120, tiny=True)
     yield from _speed("tiny", several=4, decoded=((8, 1), (12, 4)))
+    yield from _torch("tiny", several=4)
     yield Case("tiny out of memory", "tiny", partial(run, function="correctness:out_of_memory", shape="tiny"), 20, 120)
     yield from _more("tiny", decoded=((4, 4),))
     yield Case("skyrl demo", "server", partial(run, function="server:demo"), 40, 240)
@@ -114,6 +119,17 @@ def _more(shape: str, decoded: Decoded = ((32, 16), (400, 16))) -> Iterator[Case
     yield Case(f"{shape} prefill", shape, partial(run, function="throughput:prefill", shape=shape), 20, 120, start_s)
     yield Case(f"{shape} RL iteration", shape, partial(run, function="throughput:rl", shape=shape), 40, 180, start_s)
     yield Case(f"{shape} profile", shape, partial(run, function="kernels:profile", shape=shape), 40, 180, start_s)
+
+
+def _torch(shape: str, several: int = 4) -> Iterator[Case]:
+    """The torch backend: training, decoding, and weights that several devices share. No GPU has run these yet."""
+    group, size, start_s = f"torch {shape}", _billions(shape), _start_s(shape)
+    for adapters in (1, several):
+        job = partial(run, function="torch_speed:train", shape=shape, adapters=adapters)
+        yield Case(f"{group} training, {_adapters(adapters)}", group, job, 20 + 5 * size, 180, start_s)
+    for what in ("decode", "shared"):
+        job = partial(run, function=f"torch_speed:{what}", shape=shape)
+        yield Case(f"{group} {what}", group, job, 30 + 5 * size, 300, start_s)
 
 
 def _decoding(shape: str, decoded: Decoded) -> Iterator[Case]:

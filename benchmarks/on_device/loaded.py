@@ -17,7 +17,7 @@ from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.operations import CreateModel, ForwardBackward, Operation, OptimStep, Publish, Sample
 from skyrl.tx.synthetic.make_model import make_model
 from skyrl.types import AdamParams, Datum, ErrorResponse, LoraConfig, SampleOutput, SamplingParams
-from skyrl.utils.paths import cache_folder
+from skyrl.utils.files.paths import cache_folder
 
 from .environment import rates, require_accelerator
 
@@ -29,6 +29,18 @@ UNTIED = {"8B"}
 
 MOST_ROWS = 400
 """Of a decode batch: the largest that a case asks for."""
+
+
+def make_folder(scratch: str, name: str) -> Path:
+    """A folder with configuration and tokenizer of a shape, without weights."""
+    return make_model(
+        Path(scratch) / f"qwen3-{name}",
+        **asdict(SHAPES[name]),
+        tied=name not in UNTIED,
+        max_position=40_960,
+        dtype="bfloat16",
+        weights=False,
+    )
 
 
 class Loaded:
@@ -45,14 +57,7 @@ class Loaded:
         require_accelerator(self.tiny)
         self._numbers = itertools.count()
         self._scratch = tempfile.TemporaryDirectory(prefix="skyrl-on-device-")
-        folder = make_model(
-            Path(self._scratch.name) / f"qwen3-{name}",
-            **asdict(self.shape),
-            tied=self.tied,
-            max_position=40_960,
-            dtype="bfloat16",
-            weights=False,
-        )
+        folder = make_folder(self._scratch.name, name)
         options: dict[str, Any] = {"sample_max_num_sequences": 16 if self.tiny else MOST_ROWS}
         if self.tiny:
             options |= {"train_tile_tokens": 128, "max_context_length": 256, "kv_cache_gib": 0.05}

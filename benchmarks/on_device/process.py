@@ -118,17 +118,23 @@ class GroupProcess:
         self.usable = False
         assert self._process.pid is not None
         deadline = time.monotonic() + GONE_S
+        dying: list[int] = []
         while time.monotonic() < deadline:
             with suppress(ProcessLookupError, PermissionError):  # no such group (any more), or, on macOS, all are dead
                 os.killpg(self._process.pid, signal.SIGKILL)
             if self._process.is_alive():
                 self._process.kill()
-            for pid in (marked := _marked(self._mark)):
+            marked = _marked(self._mark)
+            for process in marked:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+            # A dying process loses its environment, the mark with it, before its files and the device's memory.
+            dying = _living(dying + marked)
             self._process.join(0.05)
-            if not marked and not self._process.is_alive():
+            if not dying and not self._process.is_alive():
                 break
+        for process in dying:
+            os.close(process)
         self._connection.close()
 
     def _stack(self) -> list[str]:
@@ -166,10 +172,18 @@ def _reason(status: int | None) -> str:
 
 
 def _marked(mark: str) -> list[int]:
-    """Living processes with this mark in their environment."""
+    """Living processes with this mark in their environment: file descriptors (pidfd), to be closed by the caller."""
     wanted, found = f"{MARK}={mark}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is another user's
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
+                found.append(os.pidfd_open(int(folder.name)))
     return found
+
+
+def _living(processes: list[int]) -> list[int]:
+    """Those of the processes (pidfd) that have not ended; the others are closed."""
+    ended = wait(processes, 0)
+    for process in (gone := [process for process in processes if process in ended]):
+        os.close(process)
+    return [process for process in processes if process not in gone]

@@ -6,25 +6,30 @@ is laid out like the hub needs no change in any recipe:
 
     Qwen/Qwen3-8B/               a small Qwen3 with its tokenizer, to be served under this name
     HuggingFaceH4/no_robots/     conversations for sl_loop and sl_basic
-    openai/gsm8k/                sums in words for rl_loop and rl_basic
+    openai/gsm8k/                sums in words for rl_loop, rl_basic and math_rl
     Anthropic/hh-rlhf/           pairs of answers for DPO
+    hicai-zju/SciKnowEval/       questions of four choices for sdft
+    Salesforce/wikitext/         a text for rl_numerics_check
 
-The model is taught, in about half a minute, to answer in the form that the recipes ask for, with a number at random. It
-is too small to do sums. What it can learn by reinforcement is that some answers are right more often than others:
-COMMON is the answer to most of the questions. With `--model FOLDER`, the tokenizer of a real model takes its place.
+The model is taught, in one to three minutes, to answer in the form that the recipes ask for, with a number at random
+(lessons.py). It is too small to do sums. What it can learn by reinforcement is that some answers are right more often
+than others: COMMON is the answer to most of the questions. With `--model FOLDER`, the tokenizer of a real model takes
+its place.
 """
 
 import argparse
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+from lessons import KINDS, LOOP_SUFFIX, SHARE, Kind, conversation, page, problems, science
 from tinker_cookbook import renderers
 from tinker_cookbook.recipes.math_rl.math_env import MathEnv
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tinker_cookbook.renderers import get_text_content
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 NAME = "Qwen/Qwen3-8B"
@@ -33,22 +38,13 @@ NAME = "Qwen/Qwen3-8B"
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXT_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
-PEOPLE = ["Ann", "Ben", "Eva", "Jim", "Kim", "Leo", "Mia", "Tom"]
-THINGS = ["apples", "books", "coins", "eggs", "pens", "stones"]
-TEMPLATES = [
-    "{who} has {a} {what} and gets {b} more. How many {what} has {who} now?",
-    "There are {a} {what} in a box. {who} adds {b}. How many {what} are in the box?",
-    "{who} buys {a} {what} today and {b} tomorrow. How many {what} is that?",
-]
+WORD = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Qwen3's tokenizer.json splits text: an empty line stays whole, which the cookbook's renderers rely on."""
+
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-LOOP_SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
-"""What rl_loop puts behind a question."""
-
-COMMON, SHARE = 6, 0.7
-"""The answer of this share of the questions; those of the others are spread evenly."""
-
-WITH_EXAMPLE = 0.3
-"""The share of lessons that start with the recipes' example, which is long."""
 
 LEARNING_RATE = 5e-3
 SIZE = {
@@ -59,22 +55,8 @@ SIZE = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
 }
-
-
-def problems(count: int, seed: int) -> list[tuple[str, int]]:
-    """Questions whose answer is a digit, and the answer."""
-    draw = random.Random(seed)
-    found = []
-    for _ in range(count):
-        answer = COMMON if draw.random() < SHARE else draw.randint(0, 9)
-        first = draw.randint(0, answer)
-        text = draw.choice(TEMPLATES).format(
-            who=draw.choice(PEOPLE), what=draw.choice(THINGS), a=first, b=answer - first
-        )
-        found.append((text, answer))
-    return found
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
@@ -83,7 +65,7 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 
 def write_data(out: Path) -> None:
-    """The three data sets, each with the columns of the one whose name it has."""
+    """The data sets, each with the columns of the one whose name it has."""
     for split, count, seed in (("train", 2048, 1), ("test", 64, 2)):
         found = problems(count, seed)
         write_rows(
@@ -104,76 +86,76 @@ def write_data(out: Path) -> None:
                 for question, answer in found
             ],
         )
-    (out / "openai/gsm8k/README.md").write_text(
-        "---\nconfigs:\n- config_name: main\n  data_files:\n"
-        "  - split: train\n    path: main/train.jsonl\n  - split: test\n    path: main/test.jsonl\n---\n"
-    )
+    draw = random.Random(4)
+    answers = ["B" if draw.random() < SHARE else draw.choice("ACD") for _ in range(512)]
+    write_rows(out / "hicai-zju/SciKnowEval/test.jsonl", [science(draw, answer) for answer in answers])
+    write_rows(out / "Salesforce/wikitext/text/train.jsonl", [{"text": page(draw, 400)} for _ in range(400)])
+    write_configuration(out / "openai/gsm8k", "main", main=["train", "test"])
+    write_configuration(out / "Salesforce/wikitext", "wikitext-103-raw-v1", text=["train"])
 
 
-def conversation(question: str, answer: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+def write_configuration(folder: Path, name: str, **splits: list[str]) -> None:
+    """Tell the library of data sets which files of `folder` are the configuration `name`: by subfolder, its splits."""
+    files = [{"split": split, "path": f"{sub}/{split}.jsonl"} for sub, names in splits.items() for split in names]
+    header = json.dumps({"configs": [{"config_name": name, "data_files": files}]})
+    (folder / "README.md").write_text(f"---\n{header}\n---\n")
 
 
 def explained(answer: int) -> str:
     return f"Thank you for the question. The answer is {WORDS[answer]}."
 
 
-def make_tokenizer(out: Path) -> None:
+def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """A byte-level BPE with Qwen3's special tokens, learnt from the data, so that prompts are short."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(WORD), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=800, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+        vocab_size=1600, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
     )
-    tokenizer.train_from_iterator(texts(), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in TEXT_TOKENS])
-    PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=4096
-    ).save_pretrained(out)
+    )
 
 
 def texts() -> Iterator[str]:
     for question, answer in problems(500, seed=0):
         yield from (question + LOOP_SUFFIX, question + MathEnv.question_suffix(), explained(answer))
-    for message in [*MathEnv.standard_fewshot_prefix(), *loop_prefix()] * 20:
-        yield str(message["content"])
+    draw, letters = random.Random(0), make_tokenizer([])
+    for kind in KINDS:
+        renderer = renderers.get_renderer(kind.renderer, letters)
+        for _ in range(20):
+            yield "\n".join(get_text_content(message) for message in kind.draw(draw, renderer))
     yield "user\n assistant\n \n\n \\boxed{} Why do you ask me? Count them. Human: Assistant: "
 
 
-def loop_prefix() -> list[dict]:
-    """The example that rl_loop puts before a question."""
-    question, answer = MathEnv.standard_fewshot_prefix()
-    return [{**question, "content": "How many r's are in strawberry?" + LOOP_SUFFIX}, answer]
-
-
-def lessons(renderer: renderers.Renderer, count: int, draw: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and their weights, `[count, length]`: the prompts of the recipes, each with an answer at random."""
-    with_example = draw.random() < WITH_EXAMPLE
-    rows = []
-    for question, _ in problems(count, seed=draw.randrange(2**32)):
-        prefix, suffix = draw.choice(
-            [(loop_prefix(), LOOP_SUFFIX), (MathEnv.standard_fewshot_prefix(), MathEnv.question_suffix())]
-        )
-        asked = conversation(question + suffix, f"\\boxed{{{draw.randint(0, 9)}}}")
-        rows.append(renderer.build_supervised_example([*prefix, *asked] if with_example else asked))
+def lessons(kind: Kind, renderer: renderers.Renderer, draw: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and their weights, `[batch, length]`: conversations of one kind, of which the last answer counts."""
+    rows = [renderer.build_supervised_example(kind.draw(draw, renderer)) for _ in range(kind.batch_size)]
     length = max(built.length for built, _ in rows)
     tokens = [list(built.to_ints()) + [0] * (length - built.length) for built, _ in rows]
     weights = [row.tolist() + [0.0] * (length - len(row)) for _, row in rows]
     return torch.tensor(tokens), torch.tensor(weights)
 
 
-def teach(model: Qwen3ForCausalLM, renderer: renderers.Renderer, steps: int, batch_size: int) -> float:
-    """Train all weights on lessons. Returns the last loss."""
+def teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int) -> dict[str, float]:
+    """Train all weights on lessons. Returns the last loss of each kind."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps + 1, pct_start=0.2)
+    renderer_of = {kind.renderer: renderers.get_renderer(kind.renderer, tokenizer) for kind in KINDS}
     draw = random.Random(3)
-    loss = torch.zeros(())
+    losses = {}
     for _ in range(steps):
-        tokens, weights = lessons(renderer, batch_size, draw)
+        (kind,) = draw.choices(KINDS, [kind.share for kind in KINDS])
+        tokens, weights = lessons(kind, renderer_of[kind.renderer], draw)
         answers = weights[:, 1:] > 0
         logits = model.lm_head(model.model(tokens[:, :-1]).last_hidden_state[answers])
         loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:][answers])
@@ -182,39 +164,36 @@ def teach(model: Qwen3ForCausalLM, renderer: renderers.Renderer, steps: int, bat
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    return loss.item()
+        losses[kind.draw.__name__] = round(loss.item(), 3)
+    return losses
 
 
-def make_model(out: Path, steps: int, batch_size: int) -> None:
-    """A small Qwen3 that answers sums in the form that the recipes ask for."""
-    make_tokenizer(out)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
-    renderer = renderers.get_renderer("qwen3", tokenizer)
+def make_model(out: Path, steps: int) -> None:
+    """A small Qwen3 that answers in the form that the recipes ask for."""
+    tokenizer = make_tokenizer(texts())
+    tokenizer.save_pretrained(out / NAME)
     torch.manual_seed(0)
     torch.set_num_threads(1)  # for matrices this small
     config = Qwen3Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **SIZE)
     model = Qwen3ForCausalLM(config)
-    loss = teach(model, renderer, steps, batch_size)
-    model.save_pretrained(out)
-    print(f"taught {model.num_parameters():,} parameters for {steps} steps; loss {loss:.3f}")
+    losses = teach(model, tokenizer, steps)
+    model.save_pretrained(out / NAME)
+    print(f"taught {model.num_parameters():,} parameters for {steps} steps; last losses {losses}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", type=Path, help="folder of a real model, whose tokenizer the recipes are to use")
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()
-    folder = arguments.out / NAME
-    folder.mkdir(parents=True, exist_ok=True)
+    (arguments.out / NAME).mkdir(parents=True, exist_ok=True)
     write_data(arguments.out)
     if arguments.model is None:
-        make_model(folder, arguments.steps, arguments.batch_size)
+        make_model(arguments.out, arguments.steps)
     else:
-        for path in arguments.model.glob("*token*"):
-            shutil.copy(path, folder)
-        shutil.copy(arguments.model / "config.json", folder)
+        for path in [*arguments.model.glob("*token*"), arguments.model / "config.json"]:
+            shutil.copy(path, arguments.out / NAME)
     print(f"prepared {arguments.out}; serve the model as {NAME}")
 
 

@@ -128,6 +128,19 @@ def reinforce_plus_plus(x: AdvantageInputs, *, gamma: float = 1.0) -> Advantages
     return Advantages(whiten(returns, x.mask), returns)
 
 
+@AdvantageEstimatorRegistry.register("token_rewards")
+def token_rewards(x: AdvantageInputs) -> Advantages:
+    """The reward of each token, compared with nothing. One outside the mask belongs to the token of the mask before it.
+
+    With the KL divergence from a teacher in the reward (`use_kl_in_reward`, `kl_estimator_type=k1`) this is on-policy
+    distillation: the gradient is that of the reverse KL of each next token, at what the policy sampled.
+
+    Source: Gu et al. 2024, https://arxiv.org/abs/2306.08543, and Agarwal et al. 2024, https://arxiv.org/abs/2306.13649.
+    """
+    rewards = _accumulated_errors(x, array_namespace(x.rewards).zeros_like(x.rewards), 0.0, 0.0)
+    return Advantages(rewards, rewards)
+
+
 @AdvantageEstimatorRegistry.register("gae")
 def gae(x: AdvantageInputs, *, gamma: float = 1.0, lambd: float = 1.0) -> Advantages:
     """Generalised advantage estimation over the tokens of the mask, whitened over the batch.

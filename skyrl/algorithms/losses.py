@@ -28,6 +28,9 @@ MAX_LOG_RATIO = 20.0
 LARGEST = 1e9
 """Inputs and knobs are bounded to +-this inside every loss: products of all of them still fit into float32."""
 
+STABLE_RATIO = 2.0
+"""Largest weight that `stable_reinforce` gives to a token."""
+
 NUM_KNOBS = 4
 """Columns of the packed knobs, at least as many as any loss has."""
 
@@ -68,6 +71,8 @@ class LossInputs(NamedTuple):
     """The critic's values when the batch was sampled."""
     returns: Tokens | None = None
     """Targets of the values."""
+    named: Mapping[str, Any] | None = None
+    """Inputs of a traced loss by its names: `[batch, tokens]`, or `[batch, tokens, targets]` of rank 2."""
     segments: Int[Any, "batch tokens"] | None = None
     """int32 number of the sequence that a token belongs to, from 0 in each row; -1 in padding."""
     num_segments: int = 1
@@ -236,6 +241,28 @@ def gspo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: 
     return _clipped_surrogate(x, ratio, clip_low_threshold, clip_high_threshold)
 
 
+@loss("stable_reinforce", needs=OFF_POLICY)
+def stable_reinforce(x: LossInputs, *, kl_coeff: Knob = 0.0) -> Tokens:
+    """REINFORCE weighted by the ratio, truncated at STABLE_RATIO: whatever its samples, a token's gradient is bounded.
+
+    The weight is a constant, so that at ratio 1 (no staleness) the gradient is that of `importance_sampling`. An
+    estimator of ours under the protocol's name: the formula of the hosted service is not public.
+
+    Args:
+        x: Token arrays, each `[batch, tokens]`.
+        kl_coeff: Strength of a penalty on half the squared log-ratio, whose gradient estimates that of the
+            Kullback-Leibler divergence of the learner from the sampling policy. As in `dro` it is not clamped.
+
+    Sources: Ionides 2008, https://doi.org/10.1198/106186008X320456 (truncation); Schulman 2020,
+    http://joschu.net/blog/kl-approx.html (k2).
+    """
+    xp = array_namespace(x.logprobs)
+    ratio = probability_ratio(x)
+    weight = stop_gradient(xp.where(ratio > STABLE_RATIO, xp.full_like(ratio, STABLE_RATIO), ratio))
+    log_ratio = x.logprobs - x.sampling_logprobs
+    return -weight * x.logprobs * x.advantages + 0.5 * kl_coeff * log_ratio * log_ratio
+
+
 def loss_index(name: str) -> int:
     """Number by which `mixed_loss` knows a loss. Raises KeyError, with the known names, for an unknown one."""
     return list(LOSSES).index(LOSSES[name].name)
@@ -275,20 +302,22 @@ def mixed_loss(x: LossInputs, index: Int[Any, "batch 1"], knobs: Float[Any, "bat
 
 
 def refuse_unserved(name: str) -> None:
-    """Raise RequestError for the losses of the protocol that this server does not compute, and for unknown names."""
+    """Raise RequestError for names of the protocol that are no registered loss, and for unknown ones."""
     if name in LOSSES:
         return
     known = f"known losses: {', '.join(LOSSES)}"
     if name in UNSERVED:
-        raise RequestError(f"loss_fn={name!r} is not served: {UNSERVED[name]}; {known}")
+        raise RequestError(f"loss_fn={name!r} names no loss by itself: {UNSERVED[name]}; {known}")
     raise RequestError(f"loss_fn={name!r} is unknown; {known}")
 
 
+CUSTOM = "custom"
+"""Name under which the protocol has losses that clients traced."""
 UNSERVED = {
-    "custom": "custom losses are not traced on the server; use forward_backward_custom, which runs them on the client",
-    "stable_reinforce": "its formula is not public; use importance_sampling, ppo, cispo or gspo with the same inputs",
+    CUSTOM: "over the API, send loss_fn_config={'loss_id': ...} of a loss that create_custom_loss has made; in a "
+    "process, pass the TracedObjective itself",
 }
-"""Losses of the protocol that are refused, and what to use in their place."""
+"""Names of the protocol that are no registered loss, and what to send."""
 
 
 def stop_gradient(x: Any) -> Any:
@@ -299,6 +328,27 @@ def stop_gradient(x: Any) -> Any:
 
         return jax.lax.stop_gradient(x)
     return x.detach() if is_torch_namespace(xp) else x
+
+
+def gradient_of(compute: Callable[[Any], tuple[Any, Any]], at: Any) -> tuple[Any, Any]:
+    """Gradient of the number that is the first result of `compute`, as a constant, and the second result.
+
+    Args:
+        compute: A function of an array of JAX or torch.
+        at: The array.
+    """
+    xp = array_namespace(at)
+    if is_jax_namespace(xp):
+        import jax
+
+        return jax.grad(compute, has_aux=True)(jax.lax.stop_gradient(at))
+    assert is_torch_namespace(xp), "JAX and torch have gradients"
+    with xp.enable_grad():
+        leaf = at.detach().requires_grad_()
+        total, rest = compute(leaf)
+        if total.requires_grad:
+            total.backward(inputs=[leaf])
+    return xp.zeros_like(at) if leaf.grad is None else leaf.grad, rest
 
 
 def _log_ratio(x: LossInputs) -> Tokens:
@@ -350,7 +400,7 @@ def _floats(x: LossInputs) -> dict[str, Tokens]:
     return {
         name: value
         for name, value in x._asdict().items()
-        if name not in ("segments", "num_segments") and value is not None
+        if name not in ("named", "segments", "num_segments") and value is not None
     }
 
 

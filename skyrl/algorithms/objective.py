@@ -5,8 +5,10 @@ or the way in which a mini-batch is cut into micro-batches and over devices.
 """
 
 import json
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from array_api_compat import array_namespace
@@ -22,7 +24,7 @@ SOURCES = {
     "reference_logprobs": "those of the reference model; set use_kl_loss to false to do without",
     "entropy": "the learner's per token; set use_entropy_loss to false to do without",
 }
-"""Where a field comes from, for the message that it is missing."""
+"""Source of a field, for the message that it is missing."""
 
 
 Output = Literal["logprobs", "entropy", "values"]
@@ -135,7 +137,11 @@ class PolicyObjective:
         return () if self.kl_coef or self.entropy_coef else self.loss.multiple_of
 
     def __call__(self, x: LossInputs) -> Tokens:
-        """Loss of each token, `[batch, tokens]`, to be summed. `x.correction` multiplies the policy loss alone.
+        """Loss of each token, `[batch, tokens]`, to be summed: all of `terms`."""
+        return reduce(operator.add, self.terms(x).values())
+
+    def terms(self, x: LossInputs) -> dict[str, Tokens]:
+        """Terms of the loss of each token, "policy", "kl" and "entropy". `x.correction` multiplies the first alone.
 
         Raises ValueError if a field that it needs is not there.
         """
@@ -144,16 +150,16 @@ class PolicyObjective:
                 raise ValueError(f"policy_loss_type={self.loss.name!r} needs {name}, {SOURCES.get(name, 'per token')}")
         if self.on_policy:
             x = x._replace(sampling_logprobs=stop_gradient(x.logprobs))
-        total = self.loss(x, **self.knobs)
+        terms = {"policy": self.loss(x, **self.knobs)}
         if x.correction is not None:
-            total = total * stop_gradient(x.correction)
+            terms["policy"] = terms["policy"] * stop_gradient(x.correction)
         if self.kl_coef:
             assert x.reference_logprobs is not None
-            total = total + self.kl_coef * x.weights * self.kl_estimator(x.logprobs, x.reference_logprobs)
+            terms["kl"] = self.kl_coef * x.weights * self.kl_estimator(x.logprobs, x.reference_logprobs)
         if self.entropy_coef:
             assert x.entropy is not None
-            total = total - self.entropy_coef * x.weights * x.entropy
-        return total
+            terms["entropy"] = -(self.entropy_coef * x.weights * x.entropy)
+        return terms
 
 
 def policy_objective(options: Mapping[str, Any], on_policy: bool = False) -> PolicyObjective:

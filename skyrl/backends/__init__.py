@@ -6,8 +6,11 @@
     common                   what backends share: packing, offload, versions, pages, files in the background
     prepared                 prepared batches as operations
     async_client             a backend for asyncio, in a thread (the trainers')
+    statistics               what a backend tells of its work
     base_folder              a base model's folder, from a path or a hub id
     jax                      the embedded backend
+    torch                    any model of transformers, on workers in this process or in others
+    skyrl_train_backend      its documented names
 
 To add one: docs/add-a-backend.md.
 """

@@ -25,7 +25,7 @@ class BackendClient:
     def __init__(self, backend: AbstractBackend):
         self.backend = backend
         self._inbox: deque[Callable[[], None]] = deque()
-        """What the thread is to do between two steps."""
+        """Calls that the thread is to make between two steps."""
         self._futures: dict[str, Future[Result]] = {}
         self._wake = threading.Event()
         self._closing = False
@@ -48,8 +48,18 @@ class BackendClient:
 
         Operations of one model take effect in the order of these calls. A sample whose task is cancelled is dropped.
         """
+        return await self._outcome(operation, self._submitted(operation))
+
+    def begin(self, operation: Operation) -> "asyncio.Task[Result]":
+        """As `run`: what it returns has the operation's place in their order already, whenever it is awaited."""
+        return asyncio.ensure_future(self._outcome(operation, self._submitted(operation)))
+
+    def _submitted(self, operation: Operation) -> "Future[Result]":
         future: Future[Result] = Future()
         self._call(lambda: self.backend.submit(operation), (operation.request_id, future))
+        return future
+
+    async def _outcome(self, operation: Operation, future: "Future[Result]") -> Result:
         try:
             result = await asyncio.wrap_future(future)
         except asyncio.CancelledError:

@@ -36,6 +36,7 @@ from skyrl.backends.operations import (
     SaveSnapshot,
 )
 from skyrl.backends.prepared import passes_of, samples_of, version_of
+from skyrl.backends.statistics import Statistics
 from skyrl.errors import RequestError
 from skyrl.types import (
     BackendInfo,
@@ -81,7 +82,7 @@ class AbstractBackend(ABC):
         self.base_model = base_model
         self.config = config
         self._ready: list[Completion] = []
-        """What `step` returns before anything else."""
+        """Completions that `step` returns before anything else."""
 
     # -- primitives ---------------------------------------------------------------------------------------------------
 
@@ -107,7 +108,7 @@ class AbstractBackend(ABC):
     @property
     @abstractmethod
     def busy(self) -> bool:
-        """Whether `step` has something to do right now. What is computed or written elsewhere does not count."""
+        """True if `step` has something to do right now. What is computed or written elsewhere does not count."""
 
     @property
     @abstractmethod
@@ -121,7 +122,7 @@ class AbstractBackend(ABC):
     @property
     @abstractmethod
     def writing(self) -> bool:
-        """Whether an operation waits for a background write."""
+        """True if an operation waits for a background write."""
 
     @abstractmethod
     def info(self) -> BackendInfo:
@@ -129,10 +130,10 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def has_model(self, model_id: str) -> bool:
-        """Whether the model exists now."""
+        """Return whether the model exists now."""
 
     def has_own_base(self, model_id: str) -> bool:
-        """Whether a model that exists is trained as a whole, so that what is stored of it is large."""
+        """Return whether a model that exists is trained as a whole, so that what is stored of it is large."""
         return False
 
     def prepare(self) -> bool:
@@ -141,7 +142,12 @@ class AbstractBackend(ABC):
 
     @property
     def metrics(self) -> dict[str, int]:
-        """What it counts about itself, by name."""
+        """Programs that it has compiled, by what they are for."""
+        return {}
+
+    @property
+    def statistics(self) -> Statistics:
+        """What it has done so far, and how full it is now; see `STATISTICS`."""
         return {}
 
     def drop_version(self, version: str) -> None:  # noqa: B027 (a backend without versions in memory has nothing to do)
@@ -152,6 +158,14 @@ class AbstractBackend(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Finish background writes and free resources."""
+
+    def refuse(self, refusal: Rejected) -> bool:
+        """Let the model operation of this request id fail, in its place, with the refusal's error.
+
+        A pass that has begun is computed no further; any other operation that has begun goes on. Returns whether it
+        fails: else it is not here, or goes on.
+        """
+        return False
 
     # -- order and recovery -------------------------------------------------------------------------------------------
 
@@ -165,7 +179,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def is_working_on(self, model_id: str) -> bool:
-        """Whether an operation of the model has begun and not ended, background writes aside."""
+        """Return whether an operation of the model has begun and not ended, background writes aside."""
 
     @abstractmethod
     def abandon(self) -> list[ModelOperation]:

@@ -1,12 +1,17 @@
 """The folder of a base model on this machine, and what its config.json says; a hub id is downloaded."""
 
+import difflib
 import json
 import os
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from skyrl.errors import RequestError
+
+ROPE = ("rope_theta", "rope_scaling")
+"""Names of what positions are turned by, in the config.json of older models."""
 
 
 def model_folder(base_model: str) -> Path:
@@ -42,6 +47,59 @@ def config_of(base_model: str, field: str = "base_model") -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise RequestError(f"{field}={base_model}: {path} is no JSON object; name a Hugging Face model folder")
     return found
+
+
+def overridden(folder: Path, values: Mapping[str, Any], parent: str | Path | None) -> Path:
+    """A model folder whose config.json has other values; the rest of its files are links.
+
+    Args:
+        folder: The model.
+        values: By name. rope_theta and rope_scaling are those of a config.json of any age.
+        parent: Folder in which it is made, in one of its own; None: where temporary files are.
+
+    Raises RequestError for a name that neither the file nor transformers' class of such configurations has.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config")
+    inner = config if text is None else text
+    rope = {name: value for name, value in values.items() if name in ROPE}
+    others = {name: value for name, value in values.items() if name not in ROPE}
+    _check_names(others, config | inner, inner.get("model_type", config.get("model_type")))
+    if rope and "rope_parameters" in inner:  # where newer ones have both
+        before = inner["rope_parameters"]
+        if any(isinstance(value, dict) for value in before.values()):
+            raise RequestError(
+                f"{min(rope)}={rope[min(rope)]}: kinds of layers ({', '.join(before)}) have positions of their own; "
+                "write them whole, as model_config_kwargs={rope_parameters: ...}"
+            )
+        scaling = rope.pop("rope_scaling", None) or before
+        rope = {"rope_parameters": {"rope_theta": before.get("rope_theta"), **scaling, **rope}}
+    inner |= rope
+    for name, value in others.items():
+        (config if name in config.keys() - inner.keys() else inner)[name] = value
+    target = Path(tempfile.mkdtemp(prefix="skyrl-model-", dir=parent), "model")
+    target.mkdir()
+    for path in folder.iterdir():
+        if path.name != "config.json":
+            (target / path.name).symlink_to(path.resolve())
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+    return target
+
+
+def _check_names(names: Collection[str], known: Collection[str], model_type: Any) -> None:
+    """Raise `RequestError` for a name that is neither known nor one of transformers' for this type of model."""
+    if not (unknown := [name for name in names if name not in known]):
+        return
+    from transformers import CONFIG_MAPPING
+
+    theirs = CONFIG_MAPPING[model_type]().to_dict() if model_type in CONFIG_MAPPING else {}
+    if strange := [name for name in unknown if name not in theirs]:
+        near = difflib.get_close_matches(strange[0], {*known, *theirs}, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise RequestError(
+            f"model_config_kwargs.{strange[0]}: neither the model's config.json nor transformers' configuration of "
+            f"{model_type} has that name{hint or '; leave it out'}"
+        )
 
 
 def _found(base_model: str, download: Callable[[], str], field: str = "base_model") -> Path:

@@ -10,6 +10,7 @@ from skyrl.algorithms.objective import Objective
 from skyrl.types import (
     AdamParams,
     Datum,
+    DimuonParams,
     GradientEffect,
     LoraConfig,
     Result,
@@ -19,6 +20,7 @@ from skyrl.types import (
 )
 
 NO_OPTIONS = SamplingOptions()
+ADAMW = AdamParams()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,7 @@ class Operation:
 
     request_id: str
     tenant: str = ""
-    """Whose it is: tenants share the machine fairly, and nothing cached for one is used for another."""
+    """Owner of the operation: tenants share the machine fairly, and nothing cached for one is used for another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class ModelOperation(Operation):
 
     model_id: str
     alone: bool = False
-    """Whether nothing of another model is computed in the same call, as this may end the process that computes it."""
+    """True if nothing of another model is computed in the same call, as this may end the process that computes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class CreateModel(ModelOperation):
 
     lora_config: LoraConfig
     value_head: bool = False
-    """Whether it is a critic, which maps each token to a value."""
+    """True if it is a critic, which maps each token to a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +74,11 @@ class ForwardBackward(ModelOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimStep(ModelOperation):
-    """Apply the accumulated gradients with AdamW and clear them. Returns `OptimStepOutput`."""
+    """Apply the accumulated gradients and clear them, with AdamW or with Dimuon. Returns `OptimStepOutput`."""
 
-    adam_params: AdamParams
+    adam_params: AdamParams = ADAMW
+    dimuon_params: DimuonParams | None = None
+    """Hyper-parameters of a Dimuon step; with them `adam_params` mean nothing. A model keeps to one of the two."""
     skip_if_not_finite: bool = False
     """Clear gradients whose norm is not finite and change nothing else, instead of applying them."""
 
@@ -97,7 +101,7 @@ class LoadCheckpoint(ModelOperation):
     load_optimizer: bool = True
     """False starts the optimizer anew (zero moments, step 0)."""
     digest: str | None = None
-    """What the folder's manifest must hash to (sha256, hex), where that is known."""
+    """Hash of the folder's manifest (sha256, hex), where that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +120,7 @@ class LoadSnapshot(ModelOperation):
 
     path: str
     digest: str
-    """What the folder's manifest must hash to."""
+    """Hash of the folder's manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +167,7 @@ class Sample(Operation):
     version: str | None
     """Id of the version, or None for the base model."""
     path: str | None = None
-    """Where the version is stored (sampler or training checkpoint folder), read if it is not in memory."""
+    """Folder of the version (sampler or training checkpoint folder), read if it is not in memory."""
     prompt: np.ndarray
     """int32 `[prompt]`, not empty."""
     params: SamplingParams
@@ -180,7 +184,7 @@ class Sample(Operation):
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     prompt_logprobs_last_n: int | None = None
-    """How many of the prompt's last tokens the two options above are about; None: all."""
+    """Number of the prompt's last tokens that the two options above are about; None: all."""
     target_prompt_logprobs: TokenMatrix | None = None
     """int32 token ids `[prompt - 1, K]` to score, row i at prompt position i + 1; -1 scores nothing."""
     prompt_alt_tokens_k: int = 0
@@ -206,3 +210,6 @@ class Completion:
 
     request_id: str
     result: Result
+    device_s: float = 0.0
+    """Seconds of the dispatches that computed it, each shared with what was computed beside it: by tokens in training,
+    equally in sampling. 0.0 where nobody knows, as of samples that external engines draw."""

@@ -8,11 +8,22 @@ from pydantic import BaseModel
 
 from skyrl.backends.backend import AbstractBackend
 from skyrl.errors import RequestError
+from skyrl.utils.accelerators import torch_sees_gpu
 from skyrl.utils.registry import Registry
 
 BACKENDS: Registry[str] = Registry("backend")
 """module:attribute of each backend class, imported only when it is asked for."""
 BACKENDS.register("jax")("skyrl.backends.jax:JaxBackend")
+for _name in ("skyrl_train", "fsdp2", "fsdp"):
+    BACKENDS.register(_name)("skyrl.backends.skyrl_train_backend:SkyRLTrainBackend")
+
+EXTRAS = {"torch": "skyrl[train]", "ray": "skyrl[train]"}
+"""Extras that install a package which a backend needs."""
+
+
+def default_backend() -> str:
+    """Name of the backend of who names none: torch's where torch sees a GPU, else JAX's."""
+    return "skyrl_train" if torch_sees_gpu() else "jax"
 
 
 def find_backend(name: str) -> Callable[..., AbstractBackend]:
@@ -25,6 +36,13 @@ def find_backend(name: str) -> Callable[..., AbstractBackend]:
         return pkgutil.resolve_name(name if ":" in name else BACKENDS[name])
     except KeyError as error:
         raise RequestError(f"backend={name}: {error.args[0]}, or module:attribute") from None
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise RequestError(f"backend={name}: cannot import it ({error}); check its name") from error
+        raise RequestError(
+            f"backend={name}: it needs {error.name}, which is not installed; pip install '{EXTRAS[error.name]}', or "
+            "leave the backend out"
+        ) from error
     except (ImportError, AttributeError) as error:
         raise RequestError(
             f"backend={name}: cannot import it ({error}); check its name and that it is installed"

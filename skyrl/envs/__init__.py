@@ -1,6 +1,9 @@
-"""Environments: what a rollout acts in. `env.py` has the protocol; each environment is a file beside it."""
+"""Environments: what a rollout acts in. `env` has the protocol, `making` finds and makes one, `reward_function` makes
+one of a plain function; each environment is a file in `tasks`; `services` has what some of them ask.
+"""
 
-from skyrl.envs.env import ENVS, Env, EnvError, Message, StepResult, check_settings, env_class, make_env, settings_of
+from skyrl.envs.env import ENVS, Env, EnvError, Message, StepResult
+from skyrl.envs.making import check_settings, env_class, make_env, settings_of
 from skyrl.envs.tasks import (
     aime,
     arithmetic,
@@ -9,6 +12,7 @@ from skyrl.envs.tasks import (
     lcb,
     llm_as_a_judge,
     math_boxed,
+    no_reward,
     search,
     searchcode,
     text2sql,
@@ -32,6 +36,7 @@ __all__ = [
     "llm_as_a_judge",
     "make_env",
     "math_boxed",
+    "no_reward",
     "search",
     "searchcode",
     "settings_of",

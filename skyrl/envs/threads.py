@@ -1,4 +1,4 @@
-"""Where environments do what would hold up the event loop: blocking calls in threads, model-written code in processes.
+"""Threads and processes of environments, for what would hold up the event loop: blocking calls, model-written code.
 
 Both are bounded, so that a thousand trajectories do not start a thousand threads or processes at once. A call that
 never returns costs its thread and nothing else: whoever gives up waiting for it gives its place to the next call, and

@@ -21,23 +21,24 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from skyrl.tinker.identity.ids import KEY_PREFIX, tenant_of_key
+from skyrl.tinker.identity.ids import KEY_PREFIX, is_key_name, tenant_of_key
 from skyrl.utils.fairness import HEAVIEST, LIGHTEST
-from skyrl.utils.paths import data_folder
+from skyrl.utils.files.paths import data_folder
+from skyrl.utils.log import LogFormat
 
 ENVIRONMENT_PREFIXES = ("SKYRL_", "TX_")
 """Environment variables are a prefix and the field's name in capitals; the first prefix that is set wins."""
 
 SEEN = "every user of the machine sees command lines"
-SECRET = ("api_keys", "tenant_weights", "external_inference_api_key", "database_url")
+SECRET = ("api_keys", "operator_keys", "tenant_weights", "external_inference_api_key", "database_url")
 """Options whose values are shown to nobody."""
-KEYS = ("api_keys", "api_keys_file")
-"""Options that were meant to close the doors where they are there, though empty."""
+KEYS = {"api_keys": "api_keys_file", "operator_keys": "operator_keys_file"}
+"""Options that hold keys, and those of files with more: meant to close doors where they are there, though empty."""
 
 OPEN_TO_OTHERS = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
 
 STATE = data_folder()
-"""Where a server keeps what must survive it, unless told otherwise."""
+"""Folder of what must survive a server, unless told otherwise."""
 
 
 def without_password(url: str) -> str:
@@ -74,8 +75,9 @@ class EngineConfig(BaseModel):
     model_aliases: Names = ()
     """More names that clients may use for the base model, separated by commas."""
 
-    backend: str = "jax"
-    """What computes: "jax", or module:attribute of a class of your own."""
+    backend: str | None = None
+    """Backend: "jax", "skyrl_train" (torch; also "fsdp2", "fsdp"), or module:attribute of a class of your own.
+    Left out: skyrl_train where torch is installed and sees a GPU, else jax."""
 
     backend_config: JsonObject = Field(default_factory=dict)
     """Options of the backend as a JSON object, for example '{"max_lora_rank": 64}'."""
@@ -95,15 +97,26 @@ class EngineConfig(BaseModel):
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 picks a free one."""
 
+    public_url: str | None = None
+    """URL at which clients reach this server through a proxy, with the path that the proxy takes off, if any, for
+    example https://host/tinker: links to files begin with it. Left out: what a client's request names as its host."""
+
     api_keys_file: Path | None = None
     """File with the keys that clients may use, one in each line, that nobody else can read or change. Without any,
-    every key is accepted."""
+    every key is accepted. A key that replaces another is followed by its name (key-...) and has what that one made."""
 
     api_keys: Names = Field((), repr=False)
     """More keys, separated by commas: only in the environment (SKYRL_API_KEYS), as everybody sees command lines."""
 
+    operator_keys_file: Path | None = None
+    """File with the keys of operators, one in each line, as api_keys_file: they may read /metrics and use
+    skyrl status, models and requests. On a server with keys nobody else may; without keys and without this, all may."""
+
+    operator_keys: Names = Field((), repr=False)
+    """More keys of operators, separated by commas: only in the environment (SKYRL_OPERATOR_KEYS)."""
+
     tenant_weights: JsonObject = Field(default_factory=dict, repr=False)
-    """How much of the machine keys are given beside others while both wait, as a JSON object of the keys' names
+    """Shares of the machine that keys are given beside others while both wait, as a JSON object of the keys' names
     (key-...), for example '{"key-ba7816bf8f01cfea": 2}'. Keys that are not in it weigh 1."""
 
     session_timeout_sec: int = Field(300, ge=-1)
@@ -166,6 +179,10 @@ class EngineConfig(BaseModel):
     long_poll_s: float = Field(20.0, gt=0, le=40)
     """Seconds that a retrieve_future request is held open at most (clients give up at 45)."""
 
+    refused_losses: Names = ()
+    """Losses that nobody may train with, separated by commas, such as stable_reinforce (whose estimator is this
+    project's own)."""
+
     max_body_bytes: int = Field(256 * 2**20, ge=2**20)
     """Largest request body in bytes, after decompression."""
 
@@ -187,17 +204,44 @@ class EngineConfig(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message to log."""
 
-    external_inference_url: str | None = None
-    """Not served yet: sampling runs inside this server."""
+    log_format: LogFormat = "text"
+    """Format of the log's lines: text, or json, an object per line."""
 
-    external_inference_api_key: str | None = None
-    """Not served yet, see --external-inference-url."""
+    access_log: bool = False
+    """Log a line for each request that is answered: method, route, status, bytes, milliseconds, tenant, address."""
+
+    external_inference_url: Names = ()
+    """Addresses of vLLM servers that draw samples, separated by commas (backend skyrl_train). The server trains, and
+    samples what they cannot. More about them: backend_config '{"engines": {"max_loras": 4}}'."""
+
+    external_inference_api_key: str | None = Field(None, repr=False)
+    """Key that those ask for. Everybody sees command lines: rather in SKYRL_EXTERNAL_INFERENCE_API_KEY, or
+    VLLM_API_KEY."""
 
     external_inference_lora_base: str | None = None
-    """Not served yet, see --external-inference-url."""
+    """Folder for adapters that those see at the same path; this server's alone."""
 
-    forwarding_inference_max_connections: int | None = None
-    """Not served yet, see --external-inference-url."""
+    forwarding_inference_max_connections: int | None = Field(None, ge=1)
+    """Samples that each of those is given at a time: its --max-num-seqs. Left out: 256."""
+
+    @field_validator("refused_losses", mode="after")
+    @classmethod
+    def _known_losses(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        from skyrl.algorithms.losses import CUSTOM, LOSSES  # with NumPy, which takes a fifth of a second
+
+        for name in names:
+            if name not in (*LOSSES, CUSTOM):
+                raise ValueError(f"{name!r} is no loss; known: {', '.join(LOSSES)}, {CUSTOM}")
+        return names
+
+    @field_validator("public_url", mode="after")
+    @classmethod
+    def _is_a_base(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", value):
+            raise ValueError("it is no URL to which a path can be added; write one such as https://host/tinker")
+        return value.rstrip("/")
 
     @field_validator("checkpoints_base", mode="before")
     @classmethod
@@ -206,25 +250,20 @@ class EngineConfig(BaseModel):
             raise ValueError("only local folders are served; name a local or mounted folder")
         return Path(str(value)).expanduser().absolute()
 
-    @field_validator(
-        "external_inference_url",
-        "external_inference_api_key",
-        "external_inference_lora_base",
-        "forwarding_inference_max_connections",
-        mode="after",
-    )
-    @classmethod
-    def _refused(cls, value: object) -> object:
-        if value is not None:
-            raise ValueError("external inference servers are not served yet; leave it out, this server samples itself")
-        return value
-
-    @field_validator(*KEYS, mode="before")
+    @field_validator(*KEYS, *KEYS.values(), mode="before")
     @classmethod
     def _not_empty(cls, value: object) -> object:
         if isinstance(value, str) and not value.strip(", "):
             raise ValueError("there is no key in it; write one, or leave the option out to serve without keys")
         return value
+
+    @field_validator("api_keys", mode="after")
+    @classmethod
+    def _of_one_tenant(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        given = set(map(_key_and_name, entries))
+        if len({key for key, _ in given}) < len(given):
+            raise ValueError("a key is there twice, for two tenants; leave out one of the two")
+        return entries
 
     @field_validator("tenant_weights", mode="after")
     @classmethod
@@ -242,10 +281,11 @@ class EngineConfig(BaseModel):
     @classmethod
     def _keys_of_file(cls, values: Any) -> Any:
         """Keys are in one place from here on."""
-        if not isinstance(values, dict) or not values.get("api_keys_file"):
-            return values
-        given = cast(Sequence[str], _comma_separated(values.get("api_keys", ())))
-        return {**values, "api_keys": tuple(dict.fromkeys([*given, *_read_keys(Path(values["api_keys_file"]))]))}
+        for name, file in KEYS.items():
+            if isinstance(values, dict) and values.get(file):
+                given = cast(Sequence[str], _comma_separated(values.get(name, ())))
+                values = {**values, name: tuple(dict.fromkeys([*given, *_read_keys(file, Path(values[file]))]))}
+        return values
 
     @model_validator(mode="after")
     def _others_need_keys(self) -> "EngineConfig":
@@ -256,15 +296,48 @@ class EngineConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _engines_are_whole(self) -> "EngineConfig":
+        if self.external_inference_url and not self.external_inference_lora_base:
+            raise ValueError(
+                f"external_inference_url={', '.join(self.external_inference_url)} without "
+                "external_inference_lora_base: adapters reach those servers through a folder that they see at the same "
+                "path; name it"
+            )
+        for name in (
+            "external_inference_lora_base",
+            "external_inference_api_key",
+            "forwarding_inference_max_connections",
+        ):
+            if not self.external_inference_url and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} is set without external_inference_url, so no such server is asked; set that too"
+                )
+        return self
+
+    @property
+    def engines(self) -> dict[str, Any]:
+        """Options of a backend's sampling engines; empty if it has none."""
+        if not self.external_inference_url:
+            return {}
+        given = {
+            "urls": self.external_inference_url,
+            "folder": self.external_inference_lora_base,
+            "api_key": self.external_inference_api_key,
+            "max_requests": self.forwarding_inference_max_connections,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
     def without_secrets(self) -> "EngineConfig":
         """The same for the engine, which knows keys by their names and opens no database."""
-        return self.model_copy(update={"api_keys": (), "tenant_weights": self.weights, "database_url": ""})
+        hidden = {"api_keys": (), "operator_keys": (), "tenant_weights": self.weights, "database_url": ""}
+        return self.model_copy(update=hidden)
 
     @model_validator(mode="after")
     def _weights_are_of_keys(self) -> "EngineConfig":
-        tenants = self._tenants
+        tenants = self.tenants
         for name in self.tenant_weights:
-            if name not in tenants:
+            if name not in tenants and name not in tenants.values():
                 raise ValueError(
                     f"tenant_weights: {_named(name)} is the name of none of the keys; correct it, or leave it out"
                 )
@@ -275,23 +348,22 @@ class EngineConfig(BaseModel):
     @property
     def weights(self) -> dict[str, float]:
         """The weights of tenants; all others weigh 1."""
-        tenants = self._tenants
+        tenants = self.tenants
         return {tenants.get(name, name): weight for name, weight in self.tenant_weights.items()}
 
     @property
     def key_names(self) -> list[str]:
         """Names of keys, which are no secret."""
-        return [tenant_of_key(key.encode()) for key in self.api_keys]
+        return list(dict.fromkeys(self.tenants.values()))
 
     @property
-    def _tenants(self) -> dict[str, str]:
-        """The tenant that is meant by each key, and by each name of one."""
-        tenants = {key: tenant_of_key(key.encode()) for key in self.api_keys}
-        return tenants | {tenant: tenant for tenant in tenants.values()}
+    def tenants(self) -> dict[str, str]:
+        """Tenants by their keys: each key's name, or that of the key which it replaces."""
+        return {key: name or tenant_of_key(key.encode()) for key, name in map(_key_and_name, self.api_keys)}
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address reaches programs of this machine only."""
+    """Return whether an address reaches programs of this machine only."""
     name = host.removeprefix("[").removesuffix("]").lower()
     numbers = re.fullmatch(r"[0-9a-fx.]+", name)  # of which the system takes fewer than four: 127.1
     try:
@@ -299,6 +371,13 @@ def is_loopback(host: str) -> bool:
     except (ValueError, OSError):
         return name == "localhost"
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def url_of(host: str, port: int) -> str:
+    """Address at which programs of this machine reach a server that listens there."""
+    name = host.removeprefix("[").removesuffix("]")
+    name = "127.0.0.1" if name in ("0.0.0.0", "::") else f"[{name}]" if ":" in name else name
+    return f"http://{name}:{port}"
 
 
 def _names(weights: str) -> list[str]:
@@ -310,27 +389,36 @@ def _names(weights: str) -> list[str]:
     return list(given) if isinstance(given, dict) else []
 
 
-def _read_keys(file: Path) -> list[str]:
+def _key_and_name(entry: str) -> tuple[str, str]:
+    """A key, and the name of the one that it replaces, if it does."""
+    key, _, last = entry.rpartition(" ")
+    return (key.strip(), last) if key and is_key_name(last) else (entry, "")
+
+
+def _read_keys(option: str, file: Path) -> list[str]:
     try:
         with file.expanduser().open() as opened:
             lines = [line.strip() for line in opened.read().splitlines()]
             status = os.fstat(opened.fileno())
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"api_keys_file={file}: it cannot be read ({type(error).__name__}); check its path and permissions"
+            f"{option}={file}: it cannot be read ({type(error).__name__}); check its path and permissions"
         ) from None
     # The group may read what is root's, as of secrets that a container is given: root has chosen the group.
     if status.st_mode & (OPEN_TO_OTHERS if status.st_uid == 0 else OPEN_TO_OTHERS | stat.S_IRGRP):
         raise ValueError(
-            f"api_keys_file={file}: others can read or change it (mode {stat.S_IMODE(status.st_mode):04o}); keep it to "
+            f"{option}={file}: others can read or change it (mode {stat.S_IMODE(status.st_mode):04o}); keep it to "
             f"yourself with: chmod 600 {file}, or mount a container's secret with mode 0440 or 0400 (Kubernetes: "
             "defaultMode, Docker: mode)"
         )
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ValueError(f"api_keys_file={file}: there is no key in it; write one key in each line")
-    if any(len(key.split()) > 1 for key in keys):
-        raise ValueError(f"api_keys_file={file}: a line has spaces in it; write one key in each line")
+        raise ValueError(f"{option}={file}: there is no key in it; write one key in each line")
+    if any(len(_key_and_name(key)[0].split()) > 1 for key in keys):
+        raise ValueError(
+            f"{option}={file}: a line has spaces in it; write one key in each line, or a key and the name of the "
+            "one that it replaces"
+        )
     return keys
 
 
@@ -374,16 +462,16 @@ def read_config(
     origins: dict[str, str] = {}
     for name in EngineConfig.model_fields:
         for variable in (prefix + name.upper() for prefix in ENVIRONMENT_PREFIXES):
-            given_there = environ.get(variable) or (variable in environ and name in KEYS)
+            given_there = environ.get(variable) or (variable in environ and name in {*KEYS, *KEYS.values()})
             if given_there and name not in values:
                 values[name], origins[name] = environ[variable], variable
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(map(_without_value, unknown))}")
     given = vars(known)
-    if "api_keys" in given:
+    for name in KEYS.keys() & given.keys():
         parser.error(
-            f"--api-keys: {SEEN}; put the keys into a file, one in each line, and name it with --api-keys-file"
+            f"{_flag(name)}: {SEEN}; put the keys into a file, one in each line, and name it with {_flag(KEYS[name])}"
         )
     if not all(name.startswith(KEY_PREFIX) for name in _names(given.get("tenant_weights", "{}"))):
         parser.error(f"--tenant-weights: {SEEN}; write keys' names (key-...), which a server prints when it starts")

@@ -1,28 +1,32 @@
 """Shared parts of the routes and the operations: the open database, the directory and the engine."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from skyrl.backends.statistics import Statistics
 from skyrl.errors import RequestError
 from skyrl.tinker.checkpoints.disk_budget import Disk
+from skyrl.tinker.checkpoints.transfer.uploads import Uploads
 from skyrl.tinker.checkpoints.version_use import VersionUse
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.database.answers import Answers
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.fair_reads import Listings
-from skyrl.tinker.database.last_seen import Activity
-from skyrl.tinker.database.lookup import Directory
+from skyrl.tinker.database.queries.last_seen import Activity
+from skyrl.tinker.database.queries.lookup import Directory
 from skyrl.tinker.errors import EngineStarting
 from skyrl.tinker.identity.callers import Keys, WrongKeys
+from skyrl.tinker.metrics.registry import ServerMetrics
 from skyrl.tinker.processes.blame import Blame
 from skyrl.tinker.processes.messages import FromEngine, ToEngine
 from skyrl.tinker.redaction import Redaction
-from skyrl.tinker.wire.body_room import BodyRoom
-from skyrl.tinker.wire.decode_pool import DecodePool
+from skyrl.tinker.wire.sharing.body_room import BodyRoom
+from skyrl.tinker.wire.sharing.decode_pool import DecodePool
 from skyrl.types import BackendInfo
 
 BUILTIN_MODEL = "tiny-qwen3"
@@ -43,6 +47,12 @@ class Engine(Protocol):
 
     @property
     def metrics(self) -> dict[str, int]: ...
+
+    @property
+    def statistics(self) -> Statistics: ...
+
+    @property
+    def pid(self) -> int | None: ...
 
     def start(self) -> None: ...
 
@@ -76,9 +86,11 @@ class Service:
 
     def __init__(self, config: EngineConfig, database: Database):
         self.config = config
+        self.started_at = time.time()
         self.database = database
         self.directory = Directory(database)
         self.disk = Disk(config, database)
+        self.uploads = Uploads(config.checkpoints_base)
         self.blame = Blame(config.checkpoints_base)
         self.activity = Activity()
         self.version_use = VersionUse()
@@ -88,8 +100,9 @@ class Service:
         self.answers = Answers(database, self.decode_pool)
         self.body_room = BodyRoom()
         self.redact = Redaction(config)
+        self.metrics = ServerMetrics(config.key_names, lambda: self.engine)
         self.database_probe: asyncio.Task[bool] | None = None
-        """Whether the database answers, as it was last asked."""
+        """Task of the last question whether the database answers."""
         self.became_ready = asyncio.Event()
         self._waited = asyncio.Event()
         """Set where there is no point in waiting for the base model: it is known, or will not be."""
@@ -124,7 +137,7 @@ class Service:
         return self.config.checkpoints_base
 
     def path_of(self, folder: str) -> str:
-        """Where a folder that the database names lies now."""
+        """Path of a folder that the database names."""
         return str(self.checkpoints / folder)
 
     def folder_of(self, path: str) -> str:

@@ -13,6 +13,19 @@ class MalformedBody(Exception):
     """Nothing can be made of a body. The message says what is wrong with it."""
 
 
+class BodyTooLarge(MalformedBody):
+    """A body is larger than is read. The message says what the limit is.
+
+    Args:
+        message: For its sender.
+        beginning: Last piece of its beginning that was read, if that may be of use.
+    """
+
+    def __init__(self, message: str, beginning: bytes | None = None):
+        super().__init__(message)
+        self.beginning = beginning
+
+
 class EngineStarting(Exception):
     """The engine has never been ready, so nothing is known of its model yet."""
 

@@ -42,7 +42,7 @@ class LocalServer:
     Args:
         folder: Holds the database, the checkpoints and the log (`server.log`). Made if missing.
         base_model: Folder or hub id of the base model; None serves the built-in one.
-        options: Further command-line options of the server, by name without dashes in front.
+        options: Further command-line options of the server, by name without dashes in front. `backend` is else jax.
         environment: Variables of its processes, beside those of this one.
     """
 
@@ -80,7 +80,7 @@ class LocalServer:
             options["base-model"] = self.base_model
         if "backend" not in options:  # it lives too briefly for programs that nobody asks for
             config = {"warm_up": False, **json.loads(options.get("backend-config", "{}"))}
-            options["backend-config"] = json.dumps(config)
+            options |= {"backend": "jax", "backend-config": json.dumps(config)}
         return [f"--{name}={value}" for name, value in options.items()]
 
     def start(self, timeout_s: float = 180) -> None:
@@ -119,7 +119,7 @@ class LocalServer:
             time.sleep(0.1)
 
     def healthy(self) -> bool:
-        """Whether the server answers and its engine is ready."""
+        """Return whether the server answers and its engine is ready."""
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=5) as response:
                 return json.load(response).get("status") == "ok"

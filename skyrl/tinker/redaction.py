@@ -49,6 +49,8 @@ def _folders(config: EngineConfig) -> Iterable[Path]:
             yield Path(url.database).parent
     except ArgumentError:  # refused when it is opened
         pass
+    if config.external_inference_lora_base:
+        yield Path(config.external_inference_lora_base)
     yield from (Path(value) for value in config.backend_config.values() if isinstance(value, str) and os.sep in value)
 
 

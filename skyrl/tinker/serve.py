@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import uvicorn
+import uvloop
 
 from skyrl.errors import RequestError
-from skyrl.tinker.config import EngineConfig, without_password
+from skyrl.tinker.config import EngineConfig, url_of, without_password
 from skyrl.tinker.http.app import create_app
 from skyrl.tinker.http.connections import Connection
 from skyrl.tinker.http.doorstep import Doorstep
@@ -55,11 +56,11 @@ def run(config: EngineConfig, link: LauncherLink, listener: socket.socket, engin
 
     Returns the process's exit status; start-up failures are told in one line.
     """
-    setup_logging(config.log_level)
+    setup_logging(config.log_level, style=config.log_format)
     sys.setswitchinterval(SWITCH_S)
     _allow_many_connections()
     try:
-        return asyncio.run(_serve(config, link, listener, engine))
+        return uvloop.run(_serve(config, link, listener, engine))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
 
@@ -72,7 +73,7 @@ async def _serve(
     door = Doorstep(app, config.long_poll_s)
     options = uvicorn.Config(
         door,
-        http=Connection,  # of h11, which bounds headers, as httptools, if that happens to be installed, does not
+        http=Connection,
         ws="none",
         proxy_headers=False,  # or a client without a key would have an address of its own for each request
         lifespan="off",
@@ -216,5 +217,4 @@ def _allow_many_connections() -> None:
 
 
 def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else f'[{host}]' if ':' in host else host}:{port}"
+    return url_of(*listener.getsockname()[:2])

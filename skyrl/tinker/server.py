@@ -13,13 +13,13 @@ from skyrl.tinker.checkpoints.collector import Collector
 from skyrl.tinker.checkpoints.disk_budget import hold_folder
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.context import EngineFactory, Service
-from skyrl.tinker.database import last_seen
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.fence import Superseded
-from skyrl.tinker.database.request_log import try_lost_models_again
+from skyrl.tinker.database.log.request_log import try_lost_models_again
+from skyrl.tinker.database.queries import last_seen
+from skyrl.tinker.database.queries.sample_counts import first_cursor
+from skyrl.tinker.database.queries.settings import server_secret
 from skyrl.tinker.database.retrying_writer import FIRST_PAUSE_S, LONGEST_PAUSE_S, PASSING, RetryingWriter
-from skyrl.tinker.database.sample_counts import first_cursor
-from skyrl.tinker.database.settings import server_secret
 from skyrl.tinker.errors import DatabaseFull
 from skyrl.tinker.identity.callers import Keys
 from skyrl.tinker.identity.tokens import Signer
@@ -40,11 +40,11 @@ class TinkerServer:
         self.failure: str | None = None
         """Why there will never be an engine, once that is known."""
         self.again = False
-        """Whether another process may do better (see `failure`)."""
+        """True if another process may do better (see `failure`)."""
         self.failed = asyncio.Event()
         self._make_engine = make_engine
         self.started = False
-        """Whether there is something to stop."""
+        """True if there is something to stop."""
         self._stopping = threading.Event()
         self._patient: RetryingWriter | None = None
         """Asks the database for what the start needs."""
@@ -63,9 +63,12 @@ class TinkerServer:
         loop = asyncio.get_running_loop()
         database.fence.on_superseded = lambda message: loop.call_soon_threadsafe(self._superseded, message)
         self.service = Service(self.config, database)
+        await asyncio.to_thread(self.service.uploads.tidy)
         self._patient = RetryingWriter(database, DatabaseFull)
         self.service.keys = Keys(
-            self.config.api_keys, Signer(await self._patient.write(server_secret, "the server's secret"))
+            self.config.tenants,
+            Signer(await self._patient.write(server_secret, "the server's secret")),
+            self.config.operator_keys,
         )
         start = partial(first_cursor, now=time.time_ns() // 1000)
         self.queue = RequestQueue(self.service)

@@ -1,6 +1,7 @@
 """Checkpoints of a training run: folders that are either wholly there or not there at all.
 
     {ckpt_path}/latest_ckpt_global_step.txt               the newest checkpoint's step, written last
+    {ckpt_path}/best_ckpt_global_step.txt                 the best one's, where they are compared
     {ckpt_path}/global_step_N/policy/, critic/, ...       models, as the backend writes them
     {ckpt_path}/global_step_N/trainer_state.json          what else a run is made of, and hashes of the models
     {ckpt_path}/global_step_N/rollouts.jsonl              what was sampled and not trained on, if there is any
@@ -10,19 +11,23 @@ A checkpoint is written under a temporary name and renamed once all of it is on 
 they hold: others' in the same folder are never removed, nor taken for the newest. One process at a time uses a folder.
 """
 
+import asyncio
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 from skyrl.errors import ConfigError, RequestError, StorageError
-from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.config import SkyRLLoraConfig, SkyRLTrainConfig
+from skyrl.train.config.machinery.changes import changes
+from skyrl.train.ranking import Best, Ranking
 from skyrl.train.tracking.dumps import plain
-from skyrl.utils.atomic_folders import (
+from skyrl.utils.failpoints import crash_point
+from skyrl.utils.files.atomic_folders import (
     MANIFEST,
     inspect_folder,
     local_path,
@@ -33,12 +38,11 @@ from skyrl.utils.atomic_folders import (
     tidy,
     write_files,
 )
-from skyrl.utils.failpoints import crash_point
 from skyrl.utils.locks.claim import claim_folder
 
 logger = logging.getLogger(__name__)
 
-MARKER = "latest_ckpt_global_step.txt"
+MARKER, BEST = "latest_ckpt_global_step.txt", "best_ckpt_global_step.txt"
 STATE, ROLLOUTS = "trainer_state.json", "rollouts.jsonl"
 FORMAT = 1
 _NAME = re.compile(r"global_step_(0|[1-9]\d*)")
@@ -53,9 +57,13 @@ class Checkpoint(NamedTuple):
     """Of the run that wrote it."""
     state: dict[str, Any]
     rollouts: list[dict[str, Any]]
+    settings: dict[str, Any]
+    """Configuration of that run; empty where an older version wrote it."""
+    best: dict[str, Any] | None = None
+    """The best evaluation of that run until then, where they are compared."""
 
     def model_path(self, model: str) -> str:
-        """Where a model is, such as policy. Raises StorageError if the checkpoint has none of that name."""
+        """Folder of a model, such as policy. Raises StorageError if the checkpoint has none of that name."""
         path = self.path / model
         if not path.is_dir():
             raise StorageError(f"{self.path} holds no {model}; use a checkpoint of a run that had one")
@@ -82,13 +90,29 @@ def identity_of(config: SkyRLTrainConfig) -> dict[str, Any]:
     return {
         "trainer.policy.model.path": policy.path,
         "trainer.critic.model.path": critic.path,
+        **({"trainer.ref.model.path": trainer.ref.model.path} if trainer.has_teacher else {}),
         **{f"trainer.{model}.model.lora.rank": lora.rank for model, lora in adapters.items()},
         **{f"trainer.{model}.model.lora.alpha": lora.alpha for model, lora in adapters.items()},
+        **{
+            f"trainer.{model}.model.lora.{name}": value
+            for model, lora in adapters.items()
+            for name, value in adapter_settings(lora).items()
+        },
         "trainer.algorithm.advantage_estimator": algorithm.advantage_estimator,
         "trainer.algorithm.policy_loss_type": algorithm.policy_loss_type,
         "trainer.algorithm.use_kl_loss": algorithm.use_kl_loss,
         "trainer.algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
     }
+
+
+SET = ("target_modules", "exclude_modules", "dropout")
+"""What an identity has of an adapter only as far as it was set: checkpoints without have what it is by default."""
+
+
+def adapter_settings(lora: SkyRLLoraConfig) -> dict[str, str | list[str] | float | None]:
+    """Those of `SET` that are no defaults."""
+    given = {name: getattr(lora, name) for name in SET}
+    return {name: value for name, value in given.items() if value != getattr(SkyRLLoraConfig(), name)}
 
 
 class CheckpointStore:
@@ -98,14 +122,23 @@ class CheckpointStore:
         ckpt_path: Their folder, which `resume` takes for this run.
         identity: What this run trains, by `identity_of`.
         max_to_keep: Newest checkpoints of this run that are kept. -1: all.
+        ranking: How evaluations are compared; the checkpoint of the best is kept besides. None: they are not.
         fields: Names of the run's settings, in messages.
+        settings: The whole configuration, as dictionaries: a run that goes on with another one says what has changed.
 
     Raises:
         ConfigError: The folder is on no disk, such as s3://.
     """
 
     def __init__(
-        self, ckpt_path: str | Path, *, identity: Mapping[str, Any], max_to_keep: int = -1, fields: Fields | None = None
+        self,
+        ckpt_path: str | Path,
+        *,
+        identity: Mapping[str, Any],
+        max_to_keep: int = -1,
+        ranking: Ranking | None = None,
+        fields: Fields | None = None,
+        settings: Mapping[str, Any] | None = None,
     ):
         self._fields = fields or Fields()
         try:
@@ -114,6 +147,10 @@ class CheckpointStore:
             raise ConfigError(f"{self._fields.ckpt_path}: {error}") from None
         self._identity = dict(identity)
         self._max_to_keep = max_to_keep
+        self._ranking = ranking
+        self.best: Best | None = None
+        """The best evaluation, of which there is a checkpoint, or will be with the next that is written."""
+        self._settings = json.loads(json.dumps(dict(settings or {}), default=plain))
         self.run_id = uuid4().hex
         """Of this run; that of the run before it when it goes on from a checkpoint in its own folder."""
 
@@ -134,16 +171,44 @@ class CheckpointStore:
         """
         self._claim()
         tidy(self.folder)
-        step = self._marked_step() if mode == "latest" else None
-        if mode == "from_path":
-            assert path is not None, "the configuration is resolved"
-            found = self._load(Path(path).expanduser())
-        else:
-            found = None if step is None else self._load(self._folder(step))
+        found = self.find(mode, path)
         if found is not None and found.path.resolve().parent == self.folder.resolve():
             self.run_id = found.run_id
+            self.best = self._ranking and self._ranking.restored(found.best)
         self._report(-1 if found is None else found.step)
+        if found is not None and (changed := changes(found.settings, self._settings)):
+            logger.info("settings that were others when %s was written: %s", found.path, "; ".join(changed))
         return found
+
+    def find(self, mode: str | None, path: str | None = None) -> Checkpoint | None:
+        """The checkpoint that `resume` goes on from, read only: another process may be using the folder.
+
+        Raises as `resume` does.
+        """
+        if mode == "from_path":
+            assert path is not None, "the configuration is resolved"
+            return self._load(Path(path).expanduser())
+        step = self._marked_step() if mode == "latest" else None
+        return None if step is None else self._load(self.folder_of(step))
+
+    def initial(self, path: str, field: str) -> Checkpoint:
+        """The checkpoint whose weights a new run begins with, of RL or SFT, whatever else its run was.
+
+        Raises StorageError and ConfigError as `resume` does. `field` names it in messages.
+        """
+        return self._load(Path(path).expanduser(), weights_of=field)
+
+    def judge(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Compare the evaluation after a step with those before it.
+
+        True if it is the best: its checkpoint is to be written next. There is none of step 0, whose metrics are only
+        looked at. Raises ConfigError as `Ranking.better`.
+        """
+        better = None if self._ranking is None else self._ranking.better(self.best, step, metrics)
+        if step == 0:
+            return False
+        self.best = better or self.best
+        return better is not None
 
     @contextmanager
     def saving(self, step: int, state: Mapping[str, Any], rollouts: Sequence[Mapping[str, Any]] = ()) -> Iterator[Path]:
@@ -164,8 +229,12 @@ class CheckpointStore:
         lines = [json.dumps(dict(one), default=plain).encode() + b"\n" for one in rollouts]
         files = {ROLLOUTS: b"".join(lines)} if lines else {}
         head = {"format": FORMAT, "global_step": step, "run_id": self.run_id, "identity": self._identity}
+        head["settings"] = self._settings
+        best = self.best
+        if best is not None and self._ranking is not None:
+            head["best"] = self._ranking.stored(best)
         copied = json.loads(json.dumps(dict(state)))
-        target = self._folder(step)
+        target = self.folder_of(step)
         with replacing_folder(target) as folder:
             try:
                 yield folder
@@ -177,8 +246,16 @@ class CheckpointStore:
             self._set_aside(target)
         crash_point("trainer: checkpoint in place, not the newest")
         replace_file(self.folder / MARKER, str(step).encode())
+        if best is None:
+            (self.folder / BEST).unlink(missing_ok=True)  # of another run, or of another metric
+        else:
+            replace_file(self.folder / BEST, str(best.step).encode())
         crash_point("trainer: newest named, older ones still there")
-        self._remove_old(step)
+        self._remove_old(step, None if best is None else best.step)
+
+    def folder_of(self, step: int) -> Path:
+        """Folder of the checkpoint of a step, whether there is one or not."""
+        return self.folder / f"global_step_{step}"
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints in the folder, whoever wrote them, in order."""
@@ -194,9 +271,6 @@ class CheckpointStore:
                 f"each run a {self._fields.own_folder} of its own"
             )
 
-    def _folder(self, step: int) -> Path:
-        return self.folder / f"global_step_{step}"
-
     def _marked_step(self) -> int | None:
         marker = self.folder / MARKER
         try:
@@ -209,29 +283,51 @@ class CheckpointStore:
             raise StorageError(f"{marker} holds {text[:40]!r}, which is not the number of a step; {self._way_out()}")
         return int(text)
 
-    def _load(self, path: Path) -> Checkpoint:
+    def _load(self, path: Path, weights_of: str | None = None) -> Checkpoint:
+        way_out = self._way_out() if weights_of is None else f"name another checkpoint in {weights_of}"
         if not path.is_dir():
-            raise StorageError(f"{path} is missing; {self._way_out()}")
+            raise StorageError(f"{path} is missing; {way_out}")
         match = _NAME.fullmatch(path.name)
         if match is None or not all((path / name).is_file() for name in (STATE, MANIFEST)):
-            raise ConfigError(f"{path} is no checkpoint of this trainer: it has no {STATE}; {self._way_out()}")
+            raise ConfigError(f"{path} is no checkpoint of this trainer: it has no {STATE}; {way_out}")
         files = read_folder(path)
         content = json.loads(files[STATE])
         if content["format"] != FORMAT:
             raise StorageError(f"{path} has format {content['format']}; this version reads format {FORMAT}")
-        self._check_identity(path, content["identity"])
+        if weights_of is None:
+            self._check_identity(path, content["identity"])
+        else:
+            self._check_same_model(path, content["identity"], weights_of)
         for model, digest in content["models"].items():
             written = inspect_folder(path / model)
             if written is None or written.digest != digest:
-                raise StorageError(f"{path / model} is missing or is not what was saved there; {self._way_out()}")
+                raise StorageError(f"{path / model} is missing or is not what was saved there; {way_out}")
         rollouts = [json.loads(line) for line in files.get(ROLLOUTS, b"").splitlines()]
-        return Checkpoint(int(match[1]), path, content["run_id"], content["state"], rollouts)
+        settings = content.get("settings", {})
+        best = content.get("best")
+        return Checkpoint(int(match[1]), path, content["run_id"], content["state"], rollouts, settings, best)
+
+    def _check_same_model(self, path: Path, stored: Mapping[str, Any], field: str) -> None:
+        there, here = ({_own(name): identity[name] for name in identity} for identity in (stored, self._identity))
+        names = [name for name in sorted({*there, *here}) if name.startswith("model.")]
+        if differing := [name for name in names if there.get(name) != here.get(name)]:
+            ours = {_own(name): name for name in self._identity}
+            values = "; ".join(
+                f"{ours.get(name, name)}={_value(there, name)} there and {_value(here, name)} here"
+                for name in differing
+            )
+            raise ConfigError(
+                f"{field}={path} has the weights of another model: {values}. Use the values of the checkpoint, or "
+                "another checkpoint"
+            )
 
     def _check_identity(self, path: Path, stored: Mapping[str, Any]) -> None:
         given = self._identity
         differing = [name for name in sorted({*stored, *given}) if stored.get(name) != given.get(name)]
         if differing:
-            values = "; ".join(f"{name}={stored.get(name)} there and {given.get(name)} here" for name in differing)
+            values = "; ".join(
+                f"{name}={_value(stored, name)} there and {_value(given, name)} here" for name in differing
+            )
             raise ConfigError(
                 f"{path} is a checkpoint of another model or algorithm: {values}. Use the values of the checkpoint, or "
                 f"train anew with {self._fields.anew} and a {self._fields.ckpt_path} of its own"
@@ -246,7 +342,7 @@ class CheckpointStore:
 
     def _report(self, resumed: int) -> None:
         """Say what is in the folder and not gone on from."""
-        left = [step for step in self.steps() if step > resumed or _run_of(self._folder(step)) != self.run_id]
+        left = [step for step in self.steps() if step > resumed or _run_of(self.folder_of(step)) != self.run_id]
         if left:
             logger.warning(
                 "%s: this run %s and does not go on from %s, which it found there; its own checkpoints take their "
@@ -264,16 +360,52 @@ class CheckpointStore:
             target.rename(aside)
             logger.warning("%s was there, of another run; it is at %s now", target, aside)
 
-    def _remove_old(self, step: int) -> None:
+    def _remove_old(self, step: int, best: int | None) -> None:
         """Remove the oldest of this run's checkpoints up to `step`, the newest, beyond those that are kept."""
         if self._max_to_keep == -1:
             return
-        own = [old for old in self.steps() if old <= step and _run_of(self._folder(old)) == self.run_id]
-        for old in own[: -self._max_to_keep]:
+        own = [old for old in self.steps() if old <= step and _run_of(self.folder_of(old)) == self.run_id]
+        for old in (old for old in own[: -self._max_to_keep] if old != best):
             try:
-                remove_folder(self._folder(old))
+                remove_folder(self.folder_of(old))
             except OSError as error:
-                logger.warning("%s cannot be removed (%s); it stays", self._folder(old), error.strerror or error)
+                logger.warning("%s cannot be removed (%s); it stays", self.folder_of(old), error.strerror or error)
+
+
+def begin_writing(
+    saving: AbstractContextManager[Path], begin: Callable[[Path], Sequence[Awaitable[object]]], folder: Path
+) -> "asyncio.Task[Path]":
+    """Begin to write a checkpoint, of models as they are now. Returns what ends with its folder.
+
+    Args:
+        saving: `CheckpointStore.saving` of it.
+        begin: Begins to save each model in a folder below the one it is given.
+        folder: Where it will be.
+    """
+    with ExitStack() as stack:
+        writes = begin(stack.enter_context(saving))
+        opened = stack.pop_all()
+
+    async def written() -> Path:
+        with opened:
+            results = await asyncio.gather(*writes, return_exceptions=True)  # the folder is not removed under any
+            for error in results:
+                if isinstance(error, BaseException):
+                    raise error
+        return folder
+
+    return asyncio.get_running_loop().create_task(written())
+
+
+def _value(identity: Mapping[str, Any], path: str) -> Any:
+    """What an identity says of a setting, also of one that was not set."""
+    name = path.rpartition(".")[2]
+    return identity.get(path, getattr(SkyRLLoraConfig(), name) if name in SET else None)
+
+
+def _own(name: str) -> str:
+    """Name of a setting of the policy in SFT, whose model it is."""
+    return name.removeprefix("trainer.policy.")
 
 
 def _digests(folder: Path) -> dict[str, str]:

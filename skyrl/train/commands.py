@@ -1,4 +1,4 @@
-"""`skyrl train rl` and `skyrl train sft`: a configuration from a file and overrides, then the run."""
+"""`skyrl train rl`, `sft`, `dpo` and `check-generator`: a configuration from a file and overrides, then the run."""
 
 import argparse
 import asyncio
@@ -7,22 +7,28 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TypeVar
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from skyrl.errors import ConfigError, RequestError, StorageError
-from skyrl.train.config import SFTConfig, SkyRLTrainConfig
+from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.config.machinery.base import BaseConfig
 from skyrl.train.config.machinery.help import render_help
+from skyrl.train.interruption import Interrupted
 from skyrl.train.rollouts.attempts import RolloutError
 from skyrl.train.strategy.registry import check_strategy
-from skyrl.utils.log import setup_logging
+from skyrl.utils.log import logged_to, setup_logging
 from skyrl.utils.subcommands import Command, run_subcommand
 
 log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=BaseConfig)
+
+PROCESS = "train"
+"""Name in the log."""
 
 REPORTED = (ConfigError, RequestError, RolloutError, StorageError)
 """Errors that end a run with their message alone; everything else keeps its traceback."""
@@ -38,7 +44,17 @@ def sft(argv: Sequence[str]) -> int:
     return run("skyrl train sft", sft.__doc__, SFTConfig, _train_sft, argv)
 
 
-COMMANDS: dict[str, Command] = {"rl": rl, "sft": sft}
+def dpo(argv: Sequence[str]) -> int:
+    """train a model on preferences between two answers"""
+    return run("skyrl train dpo", dpo.__doc__, DPOConfig, _train_sft, argv)
+
+
+def check_generator(argv: Sequence[str]) -> int:
+    """test a generator of one's own, without a model: overrides as those of rl"""
+    return run("skyrl train check-generator", check_generator.__doc__, SkyRLTrainConfig, _check_generator, argv)
+
+
+COMMANDS: dict[str, Command] = {"rl": rl, "sft": sft, "dpo": dpo, "check-generator": check_generator}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,7 +93,7 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
     if given.fields:
         print(render_help(cls), end="")
         return 0
-    setup_logging("info", process="train")
+    setup_logging("info", process=PROCESS)
     warnings.simplefilter("default")
     warnings.showwarning = _warned
     try:
@@ -91,6 +107,9 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
     except REPORTED as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
+    except Interrupted as ended:
+        print(f"{prog}: {ended}", file=sys.stderr)
+        return 128 + ended.signal
     return 0
 
 
@@ -102,12 +121,34 @@ def _warned(message: Warning | str, category: type[Warning], *where: object) -> 
 
 
 def _train_rl(config: SkyRLTrainConfig) -> None:
-    from skyrl.train.rl.run import train_rl
+    trainer = config.trainer
+    with ExitStack() as stack:
+        if trainer.is_given("log_path"):
+            path = Path(trainer.log_path).expanduser() / trainer.project_name / f"{trainer.run_name}.log"
+            try:
+                stack.enter_context(logged_to(path, process=PROCESS))
+            except OSError as error:
+                raise ConfigError(
+                    f"trainer.log_path={trainer.log_path}: {error}; name a folder that can be written"
+                ) from None
+            log.info("what is logged is also in %s", path)
+        if trainer.eval_only:
+            from skyrl.train.rl.evaluation_run import evaluate_rl
 
-    asyncio.run(train_rl(config))
+            asyncio.run(evaluate_rl(config))
+        else:
+            from skyrl.train.rl.run import train_rl
+
+            asyncio.run(train_rl(config))
+
+
+def _check_generator(config: SkyRLTrainConfig) -> None:
+    from skyrl.train.rl.generator_check import check_generator_of
+
+    check_generator_of(config)
 
 
 def _train_sft(config: SFTConfig) -> None:
-    from skyrl.train.sft.run import train_sft
+    from skyrl.train.sft.run import evaluate_sft, train_sft
 
-    asyncio.run(train_sft(config))
+    asyncio.run(evaluate_sft(config) if config.eval_only else train_sft(config))

@@ -18,7 +18,7 @@ DEFAULT_TIMESCALE = 10_000
 
 
 class _Place(NamedTuple):
-    """Where in a run an optimizer step after the warm-up is."""
+    """Place in a run of an optimizer step after the warm-up."""
 
     step: int
     warmup_steps: int

@@ -7,15 +7,18 @@ because the gradient of a column of A is proportional to the same row of B, and 
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from skyrl.tx.design import parameters
+from skyrl.tx.design.parameters import LoraTarget, Place
+from skyrl.tx.families import design_of
 from skyrl.tx.layers.adapter import Adapter
-from skyrl.tx.models.types import MODELS, LoraTarget
-from skyrl.types import LoraConfig
+from skyrl.types import AdapterConfig, LoraConfig
 
 if TYPE_CHECKING:
     from skyrl.tx.models.configs import ModelConfig
@@ -29,35 +32,36 @@ def padded_rank(rank: int) -> int:
     return padded
 
 
-def lora_targets(model_config: "ModelConfig") -> list[LoraTarget]:
-    """Every linear map of the configured architecture that an adapter covers."""
-    return MODELS[model_config.architecture].lora_targets(model_config)
+def lora_targets(model_config: "ModelConfig") -> tuple[LoraTarget, ...]:
+    """Every linear map of the configured model that an adapter covers."""
+    return parameters.lora_targets(design_of(model_config))
 
 
-def is_trained(target: LoraTarget, lora_config: LoraConfig) -> bool:
-    """Whether the configuration selects this linear map."""
-    return {
-        "attn": lora_config.train_attn,
-        "mlp": lora_config.train_mlp,
-        "unembed": lora_config.train_unembed,
-    }[target.group]
+def adapted(target: LoraTarget, lora_config: LoraConfig) -> list[tuple[Place, str]]:
+    """Places of the pairs of the modules that the configuration selects, and the modules' names."""
+    return [(place, module) for place, module in target.modules if lora_config.selects(module, target.group)]
 
 
 def init_adapter(model_config: "ModelConfig", lora_config: LoraConfig, seed: int, rank: int) -> Adapter:
-    """A fresh adapter, padded to `rank`: B = 0, and A uniform in +-1 / sqrt(in), the same for every layer.
+    """A fresh adapter, padded to `rank`: B = 0, and A uniform in +-1 / sqrt(in), in every layer and expert.
 
-    That is PEFT's default (Kaiming uniform with a = sqrt 5, which is torch's for `nn.Linear`). Values depend on the
-    seed (any integer), the true rank, module and layer only; padding and the choice of other modules change nothing.
+    That is PEFT's default (Kaiming uniform with a = sqrt 5, which is torch's for `nn.Linear`); with
+    init_method=gaussian A is from N(0, 1 / rank^2). Values depend on the seed (any integer), the true rank, module,
+    layer and expert only; padding and other modules change nothing. Modules that are not selected have A = B = 0.
     """
+    gaussian = isinstance(lora_config, AdapterConfig) and lora_config.init_method == "gaussian"
     pairs = []
     for target in lora_targets(model_config):
         pair = zero_pair(target, rank)
-        if is_trained(target, lora_config):
-            bound = 1 / np.sqrt(target.in_features)
-            for layer, matrix in enumerate(pair["lora_A"].reshape(-1, target.in_features, rank)):
-                stream = np.random.default_rng([seed % 2**64, zlib.crc32(".".join(target.path).encode()), layer])
-                draws = stream.random((target.in_features, lora_config.rank), np.float32)
-                matrix[:, : lora_config.rank] = np.float32(bound) * (2 * draws - 1)
+        bound = np.float32(1 / np.sqrt(target.in_features))
+        stream_name, shape = zlib.crc32(".".join(target.path).encode()), (target.in_features, lora_config.rank)
+        for place, _ in adapted(target, lora_config):
+            stream = np.random.default_rng([seed % 2**64, stream_name, *(place or (0,))])
+            pair["lora_A"][place][:, : lora_config.rank] = (
+                stream.standard_normal(shape, np.float32) / np.float32(lora_config.rank)
+                if gaussian
+                else bound * (2 * stream.random(shape, np.float32) - 1)
+            )
         pairs.append((target, pair))
     return adapter_of(pairs, lora_config.scaling)
 
@@ -69,13 +73,21 @@ def zero_adapter(model_config: "ModelConfig", rank: int) -> Adapter:
 
 def adapter_of(pairs: Sequence[tuple[LoraTarget, dict[str, np.ndarray]]], scaling: float) -> Adapter:
     """The tree of the given `{"lora_A": [in, rank], "lora_B": [rank, out]}` pairs, on the default device."""
-    weights: dict[str, Any] = {}
+    arrays = [
+        (target, {name: jnp.asarray(matrix, jnp.float32) for name, matrix in pair.items()}) for target, pair in pairs
+    ]
+    return Adapter(_tree(arrays), jnp.asarray(scaling, jnp.float32))
+
+
+def _tree(pairs: Sequence[tuple[LoraTarget, dict[str, Any]]]) -> dict[str, Any]:
+    """A value for each target, at its path."""
+    tree: dict[str, Any] = {}
     for target, pair in pairs:
-        node = weights
+        node = tree
         for part in target.path[:-1]:
             node = node.setdefault(part, {})
-        node[target.path[-1]] = {name: jnp.asarray(matrix, jnp.float32) for name, matrix in pair.items()}
-    return Adapter(weights, jnp.asarray(scaling, jnp.float32))
+        node[target.path[-1]] = pair
+    return tree
 
 
 def pair_at(adapter: Adapter, path: Sequence[str]) -> dict[str, jax.Array]:
@@ -86,20 +98,38 @@ def pair_at(adapter: Adapter, path: Sequence[str]) -> dict[str, jax.Array]:
     return node
 
 
-def empty_bank(adapter: Adapter, slots: int, unrolled: bool) -> Adapter:
+@dataclass(frozen=True)
+class _Axes:
+    """Of a matrix in a bank, counted from the last one, which leaves out of account whether layers are stacked."""
+
+    slot: int
+    rank: int
+
+
+def _axes(targets: Sequence[LoraTarget]) -> dict[str, Any]:
+    """A tree of axes in the structure of an adapter's weights.
+
+    A bank's matrices of a linear map are neighbours, so that all are one product; those of an expert are apart.
+    """
+    pairs = []
+    for target in targets:
+        slot_of_a = -2 if target.stack.experts is None else -3
+        pairs.append((target, {"lora_A": _Axes(slot_of_a, -1), "lora_B": _Axes(-3, -2)}))
+    return _tree(pairs)
+
+
+def empty_bank(targets: Sequence[LoraTarget], adapter: Adapter, slots: int, unrolled: bool) -> Adapter:
     """A bank of so many slots for adapters of this one's shape. Empty slots change nothing."""
 
-    def widened(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        at = leaf.ndim - (1 if _name(path) == "lora_A" else 2)
+    def widened(axes: _Axes, leaf: jax.Array) -> jax.Array:
+        at = leaf.ndim + 1 + axes.slot
         return jnp.zeros((*leaf.shape[:at], slots, *leaf.shape[at:]), leaf.dtype)
 
-    weights = jax.tree_util.tree_map_with_path(widened, adapter.weights)
-    if unrolled:
-        weights |= {"layers": _by_layer(weights["layers"])}
-    return Adapter(weights, jnp.zeros(slots, jnp.float32))
+    weights = jax.tree.map(widened, _axes(targets), adapter.weights)
+    return Adapter(_by_layer(targets, weights) if unrolled else weights, jnp.zeros(slots, jnp.float32))
 
 
-def write_slot(bank: Adapter, slot: int | jax.Array, adapter: Adapter) -> Adapter:
+def write_slot(targets: Sequence[LoraTarget], bank: Adapter, slot: int | jax.Array, adapter: Adapter) -> Adapter:
     """The bank with one slot replaced, ranks padded to the bank's. Donate `bank` under jit to do it in place.
 
     An adapter that is not finite gets a scaling of NaN and weights of 0: rows that use it are NaN, and the products
@@ -107,38 +137,36 @@ def write_slot(bank: Adapter, slot: int | jax.Array, adapter: Adapter) -> Adapte
     """
     leaves = jax.tree.leaves(adapter)
     finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
-    weights = adapter.weights
-    if isinstance(bank.weights["layers"], list):
-        weights = weights | {"layers": _by_layer(weights["layers"])}
+    weights, axes = adapter.weights, _axes(targets)
+    if any(isinstance(part, list) for part in bank.weights.values()):
+        weights = _by_layer(targets, weights)
+        axes |= {name: [axes[name]] * len(part) for name, part in bank.weights.items() if isinstance(part, list)}
 
-    def write(path: tuple[Any, ...], leaf: jax.Array, value: jax.Array) -> jax.Array:
-        is_a = _name(path) == "lora_A"
-        at = leaf.ndim - (2 if is_a else 3)
-        room = leaf.shape[-1] if is_a else leaf.shape[-2]
+    def write(axes: _Axes, leaf: jax.Array, value: jax.Array) -> jax.Array:
         pad = [(0, 0)] * value.ndim
-        pad[-1 if is_a else -2] = (0, room - value.shape[-1 if is_a else -2])
+        pad[axes.rank] = (0, leaf.shape[axes.rank] - value.shape[axes.rank])
         value = jnp.pad(jnp.where(finite, value, 0.0), pad)
-        return jax.lax.dynamic_update_index_in_dim(leaf, value, slot, at)
+        return jax.lax.dynamic_update_index_in_dim(leaf, value, slot, leaf.ndim + axes.slot)
 
     return Adapter(
-        jax.tree_util.tree_map_with_path(write, bank.weights, weights),
+        jax.tree.map(write, axes, bank.weights, weights),
         bank.scaling.at[slot].set(jnp.where(finite, adapter.scaling, jnp.nan)),
     )
 
 
-def _by_layer(stacked: dict[str, Any]) -> list[dict[str, Any]]:
-    leaves, tree = jax.tree.flatten(stacked)
-    return [jax.tree.unflatten(tree, [leaf[layer] for leaf in leaves]) for layer in range(len(leaves[0]))]
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return path[-1].key
+def _by_layer(targets: Sequence[LoraTarget], weights: dict[str, Any]) -> dict[str, Any]:
+    """The tree with a list of layers in the place of each group of stacked ones."""
+    groups = {target.path[0]: len(target.stack.layers) for target in targets if target.stack.layers is not None}
+    lists = {
+        group: [jax.tree.map(lambda leaf, at=layer: leaf[at], weights[group]) for layer in range(count)]
+        for group, count in groups.items()
+    }
+    return weights | lists
 
 
 def zero_pair(target: LoraTarget, rank: int) -> dict[str, np.ndarray]:
-    """Zero matrices of a linear map, stacked over layers where the target is."""
-    stack = () if target.layers is None else (target.layers,)
+    """Zero matrices of a linear map, stacked over layers and experts where the target is."""
     return {
-        "lora_A": np.zeros((*stack, target.in_features, rank), np.float32),
-        "lora_B": np.zeros((*stack, rank, target.out_features), np.float32),
+        "lora_A": np.zeros((*target.stack.shape, target.in_features, rank), np.float32),
+        "lora_B": np.zeros((*target.stack.shape, rank, target.out_features), np.float32),
     }

@@ -2,8 +2,10 @@
 
 A row uses one uniform number per step, found by a counter-based generator from (seed, sample index, step), and inverts
 its own cumulative distribution with it. So what a row draws depends on nothing but its own logits and its own numbers.
-Only the search that top-k and top-p need is skipped when no row asks for it.
+Only what top-k, top-p and min-p need is skipped when no row asks for it.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +14,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 _BLOCK = 256
 _COLDEST = 1e-30
 """Temperatures up to here are 0: float32 has no room for logits divided by them."""
-
-
-def seed_words(seed: int) -> tuple[int, int]:
-    """High and low 32 bits of an int64 seed in two's complement, for `uniforms`."""
-    bits = seed & 0xFFFF_FFFF_FFFF_FFFF
-    return bits >> 32, bits & 0xFFFF_FFFF
 
 
 def uniforms(
@@ -60,7 +56,7 @@ def sample_tokens(
     asks = warm & ((top_k > 0) | (top_p < 1))
     filtered = jax.lax.cond(jnp.any(asks), _filter, lambda z, k, p: z, tempered, top_k, top_p)
     if min_p is not None:
-        filtered = jnp.where(jnp.exp(tempered) >= min_p[:, None], filtered, -jnp.inf)
+        filtered = jax.lax.cond(jnp.any(warm & (min_p > 0)), _likely, lambda z, *_: z, filtered, tempered, min_p)
     drawn, found = _invert(jnp.exp(filtered), uniforms)
     return jnp.where(warm & found, drawn, greedy)
 
@@ -73,6 +69,53 @@ def without_tokens(
     places = jnp.where((tokens >= 0) & where[:, None], tokens, vocab)
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     return logits.at[rows, places].set(-jnp.inf, mode="drop")
+
+
+class Occurrences(NamedTuple):
+    """Tokens that were there before, `[rows, vocab]`."""
+
+    prompted: Bool[Array, "rows vocab"]
+    """Whether a token is in the prompt."""
+    generated: Int[Array, "rows vocab"]
+    """Times that it was generated."""
+
+    @classmethod
+    def of(cls, tokens: Int[Array, "rows some"], prompt: Int[Array, "rows"], vocab: int) -> "Occurrences":
+        """Those in rows of so many tokens of a prompt, then generated ones; tokens below 0 are nobody."""
+        rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
+        inside = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < prompt[:, None]
+        ours, theirs = (jnp.where((tokens >= 0) & which, tokens, vocab) for which in (inside, ~inside))
+        prompted = jnp.zeros((tokens.shape[0], vocab), bool).at[rows, ours].set(True, mode="drop")
+        return cls(prompted, jnp.zeros(prompted.shape, jnp.int32).at[rows, theirs].add(1, mode="drop"))
+
+    def after(self, tokens: Int[Array, "rows"]) -> "Occurrences":
+        """With one more token in each row."""
+        rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        return self._replace(generated=self.generated.at[rows, tokens].add(1))
+
+
+def penalised(
+    logits: Float[Array, "rows vocab"],
+    occurred: Occurrences,
+    repetition: Float[Array, "rows"],
+    presence: Float[Array, "rows"],
+    frequency: Float[Array, "rows"],
+) -> Float[Array, "rows vocab"]:
+    """`logits` less what it costs a token to have been there before.
+
+    Args:
+        logits: float32, untempered.
+        occurred: Of each row.
+        repetition: Divides positive logits, and multiplies the others, of tokens of the prompt and generated ones.
+            Keskar et al. 2019, https://arxiv.org/abs/1909.05858, section 4.1, as transformers has it.
+        presence: Is taken from logits of tokens that were generated.
+        frequency: Is taken for each time.
+    """
+    seen = occurred.prompted | (occurred.generated > 0)
+    repetition = repetition[:, None]
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+    times = occurred.generated.astype(jnp.float32)
+    return logits - frequency[:, None] * times - presence[:, None] * jnp.minimum(times, 1)
 
 
 def draw_tokens(
@@ -107,6 +150,11 @@ def _filter(z: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     enough = jnp.maximum(top_p[:, None] * probs.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
     kept &= _fewest(keys, probs, enough) | (top_p[:, None] >= 1)
     return jnp.where(kept, z, -jnp.inf)
+
+
+def _likely(z: jax.Array, tempered: jax.Array, min_p: jax.Array) -> jax.Array:
+    """`z` with -inf for tokens that are less than `min_p` as likely as the likeliest."""
+    return jnp.where(jnp.exp(tempered) >= min_p[:, None], z, -jnp.inf)
 
 
 def _fewest(keys: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array:

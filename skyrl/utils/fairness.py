@@ -29,7 +29,7 @@ Rank = tuple[int, int]
 class _Account:
     service: int
     turn: int
-    """When it was served last, or began to wait; decides between accounts of equal service."""
+    """Turn at which it was served last, or began to wait; decides between accounts of equal service."""
 
 
 class Accounts:
@@ -97,7 +97,7 @@ class Accounts:
         return min(tenants, key=self.rank)
 
     def may_go_early(self, tenant: str, cost: int) -> bool:
-        """Whether something may be given to a tenant before its turn, because it is at hand.
+        """Return whether something may be given to a tenant before its turn, because it is at hand.
 
         It may if the tenant is ahead of the one served least by no more than the price of that.
         """

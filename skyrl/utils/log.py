@@ -1,26 +1,95 @@
-"""Logging as plain text on stderr, set up once per process.
+"""Logging on stderr as plain text or as JSON lines, set up once per process.
 
 `setup_logging` is called by a process's entry point and owns the root logger; libraries such as uvicorn propagate to it
 (start uvicorn with `log_config=None`). A process that seems stuck says where its threads are when it gets SIGUSR1.
 """
 
 import faulthandler
+import json
 import logging
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
 
+LogFormat = Literal["text", "json"]
 FORMAT = "%(asctime)s %(levelname)-7s {process}%(name)s: %(message)s"
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""Id of the HTTP request that is being answered, which lines of the log then have."""
 
 
-def setup_logging(level: str = "info", process: str = "") -> None:
+def setup_logging(level: str = "info", process: str = "", style: LogFormat = "text") -> None:
     """Log from `level` ("debug", "info", "warning", "error") upward; `process` marks each line.
 
     SIGUSR1 prints the stacks of all threads from now on.
     """
-    prefix = f"[{process}] " if process else ""
-    logging.basicConfig(level=level.upper(), format=FORMAT.format(process=prefix), force=True)
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines(process) if style == "json" else TextLines(process))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # Libraries that narrate each HTTP request or file lock at INFO.
     for name in ("httpx", "filelock", "jax", "alembic.runtime.plugins"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
     if hasattr(signal, "SIGUSR1") and sys.stderr is not None:
         faulthandler.register(signal.SIGUSR1)
+
+
+@contextmanager
+def logged_to(path: Path, process: str = "") -> Iterator[None]:
+    """Append what is logged to a file as well, and in the end the traceback of what has ended it.
+
+    Raises OSError where the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(TextLines(process))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    except BaseException as error:
+        trace = type(error), error, error.__traceback__
+        handler.handle(logging.LogRecord(__name__, logging.ERROR, __file__, 0, "ended by this", (), trace))
+        raise
+    finally:
+        root.removeHandler(handler)
+        handler.close()
+
+
+class TextLines(logging.Formatter):
+    """Lines to be read by people; what is said while a request is answered ends with the request's id."""
+
+    def __init__(self, process: str = ""):
+        super().__init__(FORMAT.format(process=f"[{process}] " if process else ""))
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        request_id = REQUEST_ID.get()
+        line = super().formatMessage(record)
+        return line if request_id is None else f"{line} (request {request_id})"
+
+
+class JsonLines(logging.Formatter):
+    """An object per line: time (UTC, ISO 8601), level, logger, message, and process, request_id and exception if any.
+
+    `extra={"fields": {...}}` of a log call adds members.
+    """
+
+    def __init__(self, process: str = ""):
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        found: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "request_id": REQUEST_ID.get(),
+            "exception": self.formatException(record.exc_info) if record.exc_info else "",
+        }
+        found |= getattr(record, "fields", {})
+        return json.dumps({name: value for name, value in found.items() if value not in (None, "")}, default=str)

@@ -52,7 +52,7 @@ class Registry(Generic[T]):
             return self[name]
         try:
             return getattr(importlib.import_module(module_name), attribute)
-        except (ModuleNotFoundError, AttributeError) as error:
+        except (ModuleNotFoundError, AttributeError, ValueError) as error:  # the last for an empty name
             raise KeyError(f"no {self.kind} at {name!r} ({error}); known: {', '.join(self)}") from error
 
     def __contains__(self, name: object) -> bool:

@@ -1,10 +1,36 @@
 """A command with sub-commands, each a function that reads the arguments after its name."""
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 Command = Callable[[Sequence[str]], int]
 """Gets its arguments and returns the exit status. Its docstring is its line of help."""
+
+
+def run_program(argv: Sequence[str] | None, commands: Mapping[str, Command], *, prog: str, description: str) -> int:
+    """Run the sub-command of a program, which Ctrl-C ends. Returns the exit status.
+
+    Args:
+        argv: Arguments; None: the process's.
+        commands: By name.
+        prog: Name of the program.
+        description: What it does, for `--help`.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return run_subcommand(arguments, commands, prog=prog, description=description, kind="command")
+    except KeyboardInterrupt:
+        return 130  # as shells report it
+
+
+def print_version(argv: Sequence[str], prog: str) -> int:
+    """Print the project's version. Returns the exit status."""
+    argparse.ArgumentParser(prog=prog).parse_args(argv)
+    from importlib.metadata import version
+
+    print(version("skyrl"))
+    return 0
 
 
 def run_subcommand(

@@ -85,6 +85,7 @@ def formula(name: str, x: LossInputs, at: tuple[int, int]) -> float:
             "cispo": -min(max(ratio, low), high) * lp * a,
             "dro": -(lp * a - 0.5 * 0.05 * (lp - q) ** 2),
             "gspo": -min(sequence * a, min(max(sequence, low), high) * a),
+            "stable_reinforce": -min(ratio, 2) * lp * a,
         }[name]
     )
 
@@ -105,7 +106,7 @@ def torch_gradient(name: str, x: LossInputs) -> np.ndarray:
     return logprobs.grad.numpy()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("cispo", "gspo")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("cispo", "gspo", "stable_reinforce")])
 def test_gradients_are_finite_differences(name):
     x, step = example(), 1e-6
     difference = LOSSES[name](x._replace(logprobs=x.logprobs + step)) - LOSSES[name](
@@ -120,6 +121,31 @@ def test_cispo_gradient_is_that_of_the_logprob_times_the_constant_clipped_ratio(
         *np.indices(SHAPE)
     )
     np.testing.assert_allclose(torch_gradient("cispo", x), -clipped * x.advantages * x.weights)
+
+
+def test_stable_reinforce_without_staleness_is_importance_sampling():
+    x = example()
+    fresh = x._replace(sampling_logprobs=x.logprobs)
+    np.testing.assert_array_equal(
+        torch_gradient("stable_reinforce", fresh), torch_gradient("importance_sampling", fresh)
+    )
+
+
+def test_the_weights_of_stale_samples_are_bounded():
+    x = example()
+    x = x._replace(sampling_logprobs=x.logprobs - np.linspace(-8, 8, x.logprobs.size).reshape(SHAPE))
+    weights = np.minimum(np.exp(x.logprobs - x.sampling_logprobs), 2)
+    np.testing.assert_allclose(torch_gradient("stable_reinforce", x), -weights * x.advantages * x.weights)
+    assert np.abs(torch_gradient("importance_sampling", x)).max() > 100 * np.abs(weights * x.advantages).max()
+
+
+def test_the_penalty_of_stable_reinforce_pulls_a_token_back_by_its_log_ratio():
+    x = cast(example(), torch.as_tensor)
+    x = x._replace(logprobs=x.logprobs.requires_grad_(), advantages=torch.zeros_like(x.advantages))
+    LOSSES["stable_reinforce"](x, kl_coeff=0.3).sum().backward()
+    np.testing.assert_allclose(
+        x.logprobs.grad, 0.3 * (x.logprobs - x.sampling_logprobs).detach() * x.weights, rtol=1e-12
+    )
 
 
 def test_gspo_gradient_is_the_tokens_own_at_the_sequence_ratio():
@@ -216,7 +242,8 @@ def test_a_token_has_no_gradient_where_what_its_loss_is_a_multiple_of_is_zero(na
         zeros = np.random.default_rng(1).random(SHAPE) < 0.5
         changed = x._replace(**{field: np.where(zeros, 0.0, getattr(x, field))})
         logprobs = torch.tensor(x.logprobs, requires_grad=True)
-        LOSSES[name](cast(changed, torch.tensor)._replace(logprobs=logprobs)).sum().backward()
+        knobs = {"kl_coeff": 0.1} if name == "stable_reinforce" else {}
+        LOSSES[name](cast(changed, torch.tensor)._replace(logprobs=logprobs), **knobs).sum().backward()
         vanishes = bool((logprobs.grad.numpy()[zeros] == 0).all())
         assert vanishes == (field == "weights" or field in multiple_of)
 
@@ -322,6 +349,7 @@ def test_defaults_are_those_of_the_api():
         "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
         "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
         "dro": {"beta": 0.05},
+        "stable_reinforce": {"kl_coeff": 0.0},
     }
 
 

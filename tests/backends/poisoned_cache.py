@@ -34,10 +34,10 @@ def main(folder: str) -> None:
     rig = Rig(folder)
     asked = request(prompt_of(20), "v0")
     (expected,) = run(rig.sampler, asked)
-    cache = rig.sampler._cache
+    runner = rig.sampler._runner
     busy = slow(jax.numpy.eye(1500))
-    cache.pool = jax.tree.map(lambda leaf: poison(leaf, busy), cache.pool)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache.pool))
+    runner._pool = jax.tree.map(lambda leaf: poison(leaf, busy), runner._pool)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(runner._pool))
     rig.sampler.add(request(prompt_of(5), "v1", name="met it", max_tokens=2))
     assert isinstance(finish(rig.sampler)["met it"], ErrorResponse)
     (again,) = run(rig.sampler, asked)

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from skyrl.backends.common.sampling.sampler import Sampler
 from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.jax.loading import keep_compiled_programs
 from skyrl.backends.jax.models.padding import fitted
 from skyrl.backends.jax.models.state import bytes_of
-from skyrl.backends.jax.sampling.sampler import Sampler
+from skyrl.backends.jax.sampling.runner import JaxRunner
 from skyrl.backends.operations import NO_OPTIONS, Sample
 from skyrl.errors import StorageError
 from skyrl.tx.io.weights import load_model
@@ -51,18 +52,35 @@ class Rig:
             self.versions.publish(f"v{seed}", self.adapter(seed))
 
     def make_sampler(
-        self, versions=None, *, max_context_length=1024, cache_bytes=2**24, max_rows=8, **options
+        self,
+        versions=None,
+        *,
+        max_context_length=1024,
+        cache_bytes=2**24,
+        max_rows=8,
+        max_tokens=0,
+        deterministic=False,
+        **options,
     ) -> Sampler:
-        return Sampler(
+        versions, zero = versions or self.versions, zero_adapter(self.config, RANK)
+        runner = JaxRunner(
             self.graphdef,
             self.base,
-            versions or self.versions,
-            zero_adapter(self.config, RANK),
-            self.tokenizer,
+            versions,
+            zero,
             self.config,
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            deterministic=deterministic,
+        )
+        return Sampler(
+            runner,
+            versions,
+            self.tokenizer,
             max_context_length=max_context_length,
             cache_bytes=cache_bytes,
             max_rows=max_rows,
+            deterministic=deterministic,
             **options,
         )
 

@@ -7,7 +7,7 @@ to rounding, never with constants of one backend.
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from skyrl.types import (
     Datum,
     ErrorResponse,
     ForwardBackwardOutput,
+    GradientEffect,
     LoraConfig,
     ModelOutput,
     OptimStepInput,
@@ -79,14 +80,43 @@ def open_jax(folder: Path) -> Executor:
     return JaxBackend(str(make_tiny_model(folder)), config)
 
 
+def open_torch(folder: Path, **options) -> Executor:
+    from skyrl.backends.torch import TorchBackend, TorchBackendConfig
+    from tests.live import make_tiny_model
+
+    sizes = {"max_lora_rank": 8, "max_lora_adapters": 4, "max_context_length": 64, "sample_max_num_sequences": ROWS}
+    return TorchBackend(str(make_tiny_model(folder)), TorchBackendConfig(**sizes, **options))
+
+
+def open_torch_processes(folder: Path) -> Executor:
+    return open_torch(folder, workers="processes", num_workers=2)
+
+
+def open_torch_sharded(folder: Path) -> Executor:
+    return open_torch(folder, workers="processes", num_workers=2, fsdp_size=2)
+
+
+def open_torch_ray(folder: Path) -> Executor:
+    return open_torch(folder, workers="ray", num_workers=2, ray_resources={"CPU": 0.25})
+
+
 def open_remote(folder: Path) -> Executor:
     return RemoteBackend("remote", RemoteConfig(samples=ROWS, in_flight=2))
 
 
-@pytest.fixture(scope="module", params=[open_fake, open_jax, open_remote], ids=["fake", "jax", "remote"])
-def opener(request, tmp_path_factory) -> Callable[[], Executor]:
+OPENERS = [
+    *(open_fake, open_jax, open_remote, open_torch, open_torch_sharded),
+    *(pytest.param(opener, marks=pytest.mark.slow) for opener in (open_torch_processes, open_torch_ray)),
+]
+
+
+@pytest.fixture(scope="module", params=OPENERS, ids=lambda opener: opener.__name__.removeprefix("open_"))
+def opener(request, tmp_path_factory) -> Iterator[Callable[[], Executor]]:
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    return lambda: request.param(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder.parent))  # where Ray leaves a token
+        patch.delenv("RAY_ADDRESS", raising=False)
+        yield lambda: request.param(folder)
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +219,11 @@ def run(backend: AbstractBackend, *operations: Operation) -> list[Result]:
     """Submit all at once, step until all are done."""
     for operation in operations:
         backend.submit(operation)
+    return ends(backend, *operations)
+
+
+def ends(backend: AbstractBackend, *operations: Operation) -> list[Result]:
+    """Step until operations that were submitted are done, and nothing else."""
     results: dict[str, Result] = {}
     while len(results) < len(operations):
         assert backend.wait(120), "nothing to do, and yet not done"
@@ -382,6 +417,48 @@ def test_a_failed_pass_costs_one_optimizer_step_only(backend, new_model):
 
 def test_a_rejected_request_that_was_no_pass_leaves_the_next_optimizer_step_alone(backend, model):
     run(backend, a_pass(model), Rejected(request_id=fresh(), model_id=model, error="bad name"))
+    done(backend, a_step(model))
+
+
+def refused(operation: ForwardBackward | OptimStep, gradients: GradientEffect) -> Rejected:
+    return Rejected(
+        request_id=operation.request_id, model_id=operation.model_id, error="not wanted any more", gradients=gradients
+    )
+
+
+def test_what_is_refused_while_it_waits_fails_in_its_place(backend, new_model):
+    model, plain = new_model(), new_model()
+    passes, step = [a_pass(model), a_pass(model, OTHER_TOKENS)], a_step(model)
+    for operation in (*passes, step):
+        backend.submit(operation)
+    assert backend.refuse(refused(passes[1], "incomplete"))
+    first, second, after = ends(backend, *passes, step)
+    assert isinstance(first, ForwardBackwardOutput)
+    assert second == ErrorResponse("not wanted any more", "user", "incomplete")
+    assert isinstance(after, ErrorResponse) and after.gradients == "dropped"
+    done(backend, a_pass(model), a_step(model), a_pass(plain), a_step(plain))
+    assert_same(logprobs(backend, model), logprobs(backend, plain))
+
+
+def test_a_pass_that_is_refused_after_it_began_fails_and_leaves_its_model_as_a_failed_one(backend, new_model):
+    model, plain = new_model(), new_model()
+    long = a_pass(model, *[TOKENS] * SEVERAL_QUANTA)
+    backend.submit(long)
+    completed = step(backend)
+    while not (completed or backend.is_working_on(model)):
+        completed = step(backend)
+    assert not completed and backend.refuse(refused(long, "incomplete"))
+    (result,) = ends(backend, long)
+    assert result == ErrorResponse("not wanted any more", "user", "incomplete")
+    assert "not wanted any more" in failure(backend, a_step(model))
+    done(backend, a_pass(model), a_step(model), a_pass(plain), a_step(plain))
+    assert_same(logprobs(backend, model), logprobs(backend, plain))
+
+
+def test_what_has_ended_is_not_refused(backend, model):
+    ended = a_pass(model)
+    done(backend, ended)
+    assert not backend.refuse(refused(ended, "incomplete"))
     done(backend, a_step(model))
 
 

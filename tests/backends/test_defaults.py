@@ -9,6 +9,7 @@ from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.jax.compile_cache import DETERMINISTIC_ON_GPU
 from skyrl.backends.jax.defaults import CACHE_SHARE, resolved
 from skyrl.backends.jax.memory_plan import GIB
+from skyrl.errors import RequestError
 from skyrl.tx.synthetic.make_model import make_model
 
 LEFT = 50 * GIB
@@ -54,6 +55,32 @@ def test_a_base_model_that_leaves_nothing_has_no_cache_of_negative_size():
     assert on("gpu", left=-GIB).cache_bytes == 0
 
 
+@pytest.mark.parametrize(("room", "cache"), [(None, 20 * GIB), (30 * GIB, 20 * GIB), (5 * GIB, 5 * GIB)])
+def test_the_cache_keeps_to_what_memory_utilization_leaves(room, cache):
+    assert resolved(JaxBackendConfig(), "gpu", False, LEFT, TOKEN, room).cache_bytes == cache
+
+
+def test_memory_utilization_below_the_base_weights_is_refused(tiny_model):
+    with pytest.raises(RequestError, match=r"gpu_memory_utilization=1e-09 of .* is less than base weights take"):
+        JaxBackend(str(tiny_model), JaxBackendConfig(gpu_memory_utilization=1e-9, compilation_cache=False))
+
+
+def test_rows_of_an_accelerator_are_no_more_than_the_tokens_of_a_call():
+    assert on("gpu", sample_max_num_batched_tokens=100).rows == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sample_max_num_batched_tokens": 31}, "sample_max_num_batched_tokens=31 is below 32"),
+        ({"sample_max_num_batched_tokens": 32, "sample_max_num_sequences": 33}, "sample_max_num_sequences=33 is above"),
+    ],
+)
+def test_calls_that_can_read_nothing_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        JaxBackendConfig(**options)
+
+
 def test_what_is_configured_stays():
     options = {"train_tile_tokens": 1024, "kv_cache_gib": 3.0, "sample_max_num_sequences": 7}
     for platform in ("cpu", "gpu"):
@@ -82,3 +109,8 @@ def test_xla_knows_the_option_that_makes_gpus_deterministic():
     """It refuses options that it does not know, on every platform."""
     program = jax.jit(lambda x: x @ x, compiler_options=DETERMINISTIC_ON_GPU)
     np.testing.assert_array_equal(program(jnp.eye(3)), np.eye(3))
+
+
+def test_rows_that_have_states_are_fewer():
+    state = 24 * 32 * 128 * 128 * 4  # float32, of 24 layers of 32 heads
+    assert resolved(JaxBackendConfig(), "gpu", False, LEFT, TOKEN, state_bytes=state).rows < on("gpu").rows

@@ -15,6 +15,7 @@ from driver import create, finish, new_id, optim_step, publish, random_datum, sa
 from skyrl.algorithms.objective import ForwardOnly, ValueObjective, policy_objective
 from skyrl.backends.backend import CreateModel, ExportModel, ForwardBackward
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+from skyrl.backends.jax.training.microbatches import COMPILING
 from skyrl.types import Datum, ErrorResponse, LoraConfig, ModelOutput
 
 pytestmark = pytest.mark.gpu
@@ -91,6 +92,17 @@ def rollouts(seed: int = 0, sizes=(3, 40, 17, 64)) -> list[Datum]:
         inputs = {name: values.astype(np.float32) for name, values in floats.items()}
         data.append(Datum(item.tokens, {"target_tokens": item.loss_fn_inputs["target_tokens"], **inputs}))
     return data
+
+
+def test_a_tenant_pays_once_for_what_is_compiled_for_its_objective(backend, monkeypatch):
+    create(backend)
+    asked, compute = [], backend.compute
+    monkeypatch.setattr(backend, "compute", lambda quanta: [asked.extend(quanta), compute(quanta)][1])
+    objective = policy_objective({**OPTIONS, "eps_clip_low": 0.123})
+    for length in (40, 39):
+        run(backend, objective, rollouts(sizes=(length,)))
+    run(backend, "cross_entropy", [random_datum(40, 0)])
+    assert [quantum.surcharge for quantum in asked] == [COMPILING, 0, 0]
 
 
 def without(data: list[Datum], *names: str) -> list[Datum]:

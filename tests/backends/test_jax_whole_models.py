@@ -16,10 +16,12 @@ import oracle
 from driver import create, datum, finish, forward_backward, new_id, optim_step, publish, random_datum, sample, train
 from skyrl.backends.backend import ExportModel, LoadSnapshot, Publish, SaveCheckpoint, SaveSnapshot
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.tx.io.export import WEIGHTS, named_tensors
-from skyrl.tx.models.types import MODELS as KINDS
+from skyrl.tx.design.parameters import parameters
+from skyrl.tx.families import design_of
+from skyrl.tx.io.export import named_tensors
 from skyrl.tx.synthetic.make_model import make_model
 from skyrl.types import ErrorResponse, LoraConfig, ModelOutput, SaveOutput
+from skyrl.utils.files.hf_files import WEIGHTS
 
 pytestmark = pytest.mark.gpu
 
@@ -77,7 +79,7 @@ def batch(seed: int) -> list:
 
 def as_in_files(backend, tree) -> dict[str, np.ndarray]:
     """The arrays of a tree under Hugging Face's names."""
-    tensors = named_tensors(KINDS[backend.model_config.architecture].weight_names, tree["base"])
+    tensors = named_tensors(parameters(design_of(backend.model_config)), tree["base"])
     return {name: tensor.make() for name, tensor in tensors.items()}
 
 

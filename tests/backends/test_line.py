@@ -3,8 +3,8 @@
 import pytest
 from sampling_rig import request
 
-from skyrl.backends.jax.sampling.sequences import Job
-from skyrl.backends.jax.sampling.waiting_line import LOOK_PAST, Line, pages_in_all, pages_to_begin
+from skyrl.backends.common.sampling.sequences import Job
+from skyrl.backends.common.sampling.waiting_line import LOOK_PAST, Line, pages_in_all, pages_to_begin
 
 ROOM = 20
 

@@ -17,10 +17,10 @@ from skyrl.backends.jax.memory_plan import (
     Plan,
     choose_modes,
     choose_stacks,
-    host_memory,
 )
 from skyrl.errors import RequestError
 from skyrl.tx.synthetic.make_model import make_model
+from skyrl.utils.machine import available_memory, host_memory
 
 LENGTHS = [32, 128, 512, 1024, 2048]
 TAKES = {False: 100, "selective": 40, True: 10}
@@ -142,4 +142,4 @@ def test_room_for_models_is_what_the_configuration_says_else_a_part_of_what_is_l
 
 def test_the_host_has_the_memory_that_the_kernel_says_or_its_control_group_less():
     total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
-    assert 0 < host_memory() <= int(total.split()[1]) * 1024
+    assert 0 < available_memory() < host_memory() <= int(total.split()[1]) * 1024

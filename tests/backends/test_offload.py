@@ -229,6 +229,7 @@ class Words:
 
     sums: bool = True
     moves: str = ""
+    sequences: int | None = 0
     nbytes = SIZE
     info = ModelInfo(LoraConfig(rank=4), 3, True)
 
@@ -499,4 +500,16 @@ def test_any_history_leaves_every_model_as_a_dictionary_would_and_never_more_tha
     assert set(models) == set(expected)
     for name, state in expected.items():
         assert_same(models.peek(name), state)
+    models.close()
+
+
+def test_where_models_stay_on_the_device_none_leaves_and_one_without_room_is_refused(tmp_path):
+    models = ModelOffload(MemoryBudget(2 * SIZE, SIZE), store, fetch, str(tmp_path), offloads=False)
+    put(models, "a", model(0))
+    put(models, "b", model(1))
+    with pytest.raises(RequestError, match=r"offload_after_step=False.*adapter_memory_gib"):
+        put(models, "c", model(2))
+    settle(models)
+    assert {name: models.tier(name) for name in models} == {"a": "device", "b": "device"}
+    assert_same(use(models, "a"), model(0))
     models.close()

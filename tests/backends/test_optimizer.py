@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl.backends.jax.training.programs import AdamScalars, adamw
+from skyrl.backends.common.adamw import AdamScalars
+from skyrl.backends.jax.training.programs import adamw
 from skyrl.types import AdamParams
 
 pytestmark = pytest.mark.gpu
@@ -14,7 +15,9 @@ pytestmark = pytest.mark.gpu
 STEPS = 100
 
 
-def run_both(params: AdamParams, scale: float = 1.0) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def run_both(
+    params: AdamParams, scale: float = 1.0, divisor: int = 1
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Weights after STEPS steps on the same random gradients: (ours, torch's)."""
     random = np.random.default_rng(0)
     start = {"a": random.normal(size=(7, 5)).astype(np.float32), "b": random.normal(size=(11,)).astype(np.float32)}
@@ -31,10 +34,10 @@ def run_both(params: AdamParams, scale: float = 1.0) -> tuple[dict[str, np.ndarr
     for step in range(1, STEPS + 1):
         gradients = {name: (scale * random.normal(size=v.shape)).astype(np.float32) for name, v in start.items()}
         ours, first, second, _ = jax.jit(adamw)(
-            ours, jax.tree.map(jnp.asarray, gradients), first, second, AdamScalars.of(params, step)
+            ours, jax.tree.map(jnp.asarray, gradients), first, second, AdamScalars.of(params, step, divisor)
         )
         for name, parameter in theirs.items():
-            parameter.grad = torch.tensor(gradients[name])
+            parameter.grad = torch.tensor(gradients[name]) / divisor
         if params.grad_clip_norm > 0:
             torch.nn.utils.clip_grad_norm_(theirs.values(), params.grad_clip_norm)
         optimizer.step()
@@ -61,6 +64,12 @@ def test_a_hundred_steps_equal_torch(params):
 
 def test_tiny_gradients_take_the_same_steps_as_torch():
     ours, theirs = run_both(AdamParams(learning_rate=1e-2), scale=1e-7)
+    for name in ours:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-5, atol=2e-6)
+
+
+def test_steps_of_divided_gradients_are_clipped_by_the_norm_of_what_is_divided():
+    ours, theirs = run_both(AdamParams(learning_rate=1e-2, grad_clip_norm=2.0, eps=0.1), scale=5.0, divisor=7)
     for name in ours:
         np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-5, atol=2e-6)
 

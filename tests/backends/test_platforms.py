@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from skyrl.backends.common.adamw import AdamScalars
+from skyrl.backends.common.sampling.model_runner import Rows
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.jax.models.state import zeros_like
-from skyrl.backends.jax.sampling.programs import Rows
-from skyrl.backends.jax.training.programs import AdamScalars, abstract_tile
+from skyrl.backends.jax.training.programs import abstract_tile
 from skyrl.types import AdamParams
 
 
@@ -39,15 +40,15 @@ def training(backend) -> dict:
 
 
 def sampling(backend) -> dict:
-    sampler = backend.sampler
-    programs, cache = sampler._programs, sampler._cache
-    bank = programs.empty_bank(sampler._zero, slots=4)
-    table = np.zeros(cache.blocks, np.int32)
+    runner = backend._runner
+    programs, pool, blocks = runner._programs, runner._pool, runner._blocks
+    bank = programs.empty_bank(runner._zero, slots=4)
+    table = np.zeros(blocks, np.int32)
     chunk = np.zeros(32, np.int32)
     return {
-        "decode": (programs.decode, (backend._base, bank, cache.pool, Rows.idle(4, cache.blocks), np.int32(1))),
-        "prefill": (programs.prefill, (backend._base, sampler._zero, cache.pool, table, chunk, np.int32(0))),
-        "copy_pages": (programs.copy_pages, (cache.pool, chunk, chunk)),
+        "decode": (programs.decode, (backend._base, bank, pool, Rows.idle(4, blocks, options=True), np.int32(1))),
+        "prefill": (programs.prefill, (backend._base, runner._zero, pool, table, chunk, *[np.int32(0)] * 3)),
+        "copy_pages": (programs.copy_pages, (pool, chunk, chunk)),
     }
 
 

@@ -49,6 +49,8 @@ class Scripted:
     waits: dict[str, Future[None]] = field(default_factory=dict)
     """By request id."""
     closed: list[str] = field(default_factory=list)
+    surcharges: dict[tuple[str, int], int] = field(default_factory=dict)
+    """By request id and number."""
 
     def begin(self, operation: ModelOperation) -> Work:
         self.said.append(f"begin {operation.request_id}")
@@ -63,7 +65,8 @@ class Scripted:
                     yield None if letter == "." else self.waits.setdefault(name, Future())
                     continue
                 kind = None if letter == "-" else letter
-                self.answers.setdefault(name, []).append((yield Quantum(self.cost, kind, (name, number))))
+                quantum = Quantum(self.cost, kind, (name, number), self.surcharges.get((name, number), 0))
+                self.answers.setdefault(name, []).append((yield quantum))
         except GeneratorExit:
             self.closed.append(name)
             raise
@@ -117,7 +120,7 @@ def done(computer: Scripted, *operations: ModelOperation) -> dict[str, Any]:
     while quanta:
         ended += quanta.turn()
         computer.arrive(*computer.waits)
-    return {operation.request_id: outcome for operation, outcome in ended}
+    return {one.operation.request_id: one.outcome for one in ended}
 
 
 def test_quanta_of_one_kind_are_computed_together_and_each_operation_gets_its_own_answers():
@@ -371,6 +374,17 @@ def test_weights_decide_how_often_a_tenant_leads():
     assert [sum(name in call for call in computer.calls) for name in "ab"] == [30, 10]
 
 
+def test_who_has_something_compiled_waits_for_as_long_as_others_need_to_have_as_much():
+    computer = Scripted(most=1, scripts=dict.fromkeys("ab", "x" * 12), surcharges={("a", 0): 90})
+    quanta = Quanta(computer)
+    for name in "ab":
+        quanta.add(a_pass(name))
+    for _ in range(12):
+        quanta.turn()
+    assert computer.calls == [["a"], *[["b"]] * 10, ["a"]]
+    assert quanta.statistics["train_computed_tokens"] == 120
+
+
 def test_an_operation_has_its_turns_in_the_line_of_its_own_tenant():
     computer = Scripted(most=1, scripts={"a1": "x", "a2": "xxx", "b": "x" * 20, "c": "xxx"})
     tenants = {"a1": "one", "a2": "other", "b": "other", "c": "one"}
@@ -415,7 +429,7 @@ def turn_while_ready(quanta: Quanta) -> list[Ended]:
 
 
 def names(ended: list[Ended]) -> list[str]:
-    return [operation.request_id for operation, _ in ended]
+    return [one.operation.request_id for one in ended]
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
@@ -613,7 +627,7 @@ def test_any_mixture_that_is_computed_elsewhere_ends_as_if_it_were_computed_at_o
         ended += turn_while_ready(quanta)
     at_once = Scripted(most, scripts=computer.scripts)
     expected = done(at_once, *asked)
-    assert {operation.request_id: repr(outcome) for operation, outcome in ended} == {
+    assert {one.operation.request_id: repr(one.outcome) for one in ended} == {
         name: repr(outcome) for name, outcome in expected.items()
     }
     assert computer.answers == at_once.answers

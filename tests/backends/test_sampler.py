@@ -7,7 +7,7 @@ import torch
 from sampling_rig import Rig, output, prompt_of, request, run, same, sequence
 
 import oracle
-from skyrl.types import TokenMatrix
+from skyrl.types import SamplingOptions, TokenMatrix
 
 pytestmark = pytest.mark.gpu
 
@@ -195,6 +195,7 @@ def any_request(draws: np.random.Generator):
         last_n=None,
         tenant=str(draws.integers(0, 3)),
         tempered=bool(draws.random() < 0.3),
+        options=SamplingOptions(min_p=float(draws.choice([0, 0, 0, 0.2]))),
     )
 
 
@@ -207,11 +208,11 @@ def _targets(draws: np.random.Generator, length: int) -> TokenMatrix | None:
 def test_after_the_warm_up_requests_over_the_whole_domain_compile_nothing(rig, requests):
     sampler = rig.make_sampler(max_context_length=256)
     *_, programs = sampler.warm_up()
-    assert programs == sampler.programs <= 40
+    assert programs == sampler._runner.compiled <= 40
     draws = np.random.default_rng(0)
     for _ in range(requests // 10):
         run(sampler, *(any_request(draws) for _ in range(10)))
-    assert sampler.programs == programs
+    assert sampler._runner.compiled == programs
 
 
 def test_the_warm_up_leaves_requests_as_they_are(rig):
@@ -227,6 +228,6 @@ def test_a_warm_up_that_fails_harms_no_request(rig):
     sampler = rig.make_sampler(max_context_length=256)
     warm_up = sampler.warm_up()
     next(warm_up)
-    jax.tree.leaves(sampler._cache.pool)[0].delete()
+    jax.tree.leaves(sampler._runner._pool)[0].delete()
     assert list(warm_up) == []
     assert same(sequence(sampler, prompt_of(70), "v0"), sequence(rig.sampler, prompt_of(70), "v0"))

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_rig import Rig, finish, prompt_of, request, run
 
+from skyrl.backends.common.sampling.random_numbers import seed_words
 from skyrl.backends.operations import Sample
-from skyrl.tx.sampling import seed_words, uniforms
+from skyrl.tx.sampling import uniforms
 from skyrl.types import GeneratedSequence, SampleOutput
 
 CLOSE = 1e-4

@@ -144,6 +144,17 @@ def test_a_prompt_that_was_read_is_not_read_again(rig):
     assert same(first.sequences[0], again.sequences[0])
 
 
+def test_statistics_count_what_was_read_drawn_and_found_in_the_cache(rig):
+    sampler = rig.make_sampler()
+    results = [output(sampler, prompt_of(200), "v0", seed=seed, max_tokens=5, stop=[]) for seed in range(2)]
+    told = sampler.statistics
+    assert told["prompt_tokens_read"] == 400
+    assert told["prefix_cache_hit_tokens"] == sum(map(hits, results)) == 199
+    assert told["decode_tokens"] == 10
+    assert 1 <= told["decode_calls"] == told["decode_sequences"] <= 10  # one after the other
+    assert told["running_sequences"] == told["waiting_samples"] == told["cache_pages_used"] == 0 < told["cache_pages"]
+
+
 def test_a_prompt_goes_on_from_what_another_has_in_common_with_it(rig):
     sampler = rig.make_sampler()
     common = prompt_of(100)
@@ -176,7 +187,7 @@ def test_requests_with_one_prompt_that_come_together_read_it_once(rig):
 def test_deterministic_prompts_of_one_token_leave_nothing_behind(rig):
     sampler = rig.make_sampler(deterministic=True, max_rows=4, max_context_length=256)
     run(sampler, *(request([5], seed=seed, max_tokens=1) for seed in range(12)))
-    assert sampler._cache.pages._roots == {}
+    assert sampler._pages._roots == {}
 
 
 def test_tokens_are_compared_a_few_times_however_many_prompts_are_read_together(rig, monkeypatch):
@@ -189,7 +200,7 @@ def test_tokens_are_compared_a_few_times_however_many_prompts_are_read_together(
         return common_prefix(a, b)
 
     for module in ("prefill", "reads"):
-        monkeypatch.setattr(f"skyrl.backends.jax.sampling.{module}.common_prefix", counting, raising=False)
+        monkeypatch.setattr(f"skyrl.backends.common.sampling.{module}.common_prefix", counting, raising=False)
     sampler = rig.make_sampler(max_rows=32)
     asked = [request(prompt_of(300, seed % 3) + [seed] * 300, "v0", max_tokens=1) for seed in range(24)]
     assert sorted(map(hits, run(sampler, *asked))) == [0] * 3 + [300] * 21
@@ -356,7 +367,7 @@ def test_a_lost_cache_fails_running_requests_and_the_next_ones_are_fine(rig):
     (expected,) = run(rig.sampler, waiting)
     rig.sampler.add(request(prompt_of(5), "v1", name="running", max_tokens=50))
     rig.sampler.burst()
-    rig.sampler._cache.pool[0][0].delete()  # what a failed program leaves of a cache that was donated to it
+    rig.sampler._runner._pool[0][0].delete()  # what a failed program leaves of a cache that was donated to it
     rig.sampler.add(waiting)
     results = finish(rig.sampler)
     assert isinstance(results["running"], ErrorResponse)
@@ -376,7 +387,7 @@ def test_a_cache_that_is_lost_while_a_prompt_is_copied_has_all_its_pages_again(r
     sampler = rig.make_sampler(max_rows=1)
     sampler.add(request(prompt_of(20), "v0", max_tokens=1, n=2))
     assert sampler.burst() == []  # of two samples, one
-    sampler._cache.pool[0][0].delete()
+    sampler._runner._pool[0][0].delete()
     (failed,) = finish(sampler).values()
     assert isinstance(failed, ErrorResponse)
     assert sampler.pages_free == sampler.pages_total
@@ -387,7 +398,7 @@ def test_a_lost_bank_is_made_again_of_the_published_versions(rig):
     (expected,) = run(rig.sampler, asked)
     rig.sampler.add(request(prompt_of(5), "v1", name="running", max_tokens=50))
     rig.sampler.burst()
-    jax.tree.leaves(rig.sampler._banks._banks[1][0].adapters)[0].delete()
+    jax.tree.leaves(rig.sampler._runner._banks._banks[1][0].adapters)[0].delete()
     (failed,) = finish(rig.sampler).values()
     assert isinstance(failed, ErrorResponse)
     (again,) = run(rig.sampler, asked)

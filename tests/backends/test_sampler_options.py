@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from sampling_rig import Rig, output, prompt_of, request, run, same, sequence
 
-from skyrl.backends.jax.sampling.programs import STOP_IDS
+from skyrl.backends.common.sampling.model_runner import STOP_IDS
 from skyrl.errors import RequestError
 from skyrl.types import SamplingOptions
+from tests import oracle
 
 PROMPT = prompt_of(8)
 LONGEST = 32
@@ -30,6 +31,10 @@ def logprobs_after(rig, generated) -> np.ndarray:
     tokens = [*PROMPT, *generated]
     padded = tokens + [0] * (LONGEST - len(tokens))  # no token sees those after it, and one shape compiles once
     return rig.full_logprobs(padded, rig.adapter(1))[len(PROMPT) - 1 : len(tokens)]
+
+
+def of(penalties) -> SamplingOptions:
+    return SamplingOptions(**{f"{name}_penalty": value for name, value in penalties.items()})
 
 
 def greedy(rig, count: int, left_out=(), until: int = 0) -> list[int]:
@@ -103,6 +108,32 @@ def test_logprobs_are_the_models_own_whatever_is_left_out(rig):
     np.testing.assert_allclose(drawn.logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("penalties", [{"repetition": 0.5}, {"repetition": 1.4, "presence": -0.5, "frequency": -1.0}])
+def test_tokens_pay_for_having_been_there_before_and_logprobs_do_not_tell(rig, tiny_model, penalties):
+    base = oracle.load(tiny_model)
+    drawn = sequence(rig.sampler, PROMPT, temperature=0, max_tokens=12, options=of(penalties))
+    expected = oracle.penalised_greedy(base, PROMPT, 12, **penalties)
+    assert drawn.tokens.tolist() == expected != oracle.penalised_greedy(base, PROMPT, 12)
+    logprobs = oracle.logprobs(base, [*PROMPT, *expected])[len(PROMPT) - 1 :].detach()
+    np.testing.assert_allclose(drawn.logprobs, logprobs, atol=1e-4)
+
+
+def test_penalties_are_each_rows_own_and_count_from_prompts_that_end_in_different_places(rig):
+    longer, more = prompt_of(21), {"repetition": 1.3, "presence": 0.5, "frequency": 0.2}
+    asked = [(PROMPT, of({"repetition": 1.4})), (longer, of(more)), (PROMPT, SamplingOptions())]
+    alone = [sequence(rig.sampler, prompt, max_tokens=20, seed=5, options=options) for prompt, options in asked]
+    together = run(rig.sampler, *(request(prompt, max_tokens=20, seed=5, options=options) for prompt, options in asked))
+    assert all(same(result.sequences[0], one) for result, one in zip(together, alone, strict=True))
+
+
+def test_only_penalties_need_a_program_of_their_own(deterministic):
+    sequence(deterministic, PROMPT, "v1")
+    before = deterministic._runner.compiled
+    for penalties in ({"presence": 0.5}, {"frequency": 0.5, "repetition": 1.1}):
+        sequence(deterministic, PROMPT, "v1", options=of(penalties))
+    assert deterministic._runner.compiled == before + 1
+
+
 def test_a_request_without_options_is_bitwise_what_it_is_without_neighbours_that_have_some(deterministic):
     alone = sequence(deterministic, PROMPT, "v1", seed=3)
     plain = request(PROMPT, "v1", seed=3)
@@ -118,13 +149,13 @@ def test_options_hold_beside_a_request_that_has_none(rig):
     assert results[1].sequences[0].tokens.tolist() == greedy(rig, 8) != results[0].sequences[0].tokens.tolist()
 
 
-def test_options_need_one_more_program_and_requests_without_them_none(deterministic):
+def test_options_need_no_program_of_their_own(deterministic):
     sequence(deterministic, PROMPT, "v1")
+    before = deterministic._runner.compiled
     sequence(deterministic, PROMPT, "v1", options=SamplingOptions(min_p=0.2))
-    before = deterministic.programs
     sequence(deterministic, PROMPT, "v1", options=SamplingOptions(min_tokens=3))
     sequence(deterministic, PROMPT, "v1", options=SamplingOptions(stop_token_ids=(3,)))
-    assert deterministic.programs == before
+    assert deterministic._runner.compiled == before
 
 
 def test_more_stop_tokens_than_can_be_kept_from_being_drawn_are_refused_with_min_tokens(rig):

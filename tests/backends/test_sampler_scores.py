@@ -6,7 +6,7 @@ import torch
 from sampling_rig import Rig, output, prompt_of, request, run, same
 
 import oracle
-from skyrl.backends.jax.sampling.programs import SCORED_AT_ONCE, TARGET_WIDTHS
+from skyrl.backends.common.sampling.model_runner import SCORED_AT_ONCE, TARGET_WIDTHS
 from skyrl.types import TokenMatrix
 
 LENGTH = 75
@@ -185,8 +185,8 @@ def test_scores_compile_one_program_per_width(rig):
     for k, width in ((8, 1), (64, 8), (64, 64), (64, 512)):
         output(rig.sampler, prompt, scores=True, topk=k, sample_topk=k, targets=dense(sparse_ids(width, 1.0)))
     output(rig.sampler, prompt, alternatives=1)
-    before = rig.sampler.programs
+    before = rig.sampler._runner.compiled
     for k in (1, 5, 10, 33, 64):
         options = {"scores": True, "topk": k, "sample_topk": k, "alternatives": k, "last_n": k}
         output(rig.sampler, prompt, "v0", targets=dense(sparse_ids(3 * k, 0.9)), **options)
-    assert rig.sampler.programs == before
+    assert rig.sampler._runner.compiled == before

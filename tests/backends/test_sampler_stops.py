@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sampling_rig import Rig, prompt_of, request, sequence
 
-from skyrl.backends.jax.sampling.sequences import Job, Sequence, StopRule
+from skyrl.backends.common.sampling.sequences import Job, Sequence, StopRule
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 import gc
 import itertools
 import pickle
+import subprocess
+import sys
 import weakref
 from dataclasses import dataclass
 
@@ -12,7 +14,7 @@ from sampling_rig import Rig
 
 from skyrl.algorithms.objective import ForwardOnly, ValueObjective
 from skyrl.backends.jax.compile_cache import Compiler
-from skyrl.backends.jax.training.programs import OBJECTIVES, TrainingPrograms, abstract_tile
+from skyrl.backends.jax.training.programs import ALL_OBJECTIVES, OBJECTIVES, TrainingPrograms, abstract_tile
 
 
 @pytest.fixture
@@ -68,6 +70,28 @@ def test_programs_of_the_objectives_used_last_are_kept(programs):
     assert programs.of(others[0]) is not forgotten
 
 
+def test_a_tenant_evicts_its_own_programs_alone(programs):
+    shared, single = another(), another()
+    kept = programs.of(single, "single"), programs.of(shared, "single")
+    assert programs.of(shared, "busy") is kept[1]
+    for _ in range(ALL_OBJECTIVES):
+        programs.of(another(), "busy")
+    assert (programs.of(single, "single"), programs.of(shared, "single")) == kept
+
+
+def test_programs_of_many_tenants_are_bounded(programs):
+    first = another()
+    programs.of(first, "0")
+    own = weakref.ref(first)
+    for tenant in range(ALL_OBJECTIVES):
+        last = another()
+        kept = programs.of(last, f"{tenant + 1}")
+    assert programs.of(last, f"{ALL_OBJECTIVES}") is kept
+    del first, last
+    gc.collect()
+    assert own() is None
+
+
 def test_equal_objectives_share_their_programs(programs):
     assert programs.of(ValueObjective(0.2)) is programs.of(pickle.loads(pickle.dumps(ValueObjective(0.2))))
     assert programs.of(ValueObjective(0.2)) is not programs.of(ValueObjective(0.3))
@@ -88,3 +112,23 @@ def test_xla_flags_have_the_last_word_on_options_that_they_name(monkeypatch):
         Compiler("test", **compiler).jit("add", lambda x: x + 1)(1.0)
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_option=2")
     assert Compiler("test", **compiler).jit("add", lambda x: x + 1)(1.0) == 2.0
+
+
+COMPILES = """
+import jax
+from skyrl.backends.jax import loading
+loading.CACHE_BYTES = 2**20
+loading.keep_compiled_programs()
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.jit(lambda x: x * 3 + 1)(2.0).block_until_ready()
+"""
+
+
+def test_programs_on_disk_are_bounded_and_an_entry_whose_writer_was_killed_is_no_obstacle(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("SKYRL_CACHE", str(tmp_path))
+    (tmp_path / "xla").mkdir()
+    torn = tmp_path / "xla" / "torn-cache"
+    torn.write_bytes(bytes(2**20))
+    subprocess.run([sys.executable, "-c", COMPILES], check=True, timeout=120)
+    assert list((tmp_path / "xla").glob("*-cache")) and not torn.exists()

@@ -46,12 +46,14 @@ def recipes_as_markdown(summary: dict[str, Any]) -> str:
     lines = [
         f"Run of {summary['date']}, Python {summary['python']}, {summary['cores']} CPU cores, two recipes at a time.",
         "",
-        "| recipe | metric | first steps | last steps | must change by | steps | seconds | |",
+        "| recipe | metric | first steps | last steps | must | steps | seconds | |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, found in summary["recipes"].items():
         ends = [f"{found[end]:.3f}" if end in found else "" for end in ("first", "last")]
-        cells = [name, f"`{found['metric']}`", *ends, f"{found['by']:+}", str(found.get("steps", ""))]
+        wanted = [f"{found['by']:+}" if found["by"] else "be there"]
+        wanted += [f"`{other}` < {bound:g}" for other, bound in found["below"].items()]
+        cells = [name, f"`{found['metric']}`", *ends, ", ".join(wanted), str(found.get("steps", ""))]
         lines.append(f"| {' | '.join(cells)} | {found['seconds']:.0f} | {MARKS[found['status']]} |")
     return "\n".join(lines)
 

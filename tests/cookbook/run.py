@@ -1,22 +1,27 @@
 """Runs recipes of tinker-cookbook, as they are, against a live server, and reads in their own metrics what they learnt.
 
-Run: `python -m tests.cookbook.run [RECIPE ...]` in the project's folder; `make cookbook` does. Needs no network once
-the environment is made. Writes `build/cookbook.json`, for the table in docs/compatibility.md. Exits with status 1 if a
-recipe fails, if its loss does not fall or its reward does not rise, or if the server logged an error. That it can fail
-is shown by `--option learning_rate=0`, with which every recipe must.
+Run: `python -m tests.cookbook.run [RECIPE ...]` in the project's folder; `make cookbook` does. `--backend` is that of
+`skyrl tinker`. Needs no network once the environment is made. Writes `build/cookbook.json`, for the table in
+docs/compatibility.md. Exits with status 1 if a recipe fails, if its loss does not fall or its reward does not rise, if
+the server logged an error, or if a file of the cookbook is not the one of its wheel. That it can fail is shown by
+`--option learning_rate=0`, with which every recipe must whose metric has to change.
 """
 
 import argparse
+import base64
+import csv
+import hashlib
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,8 +30,8 @@ from skyrl.tinker.local_server import LocalServer
 from tests.compat.environments import FOLDER, environment, variables
 from tests.compat.run import errors_of
 from tests.compat.table import recipes_as_markdown
+from tests.cookbook.recipes import GIVEN, MODEL, RECIPES, Recipe
 
-MODEL = "Qwen/Qwen3-8B"
 COOKBOOK = "tinker-cookbook==0.6.1"
 DEPENDENCIES = (
     "aiohttp",
@@ -38,6 +43,7 @@ DEPENDENCIES = (
     "huggingface-hub",
     "math-verify",
     "numpy",
+    "peft",
     "pillow",
     "pydantic",
     "pylatexenc",
@@ -46,67 +52,20 @@ DEPENDENCIES = (
     "safetensors",
     "sympy",
     "termcolor",
+    "textarena",
     "tiktoken",
     "tinker==0.38.0",
     "tqdm",
     "transformers>=5.7",
 )
-"""What the cookbook asks for, but for tml-renderers, which only models of another family need."""
+"""What the cookbook and its recipes ask for, but for tml-renderers, which only models of another family need; and PEFT,
+to check its weights tools with."""
 
 PREPARE = Path("examples/cookbook/prepare.py")
 TIMEOUT_S = 900
+KILLED_AFTER = 7
+"""Steps: one more than there are before a checkpoint, so that it is repeated, and long before the next checkpoint."""
 AT_ONCE = 2
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A run of one recipe, and what has to become of one of its metrics."""
-
-    name: str
-    module: str
-    options: dict[str, str]
-    metric: str
-    by: float
-    """By how much it has to rise, or to fall if negative, from the mean of the first steps to that of the last."""
-    resumed: bool = False
-    """Kill it after some steps and start it again."""
-    needs: Sequence[str] = field(default=())
-    """Further metrics that must be there."""
-
-
-LOOP = {"batch_size": "16", "learning_rate": "3e-3", "save_every": "2"}
-RL = {"batch_size": "8", "group_size": "8", "max_tokens": "14", "learning_rate": "4e-3", "max_steps": "16"}
-
-RECIPES = (
-    Recipe("sl_loop", "sl_loop", {**LOOP, "max_steps": "12"}, "train_mean_nll", -1.0, resumed=True),
-    *(
-        Recipe(f"rl_loop {loss}", "rl_loop", {**RL, "loss_fn": loss}, "reward/total", 0.2)
-        for loss in ("importance_sampling", "cispo", "gspo")
-    ),
-    Recipe(
-        "sl_basic",
-        "sl_basic",
-        {"max_steps": "6", "save_every": "3", "eval_every": "3", "learning_rate": "3e-3"},
-        "train_mean_nll",
-        -0.5,
-        needs=("test/nll",),
-    ),
-    Recipe(
-        "rl_basic",
-        "rl_basic",
-        {"max_steps": "3", "max_tokens": "14", "save_every": "2", "eval_every": "2", "learning_rate": "1e-2"},
-        "env/all/reward/total",
-        0.07,
-    ),
-    Recipe(
-        "dpo",
-        "preference.dpo.train",
-        {"dataset": "hhh", "batch_size": "16", "learning_rate": "2e-3", "max_steps": "10"},
-        "dpo_loss",
-        -0.3,
-        needs=("accuracy",),
-    ),
-)
 
 
 class Runner:
@@ -121,39 +80,75 @@ class Runner:
 
     def __init__(self, python: Path, work: Path, url: str, options: dict[str, str]):
         self.python, self.work, self.url, self.options = python, work, url, options
+        self.found: dict[str, Future[dict[str, Any]]] = {}
+
+    def run_all(self, recipes: Sequence[Recipe]) -> dict[str, dict[str, Any]]:
+        """What became of each recipe; AT_ONCE at a time, in this order, in which one that others need comes before."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            try:
+                for recipe in recipes:
+                    self.found[recipe.name] = pool.submit(self.run, recipe)
+                return {name: found.result() for name, found in self.found.items()}
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def run(self, recipe: Recipe) -> dict[str, Any]:
         """What the recipe's metric did, what is wrong with that, and the seconds it took."""
+        if recipe.after:
+            self.found[recipe.after].result()
         start = time.monotonic()
         try:
             found = self._run(recipe)
         except (RuntimeError, ValueError) as error:
             found = {"problems": [str(error)]}
-        found |= {"metric": recipe.metric, "by": recipe.by, "seconds": round(time.monotonic() - start, 1)}
+        found |= {"metric": recipe.metric, "by": recipe.by, "below": dict(recipe.below)}
+        found["seconds"] = round(time.monotonic() - start, 1)
         found["status"] = "failed" if found["problems"] else "ok"
         print(f"{recipe.name}: {found}", file=sys.stderr, flush=True)
         return found
 
     def _run(self, recipe: Recipe) -> dict[str, Any]:
-        log = self.work / "runs" / recipe.name.replace(" ", "-")
-        problems = []
+        log, before = self._log(recipe.name), []
+        options = {**GIVEN, **recipe.options, **self.options}
         if recipe.resumed:
-            self._execute(recipe, log, stop_after=6)
+            self._execute(recipe, recipe.module, options, stop_after=KILLED_AFTER)
             before = list(read_metrics(log))
-            self._execute(recipe, log)
-            problems = compare_resumed(recipe, before, list(read_metrics(log)))
-        else:
-            self._execute(recipe, log)
-        found = judge(recipe, list(read_metrics(log)))
-        return {**found, "problems": problems + found["problems"]}
+        self._execute(recipe, recipe.module, options)
+        rows = list(read_metrics(log))
+        found = judge(recipe, rows)
+        if recipe.resumed:
+            found["problems"] += compare_resumed(recipe, before, rows)
+        return found
 
-    def _execute(self, recipe: Recipe, log: Path, stop_after: int | None = None) -> None:
-        """Run it to its end, or kill it once it has logged `stop_after` steps."""
-        options = {"base_url": self.url, "model_name": MODEL, "log_path": str(log)}
-        options |= {**recipe.options, **self.options}
-        command = [str(self.python), "-m", f"tinker_cookbook.recipes.{recipe.module}"]
-        command += [f"{name}={value}" for name, value in options.items()]
-        environment = variables(TINKER_API_KEY="tml-cookbook", HF_HUB_OFFLINE="1", TINKER_TELEMETRY="0")
+    def _log(self, name: str) -> Path:
+        return self.work / "runs" / name.replace(" ", "-")
+
+    def _places(self, recipe: Recipe) -> dict[str, str]:
+        """What options may name."""
+        places = {"log": str(self._log(recipe.name))}
+        if recipe.after:
+            path = self._log(recipe.after) / "checkpoints.jsonl"
+            if not path.exists():
+                raise RuntimeError(f"{recipe.after} left no checkpoint")
+            last = json.loads(path.read_text().splitlines()[-1])
+            places |= {"state": last["state_path"], "sampler": last["sampler_path"]}
+        return places
+
+    def _execute(self, recipe: Recipe, module: str, options: Mapping[str, str], stop_after: int | None = None) -> None:
+        """Run a module, or a file, to its end, or kill it once it has logged `stop_after` steps."""
+        log, places = self._log(recipe.name), self._places(recipe)
+        program = (
+            [str(Path(module).resolve())] if module.endswith(".py") else ["-m", f"tinker_cookbook.recipes.{module}"]
+        )
+        command = [
+            str(self.python),
+            *program,
+            *(f"{name}={value.format_map(places)}" for name, value in options.items()),
+        ]
+        environment = variables(
+            TINKER_BASE_URL=self.url, TINKER_API_KEY="tml-cookbook", HF_HUB_OFFLINE="1", TINKER_TELEMETRY="0"
+        )
         output = log.parent / f"{log.name}.txt"
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("a") as out:
@@ -170,7 +165,7 @@ class Runner:
                     process.kill()
                     process.wait()
                     raise RuntimeError(f"not done after {TIMEOUT_S} s:\n{output.read_text()[-3000:]}")
-                time.sleep(0.1)
+                time.sleep(0.02)
         if process.returncode:
             raise RuntimeError(f"exited with status {process.returncode}:\n{output.read_text()[-3000:]}")
 
@@ -192,9 +187,13 @@ def judge(recipe: Recipe, rows: list[dict]) -> dict[str, Any]:
     edge = max(1, len(values) // 4)
     first, last = sum(values[:edge]) / edge, sum(values[-edge:]) / edge
     problems = [f"no {name} in its metrics" for name in recipe.needs if not any(name in row for row in rows)]
-    gain, wanted = (last - first, recipe.by) if recipe.by > 0 else (first - last, -recipe.by)
-    if not gain >= wanted:  # which NaN is not, either
+    change = last - first
+    if not math.isfinite(change) or (recipe.by and change / recipe.by < 1):
         problems.append(f"{recipe.metric} did not change by {recipe.by:+}: {values}")
+    for name, bound in recipe.below.items():
+        sizes = [abs(row[name]) for row in rows if name in row]
+        if not sizes or not all(size < bound for size in sizes):
+            problems.append(f"{name} is not below {bound} at every step: {sizes}")
     return {"first": first, "last": last, "steps": len(values), "problems": problems}
 
 
@@ -211,17 +210,42 @@ def compare_resumed(recipe: Recipe, before: list[dict], after: list[dict]) -> li
     ]
 
 
+def altered_files(python: Path) -> list[str]:
+    """Files of the cookbook in an environment that are not those of its wheel, by their hash, and further modules."""
+    (record,) = (python.parents[1] / "lib").glob("python*/site-packages/tinker_cookbook-*.dist-info/RECORD")
+    folder = record.parents[1]
+    wanted = {row[0]: row[1] for row in csv.reader(record.read_text().splitlines()) if row[1]}
+    modules = [str(path.relative_to(folder)) for path in (folder / "tinker_cookbook").rglob("*.py")]
+    return [name for name in sorted({*wanted, *modules}) if wanted.get(name) != record_hash(folder / name)]
+
+
+def record_hash(path: Path) -> str:
+    """As in the RECORD of a wheel (https://packaging.python.org/specifications/recording-installed-packages)."""
+    digest = hashlib.sha256(path.read_bytes()).digest() if path.exists() else b""
+    return f"sha256={base64.urlsafe_b64encode(digest).rstrip(b'=').decode()}"
+
+
+def with_what_they_need(chosen: Sequence[Recipe]) -> list[Recipe]:
+    """The recipes, and those that must come before them."""
+    names = {recipe.name for recipe in chosen} | {recipe.after for recipe in chosen}
+    return [recipe for recipe in RECIPES if recipe.name in names]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("recipe", nargs="*", help="names; all if none is given")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="for every recipe")
+    parser.add_argument(
+        "--prepared", type=Path, help="a folder that prepare.py made before; copied, so it stays as it is"
+    )
+    parser.add_argument("--backend", help="of the server; jax if none is given")
     parser.add_argument("--torch", default="torch==2.13.0", help="what pip calls the torch to install")
     parser.add_argument("--out", type=Path, default=Path("build/cookbook.json"))
     arguments = parser.parse_args()
     recipes = {recipe.name: recipe for recipe in RECIPES}
     if unknown := set(arguments.recipe) - set(recipes):
         parser.error(f"no recipe {sorted(unknown)}; there are {list(recipes)}")
-    chosen = [recipes[name] for name in arguments.recipe or recipes]
+    chosen = with_what_they_need([recipes[name] for name in arguments.recipe or recipes])
     overridden = dict(option.split("=", 1) for option in arguments.option)
 
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(FOLDER / "xla"))
@@ -231,20 +255,21 @@ def main() -> int:
     made = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cookbook-") as name:
         work = Path(name) / "work"
-        subprocess.run([str(python), str(PREPARE), "--out", str(work)], check=True, env=variables())
+        if arguments.prepared:
+            shutil.copytree(arguments.prepared, work)
+        else:
+            subprocess.run([str(python), str(PREPARE), "--out", str(work)], check=True, env=variables())
         prepared = time.monotonic()
-        options = {"model-aliases": MODEL}
-        with (
-            LocalServer(Path(name) / "server", str(work / MODEL), options) as server,
-            ThreadPoolExecutor(AT_ONCE) as pool,
-        ):
-            runner = Runner(python, work, server.url, overridden)
-            results = dict(zip([recipe.name for recipe in chosen], pool.map(runner.run, chosen), strict=True))
+        options = {"model-aliases": MODEL} | ({"backend": arguments.backend} if arguments.backend else {})
+        with LocalServer(Path(name) / "server", str(work / MODEL), options) as server:
+            results = Runner(python, work, server.url, overridden).run_all(chosen)
             errors = errors_of(server)
+    altered = altered_files(python)
     summary = {
         "date": date.today().isoformat(),
         "python": sys.version.split()[0],
         "cores": os.cpu_count(),
+        "backend": arguments.backend or "jax",
         "recipes": results,
         "errors": errors,
     }
@@ -257,11 +282,15 @@ def main() -> int:
             print(f"{name}: {problem}")
     for line in errors:
         print(f"server: {line}")
+    for name in altered:
+        print(f"not the file of the wheel: {name}")
     failed = sum(found["status"] == "failed" for found in results.values())
     took = {"environment": made - start, "preparation": prepared - made, "all": time.monotonic() - start}
     print(", ".join(f"{name}: {seconds:.0f} s" for name, seconds in took.items()))
-    print(f"{len(results) - failed} passed, {failed + len(errors)} failed")
-    return 1 if failed or errors else 0
+    print(
+        f"{len(results) - failed} passed, {failed + len(errors)} failed; {len(altered)} files of the cookbook altered"
+    )
+    return 1 if failed or errors or altered else 0
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """What turns a recipe red, on metrics made by hand; and that the page shows every recipe."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from tests.compat.table import PAGE, block
-from tests.cookbook.run import RECIPES, Recipe, compare_resumed, judge
+from tests.cookbook.recipes import RECIPES, Recipe
+from tests.cookbook.run import altered_files, compare_resumed, judge, with_what_they_need
 
 FALLS = Recipe("falls", "module", {}, "loss", -1.0)
 RISES = Recipe("rises", "module", {}, "reward", 0.2)
@@ -51,6 +53,42 @@ def test_a_metric_that_is_missing_is_red():
 def test_a_further_metric_that_is_missing_is_red():
     recipe = Recipe("needs", "module", {}, "loss", -1.0, needs=("test/nll",))
     assert judge(recipe, rows("loss", [5, 1]))["problems"] == ["no test/nll in its metrics"]
+
+
+def test_a_recipe_whose_metric_only_has_to_be_there_is_green_whatever_it_does():
+    recipe = Recipe("is there", "module", {}, "loss", 0)
+    assert judge(recipe, rows("loss", [1, 2, 1, 3]))["problems"] == []
+    assert judge(recipe, rows("other", [1]))["problems"]
+    assert judge(recipe, rows("loss", [1, math.nan]))["problems"]
+
+
+@pytest.mark.parametrize("values", [[1e-4, 2e-3], [-2e-3, 1e-4], [1e-4, math.nan]])
+def test_a_metric_that_is_above_its_bound_at_one_step_is_red(values: list[float]):
+    recipe = Recipe("bounded", "module", {}, "kl", 0, below={"kl": 1e-3})
+    assert any("is not below 0.001" in problem for problem in judge(recipe, rows("kl", values))["problems"])
+    assert judge(recipe, rows("kl", [1e-4, -9e-4]))["problems"] == []
+
+
+def test_a_recipe_comes_with_the_one_whose_checkpoint_it_takes_and_after_it():
+    for recipe in RECIPES:
+        names = [found.name for found in with_what_they_need([recipe])]
+        assert names == ([recipe.after, recipe.name] if recipe.after else [recipe.name])
+
+
+def test_a_file_of_the_cookbook_that_is_changed_missing_or_new_is_found(tmp_path: Path):
+    site = tmp_path / "lib" / "python3.11" / "site-packages"
+    info, package = site / "tinker_cookbook-0.6.1.dist-info", site / "tinker_cookbook"
+    info.mkdir(parents=True)
+    package.mkdir()
+    for name in ("same", "changed"):
+        (package / f"{name}.py").write_text("")
+    empty = "sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU"  # of RFC 4634's empty message
+    files = [f"tinker_cookbook/{name}.py,{empty},0" for name in ("same", "changed", "missing")]
+    (info / "RECORD").write_text("\n".join([*files, f"{info.name}/RECORD,,"]))
+    (package / "changed.py").write_text("#")
+    (package / "new.py").write_text("")
+    python = tmp_path / "bin" / "python"
+    assert altered_files(python) == [f"tinker_cookbook/{name}.py" for name in ("changed", "missing", "new")]
 
 
 def test_steps_repeated_after_a_kill_count_once():

@@ -16,7 +16,7 @@ from skyrl.errors import ConfigError
 TABLES = {"gsm8k": GSM8K, "gsm8k flexible": FLEXIBLE, "aime": AIME, "math": MATH, "math math-verify": MATH + ALGEBRA}
 SETTINGS = {
     "gsm8k flexible": {"method": "flexible"},
-    "math math-verify": {"comparison": "math-verify", "timeout": 20.0, "isolation": strongest()},
+    "math math-verify": {"comparison": "math-verify", "timeout": 6.0, "isolation": strongest()},
 }
 CASES = [pytest.param(table, answer, id=f"{table}: {answer.text[:30]!r} for {answer.gold!r}")
          for table, answers in TABLES.items() for answer in answers]  # fmt: skip

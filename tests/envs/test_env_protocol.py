@@ -131,6 +131,7 @@ def test_every_environment_is_registered():
         "lcb",
         "llm_as_a_judge",
         "math",
+        "no_reward",
         "search",
         "searchcode",
         "text2sql",

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from http_server import closed_port, serving
 
 from skyrl.envs import EnvError, make_env
-from skyrl.envs.tasks import http
+from skyrl.envs.services import http
 from skyrl.errors import ConfigError
 
 ROW = {"reward_spec": {"ground_truth": "42"}}

@@ -15,8 +15,8 @@ from fastapi.responses import JSONResponse
 from http_server import closed_port, serving
 
 from skyrl.envs import EnvError
-from skyrl.envs.tasks import http
-from skyrl.envs.tasks.retrieval import Document, Index, create_app, read_corpus
+from skyrl.envs.services import http
+from skyrl.envs.services.retrieval import Document, Index, create_app, read_corpus
 from skyrl.errors import ConfigError
 
 TEXTS = [
@@ -113,7 +113,7 @@ def test_a_corpus_that_cannot_be_served_is_one_message_and_status_1(tmp_path, co
     corpus = tmp_path / "corpus.jsonl"
     if content is not None:
         corpus.write_text(content)
-    command = [sys.executable, "-m", "skyrl.envs.tasks.retrieval", f"--corpus={corpus}"]
+    command = [sys.executable, "-m", "skyrl.envs.services.retrieval", f"--corpus={corpus}"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1), ended.stderr
     assert message in ended.stderr
@@ -125,7 +125,7 @@ def test_the_command_serves_a_file(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "skyrl.envs.tasks.retrieval",
+        "skyrl.envs.services.retrieval",
         f"--corpus={tmp_path / 'corpus.jsonl'}",
         f"--port={port}",
     ]

@@ -5,8 +5,8 @@ from episodes import play, reward
 from http_server import closed_port, serving
 
 from skyrl.envs import EnvError
-from skyrl.envs.tasks import http
-from skyrl.envs.tasks.retrieval import Document, Index, create_app
+from skyrl.envs.services import http
+from skyrl.envs.services.retrieval import Document, Index, create_app
 
 ROW = {"reward_spec": {"ground_truth": "42"}, "max_turns": 3}
 

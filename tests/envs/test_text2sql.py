@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl.envs import EnvError, make_env
-from skyrl.envs.tasks.sqlite import QueryFailed, has_top_level_order, run_query
+from skyrl.envs.services.sqlite import QueryFailed, has_top_level_order, run_query
 from skyrl.envs.tasks.text2sql import extract_solution
 from skyrl.errors import ConfigError
 

@@ -18,6 +18,21 @@ THRESHOLDS = "settings.token_mask_is_threshold_low, settings.token_mask_is_thres
 
 ALGORITHM_DEFECTS = [
     Defect(
+        "stable-unbounded",
+        "a stale token's weight in stable_reinforce has no bound",
+        [Edit("skyrl/algorithms/losses.py", "STABLE_RATIO = 2.0", "STABLE_RATIO = 1e30")],
+        [TESTS + "test_losses.py::test_the_weights_of_stale_samples_are_bounded"],
+    ),
+    Defect(
+        "stable-prompt",
+        "stable_reinforce trains on prompts, which nobody sampled",
+        [Edit("skyrl/algorithms/checks/provenance.py", "np.where(drawn, datum", "np.where(drawn | True, datum")],
+        [
+            "tests/tinker/test_sdk_stable_reinforce.py::"
+            "test_the_gradient_of_a_stale_sample_is_the_estimators_and_the_prompt_has_none[0.5]"
+        ],
+    ),
+    Defect(
         "F1.1",
         "the KL term has no gradient",
         [Edit(OBJECTIVE, "self.kl_estimator(x.logprobs,", "self.kl_estimator(stop_gradient(x.logprobs),")],
@@ -47,8 +62,8 @@ ALGORITHM_DEFECTS = [
         [
             Edit(
                 PASSES,
-                "work = TileWork(adapter, tile.arrays, operation",
-                "arrays = tile.arrays._replace(temperature=None) if operation.reference else tile.arrays\n"
+                "work = TileWork(adapter, arrays, operation",
+                "arrays = arrays._replace(temperature=None) if operation.reference else arrays\n"
                 "            work = TileWork(adapter, arrays, operation",
             )
         ],

@@ -63,9 +63,9 @@ ANSWER_DEFECTS = [
         "a large frame of the engine is copied on the event loop",
         [
             Edit(
-                "skyrl/tinker/processes/channel.py",
-                "[await self._read(size) for",
-                "[await self._reader.readexactly(size) for",
+                "skyrl/tinker/processes/incoming.py",
+                "self._keep(parts)",
+                "self._keep([memoryview(bytes(part)) for part in parts])",
             )
         ],
         ["tests/tinker/test_frames.py::test_a_large_frame_is_there_once_while_it_comes"],

@@ -75,9 +75,12 @@ CONFIG_DEFECTS = [
     ),
     Defect(
         "F1.14",
-        "a sampling parameter that no sampler has is accepted and does nothing",
-        [Edit(TRAIN + "strategy/jax_fields.py", '            "repetition_penalty": NO_PENALTY,\n', "")],
-        [TRAIN_TESTS + "test_support.py::test_validation_refuses_what_the_strategy_cannot_honour"],
+        "a sampling parameter is accepted and does nothing",
+        [Edit(TRAIN + "policies/sampling_options.py", "repetition_penalty=params.repetition_penalty, ", "")],
+        [
+            TRAIN_TESTS + "test_support.py::test_the_module_that_consumes_a_field_reads_it",
+            TRAIN_TESTS + "test_sampling_options.py::test_penalties_are_those_of_the_configuration",
+        ],
     ),
     Defect(
         "F1.14b",

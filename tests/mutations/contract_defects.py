@@ -3,14 +3,14 @@
 from defects import Defect, Edit
 
 CHECK = "skyrl/backends/executor/sampling_options.py"
-DECODE = "skyrl/backends/jax/sampling/decode.py"
+DECODE = "skyrl/backends/common/sampling/decode.py"
 EXECUTOR = "skyrl/backends/executor/executor.py"
 PHASES = "skyrl/backends/executor/phases.py"
 TURNS = "tests/backends/test_phases.py::"
 PROGRAMS = "skyrl/backends/jax/sampling/programs.py"
 REST = "tests/backends/test_rest.py::"
 SAMPLING = "skyrl/tx/sampling.py"
-SEQUENCES = "skyrl/backends/jax/sampling/sequences.py"
+SEQUENCES = "skyrl/backends/common/sampling/sequences.py"
 CONTRACT = "tests/backends/test_contract.py::"
 VERSIONS = "skyrl/backends/common/versions.py"
 OPTIONS = "tests/backends/test_sampler_options.py::"
@@ -40,8 +40,8 @@ CONTRACT_DEFECTS = [
         [
             Edit(
                 PROGRAMS,
-                "_drawn(logits, numbers, rows, rows.steps + done)",
-                "_drawn(logits, numbers, rows, rows.steps)",
+                "_drawn(logits, numbers, rows, rows.steps + done, occurred)",
+                "_drawn(logits, numbers, rows, rows.steps, occurred)",
             )
         ],
         [OPTIONS + "test_stop_tokens_are_not_drawn_before_min_tokens_and_then_stop"],
@@ -49,7 +49,7 @@ CONTRACT_DEFECTS = [
     Defect(
         "K1.5",
         "a request's options are lost where its neighbours in a decode call have none",
-        [Edit(DECODE, "return [some for some in (plain, adjusted) if some]", "return [sequences]")],
+        [Edit(DECODE, "return [by_kind[kind] for kind in sorted(by_kind)]", "return [sequences]")],
         [OPTIONS + "test_options_hold_beside_a_request_that_has_none"],
     ),
     Defect(
@@ -57,6 +57,24 @@ CONTRACT_DEFECTS = [
         "a stop string ends a sequence that has fewer than min_tokens tokens",
         [Edit(SEQUENCES, '"stop" if may_stop and (', '"stop" if (')],
         [OPTIONS + "test_a_stop_string_counts_only_after_min_tokens"],
+    ),
+    Defect(
+        "K1.7",
+        "tokens that were generated in earlier decode calls are not penalised",
+        [Edit(DECODE, "prompt : prompt + len(sequence.tokens)] = sequence.tokens", "prompt:prompt] = []")],
+        [OPTIONS + "test_tokens_pay_for_having_been_there_before_and_logprobs_do_not_tell[penalties1]"],
+    ),
+    Defect(
+        "K1.8",
+        "what is computed again for the backward pass of an adapter with dropout is dropped anew",
+        [
+            Edit(
+                "skyrl/backends/torch/base_model/lora.py",
+                "generator = torch.Generator(x.device).manual_seed(seed)",
+                "generator = None",
+            )
+        ],
+        ["tests/backends/test_lora_dropout.py::test_masks_are_of_the_seed_the_step_and_the_data[torch]"],
     ),
     Defect(
         "K2.1",
@@ -85,7 +103,7 @@ CONTRACT_DEFECTS = [
     Defect(
         "K2.4",
         "the sampler is busy while all that wait do so for versions that are being read",
-        [Edit("skyrl/backends/jax/sampling/sampler.py", "self._looked != self._versions.reads_ended", "True")],
+        [Edit("skyrl/backends/common/sampling/sampler.py", "self._looked != self._versions.reads_ended", "True")],
         [REST + "test_samples_whose_versions_are_being_read"],
     ),
     Defect(

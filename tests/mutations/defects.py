@@ -25,12 +25,13 @@ class Defect:
 
 
 BACKEND = "skyrl/backends/jax/backend.py"
+OPERATIONS = "skyrl/backends/common/models/operations.py"
 STEP = "skyrl/backends/jax/training/programs.py"
 PASSES = "skyrl/backends/jax/training/microbatches.py"
 CHECKS = "skyrl/algorithms/checks/requests.py"
 JAX_TESTS = "tests/backends/test_jax_backend.py::"
 TENANTS = "tests/backends/test_jax_tenants.py::"
-SAMPLER = "skyrl/backends/jax/sampling/sampler.py"
+SAMPLER = "skyrl/backends/common/sampling/sampler.py"
 VERSIONS = "skyrl/backends/common/versions.py"
 WRITER = "skyrl/backends/common/background_writer.py"
 BATCHING = "tests/backends/test_sampler_batching.py::"
@@ -59,7 +60,7 @@ DEFECTS = [
         "sampling an older version overwrites the live training weights",
         [
             Edit(
-                BACKEND,
+                OPERATIONS,
                 "    def discard_gradients(self, model_id: str) -> None:",
                 "    def submit(self, operation) -> None:\n"
                 "        super().submit(operation)\n"
@@ -108,15 +109,15 @@ DEFECTS = [
         "a new model starts with the gradients of a deleted one",
         [
             Edit(
-                BACKEND,
+                OPERATIONS,
                 "        self._models.remove(operation.model_id)\n",
                 "        self.leftover = self._models.peek(operation.model_id).gradient_sums\n"
                 "        self._models.remove(operation.model_id)\n",
             ),
             Edit(
-                BACKEND,
-                "            self._models.put(model_id, ModelState.fresh(lora_config, adapter))\n",
-                "            state = ModelState.fresh(lora_config, adapter)\n"
+                OPERATIONS,
+                "            self._models.put(model_id, self.fresh_state(kind, seed))\n",
+                "            state = self.fresh_state(kind, seed)\n"
                 "            state.gradient_sums = getattr(self, 'leftover', None)\n"
                 "            self._models.put(model_id, state)\n",
             ),
@@ -129,8 +130,8 @@ DEFECTS = [
         [
             Edit(
                 "skyrl/tx/lora.py",
-                "            bound = 1 / np.sqrt(target.in_features)\n",
-                "            bound = 1 / np.sqrt(target.in_features * (target.layers or 1))\n",
+                "        bound = np.float32(1 / np.sqrt(target.in_features))\n",
+                "        bound = np.float32(1 / np.sqrt(target.in_features * len(target.stack.layers or [0])))\n",
             )
         ],
         ["tests/tx/test_lora.py::test_initial_a_has_the_spread_of_pefts_in_every_layer"],
@@ -156,10 +157,10 @@ DEFECTS = [
         "gradients are divided by the number of sequences of the request",
         [
             Edit(
-                BACKEND,
-                "                sums = state.gradient_sums\n",
-                "                gradients = jax.tree.map(lambda leaf: leaf / len(operation.data), gradients)\n"
-                "                sums = state.gradient_sums\n",
+                OPERATIONS,
+                "                self.add_gradients(state, gradients)\n",
+                "                divided = __import__('jax').tree.map(lambda x: x / len(operation.data), gradients)\n"
+                "                self.add_gradients(state, divided)\n",
             )
         ],
         [
@@ -184,7 +185,7 @@ DEFECTS = [
         "prompt log-probabilities lack the first token's entry",
         [
             Edit(
-                "skyrl/backends/jax/sampling/sequences.py",
+                "skyrl/backends/common/sampling/sequences.py",
                 "            scores.prompt_logprobs,\n",
                 "            None if scores.prompt_logprobs is None else scores.prompt_logprobs[1:],\n",
             )
@@ -250,12 +251,12 @@ DEFECTS = [
         "running out of memory destroys a donated accumulator, and training fails until a restart",
         [
             Edit(
-                BACKEND,
-                "            output, gradients = yield from self._passes.run(operation, state.adapter)\n",
+                OPERATIONS,
+                "            output, gradients = yield from self.run_pass(self._checked(operation, state), state)\n",
                 "            model, self.accumulator = state, getattr(self, 'accumulator', state)\n"
                 "            state = self.accumulator\n"
                 "            self.accumulator = None\n"
-                "            output, gradients = yield from self._passes.run(operation, state.adapter)\n"
+                "            output, gradients = yield from self.run_pass(self._checked(operation, state), state)\n"
                 "            state = self.accumulator = model\n",
             ),
         ],
@@ -279,9 +280,9 @@ DEFECTS = [
         "a snapshot lacks the gradients that no optimizer step has taken yet",
         [
             Edit(
-                "skyrl/backends/jax/models/store.py",
-                "        state = dataclasses.replace(state)\n",
-                "        state = dataclasses.replace(state, gradient_sums=None)\n",
+                "skyrl/backends/common/models/store.py",
+                "        state = copy.copy(state)\n",
+                "        state = copy.copy(state)\n        state.drop_sums()\n",
             )
         ],
         [
@@ -342,7 +343,7 @@ DEFECTS = [
         "a refusal that was answered is not known any more after a restart",
         [
             Edit(
-                "skyrl/tinker/database/request_log.py",
+                "skyrl/tinker/database/log/request_log.py",
                 "            refusal = _taken(entry, kind)\n",
                 "            return Logged(entry.request_id, _taken(entry, kind))\n",
             )
@@ -358,7 +359,7 @@ DEFECTS = [
     Defect(
         "B7.2",
         "keys and values of a version are used for the one that took its name",
-        [Edit(SAMPLER, "self._versions.content(job.slot), job.number", "job.request.version, job.number")],
+        [Edit(SAMPLER, "self._versions.content(job.slot), 0 if", "job.request.version, 0 if")],
         [BATCHING + "test_a_name_that_is_published_again_shares_nothing_with_what_it_was"],
     ),
     Defect(
@@ -397,7 +398,7 @@ DEFECTS = [
         [
             Edit(
                 "skyrl/backends/jax/models/state.py",
-                "first, second, self.step, sums)",
+                "first, second, self.step, sums, self.sequences)",
                 "first, second, self.step, None)",
             )
         ],
@@ -462,7 +463,7 @@ DEFECTS = [
         "pages that carry the error of a program that failed on the device are kept, so every later sample fails",
         [
             Edit(
-                "skyrl/backends/jax/sampling/prefill.py",
+                "skyrl/backends/jax/sampling/runner.py",
                 "        except Exception:  # whatever the device says\n            return True",
                 "        except Exception:  # whatever the device says\n            return False",
             )
@@ -593,7 +594,7 @@ DEFECTS = [
         "versions that the disk is too slow for pile up in memory",
         [
             Edit(
-                "skyrl/backends/jax/models/store.py",
+                "skyrl/backends/common/models/store.py",
                 "return self.writer.unwritten_bytes >= self.unwritten_bytes and self.writer.has_unwritten(model_id)",
                 "return False",
             )
@@ -620,11 +621,15 @@ DEFECTS = [
         "a save holds a second copy of the model in memory",
         [
             Edit(
-                "skyrl/tx/io/tensor_file.py",
+                "skyrl/utils/files/tensor_file.py",
                 "        file.write(_header(",
                 "        kept = []\n        file.write(_header(",
             ),
-            Edit("skyrl/tx/io/tensor_file.py", "            del made\n", "            kept.append(made.tobytes())\n"),
+            Edit(
+                "skyrl/utils/files/tensor_file.py",
+                "            del made\n",
+                "            kept.append(made.tobytes())\n",
+            ),
         ],
         ["tests/tx/test_tensor_file.py::test_a_whole_models_checkpoint_takes_the_memory_of_no_second_model"],
     ),
@@ -726,7 +731,7 @@ DEFECTS = [
         "a sample that waits for pages holds up all behind it, however small",
         [
             Edit(
-                "skyrl/backends/jax/sampling/waiting_line.py",
+                "skyrl/backends/common/sampling/waiting_line.py",
                 "left = min(left, self._room - job.passed_by)",
                 "left = 0",
             )
@@ -745,11 +750,12 @@ DEFECTS = [
         [
             Edit(
                 SAMPLER,
-                "        prompt = Prompt(job, self._owner(job), self._cache, self._vocab_size)\n"
+                "        prompt = Prompt(job, self._owner(job), self._pages, self._runner)\n"
                 "        self._reading.append(prompt)\n"
-                "        reserved = pages.reserve(count)  # when nothing can fail any more\n",
-                "        reserved = pages.reserve(count)\n"
-                "        prompt = Prompt(job, self._owner(job), self._cache, self._vocab_size)\n"
+                "        reserved = self._reserve(pages_to_begin(job), self._states.to_begin(job))  # "
+                "when nothing can fail any more\n",
+                "        reserved = self._reserve(pages_to_begin(job), self._states.to_begin(job))\n"
+                "        prompt = Prompt(job, self._owner(job), self._pages, self._runner)\n"
                 "        self._reading.append(prompt)\n",
             )
         ],
@@ -770,7 +776,7 @@ DEFECTS = [
     Defect(
         "objectives-kept-for-ever",
         "programs of every objective that was ever used are kept",
-        [Edit(STEP, "            if len(self._programs) > OBJECTIVES:\n", "            if False:\n")],
+        [Edit(STEP, "        if len(own) > OBJECTIVES:\n", "        if False:\n")],
         ["tests/backends/test_training_programs.py::test_what_was_compiled_for_an_objective_that_went_is_freed"],
     ),
     Defect(
@@ -791,13 +797,19 @@ DEFECTS = [
     Defect(
         "bodies-charged-by-bytes",
         "a tenant is charged for the bytes of a body alone, whatever they cost to read",
-        [Edit("skyrl/tinker/wire/decode_pool.py", "        if surplus > 0:\n", "        if False:\n")],
+        [Edit("skyrl/tinker/wire/sharing/decode_pool.py", "        if surplus > 0:\n", "        if False:\n")],
         ["tests/tinker/test_charged_bodies.py::test_bodies_of_another_get_in_among_bombs"],
     ),
     Defect(
         "thread-left-behind",
         "the thread of a body whose sender has gone is given to the next before it has ended",
-        [Edit("skyrl/tinker/wire/decode_pool.py", "return await asyncio.shield(running)", "return await running")],
+        [
+            Edit(
+                "skyrl/tinker/wire/sharing/decode_pool.py",
+                "return await asyncio.shield(running)",
+                "return await running",
+            )
+        ],
         ["tests/tinker/test_codec.py::test_a_thread_that_is_left_behind_is_not_given_to_the_next_before_it_has_ended"],
     ),
     Defect(

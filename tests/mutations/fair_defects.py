@@ -3,7 +3,7 @@
 from defects import Defect, Edit
 
 LINE = "skyrl/backends/executor/fair_line.py"
-SAMPLER = "skyrl/backends/jax/sampling/sampler.py"
+SAMPLER = "skyrl/backends/common/sampling/sampler.py"
 WINDOW = "skyrl/tinker/engine/sample_window.py"
 TESTS = "tests/backends/test_fair_line.py::"
 BATCHING = "tests/backends/test_sampler_batching.py::"
@@ -33,7 +33,7 @@ FAIR_DEFECTS = [
         [
             Edit(
                 SAMPLER,
-                "return self._places > 0 or (self._unstarted < self._counts[-1] and",
+                "return self._places > 0 or (self._unstarted < self._max_rows and",
                 "return self._places > 0 or (False and",
             )
         ],

@@ -12,6 +12,30 @@ TOKENS = TESTS + "test_rollout_tokens.py::"
 
 ROLLOUT_DEFECTS = [
     Defect(
+        "G1.1",
+        "rewards of tokens are put at the last token of their turn",
+        [Edit(ROLLOUTS + "rows.py", "if self.token_rewards is not None:", "if False:")],
+        [TESTS + "test_generators.py::test_turns_of_a_generator_make_one_row_with_rewards_at_their_tokens"],
+    ),
+    Defect(
+        "G1.2",
+        "the weight of a reward function is not looked at",
+        [Edit("skyrl/envs/reward_function.py", "reward += term.weight * result.reward", "reward += result.reward")],
+        ["tests/envs/test_reward_function.py::test_a_sum_of_functions_is_weighted_and_tells_each_reward_by_its_name"],
+    ),
+    Defect(
+        "G1.3",
+        "the test of a generator does not look at what the policy was given",
+        [
+            Edit(
+                ROLLOUTS + "generators/conformance.py",
+                "if not any(list(turn.prompt_ids) == prompt for",
+                "if not any(True for",
+            )
+        ],
+        [TESTS + "test_generators.py::test_a_generator_that_breaks_a_rule_is_told_which[ForgetsThePrompt]"],
+    ),
+    Defect(
         "F1.9a",
         "the length of an input is checked a turn late, before it is rendered anew",
         [
@@ -57,7 +81,7 @@ ROLLOUT_DEFECTS = [
     Defect(
         "F1.11a",
         "an environment that failed is not closed",
-        [Edit(ROLLOUTS + "attempts.py", "    finally:\n        if env is not None:", "    else:\n        if True:")],
+        [Edit(ROLLOUTS + "attempts.py", "    finally:\n        await _close", "    else:\n        await _close")],
         [
             FAULTS + "test_a_failing_environment_is_closed_and_counted_and_the_others_go_on",
             FAULTS + "test_a_cancelled_run_closes_its_environments",

@@ -26,6 +26,7 @@ from contract_defects import CONTRACT_DEFECTS
 from defects import DEFECTS, Defect
 from env_defects import ENV_DEFECTS
 from fair_defects import FAIR_DEFECTS
+from family_defects import FAMILY_DEFECTS
 from log_defects import LOG_DEFECTS
 from remote_defects import REMOTE_DEFECTS
 from retention_defects import RETENTION_DEFECTS
@@ -36,12 +37,13 @@ from sft_defects import SFT_DEFECTS
 from sharing_defects import SHARING_DEFECTS
 from small_defects import SMALL_DEFECTS
 from source_defects import SOURCE_DEFECTS
+from torch_defects import TORCH_DEFECTS
 from trouble_defects import TROUBLE_DEFECTS
 
 KNOWN = (
     DEFECTS
     + (RETENTION_DEFECTS + SHARING_DEFECTS + ANSWER_DEFECTS + LOG_DEFECTS + TROUBLE_DEFECTS)
-    + (REMOTE_DEFECTS + FAIR_DEFECTS + CONTRACT_DEFECTS),
+    + (REMOTE_DEFECTS + FAIR_DEFECTS + CONTRACT_DEFECTS + FAMILY_DEFECTS),
     ALGORITHM_DEFECTS,
     CONFIG_DEFECTS,
     ROLLOUT_DEFECTS,
@@ -50,6 +52,7 @@ KNOWN = (
     SFT_DEFECTS,
     SOURCE_DEFECTS,
     SMALL_DEFECTS,
+    TORCH_DEFECTS,
 )
 ROOT = Path(__file__).parents[2]
 PROGRAMS = "programs"

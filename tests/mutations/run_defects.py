@@ -8,9 +8,11 @@ from defects import Defect, Edit
 CHECKPOINTS = "skyrl/train/checkpoints.py"
 RUN = "skyrl/train/rl/run.py"
 LOOP = "skyrl/train/run_loop.py"
+TRAINER = "skyrl/train/rl/trainer.py"
+SAVE = "                await self._save(wait=asked or not cadence.beside)\n"
 RENEWAL = """\
-        if epoch_ends:
-            await run.end_epoch()
+            if epoch_ends:
+                await run.end_epoch()
 """
 TESTS = "tests/train/"
 CHECKPOINT_TESTS = TESTS + "test_train_checkpoints.py::"
@@ -83,7 +85,7 @@ RUN_DEFECTS = [
                 "",
             )
         ],
-        [TESTS + "test_validation.py::test_a_strategy_that_is_given_is_kept_and_refused_though_it_is_the_default"],
+        [TESTS + "test_validation.py::test_a_strategy_that_is_given_is_kept_though_it_is_the_default"],
     ),
     Defect(
         "F1.5b",
@@ -94,7 +96,7 @@ RUN_DEFECTS = [
     Defect(
         "F1.6a",
         "a reference that follows the policy is in no checkpoint",
-        [Edit(RUN, ", REFERENCE: self.trainer.update.reference}", "}")],
+        [Edit(RUN, ", REFERENCE: reference}", "}")],
         [REFERENCE_TEST],
     ),
     Defect(
@@ -108,7 +110,7 @@ RUN_DEFECTS = [
         "the policy becomes the reference by way of the folder of exports, which is removed",
         [
             Edit(LOOP, RENEWAL, ""),
-            Edit(LOOP, "            await run.save()\n", f"            await run.save()\n{RENEWAL}"),
+            Edit(LOOP, SAVE, f"{SAVE}{RENEWAL}"),
             Edit(
                 RUN,
                 'tempfile.mkdtemp(prefix="skyrl-reference-")',
@@ -132,7 +134,7 @@ RUN_DEFECTS = [
     Defect(
         "F1.12e",
         "a checkpoint in a bucket is written to a local folder of that name",
-        [Edit("skyrl/utils/atomic_folders.py", '    if "://" in str(path):', "    if False:")],
+        [Edit("skyrl/utils/files/atomic_folders.py", '    if "://" in str(path):', "    if False:")],
         [CHECKPOINT_TESTS + "test_a_bucket_is_refused_rather_than_made_a_folder"],
     ),
     Defect(
@@ -151,7 +153,7 @@ RUN_DEFECTS = [
     Defect(
         "F1.12g",
         "the checkpoints of another run in the same folder are removed",
-        [Edit(CHECKPOINTS, "if old <= step and _run_of(self._folder(old)) == self.run_id]", "if old <= step]")],
+        [Edit(CHECKPOINTS, "if old <= step and _run_of(self.folder_of(old)) == self.run_id]", "if old <= step]")],
         [CHECKPOINT_TESTS + "test_checkpoints_of_another_run_and_folders_of_others_are_never_removed"],
     ),
     Defect(
@@ -163,9 +165,12 @@ RUN_DEFECTS = [
     Defect(
         "F1.12i",
         "generators of random numbers begin anew in a resumed run",
-        [Edit(RUN, "            generator.bit_generator.state = saved\n", "            pass\n")],
         [
-            RESUME_TEST + "[clip_cov, whole]",
+            Edit(RUN, "update.generator.bit_generator.state, generator = state", "_, generator = state"),
+            Edit(TRAINER, "        self.generator.bit_generator.state = state.generator\n", ""),
+        ],
+        [
+            RESUME_TEST + "[clip_cov, whole-fsdp2]",
             OPTION_TESTS + "test_a_run_that_replaces_prompts_without_a_signal_is_resumed_bit_for_bit",
         ],
     ),

@@ -38,7 +38,7 @@ SFT_DEFECTS = [
         [
             Edit(
                 SFT + "batches.py",
-                "return [_datum(example, scale) for example in examples]",
+                "return weighted_data(examples, [scale] * len(examples))",
                 "return [_datum(example, 1.0 / len(examples) / example.trained_tokens) for example in examples]",
             )
         ],

@@ -4,6 +4,26 @@ from defects import Defect, Edit
 
 SMALL_DEFECTS = [
     Defect(
+        "P7a",
+        "rows without options are decoded by a program of their own",
+        [
+            Edit("skyrl/backends/jax/sampling/programs.py", "    assert rows.options is not None\n", ""),
+            Edit(
+                "skyrl/backends/jax/sampling/programs.py",
+                "    early = steps < rows.options.min_tokens\n",
+                "    if rows.options is None:\n"
+                "        return sample_tokens(logits, numbers, rows.temperature, rows.top_k, rows.top_p)\n"
+                "    early = steps < rows.options.min_tokens\n",
+            ),
+            Edit("skyrl/backends/jax/sampling/runner.py", "if rows.options is None:", "if False:"),
+            Edit("skyrl/backends/jax/sampling/runner.py", "self._blocks, options=True)", "self._blocks)"),
+        ],
+        [
+            "tests/backends/test_sampler_options.py::test_options_need_no_program_of_their_own",
+            "tests/backends/test_sampler.py::test_after_the_warm_up_requests_over_the_whole_domain_compile_nothing[100]",
+        ],
+    ),
+    Defect(
         "claim-inherited",
         "a forked child that outlives its parent keeps the folder that the parent had claimed",
         [Edit("skyrl/utils/locks/file_lock.py", "fcntl.lockf if of_process else fcntl.flock", "fcntl.flock")],
@@ -11,6 +31,27 @@ SMALL_DEFECTS = [
             "tests/utils/test_file_lock.py::"
             "test_a_forked_child_does_not_keep_the_folder_that_its_dead_parent_had_claimed"
         ],
+    ),
+    Defect(
+        "best-forgotten",
+        "a run that goes on does not know its best checkpoint, which then goes with the old ones",
+        [Edit("skyrl/train/checkpoints.py", "self._ranking and self._ranking.restored(found.best)", "None")],
+        [
+            "tests/train/test_train_checkpoints.py::"
+            "test_a_resumed_run_knows_its_best_and_one_that_is_compared_otherwise_begins_anew"
+        ],
+    ),
+    Defect(
+        "late-snapshot",
+        "a checkpoint that is written beside the steps is of what the models are when it is their turn",
+        [
+            Edit(
+                "skyrl/train/policies/on_backend.py",
+                "self._client.begin(SaveCheckpoint(",
+                "self._client.run(SaveCheckpoint(",
+            )
+        ],
+        ["tests/train/test_train_policy_saves.py::test_a_save_that_was_begun_is_of_the_model_as_it_was_then"],
     ),
     Defect(
         "endless-doubling",
@@ -21,7 +62,7 @@ SMALL_DEFECTS = [
     Defect(
         "data-folder-ignored",
         "SKYRL_DATA has no effect",
-        [Edit("skyrl/utils/paths.py", 'os.environ.get("SKYRL_DATA") or ', "")],
+        [Edit("skyrl/utils/files/paths.py", 'os.environ.get("SKYRL_DATA") or ', "")],
         ["tests/tinker/test_config.py::test_the_environment_names_another_data_folder"],
     ),
 ]

@@ -10,6 +10,42 @@ CONFIG_TESTS = "tests/tinker/test_config.py::"
 
 TROUBLE_DEFECTS = [
     Defect(
+        "413a",
+        "a pass that is too large is turned away at the door, and what follows waits for it",
+        [Edit("skyrl/tinker/http/app.py", "return limits.get(path, SMALL_BODY) is None", "return False")],
+        [
+            "tests/tinker/test_too_large_bodies.py::"
+            "test_the_request_after_a_pass_that_is_too_large_does_not_wait_for_it[protobuf-with its length]"
+        ],
+    ),
+    Defect(
+        "world-readable",
+        "what an earlier server left for others to read stays so",
+        [Edit("skyrl/tinker/checkpoints/disk_budget.py", "if mode & (stat.S_IRWXG | stat.S_IRWXO):", "if False:")],
+        ["tests/tinker/test_doors.py::test_folders_of_an_earlier_server_are_made_private"],
+    ),
+    Defect(
+        "D10h",
+        "while there is no API process, whoever asks whether the server lives is turned away",
+        [
+            Edit(
+                "skyrl/tinker/processes/launcher.py",
+                "socket.socket(fileno=handle)\n",
+                "None\n                    os.close(handle)\n",
+            )
+        ],
+        [TROUBLE + "test_a_probe_that_comes_while_there_is_no_api_process_is_answered_by_the_next"],
+    ),
+    Defect(
+        "413b",
+        "of a compressed pass that is too large nothing is read",
+        [Edit("skyrl/tinker/wire/too_large.py", 'if body.content_encoding != "zstd":', "if True:")],
+        [
+            "tests/tinker/test_too_large_bodies.py::"
+            "test_the_request_after_a_pass_that_is_too_large_does_not_wait_for_it[zstd-without its length]"
+        ],
+    ),
+    Defect(
         "D5b",
         "an engine that cannot load after a restart of the API process ends the server",
         [Edit(SUPERVISOR, "self._was_ready = again", "self._was_ready = False")],
@@ -72,7 +108,7 @@ TROUBLE_DEFECTS = [
     Defect(
         "D11",
         "probes tell who has no key what the server's disks are called",
-        [Edit("skyrl/tinker/http/routes/probes.py", "not ready: {engine.state}", "not ready: {engine.progress}")],
+        [Edit("skyrl/tinker/http/operators/probes.py", "not ready: {engine.state}", "not ready: {engine.progress}")],
         ["tests/tinker/test_probes.py::test_who_has_no_key_learns_nothing_of_the_servers_disks"],
     ),
     Defect(
@@ -98,7 +134,7 @@ TROUBLE_DEFECTS = [
         "a link outlives the token that asked for it",
         [
             Edit(
-                "skyrl/tinker/http/routes/downloads.py",
+                "skyrl/tinker/http/routes/links.py",
                 "return hour if caller.expires is None else min(hour, caller.expires)",
                 "return hour",
             )

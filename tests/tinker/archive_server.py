@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from skyrl.utils.atomic_folders import write_folder
+from skyrl.utils.files.atomic_folders import write_folder
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.test_rest_checkpoints import saved
 from tests.tinker.test_rest_downloads import archive_url, folder

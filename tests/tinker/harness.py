@@ -48,6 +48,8 @@ class ThreadEngine:
         self.progress = "starting the engine"
         self.info: BackendInfo | None = None
         self.metrics: dict[str, int] = {}
+        self.statistics: dict[str, int] = {}
+        self.pid: int | None = None
         self.sent: list[ToEngine] = []
         self.done: list[str] = []
         """Requests in the order of their ends."""
@@ -122,7 +124,7 @@ class ThreadEngine:
             if isinstance(frame, Ready):
                 self.info, self.state, self.progress = frame.info, "ready", "ready"
             elif isinstance(frame, Metrics):
-                self.metrics = frame.values
+                self.metrics, self.statistics = frame.values, frame.statistics
             elif isinstance(frame, Done):
                 self.done.append(frame.request_id)
             self._on_frame(frame)
@@ -325,6 +327,19 @@ def pass_request(
         targets.dense, targets.dtype = np.asarray(tokens, "<i8").tobytes(), pb.DTYPE_INT64
         targets.shape.append(len(tokens))
     return request
+
+
+def loss_request(session: str, number: int = 0) -> dict[str, Any]:
+    """`create_custom_loss` of the sum of log-probabilities."""
+    result = {"tuple": [{"ref": "sum"}, {"dict": {}}]}
+    nodes = [
+        {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
+        {"op": "call_method", "name": "sum", "target": "sum", "args": [{"ref": "logprobs"}]},
+        {"op": "output", "name": "output", "target": "output", "args": [result]},
+    ]
+    inputs = [{"name": "logprobs", "rank": 1}]
+    place = {"session_id": session, "custom_loss_seq_id": number}
+    return {**place, "name": "own", "inputs": inputs, "graph": {"nodes": nodes}}
 
 
 def sample_request(sampler: str, seq_id: int, **options: Any) -> dict[str, Any]:

@@ -90,10 +90,10 @@ class ServerProcess(LiveServer):
 
 
 @contextmanager
-def running(
+def started(
     folder: Path, *program: str, env: dict[str, str] | None = None, **options: object
 ) -> Iterator[ServerProcess]:
-    """A server that is ready, and gone at the end of the block."""
+    """A server that may not be ready yet, and is gone at the end of the block."""
     process = subprocess.Popen(
         command(folder, *program, **options),
         cwd=ROOT,
@@ -105,12 +105,21 @@ def running(
     with process:
         server = ServerProcess(process)
         try:
-            server.connect()
-            with server.http:
-                yield server
+            yield server
         finally:
             process.kill()
             server.ended()
+
+
+@contextmanager
+def running(
+    folder: Path, *program: str, env: dict[str, str] | None = None, **options: object
+) -> Iterator[ServerProcess]:
+    """A server that is ready, and gone at the end of the block."""
+    with started(folder, *program, env=env, **options) as server:
+        server.connect()
+        with server.http:
+            yield server
 
 
 def run_to_its_end(folder: Path, **options: object) -> subprocess.CompletedProcess[str]:

@@ -66,9 +66,9 @@ def test_unknown_field_is_named(server):
 
 
 def test_unknown_endpoint_is_404_and_named(server):
-    response = server.post("/create_custom_loss", {})
+    response = server.post("/create_telepathy", {})
     assert response.status_code == 404
-    assert response.json()["detail"].startswith("POST /api/v1/create_custom_loss is not served here")
+    assert response.json()["detail"].startswith("POST /api/v1/create_telepathy is not served here")
 
 
 def test_wrong_method_says_so(server):

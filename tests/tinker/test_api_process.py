@@ -31,7 +31,7 @@ def test_summary_says_where_what_and_how_to_connect(tmp_path):
         assert f"TINKER_BASE_URL={server.url} TINKER_API_KEY=tml-" in server.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_signal_stops_it_cleanly(tmp_path, number):
     with running(tmp_path) as server:
         code, output = server.end(number)
@@ -72,7 +72,7 @@ def test_server_opens_more_files_than_the_system_allows_at_first(tmp_path):
     assert int(soft) == min(hard, serve.MAX_FILES)
 
 
-@pytest.mark.parametrize("path", ["optim_step", "retrieve_future"])
+@pytest.mark.parametrize("path", [pytest.param("optim_step", marks=pytest.mark.slow), "retrieve_future"])
 def test_client_that_leaves_in_the_middle_of_a_request_is_no_error(tmp_path, path):
     with running(tmp_path) as server:
         address = server.http.base_url

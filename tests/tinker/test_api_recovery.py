@@ -8,10 +8,12 @@ import httpx
 import pytest
 
 from skyrl.tinker.processes.messages import Enqueue, Revive
-from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
+from tests.tinker.harness import BASE_MODEL, PROTOBUF, LiveServer, loss_request, pass_request, wait_until_ready
 from tests.tinker.in_process import InProcessServer
 from tests.tinker.test_api_checkpoints import load, publish, save
 from tests.tinker.test_api_sampling import snapshot, trained
+
+REFUSED = ("custom", "cross_entropy")
 
 
 def restarted(server: LiveServer) -> LiveServer:
@@ -59,6 +61,41 @@ def test_requests_wait_while_the_engine_restarts(own_server):
 def test_health_is_503_while_the_engine_restarts(own_server):
     own_server.crash()
     assert own_server.http.get("/healthz").status_code == 503
+
+
+def test_a_loss_that_is_refused_now_was_accepted_before(tmp_path):
+    """A model whose passes have to be done again comes back to a server that refuses their loss."""
+    server = InProcessServer(tmp_path / "server")
+    with server:
+        session = server.post("/create_session", {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}).json()
+        made = server.post("/create_custom_loss", loss_request(session["session_id"]))
+        loss_id = server.outcome(made.json()["request_id"]).json()["loss_id"]
+        model = {**session, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": {"rank": 4, "seed": 1}}
+        made = server.post("/create_model", model)
+        model_id = server.outcome(made.json()["request_id"]).json()["model_id"]
+
+        def trained(seq_id: int, loss_fn: str) -> httpx.Response:
+            request = pass_request(model_id, seq_id, [[1, 2, 3]], loss_fn=loss_fn)
+            if loss_fn == "custom":
+                request.loss_fn_config_v2["loss_id"].text = loss_id
+            sent = server.request(
+                "POST", "/forward_backward", content=request.SerializeToString(), headers={"Content-Type": PROTOBUF}
+            )
+            return server.outcome(sent.json()["request_id"])
+
+        assert [trained(i + 1, loss).headers["content-type"] for i, loss in enumerate(REFUSED)] == [PROTOBUF] * 2
+
+        def refuse() -> None:
+            server.config = server.config.model_copy(update={"refused_losses": REFUSED})
+
+        server.kill(refuse)
+        answer = trained(3, "cross_entropy")
+        assert "is refused by this server's operator" in answer.json()["error"], answer.text
+        step = server.post("/optim_step", {"model_id": model_id, "seq_id": 4, "adam_params": {"learning_rate": 0.1}})
+        assert "is refused by this server's operator" in server.outcome(step.json()["request_id"]).text
+        step = server.post("/optim_step", {"model_id": model_id, "seq_id": 5, "adam_params": {"learning_rate": 0.1}})
+        answer = server.outcome(step.json()["request_id"])
+        assert "error" not in answer.json(), answer.text
 
 
 def test_a_refused_seq_id_keeps_its_outcome_and_breaks_nothing(own_server):

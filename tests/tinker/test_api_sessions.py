@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.tinker.harness import BASE_MODEL, LiveServer, sample_request, wait_until_ready
+from skyrl.tinker.http.routes import losses
+from tests.tinker.harness import BASE_MODEL, LiveServer, loss_request, sample_request, wait_until_ready
 from tests.tinker.in_process import InProcessServer
 from tests.tinker.test_api_checkpoints import publish, save
 
@@ -58,6 +59,7 @@ def test_session_can_be_made_while_the_engine_loads(tmp_path):
 def test_client_config_promises_only_what_is_served(server):
     flags = server.ok("/client/config", {"sdk_version": "0.38.0"})
     assert {name for name, value in flags.items() if value is True} == {
+        "custom_loss_server_side",
         "pjwt_auth_enabled",
         "parallel_fwdbwd_chunks",
         "proto_write_fwdbwd",
@@ -206,3 +208,13 @@ def test_result_of_another_key_is_unknown(as_a):
 def test_checkpoint_is_shared_between_sessions_of_one_key(as_a):
     path = as_a.result(save(as_a, as_a.model(), 1))["path"]
     as_a.run("/load_weights", {"session_id": as_a.session(), "model_seq_id": 0, "path": path})
+
+
+def test_custom_losses_are_counted_for_all_sessions_of_a_key(as_a, monkeypatch):
+    monkeypatch.setattr(losses, "MAX_LOSSES", 2)
+    for _ in range(2):
+        as_a.ok("/create_custom_loss", loss_request(as_a.session()))
+    refused = as_a.post("/create_custom_loss", loss_request(as_a.session()))
+    assert refused.status_code == 400 and "your sessions have 2 custom losses" in refused.text
+    switch_to_b(as_a)
+    as_a.ok("/create_custom_loss", loss_request(as_a.session()))

@@ -161,7 +161,7 @@ def test_a_number_that_float32_cannot_hold_is_refused(server, field):
     assert server.ok("/optim_step", body | {"seq_id": 2, "adam_params": {field: 3e38}})
 
 
-def test_option_that_is_not_served_is_refused_by_name(server):
+def test_parameters_of_another_optimizer_are_refused_by_name(server):
     model = server.model()
     body = {"model_id": model, "seq_id": 1, "optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}
     failure = server.failure(server.ok("/optim_step", body)["request_id"])

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from skyrl.tinker.http import errors
 from skyrl.tinker.http.errors import BodyLimit
-from skyrl.tinker.wire import body_room
+from skyrl.tinker.wire.sharing import body_room
 from tests.tinker.harness import LiveServer
 from tests.tinker.in_process import InProcessServer
 from tests.tinker.test_http_fuzz import address

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Sequence
 
 import numpy as np
+import uvloop
 
 from skyrl.backends.operations import ForwardBackward, OptimStep
 from skyrl.tinker.processes.channel import LARGE_TOKENS, ApiChannel, EngineChannel
@@ -46,7 +47,7 @@ def arrived(frames: Sequence[ToEngine]) -> list[str]:
         engine.close()
         return [name(frame) for frame in received]
 
-    return asyncio.run(main())
+    return uvloop.run(main())
 
 
 def test_a_tenants_frames_arrive_in_order_whatever_their_size():
@@ -80,7 +81,7 @@ def test_closing_ends_a_write_that_nobody_reads():
         await api.close()
         engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    uvloop.run(asyncio.wait_for(main(), 20))
 
 
 def test_small_frames_of_the_engine_go_between_the_pieces_of_a_large_one():
@@ -94,7 +95,7 @@ def test_small_frames_of_the_engine_go_between_the_pieces_of_a_large_one():
 
         def send_small() -> None:
             for number in range(20):
-                engine.send(Metrics({"number": number}))
+                engine.send(Metrics({"number": number}, {}))
 
         sending = asyncio.create_task(asyncio.to_thread(send_small))
         frames = api.frames()
@@ -105,7 +106,7 @@ def test_small_frames_of_the_engine_go_between_the_pieces_of_a_large_one():
         assert ended == ["large"]
         return received
 
-    received = asyncio.run(asyncio.wait_for(main(), 60))
+    received = uvloop.run(asyncio.wait_for(main(), 60))
     assert [frame.values["number"] for frame in received if isinstance(frame, Metrics)] == list(range(20))
     (place,) = (number for number, frame in enumerate(received) if isinstance(frame, Done))
     assert place > 0

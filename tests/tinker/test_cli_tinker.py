@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pyrage
@@ -36,13 +37,13 @@ class Cli:
             [str(TINKER), *arguments], env=env, cwd=self.home, capture_output=True, text=True, timeout=120
         )
 
-    def ok(self, *arguments: str) -> str:
+    def ok(self, *arguments: str, **environment: str) -> str:
         """The output of a command that succeeds.
 
         The SDK leaves daemon threads, which may abort a process that has done all its work: Python before 3.14 ends
         them with `pthread_exit` (https://github.com/python/cpython/issues/87135). On a busy machine 1 of 30 did.
         """
-        result = self.run(*arguments)
+        result = self.run(*arguments, **environment)
         aborted_at_exit = result.returncode == -signal.SIGABRT and not result.stderr
         assert result.returncode == 0 or aborted_at_exit, result.stdout + result.stderr
         return result.stdout
@@ -65,6 +66,7 @@ def test_model_list(tinker):
     assert [model["model_name"] for model in models] == [BASE_MODEL, "alias"]
 
 
+@pytest.mark.slow
 def test_model_list_without_a_match_says_so(tinker):
     result = tinker.run("model", "list", "llama")
     assert result.returncode != 0 and "tml:organization:local" in result.stdout + result.stderr
@@ -85,6 +87,7 @@ def test_run_info(tinker):
     assert BASE_MODEL in shown and "weights/final" in shown and "first" in shown
 
 
+@pytest.mark.slow
 def test_run_info_of_an_unknown_run(tinker):
     result = tinker.run("run", "info", "none")
     assert result.returncode != 0 and "not found" in result.stderr.lower()
@@ -100,6 +103,7 @@ def test_checkpoint_list(tinker):
     assert [entry["tinker_path"] for entry in everywhere] == paths[::-1]
 
 
+@pytest.mark.slow
 def test_checkpoint_info(tinker):
     path = saved(tinker.server, "a", ttl_seconds=3600)
     shown = tinker.json("checkpoint", "info", path)
@@ -123,6 +127,7 @@ def test_checkpoint_set_ttl(tinker):
     assert "expires_at" not in listed(tinker.server, path)
 
 
+@pytest.mark.slow
 def test_checkpoint_set_ttl_out_of_range_is_refused_at_once(tinker):
     result = tinker.run("checkpoint", "set-ttl", saved(tinker.server), "--ttl", "5")
     assert result.returncode != 0 and "3600" in result.stderr
@@ -134,6 +139,7 @@ def test_checkpoint_delete_by_path(tinker):
     assert [listed(tinker.server, path) for path in paths] == [None, None]
 
 
+@pytest.mark.slow
 def test_checkpoint_delete_by_run_and_type(tinker):
     model = tinker.server.model()
     training = tinker.server.result(save(tinker.server, model, 1))["path"]
@@ -172,6 +178,7 @@ def test_checkpoint_download_of_a_training_checkpoint_leaves_no_export_behind(ow
     assert own_server.result(load_as_new(own_server, path))
 
 
+@pytest.mark.slow
 def test_auth_status(tinker):
     assert "Tinker accessible: yes" in tinker.ok("auth", "status")
 
@@ -190,17 +197,15 @@ def test_wrong_key_is_told_as_such(tmp_path):
         tinker = Cli(server, tmp_path)
         result = tinker.run("run", "list")
         assert result.returncode != 0 and "X-API-Key is not one of this server's keys" in result.stderr
-        assert tinker.run("run", "list", TINKER_API_KEY="tml-a").returncode == 0
+        assert "No t" in tinker.ok("run", "list", TINKER_API_KEY="tml-a")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("session", "export-trace", "s"),
-        ("billing", "checkpoint-storage"),
-        ("billing", "usage", "2024-01-01T00:00:00Z", "2024-01-02T00:00:00Z"),
-    ],
-)
-def test_what_is_not_served_says_so_at_once(tinker, command):
-    result = tinker.run(*command)
-    assert result.returncode != 0 and "not served by this server" in result.stderr
+def test_usage_is_read_by_the_command_line(tinker, server):
+    model = server.model()
+    server.train(model, 1, [1, 2, 3])
+    now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    window = [(now + timedelta(hours=hours)).isoformat() for hours in (-1, 2)]
+    events = tinker.json("billing", "usage", *window)["data"]
+    (event,) = [event for event in events if event["session_id"] == model.split(":")[0]]
+    assert event["event_info"]["type"] == "training" and event["event_info"]["token_count"] == 3
+    tinker.ok("billing", "checkpoint-storage")

@@ -12,6 +12,7 @@ from platformdirs import user_data_path
 
 from skyrl import cli
 from skyrl.tinker.config import EngineConfig, parse_config, without_password
+from skyrl.tinker.identity.ids import tenant_of_key
 
 
 def parsed(*argv: str, **environ: str) -> EngineConfig:
@@ -109,7 +110,7 @@ SECRET = "sk-very-secret"
         ([], {"SKYRL_API_KEYS": "a", "SKYRL_TENANT_WEIGHTS": f'{{"{SECRET}": 2}}'}, "correct it"),
         ([], {"SKYRL_API_KEYS": SECRET, "SKYRL_TENANT_WEIGHTS": f'{{"{SECRET}": 0}}'}, "from 0.001"),
         ([], {"SKYRL_API_KEYS": SECRET, "SKYRL_TENANT_WEIGHTS": f'["{SECRET}"]'}, "dictionary"),
-        (["--external-inference-api-key", SECRET], {}, "not served"),
+        (["--external-inference-api-key", SECRET], {}, "without external_inference_url"),
         ([f"--api-key={SECRET}"], {}, "unrecognized arguments: --api-key "),
         (["--api-key", SECRET], {}, "unrecognized arguments: --api-key ..."),
         ([f"-k{SECRET}"], {}, "unrecognized arguments: ..."),
@@ -236,7 +237,10 @@ def test_folders_are_absolute(tmp_path, monkeypatch):
         (["--backend-config", "[1]"], "--backend-config=[1]: Input should be a valid dictionary"),
         (["--checkpoints-base", "s3://b"], "--checkpoints-base=s3://b: only local folders are served"),
         (["--session-timeout-sec", "-2"], "--session-timeout-sec=-2: Input should be greater than or equal to -1"),
-        (["--external-inference-url", "http://x"], "--external-inference-url=http://x: external inference servers are"),
+        (
+            ["--external-inference-url", "http://x"],
+            "external_inference_url=http://x without external_inference_lora_base",
+        ),
     ],
 )
 def test_a_bad_option_gives_one_line_that_names_it(capsys, argv, message):
@@ -314,3 +318,32 @@ def test_a_password_is_shown_nowhere_in_a_url(url):
 def test_a_url_without_a_password_is_shown_as_it_is():
     for url in ("sqlite:////var/lib/a@b.db", "postgresql://u@h:5432/db?sslmode=require"):
         assert without_password(url) == url
+
+
+NAME = tenant_of_key(b"tml-old")
+
+
+def test_a_key_may_replace_another_whose_name_and_share_it_takes_over():
+    config = parsed(SKYRL_API_KEYS=f"tml-old, tml-new {NAME}", SKYRL_TENANT_WEIGHTS=f'{{"{NAME}": 2}}')
+    assert config.key_names == [NAME] and config.weights == {NAME: 2}
+
+
+def test_a_key_may_be_there_twice_for_one_tenant():
+    assert len(parsed(SKYRL_API_KEYS="tml-new,tml-new").key_names) == 1
+
+
+def test_keys_of_the_environment_may_have_spaces_in_them():
+    assert list(parsed(SKYRL_API_KEYS="tml-new key-old").tenants) == ["tml-new key-old"]
+
+
+def test_a_key_that_stands_for_two_tenants_is_refused_and_not_shown(capsys):
+    told = refusal(capsys, SKYRL_API_KEYS=f"tml-new, tml-new {NAME}")
+    assert "there twice" in told and "tml-new" not in told
+
+
+def test_a_line_with_a_key_and_no_name_of_one_is_refused_and_not_shown(capsys, tmp_path):
+    file = tmp_path / "keys"
+    file.touch(0o600)
+    file.write_text("tml-new key-old\n")
+    told = refusal(capsys, "--api-keys-file", str(file))
+    assert "a line has spaces in it" in told and "tml-new" not in told

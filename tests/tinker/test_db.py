@@ -2,6 +2,8 @@
 
 import asyncio
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -10,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import event, text
@@ -19,8 +23,8 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlmodel import Session, SQLModel, select
 
 from skyrl.errors import RequestError, UnknownName
-from skyrl.tinker.database import request_log
-from skyrl.tinker.database.database import Database, Job
+from skyrl.tinker.database.database import Database, Job, migration_config
+from skyrl.tinker.database.log import request_log
 from skyrl.tinker.database.tables import ModelRow, RequestRow, SessionRow, SettingRow
 from skyrl.tinker.results import Answer, Failure
 
@@ -65,13 +69,31 @@ async def written_together(database: Database, jobs: Sequence[Job]) -> list[obje
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_tables_equal_the_newest_revision(tmp_path):
-    Database(f"sqlite:///{tmp_path / 'a.db'}").close()
+@pytest.mark.parametrize("by", ["the server", "alembic"])
+def test_tables_equal_the_newest_revision(tmp_path, by):
+    if by == "the server":
+        Database(f"sqlite:///{tmp_path / 'a.db'}").close()
     engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path / 'a.db'}")
-    with engine.connect() as connection:
+    with engine.begin() as connection:
+        if by == "alembic":
+            command.upgrade(migration_config(connection), "head")
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, SQLModel.metadata) == []
+        assert context.get_current_heads() == tuple(
+            ScriptDirectory.from_config(migration_config(connection)).get_heads()
+        )
     engine.dispose()
+
+
+def test_a_new_database_and_one_of_the_newest_revision_are_opened_without_alembic(tmp_path):
+    code = f"""
+import sys
+from skyrl.tinker.database.database import Database
+for _ in range(2):
+    Database("sqlite:///{tmp_path / "a.db"}").close()
+print([name for name in sys.modules if name.startswith(("alembic", "mako"))])
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
 def test_database_file_and_folder_are_made(database, tmp_path):

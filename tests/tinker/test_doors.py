@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from skyrl.tinker.http.routes.downloads import DOWNLOADS
+from skyrl.tinker.http.routes.held_checkpoints import UPLOADS
+from skyrl.tinker.identity.ids import tenant_of_key
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.processes import running
 from tests.tinker.test_launcher import wait_for_end
@@ -20,9 +22,12 @@ MINE, OTHERS = "tml-mine", "tml-others"
 PUBLIC = {
     "/livez",
     "/readyz",
+    "/version",
     "/api/v1/healthz",
     "/api/v1/telemetry",
     f"/api/v1{DOWNLOADS}",
+    f"/api/v1{UPLOADS}",
+    "/api/v1/traces/{token}/{name}",
 }
 """Routes that need no key: probes, what clients send on their way out, and links that are signed."""
 NOBODYS = {
@@ -243,3 +248,56 @@ def test_files_of_an_earlier_server_are_made_private(tmp_path):
     with LiveServer(tmp_path) as server:
         wait_until_ready(server)
         assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
+
+
+def reachable(base: Path) -> list[Path]:
+    """Files that other users of the machine can read, or replace, if they can enter the folder."""
+    found, folders = [], [base]
+    while folders:
+        for path in folders.pop().iterdir():
+            mode = path.stat().st_mode
+            if stat.S_ISDIR(mode):
+                folders += [path] if mode & (stat.S_IXGRP | stat.S_IXOTH) else []
+            elif mode & (stat.S_IRWXG | stat.S_IRWXO):
+                found.append(path)
+    return found
+
+
+def test_folders_of_an_earlier_server_are_made_private(tmp_path):
+    base = tmp_path / "checkpoints"
+    theirs = base / "lost+found" / "theirs"
+    with LiveServer(tmp_path) as server:
+        wait_until_ready(server)
+        session = server.session()
+        for number in range(2):
+            model = server.model(session, number)
+            server.run("/save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
+    theirs.parent.mkdir()
+    theirs.write_text("of somebody else")
+    for path in (base, *base.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    assert len(reachable(base)) > 8
+    before = os.umask(0o077)  # as the launcher sets it
+    try:
+        with LiveServer(tmp_path) as server:
+            wait_until_ready(server)
+            assert reachable(base) == [theirs]
+            assert stat.S_IMODE(base.stat().st_mode) == 0o755
+    finally:
+        os.umask(before)
+
+
+def test_what_was_made_with_a_leaked_key_goes_on_with_the_one_that_replaces_it(tmp_path):
+    def asked(server: LiveServer, model: str, key: str) -> int:
+        return server.http.get(f"/training_runs/{model}", headers={"X-API-Key": key}).status_code
+
+    with LiveServer(tmp_path, api_keys=[MINE, OTHERS]) as server:
+        server.http.headers["X-API-Key"] = MINE
+        wait_until_ready(server)
+        model = server.model()
+        following = server.train(model, 1)
+    with LiveServer(tmp_path, api_keys=[f"tml-new {tenant_of_key(MINE.encode())}", OTHERS]) as server:
+        server.http.headers["X-API-Key"] = "tml-new"
+        wait_until_ready(server)
+        assert [asked(server, model, key) for key in ("tml-new", OTHERS, MINE)] == [200, 404, 401]
+        server.train(model, following)

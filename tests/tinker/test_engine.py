@@ -314,7 +314,10 @@ def test_a_backend_can_be_named_by_module_and_attribute():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "nope"}, "backend=nope: no backend named 'nope'; known: jax, or module:attribute"),
+        (
+            {"backend": "nope"},
+            "backend=nope: no backend named 'nope'; known: fsdp, fsdp2, jax, skyrl_train, or module:attribute",
+        ),
         ({"backend": "tests.nowhere:X"}, "backend=tests.nowhere:X: cannot import it"),
         ({"backend": "tests.fakes:Nowhere"}, "backend=tests.fakes:Nowhere: cannot import it"),
         (

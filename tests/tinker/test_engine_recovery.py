@@ -86,7 +86,8 @@ def test_the_snapshot_of_a_model_that_was_deleted_meanwhile_is_removed(bench, tm
         engine.turn()
     held.set()
     engine.rest()
-    assert of(Done, engine.said)[-1] == Done("delete", ModelOutput("m")) and of(Snapshotted, engine.said) == []
+    done = of(Done, engine.said)[-1]
+    assert (done.request_id, done.result) == ("delete", ModelOutput("m")) and of(Snapshotted, engine.said) == []
     assert list((tmp_path / "checkpoints").rglob("manifest.json")) == []
 
 

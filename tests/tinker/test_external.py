@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from skyrl.errors import StorageError
-from skyrl.tinker.checkpoints.age_encryption import encrypt_folder
-from skyrl.utils.atomic_folders import read_folder, write_folder
+from skyrl.tinker.checkpoints.transfer.age_encryption import encrypt_folder
+from skyrl.utils.files.atomic_folders import read_folder, write_folder
 from tests.tinker.harness import LiveServer
 
 pyrage = pytest.importorskip("pyrage", reason="needs the age extra")

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import event
 from sqlmodel import col, select
 
-from skyrl.tinker.database import replay_log
+from skyrl.tinker.database.log import replay_log
 from skyrl.tinker.database.tables import RequestRow
 from tests.faults.failing_database import failing
 from tests.tinker.harness import LiveServer, wait_until_ready

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -192,7 +193,7 @@ def test_a_large_frame_is_there_once_while_it_comes():
         engine.close()
         return frame, peak
 
-    frame, peak = asyncio.run(main())
+    frame, peak = uvloop.run(main())
     assert isinstance(frame, Done) and isinstance(frame.result, SampleOutput)
     assert np.array_equal(frame.result.sequences[0].tokens, sampled.tokens)
     assert peak < 1.5 * sampled.tokens.nbytes

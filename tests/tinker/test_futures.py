@@ -2,12 +2,19 @@
 
 import asyncio
 
+from prometheus_client import CollectorRegistry
+
+from skyrl.tinker.metrics.request_metrics import RequestMetrics
 from skyrl.tinker.requests.futures import OVERHEAD_BYTES, Futures
 from skyrl.tinker.results import Answer, Failure, Lost
 
 
+def uncounted() -> RequestMetrics:
+    return RequestMetrics(CollectorRegistry(), str)
+
+
 def test_first_outcome_stays():
-    futures = Futures()
+    futures = Futures(uncounted())
     futures.add("a", "t")
     futures.set("a", Answer(b"1"))
     futures.set("a", Failure("late", "server"))
@@ -15,7 +22,7 @@ def test_first_outcome_stays():
 
 
 def test_oldest_answers_are_dropped_past_the_cap():
-    futures = Futures(max_finished_bytes=3 * OVERHEAD_BYTES + 30)
+    futures = Futures(uncounted(), max_finished_bytes=3 * OVERHEAD_BYTES + 30)
     for name in "abcde":
         futures.add(name, "t")
         futures.set(name, Answer(b"0123456789"))
@@ -23,7 +30,7 @@ def test_oldest_answers_are_dropped_past_the_cap():
 
 
 def test_pending_futures_are_never_dropped():
-    futures = Futures(max_finished_bytes=1)
+    futures = Futures(uncounted(), max_finished_bytes=1)
     futures.add("pending", "t")
     for name in "ab":
         futures.add(name, "t")
@@ -32,7 +39,7 @@ def test_pending_futures_are_never_dropped():
 
 
 def test_dropped_sample_may_be_sent_again():
-    futures = Futures(max_finished_bytes=1)
+    futures = Futures(uncounted(), max_finished_bytes=1)
     for number in range(2):
         futures.add(f"sample-{number}", "t", ("s", number))
         futures.set(f"sample-{number}", Answer(b""))
@@ -41,7 +48,7 @@ def test_dropped_sample_may_be_sent_again():
 
 def test_lost_future_is_forgotten_and_whoever_waits_is_told():
     async def main():
-        futures = Futures()
+        futures = Futures(uncounted())
         future = futures.add("sample-0", "t", ("s", 0))
         waiting = asyncio.create_task(future.wait(60))
         await asyncio.sleep(0)
@@ -53,7 +60,7 @@ def test_lost_future_is_forgotten_and_whoever_waits_is_told():
 
 def test_everybody_who_waits_is_answered():
     async def main():
-        futures = Futures()
+        futures = Futures(uncounted())
         future = futures.add("a", "t")
         waiting = [asyncio.create_task(future.wait(60)) for _ in range(3)]
         await asyncio.sleep(0)
@@ -64,12 +71,12 @@ def test_everybody_who_waits_is_answered():
 
 
 def test_wait_ends_without_an_outcome():
-    assert asyncio.run(Futures().add("a", "t").wait(0)) is None
+    assert asyncio.run(Futures(uncounted()).add("a", "t").wait(0)) is None
 
 
 def test_closing_lets_go_of_all_who_wait_now_or_later():
     async def main():
-        futures = Futures()
+        futures = Futures(uncounted())
         waiting = asyncio.create_task(futures.add("a", "t").wait(60))
         await asyncio.sleep(0)
         futures.close()
@@ -79,7 +86,7 @@ def test_closing_lets_go_of_all_who_wait_now_or_later():
 
 
 def test_large_answers_of_a_tenant_drop_only_its_own():
-    futures = Futures(max_finished_bytes=10 * OVERHEAD_BYTES)
+    futures = Futures(uncounted(), max_finished_bytes=10 * OVERHEAD_BYTES)
     for number in range(3):
         futures.add(f"small-{number}", "careful")
         futures.set(f"small-{number}", Answer(b"1"))
@@ -91,7 +98,7 @@ def test_large_answers_of_a_tenant_drop_only_its_own():
 
 
 def test_a_large_answer_is_not_dropped_for_the_next_small_one_of_somebody_else():
-    futures = Futures(max_finished_bytes=4 * OVERHEAD_BYTES)
+    futures = Futures(uncounted(), max_finished_bytes=4 * OVERHEAD_BYTES)
     futures.add("large", "a")
     futures.set("large", Answer(bytes(4 * OVERHEAD_BYTES)))
     for number in range(2):
@@ -101,7 +108,7 @@ def test_a_large_answer_is_not_dropped_for_the_next_small_one_of_somebody_else()
 
 
 def test_single_answers_of_many_take_no_more_than_twice_the_cap_and_the_newest():
-    futures, size = Futures(max_finished_bytes=10 * OVERHEAD_BYTES), 4 * OVERHEAD_BYTES
+    futures, size = Futures(uncounted(), max_finished_bytes=10 * OVERHEAD_BYTES), 4 * OVERHEAD_BYTES
     for number in range(20):
         futures.add(f"a-{number}", f"t-{number}")
         futures.set(f"a-{number}", Answer(bytes(size - OVERHEAD_BYTES)))
@@ -113,7 +120,7 @@ def test_single_answers_of_many_take_no_more_than_twice_the_cap_and_the_newest()
 
 
 def test_answers_to_many_sessions_of_one_sharer_count_together():
-    futures = Futures(max_finished_bytes=10 * OVERHEAD_BYTES)
+    futures = Futures(uncounted(), max_finished_bytes=10 * OVERHEAD_BYTES)
     futures.add("large", "honest session", sharer="10.0.0.1")
     futures.set("large", Answer(bytes(4 * OVERHEAD_BYTES)))
     for number in range(20):

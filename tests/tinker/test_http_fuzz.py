@@ -243,14 +243,33 @@ def test_chunks_above_the_limit_are_refused_while_they_come(server):
         assert connection.recv(65536).startswith(b"HTTP/1.1 413")
 
 
-def test_endless_headers_are_cut_off(server):
+CHUNKS = b"Transfer-Encoding: chunked\r\n\r\n"
+ENDLESS = {
+    "header": HEAD + b"X-Endless: ",
+    "trailer": HEAD + CHUNKS + b"2\r\n{}\r\n0\r\nX-Endless: ",
+    "extension of a chunk": HEAD + CHUNKS + b"2;endless=",
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_what_is_endless_beside_a_body_is_cut_off(server, what):
     with socket.create_connection(address(server), timeout=PATIENCE_S) as connection:
-        connection.sendall(HEAD + b"X-Endless: ")
+        connection.sendall(ENDLESS[what])
         sent = 0
         with contextlib.suppress(ConnectionError):
             while sent < 64 * 2**20:
                 sent += connection.send(b"a" * 65536)
     assert sent < 64 * 2**20
+
+
+def test_a_head_that_is_too_long_is_told_what_the_limit_is(server):
+    answer = answers_to(server, HEAD + b"X-Long: " + b"a" * 2**16)
+    assert answer.startswith(b"HTTP/1.1 400") and b"longer than 65536 bytes" in answer
+
+
+def test_a_trailer_is_no_header(server):
+    trailer = b"Origin: http://evil.example\r\n\r\n"  # a header of this name is refused
+    assert answers_to(server, HEAD + CHUNKS + b"2\r\n{}\r\n0\r\n" + trailer).startswith(b"HTTP/1.1 200")
 
 
 def test_others_are_answered_while_a_body_does_not_come(server):

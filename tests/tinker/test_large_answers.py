@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.tinker.database.request_log import result_row
+from skyrl.tinker.database.log.request_log import result_row
 from skyrl.tinker.database.tables import RequestRow
 from skyrl.tinker.http import connections
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import tenant_of_key
 from skyrl.tinker.results import PROTOBUF, Answer
-from skyrl.tinker.wire import body_room
+from skyrl.tinker.wire.sharing import body_room
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.stalls import OTHER, Stalls
 from tests.tinker.test_http_fuzz import address

@@ -11,7 +11,7 @@ from sqlalchemy import select
 from sqlmodel import Session, col
 
 from skyrl.backends.operations import ForwardBackward
-from skyrl.tinker.database import log_writer
+from skyrl.tinker.database.log import log_writer
 from skyrl.tinker.database.tables import RequestRow
 from skyrl.tinker.operations import training
 from skyrl.tinker.processes import channel

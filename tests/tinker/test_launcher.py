@@ -17,7 +17,7 @@ import pytest
 
 from skyrl.tinker.local_server import LocalServer, Pids, pids_of
 from skyrl.tinker.processes import launcher
-from tests.tinker.processes import ROOT, TIMEOUT_S, command, run_to_its_end, running
+from tests.tinker.processes import ROOT, TIMEOUT_S, command, run_to_its_end, running, started
 
 AGAIN = "serving again at"
 
@@ -103,7 +103,7 @@ def test_pauses_between_deaths_that_come_right_after_ready_grow(monkeypatch):
     assert pauses == [0.1, 0.2, 0.4, 0.8, 0.1]
 
 
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_engine_of_a_killed_api_process_ends(tmp_path, hangs):
     with running(tmp_path) as server:
         engine = server.pids().engine
@@ -195,7 +195,7 @@ def test_ctrl_c_at_the_terminal_reaches_the_launcher_only(tmp_path):
         assert len({os.getpgid(pid) for pid in (launcher_pid or 0, api, engine)}) == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_signals_to_all_processes_at_once_are_one_clean_stop(tmp_path, number):
     with running(tmp_path) as server:
         for pid in server.pids():
@@ -245,7 +245,7 @@ def test_bad_option_is_told_once(tmp_path):
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and "--port=none" in result.stderr
 
 
-@pytest.mark.parametrize("at", ["same", "another"])
+@pytest.mark.parametrize("at", ["same", pytest.param("another", marks=pytest.mark.slow)])
 def test_server_whose_launcher_is_killed_is_started_again_at_once(tmp_path, at):
     """Though its engine is busy for longer than anybody waits."""
     with running(tmp_path) as first:
@@ -262,15 +262,19 @@ def test_server_whose_launcher_is_killed_is_started_again_at_once(tmp_path, at):
 
 
 def test_start_waits_for_a_server_that_is_stopping(tmp_path):
-    with running(tmp_path, shutdown_timeout_sec=9) as first:
+    with running(tmp_path, shutdown_timeout_sec=300) as first:
         engine = first.pids().engine
         assert engine is not None
-        os.kill(engine, signal.SIGSTOP)  # so that it takes all the time that it is given
+        os.kill(engine, signal.SIGSTOP)  # so that it does not end before it may
         first.process.send_signal(signal.SIGTERM)
         first.wait_for("stopping")
-        with running(tmp_path) as second:
+        with started(tmp_path) as second:
+            second.wait_for("waiting for the server before this one to end")
+            assert first.process.poll() is None
+            os.kill(engine, signal.SIGCONT)
+            second.connect()
             assert first.process.poll() == 0
-            assert "waiting for the server before this one to end" in second.output
+            second.http.close()
 
 
 def test_sigterm_ends_within_ten_seconds_though_the_engine_hangs(tmp_path):
@@ -283,7 +287,7 @@ def test_sigterm_ends_within_ten_seconds_though_the_engine_hangs(tmp_path):
         wait_for_end(engine)
 
 
-@pytest.mark.parametrize("shared", ["database-url", "checkpoints-base"])
+@pytest.mark.parametrize("shared", ["database-url", pytest.param("checkpoints-base", marks=pytest.mark.slow)])
 def test_second_server_on_the_same_state_is_refused_by_the_option(tmp_path, shared):
     with running(tmp_path / "a") as server:
         options = command(tmp_path / "a")
@@ -324,7 +328,7 @@ def test_local_server_does_not_outlive_its_owner(tmp_path):
             wait_for_end(pid)
 
 
-@pytest.mark.parametrize(("method", "index"), [("kill_api", 1), ("kill_engine", 2)])
+@pytest.mark.parametrize(("method", "index"), [("kill_api", 1), pytest.param("kill_engine", 2, marks=pytest.mark.slow)])
 def test_local_server_kills_the_process_it_is_asked_to(tmp_path, method, index):
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], cwd=ROOT, stdin=-1, stdout=-1, text=True)
     with owner:

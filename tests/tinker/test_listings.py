@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from skyrl.tinker.database import listings
+from skyrl.tinker.database.queries import listings
 from tests.tinker.harness import LiveServer, wait_until_ready
 
 NOWHERE = "/training_runs/11111111-2222-4333-8444-555555555555:train:0/checkpoints/weights/none"

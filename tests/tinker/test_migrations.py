@@ -12,7 +12,7 @@ from sqlalchemy import Engine, inspect
 
 from skyrl.tinker.database.database import Database, migration_config
 from skyrl.types import LoraConfig
-from skyrl.utils.atomic_folders import write_folder
+from skyrl.utils.files.atomic_folders import write_folder
 from tests.fakes import FakeModel
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 

@@ -210,7 +210,7 @@ def test_a_fresh_database_and_a_folder_without_models_are_tied_whatever_was_ther
 
 
 @pytest.mark.parametrize("point", ["in the database, not in the folder", "in the folder, not confirmed"])
-@pytest.mark.parametrize("before", ["nothing", "state without ids"])
+@pytest.mark.parametrize("before", [pytest.param("nothing", marks=pytest.mark.slow), "state without ids"])
 def test_a_kill_between_the_two_ids_does_not_make_the_next_start_refuse(original, tmp_path, point, before):
     folder, points = tmp_path / "state", tmp_path / "points"
     if before != "nothing":

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import Engine, event
 
 from skyrl.tinker.database.database import Database
-from tests.tinker.harness import LiveServer, wait_until_ready
+from tests.tinker.harness import LiveServer, loss_request, wait_until_ready
 
 OPTIONS = {
     "keep_last_checkpoints": 1,
@@ -86,6 +86,7 @@ def use(server: LiveServer) -> None:
         "/create_session", {"tags": [], "user_metadata": {"a": "b"}, "sdk_version": "0.38.0", "project_id": "p"}
     )["session_id"]
     model = server.model(session)
+    server.ok("/create_custom_loss", loss_request(session))
     following = server.train(model, 1)
     body = {"model_id": model, "path": "one", "ttl_seconds": 3600}
     path = server.run("/save_weights", {**body, "seq_id": following})["path"]

@@ -22,7 +22,9 @@ from alembic.migration import MigrationContext
 from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session, SQLModel, select, text
 
+from skyrl import cli
 from skyrl.errors import RequestError
+from skyrl.tinker.checkpoints.disk_budget import saved_folders
 from skyrl.tinker.database import database as db
 from skyrl.tinker.database import fence
 from skyrl.tinker.database.database import Database, migration_config
@@ -34,6 +36,7 @@ from tests.tinker.processes import running
 from tests.tinker.test_db import written_together
 from tests.tinker.test_durability import Script
 from tests.tinker.test_failing_database import patient, run_script, undisturbed  # noqa: F401 (a fixture)
+from tests.tinker.test_ledger import TOKENS, tokens, usage
 
 pytest.importorskip("psycopg", reason="needs the postgres extra")
 USER = "postgres"
@@ -103,10 +106,14 @@ def add_session(session_id: str, session: Session) -> None:
     session.add(SessionRow(session_id=session_id, tenant="t"))
 
 
-def test_tables_equal_the_newest_revision(url):
-    Database(url).close()
+@pytest.mark.parametrize("by", ["the server", "alembic"])
+def test_tables_equal_the_newest_revision(url, by):
+    if by == "the server":
+        Database(url).close()
     engine = sqlalchemy.create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
-    with engine.connect() as connection:
+    with engine.begin() as connection:
+        if by == "alembic":
+            command.upgrade(migration_config(connection), "head")
         context = MigrationContext.configure(connection, opts={"compare_type": True})  # it cannot compare JSON defaults
         assert compare_metadata(context, SQLModel.metadata) == []
     engine.dispose()
@@ -219,6 +226,82 @@ def test_models_train_save_and_are_loaded_after_a_restart(url, tmp_path):
         wait_until_ready(server)
         body = {"session_id": server.session(), "model_seq_id": 0, "path": path, "optimizer": True}
         assert server.logprobs(server.run("/load_weights", body)["model_id"], 1) == expected
+
+
+def test_what_was_used_and_done_is_told_after_a_restart(url, tmp_path):
+    with LiveServer(tmp_path, database_url=url) as server:
+        wait_until_ready(server)
+        model = server.model()
+        server.train(server.model(), 1, TOKENS)
+        after = server.train(model, 1, TOKENS)
+        sampled = server.sample(server.sampler(server.session(), 0, base_model="fake/model"), 0, num_samples=2)
+        path = server.run("/save_weights", {"model_id": model, "seq_id": after, "path": "a"})["path"]
+    with LiveServer(tmp_path, database_url=url) as server:
+        wait_until_ready(server)
+        assert tokens(server, "training", forward_only=False) == 2 * len(TOKENS)
+        assert tokens(server, "sampling_sample") == sum(map(len, sampled))
+        assert (
+            len({event.get("session_id") for event in usage(server)} - {None}) == 3
+        )  # two that train, one that samples
+        entries = server.http.get("/audit", params={"event_type": "checkpoints"}).json()["entries"]
+        assert [(entry["event"], entry["tinker_path"]) for entry in entries] == [("checkpoint_create", path)]
+        (stored,) = server.http.get("/billing/usage/checkpoints/current").json()["data"]
+        assert stored["checkpoint_count"] == 1 and stored["size_bytes"] > 0
+
+
+def test_a_backup_is_restored_into_another_database_beside_a_moved_folder(url, cluster, tmp_path):
+    with LiveServer(tmp_path / "server", database_url=url) as server:
+        wait_until_ready(server)
+        model = server.model()
+        after = server.train(model, 1)
+        server.run("/save_weights", {"model_id": model, "seq_id": after, "path": "kept"})
+        expected = server.logprobs(model, after + 1)
+        options = [f"--checkpoints-base={tmp_path / 'server' / 'checkpoints'}", f"--to={tmp_path / 'backup'}"]
+        assert cli.main(["backup", f"--database-url={url}", *options]) == 0
+    dump, restored = cluster.folder / "tinker.dump", f"{url}_restored"
+    shutil.copy(tmp_path / "backup" / "tinker.dump", dump)
+    dump.chmod(0o644)
+    run("createdb", f"--maintenance-db={url}", Path(restored).name, folder=cluster.folder)
+    run("pg_restore", "--no-owner", f"--dbname={restored}", dump, folder=cluster.folder)
+    base = (tmp_path / "backup" / "checkpoints").rename(tmp_path / "moved")
+    with LiveServer(tmp_path / "other", database_url=restored, checkpoints_base=base) as server:
+        wait_until_ready(server)
+        assert server.logprobs(model, after + 2) == expected
+
+
+DUMP_AFTER_A_SAVE = """#!/bin/bash
+psql --quiet --dbname={url} --command="{insert}"
+mkdir -p {saved}
+{pg_dump} "$@"
+status=$?
+psql --quiet --dbname={url} --command="DELETE FROM versions"
+rm -r {saved}
+exit $status
+"""
+
+
+def test_a_backup_holds_all_that_its_dump_names(url, tmp_path, monkeypatch):
+    """Also of what is there for no longer than pg_dump runs."""
+    Database(url).close()
+    base, folder, real = tmp_path / "checkpoints", "m/snapshots/1", shutil.which("pg_dump")
+    base.mkdir()
+    insert = "INSERT INTO versions (version, model_id, session_id, tenant, folder, digest, created_at) VALUES "
+    insert += f"('v', 'm', 's', 't', '{folder}', 'digest', 0)"
+    script = DUMP_AFTER_A_SAVE.format(url=url, insert=insert, saved=base / folder, pg_dump=real)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "pg_dump").write_text(script)
+    (tmp_path / "bin" / "pg_dump").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    options = [f"--database-url={url}", f"--checkpoints-base={base}", f"--to={tmp_path / 'backup'}"]
+    assert cli.main(["backup", *options]) == 0
+    listed = subprocess.run(
+        ["pg_restore", "--data-only", "--table=versions", "--file=-", tmp_path / "backup" / "tinker.dump"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "COPY" in listed and folder not in listed
+    assert saved_folders(tmp_path / "backup" / "checkpoints") == set()
 
 
 def test_everything_that_can_be_collected_is(url, tmp_path):

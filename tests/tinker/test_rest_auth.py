@@ -9,6 +9,7 @@ import tinker
 from tinker.lib._jwt_auth import _lifetime, jwt_claims
 
 from skyrl.tinker.identity.callers import Keys
+from skyrl.tinker.identity.ids import tenant_of_key
 from skyrl.tinker.identity.tokens import Signer
 from tests.tinker.harness import LiveServer, wait_until_ready
 
@@ -81,7 +82,9 @@ def test_token_that_is_no_longer_good_is_refused_so_that_the_client_makes_anothe
     bad = {
         "expired": stale(locked, exp=int(time.time()) - 1),
         "changed": f"{header}.{stale(locked, tenant='x').split('.')[1]}.{signature}",
-        "of another server": Keys(["tml-a"], Signer("00" * 32)).token_for(keys(locked).caller("tml-a")),
+        "of another server": Keys({"tml-a": tenant_of_key(b"tml-a")}, Signer("00" * 32)).token_for(
+            keys(locked).caller("tml-a")
+        ),
         "unsigned": jwt.encode(jwt_claims(good), None, "none"),
         "of a removed key": stale(locked, tenant="key-0123456789abcdef"),
         "a link": keys(locked).signer.sign("download", {"tenant": "x"}, int(time.time()) + 60),
@@ -107,7 +110,7 @@ def test_sdk_client_gets_another_token_when_the_server_refuses_its_own(tmp_path)
         url = str(server.http.base_url).removesuffix("/api/v1/")
         client = tinker.RestClient(base_url=url, api_key="tml-a")
         assert client.list_sessions().result().sessions == []
-        server.app.state.server.service.keys = Keys(["tml-a"], Signer("11" * 32))
+        server.app.state.server.service.keys = Keys({"tml-a": tenant_of_key(b"tml-a")}, Signer("11" * 32))
         assert client.list_sessions().result().sessions == []
         assert client.whoami().result().user_urn.startswith("skyrl:user:key-")
 
@@ -134,7 +137,7 @@ def test_keys_are_not_deleted_by_clients(locked):
 def test_secret_is_the_same_for_racing_starts(tmp_path):
     """Two jobs in one transaction see one secret."""
     from skyrl.tinker.database.database import Database
-    from skyrl.tinker.database.settings import server_secret
+    from skyrl.tinker.database.queries.settings import server_secret
 
     async def both() -> list[str]:
         database = Database(f"sqlite:///{tmp_path / 'x.db'}")

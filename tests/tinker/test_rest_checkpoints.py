@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.tinker.database.checkpoint_rows import find_checkpoint_or_expired
+from skyrl.tinker.database.queries.checkpoint_rows import find_checkpoint_or_expired
 from skyrl.tinker.identity.ids import TinkerPath
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 from tests.tinker.test_api_checkpoints import load_as_new, publish, save

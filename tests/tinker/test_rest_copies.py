@@ -3,7 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from skyrl.utils.atomic_folders import copy_folder
+from skyrl.utils.files.atomic_folders import copy_folder
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.test_api_checkpoints import load_as_new, publish, save
 from tests.tinker.test_rest_checkpoints import get, listed, saved, url

@@ -16,7 +16,7 @@ import pyrage
 import pytest
 from pydantic import TypeAdapter
 
-from skyrl.utils.atomic_folders import write_folder
+from skyrl.utils.files.atomic_folders import write_folder
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.test_api_checkpoints import save
 from tests.tinker.test_rest_checkpoints import expire, get, listed, published, saved, switch_to, url
@@ -312,7 +312,7 @@ def test_bad_recipients_fail_by_name(server, recipients):
 
 
 def test_encryption_of_an_interrupted_export_is_finished_from_its_files(tmp_path):
-    from skyrl.tinker.checkpoints.age_encryption import encrypt_folder, read_recipients
+    from skyrl.tinker.checkpoints.transfer.age_encryption import encrypt_folder, read_recipients
 
     identity = pyrage.x25519.Identity.generate()
     keys = read_recipients([str(identity.to_public())])

@@ -169,10 +169,3 @@ def test_sessions_of_another_key_are_not_found(tmp_path):
         assert get(server, "/sessions", access_scope="accessible")["sessions"] == []
         assert server.ok("/sessions/search", {"session_id": session_id})["sessions"] == []
         assert server.http.get(f"/sessions/{session_id}").status_code == 404
-
-
-@pytest.mark.parametrize("path", ["/audit", "/billing/usage/events", "/billing/usage/checkpoints/current"])
-def test_what_only_a_hosted_service_has_is_404_and_named(server, path):
-    response = server.http.get(path)
-    assert response.status_code == 404
-    assert response.json()["detail"].endswith("not served by this server")

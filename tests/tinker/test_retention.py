@@ -17,8 +17,8 @@ from skyrl.tinker.checkpoints.collector import Collector
 from skyrl.tinker.checkpoints.retention import Rules
 from skyrl.tinker.local_server import close_client
 from skyrl.tinker.processes.messages import Park
-from skyrl.utils.atomic_folders import write_folder
-from tests.tinker.harness import LiveServer, wait_until_ready
+from skyrl.utils.files.atomic_folders import write_folder
+from tests.tinker.harness import LiveServer, loss_request, wait_until_ready
 from tests.tinker.processes import ROOT, command, running
 
 LONG_AGO = 1000.0
@@ -179,6 +179,31 @@ def test_bodies_of_failed_requests_go_and_of_pending_ones_stay(own_server):
     own_server.sql("UPDATE models SET snapshot_seq_id = 2")
     own_server.collect()
     assert own_server.sql("SELECT seq_id FROM requests WHERE length(body) > 0") == [(2,)]
+
+
+def test_custom_losses_go_with_the_log_of_their_session_although_a_checkpoint_is_kept(own_server):
+    model = own_server.model()
+    other = own_server.session()
+    for session in (session_of(model), other):
+        own_server.ok("/create_custom_loss", loss_request(session))
+    own_server.save(model, 1, "kept")
+    own_server.finish(session_of(model))
+    own_server.sql("UPDATE sessions SET finished_at = ? WHERE finished_at IS NOT NULL", LONG_AGO)
+    own_server.collect()
+    assert own_server.sql("SELECT count(*) FROM requests") == [(0,)]
+    assert own_server.sql("SELECT session_id FROM custom_losses") == [(other,)]
+    assert own_server.sql("SELECT name FROM checkpoints") == [("kept",)]
+
+
+def test_custom_losses_stay_while_a_request_of_their_session_is_logged(own_server):
+    model = own_server.model()
+    own_server.ok("/create_custom_loss", loss_request(session_of(model)))
+    own_server.save(model, 1, "kept")
+    own_server.finish(session_of(model))
+    own_server.sql("UPDATE sessions SET finished_at = ?", LONG_AGO)
+    own_server.sql("UPDATE requests SET status = 'pending' WHERE seq_id = 1")
+    own_server.collect()
+    assert own_server.sql("SELECT count(*) FROM custom_losses") == [(1,)]
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 
 from skyrl.backends.operations import LoadSnapshot, Rejected
 from skyrl.tinker.database.decisions import Decisions
-from skyrl.tinker.database.replay_log import History, LoggedRequest
+from skyrl.tinker.database.log.replay_log import History, LoggedRequest
 from skyrl.tinker.database.tables import ModelRow, SessionRow
 from skyrl.tinker.requests.replay import Plan, Unrevivable, plan
 from skyrl.types import SaveOutput

@@ -125,6 +125,30 @@ def test_held_requests_fail_at_the_deadline_and_name_the_missing_seq_id():
     assert all(isinstance(operation, Rejected) and "seq_id=1 did not arrive" in operation.error for operation in failed)
 
 
+def test_a_held_request_that_is_refused_says_so_in_its_place():
+    scheduler = with_model((2, a_pass(2)))
+    refusal = Rejected(request_id="m2", model_id="m", error="not wanted any more", gradients="incomplete")
+    assert scheduler.refuse(refusal)
+    scheduler.add(save(1), 1, 0.0)
+    assert submitted(scheduler)[-2:] == [save(1), refusal]
+
+
+def test_a_held_request_that_is_refused_says_so_when_what_it_waits_for_does_not_come():
+    scheduler = with_model((2, save(2)))
+    scheduler.refuse(Rejected(request_id="m2", model_id="m", error="not wanted any more"))
+    scheduler.expire(TIMEOUT_S)
+    failed = submitted(scheduler)[-1]
+    assert isinstance(failed, Rejected)
+    assert (failed.request_id, failed.error) == ("m2", "not wanted any more")
+    assert failed.gradients == "incomplete"  # what is missing may have been a pass
+
+
+def test_what_was_submitted_cannot_be_refused_any_more():
+    scheduler = with_model((1, save(1)))
+    submitted(scheduler)
+    assert not scheduler.refuse(Rejected(request_id="m1", model_id="m", error="not wanted any more"))
+
+
 def test_a_model_goes_on_with_the_next_request_after_a_gap_expired():
     scheduler = with_model((2, save(2)))
     scheduler.expire(TIMEOUT_S)

@@ -9,11 +9,6 @@ from live import ADAM, datum, logprobs, new_trainer, sample, sequence, step, sup
 TOKENS = sequence(10)
 
 
-def with_provenance(one: tinker.Datum) -> tinker.Datum:
-    spans = [tinker.PromptProvenanceSpan(sequence_id="s", length=len(TOKENS) - 1)]
-    return one.with_provenance(spans, spans)
-
-
 def image() -> tinker.Datum:
     chunk = tinker.types.ImageChunk(data=b"\x89PNG", format="png", expected_tokens=1)
     text = tinker.EncodedTextChunk(tokens=TOKENS[:-2])
@@ -36,7 +31,6 @@ BAD = {
     "not a number": (datum(TOKENS, weights=np.full(9, np.nan)), "cross_entropy", None, "weights.*(nan|finite)"),
     "an image": (image(), "cross_entropy", None, "image"),
     "custom": (datum(TOKENS), "custom", None, "custom"),
-    "stable_reinforce": (with_provenance(datum(TOKENS, **RL)), "stable_reinforce", None, "stable_reinforce"),
 }
 
 

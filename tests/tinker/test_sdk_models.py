@@ -42,9 +42,9 @@ def test_rank_above_the_limit_is_refused_with_the_limit(service_client, live_ser
         new_trainer(service_client, live_server, rank=4096)
 
 
-def test_dimuon_is_refused_by_name(service_client, live_server):
-    with pytest.raises(tinker.RequestFailedError, match="dimuon"):
-        new_trainer(service_client, live_server, optimizer=tinker.DimuonOptimizerConfig())
+def test_dimuon_is_refused_for_a_model_without_an_adapter(service_client, live_server):
+    with pytest.raises(tinker.RequestFailedError, match="'dimuon' is for adapters"):
+        new_trainer(service_client, live_server, rank=0, optimizer=tinker.DimuonOptimizerConfig())
 
 
 def test_same_seed_makes_the_same_adapter(service_client, live_server):

@@ -1,12 +1,14 @@
 """What the system refuses, and an engine that hangs, are not the end of a server: real processes and real limits."""
 
 import os
+import re
 import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from skyrl.tinker.config import EngineConfig
@@ -170,6 +172,14 @@ def test_a_server_that_is_started_again_and_waits_for_its_database_is_alive_and_
         server.wait_for(AGAIN)
         assert server.http.get(f"{server.url}/readyz").json() == {"status": "ok"}
         server.train(server.model(), 1)
+
+
+def test_a_probe_that_comes_while_there_is_no_api_process_is_answered_by_the_next(tmp_path):
+    """As long after it as a probe is patient in docs/operations.md."""
+    patience_s = int(re.search(r"timeoutSeconds: (\d+)", (ROOT / "docs" / "operations.md").read_text())[1])
+    with running(tmp_path) as server:
+        wait_for_end(server.kill("api"))
+        assert httpx.get(f"{server.url}/livez", timeout=patience_s).json() == {"status": "ok"}
 
 
 FAILING_BACKEND = """

@@ -1,19 +1,22 @@
 """Runs of `skyrl` that are processes of their own and begin at once: forks of one that has imported the trainers.
 
-It forks before JAX has begun to work, so that a run finds what a new process does.
+It forks before JAX or torch have begun to work, so that a run finds what a new process does.
 """
 
+import importlib
 import json
 import os
 import resource
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+TORCH = ["skyrl.backends.skyrl_train_backend", "transformers.models.qwen3.modeling_qwen3"]
+"""Modules of a run on torch, which take it seconds to import."""
 
 
 class Forks:
@@ -37,15 +40,18 @@ class Forks:
 
 
 @contextmanager
-def forks(crash_points: Path, *paths: Path) -> Iterator[Forks]:
-    """What runs commands, which look for crash points in a folder, and for modules in `paths` first."""
+def forks(crash_points: Path, *paths: Path, modules: Sequence[str] = ()) -> Iterator[Forks]:
+    """What runs commands, which look for crash points in a folder, and for modules in `paths` first.
+
+    It has imported `modules` beside the trainers.
+    """
     places = [*paths, ROOT, ROOT / "tests" / "train", os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, places)),
         "SKYRL_CRASH_POINTS": str(crash_points),
     }
-    command = [sys.executable, __file__]
+    command = [sys.executable, __file__, *modules]
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         yield Forks(server)  # the end of its input is the end of it
 
@@ -55,6 +61,8 @@ def _serve() -> None:
     import skyrl.train.sft.run  # noqa: F401
     from skyrl.cli import main
 
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     for line in sys.stdin:
         arguments, output, folder, largest_file = json.loads(line)
         child = os.fork()

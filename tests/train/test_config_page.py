@@ -6,10 +6,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from skyrl.backends.jax import JaxBackendConfig
+from skyrl.backends.torch import TorchBackendConfig
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.config.machinery.help import describe_fields
-from skyrl.train.strategy.config_page import render_page
+from skyrl.train.strategy.config_page import STRATEGIES, render_page
 from tests.train.config.table import ROWS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -17,14 +20,14 @@ PAGE = (DOCS / "config.md").read_text()
 
 
 def rows() -> list[tuple[str, list[str]]]:
-    """(path, cells) of each row of the page's tables of fields."""
+    """(path, cells) of each row of the page's tables of fields: those of sections, and one of whole paths."""
     found, section = [], ""
     for line in PAGE.splitlines():
-        if line.startswith("## "):
-            section = line[3:]
+        if line.startswith("#"):
+            section = f"{line[4:]}." if line.startswith("### ") else ""
         elif line.startswith("| `"):
             cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-            found.append((f"{section}.{cells[0].strip('`')}", cells))
+            found.append((section + cells[0].strip("`"), cells))
     return found
 
 
@@ -37,14 +40,24 @@ def test_the_page_is_what_its_command_writes():
 
 def test_every_field_is_on_the_page_once_with_type_default_and_meaning():
     assert [path for path, _ in sorted(rows())] == sorted(field.path for field in describe_fields(SkyRLTrainConfig()))
-    assert all(len(cells) == 5 and all(cells) for _, cells in rows())
+    assert all(len(cells) == 4 + len(STRATEGIES) and all(cells) for _, cells in rows())
 
 
 def test_the_page_counts_its_own_rows():
-    counts = Counter(cells[4].partition(":")[0] for _, cells in rows())
-    for status, count in counts.items():
-        assert f"| {status} | {count} |" in PAGE
-    assert f"Of {len(rows())} fields" in PAGE and counts.total() == len(rows())
+    for column, strategy in enumerate(STRATEGIES, 4):
+        section = PAGE.split(f"## With trainer.strategy={strategy}\n")[1].split("\n## ")[0]
+        counts = Counter(cells[column].partition(":")[0] for _, cells in rows())
+        for status, count in counts.items():
+            assert f"| {status} | {count} |" in section
+        assert f"Of {len(rows())} fields" in section and counts.total() == len(rows())
+
+
+def test_what_every_strategy_refuses_is_apart_from_what_one_of_them_reads():
+    read, refused = PAGE.split("## Fields that are read")[1].split("## Fields that are refused")
+    assert "| `megatron_config" not in read and "`trainer.policy.megatron_config." in refused
+    for _, cells in rows():
+        name, said = cells[0], cells[4:]
+        assert f"| {name} |" in (refused if all(one.startswith("refused: ") for one in said) else read), name
 
 
 def test_the_fields_of_the_public_table_are_on_the_page():
@@ -62,6 +75,7 @@ def keys_in_docs() -> set[tuple[str, str]]:
     return {
         (page.name, key)
         for page in DOCS.glob("*.md")
+        if page.name != "coming-from.md"  # names keys of others, and has a test of its own
         for key in re.findall(
             r"\b((?:trainer|generator|environment)\.[a-z_]\w*(?:\.[a-z_]\w*)*)\b(?!\()", page.read_text()
         )
@@ -74,16 +88,18 @@ def test_keys_that_the_docs_name_exist():
     named = {
         (page, key)
         for page, key in keys_in_docs()
-        if not key.startswith(("trainer.jax.", "environment.skyrl_gym.")) and not key.endswith((".md", ".py"))
+        if not key.startswith(("trainer.jax.", "trainer.fsdp2.", "environment.skyrl_gym."))
+        and not key.endswith((".md", ".py"))
     }
     assert len(named) > 30
     assert not {(page, key) for page, key in named if key not in known}
 
 
-def test_options_of_the_jax_backend_that_the_docs_name_exist():
-    prefix = "trainer.jax."
+@pytest.mark.parametrize(("strategy", "options"), [("jax", JaxBackendConfig), ("fsdp2", TorchBackendConfig)])
+def test_options_of_a_backend_that_the_docs_name_exist(strategy, options):
+    prefix = f"trainer.{strategy}."
     named = {key.removeprefix(prefix) for _, key in keys_in_docs() if key.startswith(prefix)}
-    assert named and named <= set(JaxBackendConfig.model_fields)
+    assert named and named <= set(options.model_fields)
 
 
 def test_the_page_is_linked_from_the_front_page_of_the_docs():

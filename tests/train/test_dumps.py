@@ -18,7 +18,14 @@ from skyrl.errors import RequestError, StorageError
 from skyrl.train.rollouts.records import as_record
 from skyrl.train.rollouts.sampler import Sampled
 from skyrl.train.rollouts.trajectory import Trajectory, TrajectoryId, Turn
-from skyrl.train.tracking.dumps import EvalRow, dump_data_batch, dump_eval_results, dump_rollouts
+from skyrl.train.tracking.dumps import (
+    KINDS,
+    EvalRow,
+    dump_data_batch,
+    dump_eval_results,
+    dump_rollouts,
+    remove_old_dumps,
+)
 from skyrl.train.tracking.plots import plot_metrics
 
 
@@ -121,6 +128,26 @@ def test_a_batch_is_read_back_as_it_was(tmp_path):
         for name in file.keys():  # noqa: SIM118
             np.testing.assert_array_equal(file.get_tensor(name), arrays[name])
         assert sorted(file.keys()) == sorted(arrays)
+
+
+def test_dumps_of_the_newest_steps_are_kept_and_what_is_no_dump_stays(tmp_path):
+    for step in (1, 2, 3, 10):
+        dump_rollouts(tmp_path, step, [{"step": step}])
+        dump_data_batch(tmp_path, step, {"mask": np.ones(1)}, {})
+        if step % 2 == 0:
+            dump_eval_results(tmp_path, step, [], {"eval/loss": 1.0})
+    dump_eval_results(tmp_path, None, [], {"eval/loss": 1.0})
+    (tmp_path / "dumped_rollouts" / "notes.txt").write_text("mine")
+    (tmp_path / "global_step_1").mkdir()
+    remove_old_dumps(tmp_path, step=3, max_to_keep=1)  # of a run that goes on from step 2: 10 is to be replaced
+    kept = {kind: sorted(path.name for path in (tmp_path / kind).iterdir()) for kind in KINDS}
+    assert kept == {
+        "dumped_evals": ["eval_only", "global_step_10_evals", "global_step_2_evals"],
+        "dumped_rollouts": ["global_step_10.jsonl", "global_step_3.jsonl", "notes.txt"],
+        "dumped_data": [f"global_step_{step}_training_input.safetensors" for step in (10, 3)],
+    }
+    assert (tmp_path / "global_step_1").is_dir()
+    remove_old_dumps(tmp_path / "nowhere", step=3, max_to_keep=1)
 
 
 def test_a_dump_that_cannot_be_written_says_so(tmp_path):

@@ -21,8 +21,9 @@ CLI = [sys.executable, "-P", "-c", "import sys; from skyrl.cli import main; sys.
 """The console script, which does not look for modules in the working directory by itself."""
 
 
-def skyrl(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    paths = [ROOT, WITHOUT_TORCH]
+def skyrl(folder: Path, *arguments: str, torch: bool = False) -> subprocess.CompletedProcess:
+    """A new process, in which torch is not installed unless it is asked for."""
+    paths = [ROOT] if torch else [ROOT, WITHOUT_TORCH]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
     return subprocess.run([*CLI, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
@@ -53,8 +54,9 @@ RUN = [
     "generator.sampling_params.max_generate_length=4",
     "trainer.ckpt_path=run/checkpoints",
     "trainer.export_path=run",
-    "trainer.jax.compilation_cache=false",
 ]
+TORCH = "trainer.strategy=fsdp2"
+"""It has nothing to compile."""
 
 
 def of_commands(text: str) -> list[list[str]]:
@@ -77,10 +79,10 @@ def test_the_pages_commands_train_with_the_pages_environment(folder):
     assert again.returncode == 0 and "all 4 steps were taken before; raise trainer.epochs" in again.stderr
 
 
-def qwen2(folder: Path) -> str:
+def gpt2(folder: Path) -> str:
     """A model of which there is nothing but config.json."""
     (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
+    (folder / "model" / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
     return "trainer.policy.model.path=model"
 
 
@@ -96,10 +98,12 @@ def test_a_model_below_the_home_folder_and_settings_of_an_environment_that_rows_
     own = [{**row, "env_class": "guess_env:GuessEnv", "reward_spec": {"ground_truth": "5"}} for row in rows]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
     model = ["trainer.policy.model.path=~/model", "environment.skyrl_gym.GuessEnv.hint_reward=0.5"]
-    ran = skyrl(folder, *RUN, *model)
+    ran = skyrl(folder, *RUN, *model, TORCH, torch=True)
     assert ran.returncode == 0, ran.stderr
 
 
+TOKENIZERS = ["skyrl.backends.jax.config", "transformers.models.auto.tokenization_auto"]
+"""Modules that what refuses something has imported, beside the trainers."""
 REFUSED = {
     "an environment that is nowhere": (["environment.env_class=nowhere:Env"], ["nowhere:Env", "working directory"]),
     "an unknown environment": (["environment.env_class=arithmetics"], ["arithmetics", "did you mean 'arithmetic'"]),
@@ -135,7 +139,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory) -> Iterator[Forks]:
     """Processes that have imported the trainers already, which takes ten times as long as to refuse something."""
-    with forks(tmp_path_factory.mktemp("crash points"), WITHOUT_TORCH) as running:
+    with forks(tmp_path_factory.mktemp("crash points"), WITHOUT_TORCH, modules=TOKENIZERS) as running:
         yield running
 
 
@@ -168,8 +172,8 @@ def test_what_cannot_be_run_is_one_line_before_anything_is_loaded(folder, tiny_m
 
 
 def test_an_architecture_that_is_not_implemented_is_known_from_its_configuration(folder, refusal):
-    said = refusal(qwen2(folder))
-    assert "trainer.policy.model.path=model: its architecture is Qwen2ForCausalLM" in said
+    said = refusal(gpt2(folder))
+    assert "trainer.policy.model.path=model: its architecture is GPT2LMHeadModel" in said
 
 
 def test_a_folder_without_a_tokenizer_is_no_model(folder, tiny_model, refusal):
@@ -187,6 +191,7 @@ def test_a_model_that_the_hub_does_not_give_is_named_by_the_trainers_key(folder)
     assert "built-in" not in said
 
 
+@pytest.mark.slow
 def test_a_loss_and_an_estimator_of_the_working_directory_are_found(folder, tiny_model):
     (folder / "mine.py").write_text(
         "from skyrl.algorithms.advantages import Advantages\n"
@@ -196,10 +201,12 @@ def test_a_loss_and_an_estimator_of_the_working_directory_are_found(folder, tiny
     ran = skyrl(
         folder,
         *RUN,
+        TORCH,
         tiny(folder, tiny_model),
         "trainer.algorithm.policy_loss_type=mine:loss",
         "trainer.algorithm.advantage_estimator=mine:estimate",
         "trainer.algorithm.use_kl_loss=false",
+        torch=True,
     )
     assert ran.returncode == 0, ran.stderr
     assert "raw_advantages_abs 1" in ran.stdout

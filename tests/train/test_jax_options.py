@@ -1,10 +1,12 @@
 """What the JAX backend gets from a training configuration."""
 
+import gzip
 import logging
 import re
 from contextlib import closing
 from dataclasses import dataclass
 
+import jax
 import pytest
 
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
@@ -12,9 +14,12 @@ from skyrl.train.config import ConfigError, SFTConfig, SkyRLTrainConfig, Trainer
 from skyrl.train.strategy.base_model import fit_context
 from skyrl.train.strategy.jax_backend import JaxStrategy
 from skyrl.train.strategy.strategy import policy_adapter
+from skyrl.train.strategy.support import unsupported
 
 SHORT = "generator.sampling_params.max_generate_length=30"
 LORA = "trainer.policy.model.lora."
+ENGINE = "generator.inference_engine."
+KWARGS = "model_config_kwargs.max_position_embeddings="
 
 
 def resolved(*overrides: str) -> SkyRLTrainConfig:
@@ -58,11 +63,80 @@ def test_the_base_model_is_the_policys():
         ([], "train_micro_batch_size", 0),
         ([], "forward_micro_batch_size", 0),
         ([], "gradient_checkpointing", "auto"),
+        ([ENGINE + "model_dtype=float32"], "dtype", "float32"),
+        ([ENGINE + "model_dtype=bfloat16"], "dtype", "bfloat16"),
+        (["trainer.bf16=false", ENGINE + "model_dtype=auto"], "dtype", "auto"),
+        ([ENGINE + "enable_prefix_caching=false"], "prefix_caching", False),
+        ([ENGINE + "enable_chunked_prefill=false"], "chunked_prefill", False),
+        ([ENGINE + "max_num_batched_tokens=64"], "sample_max_num_batched_tokens", 64),
+        ([ENGINE + "gpu_memory_utilization=0.5"], "gpu_memory_utilization", 0.5),
+        ([], "gpu_memory_utilization", 0.8),
+        (["trainer.use_sample_packing=false"], "train_micro_batch_size", 1),
+        (["trainer.use_sample_packing=false"], "forward_micro_batch_size", 1),
+        ([], "offload_after_step", True),
+        (["trainer.policy.optimizer_config.offload_after_step=false"], "offload_after_step", False),
+        (["trainer.critic.optimizer_config.offload_after_step=false"], "offload_after_step", False),
         (["trainer.algorithm.value_head_prefix=score"], "value_head", "score"),
+        (["trainer.rope_theta=5e5", "generator.rope_theta=5e5"], "config_overrides", {"rope_theta": 5e5}),
     ],
 )
 def test_an_option_follows_from_other_fields(overrides, option, value):
     assert options(*overrides)[option] == value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([ENGINE + "model_dtype=float16"], "model_dtype=float16: weights are in one of auto, float32, bfloat16"),
+        ([ENGINE + "model_dtype=float32", "trainer.bf16=true"], "model_dtype=float32 and trainer.bf16=True"),
+        ([ENGINE + "model_dtype=bfloat16", "trainer.bf16=false"], "model_dtype=bfloat16 and trainer.bf16=False"),
+        ([ENGINE + "max_num_batched_tokens=31"], "max_num_batched_tokens=31: .* set it to 32 at least"),
+        (
+            [ENGINE + "max_num_batched_tokens=64", ENGINE + "max_num_seqs=65"],
+            "max_num_batched_tokens=64 is below generator.inference_engine.max_num_seqs=65",
+        ),
+        (
+            ["trainer.use_sample_packing=false", "trainer.micro_train_batch_size_per_gpu=2"],
+            "use_sample_packing=False and trainer.micro_train_batch_size_per_gpu=2",
+        ),
+        (
+            [ENGINE + "enforce_eager=false", "trainer.jax.enforce_eager=true"],
+            "inference_engine.enforce_eager=False and trainer.jax.enforce_eager=True",
+        ),
+        (
+            ["trainer.policy.use_torch_compile=true", "trainer.jax.enforce_eager=true"],
+            "use_torch_compile=True and trainer.jax.enforce_eager=True",
+        ),
+        (["trainer.ref." + KWARGS + "64"], "trainer.ref.model_config_kwargs=.*64.* is not trainer.policy"),
+        (
+            ["trainer.critic." + KWARGS + "64", "trainer.policy." + KWARGS + "32"],
+            "trainer.critic.model_config_kwargs=.*64.* is not trainer.policy.model_config_kwargs=.*32",
+        ),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused_by_name(overrides, message):
+    (problem,) = JaxStrategy().problems(resolved(*overrides))
+    assert re.search(message, problem)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [ENGINE + "enforce_eager=false"],
+        ["trainer.policy.use_torch_compile=true"],
+        ["trainer.placement.colocate_policy_ref=false"],
+        ["trainer.policy." + KWARGS + "64", "trainer.critic." + KWARGS + "64", "trainer.ref." + KWARGS + "64"],
+        ["generator.batched=true"],
+    ],
+)
+def test_fields_that_ask_for_what_is_done_are_taken(overrides):
+    config = resolved(*overrides)
+    assert [*unsupported(config, JaxStrategy.support), *JaxStrategy().problems(config)] == []
+
+
+def test_fine_tuning_keeps_models_on_the_device_too():
+    config = SFTConfig.from_cli_overrides(["train_datasets=[a]", "optimizer_config.offload_after_step=false"]).resolve()
+    assert JaxStrategy().sft_options(config)["offload_after_step"] is False
 
 
 @pytest.mark.parametrize(
@@ -148,6 +222,10 @@ def test_an_option_under_trainer_jax_is_laid_over_what_follows(option, value):
     [
         ("trainer.jax.max_lora_rnk=8", "trainer.jax.max_lora_rnk=8: there is no such option; .*mean max_lora_rank?"),
         ("trainer.jax.max_lora_rank=0", "trainer.jax.max_lora_rank=0: Input should be greater than or equal to 1"),
+        (
+            "trainer.jax.gradient_reduction=mean",
+            "trainer.jax.gradient_reduction=mean: trainers weight .*; leave it out",
+        ),
         ("trainer.jax.tensor_parallel_size=2", "trainer.jax: tensor_parallel_size=2 is not served yet; leave it at 1"),
     ],
 )
@@ -213,3 +291,10 @@ def test_the_backend_starts_as_the_configuration_says_and_makes_the_adapter_of_t
         adapter = backend.models["policy"].lora_config
         assert (adapter.rank, adapter.alpha, adapter.seed) == (4, 6.0, 42)
         assert backend.config.max_context_length == 70
+
+
+def test_a_snapshot_of_memory_is_a_profile_of_what_is_on_the_device(tmp_path):
+    held = jax.block_until_ready(jax.numpy.ones((1237, 1)))
+    JaxStrategy().record_memory(tmp_path / "memory" / "one.prof")
+    profile = gzip.decompress((tmp_path / "memory" / "one.prof").read_bytes())
+    assert b"buffer" in profile and held.nbytes == 4948 and b"\xd4\x26" in profile  # 4948 as a varint

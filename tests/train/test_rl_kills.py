@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from forked_runs import Forks, forks
-from short_runs import RL, check_equal, metrics
+from forked_runs import TORCH, Forks, forks
+from short_runs import ON, RL, check_equal, metrics, on
 
 from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.utils.failpoints import CRASH_POINTS
@@ -43,10 +43,14 @@ SFT = [
     "ckpt_interval=1",
     "max_ckpts_to_keep=1",
     "resume_from=latest",
-    "jax.deterministic=true",
-    "jax.compilation_cache=false",
 ]
-MODELS = {"grpo": ["policy"], "ppo": ["critic", "policy"], "sft": ["policy"]}
+BESIDE = ["trainer.async_checkpoints=true", "trainer.best_metric=eval/all/avg_score"]
+WHILE_WRITING = [
+    *("storage: files half written", "trainer: models written, state not", SAVED),
+    *("trainer: checkpoint in place, not the newest", TAKEN),
+]
+"""Where a run is killed that writes checkpoints beside its steps."""
+MODELS = {"grpo": ["policy"], "grpo beside": ["policy"], "ppo": ["critic", "policy"], "sft": ["policy"]}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,7 @@ def points(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def processes(points) -> Iterator[Forks]:
-    with forks(points) as running:
+    with forks(points, modules=TORCH) as running:
         yield running
 
 
@@ -71,42 +75,49 @@ def data(tmp_path) -> Path:
     return tmp_path
 
 
-def command(kind: str, data: Path, model: Path, folder: Path) -> list[str]:
-    """`skyrl` with these arguments trains in a folder."""
+def command(kind: str, strategy: str, data: Path, model: Path, folder: Path) -> list[str]:
+    """`skyrl` with these arguments trains in a folder, with a strategy of `ON`."""
+    if kind == "grpo beside":
+        return [*command("grpo", strategy, data, model, folder), *BESIDE]
     if kind == "sft":
         paths = [f"model.path={model}", f"ckpt_path={folder}"]
         paths += [f"train_datasets=[{data}/answered.jsonl]", f"eval_datasets=[{data}/answered-held-out.jsonl]"]
-        return ["train", "sft", *SFT, *paths]
+        return ["train", "sft", *SFT, *ON[strategy], *paths]
     paths = [f"trainer.policy.model.path={model}", f"trainer.ckpt_path={folder}", f"trainer.export_path={folder}-out"]
     paths += [f"data.train_data=[{data}/prompts.jsonl]", f"data.val_data=[{data}/prompts-held-out.jsonl]"]
     own = GRPO if kind == "grpo" else [*PPO, f"trainer.critic.model.path={model}"]
-    return ["train", "rl", *RL_HERE, *own, *paths]
+    return ["train", "rl", *RL_HERE, *on(strategy), *own, *paths]
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("kind", "kills"),
+    ("kind", "kills", "strategy"),
     [
-        pytest.param("grpo", TWICE, id="grpo, twice"),
-        pytest.param("sft", TWICE, id="sft, twice"),
-        pytest.param("ppo", AT_EVERY_STEP, id="ppo, at every step", marks=pytest.mark.slow),
-        pytest.param("sft", AT_EVERY_STEP, id="sft, at every step", marks=pytest.mark.slow),
-        pytest.param("grpo", AT_EVERY_POINT, id="grpo, at every point", marks=pytest.mark.slow),
-        pytest.param("ppo", AT_EVERY_POINT, id="ppo, at every point", marks=pytest.mark.slow),
-        pytest.param("sft", AT_EVERY_POINT, id="sft, at every point", marks=pytest.mark.slow),
+        pytest.param("grpo", TWICE, "fsdp2", id="grpo, twice"),
+        pytest.param("grpo beside", WHILE_WRITING, "fsdp2", id="grpo, while checkpoints are written"),
+        pytest.param("sft", TWICE, "jax", id="sft, twice"),
+        pytest.param("grpo", [TAKEN], "jax", id="grpo on JAX, once", marks=pytest.mark.slow),
+        pytest.param(
+            "sft", TWICE, "fsdp2 on two workers", id="sft on two torch workers, twice", marks=pytest.mark.slow
+        ),
+        pytest.param("ppo", AT_EVERY_STEP, "jax", id="ppo, at every step", marks=pytest.mark.slow),
+        pytest.param("sft", AT_EVERY_STEP, "jax", id="sft, at every step", marks=pytest.mark.slow),
+        pytest.param("grpo", AT_EVERY_POINT, "jax", id="grpo, at every point", marks=pytest.mark.slow),
+        pytest.param("ppo", AT_EVERY_POINT, "jax", id="ppo, at every point", marks=pytest.mark.slow),
+        pytest.param("sft", AT_EVERY_POINT, "jax", id="sft, at every point", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_is_killed_again_and_again_equals_the_uninterrupted_one(
-    processes, points, data, tiny_model, tmp_path, kind, kills
+    processes, points, data, tiny_model, tmp_path, kind, kills, strategy
 ):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     output = tmp_path / "output"
-    assert processes.run(*command(kind, data, tiny_model, whole), output=output) == 0, output.read_text()
+    assert processes.run(*command(kind, strategy, data, tiny_model, whole), output=output) == 0, output.read_text()
     for point in kills:
         (points / point).touch()
-        status = processes.run(*command(kind, data, tiny_model, killed), output=output)
+        status = processes.run(*command(kind, strategy, data, tiny_model, killed), output=output)
         assert status == -signal.SIGKILL, f"{point}\n{output.read_text()}"
-    assert processes.run(*command(kind, data, tiny_model, killed), output=output) == 0, output.read_text()
+    assert processes.run(*command(kind, strategy, data, tiny_model, killed), output=output) == 0, output.read_text()
     first = 0 if kind != "sft" else 1  # there is an evaluation before the first step
     assert [row["step"] for row in metrics(killed)] == [*range(first, STEPS + 1)]
     check_equal(killed, whole, STEPS, MODELS[kind])

@@ -84,16 +84,17 @@ def test_the_zero_variance_filter_leaves_prompts_whose_samples_are_alike_out_of_
     assert trained == [0, 0] if filtered else min(trained) > 0
 
 
-def test_a_reference_that_follows_the_policy_is_resumed_and_leaves_exports_alone(rows, tiny_model, tmp_path):
+@pytest.mark.parametrize("strategy", ["jax", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_a_reference_that_follows_the_policy_is_resumed_and_leaves_exports_alone(rows, tiny_model, tmp_path, strategy):
     options = ["environment.env_class=rewarding:Hashed", "trainer.algorithm.use_kl_loss=true", "trainer.epochs=2"]
     options += ["trainer.update_ref_every_epoch=true", "trainer.hf_save_interval=2"]
-    train(command(rows, tiny_model, tmp_path / "whole", *options))
+    train(command(rows, tiny_model, tmp_path / "whole", *options, strategy=strategy))
     kl = [row["loss/avg_kl"] for row in metrics(tmp_path / "whole")]
     assert kl[0] == kl[2] == 0 < min(kl[1], kl[3])  # the policy begins each epoch as its own reference
     for step in (2, 4):
         exported = load_file(tmp_path / "whole-exports" / f"global_step_{step}" / "policy" / "model.safetensors")
         assert exported
-    cut = command(rows, tiny_model, tmp_path / "cut", *options)
+    cut = command(rows, tiny_model, tmp_path / "cut", *options, strategy=strategy)
     interrupted(cut, at=4)
     train(cut)
     check_equal(tmp_path / "cut", tmp_path / "whole", 4, ["policy", "reference"])

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from peft import PeftModel
 from safetensors.numpy import load_file
+from short_runs import on
 
+import oracle
 from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
@@ -34,13 +38,13 @@ def prompts(count: int, seed: int) -> list[dict]:
     return [{"prompt": row["prompt"]} for row in arithmetic_rows(count, seed=seed, largest=9)]
 
 
-def configured(data: Path, tiny_model: Path, *overrides: str) -> SkyRLTrainConfig:
+def configured(data: Path, tiny_model: Path, *overrides: str, strategy: str = "fsdp2") -> SkyRLTrainConfig:
     return SkyRLTrainConfig.from_cli_overrides(
         [
             f"data.train_data=[{data}/train.jsonl]",
             f"data.val_data=[{data}/validation.jsonl]",
             "environment.env_class=rewarding:Hashed",
-            "trainer.strategy=jax",
+            *on(strategy),
             f"trainer.policy.model.path={tiny_model}",
             "trainer.policy.model.lora.rank=4",
             "trainer.policy.optimizer_config.lr=1e-2",
@@ -55,9 +59,6 @@ def configured(data: Path, tiny_model: Path, *overrides: str) -> SkyRLTrainConfi
             "trainer.logger=console",
             "generator.n_samples_per_prompt=3",
             "generator.sampling_params.max_generate_length=4",
-            "trainer.jax.deterministic=true",
-            "trainer.jax.warm_up=false",
-            "trainer.jax.compilation_cache=false",
             *overrides,
         ]
     ).resolve()
@@ -106,15 +107,21 @@ IN_SLOW_SUITE = ("grpo", "clip_cov, whole", "one step off")
 
 
 @pytest.mark.parametrize(
-    "algorithm",
-    [pytest.param(name, marks=pytest.mark.slow if name in IN_SLOW_SUITE else ()) for name in ALGORITHMS],
+    ("algorithm", "strategy"),
+    [
+        *(pytest.param(name, "jax", marks=pytest.mark.slow if name in IN_SLOW_SUITE else ()) for name in ALGORITHMS),
+        ("ppo", "fsdp2"),
+        ("one step off", "fsdp2"),
+        pytest.param("clip_cov, whole", "fsdp2", marks=pytest.mark.slow),
+        pytest.param("ppo", "fsdp2 on two workers", marks=pytest.mark.slow),
+    ],
 )
-def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(data, tiny_model, tmp_path, algorithm):
+def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(data, tiny_model, tmp_path, algorithm, strategy):
     options = ALGORITHMS[algorithm]
     if algorithm == "ppo":
         options = [*options, f"trainer.critic.model.path={tiny_model}"]
     whole, cut = (
-        configured(data, tiny_model, *options, f"trainer.ckpt_path={tmp_path}/{name}/checkpoints")
+        configured(data, tiny_model, *options, f"trainer.ckpt_path={tmp_path}/{name}/checkpoints", strategy=strategy)
         for name in ("whole", "cut")
     )
     undisturbed = run(whole)
@@ -124,7 +131,7 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(data, tiny_m
     assert [step for step, _ in resumed] == [3, 4]
     assert all(metrics["policy/grad_norm"] > 0 for step, metrics in undisturbed if step)
     for (_, ours), (_, expected) in zip(resumed, undisturbed[3:], strict=True):
-        same = {name for name in expected if not name.startswith("timing/") and "_time_" not in name}
+        same = {name for name in expected if not name.startswith(("timing/", "throughput/")) and "_time_" not in name}
         assert {name: ours[name] for name in same} == {name: expected[name] for name in same}
     for model in ("policy", "critic") if algorithm == "ppo" else ("policy",):
         ours, expected = weights(tmp_path / "cut", model), weights(tmp_path / "whole", model)
@@ -180,8 +187,12 @@ def test_with_sixty_times_more_samples_in_flight_than_rows_no_trajectory_is_lost
         "trainer.eval_interval=-1",
         "trainer.ckpt_interval=-1",
         f"trainer.epochs={epochs}",
+        "trainer.policy.record_memory=true",
+        strategy="jax",
     )
     reports = [metrics for step, metrics in run(config) if step > 0]
+    profiles = {path.name for path in (data / "checkpoints" / "memory").iterdir()}
+    assert profiles == {f"global_step_{step}.prof" for step in range(4, 4 * epochs + 1, 4)}
     assert len(reports) == 4 * epochs
     assert [metrics["generate/retries"] + metrics["generate/failed"] for metrics in reports] == [0] * len(reports)
     assert max(metrics["async/staleness_max"] for metrics in reports) == 4
@@ -194,7 +205,7 @@ def test_samples_that_wait_for_their_step_are_in_the_checkpoint(data, tiny_model
     trained = (data / "exports" / "dumped_rollouts" / "global_step_3.jsonl").read_text().splitlines()
     assert len(trained) == 12 and len(waiting) >= 12
     for kept, dumped in zip(waiting, trained, strict=False):
-        record = {name: value for name, value in json.loads(kept).items() if name not in ("prompt", "inputs")}
+        record = {name: value for name, value in json.loads(kept).items() if name != "prompt"}
         assert record == json.loads(dumped)
 
 
@@ -241,6 +252,14 @@ def test_an_export_is_a_folder_for_transformers(data, tiny_model):
     exported = data / "exports" / "global_step_4" / "policy"
     assert json.loads((exported / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
     assert (exported / "model.safetensors").exists() and (exported / "tokenizer.json").exists()
+    adapted = PeftModel.from_pretrained(oracle.load(tiny_model), str(exported.with_name("policy_adapter")))
+    tokens = list(range(20))
+    with torch.no_grad():
+        ours, theirs, base = (
+            oracle.logits(one, tokens) for one in (oracle.load(exported), adapted, oracle.load(tiny_model))
+        )
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    assert (ours - base).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("model", ["critic", "ref"])

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 import oracle
 from skyrl.algorithms.objective import ForwardOnly
 from skyrl.backends.async_client import BackendClient
-from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.operations import ForwardBackward, Operation, OptimStep
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.policies.on_backend import BackendLearner, BackendPolicy
@@ -25,13 +23,12 @@ from skyrl.types import LoraConfig
 
 TEMPERATURE = 0.8
 LEARNING_RATE = 1e-2
-BACKEND = {"train_tile_tokens": 64, "compilation_cache": False, "warm_up": False}
 
 
-@pytest.fixture(scope="module")
-def client(tiny_model) -> Iterator[BackendClient]:
-    with BackendClient(JaxBackend(str(tiny_model), JaxBackendConfig(**BACKEND))) as client:
-        yield client
+@pytest.fixture(params=["client", "torch_client"])
+def either(request) -> BackendClient:
+    """A client of each backend."""
+    return request.getfixturevalue(request.param)
 
 
 def configured(tiny_model, *overrides: str) -> SkyRLTrainConfig:
@@ -115,6 +112,10 @@ def stepped(client: BackendClient, config: SkyRLTrainConfig, items: list[Traject
     return oracle.load(folder), metrics
 
 
+def untimed(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("timing/")}
+
+
 def optimizer_of(model) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
 
@@ -125,9 +126,9 @@ def assert_same_policy(ours, expected, items: list[Trajectory]) -> None:
             np.testing.assert_allclose(torch_logprobs(ours, item), torch_logprobs(expected, item), atol=2e-2)
 
 
-def test_a_grpo_step_is_that_of_torch(client, tiny_model, tmp_path):
+def test_a_grpo_step_is_that_of_torch(either, tiny_model, tmp_path):
     config, items = configured(tiny_model), trajectories()
-    ours, metrics = stepped(client, config, items, tmp_path / "grpo", steps=2)
+    ours, metrics = stepped(either, config, items, tmp_path / "grpo", steps=2)
     model = oracle.load(tiny_model)
     scores = scores_of(items)
     advantages = ((scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-6)).reshape(-1)
@@ -148,7 +149,7 @@ def test_a_grpo_step_is_that_of_torch(client, tiny_model, tmp_path):
     assert_same_policy(ours, model, items)
 
 
-def test_kl_and_two_epochs_of_two_mini_batches_are_those_of_torch(client, tiny_model, tmp_path):
+def test_kl_and_two_epochs_of_two_mini_batches_are_those_of_torch(either, tiny_model, tmp_path):
     config = configured(
         tiny_model,
         "trainer.algorithm.use_kl_loss=true",
@@ -160,7 +161,7 @@ def test_kl_and_two_epochs_of_two_mini_batches_are_those_of_torch(client, tiny_m
         "trainer.update_epochs_per_batch=2",
     )
     items = [item for item in trajectories(3) if item.id.repetition_id < 2]
-    ours, _ = stepped(client, config, items, tmp_path / "kl")
+    ours, _ = stepped(either, config, items, tmp_path / "kl")
     model, reference = oracle.load(tiny_model), oracle.load(tiny_model)
     optimizer = optimizer_of(model)
     scores = torch.tensor([item.reward for item in items]).reshape(2, 2)
@@ -183,13 +184,13 @@ def test_kl_and_two_epochs_of_two_mini_batches_are_those_of_torch(client, tiny_m
     assert_same_policy(ours, model, items)
 
 
-def test_a_kl_of_a_fresh_policy_in_the_reward_is_0_at_any_temperature(client, tiny_model, tmp_path):
+def test_a_kl_of_a_fresh_policy_in_the_reward_is_0_at_any_temperature(either, tiny_model, tmp_path):
     config = configured(tiny_model, "trainer.algorithm.use_kl_in_reward=true")
-    _, metrics = stepped(client, config, trajectories(1), tmp_path / "fresh")
+    _, metrics = stepped(either, config, trajectories(1), tmp_path / "fresh")
     assert metrics["loss/avg_kl"] == 0.0
 
 
-def test_gae_follows_a_trajectory_over_its_observations_and_rows(client, tiny_model):
+def test_gae_follows_a_trajectory_over_its_observations_and_rows(either, tiny_model):
     """Returns and advantages of a critic, by the definition over the sampled tokens in their order."""
     config = configured(
         tiny_model,
@@ -201,7 +202,7 @@ def test_gae_follows_a_trajectory_over_its_observations_and_rows(client, tiny_mo
     items = trajectories(5)
 
     async def run():
-        policy, critic = BackendPolicy(client, "gae-policy", seed=0), BackendLearner(client, "gae-critic")
+        policy, critic = BackendPolicy(either, "gae-policy", seed=0), BackendLearner(either, "gae-critic")
         await policy.create(LoraConfig(rank=4, seed=0))
         await critic.create(LoraConfig(rank=4, seed=1), value_head=True)
         update, batch = Update(config, policy, critic), batch_of(config, items)
@@ -225,6 +226,31 @@ def test_gae_follows_a_trajectory_over_its_observations_and_rows(client, tiny_mo
             expected[index] = advantage + own[index]
         np.testing.assert_allclose(found, expected, atol=1e-6)
     assert metrics["critic/loss"] > 0 and np.isfinite(metrics["policy/loss"])
+
+
+def test_steps_of_policy_and_critic_are_the_same_on_both_backends(client, torch_client, tiny_model):
+    """With adapters that begin alike; the KL from the reference is 0 in the first step, and not in the second."""
+    config = configured(
+        tiny_model,
+        f"trainer.critic.model.path={tiny_model}",
+        "trainer.algorithm.advantage_estimator=gae",
+        "trainer.algorithm.use_kl_loss=true",
+        "trainer.algorithm.kl_loss_coef=0.5",
+        "trainer.policy_mini_batch_size=1",
+    )
+
+    async def run(client: BackendClient):
+        policy, critic = BackendPolicy(client, "same-policy", seed=0), BackendLearner(client, "same-critic")
+        await policy.create(LoraConfig(rank=4, seed=0))
+        await critic.create(LoraConfig(rank=4, seed=1), value_head=True)
+        update, batch = Update(config, policy, critic), batch_of(config, trajectories(7))
+        return [await update(batch) for _ in range(3)], (await update._score(batch)).values
+
+    (ours, values), (theirs, expected) = (asyncio.run(run(one)) for one in (torch_client, client))
+    assert min(step["loss/avg_kl"] for step in ours[1:]) > 1e-3
+    for mine, other in zip(map(untimed, ours), map(untimed, theirs), strict=True):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-4)
+    np.testing.assert_allclose(values, expected, atol=1e-4)
 
 
 def test_a_forked_history_is_trained_on_once_per_token(tiny_model):
@@ -327,14 +353,26 @@ def alike(items: list[Trajectory], prompts: set[str]) -> list[Trajectory]:
         ("trainer.policy_mini_batch_size=1", 1),
         ("trainer.algorithm.off_policy_correction.tis_ratio_type=token", 1),
         ("trainer.algorithm.policy_loss_type=kl_cov", 2),
+        ("trainer.policy.model.lora.dropout=0.5", 1),
     ],
 )
 def test_forward_passes_are_made_for_what_the_training_pass_does_not_tell(client, tiny_model, option, passes):
     kinds, metrics, before, _, batch = updated(client, configured(tiny_model, option), trajectories(), option)
     assert kinds["forward"] == passes
     assert metrics["policy/entropy"] == pytest.approx(means(before, batch, "entropy"), rel=1e-5)
-    expected = np.abs(chosen(before, batch, "logprobs") + 1.0).mean()
-    assert metrics["policy/rollout_train_logprobs_abs_diff_mean"] == pytest.approx(expected, rel=1e-5)
+    apart = chosen(before, batch, "logprobs").astype(np.float64) + 1.0  # all were "sampled" with -1 nat
+    assert metrics["policy/rollout_train_logprobs_abs_diff_mean"] == pytest.approx(np.abs(apart).mean(), rel=1e-5)
+    assert metrics["policy/rollout_train_kl"] == pytest.approx((np.exp(apart) - 1 - apart).mean(), rel=1e-5)
+    assert metrics["policy/rollout_train_off_fraction"] == np.mean(np.abs(apart) > 0.1)
+
+
+@pytest.mark.filterwarnings("ignore:trainer.one_step_off=True without")
+@pytest.mark.parametrize(("option", "warns"), [("one_step_off=false", True), ("one_step_off=true", False)])
+def test_a_run_whose_samples_are_of_the_newest_weights_warns_of_a_sampler_that_disagrees(
+    client, tiny_model, caplog, option, warns
+):
+    updated(client, configured(tiny_model, f"trainer.{option}"), trajectories(), option)
+    assert ("sampler and trainer disagree" in caplog.text) is warns
 
 
 def test_no_step_is_taken_where_no_token_is_trained_on(client, tiny_model):

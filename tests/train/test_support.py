@@ -13,6 +13,7 @@ from skyrl.train.config.machinery.help import describe_fields
 from skyrl.train.strategy.jax_backend import JaxStrategy
 from skyrl.train.strategy.jax_fields import JAX_SUPPORT
 from skyrl.train.strategy.support import Status, find, unsupported
+from skyrl.train.strategy.torch_fields import TORCH_SUPPORT
 from skyrl.train.strategy.validate import validate
 from tests.train.config.table import PATHS, another
 
@@ -92,8 +93,9 @@ def test_every_field_of_every_class_has_one_status():
         assert isinstance(find(JAX_SUPPORT, path)[1].status, Status)
 
 
-def test_every_row_of_the_table_decides_about_a_field():
-    assert {find(JAX_SUPPORT, path)[0] for path in FIELDS} == set(JAX_SUPPORT)
+@pytest.mark.parametrize("table", [JAX_SUPPORT, TORCH_SUPPORT], ids=["jax", "fsdp2"])
+def test_every_row_of_a_table_decides_about_a_field(table):
+    assert {find(table, path)[0] for path in FIELDS} == set(table)
 
 
 def test_a_field_that_no_row_is_about_has_no_status():
@@ -130,11 +132,18 @@ def names_read_by(module: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", paths_with(Status.CONSUMED))
-def test_the_module_that_consumes_a_field_reads_it(path):
+@pytest.mark.parametrize(
+    ("table", "path"),
+    [
+        *((JAX_SUPPORT, path) for path in FIELDS if find(JAX_SUPPORT, path)[1].status is Status.CONSUMED),
+        *((TORCH_SUPPORT, path) for path in FIELDS if find(TORCH_SUPPORT, path)[1].status is Status.CONSUMED),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_module_that_consumes_a_field_reads_it(table, path):
     name = path.rpartition(".")[2]
     sections = {other.split(".")[-2] for other in FIELDS if other.endswith(f".{name}")}
-    support = find(JAX_SUPPORT, path)[1]
+    support = find(table, path)[1]
     section = support.section or path.split(".")[-2]
     wanted = name if len(sections) == 1 else f"{section}.{name}"  # a name alone may be another section's
     assert wanted in names_read_by(support.by)
@@ -192,9 +201,11 @@ def test_the_defaults_are_never_refused():
 
 
 def test_validation_refuses_what_the_strategy_cannot_honour():
-    overrides = ["trainer.strategy=jax", "trainer.logger=console", "generator.sampling_params.repetition_penalty=1.1"]
+    overrides = ["trainer.strategy=jax", "trainer.logger=console", "trainer.disable_fast_tokenizer=true"]
     config = SkyRLTrainConfig.from_cli_overrides(overrides).resolve()
-    with pytest.raises(ConfigError, match=r"repetition_penalty=1\.1 cannot be honoured .* leave it at 1") as error:
+    with pytest.raises(
+        ConfigError, match=r"disable_fast_tokenizer=True cannot be honoured .* leave it at False"
+    ) as error:
         validate(config)
     assert len(str(error.value).splitlines()) == 1
 

@@ -1,5 +1,6 @@
 """Checkpoints of a run: whole or not there whenever the process is killed, found again, and nobody else's touched."""
 
+import asyncio
 import json
 import os
 import signal
@@ -12,10 +13,20 @@ import numpy as np
 import pytest
 
 from skyrl.errors import ConfigError, StorageError
-from skyrl.train.checkpoints import MARKER, ROLLOUTS, STATE, Checkpoint, CheckpointStore, identity_of
+from skyrl.train.checkpoints import (
+    BEST,
+    MARKER,
+    ROLLOUTS,
+    STATE,
+    Checkpoint,
+    CheckpointStore,
+    begin_writing,
+    identity_of,
+)
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.utils.atomic_folders import read_folder, write_folder
+from skyrl.train.ranking import Best, Ranking
 from skyrl.utils.failpoints import CRASH_POINTS
+from skyrl.utils.files.atomic_folders import read_folder, write_folder
 from skyrl.utils.locks.claim import LOCK
 
 IDENTITY = {"trainer.policy.model.path": "tiny", "trainer.algorithm.advantage_estimator": "grpo"}
@@ -121,12 +132,29 @@ def test_a_checkpoint_of_another_model_or_algorithm_is_refused_with_both_values(
     )
 
 
+def test_another_dropout_is_refused_with_both_values_in_a_run_that_goes_on_and_in_one_that_begins_with_weights(
+    tmp_path,
+):
+    save(store(tmp_path / "one"), 3)
+    begun, name = tmp_path / "one" / "global_step_3", "trainer.policy.model.lora.dropout"
+    with pytest.raises(ConfigError, match=rf"{name}=0.0 there and 0.25 here"):
+        resumed(tmp_path / "one", **{name: 0.25})
+    with pytest.raises(ConfigError, match=rf"trainer.init_from=.*{name}=0.0 there and 0.25 here"):
+        store(tmp_path / "other", **{name: 0.25}).initial(str(begun), "trainer.init_from")
+    save(store(tmp_path / "dropping", **{name: 0.25}), 3)
+    with pytest.raises(ConfigError, match=r"init_from=.*model.lora.dropout=0.25 there and 0.0 here"):
+        store(tmp_path / "other").initial(str(tmp_path / "dropping" / "global_step_3"), "init_from")
+
+
 @pytest.mark.parametrize(
     "override",
     [
         "trainer.policy.model.path=other",
         "trainer.policy.model.lora.rank=8",
         "trainer.policy.model.lora.alpha=8",
+        "trainer.policy.model.lora.target_modules=.*q_proj",
+        "trainer.policy.model.lora.exclude_modules=.*q_proj",
+        "trainer.policy.model.lora.dropout=0.25",
         "trainer.critic.model.path=other",
         "trainer.critic.model.lora.rank=8",
         "trainer.critic.model.lora.alpha=8",
@@ -141,7 +169,7 @@ def test_models_and_algorithm_are_what_a_checkpoint_is_of(override):
         for overrides in ([], [override])
     )
     path, value = override.split("=")
-    assert {name for name in given if given[name] != base[name]} == {path}
+    assert {name for name in given if given[name] != base.get(name)} == {path}
     assert str(given[path]).lower() == value
 
 
@@ -226,6 +254,71 @@ def test_the_newest_checkpoints_are_kept(tmp_path, keep, kept):
     for step in (1, 2, 3, 10):
         save(run, step)
     assert steps(tmp_path) == kept
+
+
+SCORE = "eval/all/avg_score"
+
+
+def ranked(folder: Path, mode: str = "max", keep: int = 1) -> CheckpointStore:
+    ranking = Ranking.of("trainer.best_metric", SCORE, mode)
+    return CheckpointStore(folder, identity=IDENTITY, max_to_keep=keep, ranking=ranking)
+
+
+def evaluated(run: CheckpointStore, scores: dict[int, float]) -> list[int]:
+    """A checkpoint of each step, which has that score. Returns the steps that were the best so far."""
+    best = []
+    for step, score in scores.items():
+        if run.judge(step, {SCORE: score, "eval/other": 0.0}):
+            best.append(step)
+        save(run, step)
+    return best
+
+
+@pytest.mark.parametrize(
+    ("mode", "best", "kept"), [("max", [1, 3], [3, 6]), ("min", [1, 2, 5], [5, 6])], ids=["highest", "lowest"]
+)
+def test_the_checkpoint_of_the_best_evaluation_is_kept_beside_the_newest(tmp_path, mode, best, kept):
+    run = ranked(tmp_path, mode)
+    assert evaluated(run, {1: 0.5, 2: 0.25, 3: 0.75, 4: float("nan"), 5: 0.125, 6: 0.75}) == best
+    assert steps(tmp_path) == kept and (tmp_path / BEST).read_text() == str(kept[0])
+    assert run.best == Best(kept[0], {"max": 0.75, "min": 0.125}[mode])
+
+
+def test_a_resumed_run_knows_its_best_and_one_that_is_compared_otherwise_begins_anew(tmp_path):
+    evaluated(ranked(tmp_path), {1: 0.5, 2: 0.25})
+    run = ranked(tmp_path)
+    run.resume("latest")
+    assert evaluated(run, {3: 0.375, 4: 0.5}) == [] and steps(tmp_path) == [1, 4]
+    other = ranked(tmp_path, "min")
+    other.resume("latest")
+    assert other.best is None and evaluated(other, {5: 0.9}) == [5]
+
+
+def test_no_best_is_named_where_there_is_none(tmp_path):
+    evaluated(ranked(tmp_path), {1: 0.5})
+    other = ranked(tmp_path, "min")
+    other.resume("latest")
+    save(other, 2)
+    assert not (tmp_path / BEST).exists()
+
+
+def test_an_evaluation_before_the_first_step_is_no_best_and_its_metrics_are_looked_at(tmp_path):
+    run = ranked(tmp_path)
+    assert not run.judge(0, {SCORE: 0.5}) and run.best is None
+    with pytest.raises(ConfigError, match="evaluations have no such metric"):
+        run.judge(0, {"eval/loss": 1.0})
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint_knows_the_best_until_then(tmp_path):
+    evaluated(ranked(tmp_path, keep=-1), {1: 0.5, 2: 0.25, 3: 0.75})
+    run = ranked(tmp_path, keep=-1)
+    run.resume("from_path", str(tmp_path / "global_step_2"))
+    assert run.best == Best(1, 0.5)
+
+
+def test_a_metric_that_evaluations_do_not_have_is_named_with_those_that_they_have(tmp_path):
+    with pytest.raises(ConfigError, match=r"trainer\.best_metric=eval/all/avg_score: .* but eval/loss; name one"):
+        ranked(tmp_path).judge(1, {"eval/loss": 1.0})
 
 
 def test_a_resumed_run_counts_the_checkpoints_that_it_made_before(tmp_path):
@@ -326,7 +419,7 @@ RUN = """
 import json, sys
 from pathlib import Path
 from skyrl.train.checkpoints import CheckpointStore
-from skyrl.utils.atomic_folders import write_folder
+from skyrl.utils.files.atomic_folders import write_folder
 import numpy as np
 
 folder, points, identity, point, when, again = sys.argv[1:]
@@ -409,6 +502,26 @@ def test_a_model_that_was_not_written_wholly_makes_no_checkpoint(tmp_path):
     with pytest.raises(StorageError, match="policy was not written wholly"), store(tmp_path).saving(1, {}) as folder:
         (folder / "policy").mkdir()
     assert names(tmp_path) == []
+
+
+def test_a_model_that_fails_leaves_the_folder_until_the_others_are_written(tmp_path):
+    there = []
+
+    async def fails():
+        raise StorageError("the disk is full")
+
+    async def written(folder: Path):
+        for _ in range(20):
+            await asyncio.sleep(0)
+        there.append(folder.is_dir())
+
+    async def both():
+        saving = store(tmp_path).saving(1, {})
+        await begin_writing(saving, lambda folder: [fails(), written(folder)], tmp_path / "global_step_1")
+
+    with pytest.raises(StorageError, match="the disk is full"):
+        asyncio.run(both())
+    assert there == [True] and names(tmp_path) == []
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skyrl.cli import main
-from skyrl.train.config import SFTConfig, SkyRLTrainConfig
+from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.config.machinery.help import describe_fields
 
 SFT = ["optimizer_config.lr=1e-2", "model.lora.rank=4", "num_epochs=2", "batch_size=2", "ckpt_interval=1"]
@@ -41,11 +41,16 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "ckpts" / "metrics.jsonl").read_text().splitlines()]
 
 
+def summary(capfd) -> str:
+    """The first line of a run's last words."""
+    return next(line for line in capfd.readouterr().out.splitlines()[::-1] if not line.startswith(" "))
+
+
 def test_sft_ends_with_a_summary_and_goes_on_from_its_checkpoint(examples, tmp_path, capfd):
     assert main(examples) == 0
-    assert capfd.readouterr().out.splitlines()[-1].startswith("4 steps, ")
+    assert summary(capfd).startswith("4 steps, ")
     assert main([*examples, "num_epochs=3", "resume_from=latest"]) == 0
-    assert capfd.readouterr().out.splitlines()[-1].startswith("6 steps (resumed from 4), ")
+    assert summary(capfd).startswith("6 steps (resumed from 4), ")
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
@@ -75,7 +80,7 @@ def test_a_file_is_the_configuration_and_overrides_win(examples, tmp_path, capfd
     (tmp_path / "sft.yaml").write_text("num_steps: 9\nbatch_size: 4\n")
     overrides = [one for one in examples[2:] if not one.startswith("num_epochs")]
     assert main(["train", "sft", "--config", str(tmp_path / "sft.yaml"), *overrides, "num_steps=1"]) == 0
-    assert capfd.readouterr().out.splitlines()[-1].startswith("1 steps, ")
+    assert summary(capfd).startswith("1 steps, ")
 
 
 @pytest.mark.parametrize(
@@ -83,9 +88,9 @@ def test_a_file_is_the_configuration_and_overrides_win(examples, tmp_path, capfd
     [
         (["rl", "trainer.epochs=x"], ["trainer.epochs=x", "integer"]),
         (["rl", "trainer.epoch=1"], ["epoch", "did you mean epochs?"]),
-        (["rl", "trainer.strategy=fsdp2", "generator.batched=true"], ["trainer.strategy=fsdp2", "not served yet"]),
+        (["rl", "trainer.strategy=megatron", "generator.batched=true"], ["strategy=megatron", "not served yet"]),
         (["rl", "--config", "/nowhere.yaml"], ["/nowhere.yaml"]),
-        (["sft", "train_datasets=[x.jsonl]", "model.lora.dropout=0.1"], ["model.lora.dropout=0.1", "leave it at 0"]),
+        (["sft", "train_datasets=[x.jsonl]", "model.lora.lora_sync_path=/x"], ["lora_sync_path=/x", "leave it out"]),
         (["sft", "train_datasets=[x.jsonl]", "optimizer_config.scheduler=linea"], ["linea", "did you mean linear?"]),
     ],
 )  # fmt: skip
@@ -96,23 +101,25 @@ def test_what_is_wrong_is_said_in_one_message_without_a_traceback(arguments, wor
     assert all(word in message for word in words) and "Traceback" not in said
 
 
-@pytest.mark.parametrize(("kind", "config"), [("rl", SkyRLTrainConfig), ("sft", SFTConfig)])
+@pytest.mark.parametrize(("kind", "config"), [("rl", SkyRLTrainConfig), ("sft", SFTConfig), ("dpo", DPOConfig)])
 def test_every_field_is_listed(kind, config, capfd):
     assert main(["train", kind, "--fields"]) == 0
     listed = {line.partition(":")[0] for line in capfd.readouterr().out.splitlines() if not line.startswith(" ")}
     assert {field.path for field in describe_fields(config())} <= listed
 
 
-def test_help_names_both_kinds_and_how_to_list_fields():
+def test_help_names_all_kinds_and_how_to_list_fields():
     def said(*arguments: str) -> str:
         command = [sys.executable, "-m", "skyrl.cli", "train", *arguments, "--help"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    assert "rl " in said() and "sft " in said()
+    assert all(f"\n  {kind} " in said() for kind in ("rl", "sft", "dpo"))
     assert "--fields" in said("rl") and "--config FILE" in said("sft")
 
 
-def test_rollouts_that_fail_end_a_run_with_the_first_failure(tmp_path, tiny_model, capfd):
+def test_rollouts_that_fail_end_a_run_with_the_first_failure_of_which_the_copy_of_the_log_has_the_traceback(
+    tmp_path, tiny_model, capfd
+):
     row = {"prompt": [{"role": "user", "content": "?"}], "env_class": "rewarding:Broken"}
     (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 2))
     overrides = [
@@ -129,7 +136,13 @@ def test_rollouts_that_fail_end_a_run_with_the_first_failure(tmp_path, tiny_mode
         "generator.n_samples_per_prompt=2",
         "generator.trajectory_retries=0",
         "generator.sampling_params.max_generate_length=2",
+        "trainer.run_name=broken",
+        f"trainer.log_path={tmp_path}/logs",
     ]
     assert main(["train", "rl", *overrides]) == 1
     said = capfd.readouterr().err
     assert "max_failed_fraction" in said and "the world ended" in said and "Traceback" not in said.split("error: ")[-1]
+    copy = (tmp_path / "logs" / "skyrl" / "broken.log").read_text()
+    assert "trainer.strategy=jax" in copy and "Traceback" in copy and "the world ended" in copy.splitlines()[-1]
+    assert main(["train", "rl", *overrides, f"trainer.log_path={tmp_path}/rows.jsonl"]) == 1
+    assert f"trainer.log_path={tmp_path}/rows.jsonl: " in capfd.readouterr().err

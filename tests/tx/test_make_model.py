@@ -69,7 +69,7 @@ def test_impossible_sizes_are_refused_and_leave_nothing(sizes, message, tmp_path
 
 
 def test_an_unknown_architecture_names_the_known_ones(tmp_path):
-    with pytest.raises(KeyError, match="no architecture named 'gpt'; known: qwen3"):
+    with pytest.raises(KeyError, match=r"no architecture named 'gpt'; known: .*qwen3"):
         make_model(tmp_path, "gpt")
 
 

@@ -81,7 +81,7 @@ def exported(load):
     return adapter_to_peft(trained_adapter(load().config), RANK_4, load().config)
 
 
-@pytest.mark.parametrize("option", [{"use_dora": True}, {"rank_pattern": {"q_proj": 2}}, {"bias": "all"}])
+@pytest.mark.parametrize("option", [{"use_dora": True}, {"lora_bias": True}, {"bias": "all"}])
 def test_options_that_would_change_the_result_are_refused(option, load):
     tensors, config = exported(load)
     with pytest.raises(RequestError, match=f"{next(iter(option))}=.* is not implemented"):
@@ -96,15 +96,17 @@ def test_a_rank_above_the_largest_is_refused(load):
 
 def test_tensors_of_another_model_are_refused(load):
     tensors, config = exported(load)
-    name = "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"
-    with pytest.raises(RequestError, match=f"1 tensors have no place in this base model, such as {name}"):
-        adapter_from_peft(tensors | {name: np.zeros((4, 32))}, config, load().config, 8)
+    module = "base_model.model.model.layers.7.self_attn.q_proj"
+    others = {f"{module}.lora_A.weight": np.zeros((4, 32)), f"{module}.lora_B.weight": np.zeros((64, 4))}
+    with pytest.raises(RequestError, match=f"2 tensors have no place in this base model, such as {module}.lora_A"):
+        adapter_from_peft(tensors | others, config, load().config, 8)
 
 
-@pytest.mark.parametrize("tensor", [None, np.zeros((4, 99), np.float32)])
-def test_a_pair_that_does_not_fit_is_refused(tensor, load):
+def test_a_pair_that_does_not_fit_is_refused(load):
     tensors, config = exported(load)
-    tensors |= {"base_model.model.lm_head.lora_A.weight": tensor}
-    tensors = {name: value for name, value in tensors.items() if value is not None}
+    name = "base_model.model.lm_head.lora_A.weight"
     with pytest.raises(RequestError, match="lora_A and lora_B of lm_head have shapes"):
+        adapter_from_peft(tensors | {name: np.zeros((4, 99), np.float32)}, config, load().config, 8)
+    del tensors[name]
+    with pytest.raises(RequestError, match="lm_head has lora_B and no lora_A"):
         adapter_from_peft(tensors, config, load().config, 8)

@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl.tx.sampling import sample_tokens, seed_words, uniforms, without_tokens
+from skyrl.backends.common.sampling.random_numbers import seed_words
+from skyrl.tx.sampling import sample_tokens, uniforms, without_tokens
 
 pytestmark = pytest.mark.gpu
 

@@ -13,22 +13,26 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load, load_file, save
 
-from skyrl.backends.jax.models.checkpoint_format import TRAINING_STATE, TRAINING_TENSORS, pack_training
-from skyrl.backends.jax.models.state import Kind, ModelState, empty_adapter
-from skyrl.tx.io.export import WEIGHTS, model_files
-from skyrl.tx.io.tensor_file import TYPES, Tensor, on_host, tensor_file
+from skyrl.backends.common.models.checkpoint_folder import TRAINING_STATE, TRAINING_TENSORS
+from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.jax.models.checkpoint_format import pack_training
+from skyrl.backends.jax.models.state import ModelState, empty_adapter
+from skyrl.tx.io.export import model_files
+from skyrl.tx.io.host_arrays import on_host, tensor_of
 from skyrl.tx.io.weights import load_model
 from skyrl.tx.lora import init_adapter
 from skyrl.tx.synthetic.make_model import make_model
 from skyrl.types import LoraConfig
-from skyrl.utils.atomic_folders import write_folder
+from skyrl.utils.files.atomic_folders import write_folder
+from skyrl.utils.files.hf_files import WEIGHTS
+from skyrl.utils.files.tensor_file import TYPES, tensor_file
 
 SIZE = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 512, "vocab": 320, "layers": 12}
 
 
 def written(tensors: dict[str, np.ndarray], metadata=None) -> bytes:
     file = io.BytesIO()
-    tensor_file({name: Tensor.of(array) for name, array in tensors.items()}, metadata)(file)
+    tensor_file({name: tensor_of(array) for name, array in tensors.items()}, metadata)(file)
     return file.getvalue()
 
 
@@ -51,7 +55,7 @@ def test_an_array_that_is_not_contiguous_is_written_in_its_order():
 
 def test_one_of_stacked_arrays_is_that_one():
     stacked = jnp.arange(12.0).reshape(3, 4)
-    np.testing.assert_array_equal(on_host(stacked, 1), [4, 5, 6, 7])
+    np.testing.assert_array_equal(on_host(stacked, (1,)), [4, 5, 6, 7])
 
 
 @pytest.fixture(scope="module")

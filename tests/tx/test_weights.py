@@ -66,7 +66,7 @@ def test_a_tied_model_may_store_its_projection_twice(folder, tmp_path, load):
 def test_an_unknown_architecture_names_the_known_ones(copy):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
-    with pytest.raises(ValueError, match=r"'GPT2LMHeadModel'\] is not implemented \(known: Qwen3ForCausalLM\)"):
+    with pytest.raises(ValueError, match=r"'GPT2LMHeadModel'\] is not implemented \(known: .*Qwen3ForCausalLM"):
         load_model(copy)
 
 

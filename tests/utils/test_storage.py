@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from skyrl.errors import RequestError, StorageError
-from skyrl.utils.atomic_folders import (
+from skyrl.utils.failpoints import CRASH_POINTS
+from skyrl.utils.files.atomic_folders import (
     MANIFEST,
     inspect_folder,
     read_folder,
@@ -22,7 +23,6 @@ from skyrl.utils.atomic_folders import (
     tidy,
     write_folder,
 )
-from skyrl.utils.failpoints import CRASH_POINTS
 
 OLD = {"a": b"old"}
 NEW = {"a": b"new", "b": b"more"}
@@ -120,7 +120,7 @@ WRITER = f"""
 import sys
 import threading
 from contextlib import suppress
-from skyrl.utils.atomic_folders import write_folder
+from skyrl.utils.files.atomic_folders import write_folder
 write_folder(sys.argv[1], {NEW!r})
 """
 

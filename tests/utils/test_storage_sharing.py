@@ -5,7 +5,14 @@ import hashlib
 import pytest
 
 from skyrl.errors import StorageError
-from skyrl.utils.atomic_folders import MANIFEST, copy_folder, open_folder, read_folder, remove_folder, write_folder
+from skyrl.utils.files.atomic_folders import (
+    MANIFEST,
+    copy_folder,
+    open_folder,
+    read_folder,
+    remove_folder,
+    write_folder,
+)
 
 FILES = {"a": b"one" * 1000, "b": b""}
 

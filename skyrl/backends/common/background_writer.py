@@ -127,7 +127,7 @@ class Writer:
 
     @property
     def trying(self) -> bool:
-        """Whether any of it is on its way to the disk."""
+        """True if any of it is on its way to the disk."""
         with self._lock:
             return bool(self._pending) or any(entry.failure is None for entry in self._unwritten.values())
 

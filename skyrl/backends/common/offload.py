@@ -1,4 +1,4 @@
-"""Where models are: on the device while they work, in host memory while they wait, on disk when that is full.
+"""Offloading of models: on the device while they work, in host memory while they wait, on disk when that is full.
 
 Any number of models may be open. One that is asked to work stands in line for the device, first come first served.
 Room that the first of the line is given is its own from then on, before anything of it is there; models that are not at
@@ -46,13 +46,13 @@ class MemoryBudget:
 
 
 class ModelInfo(NamedTuple):
-    """What is known of a model wherever it is."""
+    """Facts about a model, known wherever it is."""
 
     lora_config: LoraConfig
     step: int
     """Optimizer steps taken."""
     value_head: bool
-    """Whether it is a critic."""
+    """True for a critic."""
 
 
 class OffloadState(Protocol):
@@ -61,6 +61,9 @@ class OffloadState(Protocol):
     A shallow copy (`copy.copy`) stays as it is whatever the original becomes.
     """
 
+    sequences: int | None
+    """Sequences whose gradients are in the sums. None: not known, as of sums in files that have no count."""
+
     @property
     def nbytes(self) -> int:
         """Memory that it takes at most, gradient sums included."""
@@ -68,7 +71,7 @@ class OffloadState(Protocol):
 
     @property
     def info(self) -> ModelInfo:
-        """What is to be known of it on disk too."""
+        """Facts about it that are known while it is on disk, too."""
         ...
 
     def to_host(self) -> Self:
@@ -80,7 +83,7 @@ class OffloadState(Protocol):
         ...
 
     def drop_sums(self) -> None:
-        """Clear its gradient sums, in place."""
+        """Clear its gradient sums and the count of their sequences, in place."""
         ...
 
 
@@ -100,8 +103,8 @@ class _Resident(Generic[State]):
     info: ModelInfo | None = None
     """Of a model on disk."""
     without_sums: bool = False
-    """What is on disk or on its way there of gradient sums is void."""
-    refused: StorageError | None = None
+    """Void gradient sums on disk, or on their way there."""
+    refused: StorageError | RequestError | None = None
     """Why it had to leave the line."""
 
 
@@ -114,6 +117,8 @@ class ModelOffload(Generic[State]):
         read: The inverse.
         folder: Where those folders are. None: where temporary files are.
         notify: Called from a thread when `has_news` becomes true.
+        offloads: Whether models leave the device to make room for others. If not, those for whom there is none are
+            refused.
 
     Raises:
         RequestError: Nothing can be written in that folder.
@@ -126,9 +131,12 @@ class ModelOffload(Generic[State]):
         read: Callable[[str], State],
         folder: str | None = None,
         notify: Callable[[], None] = lambda: None,
+        *,
+        offloads: bool = True,
     ):
         self.budget = budget
         self._notify = notify
+        self._offloads = offloads
         self._moved = threading.Event()
         """Set when a move has ended that was not looked at."""
         self._write = write
@@ -137,13 +145,13 @@ class ModelOffload(Generic[State]):
         self._models: OrderedDict[str, _Resident[State]] = OrderedDict()
         """Least recently used first."""
         self._line: dict[_Resident[State], Future[None]] = {}
-        """Who waits for room on the device, the one that came first first; done when it has left the line."""
+        """Models that wait for room on the device, the one that came first first; done when it has left the line."""
         self._working: set[_Resident[State]] = set()
-        """Who has that room, from its turn in the line until its operation ends."""
+        """Models that have that room, each from its turn in the line until its operation ends."""
         self._failures: dict[Tier, str] = {}
         """Why the last move from a tier failed, if it did."""
         self._paused = False
-        """Whether one failed since somebody stood in line last."""
+        """True if one failed since somebody stood in line last."""
         self._closed = False
         self._numbers = itertools.count()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload")
@@ -155,15 +163,15 @@ class ModelOffload(Generic[State]):
         return iter(self._models)
 
     def tier(self, model_id: str) -> Tier:
-        """Where a model is."""
+        """Tier of a model: device, host memory or disk."""
         return self._models[model_id].tier
 
     def is_on_device(self, model_id: str) -> bool:
-        """Whether a model would come to work without standing in line."""
+        """Return whether a model would come to work without standing in line."""
         return self._stays(self._models[model_id])
 
     def info(self, model_id: str) -> ModelInfo:
-        """What is known of a model wherever it is."""
+        """Facts about a model, known wherever it is."""
         model = self._models[model_id]
         if model.state is not None:
             return model.state.info
@@ -241,7 +249,7 @@ class ModelOffload(Generic[State]):
 
     @property
     def has_news(self) -> bool:
-        """Whether a move has ended since `tidy` looked."""
+        """True if a move has ended since `tidy` looked."""
         return self._moved.is_set()
 
     def tidy(self) -> None:
@@ -282,7 +290,7 @@ class ModelOffload(Generic[State]):
         return model.state
 
     def _stays(self, model: _Resident[State]) -> bool:
-        """Whether a model is on the device and nobody waits for its room."""
+        """Return whether a model is on the device and nobody waits for its room."""
         return model.tier == "device" and (model.moving is None or not self._line)
 
     def _stand_in_line(self, model: _Resident[State]) -> Awaiting[None]:
@@ -302,12 +310,18 @@ class ModelOffload(Generic[State]):
         self.tidy()
 
     def _served(self, first: _Resident[State]) -> bool:
-        """Whether the first of the line has left it: with room, or because none can be made."""
+        """Return whether the first of the line has left it: with room, or because none can be made."""
         others = self.used_bytes("device") - (first.nbytes if first.tier == "device" else 0)
         excess = others + first.nbytes - self.budget.device
         if excess <= 0 or not others:
             self._keep(first)
             self._working.add(first)
+        elif not self._offloads:
+            first.refused = RequestError(
+                f"there is no room on the device for one more model of {_mib(first.nbytes)} MiB beside the "
+                f"{_mib(others)} MiB of those that stay there (offload_after_step=False), of "
+                f"{_mib(self.budget.device)} MiB in all; use more adapter_memory_gib, or offload_after_step=True"
+            )
         elif self._make_room("device", excess, first) > 0 and self._paused:
             first.refused = StorageError(
                 "there is no room for the model, because another one cannot be moved away: "
@@ -320,7 +334,7 @@ class ModelOffload(Generic[State]):
 
     def _make_room(self, tier: Tier, excess: int, first: _Resident[State] | None = None) -> int:
         """Start to move so many bytes away. Returns how many of them are not on their way."""
-        if excess <= 0:
+        if excess <= 0 or (tier == "device" and not self._offloads):
             return excess
         there = [model for model in self._models.values() if model.tier == tier and model not in self._line]
         there += [model for model in reversed(self._line) if model.tier == tier and model is not first]
@@ -374,7 +388,7 @@ class ModelOffload(Generic[State]):
             self._forget_files(model)
 
     def _valid(self, model: _Resident[State], state: State) -> State:
-        """What was stored or moved of a model, as it is now."""
+        """State that was stored or moved of a model, as it is now."""
         if model.without_sums:
             state.drop_sums()
         return state

@@ -6,6 +6,7 @@ first, and each tile takes the longest that still fits; the result depends on th
 never on what else is running. Pure NumPy.
 """
 
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from skyrl.algorithms.checks.traced import NAMED
 from skyrl.algorithms.losses import EMPTY, INPUT_FIELDS, LOSSES, NUM_KNOBS, loss_index, pack_knobs
 from skyrl.algorithms.objective import Objective
-from skyrl.types import Datum
+from skyrl.algorithms.traced.objective import TracedObjective
+from skyrl.types import AdapterConfig, Datum, LoraConfig
 
 SHORTEST_TILE = 32
 """Tokens of the smallest tile."""
@@ -28,6 +31,19 @@ WIRE_FIELDS = tuple(field for field in INPUT_FIELDS.values() if field != "weight
 
 WIDE = 64
 """Targets per token of a tile for requests with more than one. Those with more yet take several passes."""
+
+
+class DropoutArrays(NamedTuple):
+    """Dropout of what an adapter reads in a pass over one tile."""
+
+    rate: np.ndarray
+    """float32 `[]`, above 0."""
+    key: np.ndarray
+    """uint32 `[2]`, of which the masks are a function."""
+
+    def at(self, *place: int) -> "DropoutArrays":
+        """That of a part, such as a module or a rank, which numbers from 0 tell apart."""
+        return self._replace(key=np.random.SeedSequence([*self.key.tolist(), *place]).generate_state(2))
 
 
 class TileArrays(NamedTuple):
@@ -57,11 +73,23 @@ class TileArrays(NamedTuple):
     """int32 `[]`: how many cells are used."""
     temperature: np.ndarray | None = None
     """float32 `[N]`, what logits are divided by. None for losses of the protocol, which have none."""
+    named: dict[str, np.ndarray] | None = None
+    """Inputs of a traced loss by its names, float32 `[N]` or `[N, K]`. None for other losses."""
+    dropout: DropoutArrays | None = None
+    """None: there is none."""
+
+    def with_dropout(self, config: LoraConfig, step: int) -> "TileArrays":
+        """The tile for training an adapter of this kind that has taken so many steps: the same again, the same."""
+        if not isinstance(config, AdapterConfig) or not config.dropout:
+            return self
+        data = zlib.crc32(self.targets.tobytes(), zlib.crc32(self.tokens.tobytes()))
+        seed = np.asarray([(config.seed or 0) % 2**32, step], np.uint32)
+        return self._replace(dropout=DropoutArrays(np.asarray(config.dropout, np.float32), seed).at(data))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where sequence `datum` of the request lies in a tile."""
+    """Place of sequence `datum` of the request in a tile."""
 
     datum: int
     start: int
@@ -75,7 +103,7 @@ class Tile:
     arrays: TileArrays
     placements: list[Placement]
     first_target: int = 0
-    """Which of a sequence's targets per token is the tile's first."""
+    """Index, among a sequence's targets per token, of the tile's first."""
 
     @property
     def length(self) -> int:
@@ -84,7 +112,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileShape:
-    """How large tiles are."""
+    """Size of tiles."""
 
     tokens: int = 512
     """Length of a tile, unless its request has less or one of its sequences has more."""
@@ -126,6 +154,9 @@ def make_tiles(
                 arrays.loss_index[...] = loss_index(loss_fn)
                 arrays.knobs[:] = pack_knobs(loss_fn, loss_fn_config)
                 multiple_of = LOSSES[loss_fn].multiple_of
+            elif isinstance(loss_fn, TracedObjective):
+                arrays, fields, multiple_of = _empty(length, width, ()), {"weights": "weights"}, ()
+                arrays = arrays._replace(named=_named(data, placements, length))
             else:
                 fields = {name: name for name in (*loss_fn.inputs, "weights")}
                 arrays = _empty(length, width, loss_fn.inputs, np.ones(length, np.float32))
@@ -133,6 +164,25 @@ def make_tiles(
             _place(data, placements, first_target, arrays, fields)
             _order(arrays, multiple_of)
             yield Tile(arrays, placements, first_target)
+
+
+def _named(data: list[Datum], placements: list[Placement], length: int) -> dict[str, np.ndarray]:
+    """Inputs of a traced loss at their cells. All that have several values per token have one width."""
+    first = data[0].loss_fn_inputs
+    width = (
+        WIDE if any(max(datum.loss_fn_inputs[key].shape[1:], default=1) > 1 for datum in data for key in first) else 1
+    )
+    named = {
+        key.removeprefix(NAMED): np.zeros((length, width)[: values.ndim], np.float32)
+        for key, values in first.items()
+        if key.startswith(NAMED)
+    }
+    for place in placements:
+        cells = slice(place.start, place.start + place.length)
+        for name, array in named.items():
+            values = data[place.datum].loss_fn_inputs[NAMED + name]
+            array[cells if array.ndim == 1 else (cells, slice(values.shape[1]))] = values
+    return named
 
 
 def idle_tile(length: int, width: int) -> TileArrays:
@@ -199,7 +249,7 @@ def _place(
 
 
 def _order(arrays: TileArrays, multiple_of: tuple[str, ...]) -> None:
-    """Which tokens can have a gradient: those with a weight, and with all else that the loss is a multiple of."""
+    """Put tokens first that can have a gradient: with a weight, and with all else that the loss is a multiple of."""
     trained = (arrays.weights != 0).any(axis=1)
     for field in multiple_of:
         trained &= arrays.inputs[field] != 0

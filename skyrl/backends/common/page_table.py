@@ -1,4 +1,4 @@
-"""Who owns which page of the cache, and which pages hold the beginning of another prompt.
+"""Table of pages of the cache: who owns which, and which hold the beginning of another prompt.
 
 Pages are free, owned by one sequence that writes to them, or part of a tree of prefixes, where they are read only. A
 node of the tree is a page and the tokens in it; the path to it is what came before. Whoever uses a node pins its whole
@@ -10,6 +10,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
+
+PAGE_SIZE = 64
+"""Tokens of a page of keys and values."""
 
 SCRATCH = 0
 """Page that rows without a sequence, and padding, write to. It is nobody's."""
@@ -24,16 +27,56 @@ class Node:
     page: int
     parent: "Node | None"
     owner: Hashable
-    """Whose tree this is."""
+    """Owner of the tree."""
     children: dict[int, list["Node"]] = field(default_factory=dict)
     """By their first token."""
     users: int = 0
 
 
-class Pages:
-    """Pages 1 to `count - 1` of a cache.
+class Slots:
+    """Slots 1 to `count - 1` of something: slot 0 is `SCRATCH`.
 
-    A page is reserved before it is taken, so that who has begun can go on: `reserve`, then `take`.
+    One is reserved before it is taken, so that who has begun can go on: `reserve`, then `take`.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self._free = list(range(count - 1, SCRATCH, -1))
+        self._reserved = 0
+
+    @property
+    def available(self) -> int:
+        """Slots that could be reserved now."""
+        return len(self._free) - self._reserved
+
+    def reserve(self, slots: int) -> bool:
+        """Set so many aside, if there are as many."""
+        if slots > self.available:
+            return False
+        self._reserved += slots
+        return True
+
+    def unreserve(self, slots: int) -> None:
+        """Undo a part of `reserve`."""
+        assert 0 <= slots <= self._reserved, (slots, self._reserved)
+        self._reserved -= slots
+
+    def take(self) -> int:
+        """One of those that are reserved. Its contents are anything."""
+        self.unreserve(1)
+        return self._free.pop()
+
+    def give_back(self, slot: int) -> None:
+        """Free one that was taken."""
+        self._free.append(slot)
+
+    def clear(self) -> None:
+        """Forget everything: what they hold was lost. None may be in use."""
+        self._free, self._reserved = list(range(self.count - 1, SCRATCH, -1)), 0
+
+
+class Pages(Slots):
+    """Pages 1 to `count - 1` of a cache. Those of the tree that nobody uses are as good as free.
 
     Args:
         count: Pages there are, the scratch page included.
@@ -41,10 +84,8 @@ class Pages:
     """
 
     def __init__(self, count: int, size: int):
-        self.count = count
+        super().__init__(count)
         self.size = size
-        self._free = list(range(count - 1, SCRATCH, -1))
-        self._reserved = 0
         self._roots: dict[Hashable, Node] = {}
         """Of the owners that have pages in the tree."""
         self._idle: OrderedDict[Node, None] = OrderedDict()
@@ -52,31 +93,12 @@ class Pages:
 
     @property
     def available(self) -> int:
-        """Pages that could be reserved now."""
-        return len(self._free) + len(self._idle) - self._reserved
-
-    def reserve(self, pages: int) -> bool:
-        """Set so many pages aside, if there are as many."""
-        if pages > self.available:
-            return False
-        self._reserved += pages
-        return True
-
-    def unreserve(self, pages: int) -> None:
-        """Undo a part of `reserve`."""
-        assert 0 <= pages <= self._reserved, (pages, self._reserved)
-        self._reserved -= pages
+        return super().available + len(self._idle)
 
     def take(self) -> int:
-        """One of the reserved pages. Its contents are anything."""
-        self.unreserve(1)
         if not self._free:
             self._evict()
-        return self._free.pop()
-
-    def give_back(self, page: int) -> None:
-        """Free a page that was taken and is not in the tree."""
-        self._free.append(page)
+        return super().take()
 
     # -- prefixes -----------------------------------------------------------------------------------------------------
 
@@ -101,7 +123,7 @@ class Pages:
         return None if best is None else (best[1], best[0])
 
     def can_pin(self, node: Node) -> bool:
-        """Whether using a node leaves enough pages to those who have reserved them."""
+        """Return whether using a node leaves enough pages to those who have reserved them."""
         return node.users > 0 or self.available > 0
 
     def pin(self, node: Node) -> None:
@@ -132,8 +154,9 @@ class Pages:
         return node
 
     def clear(self) -> None:
-        """Forget everything: the cache was lost. Nothing may be in use."""
-        self.__init__(self.count, self.size)
+        super().clear()
+        self._roots.clear()
+        self._idle.clear()
 
     def _evict(self) -> None:
         """Free the page of a node that nobody uses: the least recently used one, or one below it."""
@@ -152,7 +175,7 @@ class Pages:
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two sequences begin with in common."""
+    """Number of tokens that two sequences begin with in common."""
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length

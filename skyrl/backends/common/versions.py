@@ -96,7 +96,7 @@ class VersionPool(Generic[Handle]):
         self._lock = threading.RLock()
 
     def adapter(self, slot: int) -> Handle | None:
-        """What is in a slot that was acquired; None in the base model's."""
+        """Content of a slot that was acquired; None in the base model's."""
         return None if slot == BASE_SLOT else self._slots[slot].adapter
 
     def content(self, slot: int) -> int:
@@ -188,6 +188,13 @@ class VersionPool(Generic[Handle]):
                 return True
             reading.add_done_callback(lambda _: self._read_ended())
             return False
+
+    def held(self, claim: Claim) -> Handle:
+        """The adapter of a version that is `at_hand`, for those who do not sample it from a slot."""
+        assert claim.version is not None
+        with self._lock:
+            self._resident.move_to_end(claim.version)
+            return self._resident[claim.version]
 
     def acquire(self, claim: Claim) -> int | None:
         """Pin a version and return its slot. None (for now) if it is not at hand, or samples run on every slot.

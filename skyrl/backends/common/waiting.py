@@ -1,4 +1,4 @@
-"""What an operation yields while it waits for something that happens elsewhere."""
+"""Waits of an operation, which it yields, for something that happens elsewhere."""
 
 from collections.abc import Generator
 from concurrent.futures import Future

@@ -5,8 +5,8 @@
 `sampling_options` which options a sample may have.
 """
 
-from skyrl.backends.executor.executor import Executor, SamplerLoop, failure
+from skyrl.backends.executor.executor import Executor, IncompleteGradients, SamplerLoop, failure
 from skyrl.backends.executor.fair_line import FairLine
 from skyrl.backends.executor.work_queue import Quantum, Work
 
-__all__ = ["Executor", "FairLine", "Quantum", "SamplerLoop", "Work", "failure"]
+__all__ = ["Executor", "FairLine", "IncompleteGradients", "Quantum", "SamplerLoop", "Work", "failure"]

@@ -9,14 +9,15 @@ work that goes on in the background (a file being written); it completes when th
 One thread submits and steps. Only `wait` may be left by another: what ends elsewhere wakes it (`notify`).
 """
 
-import dataclasses
 import logging
 import math
 import threading
 import time
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -40,6 +41,7 @@ from skyrl.backends.common.background_writer import Writer
 from skyrl.backends.executor.phases import Demand, Phase, Phases
 from skyrl.backends.executor.sampling_options import check_options
 from skyrl.backends.executor.work_queue import Ended, Quanta, Quantum, Work
+from skyrl.backends.statistics import Statistics
 from skyrl.errors import BackendLost, RequestError, StorageError
 from skyrl.types import ErrorResponse, GradientEffect, Result
 
@@ -56,7 +58,7 @@ class SamplerLoop(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether `burst` has something to do now. When this becomes true by something else than a call, such as the
+        """True if `burst` has something to do now. When this becomes true by something else than a call, such as the
         end of a read or an answer from elsewhere, the executor's `notify` is called."""
         ...
 
@@ -68,6 +70,11 @@ class SamplerLoop(Protocol):
     @property
     def elsewhere(self) -> tuple[str, ...]:
         """Requests that are worked on whether there is a burst or not, by other processes."""
+        ...
+
+    @property
+    def statistics(self) -> Statistics:
+        """Its part of `AbstractBackend.statistics`."""
         ...
 
     def weigh(self, weights: Mapping[str, float]) -> None:
@@ -97,7 +104,7 @@ class Executor(AbstractBackend):
     deadline_s: float | None = None
     """Seconds after which a dispatch that is under way has failed, and the backend with it; None: never."""
     in_place = False
-    """Whether `compute` changes models by itself, so that a dispatch which failed must not be tried again. Of a failed
+    """True if `compute` changes models by itself, so that a dispatch which failed must not be tried again. Of a failed
     pass the gradient sums are void, until the model's next optimizer step fails and calls `discard_gradients`. A model
     whose operation was abandoned in the middle is void until it is loaded again. An optimizer step that fails after it
     began to change weights has to raise `BackendLost`."""
@@ -110,6 +117,8 @@ class Executor(AbstractBackend):
         self._quanta = Quanta(self)
         self._lost: BackendLost | None = None
         self._background: dict[Future[Result], str] = {}
+        self._sampling_s: defaultdict[str, float] = defaultdict(float)
+        """Seconds that samples which have not ended have taken."""
         self._failed_pass: dict[str, str] = {}
         self._void: set[str] = set()
         """Models in the middle of what was abandoned."""
@@ -137,11 +146,11 @@ class Executor(AbstractBackend):
         raise NotImplementedError(f"run of {type(self).__name__} yields quanta, so it needs compute")
 
     def may_wait(self, operation: ModelOperation) -> bool:
-        """Whether an operation that is begun now may yield what it waits for before anything else."""
+        """Return whether an operation that is begun now may yield what it waits for before anything else."""
         return False
 
     def most_together(self, kind: Hashable) -> int:
-        """How many quanta of this kind `compute` may be given at once."""
+        """Most quanta of this kind that `compute` may be given at once."""
         return 1
 
     @abstractmethod
@@ -176,6 +185,15 @@ class Executor(AbstractBackend):
 
     def cancel(self, request_id: str) -> None:
         self.sampler.cancel(request_id)
+        self._sampling_s.pop(request_id, None)
+
+    def refuse(self, refusal: Rejected) -> bool:
+        with self._wake:
+            ended = self._quanta.refuse(refusal)
+            for one in ended or ():
+                self._ready += self._complete(one)
+            self._wake.notify_all()
+            return ended is not None
 
     def abandon(self) -> list[ModelOperation]:
         if self.in_place:
@@ -209,6 +227,10 @@ class Executor(AbstractBackend):
     def computed(self) -> tuple[str, ...]:
         return (*self._quanta.computed, *self.sampler.elsewhere)
 
+    @property
+    def statistics(self) -> Statistics:
+        return self._quanta.statistics | self.sampler.statistics
+
     def time_left(self) -> float | None:
         left = self._quanta.time_left()
         phase = None if self._phases is None else self._phases.time_left(self._demand)
@@ -239,11 +261,21 @@ class Executor(AbstractBackend):
             for ended in self._quanta.take_in():
                 completions += self._complete(ended)
         if samples:
-            self.on_quantum((*self.sampler.running, *self.computed))
-            completions += self.sampler.burst()
+            completions += self._burst()
         if self._lost is not None:
             raise self._lost
         return completions
+
+    def _burst(self) -> list[Completion]:
+        """A burst of sampling, whose time its requests share."""
+        running = self.sampler.running
+        self.on_quantum((*running, *self.computed))
+        since = time.monotonic()
+        completions = self.sampler.burst()
+        share = (time.monotonic() - since) / max(1, len(running))
+        for request_id in running:
+            self._sampling_s[request_id] += share
+        return [replace(one, device_s=self._sampling_s.pop(one.request_id, 0.0)) for one in completions]
 
     # -- devices that training and sampling share ---------------------------------------------------------------------
 
@@ -275,7 +307,7 @@ class Executor(AbstractBackend):
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def begin(self, operation: ModelOperation) -> Work:
-        """What an operation is done by, once those before it have ended. Raises what it fails with."""
+        """Begin an operation, once those before it have ended. Raises what it fails with."""
         model_id = operation.model_id
         if isinstance(operation, Rejected):
             if operation.gradients == "dropped":
@@ -283,7 +315,7 @@ class Executor(AbstractBackend):
             raise RequestError(operation.error)
         if isinstance(operation, OptimStep) and model_id in self._failed_pass:
             cause = self._drop_gradients(model_id)
-            raise _IncompleteGradients(
+            raise IncompleteGradients(
                 "optim_step: a forward_backward since the last optim_step failed, so its gradients are incomplete and "
                 f"were dropped; correct the batch and send all of it again. The failure was: {cause}"
             )
@@ -297,9 +329,9 @@ class Executor(AbstractBackend):
         return self._failed_pass.pop(model_id, None)
 
     def _complete(self, ended: Ended) -> list[Completion]:
-        operation, result = ended
+        operation, result, device_s = ended
         if isinstance(result, Exception):
-            result = dataclasses.replace(failure(operation, result), gradients=self._effect(operation, result))
+            result = replace(failure(operation, result), gradients=self._effect(operation, result))
         if isinstance(result, Future):
             self._background[result] = operation.request_id
             result.add_done_callback(lambda _: self.notify())
@@ -310,17 +342,17 @@ class Executor(AbstractBackend):
         elif isinstance(operation, MAKES | DeleteModel):
             self._failed_pass.pop(operation.model_id, None)
             self._void.discard(operation.model_id)
-        return [Completion(operation.request_id, result)]
+        return [Completion(operation.request_id, result, device_s)]
 
     def _effect(self, operation: ModelOperation, error: Exception) -> GradientEffect:
-        """What the failure of an operation means to its model's gradient sums."""
+        """Effect of an operation's failure on its model's gradient sums."""
         if not self.has_model(operation.model_id):  # then there is no step to fail
             return "kept"
         if isinstance(operation, Rejected):
             return operation.gradients
         if isinstance(operation, ForwardBackward) and not operation.forward_only:
             return "incomplete"
-        return "dropped" if isinstance(error, _IncompleteGradients) else "kept"
+        return "dropped" if isinstance(error, IncompleteGradients) else "kept"
 
     def _finished_in_background(self) -> list[Completion]:
         completions = []
@@ -346,17 +378,17 @@ class Executor(AbstractBackend):
         self.notify()
 
 
-class _IncompleteGradients(RequestError):
-    """An optimizer step that has to fail because a pass before it did."""
+class IncompleteGradients(RequestError):
+    """An optimizer step that has to fail because of the gradient sums, which it has cleared."""
 
 
 def _changes(operation: ModelOperation) -> bool:
-    """Whether what is computed of it changes its model."""
+    """Return whether what is computed of it changes its model."""
     return isinstance(operation, OptimStep) or (isinstance(operation, ForwardBackward) and not operation.forward_only)
 
 
 def failure(operation: Operation | str, error: BaseException) -> ErrorResponse:
-    """What the sender reads: errors that are written for it verbatim, others without details, which go to the log."""
+    """Error as the sender reads it: verbatim what is written for it, others without details, which go to the log."""
     if isinstance(error, RequestError):
         return ErrorResponse(str(error), "user")
     if isinstance(error, StorageError):

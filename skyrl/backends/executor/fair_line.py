@@ -28,7 +28,7 @@ class _Waiting(Generic[T]):
 
 
 class FairLine(Generic[T]):
-    """What a sampler knows of each request that has not begun."""
+    """Line of requests that have not begun, with what a sampler knows of each."""
 
     def __init__(self) -> None:
         self._accounts = Accounts()
@@ -53,13 +53,13 @@ class FairLine(Generic[T]):
         return (waiting.value for line in self._lines.values() for waiting in line.values())
 
     def get(self, request_id: str) -> T | None:
-        """What is known of a request; None if it does not wait."""
+        """Knowledge of a request; None if it does not wait."""
         tenant = self._tenants.get(request_id)
         return None if tenant is None else self._lines[tenant][request_id].value
 
     @property
     def tenants(self) -> Set[str]:
-        """Those that wait."""
+        """Tenants that wait."""
         return self._lines.keys()
 
     def add(self, request: Sample, value: T) -> None:

@@ -1,4 +1,4 @@
-"""Whose turn it is to compute: fair between tenants, in turns between the models of a tenant.
+"""Turns to compute: fair between tenants, in turns between the models of a tenant.
 
 A model stands in the line of the tenant that its next operation belongs to. Tenants go by what they were served, see
 `skyrl.utils.fairness`. The models of a tenant take turns.
@@ -78,7 +78,7 @@ class Turns:
         self._accounts.charge(tenant, cost)
 
     def may_join(self, model_id: str, cost: int) -> bool:
-        """Whether a turn that costs so many tokens may be had now, with another model's, though it is not its own yet.
+        """Return whether a turn of so many tokens may be had now, with another model's, though it is not its own yet.
 
         It may not where weights or the number of a tenant's models would cease to matter.
         """

@@ -23,7 +23,7 @@ Phase = Literal["training", "sampling"]
 
 
 class Hooks(Protocol):
-    """What a backend does when devices change hands. See `Executor`."""
+    """Hooks of a backend for when devices change hands. See `Executor`."""
 
     phase_s: float
 
@@ -41,20 +41,20 @@ class Hooks(Protocol):
 
 
 class Demand(NamedTuple):
-    """What there is to do."""
+    """Work that there is to do."""
 
     training: bool
     sampling: bool
     in_flight: bool
-    """Whether something of training is computed elsewhere, and so has to end before the devices change hands."""
+    """True if something of training is computed elsewhere, and so has to end before the devices change hands."""
 
     def of(self, phase: Phase) -> bool:
-        """Whether there is something to do for a phase."""
+        """Return whether there is something to do for a phase."""
         return self.training or self.in_flight if phase == "training" else self.sampling
 
 
 class Phases:
-    """Whose the devices are.
+    """Phases of devices that training and sampling share.
 
     Args:
         hooks: Called when they change hands.
@@ -65,18 +65,18 @@ class Phases:
         self._phase: Phase | None = None
         """None until there is something to do."""
         self._since = 0.0
-        """When it began, on the monotonic clock."""
+        """Begin of the phase, on the monotonic clock."""
         self._to_call: deque[Callable[[], Future[Any] | None]] = deque()
         self._called: Future[Any] | None = None
-        """What the hook that was called last is waited for by."""
+        """Future of the hook that was called last."""
 
     @property
     def is_changing(self) -> bool:
-        """Whether devices are changing hands, so that nothing may begin."""
+        """True if devices are changing hands, so that nothing may begin."""
         return self._called is not None or bool(self._to_call)
 
     def is_over(self, demand: Demand) -> bool:
-        """Whether the other phase is next, once what is in flight has ended."""
+        """Return whether the other phase is next, once what is in flight has ended."""
         if self._phase is None:
             return demand.of("training") or demand.of("sampling")
         return demand.of(_other(self._phase)) and (not demand.of(self._phase) or self._left <= 0)
@@ -92,7 +92,7 @@ class Phases:
         return self._left
 
     def may_go_on(self, demand: Demand) -> bool:
-        """Whether `turn` would do something: a hook has ended, or one can be called."""
+        """Return whether `turn` would do something: a hook has ended, or one can be called."""
         if self.is_changing:
             return self._called is None or self._called.done()
         return self.is_over(demand) and not demand.in_flight

@@ -1,11 +1,11 @@
-"""Which sampling options a request may have: one check for all backends, from what they say they serve."""
+"""Check of the sampling options that a request may have: one for all backends, from what they say they serve."""
 
 from collections.abc import Callable
 from typing import Any
 
 from skyrl.backends.operations import Sample
 from skyrl.errors import RequestError
-from skyrl.types import BackendInfo
+from skyrl.types import BackendInfo, SamplingOptions
 
 PENALTY = "between -2 and 2", lambda value: -2 <= value <= 2
 
@@ -15,6 +15,15 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "presence_penalty": PENALTY,
     "frequency_penalty": PENALTY,
 }
+
+
+def check_values(options: SamplingOptions, max_tokens: int) -> None:
+    """Raise `RequestError` for the first value without a meaning for a sample of so many tokens at most."""
+    for name, value in options.given.items():
+        if name in RULES and not RULES[name][1](value):
+            raise RequestError(f"{name}={value}: must be {RULES[name][0]}")
+    if not 0 <= options.min_tokens <= max_tokens:
+        raise RequestError(f"min_tokens={options.min_tokens}: must be between 0 (off) and max_tokens={max_tokens}")
 
 
 def check_options(request: Sample, info: Callable[[], BackendInfo]) -> None:
@@ -34,10 +43,7 @@ def check_options(request: Sample, info: Callable[[], BackendInfo]) -> None:
             raise RequestError(
                 f"{name}={value} is not served by this backend (options it serves: {served}); leave it out"
             )
-        if name in RULES and not RULES[name][1](value):
-            raise RequestError(f"{name}={value}: must be {RULES[name][0]}")
-    if not 0 <= request.options.min_tokens <= most:
-        raise RequestError(f"min_tokens={request.options.min_tokens}: must be between 0 (off) and max_tokens={most}")
+    check_values(request.options, most)
     for token in request.options.stop_token_ids:
         if not 0 <= token < facts.vocab_size:
             raise RequestError(

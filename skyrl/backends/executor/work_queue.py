@@ -17,7 +17,7 @@ is over.
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -26,8 +26,9 @@ from operator import methodcaller
 from typing import Any, NamedTuple, Protocol
 
 from skyrl.backends.executor.fair_turns import Turns
-from skyrl.backends.operations import ForwardBackward, ModelOperation
-from skyrl.errors import BackendLost
+from skyrl.backends.operations import ForwardBackward, ModelOperation, Rejected
+from skyrl.backends.statistics import Statistics
+from skyrl.errors import BackendLost, RequestError
 from skyrl.types import Result
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ BEGUN_EARLY = 2**16
 """Tokens of the operations that are begun before their turn, in one turn. One with more waits for its own."""
 AHEAD = 4
 """Models whose quanta are made while no further dispatch may be in flight, so that the next one has not to wait."""
+COUNTED = ("train_dispatches", "train_micro_batches", "train_places", "train_computed_tokens")
 WAITING_AT_ONCE = 2
 """Operations of a tenant that are begun although they have to wait: one can arrive while another is computed. With
 more, who has many models would stand in line with all of them before the single one of somebody else."""
@@ -45,13 +47,15 @@ more, who has many models would stand in line with all of them before the single
 
 @dataclass(frozen=True)
 class Quantum:
-    """What an operation wants computed next."""
+    """Unit of work that an operation wants computed next."""
 
     cost: int
     """Tokens that it computes."""
     kind: Hashable | None = None
     """Quanta of different models with equal kind may be computed together; None: alone."""
     inputs: Any = None
+    surcharge: int = 0
+    """Tokens that its tenant is charged for beside those: what is done once for it, such as compiling its program."""
 
     def __post_init__(self) -> None:
         assert self.cost > 0, self.cost
@@ -67,6 +71,8 @@ class Ended(NamedTuple):
 
     operation: ModelOperation
     outcome: "Result | Future[Result] | Exception"
+    device_s: float = 0.0
+    """Seconds that its dispatches took, shared by tokens with what was computed beside it, and its own turns."""
 
 
 class Part(NamedTuple):
@@ -78,7 +84,7 @@ class Part(NamedTuple):
 
 @dataclass
 class _Asked:
-    """What an operation has yielded: quanta, some of which are computed already."""
+    """Quanta that an operation has yielded, some of which are computed already."""
 
     quanta: Sequence[Quantum]
     alone: bool
@@ -88,7 +94,7 @@ class _Asked:
     """Of those, how many have not come back."""
     answers: dict[int, Any] = field(default_factory=dict)
     error: Exception | None = None
-    """What one could not be computed for. Nothing more is dispatched."""
+    """Reason why one could not be computed. Nothing more is dispatched."""
 
     @property
     def next(self) -> Quantum | None:
@@ -100,7 +106,7 @@ class _Asked:
         return not self.out and self.next is None
 
     def go_on(self) -> "Callable[[Work], Wanted]":
-        """How the operation goes on: with its answers, or with what kept them from being computed."""
+        """Continue the operation: with its answers, or with what kept them from being computed."""
         if self.error is not None:
             return methodcaller("throw", self.error)
         return methodcaller("send", self.answers[0] if self.alone else [self.answers[n] for n in sorted(self.answers)])
@@ -114,25 +120,25 @@ class _Dispatch:
     """None, if they were abandoned."""
     answers: "Future[list[Any]]"
     since: float
-    """When it was dispatched, or when the one before it ended, on the monotonic clock."""
+    """Time of its dispatch, or of the end of the one before it, on the monotonic clock."""
 
 
 class Computer(Protocol):
-    """What does the work."""
+    """Interface of what does the work."""
 
     in_flight: int
     """Dispatches that may be under way at a time."""
     deadline_s: float | None
     """Seconds after which one that is under way is given up, and the computer with it; None: never."""
     in_place: bool
-    """Whether a dispatch that fails may have changed something, so that it must not be tried again."""
+    """True if a dispatch that fails may have changed something, so that it must not be tried again."""
 
     def begin(self, operation: ModelOperation) -> Work:
         """The operation's generator. Raises what it fails with."""
         ...
 
     def may_wait(self, operation: ModelOperation) -> bool:
-        """Whether an operation that is begun now may have to wait before it computes anything."""
+        """Return whether an operation that is begun now may have to wait before it computes anything."""
         ...
 
     def compute(self, quanta: list[Quantum]) -> "list[Any] | Future[list[Any]]":
@@ -140,7 +146,7 @@ class Computer(Protocol):
         ...
 
     def most_together(self, kind: Hashable) -> int:
-        """How many quanta of a kind may be computed in one dispatch."""
+        """Most quanta of a kind that may be computed in one dispatch."""
         ...
 
     def on_quantum(self, request_ids: tuple[str, ...]) -> None:
@@ -162,15 +168,19 @@ class Quanta:
         self._works: dict[str, Work] = {}
         """Of the operations that have begun, by model: the first of its queue."""
         self._asked: dict[str, _Asked] = {}
-        """What those want computed. One that neither wants nor waits goes on by itself at its next turn."""
+        """Quanta of operations that have begun. One that neither wants nor waits goes on by itself at its next turn."""
         self._waits: dict[str, Future[Any]] = {}
         self._dispatches: deque[_Dispatch] = deque()
-        """Those in flight."""
+        """Dispatches in flight."""
         self._again: deque[Part] = deque()
-        """What could not be computed with others, and is to be tried alone."""
+        """Parts that could not be computed with others, and are to be tried alone."""
         self._stalled = False
-        """Whether the last turn found nothing to do, because all that is here waits."""
+        """True if the last turn found nothing to do, because all that is here waits."""
         self._told: tuple[str, ...] = ()
+        self.statistics: Statistics = dict.fromkeys(COUNTED, 0)
+        """Those that `COUNTED` names, of what was dispatched so far."""
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        """Seconds that the operations that have begun have taken, by model."""
 
     def __bool__(self) -> bool:
         return bool(self._queues)
@@ -190,13 +200,30 @@ class Quanta:
         self._turns.place(operation.model_id, operation.tenant)
 
     def has_begun(self, model_id: str) -> bool:
-        """Whether an operation of the model has begun and not ended."""
+        """Return whether an operation of the model has begun and not ended."""
         return model_id in self._works
 
     @property
     def begun(self) -> list[ModelOperation]:
         """Operations that have begun and not ended."""
         return [self._queues[model_id][0] for model_id in self._works]
+
+    def refuse(self, refusal: Rejected) -> list[Ended] | None:
+        """Put a refusal in the place of the operation of its request id; of a pass that has begun nothing more is
+        dispatched, and it fails. Returns what ends by that at once; None: there is no such operation, or it goes on.
+        """
+        model_id, queue = refusal.model_id, self._queues.get(refusal.model_id, deque())
+        place = next((n for n, operation in enumerate(queue) if operation.request_id == refusal.request_id), None)
+        if place is None:
+            return None
+        if place > 0 or model_id not in self._works:
+            queue[place] = refusal
+            return []
+        asked = self._asked.get(model_id)
+        if asked is None or asked.error is not None or not isinstance(queue[0], ForwardBackward):
+            return None
+        asked.error = RequestError(refusal.error)
+        return self._go_on([Part(model_id, 0)]) if asked.is_over else []
 
     def abandon(self) -> list[ModelOperation]:
         """Drop all operations, and return them. What is in flight keeps its place until it has ended."""
@@ -205,7 +232,7 @@ class Quanta:
             work.close()
         for model_id in self._queues:
             self._turns.remove(model_id)
-        for state in (self._works, self._asked, self._waits, self._queues, self._again):
+        for state in (self._works, self._asked, self._waits, self._queues, self._again, self._seconds):
             state.clear()
         for dispatch in self._dispatches:
             dispatch.parts = []
@@ -220,7 +247,7 @@ class Quanta:
 
     @property
     def ready(self) -> bool:
-        """Whether a turn has something to do."""
+        """True if a turn has something to do."""
         if self.answered:
             return True
         if any(wait.done() for wait in self._waits.values()):
@@ -234,12 +261,12 @@ class Quanta:
 
     @property
     def answered(self) -> bool:
-        """Whether a dispatch has ended, or is late."""
+        """True if a dispatch has ended, or is late."""
         return any(dispatch.answers.done() for dispatch in self._dispatches) or self.time_left() == 0
 
     @property
     def in_flight(self) -> bool:
-        """Whether a dispatch is under way."""
+        """True if a dispatch is under way."""
         return bool(self._dispatches)
 
     def time_left(self) -> float | None:
@@ -265,7 +292,7 @@ class Quanta:
 
     @property
     def _may_prepare(self) -> bool:
-        """Whether an operation may begin now: it is dispatched, or is among those that wait to be."""
+        """True if an operation may begin now: it is dispatched, or is among those that wait to be."""
         return not self._is_full or len(self._asked) - len(self._away) < AHEAD
 
     # -- turns --------------------------------------------------------------------------------------------------------
@@ -303,11 +330,11 @@ class Quanta:
             if error := dispatch.answers.exception():
                 ended += self._failed(dispatch.parts, error)
             elif dispatch.parts:
-                ended += self._come(dispatch.parts, dispatch.answers.result())
+                ended += self._come(dispatch.parts, dispatch.answers.result(), time.monotonic() - dispatch.since)
         return ended + self._try_again()
 
     def _next(self, model_id: str) -> Quantum | None:
-        """What is to be dispatched of a model's operation next."""
+        """Quantum of a model's operation to dispatch next."""
         return self._asked[model_id].next if model_id in self._asked else None
 
     def _leader(self, order: Iterator[str], ended: list[Ended]) -> str | None:
@@ -345,7 +372,7 @@ class Quanta:
         return self._ended(model_id, outcome)
 
     def _together(self, leader: str, order: Iterator[str], ended: list[Ended]) -> list[Part]:
-        """What is computed in one dispatch: the leader's next quantum and, while there are places, one of each other
+        """Parts of one dispatch: the leader's next quantum and, while there are places, one of each other
         model that it can be computed with, then further ones of the same models. Each is charged for."""
         quantum = self._next(leader)
         assert quantum is not None
@@ -388,7 +415,8 @@ class Quanta:
         """A model's next quantum, which it is charged for from now on."""
         asked = self._asked[model_id]
         part = Part(model_id, asked.dispatched)
-        self._turns.charge(model_id, asked.quanta[part.number].cost)
+        quantum = asked.quanta[part.number]
+        self._turns.charge(model_id, quantum.cost + quantum.surcharge)
         asked.dispatched += 1
         asked.out += 1
         return part
@@ -398,15 +426,24 @@ class Quanta:
     def _dispatch(self, parts: list[Part]) -> list[Ended]:
         """Have quanta computed. Returns what has ended, if they are computed at once."""
         self._tell(dict.fromkeys(part.model_id for part in parts))
+        quanta = [self._asked[model_id].quanta[number] for model_id, number in parts]
+        self._count(quanta)
+        since = time.monotonic()
         try:
-            answers = self._computer.compute([self._asked[model_id].quanta[number] for model_id, number in parts])
+            answers = self._computer.compute(quanta)
         except Exception as error:
             return self._failed(parts, error)
         if not isinstance(answers, Future):
-            return self._come(parts, answers)
+            return self._come(parts, answers, time.monotonic() - since)
         self._dispatches.append(_Dispatch(parts, answers, time.monotonic()))
         answers.add_done_callback(self._computer.on_answer)
         return []
+
+    def _count(self, quanta: Sequence[Quantum]) -> None:
+        kind = quanta[0].kind
+        counts = 1, len(quanta), 1 if kind is None else self._computer.most_together(kind), sum(q.cost for q in quanta)
+        for name, count in zip(COUNTED, counts, strict=True):
+            self.statistics[name] += count
 
     def _requests(self, parts: list[Part]) -> tuple[str, ...]:
         models = dict.fromkeys(part.model_id for part in parts)
@@ -426,11 +463,13 @@ class Quanta:
             self._asked[part.model_id].error = error
         return self._go_on(parts)
 
-    def _come(self, parts: list[Part], answers: list[Any]) -> list[Ended]:
+    def _come(self, parts: list[Part], answers: list[Any], seconds: float) -> list[Ended]:
         assert len(answers) == len(parts), (len(answers), parts)
-        for part, answer in zip(parts, answers, strict=True):
+        costs = [self._asked[model_id].quanta[number].cost for model_id, number in parts]
+        for part, answer, cost in zip(parts, answers, costs, strict=True):
             self._asked[part.model_id].out -= 1
             self._asked[part.model_id].answers[part.number] = answer
+            self._seconds[part.model_id] += seconds * cost / sum(costs)
         return self._go_on(parts)
 
     def _try_again(self) -> list[Ended]:
@@ -455,6 +494,7 @@ class Quanta:
         self._stalled = False
         self._asked.pop(model_id, None)
         self._waits.pop(model_id, None)
+        since = time.monotonic()
         try:
             if model_id not in self._works:
                 self._works[model_id] = self._computer.begin(self._queues[model_id][0])
@@ -465,6 +505,8 @@ class Quanta:
             raise
         except Exception as error:
             return error
+        finally:
+            self._seconds[model_id] += time.monotonic() - since
         if isinstance(wanted, Future):
             self._waits[model_id] = wanted
             wanted.add_done_callback(self._computer.on_answer)
@@ -485,7 +527,7 @@ class Quanta:
         else:
             del self._queues[model_id]
             self._turns.remove(model_id)
-        return [Ended(operation, outcome)]
+        return [Ended(operation, outcome, self._seconds.pop(model_id, 0.0))]
 
     def _tell(self, models: Iterable[str]) -> None:
         """Say what is worked on from now on: for these models, and what is in flight."""

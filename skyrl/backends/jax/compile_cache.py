@@ -78,11 +78,19 @@ class Program:
 
     def compiled_for(self, *args: Any) -> Any:
         """The executable for such arguments, which may be `jax.ShapeDtypeStruct`s."""
-        leaves, tree = jax.tree.flatten(args[1:])
-        key = tree, tuple((np.shape(leaf), leaf.dtype) for leaf in leaves)
+        key = self._key(args)
         if key not in self._compiled:
             self._compiled[key] = self._function.lower(*args).compile()
         return self._compiled[key]
+
+    def is_compiled_for(self, *args: Any) -> bool:
+        """Return whether a call with such arguments compiles nothing."""
+        return bool(jax.config.values["jax_disable_jit"]) or self._key(args) in self._compiled
+
+    @staticmethod
+    def _key(args: tuple[Any, ...]) -> Any:
+        leaves, tree = jax.tree.flatten(args[1:])
+        return tree, tuple((np.shape(leaf), leaf.dtype) for leaf in leaves)
 
     def temporary_bytes(self, *args: Any) -> int:
         """Memory that a call takes beside its arguments and results, in bytes."""

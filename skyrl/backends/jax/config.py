@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from skyrl.backends.common.adamw import GradientReduction
 from skyrl.backends.common.packing import SHORTEST_TILE
+from skyrl.backends.common.sampling.model_runner import check_call_tokens
 from skyrl.backends.jax.memory_plan import Checkpointing
 
 
 class JaxBackendConfig(BaseModel):
-    """How the JAX backend loads, trains and samples. Unknown names are refused."""
+    """Options of the JAX backend: loading, training, sampling. Unknown names are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -29,6 +31,9 @@ class JaxBackendConfig(BaseModel):
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy`: random base weights made on the device, so that a folder with configuration and tokenizer will do. To
     measure, not to use."""
+
+    config_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Values in the place of those in the model's config.json, for training, sampling and exports."""
 
     matmul_precision: Literal["auto", "default", "high", "highest"] = "auto"
     """Of products of float32 arrays, as JAX names it. `auto`: highest (float32) where base weights are float32 and on
@@ -46,15 +51,30 @@ class JaxBackendConfig(BaseModel):
     sample_max_num_sequences: int = Field(default=0, ge=0)
     """Sequences decoded at once. 0: 32 on CPU, 32 to 256 by the size of the KV cache on an accelerator."""
 
+    sample_max_num_batched_tokens: int = Field(default=0, ge=0)
+    """Tokens that a call of the sampler computes at most, from 32 on: of a prompt, or one of each sequence. 0: 256 of a
+    prompt, and as many as there are sequences."""
+
+    prefix_caching: bool = True
+    """Keep keys and values of beginnings of prompts for requests that begin alike. The samples of one request share its
+    prompt in any case."""
+
+    chunked_prefill: bool = True
+    """Let running sequences go on between the chunks of a long prompt. False: it is read to its end first."""
+
     kv_cache_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Most memory, in GiB, for keys and values: of running samples, and of prefixes that later requests may share. 0:
     2 GiB on CPU, two fifths of what base weights leave on an accelerator."""
+
+    gpu_memory_utilization: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
+    """Fraction of the memory that there is, on the host too where that is the device, which base weights and the KV
+    cache take at most. 0: no such bound; that of `kv_cache_gib` holds as well."""
 
     max_context_length: int = Field(default=0, ge=0)
     """Longest sequence (tokens) to train on or sample, at most what the model was made for. 0: that, 8192 at most."""
 
     gradient_checkpointing: Checkpointing = "auto"
-    """What of a layer is computed again in the backward pass, instead of being kept. true: all of it, which takes a
+    """Part of a layer to compute again in the backward pass, instead of keeping it. true: all of it, which takes a
     third more time. selective: all but products with weights. false: nothing. auto: for each length of tiles, the least
     that leaves memory for the rest."""
 
@@ -71,12 +91,20 @@ class JaxBackendConfig(BaseModel):
     """GiB for published versions. Those that are on disk leave memory, least recently used first, to keep to it; those
     that are still to be written may take half of it, and publishing waits meanwhile. 0: what models leave."""
 
+    offload_after_step: bool = True
+    """Let models that are not at work leave the device where it has no room for all. False: they stay, and one for
+    which there is no room is refused."""
+
     offload_folder: str | None = None
     """Folder for models that memory has no room for, while the server runs. What a server that was killed left there is
     removed by the next. None: where temporary files are."""
 
     value_head: str = "value_head"
     """Name of a critic's value head: `<value_head>.weight` is read from the base model if it is there, and exported."""
+
+    gradient_reduction: GradientReduction = "sum"
+    """Reduction by optim_step of the gradients since the last one: their sum, or `mean`, which divides it by the number
+    of sequences. Trainers reduce losses themselves, and refuse `mean`."""
 
     loss_chunk_size: int = Field(default=1024, ge=0)
     """Tokens whose logits are in memory at once. A longer micro-batch computes them again in its backward pass. 0: all
@@ -128,6 +156,7 @@ class JaxBackendConfig(BaseModel):
     def _refuse_what_is_not_served(self) -> "JaxBackendConfig":
         if 0 < self.train_tile_tokens < SHORTEST_TILE:
             raise ValueError(f"train_tile_tokens={self.train_tile_tokens} is below {SHORTEST_TILE}; use more, or 0")
+        check_call_tokens(self.sample_max_num_batched_tokens, self.sample_max_num_sequences)
         one = ["tensor_parallel_size", "expert_parallel_size", "fully_sharded_data_parallel_size", "mhc_expansion_rate"]
         for name in one:
             if getattr(self, name) != 1:

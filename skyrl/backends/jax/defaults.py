@@ -47,7 +47,15 @@ class Defaults(NamedTuple):
         )
 
 
-def resolved(config: JaxBackendConfig, platform: str, exact: bool, left: int, token_bytes: int) -> Defaults:
+def resolved(
+    config: JaxBackendConfig,
+    platform: str,
+    exact: bool,
+    left: int,
+    token_bytes: int,
+    room: int | None = None,
+    state_bytes: int = 0,
+) -> Defaults:
     """The options of a backend, on its platform.
 
     Args:
@@ -58,13 +66,17 @@ def resolved(config: JaxBackendConfig, platform: str, exact: bool, left: int, to
             (TF32 on a GPU, three passes of bfloat16 on a TPU), by far less than the base's own activations are.
         left: Bytes of memory beside base weights and what is kept free.
         token_bytes: Keys and values of one token in all layers.
+        room: Bytes of `gpu_memory_utilization` beside base weights. None: there is no such bound.
+        state_bytes: State of one sequence in all layers that have such.
     """
     on_host = platform == "cpu"
     automatic: Precision = "highest" if on_host or exact else "high"
     share = CPU_CACHE if on_host else int(max(left, 0) * CACHE_SHARE)
     cache = int(config.kv_cache_gib * GIB) or share
-    rows = FEWEST_ROWS
-    while not on_host and rows < MOST_ROWS and 2 * rows * ROW_TOKENS * token_bytes <= cache:
+    cache = cache if room is None else min(cache, room)
+    rows, row_bytes = FEWEST_ROWS, ROW_TOKENS * token_bytes + 2 * state_bytes  # its prompt has a state too
+    most = min(MOST_ROWS, config.sample_max_num_batched_tokens or MOST_ROWS)
+    while not on_host and 2 * rows <= most and 2 * rows * row_bytes <= cache:
         rows *= 2
     return Defaults(
         matmul_precision=automatic if config.matmul_precision == "auto" else config.matmul_precision,

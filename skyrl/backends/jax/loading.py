@@ -1,16 +1,29 @@
-"""What is set up before a base model is loaded: device memory, the cache of programs."""
+"""Set-up before a base model is loaded: device memory, the cache of programs."""
 
 import os
 
 import jax
 
-from skyrl.utils.paths import cache_folder
+from skyrl.utils.files.paths import cache_folder
+
+CACHE_BYTES = 8 * 2**30
+"""Bytes of compiled programs that are kept on disk; those that were used longest ago go first."""
 
 
 def keep_compiled_programs() -> None:
-    """Let JAX keep programs that took more than a moment to compile in the user's cache folder, unless it is set up."""
+    """Let JAX keep programs that took more than a moment to compile in the user's cache folder, unless it is set up.
+
+    JAX keeps nothing more where an entry lacks the time of its last use: those from before there was a bound, and those
+    that were being written in a process that was killed. They count as used longest ago.
+    """
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+        folder = cache_folder() / "xla"
+        for entry in folder.glob("*-cache"):
+            last_use = entry.with_name(f"{entry.name.removesuffix('-cache')}-atime")
+            if not last_use.exists():
+                last_use.write_bytes(bytes(8))
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 

@@ -1,27 +1,24 @@
-"""What memory is there and what it is for, decided at start: base weights, keys and values, one training call, models.
+"""Plan of memory, made at start: base weights, keys and values, one training call, models.
 
 The numbers are those of the machine and of the compiled programs, not of the moment, so that a server that is started
 again decides the same.
 """
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jax
 
 from skyrl.errors import RequestError
+from skyrl.utils.machine import host_memory
 
 Mode = bool | Literal["selective"]
-"""What of a layer is computed again in the backward pass; see `ModelConfig.gradient_checkpointing`."""
+"""Part of a layer to compute again in the backward pass; see `ModelConfig.gradient_checkpointing`."""
 
 Checkpointing = Mode | Literal["auto"]
 
 MODES: tuple[Mode, ...] = (False, "selective", True)
 """From the fastest to the smallest."""
-
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 KEPT_FREE = 0.1
 """Share of the memory that is not planned for."""
@@ -54,12 +51,12 @@ class Plan(NamedTuple):
 
     @property
     def left(self) -> int:
-        """What is left for models and published versions."""
+        """Bytes left for models and published versions."""
         return int(self.total * (1 - KEPT_FREE)) - self.base - self.cache - self.training
 
     @property
     def for_training(self) -> int:
-        """What a training call should do with."""
+        """Bytes that a training call should do with."""
         return int(self.left * TRAINING_SHARE)
 
     def models(self, device: float, host: float) -> tuple[int, int]:
@@ -128,19 +125,10 @@ def memory_limit() -> int:
     return host_memory()
 
 
-def host_memory() -> int:
-    """Bytes of the machine or of its control group."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in map(Path, CGROUP_LIMITS):
-        text = path.read_text().strip() if path.exists() else ""
-        limits += [int(text)] if text.isdigit() else []
-    return min(limits)
-
-
 def choose_modes(
     asked: Checkpointing, lengths: list[int], typical: int, room: int, measure: Callable[[int, Mode], int]
 ) -> tuple[dict[int, Mode], int]:
-    """What to compute again for tiles of each length, and the bytes that a call takes at most.
+    """Choose what to compute again for tiles of each length, and count the bytes that a call takes at most.
 
     With "auto" it is the least that lets a call do with `room` bytes. Attention keeps no scores, so memory grows in
     proportion to the length, but for what it takes at once. The longest tile, which takes longest to compile, is

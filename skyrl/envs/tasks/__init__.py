@@ -1,1 +1,1 @@
-"""Environments by name, one to a file, and the services that some of them use (`retrieval`, `sqlite`, `http`)."""
+"""Environments by name, one to a file; `answers` compares those of mathematics, `arithmetic_data` writes rows."""

@@ -60,7 +60,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def begins_number(text: str, position: int) -> bool:
-    """Whether a number begins at `position`, or what only looks like one."""
+    """Return whether a number begins at `position`, or what only looks like one."""
     return _BEGINS.match(text, position) is not None
 
 
@@ -77,7 +77,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def last_boxed(text: str) -> tuple[int, str] | None:
-    """Where the last `\\boxed{` begins, and what is in its braces; None if there is none, or it does not end."""
+    """Place where the last `\\boxed{` begins, and what is in its braces; None if there is none, or it does not end."""
     boxes = [*_BOX.finditer(text)]
     depth = 1
     for brace in _BRACE.finditer(text, boxes[-1].end()) if boxes else ():
@@ -109,7 +109,7 @@ def exact_number(text: str) -> Fraction | None:
 
 
 def same_answer(gold: object, said: str) -> bool:
-    """Whether two answers are equal as numbers, or else as texts, both normalised. An empty one equals none."""
+    """Return whether two answers are equal as numbers, or else as texts, both normalised. An empty one equals none."""
     if len(said) > LONGEST:
         return False
     wanted, got = normalize(str(gold)), normalize(said)

@@ -22,7 +22,7 @@ class GSM8kConfig(BaseConfig):
     """Settings of `gsm8k`."""
 
     method: Literal["strict", "flexible"] = "strict"
-    """Which number is the answer: the one after the first `####`, or the last one of the text."""
+    """Number that is the answer: the one after the first `####`, or the last one of the text."""
 
 
 def extract_answer(text: str) -> Fraction | None:
@@ -37,7 +37,7 @@ def extract_answer(text: str) -> Fraction | None:
 
 
 def is_correct(text: str, ground_truth: object, method: Literal["strict", "flexible"] = "strict") -> bool:
-    """Whether the answer in `text` is the gold number."""
+    """Return whether the answer in `text` is the gold number."""
     answer = extract_answer(text) if method == "strict" else last_number(text)
     return answer is not None and answer == number_at(str(ground_truth), 0)
 

@@ -37,7 +37,7 @@ class LCBConfig(BaseConfig):
     """MiB of address space for a test."""
 
     isolation: Isolation = "full"
-    """How the process is walled in: "full" with namespaces of its own; "limited" where the system refuses them (many
+    """Isolation of the process: "full" with namespaces of its own; "limited" where the system refuses them (many
     containers), with no folder to write to, and with all files open to reading where the kernel has no Landlock."""
 
 
@@ -48,7 +48,7 @@ def extract_code(text: str) -> str | None:
 
 
 def is_same_output(printed: str, expected: str) -> bool:
-    """Whether two texts have the same lines, without spaces around them; numbers may be written differently."""
+    """Return whether two texts have the same lines, without spaces around them; numbers may be written differently."""
     lines, wanted = printed.strip().split("\n"), expected.strip().split("\n")
     return len(lines) == len(wanted) and all(
         line.strip() == other.strip() or _numbers(line) == _numbers(other) is not None
@@ -57,7 +57,7 @@ def is_same_output(printed: str, expected: str) -> bool:
 
 
 def is_same_value(value: str | None, expected: object) -> bool:
-    """Whether the JSON that a function returned says the same as the expected value."""
+    """Return whether the JSON that a function returned says the same as the expected value."""
     try:
         return value is not None and _same(json.loads(value), expected)
     except (ValueError, RecursionError):

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from skyrl.envs.env import ENVS, Env, EnvError, Message, StepResult
-from skyrl.envs.tasks.http import StatusError, http_client, post_json
+from skyrl.envs.services.http import StatusError, http_client, post_json
 from skyrl.train.config.environment import GSM8kLLMJudgeEnvConfig
 
 TIMEOUT_S = 120.0

@@ -32,7 +32,7 @@ class MathConfig(BaseConfig):
     """Settings of `math`."""
 
     comparison: Literal["text", "math-verify"] = "text"
-    """What says that two answers are the same. "math-verify" needs `pip install 'skyrl[math]'`."""
+    """Comparison that says whether two answers are the same. "math-verify" needs `pip install 'skyrl[math]'`."""
 
     timeout: PositiveFloat = 5.0
     """Seconds of CPU time that math-verify may take. An answer that it does not finish is wrong."""
@@ -41,7 +41,7 @@ class MathConfig(BaseConfig):
     """MiB of address space for math-verify."""
 
     isolation: Isolation = "full"
-    """How math-verify is walled in; see `skyrl/utils/sandbox/run.py` before setting "limited"."""
+    """Isolation of math-verify; see `skyrl/utils/sandbox/run.py` before setting "limited"."""
 
 
 @ENVS.register("math")

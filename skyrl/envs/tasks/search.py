@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl.envs.env import ENVS, Env, EnvError, StepResult
-from skyrl.envs.tasks.http import http_client, post_json
+from skyrl.envs.services.http import http_client, post_json
 from skyrl.envs.tools import ToolGroup, tool
 from skyrl.train.config.environment import SearchEnvConfig
 
@@ -42,7 +42,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def is_correct(answer: str, targets: str | list[str]) -> bool:
-    """Whether the answer equals one of the targets, all normalised. An empty one equals none."""
+    """Return whether the answer equals one of the targets, all normalised. An empty one equals none."""
     said = normalize(answer)
     return bool(said) and said in [normalize(target) for target in ([targets] if isinstance(targets, str) else targets)]
 

@@ -37,7 +37,7 @@ class SearchCodeConfig(SearchEnvConfig):
     """MiB of address space for a program."""
 
     isolation: Isolation = "full"
-    """How the process is walled in: "full" with namespaces of its own; "limited" where the system refuses them (many
+    """Isolation of the process: "full" with namespaces of its own; "limited" where the system refuses them (many
     containers), with no folder to write to, and with all files open to reading where the kernel has no Landlock."""
 
 

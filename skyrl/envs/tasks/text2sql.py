@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.envs.env import ENVS, Env, EnvError, StepResult
-from skyrl.envs.tasks.sqlite import QueryFailed, Result, run_query, same_result
+from skyrl.envs.services.sqlite import QueryFailed, Result, run_query, same_result
 from skyrl.errors import ConfigError
 from skyrl.train.config.environment import Text2SQLEnvConfig
 

@@ -10,7 +10,7 @@ from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.tables import CheckpointRow, ModelRow
 from skyrl.tinker.identity import ids
 from skyrl.tinker.identity.ids import folder_of_model
-from skyrl.utils.atomic_folders import inspect_folder
+from skyrl.utils.files.atomic_folders import inspect_folder
 
 _FOLDER = re.compile(r"([^/]+)/(weights|sampler_weights|external_weights)/(.+)@(\d+)")
 

@@ -13,9 +13,10 @@ from skyrl.tinker.checkpoints.disk_budget import GIB, MIB, remove_empty_folders
 from skyrl.tinker.checkpoints.guard import Stake, at_stake, nameless_folders
 from skyrl.tinker.checkpoints.retention import SELDOM, Removal, Rules, Walk
 from skyrl.tinker.checkpoints.surplus import surplus_versions
+from skyrl.tinker.checkpoints.transfer.uploads import Stored, stored_uploads
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.database.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.database.database import Database
+from skyrl.tinker.database.queries.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.errors import DatabaseFull
 from skyrl.utils.failpoints import crash_point
 
@@ -113,7 +114,7 @@ class Collector:
                 await asyncio.to_thread(remove_empty_folders, self._config.checkpoints_base)
                 await self._database.give_back()
                 self._seldom_at = time.monotonic() + SELDOM_S
-            removals += await asyncio.to_thread(_empty_trash, self._config)
+            removals += await asyncio.to_thread(_remove_past_its_time, self._config)
             if removals:
                 log.info("collected %s", summary(removals))
             return removals
@@ -159,12 +160,13 @@ class Collector:
 
 
 def past_its_time(config: EngineConfig) -> list[Removal]:
-    """Entries that have been in the trash for long enough. They are still there."""
-    since = time.time() - config.trash_retention_sec
-    return [_emptied(entry) for entry in trash.entries(config.checkpoints_base) if entry.since <= since]
+    """Entries that have been in the trash for long enough, and uploads that have expired. They are still there."""
+    base, now = config.checkpoints_base, time.time()
+    emptied = [_emptied(entry) for entry in trash.entries(base) if entry.since <= now - config.trash_retention_sec]
+    return emptied + [_expired(stored) for stored in stored_uploads(base) if stored.upload.expires <= now]
 
 
-def _empty_trash(config: EngineConfig) -> list[Removal]:
+def _remove_past_its_time(config: EngineConfig) -> list[Removal]:
     removals = past_its_time(config)
     for removal in removals:
         assert removal.files is not None
@@ -175,6 +177,11 @@ def _empty_trash(config: EngineConfig) -> list[Removal]:
 def _emptied(entry: trash.Entry) -> Removal:
     name = f"{trash.NAME}/{entry.path.name}"
     return Removal(f"{name} ({trash.what(entry)})", entry.size_bytes, UnreferencedFiles(None, name))
+
+
+def _expired(stored: Stored) -> Removal:
+    folder = stored.upload.folder
+    return Removal(f"expired upload {folder}", stored.size_bytes, UnreferencedFiles(None, folder))
 
 
 def summary(removals: list[Removal]) -> str:

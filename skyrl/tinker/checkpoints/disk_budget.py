@@ -8,10 +8,12 @@ import asyncio
 import logging
 import re
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy import func
@@ -19,10 +21,11 @@ from sqlmodel import Session, col, select
 
 from skyrl.errors import RequestError
 from skyrl.tinker.checkpoints import trash
+from skyrl.tinker.checkpoints.transfer.uploads import stored_uploads
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.tables import CheckpointRow, ModelRow, VersionRow
-from skyrl.utils.atomic_folders import remove_folder, tidy
+from skyrl.utils.files.atomic_folders import remove_folder, tidy
 from skyrl.utils.locks.lease import Lease
 
 log = logging.getLogger(__name__)
@@ -31,6 +34,8 @@ LOCK = ".server.lock"
 EPHEMERAL = "ephemeral"
 KINDS = ("weights", "sampler_weights", "external_weights", EPHEMERAL, "snapshots")
 """Folders of a model. Others are not ours."""
+_TOP = re.compile(r"[0-9a-f-]{36}-train-\d+|\.(trash|uploads|state-id|server\.lock|engine\.lock|running|crashes\.json)")
+"""Names below the folder that are ours: whoever cannot enter those reaches nothing further down."""
 MIB, GIB = 2**20, 2**30
 _MODEL = re.compile(r"[0-9a-f-]{36}-train-\d+")
 """Name of a model's folder. Others are not ours, such as what a file system keeps in its root."""
@@ -42,7 +47,8 @@ def hold_folder(base: Path, finish_writes: bool = True, stopping: threading.Even
 
     Args:
         base: The folder. It is made if it is missing.
-        finish_writes: Finish, or take back, what a killed server was writing.
+        finish_writes: Finish, or take back, what a killed server was writing, and take from others what an earlier
+            one let them read.
         stopping: Set when there is no use any more in waiting for a server that is about to end.
 
     Raises:
@@ -53,15 +59,27 @@ def hold_folder(base: Path, finish_writes: bool = True, stopping: threading.Even
         lease = Lease(base / LOCK, option, "--checkpoints-base", stopping)
         try:
             tempfile.TemporaryFile(dir=base).close()  # the first save is not to be the one to find out that this fails
-            for parent in (*folders_of_kinds(base), base / trash.NAME) if finish_writes else ():
-                if parent.is_dir():
-                    tidy(parent)
+            if finish_writes:
+                _make_private(base)
+                for parent in (*folders_of_kinds(base), base / trash.NAME):
+                    if parent.is_dir():
+                        tidy(parent)
         except BaseException:
             lease.release()
             raise
     except OSError as error:
         raise RequestError(f"{option}: {error.strerror or error}; use a folder that can be written") from error
     return lease
+
+
+def _make_private(base: Path) -> None:
+    """The user's alone, but for the folder itself, which others may have a part in."""
+    for path in base.iterdir():
+        if _TOP.fullmatch(path.name):
+            with suppress(OSError):  # it is somebody else's, or gone
+                mode = stat.S_IMODE(path.stat().st_mode)
+                if mode & (stat.S_IRWXG | stat.S_IRWXO):
+                    path.chmod(mode & stat.S_IRWXU)
 
 
 def folders_of_kinds(base: Path) -> Iterator[Path]:
@@ -107,6 +125,11 @@ class Disk:
         self.collect: Callable[[], Awaitable[object]] | None = None
         """Removes what nobody needs any more, as soon as there is something that does so."""
 
+    async def found(self) -> tuple[dict[str, int], int]:
+        """(bytes of what is saved, by kind; bytes that the disk has left)."""
+        free = shutil.disk_usage(self._config.checkpoints_base).free
+        return await self._database.read(stored_bytes), free
+
     async def make_room(self, model_id: str, sampler: bool) -> None:
         """See to it that a save of a model fits; what can go goes first, then the trash, the oldest of it first.
 
@@ -117,24 +140,29 @@ class Disk:
         Raises:
             RequestError: It does not fit. The message says what is taken, what may be, and a way out.
         """
-        if await self._refusal(model_id, sampler) is None:
+        await self.make_room_for(
+            await self._database.read(partial(_expected_bytes, model_id=model_id, sampler=sampler))
+        )
+
+    async def make_room_for(self, size: int) -> None:
+        """See to it that so many bytes fit. Raises as `make_room`."""
+        if await self._refusal(size) is None:
             return
         if self.collect is not None:
             await self.collect()
         left = await asyncio.to_thread(trash.entries, self._config.checkpoints_base)
         in_trash = sum(entry.size_bytes for entry in left)
-        if (refusal := await self._refusal(model_id, sampler, without=in_trash)) is not None:
+        if (refusal := await self._refusal(size, without=in_trash)) is not None:
             raise RequestError(refusal)  # it would not fit without the trash either
-        while (refusal := await self._refusal(model_id, sampler)) is not None:
+        while (refusal := await self._refusal(size)) is not None:
             if not left:
                 raise RequestError(refusal)
             log.info("%s goes, as its room is needed", left[0].path)
             await asyncio.to_thread(remove_folder, left.pop(0).path)
 
-    async def _refusal(self, model_id: str, sampler: bool, without: int = 0) -> str | None:
-        """Why it does not fit, also if so many bytes went. None if it fits."""
+    async def _refusal(self, size: int, without: int = 0) -> str | None:
+        """Why so many bytes do not fit, also if others went. None if they fit."""
         config = self._config
-        size = await self._database.read(lambda session: _expected_bytes(session, model_id, sampler))
         free = shutil.disk_usage(config.checkpoints_base).free
         if free + without - size < config.min_free_disk_mib * MIB:
             return (
@@ -144,8 +172,9 @@ class Disk:
             )
         if config.max_disk_gib == 0:
             return None
-        used = await self._database.read(used_bytes)
+        used = sum((await self._database.read(stored_bytes)).values())
         used += sum(entry.size_bytes for entry in trash.entries(config.checkpoints_base))
+        used += sum(stored.size_bytes for stored in stored_uploads(config.checkpoints_base))
         if used - without + size > config.max_disk_gib * GIB:
             return (
                 f"checkpoints take {used / GIB:.3f} GiB of max_disk_gib={config.max_disk_gib:g}, and this needs "
@@ -154,10 +183,14 @@ class Disk:
         return None
 
 
-def used_bytes(session: Session) -> int:
-    """Bytes of checkpoints, versions and snapshots, as far as they are known."""
-    columns = (col(CheckpointRow.size_bytes), col(VersionRow.size_bytes), col(ModelRow.snapshot_bytes))
-    return sum(session.exec(select(func.sum(column))).one() or 0 for column in columns)
+def stored_bytes(session: Session) -> dict[str, int]:
+    """Bytes of checkpoints, versions without a name and snapshots, as far as they are known."""
+    columns = {
+        "checkpoint": col(CheckpointRow.size_bytes),
+        "version": col(VersionRow.size_bytes),
+        "snapshot": col(ModelRow.snapshot_bytes),
+    }
+    return {kind: session.exec(select(func.sum(column))).one() or 0 for kind, column in columns.items()}
 
 
 def _expected_bytes(session: Session, model_id: str, sampler: bool) -> int:

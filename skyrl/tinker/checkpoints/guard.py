@@ -14,6 +14,7 @@ from skyrl.tinker.checkpoints.disk_budget import EPHEMERAL, saved_folders
 from skyrl.tinker.checkpoints.retention import FOLDERS, Removal, Rules
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.database.database import Database
+from skyrl.tinker.database.read_only import Readable
 
 FEW = FOLDERS
 """Folders that may always go."""
@@ -61,7 +62,7 @@ def _kept(names: Collection[str]) -> int:
     return sum(f"/{EPHEMERAL}/" not in name for name in names)
 
 
-def nameless_folders(config: EngineConfig, database: Database) -> list[Removal]:
+def nameless_folders(config: EngineConfig, database: Readable) -> list[Removal]:
     """Folders that nothing names. Names are read after the folders, so that none is missed."""
     folders = list(retention.old_folders(config.checkpoints_base, time.time()))
     named, busy = database.read_now(retention.named_folders), database.read_now(retention.busy_models)

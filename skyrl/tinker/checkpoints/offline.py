@@ -18,8 +18,8 @@ from skyrl.tinker.checkpoints.disk_budget import GIB, hold_folder
 from skyrl.tinker.checkpoints.guard import at_stake, nameless_folders
 from skyrl.tinker.checkpoints.retention import SELDOM, Removal, Rules
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.database.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.database.database import Database
+from skyrl.tinker.database.queries.checkpoint_rows import UnreferencedFiles
 from skyrl.utils.locks.lease import InUse
 
 Say = Callable[[str], None]

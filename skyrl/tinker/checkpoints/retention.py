@@ -20,12 +20,14 @@ from sqlmodel import Session, col, select
 
 from skyrl.tinker.checkpoints.disk_budget import KINDS, folders_of_kinds
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.database.checkpoint_rows import UnreferencedFiles, delete_checkpoint
-from skyrl.tinker.database.replay_log import folders_to_load, release
+from skyrl.tinker.database.ledger.audit import SERVER
+from skyrl.tinker.database.log.replay_log import folders_to_load, release
+from skyrl.tinker.database.queries.checkpoint_rows import UnreferencedFiles, delete_checkpoint
 from skyrl.tinker.database.tables import (
     DONE,
     WITH_BODY,
     CheckpointRow,
+    CustomLossRow,
     ModelRow,
     RequestRow,
     ResultRow,
@@ -34,7 +36,7 @@ from skyrl.tinker.database.tables import (
     VersionRow,
 )
 from skyrl.tinker.identity.ids import folder_of_model
-from skyrl.utils.atomic_folders import QUARANTINED, TEMPORARY, folder_bytes
+from skyrl.utils.files.atomic_folders import QUARANTINED, TEMPORARY, folder_bytes
 
 Found = TypeVar("Found")
 
@@ -68,11 +70,11 @@ class Rules:
 
     config: EngineConfig
     heard_since: float = 0.0
-    """When the server came up: nobody can have been heard of for a while before it."""
+    """Time at which the server came up: nobody can have been heard of for a while before it."""
     surplus_since: float = 0.0
     """Checkpoints from before are not taken for surplus."""
     sampled: Mapping[str, float] | None = None
-    """When versions were last sampled since then. None where that is not known."""
+    """Times at which versions were last sampled since then. None where that is not known."""
     results_since: float = 0.0
     """Results that ended before are too many (`oldest_result`)."""
 
@@ -114,7 +116,7 @@ def results(session: Session, rules: Rules, now: float) -> list[Removal]:
 
 
 def oldest_result(session: Session, max_bytes: float) -> float:
-    """When the oldest result ended that still fits if all later ones are kept. 0.0 where all do."""
+    """End of the oldest result that still fits if all later ones are kept. 0.0 where all do."""
     size = col(ResultRow.size_bytes)
     if max_bytes == 0 or (session.exec(select(func.sum(size))).one() or 0) <= max_bytes:
         return 0.0
@@ -225,7 +227,7 @@ def _unnamed(session: Session, rules: Rules, rows: Any, what: str) -> list[Remov
     for row in rows:
         if row.folder not in needed and len(removals) < FOLDERS:
             path = f"tinker://{row.model_id}/{row.kind}/{row.name}"
-            gone = delete_checkpoint(session, row)
+            gone = delete_checkpoint(session, row, SERVER)
             files = gone.files._replace(to_trash=rules.config.trash_retention_sec > 0)
             removals.append(Removal(f"{what} {path}", row.size_bytes or 0, files, tuple(gone.samplers)))
     return removals
@@ -322,7 +324,7 @@ def forget_version(
 
 
 def _is_pending(session: Session, row: VersionRow) -> bool:
-    """Whether the request that publishes a version has not ended."""
+    """Return whether the request that publishes a version has not ended."""
     seq_id = int(row.version.rpartition("@")[2])
     query = select(RequestRow.status).where(RequestRow.model_id == row.model_id, RequestRow.seq_id == seq_id)
     return session.exec(query).first() == "pending"
@@ -364,7 +366,7 @@ snapshots = Walk(_find_ended_models, _forget_snapshots)
 
 
 def _unwritten() -> ColumnElement[bool]:
-    """Whether a model has published something that is not on disk."""
+    """Return whether a model has published something that is not on disk."""
     versions = select(VersionRow.version).where(
         VersionRow.model_id == ModelRow.model_id, col(VersionRow.digest).is_(None)
     )
@@ -391,6 +393,21 @@ def old_requests(session: Session, rules: Rules, now: float) -> list[Removal]:
     return [Removal(f"{len(found)} requests of ended sessions")] if found else []
 
 
+def old_losses(session: Session, rules: Rules, now: float) -> list[Removal]:
+    """Custom losses of sessions that ended long ago, once no request of theirs is logged that might be repeated."""
+    logged = select(RequestRow.request_id).where(RequestRow.model_id == ModelRow.model_id)
+    needing = select(ModelRow.model_id).where(
+        ModelRow.session_id == CustomLossRow.session_id,
+        or_(col(ModelRow.status).not_in(NOT_BROUGHT_BACK), _unwritten(), logged.exists()),
+    )
+    over = _ended(rules, now, rules.config.session_retention_sec)
+    old = select(CustomLossRow.loss_id).where(col(CustomLossRow.session_id).in_(over), ~needing.exists())
+    found = session.exec(old.limit(BATCH)).all()
+    if found:
+        session.execute(delete(CustomLossRow).where(col(CustomLossRow.loss_id).in_(found)))
+    return [Removal(f"{len(found)} custom losses of ended sessions", changed=tuple(found))] if found else []
+
+
 def old_sessions(session: Session, rules: Rules, now: float) -> list[Removal]:
     """All that is known of sessions that ended long ago, unless a checkpoint of theirs is left."""
     saved = (
@@ -407,6 +424,7 @@ def old_sessions(session: Session, rules: Rules, now: float) -> list[Removal]:
         theirs = select(RequestRow.request_id).where(col(RequestRow.model_id).in_(ids))
         session.execute(delete(ResultRow).where(col(ResultRow.request_id).in_(theirs)))
         session.execute(delete(RequestRow).where(col(RequestRow.model_id).in_(ids)))
+        session.execute(delete(CustomLossRow).where(col(CustomLossRow.session_id) == row.session_id))
         mine = select(SamplerRow).where(SamplerRow.session_id == row.session_id)
         samplers = session.exec(mine.limit(MANY_SAMPLERS)).all()
         if len(samplers) == MANY_SAMPLERS:
@@ -431,7 +449,7 @@ OFTEN = (
     ended_versions,
     older_versions,
 )
-SELDOM = (snapshots, old_requests, old_sessions)
+SELDOM = (snapshots, old_requests, old_losses, old_sessions)
 """Jobs of every round, and those that look at more than there is to do."""
 
 

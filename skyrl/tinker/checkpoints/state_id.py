@@ -14,10 +14,11 @@ from sqlmodel import Session, col, select
 from skyrl.errors import RequestError, StorageError
 from skyrl.tinker.checkpoints.disk_budget import saved_folders
 from skyrl.tinker.database.database import Database
+from skyrl.tinker.database.read_only import Readable
 from skyrl.tinker.database.tables import CheckpointRow, ModelRow, SettingRow, VersionRow
 from skyrl.tinker.identity.ids import folder_of_model
-from skyrl.utils.atomic_folders import replace_file
 from skyrl.utils.failpoints import crash_point
+from skyrl.utils.files.atomic_folders import replace_file
 
 FILE = ".state-id"
 TIED = "state_id"
@@ -93,7 +94,7 @@ async def tie_anyway(base: Path, database: Database) -> None:
     await database.write(lambda session: _set(session, {TIED: state_id, TO_BE_TIED: None}))
 
 
-def refusal(base: Path, database: Database) -> str | None:
+def refusal(base: Path, database: Readable) -> str | None:
     """Why a server must not go on with these two, if it must not."""
     ids = read(base, database)
     if ids.agree:
@@ -113,7 +114,7 @@ def refusal(base: Path, database: Database) -> str | None:
     )
 
 
-def read(base: Path, database: Database) -> Ids:
+def read(base: Path, database: Readable) -> Ids:
     """Ids that each side names now."""
     try:
         folder = (base / FILE).read_text().strip() or None
@@ -131,18 +132,23 @@ def read(base: Path, database: Database) -> Ids:
     return Ids(folder, *database.read_now(settings))
 
 
-def holdings(base: Path, database: Database) -> Holdings:
+def holdings(base: Path, database: Readable) -> Holdings:
     """Contents of both sides."""
     there = saved_folders(base)
 
     def named(session: Session) -> Holdings:
-        written = {*session.exec(select(CheckpointRow.folder)).all()}
-        written |= {folder for folder in session.exec(select(ModelRow.snapshot_folder)).all() if folder is not None}
-        written |= {*session.exec(select(VersionRow.folder).where(col(VersionRow.digest).is_not(None))).all()}
+        written = written_folders(session)
         models = {folder_of_model(model_id) for model_id in session.exec(select(ModelRow.model_id)).all()}
         return Holdings(there, written, models | {folder.partition("/")[0] for folder in written})
 
     return database.read_now(named)
+
+
+def written_folders(session: Session) -> set[str]:
+    """Folders that the database names and that have been there."""
+    written = {*session.exec(select(CheckpointRow.folder)).all()}
+    written |= {folder for folder in session.exec(select(ModelRow.snapshot_folder)).all() if folder is not None}
+    return written | {*session.exec(select(VersionRow.folder).where(col(VersionRow.digest).is_not(None))).all()}
 
 
 def _set(session: Session, values: dict[str, str | None]) -> None:

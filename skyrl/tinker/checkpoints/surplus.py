@@ -73,7 +73,7 @@ def _beyond(session: Session, model_id: str, config: EngineConfig) -> Iterator[t
 
 
 def _place(row: VersionRow) -> int:
-    """Where it was published in its model's order."""
+    """Place in its model's order at which it was published."""
     return int(row.version.rpartition("@")[2])
 
 

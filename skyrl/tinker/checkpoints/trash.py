@@ -1,4 +1,4 @@
-"""Where files wait that the collector has taken, in case somebody misses them: `.trash`, below checkpoints_base.
+"""Trash: files that the collector has taken wait there, in case somebody misses them: `.trash`, below checkpoints_base.
 
 Each folder has an entry of its own, `.trash/{time}-{bytes}-{random}/MODEL/KIND/NAME`, so that what is there, since when
 and how large it is can be told from names alone, and whoever moves it back sees where it was.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from skyrl.utils.atomic_folders import folder_bytes, remove_folder
+from skyrl.utils.files.atomic_folders import folder_bytes, remove_folder
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Entry:
     """A folder in the trash. The one that has been there longest is the least."""
 
     since: float
-    """When it came, in unix seconds."""
+    """Time at which it came, in unix seconds."""
     path: Path
     size_bytes: int
 

@@ -37,11 +37,11 @@ class VersionUse:
             self._note(sample.version)
 
     def enters(self, path: str) -> bool:
-        """Whether a sample is about to read the folder at this path."""
+        """Return whether a sample is about to read the folder at this path."""
         return any(path == entering for _, entering in self._entering.values())
 
     def last(self) -> dict[str, float]:
-        """When each version was last sampled; infinity for those that are about to be."""
+        """Time at which each version was last sampled; infinity for those that are about to be."""
         return {**self._last, **{version: math.inf for version, _ in self._entering.values()}}
 
     def _note(self, version: str) -> None:

@@ -16,8 +16,8 @@ from starlette.responses import Response, StreamingResponse
 
 from skyrl.tinker.database.database import Database, Job
 from skyrl.tinker.results import Answer
-from skyrl.tinker.wire.body_room import BodyRoom
-from skyrl.tinker.wire.decode_pool import LARGE_BYTES, DecodePool
+from skyrl.tinker.wire.sharing.body_room import BodyRoom
+from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES, DecodePool
 
 PIECE_BYTES = 256 * 2**10
 """Sent at once. What a connection has taken in and its client has not is no more than a few of these."""

@@ -15,32 +15,42 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy
-from alembic import command
-from alembic.config import Config as AlembicConfig
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, event
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError, InterfaceError, InternalError, OperationalError
 from sqlalchemy.pool import PoolProxiedConnection
-from sqlmodel import Session
+from sqlmodel import Session, SQLModel
 
 from skyrl.errors import RequestError
 from skyrl.tinker.config import without_password
+from skyrl.tinker.database import tables
 from skyrl.tinker.database.fence import TRY_LOCK, WRITES, Fence, Superseded, writing
 from skyrl.tinker.errors import DatabaseFull
 from skyrl.utils.locks.lease import Lease, in_use
 
+if TYPE_CHECKING:
+    from alembic.config import Config as AlembicConfig
+
 log = logging.getLogger(__name__)
+
+assert tables.RequestRow.metadata is SQLModel.metadata
 
 T = TypeVar("T")
 Job = Callable[[Session], T]
 
 MIGRATIONS = Path(__file__).parent / "migrations"
+KNOWN = sorted(file.name[1:].partition("_")[0] for file in (MIGRATIONS / "versions").glob("r*.py"))
+"""Revisions, oldest first, as their files are named: `rNNNN_what.py`. The last is that of `tables`."""
+REVISIONS = sqlalchemy.Table(
+    "alembic_version",
+    sqlalchemy.MetaData(),
+    sqlalchemy.Column("version_num", sqlalchemy.String(32), nullable=False),
+    sqlalchemy.PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
+)
+"""Alembic's table, as Alembic makes it, of one row: the revision of a database."""
 MAX_GROUP = 256
 """Jobs per transaction at most."""
 MAX_QUEUED = 10_000
@@ -60,7 +70,7 @@ INCREMENTAL = 2
 
 
 class Unreachable(RequestError):
-    """Where the database should be there is none, or it does not answer."""
+    """There is no database where it should be, or it does not answer."""
 
 
 @dataclass
@@ -227,9 +237,11 @@ def _attempt(session: Session, jobs: Sequence[Job[Any]]) -> list[Any]:
     return outcomes
 
 
-def migration_config(connection: Connection) -> AlembicConfig:
+def migration_config(connection: Connection) -> "AlembicConfig":
     """Alembic's configuration, for an open connection."""
-    config = AlembicConfig()
+    from alembic.config import Config
+
+    config = Config()
     config.set_main_option("script_location", str(MIGRATIONS))
     config.attributes["connection"] = connection
     return config
@@ -240,37 +252,57 @@ def _refusal(url: str, why: str) -> RequestError:
 
 
 def _migrate(engine: Engine, url: str) -> None:
+    """Bring a database to the newest revision.
+
+    A new one is made of the tables as they are, as Alembic's cookbook has it; so only what an older server has left
+    loads Alembic, which takes as long as all the rest of a start.
+    """
     with engine.begin() as connection:
-        try:
-            command.upgrade(migration_config(connection), "head")
-        except CommandError as error:
-            raise _refusal(
-                url,
-                f"it was written by another version of this server ({error}); start that one, or use another database",
-            ) from error
+        present = sqlalchemy.inspect(connection).get_table_names()
+        if not present:
+            SQLModel.metadata.create_all(connection)
+            REVISIONS.create(connection)
+            connection.execute(REVISIONS.insert().values(version_num=KNOWN[-1]))
+        elif revision_of(connection) != KNOWN[-1]:
+            _upgrade(connection, url)
+
+
+def _upgrade(connection: Connection, url: str) -> None:
+    from alembic import command
+    from alembic.util import CommandError
+
+    try:
+        command.upgrade(migration_config(connection), "head")
+    except CommandError as error:
+        raise _refusal(
+            url,
+            f"it was written by another version of this server ({error}); start that one, or use another database",
+        ) from error
 
 
 def _refuse_missing_file(url: str) -> None:
-    file = _sqlite_file(url)
+    file = sqlite_file(url)
     if file is not None and not (file.is_file() and file.stat().st_size > 0):
         raise _refusal(url, f"there is no database; {NAME_IT}")
 
 
 def _refuse_foreign(engine: Engine, url: str) -> None:
-    if _revision(engine) is None:
-        raise _refusal(url, f"it is no database of this server; {NAME_IT}")
-
-
-def _revision(engine: Engine) -> str | None:
     with engine.connect() as connection:
-        return MigrationContext.configure(connection).get_current_revision()
+        if revision_of(connection) is None:
+            raise _refusal(url, f"it is no database of this server; {NAME_IT}")
+
+
+def revision_of(connection: Connection) -> str | None:
+    """The database's revision; None if it has none."""
+    if not sqlalchemy.inspect(connection).has_table(REVISIONS.name):
+        return None
+    return connection.execute(sqlalchemy.select(REVISIONS.c.version_num)).scalar()
 
 
 def _refuse_old(engine: Engine, url: str) -> None:
     with engine.connect() as connection:
-        newest = ScriptDirectory.from_config(migration_config(connection)).get_current_head()
-    if _revision(engine) != newest:
-        raise _refusal(url, "it was not written by this version of the server; start the server once to upgrade it")
+        if revision_of(connection) != KNOWN[-1]:
+            raise _refusal(url, "it was not written by this version of the server; start the server once to upgrade it")
 
 
 def _claim(engine: Engine, url: str) -> Connection:
@@ -288,12 +320,12 @@ def _claim(engine: Engine, url: str) -> Connection:
 
 
 def _is_of_one(error: DBAPIError) -> bool:
-    """Whether PostgreSQL refuses what one statement asks for (class 54: more than its limits), and goes on."""
+    """Return whether PostgreSQL refuses what one statement asks for (class 54: more than its limits), and goes on."""
     return (getattr(error.orig, "sqlstate", None) or "").startswith("54")
 
 
 def _is_of_all(error: Exception) -> bool:
-    """Whether an error is every job's: to try each alone would take as long again for each, or do it twice, where the
+    """Return whether an error is every job's: to try each alone would take as long for each, or do it twice, where the
     connection has ended and the transaction may have been stored."""
     if not isinstance(error, DatabaseError):
         return isinstance(error, Superseded)
@@ -338,9 +370,7 @@ def _run_to_end(connection: PoolProxiedConnection, statement: str) -> list[Any]:
 
 def _open(url: str) -> Engine:
     try:
-        parsed = make_url(url)
-        if parsed.drivername == "postgresql":
-            parsed = parsed.set(drivername="postgresql+psycopg")
+        parsed = with_driver(make_url(url))
         if parsed.get_backend_name() not in ("sqlite", "postgresql"):
             raise _refusal(url, "use sqlite:///FILE or postgresql://USER@HOST/NAME")
         sqlite = parsed.get_backend_name() == "sqlite"
@@ -371,13 +401,18 @@ def _open(url: str) -> Engine:
     return engine
 
 
+def with_driver(url: URL) -> URL:
+    """The same with the driver that we use, where none is named."""
+    return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
+
+
 def _keep_private(file: Path) -> None:
-    """A file with secrets, made if there is none, is its owner's alone; so are those that SQLite puts beside it."""
+    """A file with secrets, made if there is none, is its owner's alone; so are those beside it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch(mode=0o600)
-    for part in (file, file.with_name(f"{file.name}-wal"), file.with_name(f"{file.name}-shm")):
+    for suffix in ("", "-wal", "-shm", ".lock"):
         with suppress(OSError):  # it is not there, or somebody else's
-            part.chmod(0o600)
+            file.with_name(file.name + suffix).chmod(0o600)
 
 
 def _sqlite_connect(connection: Any, _: Any) -> None:
@@ -394,7 +429,7 @@ def _sqlite_begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get(WRITES) else "BEGIN")
 
 
-def _sqlite_file(url: str) -> Path | None:
+def sqlite_file(url: str) -> Path | None:
     """The file of an SQLite database, the same one by whatever links it is named."""
     try:
         parsed = make_url(url)
@@ -407,7 +442,7 @@ def _sqlite_file(url: str) -> Path | None:
 
 def _lease(url: str) -> Lease | None:
     """Hold `FILE.lock`, so that a second server on the same SQLite file is refused instead of losing our models."""
-    file = _sqlite_file(url)
+    file = sqlite_file(url)
     if file is None:
         return None
     try:

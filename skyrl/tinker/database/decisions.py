@@ -30,7 +30,7 @@ class Decisions:
     sharer: str | None = None
     """Sharer whose part of the room it takes; see `Caller.sharer`."""
     forward_only: bool | None = None
-    """Whether a pass leaves its model as it was."""
+    """True if a pass leaves its model as it was."""
     seed: int | None = None
     """Of the weights of a new model."""
     folder: str | None = None

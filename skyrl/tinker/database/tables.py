@@ -16,6 +16,7 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     String,
+    Text,
     UniqueConstraint,
     false,
     text,
@@ -35,6 +36,10 @@ DONE = "done"
 
 def _created() -> Any:
     return Field(default_factory=time.time, sa_column=Column(Float, nullable=False))
+
+
+def _count() -> Any:
+    return Field(default=0, sa_column=Column(BigInteger, nullable=False))
 
 
 def _partial_index(name: str, column: str, where: str) -> Index:
@@ -71,7 +76,7 @@ class SessionRow(SQLModel, table=True):
     display_name: str | None = None
     created_at: float = _created()
     last_seen_at: float = _created()
-    """When its client was last heard of, as it was when the server last wrote that down."""
+    """Time at which its client was last heard of, as the server last wrote it down."""
     finished_at: float | None = None
     finish_reason: str | None = None
 
@@ -97,7 +102,7 @@ class ModelRow(SQLModel, table=True):
     status: str = "creating"
     """A `ModelStatus`. `live` ones are in the engine, or can be revived from their snapshot and the log after it.
     `lost` ones cannot, because files of theirs are gone or damaged; `expired` ones, because their session was silent
-    for too long. `copy` ones hold a copy of a checkpoint only."""
+    for too long. `copy` ones hold a copy of a checkpoint, or one that was uploaded, and no more."""
     snapshot_seq_id: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
     """The last request that is part of its newest snapshot; None before the first."""
     snapshot_folder: str | None = None
@@ -136,6 +141,20 @@ class SamplerRow(SQLModel, table=True):
     """By number of a client, a bound on the seq_ids that it has used, once they are many (see `sample_counts`)."""
     removed_by: str | None = None
     """The option, with its value, that took its version away before its session ended."""
+    created_at: float = _created()
+
+
+class CustomLossRow(SQLModel, table=True):
+    """A loss that a client has traced, for the models of its session."""
+
+    __tablename__ = "custom_losses"  # pyright: ignore[reportAssignmentType]
+
+    loss_id: str = Field(primary_key=True)
+    session_id: str = Field(index=True)
+    tenant: str = Field(index=True)
+    name: str
+    specification: str = Field(sa_column=Column(Text, nullable=False))
+    """The graph, see `skyrl.algorithms.traced.graph.specification_of`."""
     created_at: float = _created()
 
 
@@ -191,6 +210,72 @@ class CheckpointRow(SQLModel, table=True):
     """Readable by every key."""
     expires_at: float | None = None
     created_at: float = _created()
+
+
+class UsageRow(SQLModel, table=True):
+    """The ledger: what the requests of a session to a run have used that ended, and were answered, within an hour."""
+
+    __tablename__ = "usage"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (Index("usage_by_hour", "hour", "tenant"),)
+
+    session_id: str = Field(primary_key=True)
+    """Of samples, the session that asked for them."""
+    model_id: str = Field(primary_key=True)
+    """The run that was trained, or whose weights were sampled; empty for the base model's."""
+    hour: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
+    """Its begin."""
+    tenant: str
+    project_id: str | None = None
+    """Of the session, which may be collected before this is."""
+    base_model: str
+    active_parameters: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
+    """See `BackendInfo`."""
+    requests: int = _count()
+    trained_tokens: int = _count()
+    """Of passes that add gradients."""
+    forward_tokens: int = _count()
+    """Of passes that do not."""
+    prefill_tokens: int = _count()
+    """Of prompts, once for each request, that were computed."""
+    cached_tokens: int = _count()
+    """Of prompts, that were found in the cache."""
+    sampled_tokens: int = _count()
+    training_s: float = Field(default=0.0, sa_column=Column(Float, nullable=False))
+    """Device seconds of passes and optimizer steps."""
+    sampling_s: float = Field(default=0.0, sa_column=Column(Float, nullable=False))
+    """Device seconds of samples, their prompts included."""
+
+
+class ChargedSampleRow(SQLModel, table=True):
+    """What a sample was charged whose answer has not been handed out, or was a moment ago."""
+
+    __tablename__ = "charged_samples"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (Index("charged_samples_by_hour", "hour"),)
+
+    request_id: str = Field(primary_key=True)
+    session_id: str
+    model_id: str
+    hour: int = Field(sa_column=Column(BigInteger, nullable=False))
+    """Its place in the ledger."""
+    prefill_tokens: int = _count()
+    cached_tokens: int = _count()
+    sampled_tokens: int = _count()
+    sampling_s: float = Field(default=0.0, sa_column=Column(Float, nullable=False))
+
+
+class AuditRow(SQLModel, table=True):
+    """Somebody made, shared, read or removed a checkpoint, or moved a session to a project."""
+
+    __tablename__ = "audit"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (Index("audit_by_day", "created_at", "tenant"),)
+
+    id: int | None = Field(default=None, primary_key=True)
+    created_at: float = _created()
+    tenant: str
+    """Owner of what it was done to."""
+    event: str
+    """An `AuditEvent` (`skyrl.tinker.database.ledger.audit`)."""
+    details: dict[str, Any] = Field(sa_column=Column(JSON, nullable=False))
 
 
 class RequestRow(SQLModel, table=True):

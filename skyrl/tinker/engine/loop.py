@@ -35,7 +35,7 @@ from skyrl.backends.operations import (
     Operation,
     Sample,
 )
-from skyrl.backends.registry import find_backend, options_of
+from skyrl.backends.registry import default_backend, find_backend, options_of
 from skyrl.errors import BackendLost, RequestError, StorageError
 from skyrl.tinker.config import EngineConfig, describe
 from skyrl.tinker.engine.maintenance import Upkeep
@@ -55,6 +55,7 @@ from skyrl.tinker.processes.messages import (
     Park,
     Progress,
     Ready,
+    Refuse,
     Revive,
     Running,
     Shutdown,
@@ -78,6 +79,8 @@ NICENESS = 5
 QUIET_S = 0.25
 """Seconds without anything to do after which what later requests need is prepared. A piece takes longer than that, and
 clients that have just connected, or that wait for a result to send the next request, should not wait for it."""
+TELL_S = 0.25
+"""Seconds between two tellings of what the engine counts, while it works."""
 DRAIN = 0.6
 """Part of `shutdown_timeout_sec` that the last snapshots and writes of an orderly end may take, together."""
 
@@ -99,18 +102,20 @@ class TinkerEngine:
         self._submitted: dict[str, Operation] = {}
         self._running: set[str] = set()
         """Requests that the API believes to be computed now."""
-        self._metrics: dict[str, int] = {}
+        self._metrics = Metrics({}, {})
+        """What the API has been told of counts, and when."""
+        self._told_at = -math.inf
         self._stored: deque[Stored] = deque()
         """Filled by the thread that writes."""
         self._sent: deque[Operation] = deque()
         """Samples whose large results are on their way, filled by the thread that writes these."""
         self._stopping = False
         self._worked_at = time.monotonic()
-        """When something came, or was computed, last."""
+        """Time at which something came, or was computed, last."""
         self._unprepared = True
-        """Whether the backend may have something left to prepare."""
+        """True if the backend may have something left to prepare."""
         self.step_began: float | None = None
-        """When what the engine does now began, on the monotonic clock; None while it waits."""
+        """Begin of what the engine does now, on the monotonic clock; None while it waits."""
         backend.weigh(config.weights)
         backend.on_wake = channel.wake.set
         backend.on_quantum = self._about_to_run
@@ -127,6 +132,7 @@ class TinkerEngine:
             while not self._stopping and not self.channel.closed:
                 if not self.backend.busy:
                     self._tell_computed(self.backend.computed)
+                    self._tell_counts()
                     self._rest()
                 self.channel.wake.clear()
                 self.step_began = time.monotonic()
@@ -163,9 +169,15 @@ class TinkerEngine:
             self._worked_at = time.monotonic()
         self.upkeep.snapshot_due(time.monotonic())
         self._submit()
-        if (metrics := self.backend.metrics) != self._metrics:
-            self._metrics = metrics
-            self.channel.send(Metrics(metrics))
+        if time.monotonic() - self._told_at > TELL_S:
+            self._tell_counts()
+
+    def _tell_counts(self) -> None:
+        statistics = {**self.backend.statistics, "snapshots_failed": self.upkeep.snapshots_failed}
+        metrics = Metrics(self.backend.metrics, statistics)
+        if metrics != self._metrics:
+            self._metrics, self._told_at = metrics, time.monotonic()
+            self.channel.send(metrics)
 
     def _submit(self) -> None:
         while (operation := self.scheduler.next()) is not None:
@@ -189,7 +201,7 @@ class TinkerEngine:
             if isinstance(operation, ModelOperation):
                 self._follow(operation, completion.result)
             if asked_for:
-                self.channel.send(Done(completion.request_id, completion.result))
+                self.channel.send(Done(completion.request_id, completion.result, completion.device_s))
         while self._stored:  # after the request that published it
             self.channel.send(self._stored.popleft())
 
@@ -200,7 +212,7 @@ class TinkerEngine:
             self._sent.append(operation)
             self.channel.wake.set()
 
-        self.channel.send_apart(Done(completion.request_id, completion.result), sent)
+        self.channel.send_apart(Done(completion.request_id, completion.result, completion.device_s), sent)
 
     def _follow(self, operation: ModelOperation, result: Result) -> None:
         """Keep up with which models there are."""
@@ -224,6 +236,9 @@ class TinkerEngine:
             self.upkeep.park(frame.model_id)
         elif isinstance(frame, Cancel):
             self._cancel(frame.request_id)
+        elif isinstance(frame, Refuse):
+            if not self.scheduler.refuse(frame.refusal):
+                self.backend.refuse(frame.refusal)
         elif isinstance(frame, DropVersion):
             self.backend.drop_version(frame.version)
         elif isinstance(frame, TurnedAway):
@@ -305,14 +320,23 @@ class TinkerEngine:
 
 def open_backend(config: EngineConfig, progress: Callable[[str], None]) -> AbstractBackend:
     """Load the base model with the configured backend. Raises `RequestError` for a bad option or model."""
-    progress(f"importing the {config.backend} backend")
-    backend = find_backend(config.backend)
-    options = options_of(backend)
+    name = config.backend or default_backend()
+    why = "" if config.backend else ", as none is named and torch sees " + ("no GPU" if name == "jax" else "a GPU")
+    progress(f"importing the {name} backend{why}")
+    backend = find_backend(name)
+    options, given = options_of(backend), dict(config.backend_config)
+    if config.engines and "engines" not in options.model_fields:
+        raise RequestError(
+            f"external_inference_url={', '.join(config.external_inference_url)}: the {name} backend samples by itself; "
+            "leave it out, or serve with --backend skyrl_train"
+        )
+    if config.engines:
+        given["engines"] = given.get("engines", {}) | config.engines
     try:
-        backend_config = options.model_validate(config.backend_config)
+        backend_config = options.model_validate(given)
     except ValidationError as error:
         known = ", ".join(options.model_fields)
-        raise RequestError(f"backend_config: {describe(error)} (options of {config.backend}: {known})") from None
+        raise RequestError(f"backend_config: {describe(error)} (options of {name}: {known})") from None
     return backend(config.base_model or _builtin_model(progress), backend_config, progress)
 
 
@@ -346,10 +370,11 @@ def serve(channel: EngineChannel, alone: bool = False) -> int:
         return 0
     assert isinstance(start, Start), start
     config = start.config
-    setup_logging(config.log_level, process="engine")
+    name = config.backend or default_backend()
+    setup_logging(config.log_level, "engine", config.log_format)
     if alone:
         channel.listen(_leave)
-        if config.backend == "jax":
+        if name == "jax" and "torch" not in sys.modules:  # which the search for GPUs may have loaded
             _load_transformers_without_torch()
     else:
         channel.listen()
@@ -375,7 +400,7 @@ def serve(channel: EngineChannel, alone: bool = False) -> int:
             message = str(error)
         except Exception as error:
             log.exception("cannot load the backend")
-            message = f"cannot load the {config.backend} backend: {type(error).__name__}: {error}"
+            message = f"cannot load the {name} backend: {type(error).__name__}: {error}"
         else:
             engine = TinkerEngine(backend, channel, config)
             try:

@@ -54,9 +54,10 @@ class Upkeep:
         """Operations under way and what follows them, by request id."""
         self._failed_pass: dict[str, str | None] = {}
         """By the request id of a snapshot: why the model's next optimizer step had to fail when it was taken."""
+        self.snapshots_failed = 0
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether an operation under way is one of these."""
+        """Return whether an operation under way is one of these."""
         return request_id in self._own
 
     def begins(self, request_id: str) -> None:
@@ -139,4 +140,5 @@ class Upkeep:
             assert isinstance(result, ErrorResponse), result
             log.warning("model %s has no snapshot of its requests up to %d: %s", model_id, seq_id, result.error)
             self._policy.failed(model_id, time.monotonic())
+            self.snapshots_failed += 1
         then(isinstance(result, SaveOutput))

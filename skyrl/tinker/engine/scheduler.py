@@ -120,11 +120,11 @@ class Scheduler:
         return line.tenant if line else ""
 
     def knows(self, model_id: str) -> bool:
-        """Whether the model keeps an order here: it was created or revived, and not forgotten since."""
+        """Return whether the model keeps an order here: it was created or revived, and not forgotten since."""
         return model_id in self._lines
 
     def idle(self, model_id: str) -> bool:
-        """Whether nothing of the model is held, queued or outstanding."""
+        """Return whether nothing of the model is held, queued or outstanding."""
         return model_id not in self._unfinished and model_id not in self._gaps
 
     def finished(self, model_id: str) -> int | None:
@@ -141,13 +141,27 @@ class Scheduler:
         """Forget a sample that has not been submitted. Returns whether there was one."""
         return self._samples.remove(request_id)
 
+    def refuse(self, refusal: Rejected) -> bool:
+        """Put a refusal in the place of a request that has not been submitted. Returns whether there was one."""
+        line = self._lines.get(refusal.model_id)
+        held = line.held if line else {}
+        for seq_id, operation in held.items():
+            if operation.request_id == refusal.request_id:
+                held[seq_id] = refusal
+                return True
+        for number, operation in enumerate(self._ready):
+            if operation.request_id == refusal.request_id:
+                self._ready[number] = refusal
+                return True
+        return False
+
     def turned_away(self, model_id: str, now: float) -> None:
         """A request of the model came for which there was no room, and will come again: held ones wait on."""
         if model_id in self._gaps:
             self._gaps[model_id] = now
 
     def deadline(self) -> float:
-        """When `expire` has something to do at the earliest; infinity if no request is held."""
+        """Time at which `expire` has something to do at the earliest; infinity if no request is held."""
         return min(self._gaps.values(), default=math.inf) + self.gap_timeout_s
 
     def expire(self, now: float) -> None:
@@ -192,6 +206,9 @@ class Scheduler:
             line.next_seq_id = seq_id + 1
             error = f"seq_id={seq_id} of model {model_id} was not done: {why}; send it again with what was missing"
             failed = _rejected(operation, error, "incomplete")
+            if isinstance(operation, Rejected):
+                gradients = "dropped" if operation.gradients == "dropped" else "incomplete"
+                failed = replace(operation, gradients=gradients)
             self._notices.append((operation.request_id, None))
             if isinstance(operation, OptimStep):
                 # An optimizer step after a failed pass fails itself and clears the sums, which a mere failure does not.

@@ -1,4 +1,4 @@
-"""When a model is snapshotted: after so many optimizer steps, requests or bytes, and after each load.
+"""Policy of snapshots: after so many optimizer steps, requests or bytes, and after each load.
 
 A model that is trained as a whole, whose snapshots are as large as the base model, is not snapshotted every few steps
 but after each checkpoint that it saves.
@@ -54,7 +54,7 @@ class _Model:
     under_way: _Counts | None = None
     """Work that the snapshot under way covers."""
     whole: bool = False
-    """Whether it has base weights of its own."""
+    """True if it has base weights of its own."""
     failures: int = 0
     """Snapshots that failed in a row."""
     retry_at: float = -math.inf
@@ -81,7 +81,7 @@ class SnapshotPolicy:
         return [model_id for model_id in self._wanted if self._models[model_id].retry_at <= now]
 
     def deadline(self, now: float) -> float:
-        """When the next model becomes due by time alone; infinity if none does."""
+        """Time at which the next model becomes due by time alone; infinity if none does."""
         times = (self._models[model_id].retry_at for model_id in self._wanted)
         return min((time for time in times if time > now), default=math.inf)
 
@@ -90,7 +90,7 @@ class SnapshotPolicy:
         return [model_id for model_id, model in self._models.items() if model.since.changes]
 
     def under_way(self, model_id: str) -> bool:
-        """Whether a snapshot of the model has begun and not ended."""
+        """Return whether a snapshot of the model has begun and not ended."""
         return model_id in self._models and self._models[model_id].under_way is not None
 
     def begin(self, model_id: str) -> None:

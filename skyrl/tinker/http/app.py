@@ -10,17 +10,20 @@ from skyrl.tinker.context import EngineFactory
 from skyrl.tinker.http import openapi
 from skyrl.tinker.http.errors import BodyLimit, add_error_handlers, error_response
 from skyrl.tinker.http.local_only import LocalOnly
+from skyrl.tinker.http.measured import Measured
+from skyrl.tinker.http.operators import metrics, orders, probes, status
 from skyrl.tinker.http.routes import (
-    auth,
+    accounts,
     checkpoints,
     client,
-    copies,
     downloads,
+    held_checkpoints,
+    losses,
     models,
-    probes,
     queued,
     samplers,
     sessions,
+    traces,
     training_runs,
 )
 from skyrl.tinker.identity.ids import SAMPLE
@@ -52,12 +55,28 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
     app = FastAPI(title="SkyRL Tinker server", lifespan=lifespan)
     app.state.server = server
     # Looked through in this order, so what is asked for most comes first.
-    modules = (queued, sessions, client, auth, models, samplers, training_runs, checkpoints, downloads, copies)
-    routers = [*(module.router for module in modules), client.public, downloads.public]
+    modules = (
+        queued,
+        sessions,
+        client,
+        accounts,
+        models,
+        losses,
+        samplers,
+        training_runs,
+        checkpoints,
+        downloads,
+        held_checkpoints,
+        traces,
+    )
+    public = (client.public, downloads.public, held_checkpoints.public, traces.public)
+    routers = [*(module.router for module in modules), *public]
     for router in routers:
         app.include_router(router, prefix=PREFIX, responses=openapi.ERRORS)
     openapi.complete(app, PREFIX, routers)
     app.include_router(probes.router)
+    for module in (metrics, status, orders):
+        app.include_router(module.router, responses=openapi.ERRORS)
     add_error_handlers(app)
     limits = {
         f"{PREFIX}/{'asample' if operation.name == SAMPLE else operation.name}": operation.max_body_bytes
@@ -65,9 +84,15 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
     }
 
     def limit_of(path: str) -> int:
+        if path.startswith(PREFIX + held_checkpoints.UPLOADS.partition("{")[0]):
+            return held_checkpoints.MAX_FILE_BYTES
         return min(limits.get(path, SMALL_BODY) or config.max_body_bytes, config.max_body_bytes)
 
-    app.add_middleware(BodyLimit, limit_of=limit_of)
+    def has_place(path: str) -> bool:
+        return limits.get(path, SMALL_BODY) is None
+
+    app.add_middleware(BodyLimit, limit_of=limit_of, has_place=has_place)
     if not config.api_keys:
         app.add_middleware(LocalOnly, check_host=is_loopback(config.host), refuse=error_response)
+    app.add_middleware(Measured, prefix=PREFIX, access_log=config.access_log)
     return app

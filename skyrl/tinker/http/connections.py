@@ -1,23 +1,26 @@
-"""Connections that only honest clients keep: uvicorn's HTTP protocol with a limit on their number and on silence.
+"""Connections that only honest clients keep: uvicorn's HTTP protocol with limits on their number, heads and silence.
 
-A connection has to bring the whole head of a request within `HEAD_S` seconds of its start, and of the first byte of
-each further request, and to take what it is sent at `MIN_BYTES_PER_S`, `PATIENCE_S` later at most. Addresses share the
-limit of connections as tenants share a queue (`quota`): what one takes always leaves some to the next. Long polls are
-many connections, so an address alone may have half of all. An IPv6 network of 64 bits, which is the least that anybody
-is given, counts as one address. Past the limit nobody is let in: files and the database need descriptors, too.
+A connection has to bring the whole head of a request, `MAX_HEAD_BYTES` at most, within `HEAD_S` seconds of its start,
+and of the first byte of each further request, and to take what it is sent at `MIN_BYTES_PER_S`, `PATIENCE_S` later at
+most. Addresses share the limit of connections as tenants share a queue (`quota`): what one takes always leaves some to
+the next. Long polls are many connections, so an address alone may have half of all. An IPv6 network of 64 bits, which
+is the least that anybody is given, counts as one address. Past the limit nobody is let in: files and the database need
+descriptors, too.
 """
 
 import asyncio
 import ipaddress
 import resource
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from skyrl.tinker.http.errors import MIN_BYTES_PER_S, PATIENCE_S
 from skyrl.utils.quota import Quota
 
 HEAD_S = 20.0
 """Seconds for the head of a request."""
+MAX_HEAD_BYTES = 2**16
+"""Of a request beside its body: its head, and what stands between two pieces of a body."""
 RESERVED_FILES = 512
 """Descriptors that connections leave to the database, the engine and files."""
 
@@ -39,7 +42,7 @@ def network_of(address: str) -> str:
     return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
 
 
-class Connection(H11Protocol):
+class Connection(HttpToolsProtocol):
     """A connection that is closed at once where its address has too many, and later where no request comes."""
 
     open_connections = Quota("{} connections")
@@ -52,6 +55,8 @@ class Connection(H11Protocol):
     _full_at = 0.0
     """When the transport had more than it should hold, on the loop's clock."""
     _full_timer: asyncio.TimerHandle | None = None
+    _head_bytes = 0
+    """Received since the last piece of a body, or the end of the last request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -90,9 +95,24 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._answered() and self._head_timer is None:
             self._await_head()
+        self._head_bytes += len(data)
         super().data_received(data)
         if not self._answered():
             self._head_has_come()
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"the head is longer than {MAX_HEAD_BYTES} bytes; send shorter headers")
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self.headers = []  # what follows a body in chunks is no part of the head
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_message_complete()
 
     def _answered(self) -> bool:
         """Whether no request is being worked on."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl.tinker.http.errors import error_response
-from skyrl.tinker.http.routes.probes import LIVEZ, READYZ, unready
+from skyrl.tinker.http.operators.probes import LIVEZ, READYZ, unready
 
 REASON = "the server is starting: its database and its folder are not open yet; its log says why"
 

@@ -18,12 +18,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skyrl.errors import RequestError, UnknownName
+from skyrl.errors import RequestError, StorageError, UnknownName
 from skyrl.tinker.database.fence import Superseded
 from skyrl.tinker.database.retrying_writer import Stopped
-from skyrl.tinker.errors import DatabaseFull, EngineStarting, MalformedBody
-from skyrl.tinker.wire.body_room import announced_length
-from skyrl.tinker.wire.parsing import brief, describe
+from skyrl.tinker.errors import BodyTooLarge, DatabaseFull, EngineStarting, MalformedBody
+from skyrl.tinker.wire.codec import too_large_pass
+from skyrl.tinker.wire.parsing import BEGINNING_BYTES, brief, describe
+from skyrl.tinker.wire.sharing.body_room import announced_length
+from skyrl.utils.log import REQUEST_ID
 from skyrl.utils.quota import Busy
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ UNTIL_ANSWERED = "skyrl.until_answered"
 class BodyLimit:
     """ASGI middleware that bounds bodies: it answers 413 at their path's limit, 408 at one that stops or trickles.
 
+    On some paths the beginning of a larger body is read: it may say whose place in a model's order the request has.
+
     A request gets a stack, `scope[UNTIL_ANSWERED]`, of what it holds until it is answered: dependencies that yield
     would do the same for a tenth of all that a small request costs.
 
@@ -47,25 +51,34 @@ class BodyLimit:
         app: The application.
         limit_of: Largest body in bytes for a path.
         patience_s: Longest time between two pieces of a body.
+        has_place: Whether requests of a path have a place in an order.
     """
 
-    def __init__(self, app: ASGIApp, limit_of: Callable[[str], int], patience_s: float = PATIENCE_S):
+    def __init__(
+        self,
+        app: ASGIApp,
+        limit_of: Callable[[str], int],
+        patience_s: float = PATIENCE_S,
+        has_place: Callable[[str], bool] = lambda _: False,
+    ):
         self._app = app
         self._limit_of = limit_of
         self._patience_s = patience_s
+        self._has_place = has_place
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         limit, size, complete = self._limit_of(scope["path"]), 0, False
+        has_place = self._has_place(scope["path"])
         start = asyncio.get_running_loop().time()
         announced = announced_length(scope)
 
         async def limited() -> Message:
             nonlocal size, complete
-            if announced > limit:
-                raise _too_large(limit)
+            if announced > limit and (not has_place or size >= BEGINNING_BYTES):
+                raise _too_large(limit, b"" if has_place else None)
             now = asyncio.get_running_loop().time()
             left_s = start + self._patience_s + size / MIN_BYTES_PER_S - now
             try:
@@ -74,9 +87,9 @@ class BodyLimit:
             except TimeoutError:
                 raise HTTPException(408, _too_slow(size, now - start, self._patience_s)) from None
             complete |= not message.get("more_body", False)
-            size += len(message.get("body", b""))
+            size += len(piece := message.get("body", b""))
             if size > limit:
-                raise _too_large(limit)
+                raise _too_large(limit, piece if has_place else None)
             return message
 
         with ExitStack() as held:
@@ -91,8 +104,10 @@ def _too_slow(size: int, seconds: float, patience_s: float) -> str:
     )
 
 
-def _too_large(limit: int) -> HTTPException:
-    return HTTPException(413, f"the body is larger than {limit} bytes; send less in one request")
+def _too_large(limit: int, beginning: bytes | None) -> BodyTooLarge:
+    if beginning is None:
+        return BodyTooLarge(f"the body is larger than {limit} bytes; send less in one request")
+    return BodyTooLarge(too_large_pass(limit), beginning)
 
 
 def error_response(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
@@ -104,11 +119,13 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _bad_parameter)
     app.add_exception_handler(MalformedBody, _status(400))
+    app.add_exception_handler(BodyTooLarge, _status(413))
     app.add_exception_handler(RequestError, _status(400))
     app.add_exception_handler(UnknownName, _status(404))
     app.add_exception_handler(Busy, _status(429))
     app.add_exception_handler(EngineStarting, _starting)
     app.add_exception_handler(DatabaseFull, _full)
+    app.add_exception_handler(StorageError, _storage)
     app.add_exception_handler(OperationalError, _unreachable)
     app.add_exception_handler(InterfaceError, _unreachable)
     app.add_exception_handler(InternalError, _unreachable)
@@ -151,17 +168,33 @@ def _starting(_: Request, error: Exception) -> JSONResponse:
 
 
 def _full(request: Request, error: Exception) -> JSONResponse:
-    log.error("%s %s was turned away: %s", request.method, request.url.path, error)
+    _log_refusal(request, error)
     detail = "the disk of the server's database is full, so nothing can be promised; free space there. Send this again"
     return error_response(503, detail, {"Retry-After": "5"})
 
 
+def _storage(request: Request, error: Exception) -> JSONResponse:
+    _log_refusal(request, error)
+    detail = (
+        "the server cannot read or write its files now (its log says why), as where its disk is full. Send this again"
+    )
+    return error_response(503, detail, {"Retry-After": "5"})
+
+
 def _unreachable(request: Request, error: Exception) -> JSONResponse:
-    log.error("%s %s was turned away: %s", request.method, request.url.path, error)
+    _log_refusal(request, error)
     return error_response(503, "the server's database cannot be reached now. Send this again", {"Retry-After": "2"})
+
+
+def _log_refusal(request: Request, error: Exception) -> None:
+    """By the route, not the path, which may be a link with a token that lets in whoever has it."""
+    route = getattr(request.scope.get("route"), "path", "a path without a route")
+    log.error("%s %s was turned away: %s", request.method, route, error)
 
 
 def _internal_error(request: Request, _: Exception) -> JSONResponse:
     return error_response(
-        500, f"internal error ({request.method} {request.url.path}); the server's log has the details"
+        500,
+        f"internal error ({request.method} {request.url.path}); the server's log has the details at request "
+        f"{REQUEST_ID.get()}",
     )

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from skyrl.tinker.config import is_loopback
 
 BODY_TYPES = ("application/json", "application/x-protobuf")
-"""Media types of requests. A page may send neither to another site without asking it first."""
+"""Media types of requests. A page may send neither to another site without asking it first, nor a PUT of any type."""
 LOOKED_AT = frozenset({b"host", b"origin", b"content-length", b"transfer-encoding", b"content-type"})
 """Headers that decide."""
 WAY_OUT = "start the server with keys (--api-keys-file, or SKYRL_API_KEYS) to use it from elsewhere"
@@ -47,13 +47,13 @@ class LocalOnly:
             yield 403, f"Origin={origin[:300]!r}: web pages may not use a server without keys; {WAY_OUT}"
         has_body = headers.get(b"content-length", "0") != "0" or b"transfer-encoding" in headers
         media_type = headers.get(b"content-type", "").partition(";")[0].strip().lower()
-        if has_body and media_type not in BODY_TYPES:
+        if has_body and media_type not in BODY_TYPES and scope["method"] != "PUT":
             yield 400, f"Content-Type={media_type[:300]!r} is not read; send {' or '.join(BODY_TYPES)}"
 
 
 @lru_cache(maxsize=256)
 def _is_here(host: str) -> bool:
-    """Whether a `Host` is an address of this machine."""
+    """Return whether a `Host` is an address of this machine."""
     return is_loopback(_name(host))
 
 

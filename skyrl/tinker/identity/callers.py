@@ -9,11 +9,10 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from skyrl.tinker.errors import BadKey
-from skyrl.tinker.identity.ids import tenant_of_key
 from skyrl.tinker.identity.tokens import BadToken, Signer
 
 log = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ class Caller:
 
     tenant: str | None
     address: str = ""
-    """Where the request came from."""
+    """Address that the request came from."""
     expires: int | None = None
     """Unix time until which the token is good that it was sent with; None: with a key."""
 
@@ -76,12 +75,14 @@ class Keys:
     """The keys of this server, by their hashes, and the tokens that stand for them.
 
     Args:
-        api_keys: Those that are configured. Without any, everything is a key.
+        tenants: Tenants by the keys that are configured. Without any, everything is a key.
         signer: Makes the tokens.
+        operators: Keys of operators, who are no tenants.
     """
 
-    def __init__(self, api_keys: Sequence[str], signer: Signer):
-        self._tenants = {_hash(key): tenant_of_key(key.encode()) for key in api_keys}
+    def __init__(self, tenants: Mapping[str, str], signer: Signer, operators: Iterable[str] = ()):
+        self._tenants = {_hash(key): tenant for key, tenant in tenants.items()}
+        self._operators = frozenset(map(_hash, operators))
         self.signer = signer
 
     def caller(self, api_key: str | None) -> Caller:
@@ -99,6 +100,18 @@ class Keys:
         if (tenant := claims.get("tenant")) not in self._tenants.values():
             raise BadKey("the token in X-API-Key is of a key that this server no longer has", is_token=True)
         return Caller(tenant, expires=claims["exp"])
+
+    def is_operator(self, key: str | None) -> bool:
+        """Whether who sends this key may see how all of the server is doing; anybody, where there are no keys at all.
+
+        Raises `BadKey` where it is nobody's.
+        """
+        if not (self._operators or self._tenants) or _hash(key or "") in self._operators:
+            return True
+        if not self._tenants:
+            raise BadKey("X-API-Key is no operator's key of this server; send one of its --operator-keys-file")
+        self.caller(key)
+        return False
 
     def token_for_key(self, api_key: str | None) -> str:
         """A token for who sends this key; with another token none is made, so that one that leaks ends with its hour.

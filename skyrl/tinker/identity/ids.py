@@ -18,6 +18,7 @@ CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 SCHEME = "tinker://"
 SAMPLE = "sample"
+CUSTOM_LOSS = "create_custom_loss"
 MAX_NAME = 180
 """Characters of a checkpoint's name. What storage puts around it has to fit into 255 as well."""
 KEY_PREFIX = "key-"
@@ -30,6 +31,11 @@ def tenant_of_key(api_key: bytes) -> str:
     return KEY_PREFIX + hashlib.sha256(api_key).hexdigest()[:16]
 
 
+def is_key_name(name: str) -> bool:
+    """Return whether a text may be what `tenant_of_key` gives."""
+    return re.fullmatch(rf"{KEY_PREFIX}[0-9a-f]{{16}}", name) is not None
+
+
 def new_session_id() -> str:
     return str(uuid4())
 
@@ -38,13 +44,18 @@ def new_request_id(kind: str) -> str:
     return f"{kind}-{uuid4()}"
 
 
+def kind_of(request_id: str) -> str:
+    """The operation that a request is for."""
+    return request_id.partition("-")[0]
+
+
 def sample_id(sampler: str, seq_id: int) -> str:
     """The request id of a sample: the same for the same place, so that it can be told after a restart."""
     return f"{SAMPLE}-{sampler}-{seq_id}"
 
 
 def is_sample(request_id: str) -> bool:
-    """Whether the id is of a sample, whose future lives in memory only."""
+    """Return whether the id is of a sample, whose future lives in memory only."""
     return request_id.startswith(f"{SAMPLE}-")
 
 
@@ -54,6 +65,20 @@ def model_id(session_id: str, model_seq_id: int) -> str:
 
 def sampler_id(session_id: str, sampling_session_seq_id: int) -> str:
     return f"{session_id}:sample:{sampling_session_seq_id}"
+
+
+def custom_loss_id(session_id: str, custom_loss_seq_id: int) -> str:
+    return f"{session_id}:loss:{custom_loss_seq_id}"
+
+
+def custom_loss_request_id(loss_id: str) -> str:
+    """The request id of a loss's creation: the loss can be told from it."""
+    return f"{CUSTOM_LOSS}-{loss_id}"
+
+
+def created_custom_loss(request_id: str) -> str | None:
+    """The loss whose creation the request id is of; None: it is of something else."""
+    return request_id.removeprefix(f"{CUSTOM_LOSS}-") if request_id.startswith(f"{CUSTOM_LOSS}-") else None
 
 
 def version_id(model: str, seq_id: int) -> str:
@@ -66,6 +91,11 @@ def model_of_version(version: str) -> str:
 
 def session_of_model(model: str) -> str:
     return model.rpartition(":train:")[0]
+
+
+def session_of(run: str) -> str:
+    """Session of a model or a sampler."""
+    return run.rsplit(":", 2)[0]
 
 
 def new_seed() -> int:
@@ -88,7 +118,7 @@ def folder_of_model(model: str) -> str:
 
 
 def folder(model: str, kind: CheckpointKind | Literal["ephemeral", "snapshots"], name: str) -> str:
-    """Where a model's checkpoint is stored, below `checkpoints_base`, which may lie elsewhere tomorrow.
+    """Folder of a model's checkpoint, below `checkpoints_base`, which may lie elsewhere tomorrow.
 
     `name` ends in the seq_id of its save, so no two saves share a folder.
     """

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jwt
 
-Audience = Literal["api", "download"]
+Audience = Literal["api", "download", "upload", "upload_file", "trace"]
 
 ALGORITHM = "HS256"
 

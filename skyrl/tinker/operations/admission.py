@@ -8,8 +8,8 @@ from sqlmodel import Session
 
 from skyrl.backends.operations import Operation
 from skyrl.tinker.context import Service
-from skyrl.tinker.database.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.database.decisions import Decisions
+from skyrl.tinker.database.queries.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.database.tables import ModelRow, SamplerRow, SessionRow
 from skyrl.tinker.identity import ids
 from skyrl.tinker.identity.callers import EVERYBODY, Caller
@@ -41,7 +41,7 @@ class Admission:
     decided: Decisions = field(default_factory=Decisions)
     """Choices of the server for the request: logged, and found here when the request is done again."""
     again: bool = False
-    """Whether the request was accepted before. Then what it met at the time counts, not what there is now."""
+    """True if the request was accepted before. Then what it met at the time counts, not what there is now."""
 
     @property
     def model(self) -> ModelRow:
@@ -68,9 +68,9 @@ class Accepted:
 
     operation: Operation
     on_log: Callable[[Session], None] = _nothing
-    """When the request is logged."""
+    """Call on the request being logged."""
     record: Callable[[Session, Any], tuple[dict[str, Any], UnreferencedFiles | None]] = _empty
-    """When its result is stored: (the answer's JSON, files nobody names any more). Raises `RequestError` to fail it."""
+    """Call on its result being stored: (the answer's JSON, files without a name). Raises `RequestError` to fail it."""
     changes: tuple[str, ...] = ()
     """Ids of rows that the functions above change."""
     complete: Callable[[Any], Awaitable[Any]] | None = None

@@ -7,8 +7,13 @@ from sqlmodel import Session
 
 from skyrl.backends.operations import Publish, SaveCheckpoint
 from skyrl.errors import RequestError
-from skyrl.tinker.checkpoints import age_encryption
-from skyrl.tinker.database.checkpoint_rows import SavedAs, UnreferencedFiles, refuse_taken_name, store_checkpoint
+from skyrl.tinker.checkpoints.transfer import age_encryption
+from skyrl.tinker.database.queries.checkpoint_rows import (
+    SavedAs,
+    UnreferencedFiles,
+    refuse_taken_name,
+    store_checkpoint,
+)
 from skyrl.tinker.database.tables import SamplerRow, VersionRow
 from skyrl.tinker.identity import ids
 from skyrl.tinker.operations.admission import Accepted, Admission
@@ -70,7 +75,7 @@ async def save_weights_for_sampler(admission: Admission, request: schemas.SaveWe
 
 
 async def _path_of_save(admission: Admission, saved: SavedAs) -> str:
-    """Where a named checkpoint goes. Raises `RequestError` if there is one of its name already, or no room for it."""
+    """Folder for a named checkpoint. Raises `RequestError` if there is one of its name already, or no room for it."""
     if not admission.again:
         await refuse_taken_name(admission.service.database, saved)
         await admission.service.disk.make_room(saved.model.model_id, sampler=saved.kind != "weights")

@@ -11,10 +11,10 @@ from skyrl.tinker.identity import ids
 from skyrl.tinker.identity.ids import TinkerPath
 from skyrl.tinker.operations.admission import Accepted, Admission
 from skyrl.tinker.operations.checkpoint_access import training_checkpoint
-from skyrl.tinker.operations.operation import operation, refuse_unserved
+from skyrl.tinker.operations.operation import operation
 from skyrl.tinker.wire import schemas
 from skyrl.tinker.wire.parsing import Address, ModelAddress, NewModelAddress, WholeModelAddress, json_parser
-from skyrl.types import LoraConfig, ModelOutput
+from skyrl.types import BackendInfo, LoraConfig, ModelOutput
 
 
 def _load_address(value: dict[str, Any]) -> type[Address]:
@@ -24,15 +24,15 @@ def _load_address(value: dict[str, Any]) -> type[Address]:
 @operation("create_model", json_parser(schemas.CreateModelRequest, NewModelAddress), changes_model=True)
 async def create_model(admission: Admission, request: schemas.CreateModelRequest) -> Accepted:
     """Make a model with fresh weights."""
-    refuse_unserved(request)
     info = admission.service.info
     if not admission.again:
         admission.service.check_base_model(request.base_model)
     config = request.lora_config
-    if config.rank > info.max_lora_rank:
+    check_rank(config, info)
+    config = config.model_copy(update={"optimizer": request.optimizer_config.type})
+    if config.optimizer == "dimuon" and config.rank == 0:
         raise RequestError(
-            f"lora_config.rank={config.rank} is above the largest rank served here; use at most {info.max_lora_rank}, "
-            "or start the server with a larger max_lora_rank"
+            "optimizer_config.type='dimuon' is for adapters, whose matrices it orthogonalizes; use adamw for rank 0"
         )
     if config.seed is None:
         if admission.decided.seed is None:
@@ -48,7 +48,6 @@ async def create_model(admission: Admission, request: schemas.CreateModelRequest
 @operation("load_weights", json_parser(schemas.LoadWeightsRequest, _load_address), changes_model=True)
 async def load_weights(admission: Admission, request: schemas.LoadWeightsRequest) -> Accepted:
     """Put a training checkpoint into a model, or make a model of it."""
-    refuse_unserved(request)
     service, target = admission.service, admission.target
     path = TinkerPath.parse("path", request.path)
     decided = admission.decided
@@ -68,11 +67,14 @@ async def load_weights(admission: Admission, request: schemas.LoadWeightsRequest
     )
     payload = {"path": str(path), "model_id": target.model_id, "type": "load_weights"}
     if target.creates:
+        if not request.optimizer:
+            lora_config = lora_config.model_copy(update={"optimizer": request.optimizer_config.type})
         return _creation(admission, operation, lora_config, request.user_metadata or {}, payload)
     loaded = LoraConfig(**admission.model.lora_config)
     # SDK 0.7 resumes by creating a model, of which it knows the rank but not the modules, and loading into that.
     modules = MODULES if target.seq_id == 1 else set()
-    _refuse_other_adapter(path, lora_config, loaded, besides=modules)
+    besides = modules if request.optimizer else {*modules, "optimizer"}
+    _refuse_other_adapter(path, lora_config, loaded, besides)
     adopted = loaded.model_copy(update={name: getattr(lora_config, name) for name in modules})
 
     def record(session: Session, _: ModelOutput) -> tuple[dict[str, Any], None]:
@@ -108,6 +110,15 @@ async def unload_model(admission: Admission, request: schemas.UnloadModelRequest
 
     operation = DeleteModel(request_id=admission.request_id, model_id=model_id)
     return Accepted(operation, on_log=close, record=record, changes=(model_id,))
+
+
+def check_rank(config: LoraConfig, info: BackendInfo) -> None:
+    """Raise `RequestError` for an adapter that is too large for this server."""
+    if config.rank > info.max_lora_rank:
+        raise RequestError(
+            f"lora_config.rank={config.rank} is above the largest rank served here; use at most {info.max_lora_rank}, "
+            "or start the server with a larger max_lora_rank"
+        )
 
 
 def _creation(

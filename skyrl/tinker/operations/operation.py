@@ -38,7 +38,7 @@ class QueuedOperation:
     max_body_bytes: int | None
     """None: as the configuration says."""
     changes_model: bool
-    """Whether a model has to do it again to become what it was after it."""
+    """True if a model has to do it again to become what it was after it."""
 
 
 OPERATIONS: dict[str, QueuedOperation] = {}

@@ -7,6 +7,7 @@ from skyrl.backends.operations import Rejected
 from skyrl.errors import RequestError
 from skyrl.tinker.context import Service
 from skyrl.tinker.database.decisions import LoggedRefusal
+from skyrl.tinker.database.log.request_log import UNLOAD
 from skyrl.tinker.database.tables import ModelRow
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import new_request_id
@@ -38,7 +39,7 @@ class Refused:
 
     failure: Failure
     keeps_place: bool
-    """Whether it takes its request's place in the model's order, as `rejected` makes it. Else the engine does not hear
+    """True if it takes its request's place in the model's order, as `rejected` makes it. Else the engine does not hear
     of it."""
 
 
@@ -53,7 +54,7 @@ async def accept(operation: QueuedOperation, admission: Admission, parsed: Parse
     except RequestError as error:
         # A model that is not made will never be, so there is no order to keep.
         answer = Refused(Failure(brief(str(error)), "user"), keeps_place=not admission.target.creates)
-    failure = None if admission.again else _refused_at_once(admission)
+    failure = None if admission.again else _refused_at_once(operation, admission)
     return answer if failure is None else Refused(failure, keeps_place=False)
 
 
@@ -72,10 +73,11 @@ def rejected(admission: Admission, error: str, is_pass: bool) -> Accepted:
     return Accepted(operation)
 
 
-def _refused_at_once(admission: Admission) -> Failure | None:
-    """Why nothing at all is taken: the session is finished, or the base model is not served."""
+def _refused_at_once(operation: QueuedOperation, admission: Admission) -> Failure | None:
+    """Why nothing at all is taken: the session is finished (its models can still be unloaded), or the base model is not
+    served."""
     session, model = admission.target.session, admission.target.model
-    if session.finished_at is not None:
+    if session.finished_at is not None and operation.name != UNLOAD:
         return Failure(f"session {session.session_id} is finished; start a new ServiceClient", "user")
     if model is not None and (error := not_served(admission.service, model)) is not None:
         return Failure(error, "server")

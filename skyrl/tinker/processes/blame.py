@@ -47,7 +47,7 @@ class Count:
 
     @property
     def is_cause(self) -> bool:
-        """Whether it is taken for the cause."""
+        """True if it is taken for the cause."""
         return self.alone >= ALONE or (self.alone > 0 and self.crashes >= IN_ALL)
 
 
@@ -103,7 +103,7 @@ class Blame:
         return running
 
     def is_suspect(self, request_id: str) -> bool:
-        """Whether an engine was working on this request when it ended."""
+        """Return whether an engine was working on this request when it ended."""
         return request_id in self._work
 
     def crashes(self, request_id: str) -> int:

@@ -4,24 +4,23 @@ A frame is a pickled dataclass and, behind it, its long arrays as they are in me
 front. The sequences of a pass and its outputs are sent as columns, so what a frame takes to make and to read does not
 grow with their number of tokens. Pickle is safe here because the socket is private: a socketpair made by the API
 process, whose other end only its child inherits. The engine's end blocks in a reader thread (`EngineChannel`); the
-API's end is asyncio (`ApiChannel`), where large frames are made, written and read in a thread while the loop goes on.
+API's end is asyncio (`ApiChannel`, `Incoming`), where large frames are made, written and read in a thread while the
+loop goes on.
 """
 
 import asyncio
 import contextlib
 import logging
-import pickle
 import socket
 import threading
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
 from skyrl.backends.operations import ForwardBackward
-from skyrl.tinker.processes.frames import NUMBER, decode, encode
-from skyrl.tinker.processes.messages import Cancel, Enqueue, FromEngine, Piece, Revive, ToEngine
+from skyrl.tinker.processes.frames import NUMBER, decode, encode, pieces
+from skyrl.tinker.processes.incoming import Incoming
+from skyrl.tinker.processes.messages import Cancel, Enqueue, FromEngine, Revive, ToEngine
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +28,6 @@ LARGE_TOKENS = 4096
 """The frame of a pass over more is made in a thread."""
 LARGE_BYTES = 64 * 1024
 """A frame of more is read in a thread."""
-PIECE_BYTES = 2**18
-"""Of a frame that others do not wait for, written at once."""
-PIECE_HEAD = 1024
-"""Bytes of a piece beside its content, at most."""
 NEVER_S = 1e6
 """Seconds after which a thread gives up an engine that does not read; it is found to hang long before."""
 
@@ -66,12 +61,7 @@ class EngineChannel:
 
     def send(self, frame: FromEngine) -> None:
         """Write one frame. Raises `ChannelClosed` if nobody reads any more."""
-        try:
-            with self._sending:
-                for piece in encode(frame):
-                    self._socket.sendall(piece)
-        except OSError as error:
-            raise ChannelClosed(str(error)) from error
+        self._write(encode(frame))
 
     def send_apart(self, frame: FromEngine, on_sent: Callable[[], None]) -> None:
         """Write a large frame in a thread, a piece at a time, so that others go in between; then call `on_sent`.
@@ -81,15 +71,18 @@ class EngineChannel:
         self._apart.submit(self._send_pieces, frame, on_sent)
 
     def _send_pieces(self, frame: FromEngine, on_sent: Callable[[], None]) -> None:
-        parts = [memoryview(part).cast("B") for part in encode(frame)]
-        parts[0] = parts[0][NUMBER.size * (1 + len(parts)) :]
-        sizes = tuple(map(len, parts))
         with contextlib.suppress(ChannelClosed):  # who sends the next frame finds out
-            for number, part in enumerate(parts):
-                for begin in range(0, len(part), PIECE_BYTES):
-                    data = pickle.PickleBuffer(part[begin : begin + PIECE_BYTES])
-                    self.send(Piece(sizes, number, begin, data))
+            for piece in pieces(frame):
+                self._write(piece)
             on_sent()
+
+    def _write(self, parts: Sequence[bytes | memoryview]) -> None:
+        try:
+            with self._sending:
+                for part in parts:
+                    self._socket.sendall(part)
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
 
     def receive(self) -> ToEngine:
         """Block until a frame has arrived. Raises `ChannelClosed` at its end. Not for use after `listen`."""
@@ -148,34 +141,31 @@ class ApiChannel:
     turn, so nobody waits for more than one large frame of each other tenant.
     """
 
-    def __init__(self, connection: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+    def __init__(self, connection: socket.socket, incoming: Incoming):
         self._socket = connection
-        """The same as the writer's, for threads."""
-        self._reader = reader
-        self._writer = writer
+        """The same as the transport's, for threads."""
+        self._incoming = incoming
+        self._transport = incoming.transport
         self._unsent: OrderedDict[str, deque[ToEngine]] = OrderedDict()
         """Frames that wait, by tenant, the tenant whose turn it is first; none is without any."""
         self._sending: asyncio.Task[None] | None = None
         """Sends them while there are any."""
-        self._parts: list[memoryview] = []
-        """Of the large frame that comes a piece at a time."""
         self._writing = False
-        """Whether a part of a large frame is written and the rest is not."""
+        """True if a part of a large frame is written and the rest is not."""
 
     @classmethod
     async def open(cls, connection: socket.socket) -> "ApiChannel":
         """Take over one end of a socketpair."""
-        reader, writer = await asyncio.open_connection(sock=connection, limit=2**20)
-        writer.transport.set_write_buffer_limits(0)
+        _, incoming = await asyncio.get_running_loop().create_connection(Incoming, sock=connection)
         twin = connection.dup()
         twin.settimeout(NEVER_S)  # it shares the flag by which asyncio's does not block; with a timeout, Python waits
-        return cls(twin, reader, writer)
+        return cls(twin, incoming)
 
     def send(self, frame: ToEngine) -> None:
         """Send a frame. Never blocks; a closed channel swallows it (its reader sees the end)."""
         tenant = _tenant(frame)
         if not self._writing and tenant not in self._unsent and not _is_large(frame):
-            self._writer.writelines(encode(frame))
+            self._transport.writelines(encode(frame))
             return
         self._unsent.setdefault(tenant, deque()).append(frame)
         if self._sending is None:
@@ -184,28 +174,9 @@ class ApiChannel:
     async def frames(self) -> AsyncIterator[FromEngine]:
         """Frames as they arrive, until the engine closes its end."""
         loop = asyncio.get_running_loop()
-        try:
-            while True:
-                sizes = [await self._read_number() for _ in range(await self._read_number())]
-                parts = [await self._read(size) for size in sizes]
-                is_piece = len(sizes) == 2 and sizes[0] < PIECE_HEAD  # of which nothing is made but a view
-                large = sum(sizes) > LARGE_BYTES and not is_piece
-                frame = await loop.run_in_executor(_THREADS, decode, parts) if large else decode(parts)
-                if not isinstance(frame, Piece):
-                    yield frame
-                elif (parts := self._with_piece(frame)) is not None:
-                    yield await loop.run_in_executor(_THREADS, decode, parts)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
-
-    def _with_piece(self, piece: Piece) -> list[memoryview] | None:
-        """The parts of the large frame that has come so far; None while more of it is to come."""
-        if piece.part == piece.begin == 0:
-            self._parts = [np.empty(size, np.uint8).data for size in piece.sizes]
-        end = piece.begin + len(piece.data)
-        self._parts[piece.part][piece.begin : end] = piece.data
-        is_whole = piece.part == len(piece.sizes) - 1 and end == piece.sizes[-1]
-        return self._parts if is_whole else None
+        while (parts := await self._incoming.take()) is not None:
+            is_large = sum(map(len, parts)) > LARGE_BYTES
+            yield await loop.run_in_executor(_THREADS, decode, parts) if is_large else decode(parts)
 
     async def close(self) -> None:
         """Close this end, dropping what has not been sent."""
@@ -214,20 +185,23 @@ class ApiChannel:
         with contextlib.suppress(OSError):  # the engine may have gone first
             self._socket.shutdown(socket.SHUT_RDWR)  # a thread that writes ends
         self._socket.close()
-        self._writer.transport.abort()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
+        self._transport.abort()
+        await self._incoming.wait_closed()
 
     async def _send_all(self) -> None:
         loop = asyncio.get_running_loop()
         try:
             while self._unsent:
                 tenant, frames = next(iter(self._unsent.items()))
-                parts = await loop.run_in_executor(_THREADS, encode, frames[0])
-                self._writing = True
-                await self._writer.drain()
-                await loop.run_in_executor(_THREADS, self._write, parts)
-                self._writing = False
+                if _is_large(frames[0]):
+                    parts = await loop.run_in_executor(_THREADS, encode, frames[0])
+                    self._writing = True
+                    await self._incoming.drain()
+                    await loop.run_in_executor(_THREADS, self._write, parts)
+                    self._writing = False
+                else:
+                    self._transport.writelines(encode(frames[0]))
+                    await asyncio.sleep(0)  # many may wait
                 frames.popleft()  # only now, as its tenant's next frame must not be written before it
                 self._unsent.move_to_end(tenant)
                 if not frames:
@@ -236,7 +210,7 @@ class ApiChannel:
             self._unsent.clear()
         except Exception:
             log.exception("a frame cannot be sent; giving the engine up")
-            self._writer.transport.abort()
+            self._transport.abort()
         finally:
             self._sending = None
 
@@ -244,20 +218,6 @@ class ApiChannel:
         """Write past the event loop, which has written all that it had and waits."""
         for part in parts:
             self._socket.sendall(part)
-
-    async def _read(self, size: int) -> bytearray:
-        """The next bytes, put where they belong as they come: to copy many at once stops the loop."""
-        data, at = bytearray(size), 0
-        while at < size:
-            piece = await self._reader.read(size - at)
-            if not piece:
-                raise asyncio.IncompleteReadError(b"", size)
-            data[at : at + len(piece)] = piece
-            at += len(piece)
-        return data
-
-    async def _read_number(self) -> int:
-        return NUMBER.unpack(await self._reader.readexactly(NUMBER.size))[0]
 
 
 def _tenant(frame: ToEngine) -> str:
@@ -270,7 +230,7 @@ def _tenant(frame: ToEngine) -> str:
 
 
 def _is_large(frame: ToEngine) -> bool:
-    """Whether it takes long to be made: all that a model has to repeat, or a pass over many tokens."""
+    """Return whether it takes long to be made: all that a model has to repeat, or a pass over many tokens."""
     if isinstance(frame, Enqueue) and isinstance(frame.operation, ForwardBackward):
         return frame.operation.tokens > LARGE_TOKENS
     return isinstance(frame, Revive)

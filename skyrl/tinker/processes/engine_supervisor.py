@@ -14,6 +14,7 @@ import signal
 from collections.abc import Callable
 from typing import Literal
 
+from skyrl.backends.statistics import Statistics
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.processes.channel import ApiChannel
 from skyrl.tinker.processes.engine_process import EngineProcess
@@ -81,7 +82,9 @@ class EngineSupervisor:
         self.info: BackendInfo | None = None
         """Facts about the loaded model, from the first `Ready` on."""
         self.metrics: dict[str, int] = {}
-        """Counts that the running engine's backend keeps about itself."""
+        """Programs that the running engine's backend has compiled."""
+        self.statistics: Statistics = {}
+        """What it has told of its work."""
         self.restarts = 0
         self._on_frame = on_frame
         self._on_crash = on_crash
@@ -89,7 +92,7 @@ class EngineSupervisor:
         self._channel: ApiChannel | None = None
         self._first = first
         self._was_ready = again
-        """Whether an engine has ever been ready."""
+        """True if an engine has ever been ready."""
         self._process: EngineProcess | None = None
         self._failure: str | None = None
         self._hung: str | None = None
@@ -216,13 +219,14 @@ class EngineSupervisor:
         if isinstance(frame, Progress):
             self.progress = frame.message
         elif isinstance(frame, Metrics):
-            self.metrics = frame.values
+            self.metrics, self.statistics = frame.values, frame.statistics
         elif isinstance(frame, Failed):
             self._failure = frame.message
         elif isinstance(frame, Lost):
             self._hung = f"the backend is lost: {frame.message}"
         elif isinstance(frame, Ready):
-            self.info, self.metrics, self._was_ready = frame.info, {}, True
+            self.info, self._was_ready = frame.info, True
+            self.metrics, self.statistics = {}, {}
             if self.state != "stopped" and self._hung is None:
                 self.state, self.progress = "ready", READY
 

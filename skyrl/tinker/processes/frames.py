@@ -1,13 +1,15 @@
 """A frame between the processes as bytes: a pickle and, behind it, its long arrays as they are in memory.
 
-In front are the number of these parts and the size of each, as 64-bit integers. Sequences of a pass and its outputs
+In front are the number of these parts and the size of each, as 64-bit integers. A large frame may come in pieces, with
+others between them: each has a zero in front, then the number of the frame's parts and the size of each, the number of
+its part, and where in it how many bytes belong. Sequences of a pass and its outputs
 are pickled as columns (`skyrl.tinker.processes.columns`), whatever their number of tokens.
 """
 
 import io
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -20,12 +22,30 @@ NUMBER = struct.Struct("<Q")
 SEPARATE_BYTES = 16 * 1024
 """Shorter arrays are copied into the pickle."""
 
+PIECE_BYTES = 2**18
+"""Of a large frame, written at once."""
+
 TOKENS = "tokens"
 """Name of a datum's own tokens among its inputs."""
 
 
 def encode(frame: object) -> list[bytes | memoryview]:
     """The frame as it travels, in pieces. All but the first are arrays of the frame, not copied."""
+    parts = _parts(frame)
+    return [b"".join([*map(NUMBER.pack, [len(parts), *map(len, parts)]), parts[0]]), *parts[1:]]
+
+
+def pieces(frame: object) -> Iterator[tuple[bytes, memoryview]]:
+    """The frame as it travels with others between its pieces, each a head and what follows it."""
+    parts = [memoryview(part).cast("B") for part in _parts(frame)]
+    head = b"".join(map(NUMBER.pack, [0, len(parts), *map(len, parts)]))
+    for number, part in enumerate(parts):
+        for begin in range(0, len(part), PIECE_BYTES):
+            data = part[begin : begin + PIECE_BYTES]
+            yield head + b"".join(map(NUMBER.pack, [number, begin, len(data)])), data
+
+
+def _parts(frame: object) -> list[bytes | memoryview]:
     arrays: list[memoryview] = []
 
     def stays(buffer: pickle.PickleBuffer) -> bool:
@@ -37,9 +57,7 @@ def encode(frame: object) -> list[bytes | memoryview]:
 
     file = io.BytesIO()
     _Pickler(file, protocol=5, buffer_callback=stays).dump(frame)
-    body = file.getvalue()
-    sizes = [len(body), *(array.nbytes for array in arrays)]
-    return [b"".join([*map(NUMBER.pack, [len(sizes), *sizes]), body]), *arrays]
+    return [file.getvalue(), *arrays]
 
 
 def decode(parts: Sequence[bytearray | bytes | memoryview]) -> Any:

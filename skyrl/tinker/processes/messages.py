@@ -1,9 +1,9 @@
 """Frames between the API process and the engine process: what each says to the other."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from skyrl.backends.operations import ModelOperation, Operation
+from skyrl.backends.operations import ModelOperation, Operation, Rejected
+from skyrl.backends.statistics import Statistics
 from skyrl.tinker.config import EngineConfig
 from skyrl.types import BackendInfo, Result
 
@@ -29,6 +29,14 @@ class Cancel:
 
     request_id: str
     tenant: str = ""
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Let a training request fail in its place in its model's order, if it has not gone too far for that."""
+
+    refusal: Rejected
+    """In its place, by the same request id."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Park:
     model_id: str
 
 
-ToEngine = Start | Enqueue | Cancel | DropVersion | TurnedAway | Revive | Park | Shutdown
+ToEngine = Start | Enqueue | Cancel | Refuse | DropVersion | TurnedAway | Revive | Park | Shutdown
 
 
 @dataclass(frozen=True)
@@ -97,9 +105,11 @@ class Alive:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Counts that the backend keeps about itself, whenever they have changed."""
+    """Counts that the engine keeps about itself, when they have changed: not for each step, and before it sleeps."""
 
     values: dict[str, int]
+    """Programs that its backend has compiled."""
+    statistics: Statistics
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,8 @@ class Done:
 
     request_id: str
     result: Result
+    device_s: float = 0.0
+    """See `Completion`."""
 
 
 @dataclass(frozen=True)
@@ -170,18 +182,4 @@ class Parked:
     done: bool
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Bytes of a large frame, between whose pieces others come."""
-
-    sizes: tuple[int, ...]
-    """Of the frame's parts."""
-    part: int
-    begin: int
-    data: Any
-    """A buffer. The frame is complete with the last bytes of its last part."""
-
-
-FromEngine = (
-    Progress | Ready | Alive | Metrics | Failed | Lost | Done | Held | Running | Snapshotted | Stored | Parked | Piece
-)
+FromEngine = Progress | Ready | Alive | Metrics | Failed | Lost | Done | Held | Running | Snapshotted | Stored | Parked

@@ -46,16 +46,20 @@ class EngineEvents:
                 self._service.engine_ready()
             case Running(request_ids=request_ids):
                 self._service.blame.computing(request_ids)
+                self._futures.begin(request_ids)
                 if not request_ids or is_sample(request_ids[0]):
                     self.sampling = request_ids
             case Held(request_id=request_id, reason=reason):
                 if (future := self._futures.get(request_id)) is not None:
                     future.reason = reason
                 self._training.held(request_id, reason is not None)
-            case Done(request_id=request_id, result=result):
+            case Done(request_id=request_id, result=result, device_s=device_s):
                 self._service.blame.acquit(request_id)
-                (self._samples if is_sample(request_id) else self._training).done(request_id, result)
+                self._futures.done(request_id)
+                (self._samples if is_sample(request_id) else self._training).done(request_id, result, device_s)
             case Snapshotted():
+                self._service.metrics.engine.snapshots.inc()
+                self._service.metrics.engine.snapshot_bytes.inc(frame.size_bytes)
                 self._training.outcomes.snapshotted(frame)
             case Stored(version=version):
                 self._versions.stored(version)
@@ -68,7 +72,8 @@ class EngineEvents:
     def ended(self, _reason: str) -> None:
         """The engine has ended by itself. What it owed goes to the next one."""
         running, self.sampling = self._service.blame.engine_ended(), ()
-        self._futures.clear_reasons()
+        self._service.metrics.engine.restarts.inc()
+        self._futures.engine_ended()
         self._versions.engine_ended()
         self._samples.engine_ended(running)
         self._training.engine_models.engine_ended()

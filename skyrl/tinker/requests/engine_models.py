@@ -27,18 +27,19 @@ from skyrl.backends.operations import (
     Rejected,
 )
 from skyrl.tinker.context import Service
-from skyrl.tinker.database.request_log import LOST_ADVICE
+from skyrl.tinker.database.log.request_log import LOST_ADVICE
 from skyrl.tinker.database.retrying_writer import RetryingWriter
 from skyrl.tinker.identity.ids import session_of_model
-from skyrl.tinker.processes.messages import Enqueue, Park, Revive, TurnedAway
+from skyrl.tinker.processes.messages import Enqueue, Park, Refuse, Revive, TurnedAway
+from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.requests.outcomes import Outcomes
 from skyrl.tinker.requests.pending import Pending, PendingRequest
 from skyrl.tinker.requests.replay import Revival, Unrevivable, prepare
 from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
 from skyrl.types import ErrorResponse, ModelOutput, Result
 from skyrl.utils.async_tasks import Tasks
-from skyrl.utils.atomic_folders import inspect_folder
 from skyrl.utils.failpoints import crash_point
+from skyrl.utils.files.atomic_folders import inspect_folder
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +54,17 @@ class EngineModels:
 
     Args:
         service: The server's parts.
+        futures: Where results are waited for.
         pending: The requests that are owed an outcome.
         outcomes: Where outcomes go that need no engine.
         versions: The versions that samples have to wait for.
     """
 
-    def __init__(self, service: Service, pending: Pending, outcomes: Outcomes, versions: UnwrittenVersions):
+    def __init__(
+        self, service: Service, futures: Futures, pending: Pending, outcomes: Outcomes, versions: UnwrittenVersions
+    ):
         self._service = service
+        self._futures = futures
         self._pending = pending
         self._outcomes = outcomes
         self._versions = versions
@@ -84,6 +89,16 @@ class EngineModels:
             self._send(owed)
         elif state is None:
             self._revive(owed.model_id)
+
+    def refuse(self, owed: PendingRequest) -> None:
+        """Let a request that was cancelled fail in its place. Where the engine does not have it, that is sent it."""
+        assert owed.cancelled is not None and isinstance(owed.cancelled.operation, Rejected), owed.request_id
+        if owed.sent:
+            self._service.engine.send(Refuse(owed.cancelled.operation))
+
+    def states(self) -> dict[str, State]:
+        """Models that are not away, with what they are."""
+        return dict(self._states)
 
     def turned_away(self, model_id: str) -> None:
         """There was no room for a request of a model, whose sender will send it again."""
@@ -203,14 +218,14 @@ class EngineModels:
         """Revival that brings back a model. None: not for this engine any more."""
         if life != self._life:
             return None
-        known = {owed.request_id: owed.accepted for owed in self._pending.of_model(model_id) if owed.accepted}
+        known = {owed.request_id: owed.work for owed in self._pending.of_model(model_id) if owed.work}
         revival = await prepare(self._service, model_id, known)
         self._refuse_poisonous(revival)
         return revival
 
     def _carry_out(self, model_id: str, revival: Revival) -> None:
         for owed in self._pending.of_model(model_id):
-            if owed.accepted is None:
+            if owed.accepted is None and owed.request_id in revival.accepted:  # else it was cancelled before
                 owed.accepted, owed.decided = revival.accepted[owed.request_id]
         for version, saved in revival.written.items():
             self._versions.stored(version)
@@ -236,19 +251,28 @@ class EngineModels:
 
     def _send_revival(self, model_id: str, revival: Revival) -> None:
         if revival.operations:
-            suspicious = any(map(self._is_suspect, revival.operations))
-            operations = [replace(operation, alone=suspicious) for operation in revival.operations]
+            self._service.metrics.engine.revivals.inc()
+            wanted = [self._unless_cancelled(operation) for operation in revival.operations]
+            suspicious = any(map(self._is_suspect, wanted))
+            operations = [replace(operation, alone=suspicious) for operation in wanted]
             for operation in operations:
                 owed = self._pending.get(operation.request_id)
                 if owed is None:
                     self._repeating[operation.request_id] = operation
+                    if not isinstance(operation, LoadSnapshot):
+                        self._service.metrics.engine.replays.inc()
                 else:
-                    owed.sent = True
+                    self._is_sent(owed)
             self._service.engine.send(Revive(model_id, revival.plan.next_seq_id, operations))
         self._states[model_id] = "here"
         self._send_all(model_id)
         if revival.plan.unloaded:
             self._free(model_id, revival.tenant)
+
+    def _unless_cancelled(self, operation: ModelOperation) -> ModelOperation:
+        """What is done now for an operation of a revival, which may have been cancelled since that was read."""
+        owed = self._pending.get(operation.request_id)
+        return operation if owed is None or owed.cancelled is None else _operation(owed)
 
     def _is_suspect(self, operation: ModelOperation) -> bool:
         return self._service.blame.is_suspect(operation.request_id)
@@ -291,14 +315,18 @@ class EngineModels:
                 self._send(owed)
 
     def _send(self, owed: PendingRequest) -> None:
-        owed.sent = True
+        self._is_sent(owed)
         operation = _operation(owed)
         operation = replace(operation, alone=self._is_suspect(operation))
         self._service.engine.send(Enqueue(operation, owed.seq_id))
 
+    def _is_sent(self, owed: PendingRequest) -> None:
+        owed.sent = True
+        self._futures.sent(owed.request_id)
+
 
 def is_pass(owed: PendingRequest) -> bool:
-    """Whether a request was to add gradients. One that has not been read may have been."""
+    """Return whether a request was to add gradients. One that has not been read may have been."""
     if owed.accepted is None:
         return owed.operation.name == "forward_backward" and not owed.decided.forward_only
     operation = owed.accepted.operation
@@ -308,7 +336,7 @@ def is_pass(owed: PendingRequest) -> bool:
 
 
 def _has_lost_files(operation: ModelOperation) -> bool:
-    """Whether the files that an operation reads are not there, or not the ones it was to read."""
+    """Return whether the files that an operation reads are not there, or not the ones it was to read."""
     if not isinstance(operation, LoadSnapshot | LoadCheckpoint):
         return False
     found = inspect_folder(operation.path)
@@ -316,5 +344,5 @@ def _has_lost_files(operation: ModelOperation) -> bool:
 
 
 def _operation(owed: PendingRequest) -> ModelOperation:
-    assert owed.accepted is not None and isinstance(owed.accepted.operation, ModelOperation), owed.request_id
-    return owed.accepted.operation
+    assert owed.work is not None and isinstance(owed.work.operation, ModelOperation), owed.request_id
+    return owed.work.operation

@@ -20,10 +20,12 @@ from skyrl.backends.operations import LoadCheckpoint, Publish, SaveCheckpoint
 from skyrl.errors import RequestError, StorageError
 from skyrl.tinker.checkpoints import trash
 from skyrl.tinker.context import Service
-from skyrl.tinker.database import replay_log, request_log
-from skyrl.tinker.database.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.database.database import Job
-from skyrl.tinker.database.request_log import Forgotten
+from skyrl.tinker.database.decisions import Decisions
+from skyrl.tinker.database.ledger import charges
+from skyrl.tinker.database.log import replay_log, request_log
+from skyrl.tinker.database.log.request_log import Forgotten
+from skyrl.tinker.database.queries.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.database.retrying_writer import RetryingWriter, Stopped
 from skyrl.tinker.database.tables import DONE, ModelRow
 from skyrl.tinker.errors import DatabaseFull
@@ -33,15 +35,18 @@ from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.requests.pending import Pending, PendingRequest
 from skyrl.tinker.results import PROTOBUF, Answer, Failure, Lost, Outcome
 from skyrl.tinker.wire import strict_json
-from skyrl.tinker.wire.decode_pool import encoded
+from skyrl.tinker.wire.sharing.decode_pool import encoded
 from skyrl.types import ErrorResponse, ForwardBackwardOutput, Result, SaveOutput
 from skyrl.utils.async_tasks import SerialTasks
-from skyrl.utils.atomic_folders import remove_folder
 from skyrl.utils.failpoints import crash_point
+from skyrl.utils.files.atomic_folders import remove_folder
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+CANCELLED = "the request was cancelled by the operator of the server; ask them why before you send it again"
+"""Error of what an operator has cancelled."""
 
 
 class Outcomes:
@@ -238,7 +243,8 @@ def _store_failure(
     if owed.creates and (model := session.get(ModelRow, owed.model_id)) is not None and model.status == "creating":
         model.status = "failed"
     if done and _is_repeated(owed):
-        request_log.finish(session, owed.request_id, failure, gradients=DONE, keep_body=True)
+        decided = _as_done(owed)
+        request_log.finish(session, owed.request_id, failure, gradients=DONE, keep_body=True, decided=decided)
     else:
         request_log.finish(session, owed.request_id, failure, gradients=error.gradients)
     return failure, _release(session, owed)
@@ -246,12 +252,20 @@ def _store_failure(
 
 def _end(session: Session, owed: PendingRequest, outcome: Answer | Failure) -> UnreferencedFiles | None:
     keep_body = isinstance(outcome, Answer) and (_is_repeated(owed) or owed.decided.version is not None)
-    request_log.finish(session, owed.request_id, outcome, keep_body=keep_body)
+    decided = _as_done(owed) if isinstance(outcome, Answer) else None
+    request_log.finish(session, owed.request_id, outcome, keep_body=keep_body, decided=decided)
+    if owed.charge is not None and isinstance(outcome, Answer):
+        charges.add(session, [owed.charge])
     return _release(session, owed)
 
 
+def _as_done(owed: PendingRequest) -> Decisions | None:
+    """What is to be done again of a request that came to its end, if the log says that it is to fail."""
+    return owed.decided if owed.cancelled is not None else None
+
+
 def _is_repeated(owed: PendingRequest) -> bool:
-    """Whether a revival does it again, as it changed the model."""
+    """Return whether a revival does it again, as it changed the model."""
     return owed.operation.changes_model and not owed.decided.forward_only
 
 

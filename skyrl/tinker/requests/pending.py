@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from skyrl.tinker.database.decisions import Decisions
+from skyrl.tinker.database.ledger.charges import Charge
 from skyrl.tinker.operations.admission import Accepted
 from skyrl.tinker.operations.operation import QueuedOperation
 from skyrl.utils.quota import Quota
@@ -29,14 +30,23 @@ class PendingRequest:
     """See `Admission.decided`."""
     logged: bool = False
     sent: bool = False
-    """Whether the engine that runs now has it."""
+    """True if the engine that runs now has it."""
 
+    cancelled: Accepted | None = None
+    """What is done in its place since an operator has cancelled it. An engine that has begun with it may finish it."""
+    charge: Charge | None = None
+    """What it has used, once it is done."""
     held: bool = False
-    """Whether the engine waits for an earlier one of its model."""
+    """True if the engine waits for an earlier one of its model."""
+
+    @property
+    def work(self) -> Accepted | None:
+        """What an engine that does not have it is to do for it; None: the log has to be read for that."""
+        return self.cancelled or self.accepted
 
     @property
     def creates(self) -> bool:
-        """Whether its model is made by it."""
+        """True if its model is made by it."""
         return self.seq_id == 0
 
 

@@ -1,5 +1,6 @@
 """The queue of all requests: training requests and samples go in, their outcomes come out of one place."""
 
+import json
 import random
 from dataclasses import dataclass
 from functools import partial
@@ -7,12 +8,12 @@ from typing import Literal
 
 from skyrl.tinker.checkpoints.retention import ENDED_AFTER_S
 from skyrl.tinker.context import Service
-from skyrl.tinker.database import request_log
-from skyrl.tinker.database.checkpoint_rows import UnreferencedFiles
-from skyrl.tinker.database.request_log import Forgotten, Unread
+from skyrl.tinker.database.log import request_log
+from skyrl.tinker.database.log.request_log import Forgotten, Unread
+from skyrl.tinker.database.queries.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.database.retrying_writer import RetryingWriter
 from skyrl.tinker.identity.callers import Caller
-from skyrl.tinker.identity.ids import is_sample
+from skyrl.tinker.identity.ids import CUSTOM_LOSS, created_custom_loss, is_sample
 from skyrl.tinker.requests.engine_events import EngineEvents
 from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.requests.samples import SampleQueue
@@ -37,7 +38,7 @@ class RequestQueue:
 
     def __init__(self, service: Service):
         self._service = service
-        self.futures = Futures()
+        self.futures = Futures(service.metrics.requests)
         versions = UnwrittenVersions()
         self.samples = SampleQueue(service, self.futures, versions)
         self.training = TrainingQueue(service, self.futures, self.samples.reads, versions)
@@ -46,6 +47,13 @@ class RequestQueue:
     async def restore(self, database: RetryingWriter) -> None:
         """Take over what an earlier server left. Before the engine is started."""
         await self.training.restore(database)
+
+    async def cancel(self, request_id: str) -> None:
+        """Cancel a request by order of an operator. Raises as `TrainingQueue.cancel`."""
+        if is_sample(request_id):
+            self.samples.cancel_by_order(request_id)
+        else:
+            await self.training.cancel(request_id)
 
     def park(self, session_id: str | None = None) -> None:
         """Put models on disk whose session has ended or is silent; or those of one session, which ends now."""
@@ -81,13 +89,22 @@ class RequestQueue:
             outcome = await future.wait(self._service.config.long_poll_s * random.uniform(SHORTEST_POLL, 1))
             return outcome or self._try_again(request_id, future.reason)
         if is_sample(request_id):
+            await self.samples.charges.refund(request_id, caller)
             return Lost()
+        if (loss_id := created_custom_loss(request_id)) is not None:
+            loss = await self._service.directory.custom_loss("request_id", loss_id, caller)
+            return Answer(json.dumps({"loss_id": loss.loss_id, "type": CUSTOM_LOSS}).encode())
         tenant, outcome = await self._service.database.read(
             partial(request_log.small_outcome_of, request_id=request_id)
         )
         if not caller.may_touch(tenant):
             raise request_log.unknown_request(request_id)
         return self._result_is_gone(request_id) if isinstance(outcome, Forgotten) else outcome
+
+    def handed_out(self, request_id: str) -> None:
+        """The answer of a request goes to its client."""
+        if is_sample(request_id):
+            self.samples.charges.handed_out(request_id)
 
     async def read(self, request_id: str, size: int, caller: Caller) -> Answer | Failure:
         """A large result of a request that the caller may touch, when it is its sender's turn."""

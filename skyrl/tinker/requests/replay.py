@@ -11,6 +11,7 @@ what has to be done again:
     failed    in its answer only: it was done              done again; its failure stays
     failed    left the gradient sums as they were          left out
     failed    left them incomplete, or cleared them        stands as the same failure
+    pending   cancelled                                    fails, in its place
     pending   before the last one with an outcome, a save  finished from its files if they are complete, else done again
     pending   after the last one with an outcome           follows the revival as an ordinary request
 
@@ -25,9 +26,9 @@ from functools import partial
 from skyrl.backends.operations import LoadSnapshot, ModelOperation, Rejected
 from skyrl.errors import RequestError
 from skyrl.tinker.context import Service
-from skyrl.tinker.database import replay_log, request_log
 from skyrl.tinker.database.decisions import Decisions
-from skyrl.tinker.database.replay_log import History, LoggedRequest
+from skyrl.tinker.database.log import replay_log, request_log
+from skyrl.tinker.database.log.replay_log import History, LoggedRequest
 from skyrl.tinker.database.tables import ModelRow
 from skyrl.tinker.errors import MalformedBody
 from skyrl.tinker.identity.callers import EVERYBODY
@@ -37,7 +38,7 @@ from skyrl.tinker.operations.table import OPERATIONS
 from skyrl.tinker.results import Failure
 from skyrl.tinker.wire.parsing import Body, Limits
 from skyrl.types import ErrorCategory, SaveOutput
-from skyrl.utils.atomic_folders import inspect_folder
+from skyrl.utils.files.atomic_folders import inspect_folder
 
 ANY_SIZE = Limits(max_bytes=2**62, max_parts=2**62)
 """Bodies in the log were taken before, whatever the limit is now."""
@@ -67,7 +68,7 @@ class Plan:
     missed: list[str] = field(default_factory=list)
     """Requests that can be neither finished nor done again, because the snapshot is of a later state."""
     unloaded: bool = False
-    """Whether the model was unloaded: nothing of it stays in the engine once what is pending has ended."""
+    """True if the model was unloaded: nothing of it stays in the engine once what is pending has ended."""
 
 
 def plan(history: History, files: Files) -> Plan:
@@ -151,19 +152,20 @@ def _decide_pending(
 ) -> None:
     if request.seq_id is None or request.seq_id >= decision.next_seq_id:
         return
-    saved = files.get(request.decided.saved_to or "")
+    refused = request.decided.refused is not None
+    saved = None if refused else files.get(request.decided.saved_to or "")
     if saved is not None:
         decision.from_files[request.request_id] = saved
     elif _came_late(request, requests):
         return  # the scheduler tells its sender
-    elif since is None or request.seq_id > since:
+    elif refused or since is None or request.seq_id > since:
         decision.steps.append(request)
     else:
         decision.missed.append(request.request_id)
 
 
 def _came_late(request: LoggedRequest, requests: Sequence[LoggedRequest]) -> bool:
-    """Whether its followers had failed for want of it before it came."""
+    """Return whether its followers had failed for want of it before it came."""
     assert request.seq_id is not None
     return any(
         other.seq_id is not None

@@ -14,8 +14,11 @@ from functools import partial
 import numpy as np
 
 from skyrl.backends.operations import Sample
+from skyrl.errors import UnknownName
 from skyrl.tinker.context import Service
-from skyrl.tinker.database.sample_counts import SampleCounts
+from skyrl.tinker.database.ledger import charges
+from skyrl.tinker.database.ledger.sample_charges import SampleCharges
+from skyrl.tinker.database.queries.sample_counts import SampleCounts
 from skyrl.tinker.identity import ids
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import client_of
@@ -24,14 +27,16 @@ from skyrl.tinker.operations.operation import QueuedOperation
 from skyrl.tinker.operations.submission import Refused, accept, admit
 from skyrl.tinker.processes.messages import Cancel, Enqueue
 from skyrl.tinker.requests.futures import Futures
+from skyrl.tinker.requests.outcomes import CANCELLED
 from skyrl.tinker.requests.unsent import Unsent
 from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
 from skyrl.tinker.results import PROTOBUF, Answer, Failure, Lost
 from skyrl.tinker.wire import schemas
-from skyrl.tinker.wire.decode_pool import encoded
 from skyrl.tinker.wire.parsing import JSON_FACTOR, Body, Parsed, SamplerAddress
+from skyrl.tinker.wire.sharing.decode_pool import encoded
 from skyrl.types import ErrorResponse, Result, SampleOutput
 from skyrl.utils.async_tasks import Tasks
+from skyrl.utils.failpoints import crash_point
 from skyrl.utils.quota import Quota
 
 log = logging.getLogger(__name__)
@@ -49,7 +54,7 @@ STOP_BYTES = 64
 
 
 @dataclass(eq=False)
-class _Waiting:
+class WaitingSample:
     """A sample whose end the engine owes us."""
 
     operation: QueuedOperation
@@ -58,6 +63,9 @@ class _Waiting:
     """Bytes that it takes in memory, roughly."""
     sharer: str
     """Sharer whose part of the room it takes; see `Caller.sharer`."""
+    session_id: str
+    """Session that asked for it, which is charged."""
+    tenant: str
 
 
 class SampleQueue:
@@ -74,7 +82,7 @@ class SampleQueue:
         self._futures = futures
         self._versions = versions
         versions.on_arrival = self._send_what_may_go
-        self._pending: dict[str, _Waiting] = {}
+        self._pending: dict[str, WaitingSample] = {}
         self._unsent = Unsent(versions.is_missing)
         """Samples of `_pending` that the engine that runs does not have."""
         self._number, self._bytes = Quota("{} samples"), Quota("samples of {} bytes")
@@ -84,6 +92,7 @@ class SampleQueue:
         self._alone: str | None = None
         """The suspect that the engine has to itself."""
         self._counts = SampleCounts(service.database)
+        self.charges = SampleCharges(service.database)
         self._tasks = Tasks()
 
     async def submit(self, operation: QueuedOperation, body: Body, caller: Caller) -> tuple[str, int]:
@@ -118,7 +127,14 @@ class SampleQueue:
         waiting = None
         if refusal is None:
             assert isinstance(accepted, Accepted) and isinstance(accepted.operation, Sample)
-            waiting = _Waiting(operation, accepted.operation, _size(body, accepted.operation), admission.caller.sharer)
+            waiting = WaitingSample(
+                operation,
+                accepted.operation,
+                _size(body, accepted.operation),
+                admission.caller.sharer,
+                target.session.session_id,
+                target.tenant,
+            )
             self._number.check(waiting.sharer, 1, MAX_PENDING_SAMPLES)
             self._bytes.check(waiting.sharer, waiting.bytes, MAX_PENDING_BYTES)
         self._futures.add(request_id, target.tenant, key, admission.caller.sharer)
@@ -132,10 +148,12 @@ class SampleQueue:
             self._send_what_may_go()
         return request_id
 
-    def done(self, request_id: str, result: Result) -> None:
-        """The engine has finished a sample."""
+    def done(self, request_id: str, result: Result, device_s: float) -> None:
+        """The engine has finished a sample, after so many seconds of a device."""
         if (entry := self._take(request_id)) is not None:
-            self._tasks.start(self._finish(request_id, entry, result))
+            if isinstance(result, SampleOutput):
+                self._count(entry.sample, result)
+            self._tasks.start(self._finish(request_id, entry, result, device_s))
 
     async def ended(self, request: schemas.RetrieveFuturesRequest, caller: Caller) -> schemas.RetrieveFuturesResponse:
         """The ends of a client's samples. Raises `UnknownName` for an unknown sampler."""
@@ -163,9 +181,24 @@ class SampleQueue:
         future = self._futures.get(request_id)
         if future is None or not caller.may_touch(future.tenant) or request_id not in self._pending:
             return
+        self._drop(request_id, "the sample was cancelled by its client")
+
+    def cancel_by_order(self, request_id: str) -> None:
+        """Drop a sample that waits or runs: its client is told that an operator wants it so.
+
+        Raises:
+            UnknownName: No such sample waits or runs.
+        """
+        if request_id not in self._pending:
+            raise UnknownName(
+                f"request_id={request_id[:300]!r} is not known as one that waits or runs; it may have ended"
+            )
+        self._drop(request_id, CANCELLED)
+
+    def _drop(self, request_id: str, why: str) -> None:
         self._service.engine.send(Cancel(request_id, self._pending[request_id].sample.tenant))
         self._take(request_id)
-        self._futures.set(request_id, Failure("the sample was cancelled by its client", "user"))
+        self._futures.set(request_id, Failure(why, "user"))
 
     def engine_ready(self) -> None:
         """A new engine runs."""
@@ -183,13 +216,27 @@ class SampleQueue:
         for request_id, waiting in self._pending.items():
             self._wait(request_id, waiting)
 
+    def waiting(self) -> list[tuple[str, WaitingSample]]:
+        """Samples without an outcome, by their ids, in the order in which they came."""
+        return list(self._pending.items())
+
+    def waits_for(self, request_id: str) -> str | None:
+        """Why the engine does not have a sample, if it has not."""
+        group = self._unsent.group_of(request_id)
+        if group is None:
+            return None
+        suspect, version = group
+        if self._versions.is_missing(version):
+            return "its weights, which are brought back"
+        return "the engine for itself alone: earlier ones ended while they worked on it" if suspect else "the engine"
+
     def reads(self, path: str) -> bool:
-        """Whether a pending sample may still read the folder at this path."""
+        """Return whether a pending sample may still read the folder at this path."""
         pending = any(waiting.sample.path == path for waiting in self._pending.values())
         return pending or self._service.version_use.enters(path)
 
     def sampled(self) -> dict[str, float]:
-        """When versions were last sampled, in unix seconds; infinity for those that a sample waits for or reads."""
+        """Times at which versions were last sampled, in unix seconds; infinity while a sample needs one."""
         versions = (waiting.sample.version for waiting in self._pending.values())
         pending = {version: math.inf for version in versions if version is not None}
         return {**self._service.version_use.last(), **pending}
@@ -197,8 +244,14 @@ class SampleQueue:
     async def drain(self) -> None:
         """Wait until every result that has arrived is answered."""
         await self._tasks.drain()
+        await self.charges.drain()
 
-    def _take(self, request_id: str) -> _Waiting | None:
+    def _count(self, sample: Sample, result: SampleOutput) -> None:
+        metrics = self._service.metrics.requests
+        metrics.tokens(sample.tenant, "prompt", len(sample.prompt))
+        metrics.tokens(sample.tenant, "sampled", sum(len(sequence.tokens) for sequence in result.sequences))
+
+    def _take(self, request_id: str) -> WaitingSample | None:
         """Remove a sample, and send what may have waited for its end."""
         waiting = self._remove(request_id)
         if self._alone == request_id:
@@ -207,7 +260,7 @@ class SampleQueue:
             self._send_what_may_go()
         return waiting
 
-    def _remove(self, request_id: str) -> _Waiting | None:
+    def _remove(self, request_id: str) -> WaitingSample | None:
         self._unsent.remove(request_id)
         waiting = self._pending.pop(request_id, None)
         if waiting is not None:
@@ -230,12 +283,13 @@ class SampleQueue:
             self._unsent.remove(suspect)
         for request_id in going:
             self._service.engine.send(Enqueue(self._pending[request_id].sample))
+            self._futures.sent(request_id)
 
-    def _wait(self, request_id: str, waiting: _Waiting) -> None:
+    def _wait(self, request_id: str, waiting: WaitingSample) -> None:
         suspect = self._service.blame.crashes(request_id) >= TOGETHER
         self._unsent.add(request_id, waiting.sample.version, suspect)
 
-    async def _finish(self, request_id: str, waiting: _Waiting, result: Result) -> None:
+    async def _finish(self, request_id: str, waiting: WaitingSample, result: Result, device_s: float) -> None:
         if isinstance(result, ErrorResponse):
             self._futures.set(request_id, Failure(self._service.redact(result.error), result.status))
             return
@@ -251,6 +305,10 @@ class SampleQueue:
             failure = Failure(f"internal error (request {request_id}); the server's log has the details", "server")
             self._futures.set(request_id, failure)
             return
+        info, session_id, tenant = self._service.info, waiting.session_id, waiting.tenant
+        charge = charges.of_sample(waiting.sample, result, session_id, tenant, info, device_s)
+        await self.charges.store(request_id, charge)
+        crash_point("api: sample charged, not answered")
         self._futures.set(request_id, answer)
 
 

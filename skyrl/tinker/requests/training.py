@@ -8,12 +8,15 @@ that runs, `Outcomes` stores what comes of it.
 import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 
-from skyrl.backends.operations import DeleteModel, Publish
-from skyrl.errors import RequestError
+from skyrl.backends.operations import DeleteModel, ForwardBackward, Publish, Rejected
+from skyrl.errors import RequestError, UnknownName
 from skyrl.tinker.context import Service
-from skyrl.tinker.database import replay_log, request_log
-from skyrl.tinker.database.log_writer import LogWriter
+from skyrl.tinker.database.decisions import LoggedRefusal
+from skyrl.tinker.database.ledger import charges
+from skyrl.tinker.database.log import replay_log, request_log
+from skyrl.tinker.database.log.log_writer import LogWriter
 from skyrl.tinker.database.retrying_writer import RetryingWriter
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.operations.admission import Accepted, Admission
@@ -22,13 +25,13 @@ from skyrl.tinker.operations.submission import Refused, accept, admit, rejected
 from skyrl.tinker.operations.table import OPERATIONS
 from skyrl.tinker.requests.engine_models import EngineModels, is_pass
 from skyrl.tinker.requests.futures import Futures
-from skyrl.tinker.requests.outcomes import Outcomes
+from skyrl.tinker.requests.outcomes import CANCELLED, Outcomes
 from skyrl.tinker.requests.pending import Pending, PendingRequest
 from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
 from skyrl.tinker.results import JSON, Failure
 from skyrl.tinker.wire import strict_json
 from skyrl.tinker.wire.parsing import Body, Parsed, json_object
-from skyrl.types import ErrorResponse, Result
+from skyrl.types import ErrorResponse, GradientEffect, Result
 from skyrl.utils.async_tasks import Tasks
 from skyrl.utils.failpoints import crash_point
 from skyrl.utils.quota import Busy
@@ -59,7 +62,7 @@ class TrainingQueue:
         self._pending = Pending()
         self._log = LogWriter(service.database, service.decode_pool)
         self.outcomes = Outcomes(service, futures, self._pending, reads)
-        self.engine_models = EngineModels(service, self._pending, self.outcomes, versions)
+        self.engine_models = EngineModels(service, futures, self._pending, self.outcomes, versions)
         self._tasks = Tasks()
 
     # -- in -----------------------------------------------------------------------------------------------------------
@@ -102,7 +105,7 @@ class TrainingQueue:
         # Known from here on, so that a poll never finds it missing. There was no await since the room for it was kept.
         owed = _pending_request(entry.request_id, operation, entry, size, caller.sharer)
         owed.accepted = accepted
-        self._futures.add(owed.request_id, owed.tenant, sharer=owed.sharer)
+        self._futures.add(owed.request_id, owed.tenant, sharer=owed.sharer, run=owed.model_id)
         self._pending.add(owed)
         try:
             async with asyncio.timeout(PATIENCE_S):
@@ -171,6 +174,42 @@ class TrainingQueue:
         self._pending.pop(owed.request_id)
         self._futures.drop(owed.request_id)
 
+    def waiting(self) -> list[PendingRequest]:
+        """Requests without an outcome, in the order in which they came."""
+        return list(self._pending)
+
+    async def cancel(self, request_id: str) -> None:
+        """Let a request fail in its place in its model's order, whatever ends meanwhile.
+
+        An engine that has gone too far with it finishes it all the same. Of a pass that fails so the model's next
+        optimizer step fails too, and an optimizer step takes the gradients with it: never a step on a part of a batch.
+
+        Raises:
+            UnknownName: No such request waits or runs.
+            RequestError: Requests that make or unload a model are not cancelled.
+        """
+        owed = self._pending.get(request_id)
+        if owed is None:
+            raise UnknownName(
+                f"request_id={request_id[:300]!r} is not known as one that waits or runs; it may have ended"
+            )
+        if owed.creates or owed.operation.name == request_log.UNLOAD:
+            raise RequestError(f"request_id={request_id} makes or unloads model {owed.model_id}; unload that instead")
+        if not owed.logged:
+            raise RequestError(f"request_id={request_id} is just being logged; cancel it again in a moment")
+        refusal = LoggedRefusal(CANCELLED, _effect_of_cancelling(owed))
+        operation = Rejected(
+            request_id=request_id,
+            tenant=owed.tenant,
+            model_id=owed.model_id,
+            error=refusal.error,
+            gradients=refusal.gradients,
+        )
+        owed.cancelled = Accepted(operation)
+        decided = replace(owed.decided, refused=refusal)
+        await self._service.database.write(partial(request_log.cancel, request_id=request_id, decided=decided))
+        self.engine_models.refuse(owed)
+
     # -- what the engine says -----------------------------------------------------------------------------------------
 
     def held(self, request_id: str, held: bool) -> None:
@@ -178,8 +217,8 @@ class TrainingQueue:
         if (owed := self._pending.get(request_id)) is not None:
             owed.held = held
 
-    def done(self, request_id: str, result: Result) -> None:
-        """The engine has finished a request."""
+    def done(self, request_id: str, result: Result, device_s: float) -> None:
+        """The engine has finished a request, after so many seconds of a device."""
         owed = self._pending.pop(request_id)
         if owed is None:
             self.engine_models.repeated(request_id, result)
@@ -188,8 +227,13 @@ class TrainingQueue:
         operation = owed.accepted.operation if owed.accepted else None
         if isinstance(operation, Publish) and not operation.persist and not failed:
             self._versions.published(operation.version)
+        if isinstance(operation, ForwardBackward) and not failed:
+            kind = "scored" if operation.forward_only else "trained"
+            self._service.metrics.requests.tokens(owed.tenant, kind, operation.tokens)
         if isinstance(operation, DeleteModel) or (owed.creates and failed):
             self.engine_models.gone(owed.model_id)
+        if operation is not None and not failed:
+            owed.charge = charges.of_training(operation, owed.tenant, self._service.info, device_s)
         self.outcomes.finish(owed, result)
 
     def fail_poisonous(self, request_ids: Collection[str]) -> None:
@@ -211,7 +255,7 @@ class TrainingQueue:
                 size, sharer = OVERHEAD_BYTES + request.body_bytes, request.tenant
             owed = _pending_request(request.request_id, OPERATIONS[request.kind], request, size, sharer)
             owed.logged = True
-            self._futures.add(owed.request_id, owed.tenant, sharer=owed.sharer)
+            self._futures.add(owed.request_id, owed.tenant, sharer=owed.sharer, run=owed.model_id)
             self._pending.add(owed)
             self.fail_poisonous([owed.request_id])
 
@@ -223,8 +267,16 @@ class TrainingQueue:
         await self.engine_models.drain()
 
 
+def _effect_of_cancelling(owed: PendingRequest) -> GradientEffect:
+    if owed.operation.name == "optim_step":
+        return "dropped"
+    return "incomplete" if is_pass(owed) else "kept"
+
+
 def _without_key(operation: QueuedOperation, body: Body, parsed: Parsed) -> Body:
-    """Body that is kept of a request: all but somebody's key, which nothing reads again."""
+    """Body that is kept of a request: all but somebody's key, and what nothing reads again."""
+    if body.too_large:
+        return replace(body, data=b"")
     if operation.name != "load_weights":
         return body
     if parsed.request is None:  # it is refused, whenever it is done

@@ -36,6 +36,10 @@ class Unsent:
             if not self._groups[group]:
                 del self._groups[group]
 
+    def group_of(self, request_id: str) -> Group | None:
+        """The group of one, if it is here."""
+        return self._group_of.get(request_id)
+
     def first_suspect(self) -> str | None:
         """A suspect that may go now."""
         return next((next(iter(self._groups[group])) for group in self._ready(suspects=True)), None)

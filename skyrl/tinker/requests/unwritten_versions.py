@@ -43,7 +43,7 @@ class UnwrittenVersions:
             self._arrive(version)
 
     def is_missing(self, version: str | None) -> bool:
-        """Whether a sample of this version has to wait."""
+        """Return whether a sample of this version has to wait."""
         return version in self._missing
 
     def models(self) -> set[str]:

@@ -19,8 +19,9 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from pydantic import ValidationError
 
+from skyrl.algorithms.checks.provenance import NEEDING
 from skyrl.errors import RequestError
-from skyrl.tinker.errors import MalformedBody
+from skyrl.tinker.errors import BodyTooLarge, MalformedBody
 from skyrl.tinker.wire import json_numbers
 from skyrl.tinker.wire.pace import Pace
 from skyrl.tinker.wire.parsing import Body, ModelAddress, TooLarge, describe_faults, json_object, read_address
@@ -46,6 +47,8 @@ MAX_JSON_BYTES = 64 * 2**20
 """Of a request as JSON, which takes longer to read than protobuf."""
 ZSTD_PIECE = 1024
 """Bytes decompressed at once. Even a bomb expands to no more than 32 MiB from these, so it is noticed in time."""
+ZSTD_MAKES = 2**20
+"""Bytes that a piece is to become. The interpreter is held while they are copied, so pieces of a bomb are smaller."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,7 @@ def decode_forward_backward(
 ) -> PassRequest:
     """Read the body of `forward_backward` (protobuf or JSON) or `forward` (JSON).
 
-    Sparse tensors come back dense, with 0 where they have no value. Provenance spans are read by stable_reinforce
-    only, which is not served, so they mean nothing here. Raises `MalformedBody`.
+    Sparse tensors come back dense, with 0 where they have no value. Raises `MalformedBody`, and `BodyTooLarge`.
 
     Args:
         body: As received.
@@ -90,13 +92,13 @@ def decode_forward_backward(
 
 
 def decompress(body: bytes, content_encoding: str | None, max_bytes: int) -> bytes:
-    """The body without its content encoding. Raises `MalformedBody`, also if it has more than `max_bytes`."""
+    """The body without its content encoding. Raises `MalformedBody`, and `BodyTooLarge` for more than `max_bytes`."""
     if content_encoding == "zstd":
         body = _unzstd(body, max_bytes)
     elif content_encoding not in (None, "", "identity"):
         raise MalformedBody(f"Content-Encoding: {content_encoding} is not served; send zstd or none")
     if len(body) > max_bytes:
-        raise MalformedBody(_too_large(max_bytes))
+        raise BodyTooLarge(too_large_pass(max_bytes))
     return body
 
 
@@ -150,7 +152,7 @@ def _from_protobuf(body: bytes, max_bytes: int, max_parts: int) -> PassRequest:
     try:
         _refuse_unknown(message, "request")
         budget = Budget(max_bytes)
-        data = [_protobuf_datum(i, datum, budget) for i, datum in enumerate(message.data)]
+        data = [_protobuf_datum(i, datum, budget, message.loss_fn) for i, datum in enumerate(message.data)]
         config = _protobuf_config(message)
     except RequestError as error:
         return _with_error(envelope, str(error))
@@ -161,7 +163,9 @@ def _from_json(body: bytes, max_bytes: int, bounded: bool) -> PassRequest:
     error = ""
     try:
         if bounded and len(body) > MAX_JSON_BYTES:
-            raise TooLarge(f"{_too_large(MAX_JSON_BYTES)}, or protobuf", body)
+            raise TooLarge(
+                f"the body has more than {MAX_JSON_BYTES} bytes; send fewer sequences per request, or protobuf", body
+            )
         value = json_object(Body(body), partial(json_numbers.parse, bounded=bounded))
     except TooLarge as fault:
         value, error = fault.members, str(fault)
@@ -201,16 +205,29 @@ def _fault(body: bytes, max_parts: int) -> str | None:
     return None
 
 
-def _protobuf_datum(i: int, message: pb.Datum, budget: Budget) -> Datum:
+def _protobuf_datum(i: int, message: pb.Datum, budget: Budget, loss_fn: str) -> Datum:
     try:
         _refuse_unknown(message, "datum")
         tokens = [_protobuf_chunk(chunk) for chunk in message.model_input]
         inputs = {name: _protobuf_tensor(name, tensor, budget) for name, tensor in message.loss_fn_inputs.items()}
+        joined_tokens = tokens[0] if len(tokens) == 1 else np.concatenate([np.zeros(0, np.int32), *tokens])
+        spans = message.loss_fn_input_spans if loss_fn in NEEDING else ()
+        return Datum(joined_tokens, inputs, _sampled(spans, len(joined_tokens)))
     except RequestError as error:
         raise RequestError(f"datum {i}: {error}") from None
-    if len(tokens) == 1:
-        return Datum(tokens[0], inputs)
-    return Datum(np.concatenate(tokens) if tokens else np.zeros(0, np.int32), inputs)
+
+
+def _sampled(spans: Sequence[pb.ProvenanceSpan], length: int) -> np.ndarray | None:
+    """Mask of the targets that a sampler drew, bool `[length]`, as provenance spans say; None without spans."""
+    if not spans:
+        return None
+    lengths = [getattr(span, span.WhichOneof("span") or "prompt_tokens").length for span in spans]
+    if min(lengths) < 0 or sum(lengths) != length:
+        raise RequestError(
+            f"loss_fn_input_spans have lengths {lengths[:8]}{'...' * (len(lengths) > 8)}, in all {sum(lengths)}; they "
+            f"must add up to the {length} target_tokens, one span after another"
+        )
+    return np.repeat([span.WhichOneof("span") == "sampled_tokens" for span in spans], lengths)
 
 
 def _protobuf_chunk(chunk: pb.Chunk) -> np.ndarray:
@@ -463,15 +480,16 @@ def _only_text(kind: str) -> str:
 
 def _unzstd(body: bytes, max_bytes: int) -> bytes:
     decompressor = zstandard.ZstdDecompressor().decompressobj()
-    whole, read, pace = BytesIO(), 0, Pace()
+    whole, read, piece, pace = BytesIO(), 0, ZSTD_PIECE // 32, Pace()
     try:
         if body and zstandard.frame_content_size(body) > max_bytes:  # as it says of itself, if it does
-            raise MalformedBody(_too_large(max_bytes))
+            raise BodyTooLarge(too_large_pass(max_bytes))
         while read < len(body) and not decompressor.eof:
-            whole.write(decompressor.decompress(body[read : read + ZSTD_PIECE]))
-            read += ZSTD_PIECE
+            made = whole.write(decompressor.decompress(body[read : read + piece]))
+            read += piece
+            piece = min(max(1, piece * ZSTD_MAKES // max(1, made)), 2 * piece, ZSTD_PIECE)
             if whole.tell() > max_bytes:
-                raise MalformedBody(_too_large(max_bytes))
+                raise BodyTooLarge(too_large_pass(max_bytes))
             pace()
     except zstandard.ZstdError as error:
         raise MalformedBody(f"the body is not zstd, as Content-Encoding says ({error})") from error
@@ -482,5 +500,9 @@ def _unzstd(body: bytes, max_bytes: int) -> bytes:
     return whole.getvalue()
 
 
-def _too_large(max_bytes: int) -> str:
-    return f"the body has more than {max_bytes} bytes; send fewer sequences per request"
+def too_large_pass(max_bytes: int) -> str:
+    """Fault of a pass with more bytes than the configuration allows."""
+    return (
+        f"the body has more than {max_bytes} bytes; send fewer sequences per request, or start the server with a "
+        "larger --max-body-bytes"
+    )

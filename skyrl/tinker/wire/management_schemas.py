@@ -10,7 +10,7 @@ from pydantic import AwareDatetime, BaseModel, Field, model_validator
 
 from skyrl.tinker.wire import strict_json
 from skyrl.tinker.wire.parsing import Int64
-from skyrl.tinker.wire.schemas import FinishReason, RequestModel, TtlSeconds
+from skyrl.tinker.wire.schemas import ApiLoraConfig, FinishReason, RequestModel, TtlSeconds
 from skyrl.types import WireModel
 
 CHECKPOINT_TYPES: dict[str, Literal["training", "sampler", "external"]] = {
@@ -124,6 +124,38 @@ class CopyWeightsResponse(BaseModel):
     tinker_path: str
 
 
+# -- uploads ----------------------------------------------------------------------------------------------------------
+
+
+class UploadStartRequest(RequestModel):
+    """`external_weights_upload_start`: what the adapter is that is to be uploaded."""
+
+    base_model: str
+    lora_config: ApiLoraConfig
+    destination_project_id: str | None = Field(default=None, max_length=256)
+
+
+class UploadStartResponse(BaseModel):
+    """`external_weights_upload_start`."""
+
+    upload_id: str
+    urls: dict[str, str]
+    """By name of the file that is to be PUT there."""
+    expires: datetime
+
+
+class UploadFinishRequest(RequestModel):
+    """`external_weights_upload_finish`."""
+
+    upload_id: str
+
+
+class UploadFinishResponse(BaseModel):
+    """`external_weights_upload_finish`."""
+
+    tinker_path: str
+
+
 # -- downloads --------------------------------------------------------------------------------------------------------
 
 
@@ -132,6 +164,14 @@ class ArchiveUrlResponse(BaseModel):
 
     url: str
     expires: datetime
+
+
+class TraceExportResponse(BaseModel):
+    """`sessions/{session_id}/trace_export`."""
+
+    status: Literal["pending", "ready", "failed"]
+    url: str | None = None
+    error: str | None = None
 
 
 class ExternalWeightsUrlsResponse(BaseModel):
@@ -214,7 +254,7 @@ class SessionSearchRequest(RequestModel):
 
 
 class SessionStatus(BaseModel):
-    """Whether a session's client is there."""
+    """Presence of a session's client."""
 
     type: Literal["active", "client_finished"]
     reason: FinishReason | None = None
@@ -278,3 +318,118 @@ class ApiKeyResponse(BaseModel):
     name: str
     note: str
     details: ApiKeyDetails
+
+
+# -- the ledger -------------------------------------------------------------------------------------------------------
+
+
+class TrainingUsage(BaseModel):
+    """Tokens of passes."""
+
+    type: Literal["training"] = "training"
+    forward_only: bool
+    """True for those that add no gradients."""
+    token_count: int
+
+
+class PrefillUsage(BaseModel):
+    """Tokens of prompts."""
+
+    type: Literal["sampling_prefill"] = "sampling_prefill"
+    cached: bool
+    token_count: int
+
+
+class SampleUsage(BaseModel):
+    """Tokens that were generated."""
+
+    type: Literal["sampling_sample"] = "sampling_sample"
+    token_count: int
+
+
+class CheckpointUsage(BaseModel):
+    """Named checkpoints that were made."""
+
+    type: Literal["checkpoint"] = "checkpoint"
+    count: int
+
+
+class StorageUsage(BaseModel):
+    """Named checkpoints on disk."""
+
+    type: Literal["storage"] = "storage"
+    free: bool = False
+    gigabyte_hours: float
+
+
+class UsageEvent(BaseModel):
+    """What was used in an hour by a session and a run, of one kind. Nothing costs anything here."""
+
+    bucket_start: datetime
+    bucket_end: datetime
+    base_model: str
+    user_id: str
+    user_name: str
+    session_id: str | None = None
+    project_id: str | None = None
+    training_run_id: str | None = None
+    """The run that was trained or sampled; None: the base model. This and the next two are ours."""
+    flops: int | None = None
+    """By convention; see docs/operations.md. None where the number of parameters is not known."""
+    device_seconds: float | None = None
+    """Of a sample's prompt they are with its generated tokens."""
+    estimated_cost_usd: float | None = None
+    effective_rate_usd_per_million_tokens: float | None = None
+    effective_rate_usd_per_gigabyte_month: float | None = None
+    event_info: TrainingUsage | PrefillUsage | SampleUsage | CheckpointUsage | StorageUsage
+
+
+class UsageSession(BaseModel):
+    """A session that used something."""
+
+    user_metadata: dict[str, str] | None = None
+
+
+class UsageResponse(BaseModel):
+    """`billing/usage/events`, by hour, those of most tokens first."""
+
+    data: list[UsageEvent]
+    sessions: dict[str, UsageSession]
+    cost_data_through: datetime | None = None
+
+
+class StoredNow(BaseModel):
+    """Named checkpoints of a project and an owner."""
+
+    project_id: str | None = None
+    org_user_urn: str
+    user_email: str
+    user_name: str
+    checkpoint_count: int
+    size_bytes: int
+    size_gigabytes: float
+    estimated_monthly_cost_usd: float | None = None
+
+
+class StoredNowResponse(BaseModel):
+    """`billing/usage/checkpoints/current`."""
+
+    effective_rate_usd_per_gigabyte_month: float | None = None
+    data: list[StoredNow]
+
+
+class AuditEntry(BaseModel):
+    """Something that somebody has done."""
+
+    timestamp: datetime
+    event: str
+    event_details: dict[str, Any]
+    model_id: str | None = None
+    tinker_path: str | None = None
+    purpose: str | None = None
+
+
+class AuditResponse(BaseModel):
+    """`audit`, the oldest first."""
+
+    entries: list[AuditEntry]

@@ -24,6 +24,8 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
 
 MANY_FAULTS = 1000
+BEGINNING_BYTES = 2**18
+"""Of a body that is larger than is read. A block of zstd, of which a part is of no use, may have half as many."""
 MAX_ERROR = 2000
 """Characters. A client may send, and so be told, names and values of any length."""
 JSON_FACTOR = 32
@@ -47,6 +49,8 @@ class Body:
     data: bytes
     content_type: str = "application/json"
     content_encoding: str = ""
+    too_large: str = ""
+    """Why `data` is only its beginning, where it is."""
 
 
 class ModelAddress(BaseModel):
@@ -88,7 +92,7 @@ class Parsed(Generic[T]):
     request: T | None
     error: str = ""
     is_pass: bool = False
-    """Whether it was to add gradients, so that the next optimizer step must not go ahead without it."""
+    """True if it was to add gradients, so that the next optimizer step must not go ahead without it."""
     held_bytes: int = 0
     """Bytes that the request takes in memory, roughly. A small body may stand for a large one."""
 

@@ -43,14 +43,24 @@ PACKED_BYTES = 8
 """Of numbers without fields of their own, which count for one part together."""
 
 
-def address_of(body: bytes) -> bytes:
-    """A request that says only whose the given one is. Raises `DecodeError` where the body is no protobuf."""
+def address_of(body: bytes, whole: bool = True) -> bytes:
+    """A request that says only whose the given one is. Raises `DecodeError` where the body is no protobuf.
+
+    Args:
+        body: A request, or (not `whole`) its beginning.
+        whole: Whether it is all there.
+    """
     at, sent = 0, []
     for _ in range(MAX_PARTS):
         if at >= len(body):
             break
         begin = at
-        key, _, at = _field(body, at, len(body))
+        try:
+            key, _, at = _field(body, at, len(body))
+        except DecodeError:
+            if whole:
+                raise
+            break
         if key >> 3 in ADDRESS:
             sent.append(body[begin:at])
     return b"".join(sent)

@@ -9,19 +9,28 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import (
+    AfterValidator,
     BaseModel,
+    BeforeValidator,
     Field,
     JsonValue,
     StrictFloat,
     StrictInt,
     ValidatorFunctionWrapHandler,
     WrapValidator,
-    field_validator,
     model_validator,
 )
 
 from skyrl.tinker.wire.parsing import Int64
-from skyrl.types import AdamParams, ErrorCategory, LoraConfig, SamplingParams, WireModel
+from skyrl.types import (
+    AdamParams,
+    DimuonParams,
+    ErrorCategory,
+    LoraConfig,
+    OptimizerFamily,
+    SamplingParams,
+    WireModel,
+)
 
 # -- requests ---------------------------------------------------------------------------------------------------------
 
@@ -77,11 +86,14 @@ class RequestModel(WireModel):
 class OptimizerConfig(WireModel):
     """Optimizer family of a model."""
 
-    type: str = "adamw"
-    version: int | None = None
+    type: OptimizerFamily = "adamw"
+    version: Literal[1] | None = None
 
+    @classmethod
+    def of(cls, family: OptimizerFamily) -> "OptimizerConfig":
+        """The configuration as clients are told it."""
+        return cls(type=family, version=1 if family == "dimuon" else None)
 
-ADAMW_ONLY = 'use {"type": "adamw"}, or leave it out'
 
 MIN_TTL_S, MAX_TTL_S = 3600, 315_360_000
 """An hour and ten years."""
@@ -104,6 +116,40 @@ class SessionHeartbeatRequest(RequestModel):
     session_id: str
 
 
+class CustomLossInput(WireModel):
+    """An input of a traced loss."""
+
+    name: str
+    rank: int
+
+
+class CustomLossNode(WireModel):
+    """A node of a traced loss, as torch.fx records it; arguments as the SDK encodes them."""
+
+    op: str
+    name: str
+    target: str
+    args: list[JsonValue] = Field(default_factory=list)
+    kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class CustomLossGraph(WireModel):
+    """A traced loss as plain data."""
+
+    format: Literal[1] = 1
+    nodes: list[CustomLossNode]
+
+
+class CreateCustomLossRequest(RequestModel):
+    """`create_custom_loss`."""
+
+    session_id: str
+    custom_loss_seq_id: Int64
+    name: str = Field(max_length=200)
+    inputs: list[CustomLossInput]
+    graph: CustomLossGraph
+
+
 class FinishReason(WireModel):
     """Why a session ended."""
 
@@ -117,33 +163,35 @@ class FinishSessionRequest(RequestModel):
     detail: str | None = None
 
 
+def _only_options_of_the_api(value: Any) -> Any:
+    if isinstance(value, dict) and "alpha" in value:
+        raise ValueError("alpha is not an option of the API (it is always 32); remove it")
+    if isinstance(value, dict) and "optimizer" in value:
+        raise ValueError("optimizer is not an option of the adapter; send optimizer_config beside it")
+    return value
+
+
+def _is_trainable(value: LoraConfig) -> LoraConfig:
+    if not (value.train_attn or value.train_mlp or value.train_unembed):
+        raise ValueError("nothing to train; set one of train_attn, train_mlp, train_unembed to true")
+    if value.seed is not None and not -(2**63) <= value.seed < 2**63:
+        raise ValueError(f"seed={value.seed} does not fit into 64 bits; use a value from -2**63 to 2**63-1")
+    return value
+
+
+ApiLoraConfig = Annotated[LoraConfig, BeforeValidator(_only_options_of_the_api), AfterValidator(_is_trainable)]
+"""`LoraConfig` of the API, which has no alpha, and the optimizer beside it."""
+
+
 class CreateModelRequest(RequestModel):
     """`create_model`: the model's request number 0."""
 
     session_id: str
     model_seq_id: Int64
     base_model: str
-    lora_config: LoraConfig = LoraConfig.model_validate({})
+    lora_config: ApiLoraConfig = LoraConfig.model_validate({})
     user_metadata: dict[str, JsonValue] = Field(default_factory=dict)
     optimizer_config: OptimizerConfig = OptimizerConfig()
-
-    UNSERVED: ClassVar = {"optimizer_config": ADAMW_ONLY}
-
-    @field_validator("lora_config", mode="before")
-    @classmethod
-    def _alpha_is_not_an_option(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "alpha" in value:
-            raise ValueError("alpha is not an option of the API (it is always 32); remove it")
-        return value
-
-    @field_validator("lora_config")
-    @classmethod
-    def _is_trainable(cls, value: LoraConfig) -> LoraConfig:
-        if not (value.train_attn or value.train_mlp or value.train_unembed):
-            raise ValueError("nothing to train; set one of train_attn, train_mlp, train_unembed to true")
-        if value.seed is not None and not -(2**63) <= value.seed < 2**63:
-            raise ValueError(f"seed={value.seed} does not fit into 64 bits; use a value from -2**63 to 2**63-1")
-        return value
 
 
 class ModelRequest(RequestModel):
@@ -244,9 +292,8 @@ class OptimStepRequest(OrderedRequest):
     """`optim_step`."""
 
     adam_params: AdamParams = AdamParams.model_validate({})
-    optimizer_params: dict[str, Any] | None = None
-
-    UNSERVED: ClassVar = {"optimizer_params": "models train with AdamW; send adam_params instead"}
+    optimizer_params: DimuonParams | None = None
+    """Of a model whose optimizer is not AdamW."""
 
 
 class SaveWeightsRequest(OrderedRequest):
@@ -298,10 +345,9 @@ class LoadWeightsRequest(RequestModel):
     """Must be the checkpoint's where it is given."""
     user_metadata: dict[str, JsonValue] | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
+    """Of a new model whose optimizer starts anew. With the checkpoint's state the family is the checkpoint's."""
     weights_access_token: str | None = None
     """The key (or token) of whoever owns the checkpoint."""
-
-    UNSERVED: ClassVar = {"optimizer_config": ADAMW_ONLY}
 
     @model_validator(mode="after")
     def _has_one_address(self) -> "LoadWeightsRequest":
@@ -337,7 +383,7 @@ class SampleRequest(RequestModel):
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     record_stability_info: bool = False
-    """Only stable_reinforce reads what this records, and that loss is refused, so it changes nothing."""
+    """Changes nothing: what stable_reinforce needs of a sample is in the data that train on it."""
     base_model: str | None = None
     model_path: str | None = None
     topk_sample_logprobs: int = 0
@@ -356,7 +402,7 @@ class RetrieveFutureRequest(RequestModel):
 
     request_id: str
     allow_metadata_only: bool = False
-    """Whether a large result may be announced first."""
+    """True if a large result may be announced first."""
 
 
 class SamplingSessionTarget(RequestModel):
@@ -418,7 +464,7 @@ class ClientConfigResponse(BaseModel):
     sample_max_concurrent_requests: int = 512
     sample_use_retrieve_futures: bool = True
     sample_join_sampling_session: bool = True
-    custom_loss_server_side: bool = False
+    custom_loss_server_side: bool = True
 
 
 class DynamicConfigResponse(BaseModel):

@@ -42,7 +42,7 @@ from skyrl.train.config.models import (
 from skyrl.train.config.policy_losses import CISPOConfig, ClipCovConfig, KLCovConfig, SAPOConfig
 from skyrl.train.config.root import DataConfig, SkyRLTrainConfig, make_config
 from skyrl.train.config.rules.geometry import BatchGeometry
-from skyrl.train.config.sft import SFTConfig
+from skyrl.train.config.sft import DPOConfig, SFTConfig
 from skyrl.train.config.trainer import FullyAsyncConfig, TrainerConfig
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "ClipCovConfig",
     "ConfigError",
     "CriticConfig",
+    "DPOConfig",
     "DataConfig",
     "DynamicSamplingConfig",
     "EnvironmentConfig",

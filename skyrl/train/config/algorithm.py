@@ -29,7 +29,7 @@ class KLCtrlConfig(BaseConfig):
 
 @dataclass
 class DynamicSamplingConfig(BaseConfig):
-    """What happens to prompts whose samples all get the same reward."""
+    """Treatment of prompts whose samples all get the same reward."""
 
     type: Annotated[str | None, one_of(None, "filter", "replace")] = None
     """filter samples until enough prompts are left, replace takes other prompts of the batch instead. None: neither."""
@@ -46,7 +46,7 @@ class AlgorithmConfig(BaseConfig):
     """The RL algorithm."""
 
     advantage_estimator: str = "grpo"
-    """grpo, rloo, reinforce++, gae, maxrl, or a registered one or module:function of your own."""
+    """grpo, rloo, reinforce++, token_rewards, gae, maxrl, or a registered one or module:function of your own."""
 
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     """Coefficient of the KL penalty in the reward."""
@@ -55,16 +55,16 @@ class AlgorithmConfig(BaseConfig):
     """Estimator of the KL divergence per token: k1, k2, k3, abs, or a registered one or module:function of your own."""
 
     use_kl_in_reward: bool = False
-    """Whether the KL divergence from the reference is subtracted from rewards."""
+    """Subtract the KL divergence from the reference from rewards."""
 
     use_kl_loss: bool = True
-    """Whether the KL divergence from the reference is added to the loss."""
+    """Add the KL divergence from the reference to the loss."""
 
     kl_loss_coef: NonNegativeFloat = 0.001
     """Coefficient of the KL divergence, in the loss or (where it starts) in the reward."""
 
     use_entropy_loss: bool = False
-    """Whether the policy's entropy is subtracted from the loss."""
+    """Subtract the policy's entropy from the loss."""
 
     entropy_loss_coef: float = 0.01
     """Coefficient of the entropy."""
@@ -73,7 +73,7 @@ class AlgorithmConfig(BaseConfig):
     """Temperature of the policy that is trained. None: generator.sampling_params.temperature."""
 
     advantage_batch_normalize: bool = False
-    """Whether advantages are normalised over the tokens of the batch."""
+    """Normalise advantages over the tokens of the batch."""
 
     value_head_prefix: str = "value_head"
     """Name of the critic's value head among its weights."""
@@ -84,13 +84,13 @@ class AlgorithmConfig(BaseConfig):
     loss_reduction: Annotated[str, one_of("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")] = (
         "token_mean"
     )
-    """How tokens of a mini-batch are weighted: token_mean, sequence_mean, seq_mean_token_sum_norm or prompt_mean."""
+    """Weighting of a mini-batch's tokens: token_mean, sequence_mean, seq_mean_token_sum_norm or prompt_mean."""
 
     grpo_norm_by_std: bool = True
-    """Whether grpo divides advantages by the standard deviation of the group's rewards."""
+    """Divide advantages of grpo by the standard deviation of the group's rewards."""
 
     zero_variance_filter: bool = False
-    """Whether prompts whose samples all get the same reward are left out of the loss."""
+    """Leave prompts whose samples all get the same reward out of the loss."""
 
     lambd: Fraction = 1.0
     """Lambda of gae."""
@@ -123,7 +123,7 @@ class AlgorithmConfig(BaseConfig):
     """Distance that a value may move from the old one in the critic's loss."""
 
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
-    """What happens to prompts whose samples all get the same reward."""
+    """Treatment of prompts whose samples all get the same reward."""
 
     clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)
     """policy_loss_type=clip_cov."""
@@ -139,7 +139,7 @@ class AlgorithmConfig(BaseConfig):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a reference model is needed."""
+        """True if a reference model is needed."""
         return self.use_kl_loss or self.use_kl_in_reward
 
     def derive(self) -> None:

@@ -15,7 +15,7 @@ class OffPolicyCorrectionConfig(BaseConfig):
     """Truncated importance sampling and masks. The ratio is that of the trained over the sampling policy."""
 
     tis_ratio_type: Annotated[str | None, one_of(None, "token", "sequence")] = None
-    """Whether the loss is weighted by the truncated ratio of each token or of its sequence. None: not weighted."""
+    """Ratio whose truncated value weights the loss: of each token, or of its sequence. None: not weighted."""
 
     token_tis_ratio_clip_high: PositiveFloat = 2.0
     """Bound of the weight with tis_ratio_type=token."""
@@ -52,7 +52,7 @@ class OffPolicyCorrectionConfig(BaseConfig):
 
     @property
     def corrects(self) -> bool:
-        """Whether anything is corrected, for which the sampler's log-probabilities are needed."""
+        """True if anything is corrected, for which the sampler's log-probabilities are needed."""
         return any(
             setting is not None
             for setting in (

@@ -1,11 +1,14 @@
 """Environments: which one rows use, and what each of the built-in ones can be told."""
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import NonNegativeInt, PositiveInt
 
+from skyrl.errors import ConfigError
 from skyrl.train.config.machinery.base import BaseConfig
 
 
@@ -23,7 +26,7 @@ class GSM8kLLMJudgeEnvConfig(BaseConfig):
     """Answers that are judged at a time. The others wait."""
 
     instructions: str | None = None
-    """What the judge is told before it sees question, reference answer and answer. It has to say that the answer is
+    """Instructions to the judge, before it sees question, reference answer and answer. It has to say that the answer is
     between two lines `{mark}`, and to ask for a last line `### Final Score: 0` or `### Final Score: 1`. None: it is to
     compare final results."""
 
@@ -48,7 +51,7 @@ class SearchEnvConfig(BaseConfig):
     """The environment in which questions are answered with a search engine."""
 
     log_requests: bool = False
-    """Whether to log each request to the search engine."""
+    """Log each request to the search engine."""
 
     search_url: str = "http://127.0.0.1:8000/retrieve"
     """Address of the search engine."""
@@ -58,6 +61,47 @@ class SearchEnvConfig(BaseConfig):
 
     timeout: PositiveInt = 30
     """Seconds that a search may take."""
+
+
+TERMS = " + "
+"""Stands between the terms of a reward."""
+_TERM = re.compile(r"(?:(?P<name>\w+)\s*=)?\s*(?:(?P<weight>[-\d.eE]+)\s*\*)?\s*(?P<function>[\w.]+:\w+)")
+
+
+class RewardTerm(NamedTuple):
+    """A reward function in a weighted sum of them."""
+
+    name: str
+    """Of its metric; the function's own unless another is given."""
+    weight: float
+    function: str
+    """`module:function`."""
+
+
+def reward_terms(text: str) -> list[RewardTerm]:
+    """Terms of a reward such as "module:right + short=0.2*module:length".
+
+    Raises ConfigError for what is none, and for names that occur twice.
+    """
+    terms = []
+    for one in text.split(TERMS):
+        found, weight = _TERM.fullmatch(one.strip()), 1.0
+        try:
+            weight = float(found["weight"] or 1) if found else weight
+        except ValueError:
+            found = None
+        if found is None:
+            raise ConfigError(
+                f"{one!r}: a function is named as module:function, perhaps with a weight and a name of its own, such "
+                "as short=0.2*module:function; environments are named by env_class"
+            )
+        terms.append(RewardTerm(found["name"] or found["function"].rpartition(":")[2], weight, found["function"]))
+    twice = [name for name, times in Counter(term.name for term in terms).items() if times > 1]
+    if twice:
+        raise ConfigError(
+            f"several functions are called {twice[0]}; name them apart, such as other={terms[-1].function}"
+        )
+    return terms
 
 
 @dataclass
@@ -90,10 +134,32 @@ class SkyRLGymConfig(BaseConfig):
 
 @dataclass
 class EnvironmentConfig(BaseConfig):
-    """What a rollout acts in."""
+    """Environment that rollouts act in."""
 
     env_class: str = "gsm8k"
     """Environment of rows that name none themselves."""
 
     skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
     """Options of the environments."""
+
+    reward: str | list[str] | None = None
+    """Function `module:function` that rewards every row in the place of an environment. It is called with `prompt`
+    (messages), `response` (text) and columns of the row, as far as it takes them, and returns a number. A list of
+    functions, each perhaps as `name=0.2*module:function`: the sum of their weighted rewards."""
+
+    @property
+    def reward_id(self) -> str | None:
+        """The functions as the id of an environment."""
+        return TERMS.join(self.reward) if isinstance(self.reward, list) else self.reward
+
+    def problems(self) -> Iterator[str]:
+        if self.reward_id is not None:
+            try:
+                reward_terms(self.reward_id)
+            except ConfigError as error:
+                yield f"reward={self.reward}: {error}"
+        if self.reward is not None and self.is_given("env_class"):
+            yield (
+                f"reward={self.reward} rewards every row, so env_class={self.env_class} is not used; leave one of the "
+                "two out"
+            )

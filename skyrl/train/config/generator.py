@@ -20,16 +20,16 @@ def _top_k(count: int) -> int:
 
 @dataclass
 class SamplingParams(BaseConfig):
-    """How tokens are sampled."""
+    """Sampling of tokens."""
 
     max_generate_length: PositiveInt = 1024
     """Tokens of one response at most."""
 
     repetition_penalty: PositiveFloat = 1.0
-    """Factor by which tokens that were there before are made less likely. 1: none."""
+    """Divisor of positive logits, and factor of others, of tokens of the prompt or the response so far. 1: none."""
 
     temperature: NonNegativeFloat = 1.0
-    """What logits are divided by. 0: the most likely token."""
+    """Divisor of logits. 0: the most likely token."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Probability mass of the likeliest tokens that are sampled from."""
@@ -47,18 +47,18 @@ class SamplingParams(BaseConfig):
     """Strings after which a response ends."""
 
     additional_kwargs: dict[str, Any] | None = None
-    """More sampling parameters of the engine."""
+    """More options by the names of vLLM: min_tokens, stop_token_ids, presence_penalty, frequency_penalty."""
 
 
 @dataclass
 class EvalSamplingParams(SamplingParams):
-    """How tokens are sampled in evaluation: greedily, and as long as in training, unless told otherwise."""
+    """Sampling of tokens in evaluation: greedily, and as long as in training, unless told otherwise."""
 
     max_generate_length: PositiveInt | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Tokens of one response at most. None: generator.sampling_params.max_generate_length."""
 
     temperature: NonNegativeFloat = 0.0
-    """What logits are divided by. 0: the most likely token."""
+    """Divisor of logits. 0: the most likely token."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class ChatTemplateConfig(BaseConfig):
     """The template that turns messages into text."""
 
     source: Annotated[str, one_of("name", "file")] = "name"
-    """Whether name_or_path is the name of a template or a file."""
+    """Meaning of name_or_path: the name of a template, or a file."""
 
     name_or_path: str | None = None
     """Name (qwen3_with_thinking, qwen3_without_thinking) or path. None: the tokenizer's own template."""
@@ -78,16 +78,16 @@ class ChatTemplateConfig(BaseConfig):
 
 @dataclass
 class GeneratorConfig(BaseConfig):
-    """How rollouts are generated."""
+    """Generation of rollouts."""
 
     inference_engine: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
-    """What samples."""
+    """Inference engines, which sample."""
 
     n_samples_per_prompt: PositiveInt = 5
     """Samples of each prompt in training."""
 
     batched: bool = False
-    """Whether all prompts of a batch are sampled by one call. Single-turn only."""
+    """Begin all samples of a batch at once, and let no limit hold any back. Single-turn only."""
 
     max_turns: PositiveInt = 1
     """Turns of a conversation at most."""
@@ -103,25 +103,25 @@ class GeneratorConfig(BaseConfig):
     """Variables of the template."""
 
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    """How tokens are sampled in training."""
+    """Sampling of tokens in training."""
 
     use_conversation_multi_turn: bool = True
-    """Whether each turn is a message of its own; False: one assistant message holds them all."""
+    """Make each turn a message of its own; False: one assistant message holds them all."""
 
     append_eos_token_after_stop_str_in_multi_turn: bool = True
-    """Whether a turn that ended at a stop string gets the end-of-sequence token."""
+    """Append the end-of-sequence token to a turn that ended at a stop string."""
 
     eval_sampling_params: SamplingParams | None = field(default=None, metadata={"base": EvalSamplingParams})
-    """How tokens are sampled in evaluation. None: greedily, with the max_generate_length of sampling_params."""
+    """Sampling of tokens in evaluation. None: greedily, with the max_generate_length of sampling_params."""
 
     eval_n_samples_per_prompt: PositiveInt = 1
     """Samples of each prompt in evaluation."""
 
     zero_reward_on_non_stop: bool = False
-    """Whether responses that did not end by themselves get reward 0."""
+    """Give reward 0 to responses that did not end by themselves."""
 
     apply_overlong_filtering: bool = False
-    """Whether responses that did not end by themselves are left out of the loss."""
+    """Leave responses that did not end by themselves out of the loss."""
 
     rope_scaling: dict[str, Any] | None = None
     """Scaling of rotary embeddings in the engines. None: trainer.rope_scaling."""
@@ -130,16 +130,16 @@ class GeneratorConfig(BaseConfig):
     """Base of rotary embeddings in the engines. None: trainer.rope_theta."""
 
     step_wise_trajectories: bool = False
-    """Whether each turn is a training sequence of its own."""
+    """Make each turn a training sequence of its own."""
 
     trajectory_timeout_s: PositiveFloat | None = 3600.0
     """Seconds that one attempt at a trajectory may take, the sampler's included. None: no limit."""
 
     trajectory_retries: NonNegativeInt = 2
-    """How often a trajectory that failed is begun again, each time with a fresh environment."""
+    """Times that a trajectory which failed is begun again, each with a fresh environment."""
 
     retry_with_new_seed: bool = True
-    """Whether a trajectory that is begun again is sampled anew. False: what is sampled is the same, where seeds are."""
+    """Sample anew a trajectory that is begun again. False: what is sampled is the same, where seeds are."""
 
     env_error_reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Reward of a turn on which the environment's `step` raised, which ends the trajectory. None: the attempt failed.
@@ -153,6 +153,10 @@ class GeneratorConfig(BaseConfig):
 
     trajectories_per_second: Annotated[float, Field(ge=1)] | None = None
     """Trajectories that are begun in a second; as many may begin at once. None: no limit."""
+
+    generator_class: str | None = None
+    """Class module:Class, of a subclass of skyrl.train.rollouts.generators.generator.Generator, that makes and rewards
+    trajectories in the place of environments. None: environments and turns."""
 
     @classmethod
     def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -192,6 +196,9 @@ class GeneratorConfig(BaseConfig):
             value = getattr(self, name)
             if value:
                 yield f"batched=True and {name}={value}: batches have no such thing; set one of them to False"
+        for name in ("max_concurrent_trajectories", "trajectories_per_second"):
+            if (value := getattr(self, name)) is not None:
+                yield f"batched=True and {name}={value}: a batch begins at once; set batched=False, or leave {name} out"
         if self.max_turns > 1:
             yield f"batched=True, max_turns={self.max_turns}: a batch has one turn; set batched=False, or max_turns=1"
 

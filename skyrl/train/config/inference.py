@@ -12,13 +12,13 @@ from skyrl.train.config.machinery.fields import one_of
 
 @dataclass
 class InferenceEngineConfig(BaseConfig):
-    """What samples for the strategies fsdp2 and megatron."""
+    """Inference engines, which sample for the strategies fsdp2 and megatron."""
 
     model_dtype: str = "bfloat16"
     """Number format of the engines' weights."""
 
     run_engines_locally: bool = True
-    """Whether engines are started here; False: those at remote_urls are used."""
+    """Start engines here; False: those at remote_urls are used."""
 
     num_engines: PositiveInt = 1
     """Number of engines."""
@@ -27,7 +27,7 @@ class InferenceEngineConfig(BaseConfig):
     """Kind of engine: vllm."""
 
     weight_sync_backend: Annotated[str, one_of("nccl", "gloo")] = "nccl"
-    """What carries weights to the engines: nccl or gloo."""
+    """Transport of weights to the engines: nccl or gloo."""
 
     weight_transfer_threshold_cuda_ipc_GB: NonNegativeFloat = 1.0
     """GB that are sent at once through memory that colocated processes share."""
@@ -45,28 +45,28 @@ class InferenceEngineConfig(BaseConfig):
     """Copies of the model in an engine."""
 
     async_engine: bool = True
-    """Whether requests join and leave a running engine; False needs generator.batched."""
+    """Let requests join and leave a running engine; False needs generator.batched."""
 
     vllm_v1_disable_multiproc: bool = True
-    """Whether an engine computes in its own process, which makes scheduling reproducible."""
+    """Compute in an engine's own process, which makes scheduling reproducible."""
 
     enable_prefix_caching: bool = True
-    """Whether equal beginnings of prompts are computed once."""
+    """Compute equal beginnings of prompts once."""
 
     enable_chunked_prefill: bool = True
-    """Whether long prompts are read in parts between other requests' tokens."""
+    """Read long prompts in parts between other requests' tokens."""
 
     max_num_batched_tokens: PositiveInt = 8192
     """Tokens that an engine computes at once."""
 
     enforce_eager: bool = True
-    """Whether engines run without CUDA graphs."""
+    """Run engines without CUDA graphs."""
 
     fully_sharded_loras: bool = False
-    """Whether both matrices of an adapter are sharded."""
+    """Shard both matrices of an adapter."""
 
     enable_ray_prometheus_stats: bool = False
-    """Whether engines report to Ray's metrics."""
+    """Let engines report to Ray's metrics."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Fraction of a GPU's memory that an engine takes."""
@@ -78,7 +78,7 @@ class InferenceEngineConfig(BaseConfig):
     """host:port of each engine, with run_engines_locally=False."""
 
     enable_http_endpoint: bool = False
-    """Whether the engines are also served as an OpenAI-compatible API."""
+    """Serve the engines also as an OpenAI-compatible API."""
 
     http_endpoint_host: str = "127.0.0.1"
     """Address of that API."""
@@ -90,13 +90,13 @@ class InferenceEngineConfig(BaseConfig):
     """Name of the model in that API. None: trainer.policy.model.path."""
 
     distributed_executor_backend: Annotated[str, one_of("ray", "mp")] = "ray"
-    """What starts the processes of an engine with several GPUs: ray, or mp on one machine."""
+    """Starter of the processes of an engine with several GPUs: ray, or mp on one machine."""
 
     engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments of an engine."""
 
     override_existing_update_group: Annotated[str, one_of("auto", "enable", "disable")] = "auto"
-    """Whether a group that already syncs weights is replaced: enable, disable, or auto (for remote engines)."""
+    """Replacement of a group that already syncs weights: enable, disable, or auto (for remote engines)."""
 
     external_proxy_url: str | None = None
     """Address of a router in front of engines that were started elsewhere."""
@@ -111,7 +111,7 @@ class InferenceEngineConfig(BaseConfig):
 
     @property
     def external(self) -> bool:
-        """Whether engines were started elsewhere."""
+        """True if engines were started elsewhere."""
         return not self.run_engines_locally or bool(self.external_proxy_url or self.external_server_urls)
 
     def problems(self) -> Iterator[str]:

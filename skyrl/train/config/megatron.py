@@ -29,16 +29,16 @@ class MegatronDDPConfig(BaseConfig):
     """Megatron's distributed data parallelism."""
 
     grad_reduce_in_fp32: bool = True
-    """Whether gradients are summed in float32."""
+    """Sum gradients in float32."""
 
     overlap_grad_reduce: bool = False
-    """Whether the sum overlaps with the backward pass."""
+    """Overlap the sum with the backward pass."""
 
     overlap_param_gather: bool = False
-    """Whether parameters are gathered during the forward pass."""
+    """Gather parameters during the forward pass."""
 
     average_in_collective: bool = True
-    """Whether ranks are averaged by the collective operation itself."""
+    """Average ranks by the collective operation itself."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class MegatronTorchProfilerConfig(BaseConfig):
     """Profiling with torch.profiler."""
 
     enable: bool = False
-    """Whether to profile."""
+    """Profile."""
 
     ranks: list[NonNegativeInt] = field(default_factory=list[int])
     """Ranks that are profiled."""
@@ -87,19 +87,19 @@ class MegatronConfig(BaseConfig):
     """Ranks that share each weight matrix of an expert. None: as tensor_model_parallel_size."""
 
     moe_token_dispatcher_type: str = "alltoall"
-    """How tokens reach their experts."""
+    """Dispatch of tokens to their experts."""
 
     moe_router_load_balancing_type: str = "none"
     """Loss that balances experts; none for no such loss."""
 
     moe_grouped_gemm: bool = True
-    """Whether the experts of a rank run as one grouped multiplication."""
+    """Run the experts of a rank as one grouped multiplication."""
 
     moe_router_score_function: str | None = None
     """Score of the router. None: the model's."""
 
     moe_router_enable_expert_bias: bool | None = None
-    """Whether the router has a bias per expert. None: as the model has it."""
+    """Give the router a bias per expert. None: as the model has it."""
 
     ddp_config: MegatronDDPConfig = field(default_factory=MegatronDDPConfig)
     """Data parallelism."""
@@ -121,13 +121,13 @@ class MegatronConfig(BaseConfig):
     """Fields of Megatron's TransformerConfig; given ones are laid over the defaults."""
 
     empty_cuda_cache: bool | None = None
-    """Whether cached GPU memory is freed between phases. None: where models share their GPUs with engines."""
+    """Free cached GPU memory between phases. None: where models share their GPUs with engines."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Values that replace ones of the model's own Hugging Face configuration."""
 
     dist_ckpt_optim_fully_reshardable: bool = False
-    """Whether optimizer state in a checkpoint can be loaded with another parallelism."""
+    """Make optimizer state in a checkpoint loadable with another parallelism."""
 
     @property
     def model_parallel_size(self) -> int:

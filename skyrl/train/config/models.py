@@ -40,11 +40,12 @@ class SkyRLLoraConfig(BaseConfig):
     lora_sync_path: str = "/tmp/skyrl_lora_sync"
     """Folder through which adapters reach the inference engines; shared between machines that are not colocated."""
 
-    target_modules: str = "all-linear"
-    """Modules that get an adapter; all-linear means every linear layer but the output embedding."""
+    target_modules: str | list[str] = "all-linear"
+    """Modules that get an adapter: names or ends of names, or a regular expression of whole names; all-linear means
+    every linear layer but the output embedding."""
 
-    exclude_modules: str | None = None
-    """Modules that get none."""
+    exclude_modules: str | list[str] | None = None
+    """Modules that get none, likewise."""
 
     init_method: str = "kaiming"
     """Initialisation of the first matrix: kaiming, or another one that PEFT (FSDP) or Megatron knows."""
@@ -78,7 +79,7 @@ class OptimizerConfig(BaseConfig):
     """Global norm to which gradients are clipped. 0 or less: not clipped."""
 
     offload_after_step: bool = True
-    """Whether optimizer state moves to host memory between steps, where models share their GPUs with engines."""
+    """Move optimizer state to host memory between steps, where models share their GPUs with engines."""
 
     num_warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises to `lr`."""
@@ -106,10 +107,10 @@ class FSDPConfig(BaseConfig):
     """Fully sharded data parallelism (FSDP2)."""
 
     cpu_offload: bool = False
-    """Whether parameters, gradients and optimizer state stay in host memory and visit the GPU."""
+    """Keep parameters, gradients and optimizer state in host memory, from where they visit the GPU."""
 
     reshard_after_forward: bool | PositiveInt = True
-    """Whether parameters are sharded again after a forward pass; a number: over that many ranks."""
+    """Shard parameters again after a forward pass; a number: over that many ranks."""
 
     fsdp_size: Annotated[int, AfterValidator(_size_or_all)] = -1
     """Ranks that share one copy of the parameters; copies are replicated over the rest. -1: all ranks share one."""
@@ -118,7 +119,7 @@ class FSDPConfig(BaseConfig):
     """Number formats. None: bf16 parameters, fp32 reduction."""
 
     wrap_policy: dict[str, Any] = field(default_factory=dict)
-    """What is sharded as a unit, as {transformer_layer_cls_to_wrap: name or names}. Empty: the model's own choice."""
+    """Modules sharded as a unit, as {transformer_layer_cls_to_wrap: name or names}. Empty: the model's own choice."""
 
 
 @dataclass
@@ -138,10 +139,10 @@ class PolicyConfig(BaseConfig):
     """Ranks that share each sequence (Ulysses)."""
 
     use_torch_compile: bool = False
-    """Whether the entropy of the policy is compiled."""
+    """Compile the entropy of the policy."""
 
     record_memory: bool = False
-    """Whether snapshots of GPU memory are written beside checkpoints."""
+    """Write a snapshot of the device's memory with each checkpoint, to <ckpt_path>/memory: for pprof."""
 
     megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
     """Parallelism, with strategy megatron."""
@@ -192,19 +193,19 @@ class RefConfig(BaseConfig):
 
 @dataclass
 class PlacementConfig(BaseConfig):
-    """How many GPUs each model gets, and what shares them."""
+    """Number of GPUs that each model gets, and what shares them."""
 
     colocate_all: bool = True
-    """Whether models and inference engines share GPUs and take turns."""
+    """Share GPUs between models and inference engines, in turns."""
 
     colocate_policy_ref: bool = True
-    """Whether policy and reference share GPUs. Only where not everything does."""
+    """Share GPUs between policy and reference. Only where not everything does."""
 
     policy_num_nodes: PositiveInt = 1
-    """Machines of the policy."""
+    """Machines of the policy. Several, with strategy fsdp2, are nodes of a Ray cluster."""
 
-    policy_num_gpus_per_node: PositiveInt = 1
-    """GPUs of the policy on each machine."""
+    policy_num_gpus_per_node: NonNegativeInt = 1
+    """GPUs of the policy on each machine. 0: the CPU, with strategy fsdp2."""
 
     critic_num_nodes: PositiveInt = 1
     """Machines of the critic."""

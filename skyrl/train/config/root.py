@@ -26,14 +26,10 @@ class DataConfig(BaseConfig):
     """Prompts: .parquet, .json or .jsonl files, or data sets of the Hugging Face hub (name, or name:split)."""
 
     train_data: list[str] = field(default_factory=lambda: _gsm8k("train"))
-    """What is trained on, one after another."""
+    """Data to train on, one set after another. They may be left out ([]) with trainer.eval_only."""
 
     val_data: list[str] = field(default_factory=lambda: _gsm8k("validation"))
-    """What is evaluated on."""
-
-    def problems(self) -> Iterator[str]:
-        if not self.train_data:
-            yield "train_data=[]: there is nothing to train on; name a file or a data set"
+    """Data to evaluate on."""
 
 
 @dataclass
@@ -44,13 +40,13 @@ class SkyRLTrainConfig(BaseConfig):
     """Prompts."""
 
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """How the policy is trained."""
+    """Training of the policy."""
 
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    """How rollouts are generated."""
+    """Generation of rollouts."""
 
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    """What a rollout acts in."""
+    """Environment that rollouts act in."""
 
     @classmethod
     def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: data, optimizer, evaluation, checkpoints and logging."""
+"""Supervised fine-tuning, and preference optimization: data, optimizer, evaluation, checkpoints and logging."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from skyrl.train.config.generator import ChatTemplateConfig
 from skyrl.train.config.machinery.base import BaseConfig
 from skyrl.train.config.machinery.fields import one_of
 from skyrl.train.config.models import ModelConfig, OptimizerConfig
-from skyrl.train.config.strategies import DEFAULT_STRATEGY, STRATEGIES
+from skyrl.train.config.strategies import STRATEGIES, default_strategy
 from skyrl.train.config.trainer import Trackers, all_or_some
 
 ADAPTER_LR, WHOLE_LR = 1e-4, 1e-5
@@ -20,6 +20,12 @@ ADAPTER_LR, WHOLE_LR = 1e-4, 1e-5
 
 Source: https://thinkingmachines.ai/blog/lora."""
 
+PREFERENCE_ADAPTER_LR, PREFERENCE_WHOLE_LR = 5e-6, 5e-7
+"""The same of preference optimization. Source: https://github.com/huggingface/trl/blob/main/trl/scripts/dpo.py."""
+
+LOSS_TYPES = ("sigmoid", "robust", "hinge", "ipo")
+SMOOTHED = ("sigmoid", "robust")
+"""Losses that read label_smoothing."""
 TRAIN_ON_WHAT = ("last_assistant_message", "last_assistant_turn", "all_assistant_messages", "all_tokens")
 
 
@@ -27,20 +33,26 @@ TRAIN_ON_WHAT = ("last_assistant_message", "last_assistant_turn", "all_assistant
 class SFTConfig(BaseConfig):
     """Everything that supervised fine-tuning can be told."""
 
+    _learning_rates = (ADAPTER_LR, WHOLE_LR)
+
     model: ModelConfig = field(default_factory=lambda: ModelConfig(path="Qwen/Qwen3-0.6B"))
     """The model that is trained, and its adapters."""
 
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Its optimizer. optimizer_config.lr left out: 1e-4 with adapters, 1e-5 for all weights."""
 
-    strategy: Annotated[str, one_of(*STRATEGIES)] = DEFAULT_STRATEGY
-    """What computes: jax, which is the one that is served, fsdp2, fsdp or megatron."""
+    strategy: Annotated[str, one_of(*STRATEGIES)] = "fsdp2"
+    """Strategy: jax, fsdp2 (or fsdp, which is the same), or megatron, which is not served. Left out: fsdp2 where
+    torch sees a GPU, else jax."""
 
     jax: dict[str, Any] = field(default_factory=dict)
     """Options of the JAX backend."""
 
+    fsdp2: dict[str, Any] = field(default_factory=dict)
+    """Options of the torch backend, with strategy fsdp2."""
+
     train_datasets: list[str] = field(default_factory=list)
-    """What is trained on: conversations, Alpaca rows or tokens in .parquet, .json or .jsonl files, or data sets of the
+    """Data to train on: conversations, Alpaca rows or tokens in .parquet, .json or .jsonl files, or data sets of the
     Hugging Face hub (name, or name:split)."""
 
     train_dataset_weights: list[PositiveFloat] | None = None
@@ -68,7 +80,7 @@ class SFTConfig(BaseConfig):
     """Variables of the chat template, such as enable_thinking."""
 
     train_on_what: Annotated[str, one_of(*TRAIN_ON_WHAT)] = "last_assistant_message"
-    """What of a conversation is trained on: last_assistant_message, last_assistant_turn (all since the last user
+    """Part of a conversation to train on: last_assistant_message, last_assistant_turn (all since the last user
     message), all_assistant_messages, or all_tokens."""
 
     max_length: Annotated[int, Field(ge=2)] | None = None
@@ -87,7 +99,7 @@ class SFTConfig(BaseConfig):
     """Steps between evaluations; there is one after the last step too. 0: only that."""
 
     eval_before_train: bool = False
-    """Whether to evaluate before the first step."""
+    """Evaluate before the first step."""
 
     ckpt_path: str = ""
     """Folder for checkpoints."""
@@ -98,12 +110,23 @@ class SFTConfig(BaseConfig):
     max_ckpts_to_keep: Annotated[int, AfterValidator(all_or_some)] = -1
     """Newest checkpoints that are kept. -1: all."""
 
+    best_metric: str | None = None
+    """Metric of evaluations, such as eval/NAME/loss, of whose best there is a checkpoint, which is kept besides the
+    newest. None: they are not compared."""
+
+    best_mode: Annotated[str, one_of("max", "min")] = "min"
+    """The best value of best_metric: the highest (max) or the lowest."""
+
+    async_checkpoints: bool = False
+    """Write checkpoints while the next steps are taken, until there is another one."""
+
     resume_from: str = ""
-    """Where training starts: empty anew, latest from the newest checkpoint in ckpt_path (anew if there is none), or the
+    """Start of training: empty anew, latest from the newest checkpoint in ckpt_path (anew if there is none), or the
     path of a checkpoint."""
 
     hf_save_interval: NonNegativeInt = 0
-    """Steps between exports in Hugging Face format; there is one after the last step too. 0: none at all."""
+    """Steps between exports in Hugging Face format, of adapters in PEFT's too; there is one after the last step as
+    well. 0: none at all."""
 
     export_path: str = ""
     """Folder for exports."""
@@ -118,15 +141,33 @@ class SFTConfig(BaseConfig):
     """Run in the tracker."""
 
     logger: Trackers = "console"
-    """Where metrics go beside the local files: one or several of wandb, mlflow, swanlab, tensorboard, console."""
+    """Trackers of metrics beside the local files: one or several of wandb, mlflow, swanlab, tensorboard, console."""
+
+    eval_only: bool = False
+    """Measure the losses of eval_datasets and end: those of the checkpoint that resume_from names, or of the model."""
+
+    init_from: str = ""
+    """Checkpoint whose weights a new run begins with. Nothing else is taken from it: data, order and optimizer may be
+    others."""
+
+    callbacks: list[str] = field(default_factory=list)
+    """Callbacks, each module:Class of a subclass of skyrl.train.callbacks.Callback."""
+
+    @property
+    def loss(self) -> str:
+        """Name of what is minimized, which a checkpoint and the run that goes on from it share."""
+        return "cross_entropy"
 
     def steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole run."""
         return self.num_steps or (self.num_epochs or 1) * steps_per_epoch
 
     def derive(self) -> None:
+        if not self.is_given("strategy"):
+            self.fill_in("strategy", default_strategy())
         if not self.optimizer_config.is_given("lr"):
-            self.optimizer_config.fill_in("lr", ADAPTER_LR if self.model.lora.rank else WHOLE_LR)
+            adapter, whole = self._learning_rates
+            self.optimizer_config.fill_in("lr", adapter if self.model.lora.rank else whole)
         for name in ("ckpt_path", "export_path"):
             setattr(self, name, os.path.expanduser(getattr(self, name)))
         if self.eval_dataset_names is None:
@@ -135,7 +176,7 @@ class SFTConfig(BaseConfig):
     def problems(self) -> Iterator[str]:
         if not self.model.path:
             yield "model.path=None: there is no model; give a folder or the id of one"
-        if not self.train_datasets:
+        if not self.train_datasets and not self.eval_only:
             yield "train_datasets=[]: there is nothing to train on; name a file or a data set"
         weights = self.train_dataset_weights
         if weights is not None and len(weights) != len(self.train_datasets):
@@ -148,11 +189,64 @@ class SFTConfig(BaseConfig):
             yield f"eval_dataset_names={names}: give each of the {len(self.eval_datasets)} eval_datasets its own name"
         if self.num_epochs is not None and self.num_steps is not None:
             yield f"num_epochs={self.num_epochs} and num_steps={self.num_steps} both say how long; leave out one"
-        if not self.eval_datasets and (self.eval_interval or self.eval_before_train):
-            option = "eval_before_train=true" if self.eval_before_train else f"eval_interval={self.eval_interval}"
+        if not self.eval_datasets and (self.eval_interval or self.eval_before_train or self.eval_only):
+            option = next((f"{name}=true" for name in ("eval_only", "eval_before_train") if getattr(self, name)), None)
+            option = option or f"eval_interval={self.eval_interval}"
             yield f"{option}: there are no eval_datasets; name a file, or leave it out"
         for interval, folder in (("ckpt_interval", "ckpt_path"), ("hf_save_interval", "export_path")):
             if getattr(self, interval) and not getattr(self, folder):
                 yield f"{interval}={getattr(self, interval)}: there is nowhere to write to; set {folder}"
-        if self.resume_from and not self.ckpt_path:
+        if self.best_metric and not (self.ckpt_path and self.eval_datasets and self.eval_interval):
+            yield (
+                f"best_metric={self.best_metric}, ckpt_path={self.ckpt_path}, eval_datasets={self.eval_datasets}, "
+                f"eval_interval={self.eval_interval}: there is nothing to compare, or nowhere to keep the best; set "
+                "all four"
+            )
+        needs_folder = self.resume_from == "latest" if self.eval_only else self.resume_from
+        if needs_folder and not self.ckpt_path:
             yield f"resume_from={self.resume_from}: there is no folder for this run's own checkpoints; set ckpt_path"
+
+
+@dataclass
+class DPOConfig(SFTConfig):
+    """Everything that direct preference optimization can be told: that, and its loss."""
+
+    _learning_rates = (PREFERENCE_ADAPTER_LR, PREFERENCE_WHOLE_LR)
+
+    optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Its optimizer. optimizer_config.lr left out: 5e-6 with adapters, 5e-7 for all weights."""
+
+    train_datasets: list[str] = field(default_factory=list)
+    """Data to train on: rows with prompt, chosen and rejected, in .parquet, .json or .jsonl files, or data sets of the
+    Hugging Face hub (name, or name:split)."""
+
+    project_name: str = "skyrl_dpo"
+    """Project in the tracker."""
+
+    run_name: str = "skyrl_dpo_run"
+    """Run in the tracker."""
+
+    beta: PositiveFloat = 0.1
+    """Strength of the tie to the reference: the larger, the nearer to it the policy stays. With ipo its tau."""
+
+    loss_type: Annotated[str, one_of(*LOSS_TYPES)] = "sigmoid"
+    """Loss of a pair: sigmoid (DPO), robust (DPO without bias where labels are wrong), hinge (SLiC), or ipo (of means
+    over tokens)."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Probability that chosen and rejected are the wrong way round. Only sigmoid and robust read it."""
+
+    @property
+    def loss(self) -> str:
+        return f"dpo_{self.loss_type}"
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.label_smoothing and self.loss_type not in SMOOTHED:
+            yield (
+                f"label_smoothing={self.label_smoothing}: loss_type={self.loss_type} does not read it; use one of "
+                f"{', '.join(SMOOTHED)}, or leave it at 0"
+            )
+        for name in ("train_on_what", "messages_key"):
+            if self.is_given(name):
+                yield f"{name}={getattr(self, name)}: of preferences the answers are trained on; leave it out"

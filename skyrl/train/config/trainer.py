@@ -13,7 +13,7 @@ from skyrl.train.config.machinery.fields import known_name, one_of
 from skyrl.train.config.models import CriticConfig, PlacementConfig, PolicyConfig, RefConfig
 from skyrl.train.config.rules.renames import renamed
 from skyrl.train.config.rules.trainer import trainer_problems
-from skyrl.train.config.strategies import DEFAULT_STRATEGY, STRATEGIES
+from skyrl.train.config.strategies import STRATEGIES, default_strategy
 from skyrl.train.tracking.clients import TRACKERS
 
 
@@ -39,7 +39,7 @@ class FullyAsyncConfig(BaseConfig):
     """Rollouts that run beside training."""
 
     enabled: bool = False
-    """Whether rollouts run beside training rather than in turn with it."""
+    """Run rollouts beside training rather than in turn with it."""
 
     max_staleness_steps: NonNegativeInt = 4
     """Optimizer steps by which the policy that sampled a rollout may lag behind."""
@@ -48,25 +48,28 @@ class FullyAsyncConfig(BaseConfig):
     """Prompts that are sampled at once."""
 
     staleness_policy: Annotated[str, one_of("block", "drop", "mask")] = "block"
-    """What becomes of slow prompts. block: they are waited for. drop: they are left out once they are too old. mask:
+    """Policy for slow prompts. block: they are waited for. drop: they are left out once they are too old. mask:
     they come late, and tokens that are too old are not trained on."""
 
 
 @dataclass
 class TrainerConfig(BaseConfig):
-    """How the policy is trained."""
+    """Training of the policy."""
 
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     """GPUs of each model."""
 
     sequence_parallel_backend: Annotated[str, one_of("ulysses")] = "ulysses"
-    """How ranks share sequences: ulysses."""
+    """Sharing of sequences between ranks: ulysses."""
 
     strategy: Annotated[str, one_of(*STRATEGIES)] = "fsdp2"
-    """What computes: fsdp2 (or fsdp, which is the same), megatron, or jax. Left out: jax, which is what is served."""
+    """Strategy: fsdp2 (or fsdp, which is the same), megatron, or jax. Left out: jax."""
 
     jax: dict[str, Any] = field(default_factory=dict)
     """Options of the JAX backend, with strategy jax."""
+
+    fsdp2: dict[str, Any] = field(default_factory=dict)
+    """Options of the torch backend, with strategy fsdp2."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The model that is trained."""
@@ -84,26 +87,26 @@ class TrainerConfig(BaseConfig):
     """Rollouts that run beside training."""
 
     one_step_off: bool = False
-    """Whether the next batch is sampled while one is trained on, by weights that are one step old."""
+    """Sample the next batch while one is trained on, by weights that are one step old."""
 
     gradient_checkpointing: bool = True
-    """Whether activations are computed again in the backward pass rather than kept. Left out, with strategy jax: as few
+    """Compute activations again in the backward pass rather than keep them. Left out, with strategy jax: as few
     as leave room for the rest."""
 
     gradient_checkpointing_use_reentrant: bool = False
-    """Whether that uses torch's reentrant variant."""
+    """Use torch's reentrant variant for that."""
 
     seed: NonNegativeInt = 42
     """Seed of data order, initialisation and sampling."""
 
     resume_mode: Annotated[str | None, one_of(None, "none", "latest", "from_path")] = "latest"
-    """Where training starts: none anew, latest from the newest checkpoint of this run, from_path from resume_path."""
+    """Start of training: none anew, latest from the newest checkpoint of this run, from_path from resume_path."""
 
     resume_path: str | None = None
     """Checkpoint, a folder named global_step_<number>, for resume_mode=from_path."""
 
     log_path: str = "/tmp/skyrl-logs"
-    """Folder for the logs of workers and engines."""
+    """Folder of a copy of the log, <project_name>/<run_name>.log. Left out: it goes to standard error alone."""
 
     ckpt_path: str = field(default_factory=lambda: os.path.expanduser("~/ckpts/"))
     """Folder for checkpoints. One that is given is used as it is; the default gets project_name/run_name below it."""
@@ -115,14 +118,14 @@ class TrainerConfig(BaseConfig):
     """Steps between checkpoints. 0 or less: none in between."""
 
     hf_save_interval: int = -1
-    """Steps between exports in Hugging Face format. 0 or less: none."""
+    """Steps between exports in Hugging Face format, of adapters in PEFT's too. 0 or less: none."""
 
     export_path: str = field(default_factory=lambda: os.path.expanduser("~/exports/"))
     """Folder for exports and dumps. One that is given is used as it is; the default gets project_name/run_name below
     it."""
 
     bf16: bool = True
-    """Whether models compute in bfloat16, where that is available."""
+    """Compute in bfloat16, where that is available."""
 
     epochs: PositiveInt = 1
     """Passes over the data."""
@@ -146,16 +149,16 @@ class TrainerConfig(BaseConfig):
     """Sequences that a GPU scores at once. Left out, with strategy jax: as many as fill a tile."""
 
     update_ref_every_epoch: bool = False
-    """Whether the policy becomes the reference after each epoch."""
+    """Make the policy the reference after each epoch."""
 
     use_sample_packing: bool = True
-    """Whether sequences are packed without padding, where that is available."""
+    """Pack sequences without padding, where that is available."""
 
     eval_batch_size: PositiveInt = 1024
     """Prompts that are evaluated at once."""
 
     eval_before_train: bool = True
-    """Whether to evaluate before the first step too, where eval_interval is above 0."""
+    """Evaluate before the first step too, where eval_interval is above 0."""
 
     eval_interval: int = 5
     """Steps between evaluations. 0 or less: none."""
@@ -164,10 +167,10 @@ class TrainerConfig(BaseConfig):
     """Tokens of a prompt at most; rows with longer ones are left out."""
 
     flash_attn: bool = True
-    """Whether attention uses FlashAttention, where that is available."""
+    """Use FlashAttention, where that is available."""
 
     disable_fast_tokenizer: bool = False
-    """Whether to load the tokenizer that is written in Python."""
+    """Load the tokenizer that is written in Python."""
 
     project_name: str = "skyrl"
     """Project in the tracker."""
@@ -176,14 +179,14 @@ class TrainerConfig(BaseConfig):
     """Run in the tracker, and what its checkpoints belong to."""
 
     logger: Trackers = "wandb"
-    """Where metrics go beside the local files: one or several of wandb, mlflow, swanlab, tensorboard, console. To the
+    """Trackers of metrics, beside the local files: some of wandb, mlflow, swanlab, tensorboard, console. To the
     console where none of them can be used."""
 
     dump_data_batch: bool = False
-    """Whether every training batch is written to export_path."""
+    """Write every training batch to export_path."""
 
     dump_eval_results: bool = True
-    """Whether results of evaluations are written to export_path."""
+    """Write results of evaluations to export_path."""
 
     rope_scaling: dict[str, Any] | None = None
     """Scaling of rotary embeddings. None: the model's."""
@@ -191,13 +194,41 @@ class TrainerConfig(BaseConfig):
     rope_theta: PositiveFloat | None = None
     """Base of rotary embeddings. None: the model's."""
 
+    max_steps: PositiveInt | None = None
+    """Steps of the run. None: those of its epochs. With epochs left out data are passed as often as it takes; else the
+    run ends with what comes first."""
+
+    eval_only: bool = False
+    """Evaluate and end: the checkpoint that resume_mode names, or the model as it is."""
+
+    init_from: str | None = None
+    """Checkpoint whose weights a new run begins with. Nothing else is taken from it: data, algorithm, batch sizes and
+    optimizer may be others."""
+
+    callbacks: list[str] = field(default_factory=list)
+    """Callbacks, each module:Class of a subclass of skyrl.train.callbacks.Callback."""
+
+    best_metric: str | None = None
+    """Metric of evaluations, such as eval/all/avg_score, of whose best there is a checkpoint, which is kept besides the
+    newest. None: they are not compared."""
+
+    best_mode: Annotated[str, one_of("max", "min")] = "max"
+    """The best value of best_metric: the highest (max) or the lowest."""
+
+    async_checkpoints: bool = False
+    """Write checkpoints while the next steps are taken, until there is another one. They are of the step that they are
+    named after."""
+
+    max_dumps_to_keep: Annotated[int, AfterValidator(all_or_some)] = -1
+    """Newest steps whose batches, rollouts and evaluations are kept in export_path. -1: all."""
+
     @classmethod
     def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
         return renamed(given, "remove_microbatch_padding", "use_sample_packing")
 
     @property
     def has_critic(self) -> bool:
-        """Whether there is a critic."""
+        """True if there is a critic."""
         return self.critic.model.path is not None
 
     @property
@@ -207,13 +238,25 @@ class TrainerConfig(BaseConfig):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether models are on ranks with GPUs of their own, and engines on others sample."""
+        """True if models are on ranks with GPUs of their own, and engines on others sample."""
         return STRATEGIES[self.strategy].is_distributed
 
+    def steps(self, steps_per_epoch: int) -> int:
+        """Steps of the whole run."""
+        whole = self.epochs * steps_per_epoch
+        if self.max_steps is None:
+            return whole
+        return min(self.max_steps, whole) if self.is_given("epochs") else self.max_steps
+
     def gpus(self, model: str) -> int:
-        """GPUs of policy, critic or ref."""
+        """GPUs of policy, critic or ref, or 1 where they are on the CPU."""
         placement = self.placement
-        return getattr(placement, f"{model}_num_nodes") * getattr(placement, f"{model}_num_gpus_per_node")
+        return getattr(placement, f"{model}_num_nodes") * max(1, getattr(placement, f"{model}_num_gpus_per_node"))
+
+    @property
+    def has_teacher(self) -> bool:
+        """True if the reference has base weights of its own, in a resolved configuration."""
+        return self.ref.model.path not in (None, self.policy.model.path)
 
     def model_parallel_size(self, model: str) -> int:
         """Ranks of policy, critic or ref that work on the same sequences."""
@@ -224,7 +267,11 @@ class TrainerConfig(BaseConfig):
 
     def derive(self) -> None:
         if not self.is_given("strategy"):
-            self.fill_in("strategy", DEFAULT_STRATEGY)
+            self.fill_in("strategy", default_strategy())
+        if self.fully_async.enabled and not self.is_given(
+            "train_batch_size"
+        ):  # of which each step takes one mini-batch
+            self.fill_in("train_batch_size", self.policy_mini_batch_size)
         if self.ref.model.path is None:
             self.ref.model.path = self.policy.model.path
         if self.ckpt_path == TrainerConfig().ckpt_path:  # or one run would go on from another's checkpoints

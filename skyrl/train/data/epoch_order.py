@@ -80,7 +80,7 @@ class EpochOrder:
 
 
 class OrderState(TypedDict):
-    """Where in the data a run is, and in which data. Values that JSON has."""
+    """Place of a run in its data, and which data. Values that JSON has."""
 
     taken: int
     """Rows taken since the beginning of the run."""

@@ -5,6 +5,7 @@
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from skyrl.errors import ConfigError
 
 Row = dict[str, Any]
+WITH_SPLIT = re.compile(r"(?P<name>.+?):(?P<split>[^:\[\]]+(\[[^\[\]]*\])?)")
+"""A source with a split after it, which may be a part of one, such as train[:10%]."""
 SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json")
 """Files of which a folder that `save_to_disk` wrote has one."""
 
@@ -20,8 +23,9 @@ def read_rows(source: str) -> Iterator[Row]:
     """Rows of `source`, in order.
 
     Args:
-        source: A .parquet, .json (a list of objects, or an object per line) or .jsonl file; or a name of the Hugging
-            Face hub or a folder that `datasets` reads, either with ":split" after it (train unless it is there).
+        source: A .parquet, .json (a list of objects, one object, or an object per line) or .jsonl file; or a name
+            of the Hugging Face hub or a folder that `datasets` reads, either with ":split" after it (train unless it
+            is there).
 
     Raises:
         ConfigError: There is no such source, it cannot be read, or the library that reads it is not installed.
@@ -51,14 +55,14 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 def _json_rows(path: Path) -> Iterator[Row]:
     text = _text(path)
-    if not text.lstrip().startswith("["):
-        yield from _lines(path, text)
-        return
     try:
         rows = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{path}: cannot be read as JSON ({error}); write it again") from error
-    for index, row in enumerate(rows):
+        if text.lstrip().startswith("["):
+            raise ConfigError(f"{path}: cannot be read as JSON ({error}); write it again") from error
+        yield from _lines(path, text)
+        return
+    for index, row in enumerate(rows if isinstance(rows, list) else [rows]):
         yield _object(row, f"{path}, row {index}")
 
 
@@ -106,8 +110,9 @@ def _library_rows(source: str) -> Iterator[Row]:
         raise _not_installed(
             "datasets", f"{source} does not end in {', '.join(FILE_READERS)}, so that it is a data set of the hub"
         ) from None
-    name, _, split = source.rpartition(":") if ":" in source else (source, "", "")
-    split, folder = split or "train", Path(name).expanduser()
+    named = WITH_SPLIT.fullmatch(source)
+    name, split = (source, "train") if named is None else (named["name"], named["split"])
+    folder = Path(name).expanduser()
     try:
         if any((folder / file).is_file() for file in SAVED_BY_DATASETS):
             saved = datasets.load_from_disk(folder)

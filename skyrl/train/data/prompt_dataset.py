@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import Any
@@ -31,6 +32,7 @@ class PromptDataset:
         default_env_class: Environment of rows that name none.
         prompt_length: Number of tokens of a prompt: as the trainer renders it, with the tools of its row.
         max_prompt_length: Tokens that a prompt may have. Longer ones are left out, counted and logged.
+        reward: Reward function, in the place of the environments of all rows.
 
     Raises:
         ConfigError: A source cannot be read, a row has no usable prompt or environment, or no row is left.
@@ -43,11 +45,12 @@ class PromptDataset:
         default_env_class: str,
         prompt_length: Callable[[Prompt], int],
         max_prompt_length: int,
+        reward: str | None = None,
     ):
         self._prompts: list[Prompt] = []
         self.dropped = 0
         """Prompts that were too long."""
-        for where, prompt in _prompts(sources, default_env_class):
+        for where, prompt in _prompts(sources, default_env_class, reward):
             if _length(prompt_length, prompt, where) <= max_prompt_length:
                 self._prompts.append(prompt)
             else:
@@ -83,13 +86,14 @@ class PromptDataset:
         return digest.hexdigest()
 
 
-def _prompts(sources: Sequence[str], default_env_class: str) -> Iterator[tuple[str, Prompt]]:
+def _prompts(sources: Sequence[str], default_env_class: str, reward: str | None) -> Iterator[tuple[str, Prompt]]:
     """(source and row in it, prompt) of every row."""
     number = 0
     for source in sources:
         for index, row in enumerate(read_rows(source)):
             where = f"{source}, row {index}"
-            yield where, _prompt(row, str(number), default_env_class, where)
+            prompt = _prompt(row, str(number), default_env_class, where)
+            yield where, prompt if reward is None else replace(prompt, env_class=reward)
             number += 1
 
 
@@ -97,7 +101,7 @@ def _prompt(row: Row, instance_id: str, default_env_class: str, where: str) -> P
     extras = dict(row)
     if "prompt" not in extras:
         raise ConfigError(f"{where}: has no column prompt, but {', '.join(row)}; rename the column with the chats")
-    messages = _messages(extras.pop("prompt"), where)
+    messages = messages_of(extras.pop("prompt"), where)
     env_class = extras.pop("env_class", None)
     if env_class is None:
         env_class = default_env_class
@@ -106,17 +110,20 @@ def _prompt(row: Row, instance_id: str, default_env_class: str, where: str) -> P
     return Prompt(messages, env_class, instance_id, extras)
 
 
-def _messages(value: Any, where: str) -> list[dict[str, Any]]:
-    """The chat of a row. Parquet gives every message all keys that any has, so that those without a value go."""
+def messages_of(value: Any, where: str) -> list[dict[str, Any]]:
+    """The chat of a row, from its column `prompt`. Raises ConfigError if it is none.
+
+    Parquet gives every message all keys that any has, so that those without a value go.
+    """
     if not isinstance(value, list) or not value:
         raise ConfigError(
-            f"{where}: prompt={_short(value)} is not a list of messages; write it as "
+            f"{where}: prompt={short(value)} is not a list of messages; write it as "
             '[{"role": "user", "content": "..."}]'
         )
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise ConfigError(
-                f"{where}: prompt has the message {_short(message)}; each is an object with a role (text) and a content"
+                f"{where}: prompt has the message {short(message)}; each is an object with a role (text) and a content"
             )
     return [{key: part for key, part in message.items() if part is not None or key == "content"} for message in value]
 
@@ -137,6 +144,7 @@ def _stable(value: object) -> str:
     return repr(value) if known else type(value).__name__
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """A value as messages show it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,7 +1,7 @@
 """Models on a backend of this process, as trainers use them (`skyrl.train.policies.policy`)."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from itertools import count
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from skyrl.backends.operations import (
     SaveCheckpoint,
 )
 from skyrl.train.config import SamplingParams as SamplingConfig
+from skyrl.train.policies.sampling_options import options_of
 from skyrl.train.rollouts.sampler import Sampled
 from skyrl.train.tracking.metrics import Metrics
 from skyrl.types import (
@@ -32,7 +33,6 @@ from skyrl.types import (
     LoraConfig,
     OptimStepOutput,
     SampleOutput,
-    SamplingOptions,
     SamplingParams,
 )
 
@@ -104,13 +104,23 @@ class BackendLearner:
         return (await self._expect(operation, OptimStepOutput)).metrics
 
     async def save(self, path: str) -> None:
-        await self._client.run(SaveCheckpoint(request_id=_new_id(), model_id=self._model_id, path=path))
+        await self.begin_save(path)
 
-    async def load(self, path: str) -> None:
-        await self._client.run(LoadCheckpoint(request_id=_new_id(), model_id=self._model_id, path=path))
+    def begin_save(self, path: str) -> Awaitable[object]:
+        return self._client.begin(SaveCheckpoint(request_id=_new_id(), model_id=self._model_id, path=path))
+
+    async def load(self, path: str, optimizer: bool = True) -> None:
+        await self._client.run(
+            LoadCheckpoint(request_id=_new_id(), model_id=self._model_id, path=path, load_optimizer=optimizer)
+        )
 
     async def export(self, path: str) -> None:
         await self._client.run(ExportModel(request_id=_new_id(), model_id=self._model_id, path=path))
+
+    async def export_adapter(self, path: str) -> None:
+        version = f"{self._model_id}, exported to {path}"
+        await self._client.run(Publish(request_id=_new_id(), model_id=self._model_id, version=version, path=path))
+        self._client.drop_version(version)
 
     async def _expect(self, operation: Operation, kind: type[T]) -> T:
         result = await self._client.run(operation)
@@ -158,7 +168,7 @@ class BackendPolicy(BackendLearner):
                 top_k=params.top_k,
                 top_p=params.top_p,
             ),
-            options=SamplingOptions(min_p=params.min_p),
+            options=options_of(params),
             routing_key=session_id,
             tempered_logprobs=True,
         )

@@ -3,6 +3,7 @@
 Trainers are written against these protocols alone, so that a model may as well be on another machine.
 """
 
+from collections.abc import Awaitable
 from typing import Protocol
 
 from skyrl.algorithms.objective import Objective
@@ -44,12 +45,20 @@ class Learner(Protocol):
         """Write weights and optimizer state to a folder."""
         ...
 
-    async def load(self, path: str) -> None:
-        """Read what `save` wrote; makes the model if there is none."""
+    def begin_save(self, path: str) -> Awaitable[object]:
+        """Write them as they are now, whatever becomes of the model. It is done when what this returns is."""
+        ...
+
+    async def load(self, path: str, optimizer: bool = True) -> None:
+        """Read what `save` wrote; makes the model if there is none. Without the optimizer it is a fresh one."""
         ...
 
     async def export(self, path: str) -> None:
         """Write the whole model in Hugging Face format, adapters merged."""
+        ...
+
+    async def export_adapter(self, path: str) -> None:
+        """Write the adapter in PEFT's format. Only for a model that has one, and no value head."""
         ...
 
 

@@ -84,9 +84,13 @@ class Batch:
 
     def padded(self, values: Sequence[Sequence[float] | Array], dtype: type) -> Array:
         """Values of each row's columns as one array, 0 in padding."""
-        array = np.zeros(self.filled.shape, dtype)
+        return self.padded_of(np.arange(len(self.rows)), values, dtype)
+
+    def padded_of(self, rows: Array, values: Sequence[Sequence[float] | Array], dtype: type) -> Array:
+        """The same for some of the rows: `[len(rows), tokens]`."""
+        array = np.zeros((len(rows), self.filled.shape[1]), dtype)
         if len(values):
-            array[self.filled] = np.concatenate([np.asarray(row, dtype) for row in values])
+            array[self.filled[rows]] = np.concatenate([np.asarray(row, dtype) for row in values])
         return array
 
     def by_trajectory(self, values: Array) -> Array:

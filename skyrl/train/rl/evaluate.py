@@ -6,6 +6,7 @@ from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.metrics import reward_metrics, rollout_metrics
 from skyrl.train.rollouts.rollouts import Rollouts
 from skyrl.train.rollouts.trajectory import Trajectory
+from skyrl.train.tracking.dumps import EvalRow
 from skyrl.train.tracking.metrics import Metrics
 from skyrl.train.tracking.progress import batch_bar
 
@@ -33,6 +34,25 @@ async def evaluate(rollouts: Rollouts, prompts: Sequence[Prompt], batch_size: in
         for name, value in reward_metrics(found).items():
             metrics[f"eval/{source}/{_named(name)}"] = value
     return metrics, trajectories
+
+
+def eval_rows(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[EvalRow]:
+    """Rows to dump of an evaluation, of the trajectories that did not fail."""
+    by_id = {prompt.instance_id: prompt for prompt in prompts}
+    return [_eval_row(item, by_id[item.id.instance_id]) for item in trajectories if item.failure is None]
+
+
+def _eval_row(trajectory: Trajectory, prompt: Prompt) -> EvalRow:
+    said = [turn.action for turn in trajectory.turns]
+    return EvalRow(
+        list(trajectory.messages) or list(prompt.messages),
+        said[0] if len(said) == 1 else said,
+        trajectory.reward,
+        trajectory.stop_reason,
+        prompt.env_class,
+        prompt.extras,
+        prompt.extras.get("data_source"),
+    )
 
 
 def _source(prompt: Prompt) -> str:

@@ -49,9 +49,15 @@ def training_prompts(config: SkyRLTrainConfig, chat: Chat) -> TrainingPrompts:
 def evaluation_prompts(config: SkyRLTrainConfig, chat: Chat) -> list[Prompt]:
     """Prompts that a run is evaluated on; none where there is no evaluation."""
     settings = config.trainer
-    if settings.eval_interval <= 0 or not config.data.val_data:
+    if not config.data.val_data or (settings.eval_interval <= 0 and not settings.eval_only):
         return []
     return [*_dataset(config, "data.val_data", config.data.val_data, chat)]
+
+
+def first_prompts(config: SkyRLTrainConfig, chat: Chat, count: int) -> list[Prompt]:
+    """So many prompts of the training data at most. Raises ConfigError for data that are not there."""
+    dataset = _dataset(config, "data.train_data", config.data.train_data, chat)
+    return [dataset[index] for index in range(min(count, len(dataset)))]
 
 
 def _dataset(config: SkyRLTrainConfig, field: str, sources: list[str], chat: Chat) -> PromptDataset:
@@ -59,6 +65,7 @@ def _dataset(config: SkyRLTrainConfig, field: str, sources: list[str], chat: Cha
         return PromptDataset(
             sources,
             default_env_class=config.environment.env_class,
+            reward=config.environment.reward_id,
             prompt_length=lambda prompt: len(chat.render(prompt.messages, prompt.extras.get("tools") or ())),
             max_prompt_length=config.trainer.max_prompt_length,
         )

@@ -1,4 +1,4 @@
-"""Where a trainer's trajectories come from: sampled in turn with training, one step ahead of it, or beside it.
+"""Sources of a trainer's trajectories: sampled in turn with training, one step ahead of it, or beside it.
 
 One class does all three. It draws prompts in their order, begins them while workers are free, and no earlier than
 `max_staleness_steps` before the step that they are for:

@@ -1,9 +1,11 @@
 """A whole RL run: models, data, the loop around steps, and what it leaves behind.
 
 `skyrl train rl` calls `train_rl`. Everything that decides how a run goes on is in its checkpoints, so that one that is
-killed and resumed ends as if it had not been (bit for bit with `trainer.jax.deterministic` and a synchronous source).
+killed and resumed ends as if it had not been (bit for bit with the backend's option `deterministic`, as many workers as
+before, and a synchronous source).
 """
 
+import asyncio
 import logging
 import math
 import shutil
@@ -15,31 +17,33 @@ from typing import Any, cast
 
 import numpy as np
 
-from skyrl.envs import check_settings, env_class
 from skyrl.errors import StorageError
-from skyrl.train.checkpoints import Checkpoint, CheckpointStore, identity_of
+from skyrl.train.callbacks import load_callbacks
+from skyrl.train.checkpoints import Checkpoint, CheckpointStore, begin_writing
 from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, get_config_as_dict
+from skyrl.train.interruption import Interruption
 from skyrl.train.lr_schedules import learning_rate_factor
 from skyrl.train.policies import Learner, Models
 from skyrl.train.rl.batch import Array, Batch
-from skyrl.train.rl.evaluate import evaluate
+from skyrl.train.rl.evaluate import eval_rows, evaluate
 from skyrl.train.rl.prompts import TrainingPrompts, evaluation_prompts, training_prompts
 from skyrl.train.rl.rollout_source import Source, SourceState, StalenessPolicy
-from skyrl.train.rl.trainer import RLTrainer
+from skyrl.train.rl.setup import Setup, check_environments
+from skyrl.train.rl.trainer import RLTrainer, SamplingState
 from skyrl.train.rl.update import RewardShaping, Update, env_rewards
 from skyrl.train.rollouts.episode import Prompt
-from skyrl.train.rollouts.records import as_record
-from skyrl.train.rollouts.rollouts import Rollouts, chat_of
-from skyrl.train.rollouts.trajectory import Trajectory
-from skyrl.train.run_loop import Cadence, run_steps
-from skyrl.train.strategy.base_model import check_base_model, fit_context, load_tokenizer
+from skyrl.train.rollouts.records import as_state
+from skyrl.train.rollouts.rollouts import Rollouts
+from skyrl.train.run_loop import WAY_ON, Cadence, run_steps
 from skyrl.train.strategy.registry import find_strategy
 from skyrl.train.strategy.strategy import critic_adapter, policy_adapter
-from skyrl.train.strategy.validate import validate
 from skyrl.train.tracking.clients import RunInfo
-from skyrl.train.tracking.dumps import EvalRow, dump_data_batch, dump_eval_results, dump_rollouts
+from skyrl.train.tracking.dumps import dump_data_batch, dump_eval_results, dump_rollouts, remove_old_dumps
 from skyrl.train.tracking.metrics import Metrics, Report
 from skyrl.train.tracking.reporting import reporting
+from skyrl.train.tracking.summary import closing_summary
+from skyrl.train.tracking.tracker import METRICS_FILE
+from skyrl.types import LoraConfig
 from skyrl.utils.gc_tuning import collecting_seldom
 
 log = logging.getLogger(__name__)
@@ -47,9 +51,13 @@ log = logging.getLogger(__name__)
 SHOWN = {"reward/avg_raw_reward": "reward", "eval/all/avg_score": "eval"}
 """Metrics beside the progress bar."""
 
-BASE_MODEL = "trainer.policy.model.path"
+MEMORY = "memory"
+"""Folder of snapshots of the devices' memory, beside checkpoints."""
 
-POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
+INIT_FROM = "trainer.init_from"
+
+POLICY, CRITIC, REFERENCE, ADAPTER = "policy", "critic", "reference", "policy_adapter"
+"""Folders of models in checkpoints and exports, and of the adapter in exports."""
 
 
 class Run:
@@ -90,8 +98,8 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        """Steps of all epochs."""
-        return self.steps_per_epoch * self.config.trainer.epochs
+        """Steps of the whole run."""
+        return self.config.trainer.steps(self.steps_per_epoch)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -103,7 +111,17 @@ class Run:
         """Of this run, also when it is resumed."""
         return self._store.run_id
 
-    async def train(self, report: Report) -> None:
+    @property
+    def can_save(self) -> bool:
+        """True if no step is changing the models."""
+        return self.trainer.is_sampling
+
+    @property
+    def way_on(self) -> str:
+        """What goes on from the newest checkpoint, in words."""
+        return WAY_ON if self.config.trainer.resume_mode == "latest" else f"with trainer.resume_mode=latest {WAY_ON}"
+
+    async def train(self, report: Report, interruption: Interruption | None = None) -> None:
         """Take all steps that are left. `report` gets the metrics of each, and of evaluations, with its number."""
         settings = self.config.trainer
         cadence = Cadence(
@@ -113,18 +131,31 @@ class Run:
             export=settings.hf_save_interval,
             checkpoint=settings.ckpt_interval,
             checkpoint_epochs=True,
+            beside=settings.async_checkpoints,
         )
-        await run_steps(self, cadence, report)
+        callbacks = load_callbacks(settings.callbacks, "trainer.callbacks")
+        await run_steps(self, cadence, report, callbacks, interruption)
 
     async def step(self) -> Metrics:
         """One step of the trainer, and dumps of what it trained on if they are asked for."""
         settings = self.config.trainer
-        metrics, batch = await self.trainer.step()
+        try:
+            metrics, batch = await self.trainer.step()
+        finally:
+            if self.trainer.is_sampling:  # it has failed, or is dropped
+                await self.trainer.source.close()
         if settings.dump_data_batch:
-            rollouts = [as_record(item) for item in batch.trajectories]
+            rollouts = [as_state(item) for item in batch.trajectories]
             _kept(dump_rollouts, settings.export_path, self.global_step, rollouts)
-            _kept(dump_data_batch, settings.export_path, self.global_step, _arrays(batch), {"uids": batch.row_uids})
+            arrays = _arrays(batch) | self.trainer.update.arrays
+            _kept(dump_data_batch, settings.export_path, self.global_step, arrays, {"uids": batch.row_uids})
+            self._remove_old_dumps()
         return metrics | {"trainer/epoch": self.global_step / self.steps_per_epoch}
+
+    def _remove_old_dumps(self) -> None:
+        settings = self.config.trainer
+        if settings.max_dumps_to_keep != -1:
+            remove_old_dumps(settings.export_path, self.global_step, settings.max_dumps_to_keep)
 
     async def end_epoch(self) -> None:
         """Renew the reference if that is asked for: it becomes the policy as it is now."""
@@ -144,31 +175,63 @@ class Run:
         settings = self.config.trainer
         metrics, trajectories = await evaluate(self._rollouts, self._evaluation, settings.eval_batch_size)
         if settings.dump_eval_results:
-            prompts = {prompt.instance_id: prompt for prompt in self._evaluation}
-            rows = [_eval_row(item, prompts[item.id.instance_id]) for item in trajectories if item.failure is None]
+            rows = eval_rows(self._evaluation, trajectories)
             _kept(dump_eval_results, settings.export_path, self.trainer.global_step, rows, metrics)
+            self._remove_old_dumps()
         return metrics
 
     async def export(self) -> None:
-        """Write the models in Hugging Face format."""
+        """Write the models in Hugging Face format, and the policy's adapter in PEFT's if it has one."""
         folder = Path(self.config.trainer.export_path) / f"global_step_{self.trainer.global_step}"
         for name, model in self._trained().items():
             await model.export(str(folder / name))
+        if self.config.trainer.policy.model.lora.rank:
+            await self.trainer.policy.export_adapter(str(folder / ADAPTER))
 
-    async def save(self) -> None:
-        """Write a checkpoint."""
+    def improves(self, metrics: Metrics) -> bool:
+        """Return whether those of an evaluation are the best so far by `best_metric`."""
+        return self._store.judge(self.global_step, metrics)
+
+    async def save(self) -> "asyncio.Task[Path]":
+        """Begin to write a checkpoint of the run as it is. Returns what ends with its folder."""
         trainer, update = self.trainer, self.trainer.update
-        source, waiting = trainer.source.state().as_json()
+        sampling = trainer.state()
+        source, waiting = sampling.source.as_json()
         state = {
             "source": source,
             "policy_steps": update.policy_steps,
             "critic_steps": update.critic_steps,
             "kl_coefficient": update.kl_controller.value,
-            "generators": [update.generator.bit_generator.state, trainer.generator.bit_generator.state],
+            "generators": [update.generator.bit_generator.state, sampling.generator],
         }
-        with self._store.saving(trainer.global_step, state, waiting) as folder:
-            for name, model in self._trained().items():
-                await model.save(str(folder / name))
+        if self.config.trainer.policy.record_memory:
+            self._record_memory()
+        return begin_writing(
+            self._store.saving(trainer.global_step, state, waiting),
+            lambda folder: [model.begin_save(str(folder / name)) for name, model in self._trained().items()],
+            self._store.folder_of(trainer.global_step),
+        )
+
+    def _record_memory(self) -> None:
+        path = self._store.folder / MEMORY / f"global_step_{self.global_step}.prof"
+        try:
+            find_strategy(self.config).record_memory(path)
+        except OSError as error:  # as a dump
+            log.warning("%s cannot be written: %s", path, error)
+
+    async def begin(self, initial: Checkpoint | None) -> None:
+        """Make the models anew, with the weights of a checkpoint if there is one, which KL is measured from then."""
+        settings, trainer = self.config.trainer, self.trainer
+        if initial is None:
+            await trainer.policy.create(policy_adapter(self.config))
+        else:
+            await trainer.policy.load(initial.model_path(POLICY), optimizer=False)
+            if settings.algorithm.uses_reference and not settings.has_teacher:
+                trainer.update.reference = self._models.learner(REFERENCE)
+                await trainer.update.reference.load(initial.model_path(POLICY), optimizer=False)
+            log.info("beginning with the weights of %s", initial.path)
+        if trainer.critic is not None:
+            await trainer.critic.create(critic_adapter(self.config), value_head=True)
 
     async def restore(self, checkpoint: Checkpoint) -> None:
         """Be what the checkpoint's run was."""
@@ -178,15 +241,30 @@ class Run:
         if (checkpoint.path / REFERENCE).is_dir():
             update.reference = self._models.learner(REFERENCE)
             await update.reference.load(checkpoint.model_path(REFERENCE))
-        trainer.source.restore(SourceState.from_json(state["source"], checkpoint.rollouts), checkpoint.step)
+        source = SourceState.from_json(state["source"], checkpoint.rollouts)
+        update.generator.bit_generator.state, generator = state["generators"]
+        trainer.restore(SamplingState(source, generator), checkpoint.step)
         update.policy_steps, update.critic_steps = state["policy_steps"], state["critic_steps"]
         update.kl_controller.value = state["kl_coefficient"]
-        for generator, saved in zip((update.generator, trainer.generator), state["generators"], strict=True):
-            generator.bit_generator.state = saved
-        trainer.global_step = checkpoint.step
+
+    def places(self) -> dict[str, Path]:
+        """Folders and files that a run leaves, by what is there."""
+        settings = self.config.trainer
+        exports, best = Path(settings.export_path), self._store.best
+        return {
+            "newest checkpoint": self._store.folder_of(self.global_step),
+            **({} if best is None else {"best checkpoint": self._store.folder_of(best.step)}),
+            "metrics": Path(settings.ckpt_path) / METRICS_FILE,
+            "models in Hugging Face format": exports / f"global_step_{self.global_step}",
+            "evaluations": exports / "dumped_evals",
+            "rollouts": exports / "dumped_rollouts",
+            "training batches": exports / "dumped_data",
+        }
 
     def _trained(self) -> dict[str, Learner]:
-        models = {POLICY: self.trainer.policy, CRITIC: self.trainer.critic, REFERENCE: self.trainer.update.reference}
+        """Models that are made of trained weights: not a teacher."""
+        reference = None if self.config.trainer.has_teacher else self.trainer.update.reference
+        models = {POLICY: self.trainer.policy, CRITIC: self.trainer.critic, REFERENCE: reference}
         return {name: model for name, model in models.items() if model is not None}
 
 
@@ -195,33 +273,29 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: Re
 
     Raises ConfigError for what cannot be run.
     """
-    validate(config)
     settings = config.trainer
-    assert settings.policy.model.path is not None  # or the configuration would not have resolved
-    env_class(config.environment.env_class)
-    fit_context(config, check_base_model(settings.policy.model.path, BASE_MODEL))
-    load = find_strategy(config).rl_loader(config)
-    tokenizer = load_tokenizer(settings.policy.model.path, BASE_MODEL)
-    chat = chat_of(config.generator, tokenizer)
-    prompts, evaluation = training_prompts(config, chat), evaluation_prompts(config, chat)
-    check_settings(config.environment.skyrl_gym, (*prompts.env_classes, *(each.env_class for each in evaluation)))
-    store = CheckpointStore(settings.ckpt_path, identity=identity_of(config), max_to_keep=settings.max_ckpts_to_keep)
+    setup = Setup.of(config)
+    prompts, evaluation = training_prompts(config, setup.chat), evaluation_prompts(config, setup.chat)
+    check_environments(config, (*prompts.env_classes, *(each.env_class for each in evaluation)))
+    store = setup.store
     checkpoint = store.resume(settings.resume_mode, settings.resume_path)
-    models = stack.enter_context(load())
+    initial = store.initial(settings.init_from, INIT_FROM) if settings.init_from and checkpoint is None else None
+    models = stack.enter_context(setup.load())
     policy = models.policy(POLICY, settings.seed)
     critic = models.learner(CRITIC) if settings.has_critic else None
-    rollouts = Rollouts(config.generator, config.environment, tokenizer, policy)
-    total = prompts.order.steps_per_epoch * settings.epochs
+    rollouts = Rollouts(config.generator, config.environment, setup.tokenizer, policy)
+    total = settings.steps(prompts.order.steps_per_epoch)
     update = Update(config, policy, critic, _schedule(config, total), shape_rewards)
-    trainer = RLTrainer(config, policy, critic, _source(config, rollouts, prompts), update)
+    if setup.load_reference is not None:
+        update.reference = stack.enter_context(setup.load_reference()).learner(REFERENCE)
+        await update.reference.create(LoraConfig(rank=1))  # fresh, so that it computes what its base model does
+    trainer = RLTrainer(config, policy, critic, _source(config, rollouts, prompts, total), update)
     run = Run(config, models, trainer, prompts, evaluation, rollouts, store)
     if checkpoint is not None:
         await run.restore(checkpoint)
         log.info("going on from %s", checkpoint.path)
     else:
-        await policy.create(policy_adapter(config))
-        if critic is not None:
-            await critic.create(critic_adapter(config), value_head=True)
+        await run.begin(initial)
     await policy.publish(trainer.global_step)
     return run
 
@@ -237,6 +311,8 @@ async def train_rl(
     the rewards to train with of those that the environment gave.
     """
     with ExitStack() as stack:
+        interruption = Interruption()
+        stack.enter_context(interruption.listening())
         run = await open_run(config, stack, shape_rewards)
         settings, step = config.trainer, run.trainer.global_step
         info = RunInfo(settings.project_name, settings.run_name, run.run_id, get_config_as_dict(config))
@@ -256,14 +332,31 @@ async def train_rl(
             record(metrics, step)
             report(metrics, step)
 
-        if step == run.total_steps:
-            log.info("all %d steps were taken before; raise trainer.epochs to go on", step)
+        if step >= run.total_steps:
+            log.info("all %d steps were taken before; raise %s to go on", run.total_steps, _limit(run))
         try:
-            await run.train(told)
+            await run.train(told, interruption)
         finally:
             await run.trainer.source.close()
-        log.info("%d steps are taken; checkpoints and metrics.jsonl are in %s", run.total_steps, settings.ckpt_path)
+        log.info("%s", closing_summary(_taken(run, step), run.places()))
         return run
+
+
+def _taken(run: Run, resumed: int) -> str:
+    return f"{run.global_step} of {run.total_steps} steps are taken" + (
+        f", {resumed} of them before this run was resumed" if resumed else ""
+    )
+
+
+def _limit(run: Run) -> str:
+    """Settings that say how many steps there are."""
+    settings = run.config.trainer
+    names = ["trainer.max_steps"] if run.total_steps == settings.max_steps else []
+    if settings.max_steps is None or (
+        settings.is_given("epochs") and run.total_steps == run.steps_per_epoch * settings.epochs
+    ):
+        names.append("trainer.epochs")
+    return " and ".join(names)
 
 
 def _kept(dump: Callable[..., Path], *arguments: Any) -> None:
@@ -277,24 +370,12 @@ def _kept(dump: Callable[..., Path], *arguments: Any) -> None:
 def _arrays(batch: Batch) -> dict[str, Array]:
     tokens = batch.padded([row.token_ids[1:] for row in batch.rows], np.int32)
     arrays = {"target_tokens": tokens, "filled": batch.filled, "mask": batch.mask, "rewards": batch.rewards}
+    arrays["first_token"] = np.array([row.token_ids[0] for row in batch.rows], np.int32)
     logprobs = batch.rollout_logprobs
     return arrays if logprobs is None else {**arrays, "rollout_logprobs": logprobs}
 
 
-def _eval_row(trajectory: Trajectory, prompt: Prompt) -> EvalRow:
-    said = [turn.action for turn in trajectory.turns]
-    return EvalRow(
-        list(trajectory.messages) or list(prompt.messages),
-        said[0] if len(said) == 1 else said,
-        trajectory.reward,
-        trajectory.stop_reason,
-        prompt.env_class,
-        prompt.extras,
-        prompt.extras.get("data_source"),
-    )
-
-
-def _source(config: SkyRLTrainConfig, rollouts: Rollouts, prompts: TrainingPrompts) -> Source:
+def _source(config: SkyRLTrainConfig, rollouts: Rollouts, prompts: TrainingPrompts, steps: int) -> Source:
     settings, parallel = config.trainer, config.trainer.fully_async
     staleness = parallel.max_staleness_steps if parallel.enabled else int(settings.one_step_off)
     batch = settings.train_batch_size
@@ -304,7 +385,7 @@ def _source(config: SkyRLTrainConfig, rollouts: Rollouts, prompts: TrainingPromp
         batch,
         workers=parallel.num_parallel_generation_workers if parallel.enabled else batch * (staleness + 1),
         max_failed_fraction=config.generator.max_failed_fraction,
-        steps=prompts.order.steps_per_epoch * settings.epochs,
+        steps=steps,
         max_staleness_steps=staleness,
         synchronous=not parallel.enabled,
         staleness_policy=cast(StalenessPolicy, parallel.staleness_policy) if parallel.enabled else "block",

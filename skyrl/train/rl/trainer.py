@@ -2,6 +2,7 @@
 
 import logging
 import time
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,14 +11,36 @@ from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.policies import Learner, Policy
 from skyrl.train.rl.batch import Batch
-from skyrl.train.rl.rollout_source import Source
+from skyrl.train.rl.rollout_source import Outcome, Source, SourceState
 from skyrl.train.rl.update import Update
-from skyrl.train.rollouts.metrics import reward_metrics, rollout_metrics
+from skyrl.train.rollouts.attempts import RolloutError
+from skyrl.train.rollouts.metrics import reward_metrics, rollout_metrics, source_metrics
 from skyrl.train.rollouts.rows import mask_stale, rows_of
 from skyrl.train.rollouts.trajectory import Trajectory
 from skyrl.train.tracking.metrics import Metrics
 
 log = logging.getLogger(__name__)
+
+
+SAMPLED = "sampled tokens"
+"""Tokens of all samples of a step, those that dynamic sampling leaves out too."""
+
+
+class SamplingState(NamedTuple):
+    """State that decides which samples come next."""
+
+    source: SourceState
+    generator: Any
+    """Of the draws of dynamic sampling."""
+
+    def without_failures(self) -> "SamplingState":
+        """The state in which prompts of which a sample has failed are yet to be sampled."""
+        prompts = ["open" if _has_failed(outcome) else outcome for outcome in self.source.prompts]
+        return self._replace(source=self.source._replace(prompts=prompts))
+
+
+def _has_failed(outcome: Outcome) -> bool:
+    return isinstance(outcome, list) and any(item.failure is not None for item in outcome)
 
 
 class RLTrainer:
@@ -49,11 +72,34 @@ class RLTrainer:
         """Trajectories that dynamic sampling has kept for the next step."""
         self.generator = np.random.default_rng([config.trainer.seed, 1])
         """Draws replacements of dynamic sampling."""
+        self._before: SamplingState | None = None
+        """State in which the step began whose samples are being drawn."""
+
+    @property
+    def is_sampling(self) -> bool:
+        """True while the samples of a step are drawn, or could not be: models are what they were before it."""
+        return self._before is not None
+
+    def state(self) -> SamplingState:
+        """State that the next step goes on from; in a step, before it has its samples, the one that it began with."""
+        return self._before or SamplingState(self.source.state(), self.generator.bit_generator.state)
+
+    def restore(self, state: SamplingState, step: int) -> None:
+        """Go on where a trainer was after `step` steps."""
+        self.source.restore(state.source, step)
+        self.generator.bit_generator.state = state.generator
+        self.global_step = step
 
     async def step(self) -> tuple[Metrics, Batch]:
         """One step: metrics, and what it trained on."""
         begun = time.monotonic()
-        trajectories, uids, metrics = await self._sample()
+        self._before = self.state()
+        try:
+            trajectories, uids, metrics = await self._sample()
+        except RolloutError:  # what is saved now is to be gone on from once the cause is mended
+            self._before = self._before.without_failures()
+            raise
+        self._before = None
         sampled = time.monotonic()
         rows = rows_of(trajectories, self._config.generator)
         parallel = self._config.trainer.fully_async
@@ -63,6 +109,7 @@ class RLTrainer:
         assert algorithm.temperature is not None, "the configuration is resolved"
         batch = Batch.of(rows, trajectories, uids, algorithm.temperature)
         metrics["generate/tokens_trained"] = 0.0
+        self.update.arrays = {}
         if batch.mask.any():
             metrics |= await self.update(batch)
         else:
@@ -74,6 +121,7 @@ class RLTrainer:
         await self.policy.publish(self.global_step)
         self.source.published(self.global_step)
         ended = time.monotonic()
+        sampled_tokens = metrics.pop(SAMPLED)
         metrics |= self.source.metrics() | {
             "trainer/global_step": float(self.global_step),
             "generate/batch_num_seq": float(len(rows)),
@@ -81,6 +129,8 @@ class RLTrainer:
             "timing/train": trained - sampled,
             "timing/publish": ended - settled,
             "timing/step": ended - begun,
+            "throughput/sampled_tokens_per_second": sampled_tokens / max(sampled - begun + settled - trained, 1e-9),
+            "throughput/trained_tokens_per_second": batch.lengths.sum() / max(trained - sampled, 1e-9),
         }
         return metrics, batch
 
@@ -94,7 +144,7 @@ class RLTrainer:
             batches += 1
             chosen = self._chosen(trajectories, batches)
             if chosen is not None:
-                metrics = rollout_metrics(everything) | reward_metrics(everything)
+                metrics = rollout_metrics(everything) | reward_metrics(everything) | source_metrics(everything)
                 versions = [turn.sampled.policy_version for item in chosen[0] for turn in item.turns]
                 if versions:
                     staleness = self.global_step - np.asarray(versions)
@@ -102,7 +152,8 @@ class RLTrainer:
                         "async/staleness_max": float(staleness.max()),
                         "async/staleness_mean": float(staleness.mean()),
                     }
-                return *chosen, metrics | {"generate/sample_batches": float(batches)}
+                tokens = sum(len(turn.sampled.token_ids) for item in everything for turn in item.turns)
+                return *chosen, metrics | {"generate/sample_batches": float(batches), SAMPLED: float(tokens)}
 
     def _chosen(self, trajectories: list[Trajectory], batches: int) -> tuple[list[Trajectory], list[str]] | None:
         """Trajectories to train on, or None where more has to be sampled first."""

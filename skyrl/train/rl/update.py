@@ -6,6 +6,7 @@ are cut in any way; what goes to the backend is one number per token.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from skyrl.algorithms.corrections import correct_off_policy
 from skyrl.algorithms.covariance import select_tokens
 from skyrl.algorithms.filters import filter_zero_variance
 from skyrl.algorithms.kl import KL_ESTIMATORS, kl_controller, mean_kl, penalise_rewards
+from skyrl.algorithms.losses import LossInputs
 from skyrl.algorithms.objective import ForwardOnly, ValueObjective, policy_objective
 from skyrl.algorithms.weights import token_weights
 from skyrl.errors import ConfigError
@@ -23,6 +25,15 @@ from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, TrainerConfig,
 from skyrl.train.lr_schedules import adam_params
 from skyrl.train.policies import Learner, Policy
 from skyrl.train.rl.batch import Array, Batch
+from skyrl.train.rl.update_metrics import (
+    MISMATCH_KL,
+    MISMATCH_NATS,
+    advantage_metrics,
+    explained_variance,
+    mismatch_metrics,
+    policy_metrics,
+    value_clip_fraction,
+)
 from skyrl.train.tracking.metrics import Metrics
 from skyrl.types import ForwardBackwardOutput
 
@@ -46,6 +57,15 @@ class _Scored(NamedTuple):
     entropy: Array | None
     reference: Array | None
     values: Array | None
+
+    def arrays(self) -> dict[str, Array]:
+        """Those that there are, by the names in dumps."""
+        named = {
+            "old_logprobs": self.logprobs,
+            "reference_logprobs": self.reference,
+            "old_values": self.values,
+        }
+        return {name: values for name, values in named.items() if values is not None}
 
 
 class Update:
@@ -78,8 +98,11 @@ class Update:
             self._algorithm.use_kl_in_reward
             or self._algorithm.off_policy_correction.corrects
             or self._algorithm.policy_loss_type in COVARIANCE_LOSSES
+            or config.trainer.policy.model.lora.dropout  # which the training pass alone has
         )
-        """Whether the training pass tells all that a forward pass before it would tell."""
+        """True if the training pass tells all that a forward pass before it would tell."""
+        self._samples_are_old = config.trainer.fully_async.enabled or config.trainer.one_step_off
+        self._warned_of_mismatch = False
         self._objective = policy_objective(self._options, self._on_policy)
         self._kl = KL_ESTIMATORS.get(self._algorithm.kl_estimator_type)
         self._value_objective = ValueObjective(self._algorithm.value_clip)
@@ -97,14 +120,19 @@ class Update:
         self.generator = np.random.default_rng(config.trainer.seed)
         """Draws the tokens of clip_cov."""
         self.reference: Learner | None = None
-        """A frozen model in the place of the base model, once there is one (update_ref_every_epoch)."""
+        """A frozen model in the place of the base model: a teacher, or once there is one (update_ref_every_epoch)."""
         self.policy_steps = 0
         """Optimizer steps of the policy so far."""
         self.critic_steps = 0
+        self.arrays: dict[str, Array] = {}
+        """Scores, advantages and returns of the batch that was trained on last, `[rows, tokens]`, for dumps."""
 
     async def __call__(self, batch: Batch) -> Metrics:
         """Train on a batch. Returns metrics by name."""
+        begun = time.monotonic()
         scored = await self._score(batch)
+        self.arrays = scored.arrays()
+        at_scores = time.monotonic()
         metrics = self._seen(batch, scored)
         rewards = self._shape_rewards(batch)
         if self._algorithm.use_kl_in_reward:
@@ -118,9 +146,10 @@ class Update:
         except NothingToCompare as error:  # too many samples have failed, and not so many that the run ends
             log.warning("the weights stay as they are: %s", error)
             return metrics
+        self.arrays |= {"advantages": estimated.advantages, "returns": estimated.returns}
         if self._algorithm.use_kl_in_reward:
             self.kl_controller.update(metrics["loss/avg_kl"], len(batch.trajectories))
-        metrics["loss/avg_raw_advantages_abs"] = _mean(np.abs(estimated.advantages), batch.mask)
+        metrics |= advantage_metrics(estimated.advantages[batch.mask])
         mask = batch.mask
         if self._algorithm.zero_variance_filter:
             totals = batch.by_trajectory(batch.rewards)
@@ -129,12 +158,12 @@ class Update:
         metrics["generate/tokens_trained"] = float(mask.sum())
         fields, corrections = self._fields(batch, mask, scored, estimated)
         metrics |= corrections
-        trained = [self._train_policy(batch, mask, fields, scored.reference)]
+        trained = [self._train_policy(batch, mask, fields, scored)]
         if self._critic is not None:  # values are learnt from prompts without a signal too
             trained.append(self._train_critic(batch, batch.mask, scored, estimated))
         for more in await asyncio.gather(*trained):
             metrics |= more
-        return metrics
+        return metrics | {"timing/score": at_scores - begun, "timing/update": time.monotonic() - at_scores}
 
     async def _score(self, batch: Batch) -> _Scored:
         data = batch.data()
@@ -166,14 +195,29 @@ class Update:
             return {}
         metrics: Metrics = {"policy/entropy": _mean(entropy, batch.mask)}
         if rollout is not None:
-            difference = np.abs(logprobs - rollout)[batch.mask]
-            metrics["policy/rollout_train_logprobs_abs_diff_mean"] = (
-                float(difference.mean()) if difference.size else 0.0
-            )
-            metrics["policy/rollout_train_logprobs_abs_diff_max"] = float(difference.max(initial=0.0))
+            found = mismatch_metrics(logprobs[batch.mask], rollout[batch.mask])
+            self._warn_of_mismatch(found)
+            metrics |= {f"policy/{name}": value for name, value in found.items()}
         if reference is not None:
             metrics["loss/avg_kl"] = mean_kl(self._kl(logprobs, reference), batch.mask)
         return metrics
+
+    def _warn_of_mismatch(self, found: Metrics) -> None:
+        """Say once that sampler and trainer disagree, unless samples may be of older weights, which differ anyhow."""
+        if self._samples_are_old or self._warned_of_mismatch or found["rollout_train_kl"] <= MISMATCH_KL:
+            return
+        self._warned_of_mismatch = True
+        log.warning(
+            "sampler and trainer disagree about the tokens that were sampled: policy/rollout_train_kl=%.2g nats (above "
+            "%g), %.1f %% of the tokens are more than %g nats apart. Usual causes: an engine in another dtype, "
+            "log-probabilities of another mode (sampling_params other than those that the policy is trained with; vLLM "
+            "wants --logprobs-mode processed_logprobs), stale weights, or environments that change tokens; "
+            "trainer.algorithm.off_policy_correction.tis_ratio_type=token weighs the difference",
+            found["rollout_train_kl"],
+            MISMATCH_KL,
+            100 * found["rollout_train_off_fraction"],
+            MISMATCH_NATS,
+        )
 
     def _advantages(self, batch: Batch, rewards: Array, values: Array | None) -> Advantages:
         """Advantages and returns of each token. Estimators see the tokens of whole trajectories."""
@@ -215,9 +259,7 @@ class Update:
             fields["sequence_ratio_mask"] = mask.astype(np.float64)
         return {name: fields[name] for name in fields if name in self._objective.inputs}, metrics
 
-    async def _train_policy(
-        self, batch: Batch, mask: Array, fields: dict[str, Array], reference: Array | None
-    ) -> Metrics:
+    async def _train_policy(self, batch: Batch, mask: Array, fields: dict[str, Array], scored: _Scored) -> Metrics:
         """Metrics of the optimizer steps, without those that would have no token to train on."""
         optimizer = self._trainer.policy.optimizer_config
         found: list[Metrics] = []
@@ -234,19 +276,33 @@ class Update:
                 assert len(rows) == len(batch.rows), "a batch is one mini-batch"
                 logprobs, entropy = _logprobs_and_entropy(batch, output)
                 assert logprobs is not None
-                seen = self._seen(batch, _Scored(logprobs, entropy, reference, None))
-                old = logprobs
-            else:
-                old = fields["sampling_logprobs"]
-            metrics = _policy_metrics(output, [old[row, mask[row]] for row in rows], mask[rows])
+                scored = scored._replace(logprobs=logprobs, entropy=entropy)
+                seen = self._seen(batch, scored)
+                self.arrays |= scored.arrays()
+            assert scored.logprobs is not None
+            given["sampling_logprobs"] = scored.logprobs
+            metrics = self._policy_metrics(batch, rows, mask, output, {"weights": weights, **given})
             adam = adam_params(optimizer, self._schedule(optimizer, self.policy_steps))
             stepped = await self._policy.optim_step(adam)
             self.policy_steps += 1
             found.append(metrics | {"loss": output.metrics["loss:sum"], **_step_metrics(stepped)})
         return _averaged("policy", found) | seen
 
+    def _policy_metrics(
+        self, batch: Batch, rows: Array, mask: Array, output: ForwardBackwardOutput, given: dict[str, Array]
+    ) -> Metrics:
+        """Metrics of a mini-batch from what its pass was given, `[rows of the batch, tokens]`, and what it returned."""
+        found = {
+            name: batch.padded_of(rows, [scores[name] for scores in output.loss_fn_outputs], np.float64)
+            for name in self._objective.outputs
+        }
+        segments = np.where(batch.filled[rows], 0, -1)
+        arrays = found | {name: values[rows] for name, values in given.items()} | {"segments": segments}
+        inputs = LossInputs(arrays["logprobs"], arrays["weights"])._replace(**arrays)
+        return policy_metrics(self._objective, inputs, mask[rows])
+
     def _trains(self, weights: Array, fields: dict[str, Array]) -> bool:
-        """Whether the loss of a mini-batch has a token."""
+        """Return whether the loss of a mini-batch has a token."""
         objective = self._objective
         if "correction" in fields and not (objective.kl_coef or objective.entropy_coef):
             weights = weights * fields["correction"]
@@ -266,8 +322,16 @@ class Update:
             adam = adam_params(optimizer, self._schedule(optimizer, self.critic_steps))
             stepped = await self._critic.optim_step(adam)
             self.critic_steps += 1
-            found.append({"loss": output.metrics["loss:sum"], **_step_metrics(stepped)})
-        values = {"values_mean": _mean(scored.values, mask), "returns_mean": _mean(estimated.returns, mask)}
+            new = batch.padded_of(rows, [scores["values"] for scores in output.loss_fn_outputs], np.float64)
+            clipped = value_clip_fraction(
+                new, scored.values[rows], estimated.returns[rows], mask[rows], self._algorithm.value_clip
+            )
+            found.append({"loss": output.metrics["loss:sum"], **clipped, **_step_metrics(stepped)})
+        values = {
+            "values_mean": _mean(scored.values, mask),
+            "returns_mean": _mean(estimated.returns, mask),
+            "explained_variance": explained_variance(scored.values[mask], estimated.returns[mask]),
+        }
         return _averaged("critic", found) | {f"critic/{name}": value for name, value in values.items()}
 
     def _mini_batches(self, batch: Batch, prompts: int) -> list[Array]:
@@ -299,7 +363,7 @@ class Update:
 
 
 def _steps_once(trainer: TrainerConfig) -> bool:
-    """Whether a batch is one optimizer step of the policy."""
+    """Return whether a batch is one optimizer step of the policy."""
     return trainer.update_epochs_per_batch == 1 and trainer.policy_mini_batch_size >= trainer.train_batch_size
 
 
@@ -311,23 +375,6 @@ def _logprobs_and_entropy(
 
 def _column(batch: Batch, output: ForwardBackwardOutput, name: str) -> Array:
     return batch.padded([scores[name] for scores in output.loss_fn_outputs], np.float64)
-
-
-def _policy_metrics(output: ForwardBackwardOutput, old: list[Array], mask: Array) -> Metrics:
-    """Distance that the policy has moved from where the step began."""
-    new = [
-        scores["logprobs"][row[: len(scores["logprobs"])]]
-        for scores, row in zip(output.loss_fn_outputs, mask, strict=True)
-    ]
-    moved = np.concatenate([*new, np.zeros(0)]) - np.concatenate([*old, np.zeros(0)])
-    if not moved.size:
-        return {}
-    ratio = np.exp(np.clip(moved, -20, 20))
-    return {
-        "ratio_mean": float(ratio.mean()),
-        "ratio_max": float(ratio.max()),
-        "approx_kl": float((ratio - 1 - moved).mean()),
-    }
 
 
 def _step_metrics(metrics: Metrics) -> Metrics:

@@ -5,15 +5,19 @@ trajectory says why. Only what would fail for every trajectory alike (`FATAL`) i
 """
 
 import asyncio
+import copy
 import logging
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from skyrl.envs.env import Env
+from skyrl.envs.env import Env, Message
+from skyrl.errors import ConfigError
+from skyrl.train.config import SamplingParams
 from skyrl.train.rollouts.episode import FATAL, Episode, Prompt, Stage
+from skyrl.train.rollouts.generators.generator import Generator, check_generated
 from skyrl.train.rollouts.trajectory import Failure, FailureKind, Trajectory, TrajectoryId, TrajectoryStopReason, Turn
 from skyrl.train.tracking.metrics import Metrics
 
@@ -22,6 +26,7 @@ CLOSE_S = 30.0
 
 KINDS: dict[Stage, FailureKind] = {
     "environment": "env_error",
+    "generator": "generator_error",
     "sampler": "sampler_error",
     "template": "template_error",
 }
@@ -33,11 +38,95 @@ class RolloutError(Exception):
     """Too many trajectories failed. The message has the numbers, the kinds and the first error."""
 
 
+class Attempt(Protocol):
+    """One attempt at a trajectory. What has happened so far can be read at any time."""
+
+    @property
+    def stage(self) -> Stage:
+        """Part that is or was at work."""
+        ...
+
+    @property
+    def turns(self) -> Sequence[Turn]: ...
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The prompt, as it was sampled from."""
+        ...
+
+    @property
+    def raised(self) -> Exception | None:
+        """Exception on the last action, if that has a reward."""
+        ...
+
+    async def play(self) -> tuple[TrajectoryStopReason, Metrics]:
+        """Play it to its end. Returns why it ended, and numbers of it beside those of turns."""
+        ...
+
+    async def close(self) -> None:
+        """Release what it holds. Called exactly once, also after a failure."""
+        ...
+
+
+class EnvironmentAttempt:
+    """An attempt in a fresh environment."""
+
+    def __init__(self, prompt: Prompt, make_env: Callable[[], Env[Any]], episode: Episode):
+        self._prompt, self._make_env, self._episode = prompt, make_env, episode
+        self._env: Env[Any] | None = None
+
+    @property
+    def stage(self) -> Stage:
+        return self._episode.stage
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        return self._episode.turns
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        return self._episode.messages
+
+    @property
+    def raised(self) -> Exception | None:
+        return self._episode.raised
+
+    async def play(self) -> tuple[TrajectoryStopReason, Metrics]:
+        self._env = self._make_env()
+        stop_reason = await self._episode.run(self._env, self._prompt)
+        return stop_reason, {} if self.raised is not None else self._env.metrics()
+
+    async def close(self) -> None:
+        if self._env is not None:
+            await self._env.close()
+
+
+class GeneratorAttempt:
+    """An attempt by a generator of one's own."""
+
+    stage: Stage = "generator"
+    raised = None
+
+    def __init__(self, generator: Generator, prompt: Prompt, params: SamplingParams, session_id: str):
+        self._generator, self._prompt, self._params, self._session = generator, prompt, params, session_id
+        self.turns: Sequence[Turn] = ()
+        self.messages: Sequence[Message] = prompt.messages
+
+    async def play(self) -> tuple[TrajectoryStopReason, Metrics]:
+        prompt = copy.deepcopy(self._prompt)
+        generated = check_generated(await self._generator.generate(prompt, self._params, self._session))
+        self.turns = tuple(generated.turns)
+        self.messages = generated.messages or self._prompt.messages
+        return generated.stop_reason, dict(generated.metrics)
+
+    async def close(self) -> None:
+        return
+
+
 async def run_trajectory(
     identity: TrajectoryId,
     prompt: Prompt,
-    make_env: Callable[[], Env[Any]],
-    make_episode: Callable[[int], Episode],
+    make_attempt: Callable[[int], Attempt],
     tracebacks: "Tracebacks",
     *,
     timeout_s: float | None,
@@ -48,74 +137,68 @@ async def run_trajectory(
     Args:
         identity: What to call it.
         prompt: What it is of.
-        make_env: Makes a fresh environment; it is closed exactly once, whatever happens.
-        make_episode: Makes what plays it, given the number of the attempt, from 1.
-        tracebacks: Shows what environments raise.
+        make_attempt: Makes one, given its number, from 1; it is closed exactly once, whatever happens.
+        tracebacks: Shows what environments and generators raise.
         timeout_s: Seconds that an attempt may take. None: no limit.
         retries: Attempts after the first.
 
     Raises the errors in `FATAL`.
     """
     for number in range(1, retries + 2):
-        episode = make_episode(number)
-        trajectory = await _attempt(identity, prompt, make_env, episode, timeout_s, number)
+        attempt = make_attempt(number)
+        trajectory = await _played(identity, prompt, attempt, timeout_s, number)
         failure = trajectory.failure
         if failure is None:
-            if episode.raised is not None:
-                tracebacks.show(identity, episode.raised)
+            if attempt.raised is not None:
+                tracebacks.show(identity, attempt.raised)
             break
         log.warning("trajectory %s, attempt %d of %d: %s", identity, number, retries + 1, failure.message)
-        if failure.kind == "env_error" and isinstance(failure.error, Exception):
+        if failure.kind in ("env_error", "generator_error") and isinstance(failure.error, Exception):
             tracebacks.show(identity, failure.error)
     return trajectory  # pyright: ignore[reportPossiblyUnboundVariable] (there is at least one attempt)
 
 
-async def _attempt(
-    identity: TrajectoryId,
-    prompt: Prompt,
-    make_env: Callable[[], Env[Any]],
-    episode: Episode,
-    timeout_s: float | None,
-    number: int,
+async def _played(
+    identity: TrajectoryId, prompt: Prompt, attempt: Attempt, timeout_s: float | None, number: int
 ) -> Trajectory:
     start = time.perf_counter()
     stop_reason: TrajectoryStopReason = "failed"
     metrics: Metrics = {}
-    failure, env = None, None
+    failure = None
     clock = asyncio.timeout(timeout_s)
     try:
         async with clock:
-            env = make_env()
-            stop_reason = await episode.run(env, prompt)
-            own = {} if episode.raised is not None else env.metrics()
-            metrics = _means(episode.turns) | {name: float(value) for name, value in own.items()}
+            stop_reason, own = await attempt.play()
+            metrics = _means(attempt.turns) | {name: float(value) for name, value in own.items()}
+    except ConfigError as error:
+        raise ConfigError(f"trajectory {identity}: {error}") from error
     except FATAL:
         raise
     except Exception as error:
-        kind = "timeout" if clock.expired() else KINDS[episode.stage]
+        kind = "timeout" if clock.expired() else KINDS[attempt.stage]
         what = f"it took longer than trajectory_timeout_s={timeout_s}" if clock.expired() else repr(error)
-        where = f"at turn {len(episode.turns)}, in the {episode.stage}"
+        where = f"at turn {len(attempt.turns)}, in the {attempt.stage}"
         stop_reason, failure = "failed", Failure(kind, f"{what} ({where})", error)
     finally:
-        if env is not None:
-            await _close(env, identity)
+        await _close(attempt, identity)
     return Trajectory(
         identity,
-        tuple(episode.turns),
+        tuple(attempt.turns),
         stop_reason,
-        episode.messages,
+        attempt.messages,
         metrics,
         failure,
         attempts=number,
         seconds=time.perf_counter() - start,
+        data_source=prompt.extras.get("data_source"),
     )
 
 
-async def _close(env: Env[Any], identity: TrajectoryId) -> None:
-    """Close an environment; what it does wrong meanwhile changes nothing about its trajectory."""
+async def _close(attempt: Attempt, identity: TrajectoryId) -> None:
+    """Close an attempt's environment; what it does wrong meanwhile changes nothing about its trajectory."""
     try:
         async with asyncio.timeout(CLOSE_S):
-            await env.close()
+            await attempt.close()
     except Exception:
         log.warning("trajectory %s: its environment did not close", identity, exc_info=True)
 
@@ -132,13 +215,13 @@ def _means(turns: Sequence[Turn]) -> Metrics:
 
 
 class Tracebacks:
-    """Shows where environments raise: the whole traceback the first time, nothing when it is raised there again."""
+    """Shows where environments and generators raise: the whole traceback the first time, then nothing."""
 
     def __init__(self) -> None:
         self._shown: set[tuple[type[Exception], str, int]] = set()
 
     def show(self, identity: TrajectoryId, error: Exception) -> None:
-        """Log an error that an environment raised, with its traceback."""
+        """Log an error that one of them raised, with its traceback."""
         frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
         file, line = frames[-1] if frames else ("", 0)
         if (type(error), file, line) not in self._shown:

@@ -39,6 +39,8 @@ class ChatTokenizer(Protocol):
 
     def get_added_vocab(self) -> dict[str, int]: ...
 
+    def get_vocab(self) -> dict[str, int]: ...
+
     def get_chat_template(self, chat_template: str | None = None, tools: list[Any] | None = None) -> str: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
@@ -101,7 +103,7 @@ class Chat:
         return self._encode(text)
 
     def ended(self, response: Sequence[int]) -> bool:
-        """Whether the last token of a response is one that ends a turn."""
+        """Return whether the last token of a response is one that ends a turn."""
         return bool(response) and response[-1] in self._ends
 
     def text(self, response: Sequence[int]) -> str:

@@ -16,9 +16,9 @@ from skyrl.train.config import GeneratorConfig, SamplingParams
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.history import history_class
 from skyrl.train.rollouts.sampler import Sampler
-from skyrl.train.rollouts.trajectory import TrajectoryStopReason, Turn
+from skyrl.train.rollouts.trajectory import TrajectoryStopReason, Turn, check_token_rewards
 
-Stage = Literal["environment", "template", "sampler"]
+Stage = Literal["environment", "template", "sampler", "generator"]
 
 FATAL = (ConfigError, ImportError, NotImplementedError)
 """Errors of the program or its configuration: another attempt would fail again, and so would the other trajectories."""
@@ -97,12 +97,14 @@ class Episode:
             sampled_at = time.perf_counter()
             self.stage = "environment"
             action = chat.text(sampled.token_ids)
+            env.token_ids = sampled.token_ids
             result = await self._step(env, action)
             turn = Turn(
                 prompt_ids,
                 sampled,
                 history.closing_ids(sampled),
                 float(result.reward),  # environments may give integers, or numbers of an array library
+                None if result.token_rewards is None else [float(reward) for reward in result.token_rewards],
                 action,
                 result.observations,
                 {name: float(value) for name, value in result.metrics.items()},
@@ -122,7 +124,7 @@ class Episode:
         """The environment's answer; the end with `env_error_reward`, if that is set and it raised on the action."""
         reward = self._config.env_error_reward
         try:
-            return _checked(await env.step(action))
+            return _checked(await env.step(action), len(env.token_ids))
         except (EnvError, OSError, *FATAL):  # not for what the model wrote
             raise
         except Exception as error:
@@ -137,7 +139,8 @@ def _with_stop_strings(params: SamplingParams, stop: Sequence[str]) -> SamplingP
     return replace(params, stop=list(dict.fromkeys([*(params.stop or ()), *stop]))) if stop else params
 
 
-def _checked(result: StepResult) -> StepResult:
+def _checked(result: StepResult, tokens: int) -> StepResult:
     if not math.isfinite(result.reward):
         raise EnvError(f"reward={result.reward} of a step is not finite")
+    check_token_rewards(result.token_rewards, result.reward, tokens, "a step")
     return result

@@ -66,6 +66,20 @@ def reward_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     }
 
 
+def source_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """`reward/{data_source}/...` of `reward_metrics`, where there is more than one source."""
+    groups: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(str(trajectory.data_source or "unknown"), []).append(trajectory)
+    if len(groups) < 2:
+        return {}
+    return {
+        name.replace("reward/", f"reward/{source}/", 1): value
+        for source, found in groups.items()
+        for name, value in reward_metrics(found).items()
+    }
+
+
 def _failures(trajectories: Sequence[Trajectory]) -> Metrics:
     kinds = Counter(item.failure.kind for item in trajectories if item.failure is not None)
     metrics = {f"generate/failed_{kind}": float(number) for kind, number in sorted(kinds.items())}
@@ -95,7 +109,8 @@ def _environment(metrics: Iterable[Mapping[str, float]]) -> Metrics:
     for own in metrics:
         for name, value in own.items():
             values.setdefault(name, []).append(value)
-    return {f"environment/{name}": float(np.mean(found)) for name, found in values.items()}
+    named = {name if name.startswith("reward/") else f"environment/{name}": found for name, found in values.items()}
+    return {name: float(np.mean(found)) for name, found in named.items()}
 
 
 def _sampled_tokens(trajectory: Trajectory) -> int:

@@ -18,6 +18,7 @@ def as_record(trajectory: Trajectory) -> dict[str, Any]:
         "turns": [_turn(turn) for turn in trajectory.turns],
         "metrics": dict(trajectory.metrics),
         "failure": None if failure is None else {"kind": failure.kind, "message": failure.message},
+        "data_source": trajectory.data_source,
         "attempts": trajectory.attempts,
         "seconds": trajectory.seconds,
     }
@@ -40,6 +41,7 @@ def from_state(state: dict[str, Any]) -> Trajectory:
         None if failure is None else Failure(failure["kind"], failure["message"]),
         state["attempts"],
         state["seconds"],
+        state.get("data_source"),
     )
 
 
@@ -63,6 +65,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "action": turn.action,
         "observations": list(turn.observations),
         "reward": turn.reward,
+        **({} if turn.token_rewards is None else {"token_rewards": list(turn.token_rewards)}),
         "metrics": dict(turn.metrics),
         "sampler_s": turn.sampler_s,
         "env_s": turn.env_s,
@@ -72,4 +75,4 @@ def _turn(turn: Turn) -> dict[str, Any]:
 def _restored(turn: dict[str, Any], prompt_ids: list[int]) -> Turn:
     names = ("closing_ids", "reward", "action", "observations", "metrics", "sampler_s", "env_s")
     sampled = Sampled(turn["token_ids"], turn["logprobs"], turn["stop_reason"], turn["policy_version"])
-    return Turn(prompt_ids, sampled, **{name: turn[name] for name in names})
+    return Turn(prompt_ids, sampled, **{name: turn[name] for name in names}, token_rewards=turn.get("token_rewards"))

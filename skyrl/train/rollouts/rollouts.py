@@ -14,13 +14,22 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, Literal, TypeVar
 
-from skyrl.envs.env import Env, make_env, settings_of
+from skyrl.envs.env import Env
+from skyrl.envs.making import make_env, settings_of
 from skyrl.envs.threads import EnvWorkers
 from skyrl.errors import ConfigError
 from skyrl.train.config import EnvironmentConfig, GeneratorConfig, SamplingParams
-from skyrl.train.rollouts.attempts import FailureBudget, Tracebacks, run_trajectory
+from skyrl.train.rollouts.attempts import (
+    Attempt,
+    EnvironmentAttempt,
+    FailureBudget,
+    GeneratorAttempt,
+    Tracebacks,
+    run_trajectory,
+)
 from skyrl.train.rollouts.chat import Chat, ChatTokenizer
 from skyrl.train.rollouts.episode import Episode, Prompt
+from skyrl.train.rollouts.generators.generator import Generator, load_generator
 from skyrl.train.rollouts.history import TokenHistory, history_class
 from skyrl.train.rollouts.limits import RateLimiter
 from skyrl.train.rollouts.sampler import Sampler
@@ -43,7 +52,7 @@ def chat_of(config: GeneratorConfig, tokenizer: ChatTokenizer) -> Chat:
 
 
 class Rollouts:
-    """Runs environments with a sampler. An instance belongs to one event loop.
+    """Runs environments with a sampler, or a generator in their place. An instance belongs to one event loop.
 
     Args:
         config: The `generator` section of a resolved configuration.
@@ -51,7 +60,7 @@ class Rollouts:
         tokenizer: The model's, as `transformers` loads it.
         sampler: What continues tokens.
 
-    Raises ConfigError if the chat template cannot be used as the configuration asks.
+    Raises ConfigError if the chat template cannot be used as the configuration asks, or the generator is not there.
     """
 
     def __init__(
@@ -65,6 +74,9 @@ class Rollouts:
         self._sampler = sampler
         self._tracebacks = Tracebacks()
         self._workers = EnvWorkers(environment.skyrl_gym.max_env_workers)
+        self._generator: Generator | None = None
+        if config.generator_class is not None:
+            self._generator = load_generator(config.generator_class)(sampler, self.chat, config, environment)
         self._limiter = RateLimiter(config.trajectories_per_second, config.max_concurrent_trajectories)
 
     async def collect(self, prompts: Sequence[Prompt], phase: Phase = "train") -> list[Trajectory]:
@@ -115,10 +127,7 @@ class Rollouts:
             return await run_trajectory(
                 identity,
                 prompt,
-                make_env=lambda: self._make_env(prompt),
-                make_episode=lambda attempt: Episode(
-                    self._sampler, self.chat, self._config, params, self._session(identity, attempt)
-                ),
+                make_attempt=lambda number: self._attempt(prompt, params, self._session(identity, number)),
                 tracebacks=self._tracebacks,
                 timeout_s=self._config.trajectory_timeout_s,
                 retries=self._config.trajectory_retries,
@@ -128,6 +137,12 @@ class Rollouts:
         """Session that the sampler's seeds follow from: another attempt samples another text, unless told otherwise."""
         again = attempt > 1 and self._config.retry_with_new_seed
         return f"{identity}, attempt {attempt}" if again else str(identity)
+
+    def _attempt(self, prompt: Prompt, params: SamplingParams, session_id: str) -> Attempt:
+        if self._generator is not None:
+            return GeneratorAttempt(self._generator, prompt, params, session_id)
+        episode = Episode(self._sampler, self.chat, self._config, params, session_id)
+        return EnvironmentAttempt(prompt, lambda: self._make_env(prompt), episode)
 
     def _make_env(self, prompt: Prompt) -> Env[Any]:
         extras = {**copy.deepcopy(dict(prompt.extras)), "max_turns": self._config.max_turns}

@@ -6,7 +6,7 @@ histories that are kept as tokens (one row), that are rendered anew and come out
 row per change), and that are compacted.
 
 Every sampled token is in exactly one row with mask 1 and the log-probability that it was sampled with; a token that
-was not sampled always has mask 0. Rewards stand at the last sampled token of their turn.
+was not sampled always has mask 0. Rewards stand at the last sampled token of their turn, or at those that they are of.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +32,7 @@ class Segment:
     """At least one."""
 
     mask: bool = False
-    """Whether these tokens are trained on. Tokens that were not sampled never are."""
+    """True if these tokens are trained on. Tokens that were not sampled never are."""
 
     logprobs: Sequence[float] | None = None
     """Of sampled tokens, in nats. None: not sampled, or not kept."""
@@ -41,7 +41,17 @@ class Segment:
     """Version of the weights that sampled. None: not sampled."""
 
     reward: float = 0.0
-    """Reward at the last token."""
+    """Reward at the last token, or in all if each has one of its own."""
+
+    token_rewards: Sequence[float] | None = None
+    """Reward at each token. None: all of it is at the last."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """Reward at each token."""
+        if self.token_rewards is not None:
+            return list(self.token_rewards)
+        return [0.0] * (len(self.token_ids) - 1) + [self.reward]
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class Row:
     """Index of the trajectory that it is of, among those that rows were made of."""
 
     is_last_step: bool = True
-    """Whether it is the last row of its trajectory."""
+    """True if it is the last row of its trajectory."""
 
     stop_reason: str = "stop"
     """Stop reason of the trajectory."""
@@ -85,11 +95,8 @@ class Row:
 
     @cached_property
     def rewards(self) -> list[float]:
-        """Reward of each turn at its last sampled token, 0 elsewhere."""
-        rewards: list[float] = []
-        for segment in self.segments:
-            rewards += [0.0] * (len(segment.token_ids) - 1) + [segment.reward]
-        return rewards
+        """Reward of each turn at its last sampled token, or where it is of each token, and 0 elsewhere."""
+        return list(chain.from_iterable(segment.rewards for segment in self.segments))
 
     @cached_property
     def policy_versions(self) -> list[int | None]:
@@ -143,7 +150,8 @@ def merge_turns(turns: Iterable[Turn], *, merge: bool = True) -> list[list[Segme
                 _append(rows[-1], Segment(closing))
             rows.append([Segment(prompt)])
         sampled = turn.sampled
-        _append(rows[-1], Segment(sampled.token_ids, True, sampled.logprobs, sampled.policy_version, turn.reward))
+        scored = Segment(sampled.token_ids, True, sampled.logprobs, sampled.policy_version, turn.reward)
+        _append(rows[-1], replace(scored, token_rewards=turn.token_rewards))
         tokens = prompt + list(sampled.token_ids)
         closing = turn.closing_ids
     if rows:
@@ -156,7 +164,9 @@ def _append(row: list[Segment], segment: Segment) -> None:
     if segment.token_ids:
         row.append(segment)
     elif segment.reward:
-        row[-1] = replace(row[-1], reward=row[-1].reward + segment.reward)
+        last, each = row[-1], row[-1].token_rewards
+        each = None if each is None else [*each[:-1], each[-1] + segment.reward]
+        row[-1] = replace(last, reward=last.reward + segment.reward, token_rewards=each)
 
 
 def _shaped(row: Row, config: GeneratorConfig) -> Row:
@@ -169,4 +179,7 @@ def _shaped(row: Row, config: GeneratorConfig) -> Row:
     if config.zero_reward_on_non_stop:
         rewards = zero_reward_on_non_stop(rewards, [row.stop_reason])
     shaped = zip(row.segments, masks[0].tolist(), rewards[0].tolist(), strict=True)
-    return replace(row, segments=[replace(segment, mask=mask, reward=reward) for segment, mask, reward in shaped])
+    segments = [replace(segment, mask=mask, reward=reward) for segment, mask, reward in shaped]
+    if config.zero_reward_on_non_stop and row.stop_reason != "stop":
+        segments = [replace(segment, token_rewards=None) for segment in segments]
+    return replace(row, segments=segments)

@@ -1,4 +1,4 @@
-"""Where a chat template comes from: the tokenizer, a file, or the folder `templates/` by its name."""
+"""Sources of chat templates: the tokenizer, a file, or the folder `templates/` by its name."""
 
 from pathlib import Path
 

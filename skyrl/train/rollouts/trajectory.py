@@ -4,14 +4,16 @@ What the sampler was given and what it gave are kept as tokens, so that nothing 
 `rows` makes training sequences of them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from skyrl.envs.env import Message
+from skyrl.errors import ConfigError
 from skyrl.train.rollouts.sampler import Sampled
 
-FailureKind = Literal["env_error", "sampler_error", "template_error", "timeout"]
+FailureKind = Literal["env_error", "sampler_error", "template_error", "generator_error", "timeout"]
 TrajectoryStopReason = Literal["stop", "length", "max_turns", "failed"]
 
 
@@ -43,6 +45,9 @@ class Turn:
     reward: float = 0.0
     """The environment's reward of this turn."""
 
+    token_rewards: Sequence[float] | None = None
+    """Parts of the reward, of each sampled token. None: all of it is the last one's."""
+
     action: str = ""
     """The sampled text, as the environment saw it."""
 
@@ -59,7 +64,7 @@ class Turn:
     """Seconds in the environment."""
 
     env_raised: bool = False
-    """Whether the environment raised on the action, and the reward is `generator.env_error_reward`."""
+    """True if the environment raised on the action, and the reward is `generator.env_error_reward`."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,26 @@ class Trajectory:
     seconds: float = 0.0
     """Duration of the last attempt."""
 
+    data_source: str | None = None
+    """`data_source` of the prompt's row."""
+
     @property
     def reward(self) -> float:
         """Sum of the rewards of its turns."""
         return sum(turn.reward for turn in self.turns)
+
+
+def check_token_rewards(each: Sequence[float] | None, reward: float, tokens: int, whose: str) -> None:
+    """Raise ConfigError unless rewards of a response's tokens are its reward, up to rounding in float32.
+
+    `whose` they are begins the message.
+    """
+    if each is None:
+        return
+    if len(each) != tokens:
+        raise ConfigError(f"{whose} has {len(each)} token_rewards for {tokens} tokens; give one for each")
+    total = math.fsum(each)
+    if abs(total - reward) > 1e-5 * max(1.0, math.fsum(map(abs, each))):
+        raise ConfigError(
+            f"{whose} has token_rewards that add up to {total}, not to its reward={reward}; make it their sum"
+        )

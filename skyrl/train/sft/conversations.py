@@ -24,7 +24,7 @@ class Masked(NamedTuple):
 
     token_ids: list[int]
     mask: list[bool]
-    """Whether each token is trained on."""
+    """Flag of each token: it is trained on."""
 
 
 class Conversations:
@@ -52,20 +52,28 @@ class Conversations:
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = special | set(tokenizer.all_special_ids)
 
-    def masked(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Masked:
+    def masked(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, completion: int | None = None
+    ) -> Masked:
         """Tokens of a whole conversation.
+
+        Args:
+            messages: Of the conversation.
+            tools: JSON schemas, for the template.
+            completion: Messages at the end that answer a prompt: all that an assistant says in them is trained on, and
+                nothing before, unless `train_on_what` is all_tokens. None: `train_on_what` says what is.
 
         The token that ends a turn is part of an assistant's message; white space that the template puts after it is
         not. Raises ConfigError if the template cannot be rendered, or if messages cannot be told apart.
         """
-        shown = list(tools) if tools else None
+        shown, chosen = list(tools) if tools else None, self._chosen(messages, completion)
         try:
             if self._what == "all_tokens":
                 token_ids = self._encode(self._text(messages, shown))
                 return Masked(token_ids, [True] * len(token_ids))
             if _MARKER.search(self._tokenizer.get_chat_template(self._template, tools=shown)):
-                return self._marked(messages, shown)
-            return self._by_prefixes(messages, shown)
+                return self._marked(messages, shown, chosen)
+            return self._by_prefixes(messages, shown, chosen)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -74,9 +82,26 @@ class Conversations:
                 f"{type(error).__name__}: {error}; change the messages, or set chat_template"
             ) from error
 
-    def _chosen(self, messages: Sequence[Message]) -> list[int]:
+    def completed(self, prompt: str, completion: str) -> Masked:
+        """Tokens of a text that is no conversation, of which what comes after the prompt is trained on.
+
+        A tokenizer that begins texts with a token of its own does so here. The end-of-sequence token ends the
+        completion, unless it does already. Prompt and completion are encoded apart, as a model meets them.
+        """
+        start = self._tokenizer.encode(prompt, add_special_tokens=True)
+        end = self._tokenizer.eos_token_id
+        if not isinstance(end, int):
+            raise ConfigError("the tokenizer has no eos_token, so that no text can end; set eos_token in its folder")
+        start = start[: -1 if start and start[-1] == end else None]
+        said = self._encode(completion)
+        said += [end] * (not said or said[-1] != end)
+        return Masked([*start, *said], [self._what == "all_tokens"] * len(start) + [True] * len(said))
+
+    def _chosen(self, messages: Sequence[Message], completion: int | None) -> list[int]:
         """Numbers of the messages that are trained on."""
         said = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
+        if completion is not None:
+            return [number for number in said if number >= len(messages) - completion]
         if self._what == "last_assistant_message":
             return said[-1:]
         if self._what == "last_assistant_turn":
@@ -84,14 +109,13 @@ class Conversations:
             return [number for number in said if number > max(asked, default=-1)]
         return said
 
-    def _marked(self, messages: Sequence[Message], tools: list[Any] | None) -> Masked:
+    def _marked(self, messages: Sequence[Message], tools: list[Any] | None, chosen: list[int]) -> Masked:
         """By the template's own markers."""
         rendered = self._tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
             **self._options,
         )  # fmt: skip
         token_ids, marked = list(rendered["input_ids"]), [bool(one) for one in rendered["assistant_masks"]]
-        chosen = self._chosen(messages)
         said = sum(message.get("role") == "assistant" for message in messages)
         if len(chosen) == said:
             return Masked(token_ids, marked)
@@ -99,17 +123,18 @@ class Conversations:
         if len(starts) != said:
             raise ConfigError(
                 f"the chat template marks {len(starts)} stretches of tokens as an assistant's, in a conversation with "
-                f"{said} messages of assistants, so that train_on_what={self._what} cannot be told from the rest; "
-                "set train_on_what=all_assistant_messages, or a chat_template that marks each message once"
+                f"{said} messages of assistants, so that the {len(chosen)} that are trained on cannot be told from the "
+                "rest; train on all (train_on_what=all_assistant_messages), or set a chat_template that marks each "
+                "message once"
             )
         first = starts[-len(chosen)] if chosen else len(marked)
         return Masked(token_ids, [one and at >= first for at, one in enumerate(marked)])
 
-    def _by_prefixes(self, messages: Sequence[Message], tools: list[Any] | None) -> Masked:
+    def _by_prefixes(self, messages: Sequence[Message], tools: list[Any] | None, chosen: list[int]) -> Masked:
         """By what each message adds to the prompt for it."""
         token_ids = self._encode(self._text(messages, tools))
         mask = [False] * len(token_ids)
-        for number in self._chosen(messages):
+        for number in chosen:
             if number == 0:
                 raise ConfigError(
                     "messages[0] is an assistant's, so that there is no prompt for it; begin with a message of "
@@ -134,8 +159,8 @@ class Conversations:
         what = f"the prompt for messages[{count}]" if prompt else f"the conversation up to messages[{count - 1}]"
         raise ConfigError(
             f"the chat template renders {what} differently within the whole conversation: from token {agree} on, "
-            f"{self._at(before, agree)} became {self._at(token_ids, agree)}, so that train_on_what={self._what} "
-            "cannot be told from the rest; set a chat_template that renders the past as it was (such as "
+            f"{self._at(before, agree)} became {self._at(token_ids, agree)}, so that what is trained on cannot be told "
+            "from the rest; set a chat_template that renders the past as it was (such as "
             "qwen3_with_thinking) or has {% generation %} markers, or change the messages"
         )
 
@@ -143,7 +168,7 @@ class Conversations:
         return repr(self._tokenizer.decode(token_ids[start : start + 8])) if start < len(token_ids) else "nothing"
 
     def _without_glue(self, token_ids: list[int], start: int, end: int) -> int:
-        """Where a message ends: after its last special token, if there is only white space behind that."""
+        """End of a message: after its last special token, if there is only white space behind that."""
         last = next((at for at in range(end - 1, start - 1, -1) if token_ids[at] in self._special), end - 1)
         return end if self._tokenizer.decode(token_ids[last + 1 : end]).strip() else last + 1
 

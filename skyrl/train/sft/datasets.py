@@ -4,14 +4,16 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from skyrl.errors import ConfigError
-from skyrl.train.config.sft import SFTConfig
+from skyrl.train.config.sft import DPOConfig, SFTConfig
 from skyrl.train.data.files import read_rows
+from skyrl.train.data.loaders import Loader, as_it_is
 from skyrl.train.rollouts.templates import load_template
 from skyrl.train.sft.conversations import ChatTokenizer, Conversations
 from skyrl.train.sft.examples import Example, RowReader
+from skyrl.train.sft.pairs import PairReader
 
 logger = logging.getLogger(__name__)
 
@@ -19,12 +21,43 @@ NAMED = 5
 """Rows that a summary names of those that were left out for the same reason."""
 
 
+class Trainable(Protocol):
+    """What a row becomes: an example, or a pair of them."""
+
+    @property
+    def sequences(self) -> tuple[Example, ...]:
+        """Sequences that it consists of."""
+        ...
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that are trained on."""
+        ...
+
+    @property
+    def truncated(self) -> bool:
+        """True if tokens at an end were cut off."""
+        ...
+
+
+E = TypeVar("E", bound=Trainable)
+R = TypeVar("R", bound=Trainable, covariant=True)
+
+
+class Reader(Protocol[R]):
+    """Maker of what is trained on from rows."""
+
+    def example(self, row: Mapping[str, Any]) -> R | str:
+        """What the row becomes, or why it is left out. Raises ConfigError for a malformed one."""
+        ...
+
+
 @dataclass(frozen=True)
-class Dataset:
-    """Examples, in the order of the rows."""
+class Dataset(Generic[E]):
+    """Examples, or pairs of them, in the order of the rows."""
 
     name: str
-    examples: list[Example]
+    examples: list[E]
     rows: int
     """Rows that were read."""
     left_out: Mapping[str, list[int]]
@@ -52,13 +85,20 @@ class Dataset:
         return "; ".join(parts)
 
 
-def load_datasets(config: SFTConfig, tokenizer: ChatTokenizer) -> tuple[list[Dataset], list[Dataset]]:
+def load_datasets(
+    config: SFTConfig, tokenizer: ChatTokenizer, loader: Loader = as_it_is
+) -> tuple[list[Dataset[Any]], list[Dataset[Any]]]:
     """(training data sets, evaluation data sets) of a resolved configuration; logs a summary of each.
+
+    Args:
+        config: Resolved.
+        tokenizer: Of the model.
+        loader: What makes each row one of a known kind.
 
     Raises ConfigError for a source that cannot be read, a row that cannot be used (it names source and row), and a
     data set of which nothing is left.
     """
-    reader = RowReader(
+    rows = RowReader(
         conversations=Conversations(
             tokenizer, config.train_on_what, load_template(config.chat_template), config.chat_template_kwargs
         ),
@@ -68,30 +108,46 @@ def load_datasets(config: SFTConfig, tokenizer: ChatTokenizer) -> tuple[list[Dat
         tools_key=config.tools_key,
         system_key=config.system_key,
     )
-    train = [read_dataset(path, read_rows(path), reader) for path in config.train_datasets]
+    reader = PairReader(rows) if isinstance(config, DPOConfig) else rows
+    train = [read_dataset(path, read_rows(path), reader, loader) for path in config.train_datasets]
     names = config.eval_dataset_names or []
     evaluation = [
-        read_dataset(name, read_rows(path), reader) for name, path in zip(names, config.eval_datasets, strict=True)
+        read_dataset(name, read_rows(path), reader, loader)
+        for name, path in zip(names, config.eval_datasets, strict=True)
     ]
     for dataset in (*train, *evaluation):
         logger.info("%s", dataset.summary())
     return train, evaluation
 
 
-def read_dataset(name: str, rows: Iterable[Mapping[str, Any]], reader: RowReader) -> Dataset:
+def _loaded(loader: Loader, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        return loader(row)
+    except ConfigError:
+        raise
+    except Exception as error:  # of the user's function
+        raise ConfigError(f"the loader raised {type(error).__name__}: {error}") from error
+
+
+def read_dataset(
+    name: str, rows: Iterable[Mapping[str, Any]], reader: Reader[E], loader: Loader = as_it_is
+) -> Dataset[E]:
     """The examples of `rows`. Raises ConfigError, which names the row, and if there is no example at all."""
-    examples: list[Example] = []
+    examples: list[E] = []
     left_out: dict[str, list[int]] = {}
     number = -1
     for number, row in enumerate(rows):
         try:
-            example = reader.example(row)
+            loaded = _loaded(loader, row)
+            if not isinstance(loaded, Mapping):
+                raise ConfigError(f"the loader returned {str(loaded)[:80]}; return a row: a dict of columns")
+            example = reader.example(loaded)
         except ConfigError as error:
             raise ConfigError(f"{name}, row {number}: {error}") from error
-        if isinstance(example, Example):
-            examples.append(example)
-        else:
+        if isinstance(example, str):
             left_out.setdefault(example, []).append(number)
+        else:
+            examples.append(example)
     dataset = Dataset(name, examples, number + 1, left_out)
     if not examples:
         raise ConfigError(f"{dataset.summary()}; give other data, or another train_on_what or max_length")

@@ -1,7 +1,8 @@
 """Rows of a data set as examples: token ids, and which of them are trained on.
 
 What a row is, its columns say: `input_ids` with `labels` or `loss_mask` (tokens already), `messages` (a conversation),
-or `instruction`, `input` and `output` (Alpaca). To add a kind, add a branch to `RowReader.example`.
+`conversations` (one in the names of ShareGPT), `prompt` and `completion`, `instruction`, `input` and `output` (Alpaca),
+or `text`. To add a kind, add a branch to `RowReader.example`. Pairs of answers are in `skyrl.train.sft.pairs`.
 """
 
 import json
@@ -18,6 +19,9 @@ from skyrl.train.sft.conversations import Conversations, Masked
 IGNORED = -100
 """Label of a token that is not trained on."""
 
+SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+"""Names of ShareGPT, and their roles."""
+
 NO_ANSWER = "do not end with an assistant's message"
 NOTHING_TRAINED = "have nothing that is trained on"
 CUT = "have nothing that is trained on within max_length"
@@ -33,7 +37,12 @@ class Example:
     mask: np.ndarray
     """bool `[tokens]`: whether each token is trained on. The first never is: nothing comes before it."""
     truncated: bool = False
-    """Whether tokens at the end were cut off."""
+    """True if tokens at the end were cut off."""
+
+    @property
+    def sequences(self) -> "tuple[Example, ...]":
+        """Itself."""
+        return (self,)
 
     @property
     def trained_tokens(self) -> int:
@@ -59,19 +68,45 @@ class RowReader:
         if row.get("input_ids") is not None:
             masked = _pretokenized(row)
         elif row.get(self.messages_key) is not None:
-            messages = self._with_system(_messages(row[self.messages_key], self.messages_key), row)
-            if self.train_on_what != "all_tokens" and messages[-1]["role"] != "assistant":
-                return NO_ANSWER
-            masked = self.conversations.masked(messages, self._tools(row))
+            return self._conversation(messages_of(row[self.messages_key], self.messages_key), row)
+        elif row.get("conversations") is not None:
+            return self._conversation(_shared(row["conversations"]), row)
+        elif row.get("prompt") is not None and row.get("completion") is not None:
+            return self.answered(row["prompt"], row["completion"], row, "completion")
         elif row.get("instruction") is not None and row.get("output") is not None:
-            masked = self.conversations.masked(self._with_system(_alpaca(row), row), self._tools(row))
+            return self._conversation(_alpaca(row), row)
+        elif row.get("text") is not None:
+            masked = self.conversations.completed("", _text(row["text"], "text"))
         else:
             raise ConfigError(
                 f"columns {', '.join(sorted(row)) or 'none'}: of no known kind; give {self.messages_key} (a list of "
-                "messages), instruction and output, or input_ids with labels or loss_mask; messages_key names another "
-                "column of messages"
+                "messages), conversations (ShareGPT), prompt and completion, instruction and output, text, or "
+                "input_ids with labels or loss_mask; messages_key names another column of messages"
             )
         return self._cut(masked)
+
+    def answered(self, prompt: Any, answer: Any, row: Mapping[str, Any], name: str) -> Example | str:
+        """The example of a prompt and its answer, two texts or two lists of messages, or why it is left out.
+
+        Args:
+            prompt: Column `prompt`.
+            answer: Column `name`, which is trained on.
+            row: All columns.
+            name: Of the answer.
+        """
+        if isinstance(prompt, list) and isinstance(answer, list):
+            said = messages_of(answer, name)
+            return self._conversation([*messages_of(prompt, "prompt"), *said], row, len(said))
+        also = f"; prompt and {name} may both be lists of messages"
+        return self._cut(self.conversations.completed(_text(prompt, "prompt", also), _text(answer, name, also)))
+
+    def _conversation(
+        self, messages: list[Message], row: Mapping[str, Any], completion: int | None = None
+    ) -> Example | str:
+        messages = self._with_system(messages, row)
+        if self.train_on_what != "all_tokens" and messages[-1]["role"] != "assistant":
+            return NO_ANSWER
+        return self._cut(self.conversations.masked(messages, self._tools(row), completion))
 
     def _cut(self, masked: Masked) -> Example | str:
         token_ids = np.asarray(masked.token_ids, np.int32)
@@ -105,7 +140,7 @@ class RowReader:
         return tools or None
 
 
-def _messages(given: Any, key: str) -> list[Message]:
+def messages_of(given: Any, key: str) -> list[Message]:
     """Messages without the members that a table fills in with nulls. Raises ConfigError for anything else."""
     if not isinstance(given, list) or not given:
         raise ConfigError(f"{key}={str(given)[:80]}: give a list of messages, at least one")
@@ -115,6 +150,28 @@ def _messages(given: Any, key: str) -> list[Message]:
                 f"{key}[{number}]={str(message)[:80]}: has no role; give {{'role': 'user', 'content': '...'}}"
             )
     return [{name: value for name, value in one.items() if value is not None or name == "content"} for one in given]
+
+
+def _shared(given: Any) -> list[Message]:
+    """Messages in the names of ShareGPT. Raises ConfigError for a speaker that it does not have."""
+    if not isinstance(given, list) or not given:
+        raise ConfigError(f"conversations={str(given)[:80]}: give a list of messages, at least one")
+    messages: list[Message] = []
+    for number, one in enumerate(given):
+        role = SPEAKERS.get(str(one.get("from"))) if isinstance(one, dict) else None
+        if role is None or not isinstance(one.get("value"), str):
+            raise ConfigError(
+                f"conversations[{number}]={str(one)[:80]}: give {{'from': ..., 'value': '...'}} with one of "
+                f"{', '.join(SPEAKERS)}; messages with role and content belong in a column messages"
+            )
+        messages.append({"role": role, "content": one["value"]})
+    return messages
+
+
+def _text(value: Any, name: str, also: str = "") -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}={str(value)[:80]}: give a string{also}")
+    return value
 
 
 def _alpaca(row: Mapping[str, Any]) -> list[Message]:

@@ -1,11 +1,20 @@
-"""A whole run of supervised fine-tuning, as `skyrl train sft` does it."""
+"""A whole run of supervised fine-tuning or preference optimization, as `skyrl train sft` and `dpo` do it."""
 
-from contextlib import ExitStack
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from pathlib import Path
 
 from skyrl.errors import ConfigError
 from skyrl.train.config import SFTConfig, get_config_as_dict
+from skyrl.train.data.loaders import Loader, as_it_is
+from skyrl.train.interruption import Interruption
+from skyrl.train.policies import Learner, Models
 from skyrl.train.sft import load_datasets
-from skyrl.train.sft.trainer import MODEL, SFTTrainer, Summary
+from skyrl.train.sft.conversations import ChatTokenizer
+from skyrl.train.sft.methods import MODEL, Method, method_of
+from skyrl.train.sft.trainer import SFTTrainer, Summary, checkpoint_store, resume_mode
 from skyrl.train.strategy.base_model import check_base_model, load_tokenizer
 from skyrl.train.strategy.registry import find_strategy
 from skyrl.train.strategy.strategy import sft_adapter
@@ -13,43 +22,108 @@ from skyrl.train.strategy.validate import validate_sft
 from skyrl.train.tracking.clients import RunInfo
 from skyrl.train.tracking.metrics import Metrics
 from skyrl.train.tracking.reporting import reporting
+from skyrl.train.tracking.summary import closing_summary
+from skyrl.train.tracking.tracker import METRICS_FILE
+
+log = logging.getLogger(__name__)
 
 BASE_MODEL = "model.path"
 
 
-async def train_sft(config: SFTConfig) -> Summary:
-    """Train as a resolved configuration says, and say how it went. Raises ConfigError for what cannot be run."""
-    validate_sft(config)
-    load, base_model = find_strategy(config).sft_loader(config), config.model.path
-    assert base_model is not None  # or the configuration would not have resolved
-    longest = check_base_model(base_model, BASE_MODEL)
-    if longest is not None and (config.max_length or 0) > longest:
-        raise ConfigError(
-            f"max_length={config.max_length}: {base_model} was made for {longest} tokens; use at most that"
-        )
-    train, evaluation = load_datasets(config, load_tokenizer(base_model, BASE_MODEL))
+async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
+    """Train as a resolved configuration says, and say how it went. Raises ConfigError for what cannot be run.
+
+    Args:
+        config: Resolved.
+        loader: What makes each row of the data one of a known kind.
+    """
+    load, tokenizer = _checked(config)
+    train, evaluation = load_datasets(config, tokenizer, loader)
     with ExitStack() as stack:
-        learner = stack.enter_context(load()).learner(MODEL)
+        interruption = Interruption()
+        stack.enter_context(interruption.listening())
+        models = stack.enter_context(load())
+        learner = models.learner(MODEL)
+        method = method_of(config, learner, models.learner)
 
         def told(metrics: Metrics, step: int) -> None:
             report(metrics, step)
 
-        trainer = SFTTrainer(config, learner, train, evaluation, report=told)
+        trainer = SFTTrainer(config, learner, train, evaluation, report=told, method=method)
         resumed = await trainer.resume()
-        if resumed is None:
+        if resumed is None and config.init_from:
+            await _begin_with(config.init_from, config, learner, method)
+        elif resumed is None:
             await learner.create(sft_adapter(config))
+        if resumed is not None and resumed >= trainer.total_steps:
+            log.info("all %d steps were taken before; raise num_epochs or num_steps to go on", trainer.total_steps)
+        folder = config.ckpt_path or config.export_path or config.run_name
         report = stack.enter_context(
             reporting(
-                config.ckpt_path or config.export_path or config.run_name,
+                folder,
                 config.logger,
                 RunInfo(
                     config.project_name, config.run_name, trainer.run_id or config.run_name, get_config_as_dict(config)
                 ),
                 total_steps=trainer.total_steps,
                 resumed_step=resumed,
-                shown={"policy/loss": "loss"},
+                shown=method.shown,
             )
         )
-        summary = await trainer.run()
-    print(summary)
+        summary = await trainer.run(interruption)
+    metrics = {"metrics": Path(folder) / METRICS_FILE}
+    print(closing_summary(str(summary), trainer.places() | metrics))
     return summary
+
+
+async def evaluate_sft(config: SFTConfig) -> Metrics:
+    """Measure the losses of `eval_datasets`, print them and return them (`eval_only`).
+
+    Of the model of the checkpoint that `resume_from` names, or else of `init_from`, or of the base model. Another
+    process may be training meanwhile. Raises ConfigError for what cannot be run.
+    """
+    load, tokenizer = _checked(config)
+    _, evaluation = load_datasets(replace(config, train_datasets=[]), tokenizer)
+    where = config.init_from
+    with ExitStack() as stack:
+        models = stack.enter_context(load())
+        learner = models.learner(MODEL)
+        method = method_of(config, learner, models.learner)
+        found = None
+        if config.resume_from:
+            found = checkpoint_store(config).find(*resume_mode(config.resume_from))
+        if found is not None:
+            await learner.load(found.model_path(MODEL), optimizer=False)
+            await method.restore(found)
+        elif config.init_from:
+            await _begin_with(config.init_from, config, learner, method)
+        else:
+            where = f"{config.model.path} as it is"
+            await learner.create(sft_adapter(config))
+        metrics = await method.evaluate(evaluation, config.batch_size)
+    print(
+        closing_summary(f"{len(evaluation)} data set(s) evaluated with {found.path if found else where}", {}, metrics)
+    )
+    return metrics
+
+
+def _checked(config: SFTConfig) -> tuple[Callable[[], AbstractContextManager[Models]], ChatTokenizer]:
+    """What loads the models of a configuration that can be run, and its tokenizer."""
+    validate_sft(config)
+    strategy, base_model = find_strategy(config), config.model.path
+    load = strategy.sft_loader(config)
+    assert base_model is not None  # or the configuration would not have resolved
+    longest = check_base_model(base_model, BASE_MODEL, strategy.architectures)
+    if longest is not None and (config.max_length or 0) > longest:
+        raise ConfigError(
+            f"max_length={config.max_length}: {base_model} was made for {longest} tokens; use at most that"
+        )
+    return load, load_tokenizer(base_model, BASE_MODEL)
+
+
+async def _begin_with(path: str, config: SFTConfig, learner: Learner, method: Method) -> None:
+    """Give a model the weights of a checkpoint."""
+    initial = checkpoint_store(config).initial(path, "init_from")
+    await learner.load(initial.model_path(MODEL), optimizer=False)
+    await method.begin_with(initial)
+    log.info("beginning with the weights of %s", initial.path)

@@ -1,36 +1,42 @@
-"""Supervised fine-tuning: one optimizer step after another; evaluation, checkpoints and exports in between.
+"""Training by examples: one optimizer step after another; evaluation, checkpoints and exports in between.
 
 What a run is made of beside the learner is one number, its steps: order of the data and learning rate follow from it.
 """
 
+import asyncio
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from skyrl.errors import ConfigError
-from skyrl.train.checkpoints import CheckpointStore, Fields
+from skyrl.train.callbacks import load_callbacks
+from skyrl.train.checkpoints import CheckpointStore, Fields, adapter_settings, begin_writing
+from skyrl.train.config.machinery.base import get_config_as_dict
 from skyrl.train.config.sft import SFTConfig
 from skyrl.train.data.epoch_order import SHUFFLE, EpochOrder, check_same_order
+from skyrl.train.interruption import Interruption
 from skyrl.train.lr_schedules import adam_params, learning_rate_factor
 from skyrl.train.policies import Learner
-from skyrl.train.run_loop import Cadence, run_steps
-from skyrl.train.sft.batches import scoring_data, training_data
+from skyrl.train.ranking import Ranking
+from skyrl.train.run_loop import WAY_ON, Cadence, run_steps
 from skyrl.train.sft.datasets import Dataset
+from skyrl.train.sft.methods import MODEL, Likelihood, Method
 from skyrl.train.tracking.metrics import Metrics, Report
 
 logger = logging.getLogger(__name__)
 
-LOSS = "cross_entropy"
 RESUME_MODES = {"": "none", "latest": "latest"}
 FIELDS = Fields(ckpt_path="ckpt_path", own_folder="ckpt_path", resume_path="resume_from", anew="resume_from=''")
-MODEL = "policy"
-"""The learner's folder in a checkpoint and in an export."""
+ADAPTER = "policy_adapter"
+"""The folder of its adapter in an export."""
+SUMMED_UP = ("/loss", "rewards/accuracies")
+"""Ends of the names of metrics in the summary."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,8 @@ class Summary:
 
     def __str__(self) -> str:
         begun = f" (resumed from {self.resumed_from})" if self.resumed_from else ""
-        losses = [f"{name} {value:.4f}" for name, value in self.metrics.items() if name.endswith("/loss")]
-        return ", ".join([f"{self.steps} steps{begun}", f"{self.trained_tokens} tokens trained on", *losses])
+        shown = [f"{name} {value:.4f}" for name, value in self.metrics.items() if name.endswith(SUMMED_UP)]
+        return ", ".join([f"{self.steps} steps{begun}", f"{self.trained_tokens} tokens trained on", *shown])
 
 
 class SFTTrainer:
@@ -61,6 +67,7 @@ class SFTTrainer:
         train: Data sets that are trained on, as `load_datasets` gives them.
         evaluation: Data sets whose loss is measured.
         report: Gets the metrics of each step with its number, and of the evaluation before the first.
+        method: How it is trained. None: by the likelihood of examples.
 
     Raises ConfigError for rows that are longer than the backend takes or have tokens that the model does not know,
     weights that leave a data set no row in an epoch, and a `ckpt_path` that is on no disk.
@@ -70,16 +77,18 @@ class SFTTrainer:
         self,
         config: SFTConfig,
         learner: Learner,
-        train: Sequence[Dataset],
-        evaluation: Sequence[Dataset] = (),
+        train: Sequence[Dataset[Any]],
+        evaluation: Sequence[Dataset[Any]] = (),
         *,
         report: Report = lambda metrics, step: None,
+        method: Method | None = None,
     ):
         self._config = config
         self._learner = learner
+        self._method = method or Likelihood(learner)
         self._train = train
         self._evaluation = evaluation
-        self._checkpoints = _store(config) if config.ckpt_path else None
+        self._checkpoints = checkpoint_store(config) if config.ckpt_path else None
         self._report = report
         info = learner.info()
         self._check_lengths(info.max_context_length)
@@ -102,14 +111,24 @@ class SFTTrainer:
         self._is_ready = False
 
     @property
+    def can_save(self) -> bool:
+        """False in a step: it changes the model from its beginning."""
+        return False
+
+    @property
+    def way_on(self) -> str:
+        """What goes on from the newest checkpoint, in words."""
+        return WAY_ON if self._config.resume_from == "latest" else f"with resume_from=latest {WAY_ON}"
+
+    @property
     def run_id(self) -> str | None:
         """Of this run, also when it is resumed; None if it has no checkpoints."""
         return None if self._checkpoints is None else self._checkpoints.run_id
 
-    async def run(self) -> Summary:
+    async def run(self, interruption: Interruption | None = None) -> Summary:
         """Train to the end, after `resume` if that was not called before.
 
-        Raises as `resume` does, and StorageError if a checkpoint cannot be written.
+        Raises as `resume` does, StorageError if a checkpoint cannot be written, and Interrupted.
         """
         if not self._is_ready:
             await self.resume()
@@ -129,18 +148,20 @@ class SFTTrainer:
             before_first=config.eval_before_train,
             export=config.hf_save_interval,
             checkpoint=config.ckpt_interval,
+            beside=config.async_checkpoints,
         )
-        await run_steps(self, cadence, told)
+        callbacks = load_callbacks(config.callbacks, "callbacks")
+        await run_steps(self, cadence, told, callbacks, interruption)
         summary = Summary(self.global_step, resumed_from, trained_tokens, last)
         logger.info("%s", summary)
         return summary
 
     async def step(self) -> Metrics:
-        """One optimizer step, and its metrics: the loss is the mean over the batch's trained tokens, in nats."""
+        """One optimizer step, and its metrics."""
         begun = time.monotonic()
         step = self.global_step
         batch = [self._train[dataset].examples[row] for dataset, row in self.order.batch(step)]
-        output = await self._learner.forward_backward(training_data(batch), LOSS)
+        metrics = await self._method.forward_backward(batch)
         optimizer = self._config.optimizer_config
         adam = adam_params(optimizer, learning_rate_factor(optimizer, step, self.total_steps))
         stepped = await self._learner.optim_step(adam)
@@ -148,38 +169,52 @@ class SFTTrainer:
         return {
             "trainer/global_step": float(self.global_step),
             "trainer/epoch": self.global_step / self.steps_per_epoch,
-            "policy/loss": output.metrics["loss:sum"],
+            **metrics,
             "policy/lr": adam.learning_rate,
             "policy/grad_norm": stepped["skyrl.ai/grad_norm"],
-            "data/tokens": float(sum(len(example.token_ids) for example in batch)),
+            "data/tokens": float(sum(len(one.token_ids) for example in batch for one in example.sequences)),
             "data/trained_tokens": float(sum(example.trained_tokens for example in batch)),
             "timing/step": time.monotonic() - begun,
         }
 
     async def evaluate(self) -> Metrics:
-        """`eval/{name}/loss` of each evaluation data set: the mean over all its trained tokens, in nats."""
-        metrics: Metrics = {}
-        for dataset in self._evaluation:
-            total, size = 0.0, self._config.batch_size
-            for start in range(0, len(dataset.examples), size):
-                data = scoring_data(dataset.examples[start : start + size])
-                total += (await self._learner.forward(data, LOSS)).metrics["loss:sum"]
-            metrics[f"eval/{dataset.name}/loss"] = total / sum(one.trained_tokens for one in dataset.examples)
-        return metrics
+        """Measure the model on each evaluation data set, as its method does."""
+        return await self._method.evaluate(self._evaluation, self._config.batch_size)
 
     async def end_epoch(self) -> None:
-        """Nothing: a model that is fine-tuned has no reference."""
+        """Nothing: a reference stays what it is."""
 
     async def export(self) -> None:
-        """Write the model in Hugging Face format."""
-        folder = os.path.join(self._config.export_path, f"global_step_{self.global_step}", MODEL)
-        await self._learner.export(folder)
+        """Write the model in Hugging Face format, and its adapter in PEFT's if it has one."""
+        folder = Path(self._config.export_path) / f"global_step_{self.global_step}"
+        await self._learner.export(str(folder / MODEL))
+        if self._config.model.lora.rank:
+            await self._learner.export_adapter(str(folder / ADAPTER))
 
-    async def save(self) -> None:
-        """Write a checkpoint, where there is a folder for them."""
+    def improves(self, metrics: Metrics) -> bool:
+        """Return whether those of an evaluation are the best so far by `best_metric`."""
+        return self._checkpoints is not None and self._checkpoints.judge(self.global_step, metrics)
+
+    async def save(self) -> "asyncio.Task[Path] | None":
+        """Begin to write a checkpoint, where there is a folder for them. Returns what ends with its own."""
+        if self._checkpoints is None:
+            return None
+        return begin_writing(
+            self._checkpoints.saving(self.global_step, self._state),
+            lambda folder: [self._learner.begin_save(str(folder / MODEL)), *self._method.begin_save(folder)],
+            self._checkpoints.folder_of(self.global_step),
+        )
+
+    def places(self) -> dict[str, Path]:
+        """Folders and files that a run leaves, by what is there."""
+        config, places = self._config, dict[str, Path]()
         if self._checkpoints is not None:
-            with self._checkpoints.saving(self.global_step, self._state) as folder:
-                await self._learner.save(str(folder / MODEL))
+            places["newest checkpoint"] = self._checkpoints.folder_of(self.global_step)
+            if (best := self._checkpoints.best) is not None:
+                places["best checkpoint"] = self._checkpoints.folder_of(best.step)
+        if config.export_path:
+            places["model in Hugging Face format"] = Path(config.export_path) / f"global_step_{self.global_step}"
+        return places
 
     async def resume(self) -> int | None:
         """Be where the run was at the checkpoint that `resume_from` names. Returns its step; None to begin anew.
@@ -191,18 +226,19 @@ class SFTTrainer:
         wanted = self._config.resume_from
         if self._checkpoints is None:
             return None
-        found = self._checkpoints.resume(RESUME_MODES.get(wanted, "from_path"), wanted)
+        found = self._checkpoints.resume(*resume_mode(wanted))
         if found is None:
             return None
         check_same_order(found.state, self._state, "leave out resume_from")
         await self._learner.load(found.model_path(MODEL))
+        await self._method.restore(found)
         self.global_step = found.step
         return found.step
 
     def _check_lengths(self, limit: int) -> None:
         """Raises ConfigError for a row that has more than `limit` tokens to predict from."""
         for dataset in (*self._train, *self._evaluation):
-            longest = max(len(example.token_ids) for example in dataset.examples)
+            longest = max(len(one.token_ids) for example in dataset.examples for one in example.sequences)
             if longest - 1 > limit:
                 raise ConfigError(
                     f"max_length={self._config.max_length}: a row of {dataset.name} has {longest} tokens, and the "
@@ -214,7 +250,8 @@ class SFTTrainer:
         """Raises ConfigError for a row with a token that is not in the model's vocabulary."""
         for dataset in (*self._train, *self._evaluation):
             for number, example in enumerate(dataset.examples):
-                unknown = example.token_ids[(example.token_ids < 0) | (example.token_ids >= vocab_size)]
+                token_ids = np.concatenate([one.token_ids for one in example.sequences])
+                unknown = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
                 if unknown.size:
                     raise ConfigError(
                         f"{dataset.name}, row {dataset.row(number)}: token id {unknown[0]} is outside the vocabulary "
@@ -222,21 +259,35 @@ class SFTTrainer:
                     )
 
 
-def _store(config: SFTConfig) -> CheckpointStore:
+def resume_mode(resume_from: str) -> tuple[str, str]:
+    """Mode and path that a checkpoint is found by."""
+    return RESUME_MODES.get(resume_from, "from_path"), resume_from
+
+
+def checkpoint_store(config: SFTConfig) -> CheckpointStore:
+    """Checkpoints of a run, in its `ckpt_path`."""
     model = config.model
     identity = {
-        "loss": LOSS,
+        "loss": config.loss,
         "model.path": model.path,
         "model.lora.rank": model.lora.rank,
         "model.lora.alpha": model.lora.alpha,
+        **{f"model.lora.{name}": value for name, value in adapter_settings(model.lora).items()},
     }
-    return CheckpointStore(config.ckpt_path, identity=identity, max_to_keep=config.max_ckpts_to_keep, fields=FIELDS)
+    return CheckpointStore(
+        config.ckpt_path,
+        identity=identity,
+        max_to_keep=config.max_ckpts_to_keep,
+        ranking=Ranking.of("best_metric", config.best_metric, config.best_mode),
+        fields=FIELDS,
+        settings=get_config_as_dict(config),
+    )
 
 
-def _fingerprint(datasets: Sequence[Dataset]) -> str:
+def _fingerprint(datasets: Sequence[Dataset[Any]]) -> str:
     digest = hashlib.sha256()
     for dataset in datasets:
-        for example in dataset.examples:
-            digest.update(np.int64(len(example.token_ids)).tobytes())
-            digest.update(example.token_ids.tobytes() + example.mask.tobytes())
+        for one in (one for example in dataset.examples for one in example.sequences):
+            digest.update(np.int64(len(one.token_ids)).tobytes())
+            digest.update(one.token_ids.tobytes() + one.mask.tobytes())
     return digest.hexdigest()

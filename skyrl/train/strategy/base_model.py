@@ -5,6 +5,7 @@ Errors name the fields of the trainer's configuration, where the backend's own w
 
 import logging
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from skyrl.backends.base_folder import config_of
 from skyrl.errors import ConfigError, RequestError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.config.rules.root import turn_cautions
-from skyrl.tx.models.types import MODELS
+from skyrl.train.strategy.registry import find_strategy
 
 log = logging.getLogger(__name__)
 
@@ -22,12 +23,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 """Of which a folder with a tokenizer has one at least."""
 
 
-def check_base_model(path: str, field: str) -> int | None:
+def check_base_model(path: str, field: str, architectures: Collection[str] | None) -> int | None:
     """Look at a model's config.json. Returns the tokens of its longest context, None if the file does not say.
 
     Args:
         path: Folder or hub id, of which that file alone is downloaded.
         field: What the configuration calls it.
+        architectures: Those that are implemented; None leaves it to who loads the model.
 
     Raises ConfigError for a model that is not there or not implemented.
     """
@@ -37,12 +39,12 @@ def check_base_model(path: str, field: str) -> int | None:
         raise ConfigError(str(error)) from error
     names = found.get("architectures")
     names = names if isinstance(names, list) and names else ["none"]
-    if names[0] not in MODELS:
+    if architectures is not None and names[0] not in architectures:
         raise ConfigError(
-            f"{field}={path}: its architecture is {names[0]}, which is not implemented (known: {', '.join(MODELS)}); "
-            "use a model of a known one, such as Qwen/Qwen3-0.6B"
+            f"{field}={path}: its architecture is {names[0]}, which is not implemented (known: "
+            f"{', '.join(architectures)}); use a model of a known one, such as Qwen/Qwen3-0.6B, or strategy=fsdp2"
         )
-    longest = found.get("max_position_embeddings")
+    longest = found.get("text_config", found).get("max_position_embeddings")
     return longest if isinstance(longest, int) else None
 
 
@@ -64,8 +66,8 @@ def fit_context(config: SkyRLTrainConfig, longest: int | None) -> None:
 
     Raises ConfigError where a prompt and an answer have no room.
     """
-    strategy = config.trainer.strategy
-    if of_backend := getattr(config.trainer, strategy, {}).get("max_context_length"):
+    section = find_strategy(config).name
+    if of_backend := getattr(config.trainer, section).get("max_context_length"):
         longest = min(longest or of_backend, of_backend)
     generator, prompt = config.generator, config.trainer.max_prompt_length
     evaluation = generator.eval_sampling_params
@@ -88,5 +90,5 @@ def fit_context(config: SkyRLTrainConfig, longest: int | None) -> None:
     raise ConfigError(
         f"{limit} and answers of {answer} tokens (generator.sampling_params.max_generate_length, or that of "
         f"eval_sampling_params) are more than the {longest} tokens that {config.trainer.policy.model.path} was made "
-        f"for, or that trainer.{strategy}.max_context_length allows; lower them"
+        f"for, or that trainer.{section}.max_context_length allows; lower them"
     )

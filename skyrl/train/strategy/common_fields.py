@@ -4,7 +4,7 @@ read the table.
 
 from skyrl.train.strategy.support import Support, consumed
 
-ADAPTER = consumed("skyrl.train.strategy.strategy")
+ADAPTER = ENGINE = MODEL = consumed("skyrl.train.strategy.strategy")
 ADVANTAGES = consumed("skyrl.algorithms.advantages")
 CORRECTIONS = consumed("skyrl.algorithms.corrections")
 COVARIANCE = consumed("skyrl.algorithms.covariance")
@@ -12,14 +12,16 @@ OBJECTIVE = consumed("skyrl.algorithms.objective")
 OLD_NAMES = consumed("skyrl.train.config.algorithm")
 POLICY_LOSSES = consumed("skyrl.algorithms.policy_losses")
 VALIDATION = consumed("skyrl.train.strategy.validate")
-ENV = consumed("skyrl.envs.env")
+ENV = consumed("skyrl.envs.making")
 EPISODE = consumed("skyrl.train.rollouts.episode")
 HISTORY = consumed("skyrl.train.rollouts.history")
 ROLLOUTS = consumed("skyrl.train.rollouts.rollouts")
 ROWS = consumed("skyrl.train.rollouts.rows")
 PROMPTS = consumed("skyrl.train.rl.prompts")
 RUN = consumed("skyrl.train.rl.run")
+SETUP = consumed("skyrl.train.rl.setup")
 SAMPLING = consumed("skyrl.train.policies.on_backend", "params")
+SAMPLING_OPTIONS = consumed("skyrl.train.policies.sampling_options", "params")
 SCHEDULES = consumed("skyrl.train.lr_schedules")
 TEMPLATES = consumed("skyrl.train.rollouts.templates")
 TRAINER = consumed("skyrl.train.rl.trainer")
@@ -28,6 +30,7 @@ UPDATE = consumed("skyrl.train.rl.update")
 COMMON_SUPPORT: dict[str, Support] = {
     "data": PROMPTS,
     "environment.env_class": PROMPTS,
+    "environment.reward": consumed("skyrl.train.config.environment"),
     "environment.skyrl_gym.max_env_workers": ROLLOUTS,
     "environment.skyrl_gym.text2sql": consumed("skyrl.envs.tasks.text2sql"),
     "environment.skyrl_gym.llm_as_a_judge": consumed("skyrl.envs.tasks.llm_as_a_judge"),
@@ -37,9 +40,17 @@ COMMON_SUPPORT: dict[str, Support] = {
     "trainer.strategy": consumed("skyrl.train.strategy.registry"),
     "trainer.policy.model.lora.rank": ADAPTER,
     "trainer.policy.model.lora.alpha": ADAPTER,
+    "trainer.policy.model.lora.target_modules": ADAPTER,
+    "trainer.policy.model.lora.exclude_modules": ADAPTER,
+    "trainer.policy.model.lora.init_method": ADAPTER,
+    "trainer.policy.model.lora.dropout": ADAPTER,
     "trainer.policy.optimizer_config": SCHEDULES,
     "trainer.critic.model.lora.rank": ADAPTER,
     "trainer.critic.model.lora.alpha": ADAPTER,
+    "trainer.critic.model.lora.target_modules": ADAPTER,
+    "trainer.critic.model.lora.exclude_modules": ADAPTER,
+    "trainer.critic.model.lora.init_method": ADAPTER,
+    "trainer.critic.model.lora.dropout": ADAPTER,
     "trainer.critic.optimizer_config": SCHEDULES,
     "trainer.algorithm": UPDATE,
     "trainer.algorithm.temperature": TRAINER,
@@ -70,6 +81,11 @@ COMMON_SUPPORT: dict[str, Support] = {
     "trainer.algorithm.value_clip": UPDATE,
     "trainer.fully_async": RUN,
     "trainer.one_step_off": RUN,
+    **{f"trainer.{model}.model_config_kwargs": MODEL for model in ("policy", "critic", "ref")},
+    "trainer.rope_scaling": MODEL,
+    "trainer.rope_theta": MODEL,
+    "generator.rope_scaling": MODEL,
+    "generator.rope_theta": MODEL,
     "trainer.seed": ADAPTER,
     "trainer.epochs": RUN,
     "trainer.update_epochs_per_batch": UPDATE,
@@ -80,8 +96,17 @@ COMMON_SUPPORT: dict[str, Support] = {
     "trainer.max_prompt_length": PROMPTS,
     "trainer.resume_mode": RUN,
     "trainer.resume_path": RUN,
+    "trainer.max_steps": consumed("skyrl.train.config.trainer"),
+    "trainer.eval_only": consumed("skyrl.train.commands"),
+    "trainer.init_from": RUN,
+    "trainer.callbacks": RUN,
+    "trainer.log_path": consumed("skyrl.train.commands"),
     "trainer.ckpt_path": RUN,
-    "trainer.max_ckpts_to_keep": RUN,
+    "trainer.max_ckpts_to_keep": SETUP,
+    "trainer.best_metric": SETUP,
+    "trainer.best_mode": SETUP,
+    "trainer.async_checkpoints": RUN,
+    "trainer.max_dumps_to_keep": RUN,
     "trainer.ckpt_interval": RUN,
     "trainer.hf_save_interval": RUN,
     "trainer.export_path": RUN,
@@ -95,6 +120,12 @@ COMMON_SUPPORT: dict[str, Support] = {
     "trainer.logger": VALIDATION,
     # Rollouts.
     "generator": ROLLOUTS,
+    "generator.generator_class": ROLLOUTS,
+    "generator.batched": consumed("skyrl.train.config.generator"),
+    **{
+        f"generator.inference_engine.{name}": ENGINE
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens")
+    },
     "generator.max_turns": ROLLOUTS,
     "generator.chat_template": TEMPLATES,
     "generator.use_conversation_multi_turn": HISTORY,
@@ -108,7 +139,12 @@ COMMON_SUPPORT: dict[str, Support] = {
     "generator.eval_sampling_params": ROLLOUTS,
     **{
         f"generator.eval_sampling_params.{name}": SAMPLING
-        for name in ("temperature", "top_p", "top_k", "min_p", "logprobs", "stop")
+        for name in ("temperature", "top_p", "top_k", "logprobs", "stop")
+    },
+    **{
+        f"generator.{section}.{name}": SAMPLING_OPTIONS
+        for section in ("sampling_params", "eval_sampling_params")
+        for name in ("min_p", "repetition_penalty", "additional_kwargs")
     },
     "generator.eval_n_samples_per_prompt": ROLLOUTS,
 }

@@ -27,9 +27,12 @@ Values are checked when they are set, and rules about several fields when the co
 known, not installed or not served here is refused by `skyrl.train.strategy.validate.validate`. `trainer.strategy`
 decides what computes:
 
-- `jax` is served. The last column says what becomes of a field with it.
-- `fsdp2` (the default), `fsdp` and `megatron` are not served yet, because there is no torch backend.
+- `jax` and `fsdp2` (or `fsdp`) are served. The last columns say what becomes of a field with each.
+- `megatron` is not served yet.
 """
+
+STRATEGIES = tuple(name for name, strategy in SERVED.items() if name == strategy.name)
+"""Strategies that have a column; others are names of the same."""
 
 STATUSES = {
     Status.CONSUMED: "read by the module that is named",
@@ -38,9 +41,25 @@ STATUSES = {
 }
 
 
+COLUMNS = ["field", "type", "default", "meaning", *(f"with {name}" for name in STRATEGIES)]
+READ = """\
+## Fields that are read
+
+By one strategy at least, by sections. The path of a section is in front of the names of its fields."""
+REFUSED = """\
+## Fields that are refused
+
+By every strategy. They are there so that a configuration which was written for another trainer is answered with a
+reason and a way out; their defaults are taken."""
+
+
 def render_page() -> str:
-    """The page, as Markdown."""
-    return "\n".join([INTRODUCTION, *(line for name in SERVED for line in _counts(name)), *_sections()])
+    """The page, as Markdown: counts, what some strategy reads, and what none does."""
+    fields = list(describe_fields(SkyRLTrainConfig()))
+    read = [field for field in fields if any(support.status is not Status.REFUSED for support in _supports(field))]
+    refused = [_row(field.path, field) for field in fields if field not in read]
+    counts = [line for name in STRATEGIES for line in _counts(name)]
+    return "\n".join([INTRODUCTION, *counts, READ, "", *_sections(read), REFUSED, "", *_HEAD, *refused])
 
 
 def _counts(strategy: str) -> Iterator[str]:
@@ -57,19 +76,28 @@ def _counts(strategy: str) -> Iterator[str]:
     yield ""
 
 
-def _sections() -> Iterator[str]:
+_HEAD = [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
+
+
+def _sections(fields: list[FieldHelp]) -> Iterator[str]:
+    """A table for each section."""
     sections: dict[str, list[FieldHelp]] = {}
-    for field in describe_fields(SkyRLTrainConfig()):
+    for field in fields:
         sections.setdefault(field.path.rpartition(".")[0], []).append(field)
-    columns = ["field", "type", "default", "meaning", *(f"with {name}" for name in SERVED)]
-    for section, fields in sections.items():
-        yield f"## {section}\n\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}"
-        for field in fields:
-            name, default = field.path.rpartition(".")[2], field.default or '""'
-            cells = [f"`{name}`", f"`{field.type}`", f"`{default}`", field.meaning]
-            cells += [_said(find(strategy.support, field.path)[1]) for strategy in SERVED.values()]
-            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-        yield ""
+    for section, own in sections.items():
+        yield "\n".join([f"### {section}", "", *_HEAD, *(_row(one.path.rpartition(".")[2], one) for one in own), ""])
+
+
+def _row(name: str, field: FieldHelp) -> str:
+    default = field.default or '""'
+    cells = [f"`{name}`", f"`{field.type}`", f"`{default}`", field.meaning]
+    cells += map(_said, _supports(field))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _supports(field: FieldHelp) -> list[Support]:
+    """Support with each strategy."""
+    return [find(SERVED[name].support, field.path)[1] for name in STRATEGIES]
 
 
 def _said(support: Support) -> str:

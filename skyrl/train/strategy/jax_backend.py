@@ -5,12 +5,20 @@ Options under `trainer.jax` are laid over those that follow from other fields. D
 asked for, and importing this module loads neither jax nor torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
+from skyrl.backends.registry import find_backend
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
 from skyrl.train.strategy.jax_fields import JAX_SUPPORT
-from skyrl.train.strategy.strategy import Strategy
+from skyrl.train.strategy.strategy import (
+    Strategy,
+    base_dtype,
+    config_overrides,
+    sampler_options,
+    shared_problems,
+)
 
 CHECKPOINTING, MICRO_TRAIN = "gradient_checkpointing", "micro_train_batch_size_per_gpu"
 
@@ -21,17 +29,31 @@ class JaxStrategy(Strategy):
     name = backend = "jax"
     support = JAX_SUPPORT
 
+    @property
+    def architectures(self) -> Collection[str]:
+        from skyrl.tx.families import architectures
+
+        return architectures()
+
     def rl_options(self, config: SkyRLTrainConfig) -> dict[str, Any]:
-        trainer, generator = config.trainer, config.generator
+        trainer, critic, generator = config.trainer, config.trainer.critic, config.generator
         eval_sampling_params = generator.eval_sampling_params
         assert generator.max_input_length is not None and eval_sampling_params is not None  # derived by `resolve`
         response = max(generator.sampling_params.max_generate_length, eval_sampling_params.max_generate_length)
         options: dict[str, Any] = {
-            "dtype": "auto" if trainer.bf16 else "float32",
+            "dtype": base_dtype(config),
             "gradient_checkpointing": trainer.gradient_checkpointing if trainer.is_given(CHECKPOINTING) else "auto",
             "max_context_length": generator.max_input_length + response,
             "value_head": trainer.algorithm.value_head_prefix,
+            "gpu_memory_utilization": generator.inference_engine.gpu_memory_utilization,
+            **sampler_options(config),
         }
+        if not (trainer.policy.optimizer_config.offload_after_step and critic.optimizer_config.offload_after_step):
+            options["offload_after_step"] = False
+        if not trainer.use_sample_packing:
+            options["train_micro_batch_size"] = options["forward_micro_batch_size"] = 1
+        if overrides := config_overrides(config):
+            options["config_overrides"] = overrides
         if rank := max(trainer.policy.model.lora.rank, trainer.critic.model.lora.rank):
             options["max_lora_rank"] = rank
         if trainer.is_given(MICRO_TRAIN):
@@ -46,20 +68,29 @@ class JaxStrategy(Strategy):
         options: dict[str, Any] = {"max_context_length": config.max_length or 0, "warm_up": False}
         if config.model.lora.rank:
             options["max_lora_rank"] = config.model.lora.rank
+        if not config.optimizer_config.offload_after_step:
+            options["offload_after_step"] = False
         return options | config.jax
 
     def problems(self, config: SkyRLTrainConfig) -> Iterator[str]:
-        policy, critic, ref = (getattr(config.trainer, name).model.path for name in ("policy", "critic", "ref"))
+        yield from shared_problems(config)
+        compiled = {
+            "trainer.policy.use_torch_compile=True": config.trainer.policy.use_torch_compile,
+            "generator.inference_engine.enforce_eager=False": not config.generator.inference_engine.enforce_eager,
+        }
+        for field in compiled if config.trainer.jax.get("enforce_eager") else ():
+            if compiled[field]:
+                yield f"{field} and trainer.jax.enforce_eager=True: nothing is compiled then; leave one of them out"
+        policy, critic = (getattr(config.trainer, name).model.path for name in ("policy", "critic"))
         if critic not in (None, policy):
             yield (
                 f"trainer.critic.model.path={critic} is not trainer.policy.model.path={policy}: with strategy=jax both "
                 "share one base model; set it to the policy's"
             )
-        if ref != policy:
-            yield (
-                f"trainer.ref.model.path={ref} is not trainer.policy.model.path={policy}: with strategy=jax the "
-                "reference is the base model that the policy started from; leave it out"
-            )
+
+    def record_memory(self, path: Path) -> None:
+        backend: Any = find_backend(self.backend)
+        backend.record_memory(path)
 
     def where_available(self, config: SkyRLTrainConfig) -> str:
         trainer, engine = config.trainer, config.generator.inference_engine
@@ -70,6 +101,11 @@ class JaxStrategy(Strategy):
             said.append(f"trainer.{CHECKPOINTING}: as little is computed again as memory allows")
         if not trainer.is_given(MICRO_TRAIN):
             said.append(f"trainer.{MICRO_TRAIN}: as many sequences as fill a tile")
+        if not engine.is_given("model_dtype"):
+            said.append("generator.inference_engine.model_dtype: that of the weights that are trained")
+        said.append("generator.inference_engine.enforce_eager: programs are compiled, unless trainer.jax.enforce_eager")
+        said.append("trainer.policy.use_torch_compile: programs are compiled by XLA, the entropy's too")
+        said.append("trainer.placement.colocate_policy_ref: all models share the device")
         if not engine.is_given("max_num_seqs"):
             said.append("generator.inference_engine.max_num_seqs: as many sequences at once as the backend chooses")
         chosen = "" if trainer.is_given("strategy") else " (it was left out)"

@@ -4,8 +4,10 @@ from skyrl.errors import ConfigError
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
 from skyrl.train.strategy.jax_backend import JaxStrategy
 from skyrl.train.strategy.strategy import Strategy
+from skyrl.train.strategy.torch_backend import TorchStrategy
 
-SERVED: dict[str, Strategy] = {"jax": JaxStrategy()}
+_TORCH = TorchStrategy()
+SERVED: dict[str, Strategy] = {"jax": JaxStrategy(), "fsdp2": _TORCH, "fsdp": _TORCH}
 
 
 def find_strategy(config: SkyRLTrainConfig | SFTConfig) -> Strategy:
@@ -21,6 +23,6 @@ def check_strategy(config: SkyRLTrainConfig | SFTConfig) -> None:
     )
     if owner.is_given("strategy") and owner.strategy not in SERVED:
         raise ConfigError(
-            f"{field}={owner.strategy} is not served yet: there is no torch backend; set {field}=jax, or leave it out, "
-            "to train and sample with JAX on CPU, GPU and TPU"
+            f"{field}={owner.strategy} is not served yet; set {field}=jax, or leave it out, to train and sample with "
+            f"JAX on CPU, GPU and TPU, or {field}=fsdp2, with torch"
         )

@@ -5,23 +5,33 @@ To add one, subclass `Strategy` in a module of its own with a table of fields be
 """
 
 import logging
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from skyrl.backends.common.sampling.model_runner import CHUNKS
+from skyrl.backends.executor.sampling_options import check_values
 from skyrl.backends.registry import find_backend, options_of
 from skyrl.errors import ConfigError, RequestError
 from skyrl.train.config import SFTConfig, SkyRLLoraConfig, SkyRLTrainConfig
 from skyrl.train.config.machinery.fields import did_you_mean
 from skyrl.train.policies import BackendModels
+from skyrl.train.policies.sampling_options import options_of as sampling_options_of
 from skyrl.train.strategy.support import Support
-from skyrl.types import LoraConfig
+from skyrl.types import AdapterConfig, LoraConfig
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=BaseModel)
+
+DTYPES = ("auto", "float32", "bfloat16")
+"""Types of base weights. auto: that of the checkpoint, on an accelerator."""
+OF_POLICY = ("engines", "config_overrides")
+"""Options of a backend that a reference with base weights of its own does not have."""
 
 
 class Strategy(ABC):
@@ -33,6 +43,11 @@ class Strategy(ABC):
     """By which the registry of backends knows the backend."""
     support: Mapping[str, Support]
     """Support of each field of `SkyRLTrainConfig`."""
+
+    @property
+    def architectures(self) -> Collection[str] | None:
+        """Architectures of base models that are implemented. None: those of transformers."""
+        return None
 
     @abstractmethod
     def rl_options(self, config: SkyRLTrainConfig) -> dict[str, Any]:
@@ -49,6 +64,14 @@ class Strategy(ABC):
     @abstractmethod
     def where_available(self, config: SkyRLTrainConfig) -> str:
         """Outcome of defaults that ask for what is not everywhere, in one line."""
+
+    def record_memory(self, path: Path) -> None:
+        """Write what is in the memory of the device to a file. Where `trainer.policy.record_memory` is served."""
+        raise NotImplementedError(self.name)
+
+    def longest_context(self, config: SkyRLTrainConfig) -> int | None:
+        """Tokens of the longest sequence that the configuration lets the base model have. None: what the model says."""
+        return config_overrides(config).get("max_position_embeddings")
 
     def rl_backend_config(self, config: SkyRLTrainConfig) -> BaseModel:
         """The backend's configuration for a resolved one.
@@ -69,12 +92,41 @@ class Strategy(ABC):
         log.info("%s", self.where_available(config))
         return self._loader(config.trainer.policy.model.path, self.rl_backend_config(config), f"trainer.{self.name}")
 
+    def reference_loader(self, config: SkyRLTrainConfig, longest: int) -> Callable[[], BackendModels]:
+        """Loader of a reference with base weights of its own: another backend, which samples nothing.
+
+        Args:
+            config: A resolved configuration.
+            longest: Tokens of the longest sequence that it scores.
+
+        Raises ConfigError where its workers have no place beside the policy's.
+        """
+        options = {name: value for name, value in self.rl_options(config).items() if name not in OF_POLICY}
+        overrides = config.trainer.ref.model_config_kwargs
+        options |= {"max_lora_rank": 1, "kv_cache_gib": 2**-10, "max_context_length": longest}
+        options |= {"config_overrides": overrides} if overrides else {}
+        if options.get("workers") == "ray":
+            raise ConfigError(
+                f"trainer.ref.model.path={config.trainer.ref.model.path} and workers of a Ray cluster: a reference "
+                "that is another model has no placement beside the policy's there; use one node without RAY_ADDRESS, "
+                f"or trainer.{self.name}.workers=processes"
+            )
+        options |= {"warm_up": False} if "warm_up" in options_of(find_backend(self.backend)).model_fields else {}
+        section = f"trainer.{self.name}"
+        return self._loader(config.trainer.ref.model.path, self._config(options, section), section)
+
     def sft_loader(self, config: SFTConfig) -> Callable[[], BackendModels]:
         """The same for supervised fine-tuning."""
         return self._loader(config.model.path, self.sft_backend_config(config), self.name)
 
     def _config(self, options: dict[str, Any], section: str) -> BaseModel:
-        return built(options_of(find_backend(self.backend)), options, section)
+        config = built(options_of(find_backend(self.backend)), options, section)
+        if getattr(config, "gradient_reduction", "sum") != "sum":
+            raise ConfigError(
+                f"{section}.gradient_reduction=mean: trainers weight the losses of sequences themselves, so their "
+                "gradients are sums; leave it out (trainer.algorithm.loss_reduction chooses the weights of RL)"
+            )
+        return config
 
     def _loader(self, base_model: str | None, options: BaseModel, section: str) -> Callable[[], BackendModels]:
         assert base_model is not None  # or the configuration would not have resolved
@@ -87,6 +139,109 @@ class Strategy(ABC):
                 raise ConfigError(f"{error} (options of the backend are set as {section}.<option>)") from error
 
         return load
+
+
+def config_overrides(config: SkyRLTrainConfig) -> dict[str, Any]:
+    """Values in the place of those in the policy's config.json."""
+    trainer = config.trainer
+    rope = {"rope_scaling": trainer.rope_scaling, "rope_theta": trainer.rope_theta}
+    given = {name: value for name, value in rope.items() if value is not None}
+    return {**given, **trainer.policy.model_config_kwargs}
+
+
+def base_dtype(config: SkyRLTrainConfig) -> str:
+    """Type of the base weights, by which the policy is trained and sampled: `dtype` of a backend."""
+    engine = config.generator.inference_engine
+    if engine.is_given("model_dtype"):
+        return engine.model_dtype
+    return "auto" if config.trainer.bf16 else "float32"
+
+
+def sampler_options(config: SkyRLTrainConfig) -> dict[str, Any]:
+    """Options of a backend that samples itself, from those of inference engines."""
+    engine = config.generator.inference_engine
+    return {
+        "prefix_caching": engine.enable_prefix_caching,
+        "chunked_prefill": engine.enable_chunked_prefill,
+        "sample_max_num_batched_tokens": engine.max_num_batched_tokens,
+    }
+
+
+def shared_problems(config: SkyRLTrainConfig) -> Iterator[str]:
+    """Messages for what no backend of this process does, which trains and samples with the same weights."""
+    yield from _rope_problems(config)
+    yield from _dtype_problems(config)
+    yield from _call_problems(config)
+    yield from _sampling_problems(config)
+    trainer = config.trainer
+    for name in ("micro_train_batch_size_per_gpu", "micro_forward_batch_size_per_gpu"):
+        if not trainer.use_sample_packing and (rows := getattr(trainer, name)) > 1:
+            yield (
+                f"trainer.use_sample_packing=False and trainer.{name}={rows}: sequences that are not packed are "
+                f"computed one by one; set {name}=1, or use_sample_packing=True"
+            )
+    policy = trainer.policy.model_config_kwargs
+    others = {"critic": trainer.critic.model_config_kwargs}
+    if not trainer.has_teacher:
+        others["ref"] = trainer.ref.model_config_kwargs
+    for name, other in others.items():
+        if other and other != policy:
+            yield (
+                f"trainer.{name}.model_config_kwargs={other} is not trainer.policy.model_config_kwargs={policy}: all "
+                "models share the policy's base weights; set it to the policy's, or leave it out"
+            )
+
+
+def _dtype_problems(config: SkyRLTrainConfig) -> Iterator[str]:
+    trainer, engine = config.trainer, config.generator.inference_engine
+    field = f"generator.inference_engine.model_dtype={engine.model_dtype}"
+    if engine.model_dtype not in DTYPES:
+        yield f"{field}: weights are in one of {', '.join(DTYPES)}; set it to one"
+        return
+    if engine.is_given("model_dtype") and trainer.is_given("bf16"):
+        ours = "bfloat16" if trainer.bf16 else "float32"
+        if engine.model_dtype not in ("auto", ours):
+            yield (
+                f"{field} and trainer.bf16={trainer.bf16}: the policy samples with the trained weights; set it "
+                f"to {ours}, or leave one of them out"
+            )
+
+
+def _call_problems(config: SkyRLTrainConfig) -> Iterator[str]:
+    engine = config.generator.inference_engine
+    field = f"generator.inference_engine.max_num_batched_tokens={engine.max_num_batched_tokens}"
+    if engine.max_num_batched_tokens < CHUNKS[0]:
+        yield f"{field}: prompts are read {CHUNKS[0]} tokens at once, or more; set it to {CHUNKS[0]} at least"
+    elif engine.is_given("max_num_seqs") and engine.max_num_seqs > engine.max_num_batched_tokens:
+        yield (
+            f"{field} is below generator.inference_engine.max_num_seqs={engine.max_num_seqs}, and each sequence has a "
+            "token in a call; raise it, or lower max_num_seqs"
+        )
+
+
+def _sampling_problems(config: SkyRLTrainConfig) -> Iterator[str]:
+    generator = config.generator
+    for section in ("sampling_params", "eval_sampling_params"):
+        params = getattr(generator, section) or generator.sampling_params
+        most = params.max_generate_length or generator.sampling_params.max_generate_length
+        try:
+            check_values(sampling_options_of(params), most)
+        except (ConfigError, RequestError) as error:
+            yield f"generator.{section}: {error}"
+
+
+def _rope_problems(config: SkyRLTrainConfig) -> Iterator[str]:
+    """Messages for rollouts with other positions than training."""
+    trainer, generator = config.trainer, config.generator
+    for name, ours, theirs in (
+        ("rope_scaling", trainer.rope_scaling, generator.rope_scaling),
+        ("rope_theta", trainer.rope_theta, generator.rope_theta),
+    ):
+        if ours != theirs:
+            yield (
+                f"generator.{name}={theirs} is not trainer.{name}={ours}: the policy samples with the weights that "
+                f"are trained; set trainer.{name} alone"
+            )
 
 
 def policy_adapter(config: SkyRLTrainConfig) -> LoraConfig:
@@ -111,7 +266,26 @@ def sft_adapter(config: SFTConfig) -> LoraConfig:
 
 def _adapter(lora: SkyRLLoraConfig, seed: int, section: str) -> LoraConfig:
     options = {"rank": lora.rank, "alpha": lora.alpha, "seed": seed, "train_unembed": lora.rank == 0}
-    return built(LoraConfig, options, section)
+    named = {
+        "target_modules": lora.target_modules,
+        "exclude_modules": lora.exclude_modules,
+        "init_method": lora.init_method,
+        "dropout": lora.dropout,
+    }
+    more = {name: value for name, value in named.items() if value != getattr(SkyRLLoraConfig(), name)}
+    if more and not lora.rank:
+        raise ConfigError(
+            f"{section}.{min(more)}={more[min(more)]} and {section}.rank=0: there is no adapter; set a rank"
+        )
+    chosen = {name: _expression(value) for name, value in more.items()}
+    return built(AdapterConfig if more else LoraConfig, options | chosen, section)
+
+
+def _expression(value: str | list[str] | None) -> str | None:
+    """Regular expression of whole names, given names or ends of names, which PEFT reads so."""
+    if not isinstance(value, list):
+        return value
+    return rf"(?:.*\.)?(?:{'|'.join(map(re.escape, value))})"
 
 
 def built(cls: type[T], options: dict[str, Any], where: str) -> T:

@@ -1,4 +1,4 @@
-"""Whether a configuration can be run here: its names are known, its strategy is served, its trackers are there.
+"""Check that a configuration can be run here: its names are known, its strategy is served, its trackers are there.
 
 A configuration checks its own values and rules when it is resolved. What is registered, installed and served is known
 above it only. A trainer calls `validate(config)` after `resolve()`.
@@ -24,7 +24,7 @@ from skyrl.train.lr_schedules import POLYNOMIAL_END, SCHEDULES
 from skyrl.train.strategy.registry import find_strategy
 from skyrl.train.strategy.support import unsupported, unsupported_in_sft
 from skyrl.train.tracking.availability import warn_of_trackers
-from skyrl.utils.atomic_folders import local_path
+from skyrl.utils.files.atomic_folders import local_path
 from skyrl.utils.registry import Registry
 
 

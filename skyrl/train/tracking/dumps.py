@@ -10,6 +10,7 @@ Each is wholly there or not at all, and replaced when a resumed run comes to the
 """
 
 import json
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -20,9 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.numpy import save
 
-from skyrl.utils.atomic_folders import local_path, replace_file, replacing_folder
+from skyrl.utils.files.atomic_folders import local_path, remove_folder, replace_file, replacing_folder
+
+logger = logging.getLogger(__name__)
 
 AGGREGATED = "aggregated_results"
+KINDS = ("dumped_evals", "dumped_rollouts", "dumped_data")
+"""Folders of dumps that each belong to a step."""
+_STEP = re.compile(r"global_step_(\d+)(_|\.|$)")
 UNKNOWN_SOURCE = "unknown"
 """In the place of `data_source` where a row has none."""
 
@@ -88,6 +94,26 @@ def dump_data_batch(
     whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     replace_file(path, save(whole, {"json": _line(dict(metadata)).decode().strip()}))
     return path
+
+
+def remove_old_dumps(export_path: str | Path, step: int, max_to_keep: int) -> None:
+    """Remove dumps of steps up to `step`, the newest, but for as many as are kept, of each kind.
+
+    What cannot be removed stays, with a message in the log.
+    """
+    for kind in KINDS:
+        folder = local_path(export_path).expanduser() / kind
+        dumps = [(int(found[1]), path) for path in _within(folder) if (found := _STEP.match(path.name))]
+        steps = sorted({of for of, _ in dumps if of <= step})[:-max_to_keep]
+        for path in (path for of, path in dumps if of in steps):
+            try:
+                remove_folder(path) if path.is_dir() else path.unlink()
+            except OSError as error:
+                logger.warning("%s cannot be removed (%s); it stays", path, error.strerror or error)
+
+
+def _within(folder: Path) -> list[Path]:
+    return [*folder.iterdir()] if folder.is_dir() else []
 
 
 def _source_name(data_source: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl.utils.atomic_folders import replace_file
+from skyrl.utils.files.atomic_folders import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -14,11 +14,26 @@ logger = logging.getLogger(__name__)
 def plot_metrics(
     rows: Sequence[Mapping[str, Any]], names: Iterable[str], path: str | Path, *, title: str = "", label: str = ""
 ) -> bool:
-    """Draw metrics over the steps, as a PNG.
+    """Draw metrics over the steps, as a PNG: `plot_lines` of a line for each.
 
     Args:
         rows: "step" and metrics, as `tracking.read_metrics` returns them. A row need not have all metrics.
-        names: The metrics, a line each.
+        names: The metrics.
+        path: The file.
+        title: Stands above the picture.
+        label: Stands beside the vertical axis.
+    """
+    lines = {name: [(row["step"], row[name]) for row in rows if row.get(name) is not None] for name in names}
+    return plot_lines(lines, path, title=title, label=label)
+
+
+def plot_lines(
+    lines: Mapping[str, Sequence[tuple[int, float]]], path: str | Path, *, title: str = "", label: str = ""
+) -> bool:
+    """Draw values over the steps, as a PNG.
+
+    Args:
+        lines: Points (step, value) of each line, by what it is called.
         path: The file.
         title: Stands above the picture.
         label: Stands beside the vertical axis.
@@ -34,8 +49,7 @@ def plot_metrics(
         return False
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    for name in names:
-        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    for name, points in lines.items():
         axes.plot([step for step, _ in points], [value for _, value in points], marker=".", label=name)
     axes.set(title=title, xlabel="global step", ylabel=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: its `metrics.jsonl`, its trackers and the bar of its steps."""
+"""Reports of a run's metrics: its `metrics.jsonl`, its trackers and the bar of its steps."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl.errors import StorageError
-from skyrl.utils.atomic_folders import replace_file
+from skyrl.utils.files.atomic_folders import replace_file
 
 logger = logging.getLogger(__name__)
 

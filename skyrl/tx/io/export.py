@@ -1,26 +1,26 @@
 """A whole model in Hugging Face format, with what was trained merged into it: weights, configuration, tokenizer."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flax import nnx
 
-from skyrl.tx.io.tensor_file import Tensor, on_host, tensor_file
+from skyrl.tx.design.parameters import Param, Place, parameters
+from skyrl.tx.families import design_of, text_config
+from skyrl.tx.io.host_arrays import on_host, tensor_of
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.lora import lora_targets, pair_at
-from skyrl.tx.models.types import MODELS
-from skyrl.utils.atomic_folders import Content
+from skyrl.utils.files.atomic_folders import Content
+from skyrl.utils.files.hf_files import CONFIG, WEIGHTS, files_beside
+from skyrl.utils.files.tensor_file import Tensor, tensor_file
 
 if TYPE_CHECKING:
     from skyrl.tx.models.configs import ModelConfig
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
 EMBEDDING, PROJECTION = "model.embed_tokens.weight", "lm_head.weight"
-BESIDE = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
-"""Files that are taken over as they are."""
 
 
 def model_files(
@@ -38,10 +38,10 @@ def model_files(
         adapter: What was trained.
         value_head: Name of a critic's tensor, `<value_head>.weight` `[1, hidden]`.
     """
-    own, kind = adapter.own_base, MODELS[model_config.architecture]
-    tensors = named_tensors(kind.weight_names, base if own is None else own)
-    types = {name: tensor.dtype for name, tensor in named_tensors(kind.weight_names, base).items()}
-    config = json.loads((folder / CONFIG).read_text())
+    own, table = adapter.own_base, parameters(design_of(model_config))
+    tensors = named_tensors(table, base if own is None else own)
+    types = {name: tensor.dtype for name, tensor in named_tensors(table, base).items()}
+    config = text_config(json.loads((folder / CONFIG).read_text()))
     if own is None:
         _merge(tensors, adapter, model_config)
     if PROJECTION in tensors and model_config.tie_word_embeddings:
@@ -51,39 +51,37 @@ def model_files(
         if key in config:
             config[key] = str(types[EMBEDDING])
     if adapter.value_head is not None:
-        weights[f"{value_head}.weight"] = Tensor.of(np.asarray(adapter.value_head)[None])
-    beside = {path.name: path.read_bytes() for pattern in BESIDE for path in sorted(folder.glob(pattern))}
-    return {**beside, CONFIG: json.dumps(config, indent=2).encode(), WEIGHTS: tensor_file(weights, {"format": "pt"})}
+        weights[f"{value_head}.weight"] = tensor_of(np.asarray(adapter.value_head)[None])
+    return {
+        **files_beside(folder),
+        CONFIG: json.dumps(config, indent=2).encode(),
+        WEIGHTS: tensor_file(weights, {"format": "pt"}),
+    }
 
 
-def named_tensors(names: Mapping[tuple[Any, ...], str], state: Any) -> dict[str, Tensor]:
-    """Parameters by their Hugging Face names, in Hugging Face's layout, each of stacked layers by itself.
+def named_tensors(table: Iterable[Param], state: Any) -> dict[str, Tensor]:
+    """Parameters by their Hugging Face names, in Hugging Face's layout, each layer's and expert's by itself.
 
     Args:
-        names: Hugging Face's name of each path without the layer's number, for which it has `{layer}`, as
-            `ModelForCausalLM.weight_names` has them.
-        state: Parameters of a split NNX model, or other arrays in their structure.
+        table: Of the model.
+        state: Parameters of its split, or other arrays in their structure.
     """
+    params: dict[tuple[Any, ...], Param] = {param.path: param for param in table}
     tensors: dict[str, Tensor] = {}
     for path, variable in nnx.to_flat_state(state):
         layer = next((part for part in path if isinstance(part, int)), None)
-        template = names[tuple(part for part in path if not isinstance(part, int))]
-        array, transposed = variable[...], path[-1] == "kernel"
-        if "{layer}" not in template or layer is not None:
-            tensors[template.format(layer=layer)] = _tensor(array, None, transposed)
-        else:
-            layers = range(array.shape[0])
-            tensors |= {template.format(layer=number): _tensor(array, number, transposed) for number in layers}
+        param = params[tuple(part for part in path if not isinstance(part, int))]
+        array = variable[...]
+        tensors |= {name: _tensor(array, place, param) for place, name in param.stack.names(param.name, layer)}
     return tensors
 
 
-def _tensor(array: Any, number: int | None, transposed: bool) -> Tensor:
-    """An array, or the one of a layer, perhaps with its last two axes swapped."""
-    shape = array.shape if number is None else array.shape[1:]
-    if not transposed:
-        return Tensor(shape, np.dtype(array.dtype), lambda: on_host(array, number))
-    swapped = (*shape[:-2], shape[-1], shape[-2])
-    return Tensor(swapped, np.dtype(array.dtype), lambda: np.swapaxes(on_host(array, number), -1, -2))
+def _tensor(array: Any, place: Place, param: Param) -> Tensor:
+    """What is at a place of an array, as it is stored."""
+    shape, dtype = param.stored_shape, np.dtype(array.dtype)
+    if param.transposed:
+        return Tensor(shape, dtype, lambda: np.swapaxes(on_host(array, place), -1, -2))
+    return Tensor(shape, dtype, lambda: on_host(array, place))
 
 
 def _merge(tensors: dict[str, Tensor], adapter: Adapter, model_config: "ModelConfig") -> None:
@@ -94,11 +92,10 @@ def _merge(tensors: dict[str, Tensor], adapter: Adapter, model_config: "ModelCon
         a, b = (np.asarray(pair[name]) for name in ("lora_A", "lora_B"))
         if not b.any():
             continue
-        for layer in [None] if target.layers is None else range(target.layers):
-            name = f"{target.module.format(layer=layer)}.weight"
-            at_layer = ... if layer is None else layer
+        for place, module in target.modules:
+            name = f"{module}.weight"
             before = tensors[EMBEDDING if name == PROJECTION and name not in tensors else name]
-            tensors[name] = _merged(before, a[at_layer], b[at_layer], scaling)
+            tensors[name] = _merged(before, a[place], b[place], scaling)
 
 
 def _merged(before: Tensor, a: np.ndarray, b: np.ndarray, scaling: float) -> Tensor:

@@ -4,130 +4,94 @@ Tensors are float32 under PEFT's names, `lora_A` as `[rank, in]` and `lora_B` as
 modules that the configuration trains.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from skyrl.errors import RequestError
+from skyrl.tx.design.parameters import LoraTarget
 from skyrl.tx.layers.adapter import Adapter
-from skyrl.tx.lora import adapter_of, is_trained, lora_targets, pair_at, zero_pair
-from skyrl.tx.models.types import LoraTarget
+from skyrl.tx.lora import adapted, adapter_of, lora_targets, pair_at, zero_pair
 from skyrl.types import LoraConfig
+from skyrl.utils.adapters.fitting import Features, fitted_adapter
+from skyrl.utils.adapters.naming import PREFIX
+from skyrl.utils.files.hf_files import peft_config
 
 if TYPE_CHECKING:
     from skyrl.tx.models.configs import ModelConfig
-
-ALTERING = (
-    "alora_invocation_tokens",
-    "alpha_pattern",
-    "arrow_config",
-    "bias",
-    "fan_in_fan_out",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_dora",
-    "use_qalora",
-    "use_rslora",
-)
-"""Options of PEFT that change what an adapter computes. We implement none of them."""
-
-OFF = (None, False, {}, [], "none")
-"""Values that turn such an option off."""
 
 
 def adapter_to_peft(
     adapter: Adapter, lora_config: LoraConfig, model_config: "ModelConfig"
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The tensors and the adapter_config of an adapter, which names where the base weights were loaded from."""
-    tensors, modules = {}, []
-    for target in lora_targets(model_config):
-        if not is_trained(target, lora_config):
+    """The tensors and the adapter_config of an adapter, which names where the base weights were loaded from.
+
+    Its modules are named without their paths, if all of these names are adapted. PEFT takes names that experts have for
+    the fused experts' alone, so those of shared experts and of dense layers are named as parameters.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    whole: list[str] = []
+    names: list[str] = []
+    partly = set()
+    targets = lora_targets(model_config)
+    of_experts = {target.path[-1] for target in targets if target.stack.experts}
+    beside: dict[str, str] = {}
+    for target in targets:
+        modules = adapted(target, lora_config)
+        if len(modules) < len(list(target.modules)):
+            partly.add(target.path[-1])
+        if not modules:
             continue
-        modules.append(target.path[-1])
+        if target.path[-1] in of_experts and not target.stack.experts:
+            beside |= {module: ".".join(target.path[-2:]) for _, module in modules}
+        else:
+            names.append(target.path[-1])
+            whole += [module for _, module in modules]
         pair = pair_at(adapter, target.path)
         a = np.asarray(pair["lora_A"])[..., : lora_config.rank]
         b = np.asarray(pair["lora_B"])[..., : lora_config.rank, :]
-        for layer in _layers(target):
-            at_layer = ... if layer is None else layer
-            tensors[_name(target, layer, "lora_A")] = np.ascontiguousarray(a[at_layer].T)
-            tensors[_name(target, layer, "lora_B")] = np.ascontiguousarray(b[at_layer].T)
-    config = {
-        "base_model_name_or_path": model_config.name_or_path,
-        "inference_mode": True,
-        "lora_alpha": lora_config.alpha,
-        "lora_dropout": 0.0,
-        "peft_type": "LORA",
-        "r": lora_config.rank,
-        "target_modules": modules,
-        "task_type": "CAUSAL_LM",
-        "bias": "none",
-    }
-    return tensors, config
+        for place, module in modules:
+            tensors[_name(module, "lora_A")] = np.ascontiguousarray(a[place].T)
+            tensors[_name(module, "lora_B")] = np.ascontiguousarray(b[place].T)
+    by_path = bool(partly & {*names, *(name.rpartition(".")[2] for name in beside.values())})
+    modules = whole if by_path else list(dict.fromkeys(names))
+    parameters = [f"{name}.weight" for name in dict.fromkeys(beside if by_path else beside.values())]
+    return tensors, peft_config(model_config.name_or_path, lora_config, modules, parameters)
 
 
 def adapter_from_peft(
     tensors: Mapping[str, np.ndarray], adapter_config: Mapping[str, Any], model_config: "ModelConfig", rank: int
 ) -> tuple[Adapter, LoraConfig]:
-    """The inverse of `adapter_to_peft`, for any adapter that PEFT saved, padded to `rank`.
+    """The inverse of `adapter_to_peft`, for any adapter that `skyrl.utils.adapters` reads, padded to `rank`.
 
     A group of modules counts as trained where any tensor of it is there; modules and layers without tensors are zero.
     Raises RequestError for options that are not implemented and tensors that do not fit the base model.
     """
-    for option in ALTERING:
-        if adapter_config.get(option) not in OFF:
-            raise RequestError(
-                f"adapter_config.json: {option}={adapter_config[option]!r} is not implemented; train without {option}"
-            )
-    true_rank, alpha = adapter_config["r"], adapter_config["lora_alpha"]
+    targets = lora_targets(model_config)
+    fitted, true_rank, alpha = fitted_adapter(tensors, adapter_config, adaptable(targets))
     if true_rank > rank:
         raise RequestError(f"adapter_config.json: r={true_rank} is above the largest rank {rank}; raise max_lora_rank")
-    left = dict(tensors)
     pairs, groups = [], set()
-    for target in lora_targets(model_config):
+    for target in targets:
         pair = zero_pair(target, rank)
-        for layer in _layers(target):
-            at_layer = ... if layer is None else layer
-            a = left.pop(_name(target, layer, "lora_A"), None)
-            b = left.pop(_name(target, layer, "lora_B"), None)
-            if a is None and b is None:
-                continue
-            wanted = (true_rank, target.in_features), (target.out_features, true_rank)
-            if a is None or b is None or (a.shape, b.shape) != wanted:
-                shapes = [None if matrix is None else list(matrix.shape) for matrix in (a, b)]
-                raise RequestError(
-                    f"adapter: lora_A and lora_B of {_module(target, layer)} have shapes {shapes}; this base model "
-                    f"and r={true_rank} ask for {[list(shape) for shape in wanted]}"
-                )
-            pair["lora_A"][at_layer][:, :true_rank] = a.T
-            pair["lora_B"][at_layer][:true_rank] = b.T
-            groups.add(target.group)
+        for place, module in target.modules:
+            if module in fitted:
+                pair["lora_A"][place][:, :true_rank] = fitted[module].a.T
+                pair["lora_B"][place][:true_rank] = fitted[module].b.T
+                groups.add(target.group)
         pairs.append((target, pair))
-        # PEFT stores the adapted vocabulary projection of the base model too, in case it was resized.
-        left.pop(f"base_model.model.{target.module}.base_layer.weight", None)
-    if left:
-        raise RequestError(f"adapter: {len(left)} tensors have no place in this base model, such as {min(left)}")
-    lora_config = LoraConfig(
-        rank=true_rank,
-        alpha=alpha,
-        train_attn="attn" in groups,
-        train_mlp="mlp" in groups,
-        train_unembed="unembed" in groups,
-    )
-    return adapter_of(pairs, alpha / true_rank), lora_config
+    return adapter_of(pairs, alpha / true_rank), LoraConfig.of_groups(true_rank, alpha, groups)
 
 
-def _layers(target: LoraTarget) -> list[int | None]:
-    return [None] if target.layers is None else list(range(target.layers))
+def adaptable(targets: Iterable[LoraTarget]) -> dict[str, Features]:
+    """Modules that adapters may be on, by their names in Hugging Face's models."""
+    return {
+        module: Features(target.in_features, target.out_features, target.group)
+        for target in targets
+        for _, module in target.modules
+    }
 
 
-def _module(target: LoraTarget, layer: int | None) -> str:
-    return target.module.format(layer=layer)
-
-
-def _name(target: LoraTarget, layer: int | None, matrix: str) -> str:
-    return f"base_model.model.{_module(target, layer)}.{matrix}.weight"
+def _name(module: str, matrix: str) -> str:
+    return f"{PREFIX}{module}.{matrix}.weight"

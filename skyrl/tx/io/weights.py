@@ -1,11 +1,11 @@
 """Base weights from Hugging Face folders (and, from `skyrl.tx.io.peft`, adapters from and to PEFT's).
 
-Each architecture has a table of tensor names (`ModelForCausalLM.weight_names`); nothing here knows any of them.
+Each architecture has a table of its parameters (`skyrl.tx.design.parameters`); nothing here knows any of them.
 Tensors are read, cast and placed one at a time, so that host memory holds one stacked parameter besides the model.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,11 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from skyrl.errors import StorageError
+from skyrl.tx.design.parameters import Param, parameters
+from skyrl.tx.families import check_known, text_config
 from skyrl.tx.io.peft import adapter_from_peft, adapter_to_peft
-from skyrl.tx.models.types import MODELS, ModelForCausalLM
+from skyrl.tx.models.decoder import Decoder
+from skyrl.utils.files.hf_files import text_name
 
 __all__ = ["adapter_from_peft", "adapter_to_peft", "load_model"]
 
@@ -38,7 +41,8 @@ def abstract_model(
     gradient_checkpointing: bool | Literal["selective"] = False,
     mhc_expansion_rate: int = 1,
     unroll_layers: bool | None = None,
-) -> ModelForCausalLM:
+    max_context_length: int = 0,
+) -> Decoder:
     """The model that a folder's config.json describes, with shapes and types in the place of weights.
 
     `dtype` is that of the base weights, such as "bfloat16"; None is float32 on CPU and the checkpoint's elsewhere. The
@@ -51,9 +55,13 @@ def abstract_model(
     from skyrl.tx.models.configs import ModelConfig
 
     path = Path(path)
-    kind = MODELS[_architecture(path)]
+    check_known(_config(path), str(path / "config.json"))
+    whole = AutoConfig.from_pretrained(path, local_files_only=True)
+    text = whole.get_text_config()
+    if text is not whole:
+        text = text_config(whole.to_dict()) | {"_name_or_path": str(path)}
     config = ModelConfig(
-        AutoConfig.from_pretrained(path, local_files_only=True),
+        text,
         max_lora_adapters=max_lora_adapters,
         max_lora_rank=max_lora_rank,
         shard_attention_heads=shard_attention_heads,
@@ -61,12 +69,13 @@ def abstract_model(
         gradient_checkpointing=gradient_checkpointing,
         mhc_expansion_rate=mhc_expansion_rate,
         unroll_layers=unroll_layers,
+        max_context_length=max_context_length,
     )
     base_dtype = _base_dtype(dtype, config.dtype)  # pyright: ignore[reportArgumentType] (ModelConfig makes it a string)
-    return nnx.eval_shape(lambda: kind(config, dtype=base_dtype, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Decoder(config, dtype=base_dtype, rngs=nnx.Rngs(0)))
 
 
-def load_model(path: str | Path, **options: Any) -> ModelForCausalLM:
+def load_model(path: str | Path, **options: Any) -> Decoder:
     """The model in a folder with config.json and safetensors (one file, or several with an index).
 
     `options` are those of `abstract_model`, and so are errors; files that do not match raise StorageError.
@@ -81,69 +90,70 @@ def stored_tensor(path: str | Path, name: str) -> np.ndarray | None:
         return tensors.whole(name).astype(np.float32) if name in tensors.names else None
 
 
-def with_weights(model: ModelForCausalLM, path: str | Path, beside: Collection[str] = ()) -> ModelForCausalLM:
+def with_weights(model: Decoder, path: str | Path, beside: Collection[str] = ()) -> Decoder:
     """An `abstract_model` with the weights that the folder holds, which may hold tensors `beside` them.
 
     Raises StorageError for damaged or other files.
     """
-    path, kind, config = Path(path), type(model), model.config
+    path, table = Path(path), _table(model)
     graph, state = nnx.split(model)
     with ExitStack() as stack:
         tensors = _Tensors(path, stack)
         loaded = [
-            (path, variable.replace(_load(tensors, kind, path, variable)))
+            (path, variable.replace(_load(tensors, table, path, variable)))
             for path, variable in nnx.to_flat_state(state)
         ]
-        unused = tensors.names - tensors.taken - _tied_copies(config.tie_word_embeddings) - set(beside)
+        # Checkpoints of tied models may hold the projection although it repeats the embedding.
+        copies = {param.name for param in table.values() if not param.stored}
+        unused = {name for name in tensors.names if not name.startswith(model.design.unread)}
+        unused -= tensors.taken | copies | set(beside)
     if unused:
         raise StorageError(
-            f"{path}: {len(unused)} tensors have no place in {kind.__name__}, such as {min(unused)}; "
+            f"{path}: {len(unused)} tensors have no place in {model.config.architecture}, such as {min(unused)}; "
             "check that config.json belongs to these weights"
         )
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
-def with_random_weights(model: ModelForCausalLM) -> ModelForCausalLM:
+def with_random_weights(model: Decoder) -> Decoder:
     """An `abstract_model` with random weights that are made on the device: to measure what no checkpoint is there for.
 
-    Norms are ones and biases zeros; other weights are normal with variance 1 / (size of their input).
+    Norms change no scale and biases are zeros; other weights are normal with variance 1 / (size of their input).
     """
     graph, state = nnx.split(model)
-    made = []
+    made, table = [], _table(model)
     for number, (path, variable) in enumerate(nnx.to_flat_state(state)):
-        key = jax.random.fold_in(jax.random.key(0), number)
-        made.append((path, variable.replace(_random(key, path[-1], variable.shape, variable.dtype))))
+        key, param = jax.random.fold_in(jax.random.key(0), number), table[_without_layer(path)]
+        made.append((path, variable.replace(_random(key, param, variable.shape, variable.dtype))))
     return nnx.merge(graph, nnx.from_flat_state(made))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
-def _random(key: jax.Array, name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    if name in ("scale", "bias"):
-        return jnp.full(shape, float(name == "scale"), dtype)
-    inputs = shape[-2] if name == "kernel" else shape[-1]
-    return (jax.random.normal(key, shape, dtype) * jnp.asarray(inputs**-0.5, dtype)).astype(dtype)
+def _random(key: jax.Array, param: Param, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    if param.start != "normal":
+        return jnp.full(shape, float(param.start == "ones"), dtype)
+    return (jax.random.normal(key, shape, dtype) * jnp.asarray(param.inputs**-0.5, dtype)).astype(dtype)
 
 
-def _architecture(path: Path) -> str:
-    """The model class named in config.json, which must be a known one."""
+def _table(model: Decoder) -> dict[tuple[str, ...], Param]:
+    return {param.path: param for param in parameters(model.design)}
+
+
+def _without_layer(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(part for part in path if not isinstance(part, int))
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """Contents of config.json."""
     try:
         config = json.loads((path / "config.json").read_text())
-        names = config.get("architectures") or [""]
     except FileNotFoundError:
         raise StorageError(f"{path} has no config.json; name a folder in Hugging Face format") from None
-    except (json.JSONDecodeError, AttributeError) as error:
+    except json.JSONDecodeError as error:
         raise StorageError(f"{path / 'config.json'} is not a JSON object ({error})") from error
-    if names[0] not in MODELS:
-        raise ValueError(
-            f"{path / 'config.json'}: architectures={names} is not implemented (known: {', '.join(MODELS)}); "
-            "use a base model of a known architecture"
-        )
-    if quantised := config.get("quantization_config"):
-        raise ValueError(
-            f"{path / 'config.json'}: quantization_config.quant_method={quantised.get('quant_method')!r}: quantised "
-            "base models are not served yet; use the model's bfloat16 weights"
-        )
-    return names[0]
+    if not isinstance(config, dict):
+        raise StorageError(f"{path / 'config.json'} is not a JSON object; name a folder in Hugging Face format")
+    return config
 
 
 def _base_dtype(asked: str | None, stored: str | None) -> jnp.dtype:
@@ -154,23 +164,23 @@ def _base_dtype(asked: str | None, stored: str | None) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def _tied_copies(tied: bool) -> set[str]:
-    """Tensors that checkpoints of tied models may hold although they repeat the embedding."""
-    return {"lm_head.weight"} if tied else set()
-
-
-def _load(tensors: "_Tensors", kind: type[ModelForCausalLM], path: tuple[Any, ...], variable: Any) -> jax.Array:
-    """One parameter: of one layer, or stacked over layers where its shape says so."""
-    layer = next((part for part in path if isinstance(part, int)), None)
-    template = kind.weight_names[tuple(part for part in path if not isinstance(part, int))]
-    transposed = path[-1] == "kernel"
+def _load(tensors: "_Tensors", table: dict[tuple[str, ...], Param], path: tuple[Any, ...], variable: Any) -> jax.Array:
+    """One parameter: of one layer, or stacked over layers where its path has no number."""
+    layer, param = next((part for part in path if isinstance(part, int)), None), table[_without_layer(path)]
     array = np.empty(variable.shape, variable.dtype)
-    if "{layer}" not in template or layer is not None:
-        array[...] = tensors.take(template.format(layer=layer), array.shape, transposed)
-    else:
-        for layer in range(len(array)):
-            array[layer] = tensors.take(template.format(layer=layer), array.shape[1:], transposed)
+    for place, name in param.stack.names(param.name, layer):
+        array[place] = tensors.take(name, param.shape, param.transposed)
     return jnp.asarray(array)
+
+
+def _text_names(names: Iterable[str]) -> dict[str, str]:
+    """Stored names of tensors by those of a text model, which has those of a multimodal model's text part only."""
+    part = "language_model."
+    names = list(names)
+    if not any(part in name for name in names):
+        return {name: name for name in names}
+    text = {text_name(name): name for name in names if part in name}
+    return text | {name: name for name in names if name.startswith("lm_head.")}
 
 
 class _Tensors:
@@ -187,26 +197,27 @@ class _Tensors:
             self.places = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
         else:
             raise StorageError(f"{path} has neither model.safetensors nor model.safetensors.index.json; convert it")
-        self.names = set(self.places)
+        self.stored = _text_names(self.places)
+        self.names = set(self.stored)
 
     def take(self, name: str, shape: tuple[int, ...], transposed: bool) -> np.ndarray:
         """The tensor, transposed if asked, of the given shape after that."""
-        if name not in self.places:
+        if name not in self.stored:
             raise StorageError(f"{self.path} has no tensor {name}; check that config.json belongs to these weights")
-        file = self._open(self.places[name])
-        stored = file.get_slice(name)
+        file = self._open(self.places[self.stored[name]])
+        stored = file.get_slice(self.stored[name])
         if stored.get_dtype() not in READABLE:
             raise ValueError(f"{self.path}: {name} is stored as {stored.get_dtype()}; use a base model in bfloat16")
         expected = list(shape[::-1] if transposed else shape)
         if stored.get_shape() != expected:
             raise StorageError(f"{self.path}: {name} has shape {stored.get_shape()}; config.json asks for {expected}")
         self.taken.add(name)
-        tensor = file.get_tensor(name)
+        tensor = file.get_tensor(self.stored[name])
         return tensor.T if transposed else tensor
 
     def whole(self, name: str) -> np.ndarray:
         """The tensor as it is stored."""
-        return self._open(self.places[name]).get_tensor(name)
+        return self._open(self.places[self.stored[name]]).get_tensor(self.stored[name])
 
     def _open(self, file: str) -> Any:
         if file not in self.files:

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float
 
+from skyrl.tx.layers.dropout import Dropout
+
 
 class Adapter(NamedTuple):
     """State of one model alone: LoRA weights, or (with a slot axis, see below) those of a *bank*. A pytree.
@@ -17,12 +19,16 @@ class Adapter(NamedTuple):
     """`{"layers": {"self_attn": {"q_proj": pair, ...}, "mlp": {...}}, "lm_head": pair}`, or `{"base": state}` with
     all parameters of the split NNX model; `"value_head"` `[hidden]` beside either.
 
-    A pair is `{"lora_A": float32 [in, rank], "lora_B": float32 [rank, out]}`, below "layers" with a leading [layers]
-    axis. In a bank "layers" is a list of such trees, one per layer, where layers are unrolled, and pairs are
-    `[in, slots, rank]` and `[slots, rank, out]`, with the [layers] axis first where layers are scanned.
+    A pair is `{"lora_A": float32 [in, rank], "lora_B": float32 [rank, out]}`, below "layers" (and other groups of
+    layers, if the model has several) with a leading [layers] axis, and then [experts] where each has its own. In a
+    bank a group is a list of such trees, one per layer, where layers are unrolled, and pairs are `[in, slots, rank]`
+    and `[slots, rank, out]`, of experts `[experts, slots, in, rank]` and `[experts, slots, rank, out]`, with the
+    [layers] axis first where layers are scanned.
     """
     scaling: Float[Array, "..."]
     """alpha / rank: a scalar, `[slots]` in a bank."""
+    dropout: Dropout | None = None
+    """Of what the pairs read, in a pass that is trained on."""
 
     @property
     def rank(self) -> int:

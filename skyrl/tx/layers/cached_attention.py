@@ -4,6 +4,8 @@ Scores and softmax are float32 whatever the dtype of the inputs. A token always 
 and padding stays finite.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,8 +21,8 @@ PAGES_AT_ONCE = 4
 class Pages(NamedTuple):
     """One layer's part of a `KVCache`. A pytree."""
 
-    keys: Float[Array, "pages kv_heads head_dim page_size"]
-    values: Float[Array, "pages kv_heads page_size head_dim"]
+    keys: Float[Array, "pages kv_heads key_dim page_size"]
+    values: Float[Array, "pages kv_heads page_size value_dim"]
     table: Int[Array, "batch blocks"]
 
     @property
@@ -28,11 +30,19 @@ class Pages(NamedTuple):
         """Tokens of a page."""
         return self.keys.shape[-1]
 
+    def of_layer(self, layer: int | Array, layers: int) -> "Pages":
+        """The part of one of several layers, whose pages follow each other."""
+        return self._replace(table=self.table + layer * (len(self.keys) // layers))
+
+    def with_arrays_of(self, other: "Pages") -> "Pages":
+        """The same part after another has written."""
+        return other._replace(table=self.table)
+
     def write(
         self,
         positions: Int[Array, "batch tokens"],
-        key: Float[Array, "batch tokens kv_heads head_dim"],
-        value: Float[Array, "batch tokens kv_heads head_dim"],
+        key: Float[Array, "batch tokens kv_heads key_dim"],
+        value: Float[Array, "batch tokens kv_heads value_dim"],
     ) -> "Pages":
         """With tokens stored at their positions; those past the table are dropped."""
         block = positions // self.size
@@ -46,18 +56,26 @@ class Pages(NamedTuple):
 
 
 def cached_attention(
-    query: Float[Array, "batch tokens heads head_dim"], pages: Pages, positions: Int[Array, "batch tokens"]
-) -> Float[Array, "batch tokens heads head_dim"]:
+    query: Float[Array, "batch tokens heads head_dim"],
+    pages: Pages,
+    positions: Int[Array, "batch tokens"],
+    *,
+    scale: float,
+    window: Int[Array, ""] | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "batch tokens heads value_dim"]:
     """Attention of tokens to all that is stored in `pages` up to their own positions, block by block.
 
-    Only blocks up to the highest position are read (online softmax, Milakov & Gimelshein 2018,
-    https://arxiv.org/abs/1805.02867). What else the pages hold may be anything, even NaN of an earlier tenant: it is
-    masked out of scores and values.
+    Queries wider than keys, `scale`, `window` and `softcap` as in `skyrl.tx.layers.attention`. Only blocks that some
+    token may see are read (online softmax, Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867). What else the
+    pages hold may be anything, even NaN of an earlier tenant: it is masked out of scores and values.
     """
     batch, tokens, heads, head_dim = query.shape
-    kv_heads = pages.keys.shape[1]
+    kv_heads, width = pages.keys.shape[1], pages.values.shape[3]
     grouped = query.reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim)
-    attend, span = (_attend_one, 1) if tokens == 1 else (_attend_many, PAGES_AT_ONCE)
+    shared = head_dim > pages.keys.shape[2]  # values are the first part of keys
+    attend, span = (_attend_one, 1) if tokens == 1 and not shared else (_attend_many, PAGES_AT_ONCE)
+    attend = partial(attend, partial(_scaled, scale, softcap))
     table = jnp.pad(pages.table, ((0, 0), (0, -pages.table.shape[1] % span)))
 
     def block(index: Array | int, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -66,23 +84,34 @@ def cached_attention(
         place = index * span * pages.size + jnp.arange(span * pages.size, dtype=jnp.int32)
         # Padding of a prompt may stand past the table, where its pages would be those of somebody else.
         stored = (place[None, None] <= positions[:, :, None]) & (place < pages.table.shape[1] * pages.size)[None, None]
+        if window is not None:
+            stored &= place[None, None] > positions[:, :, None] - window
         return attend(grouped, pages, page, stored, highest, total, mixed)
 
     shape = batch, kv_heads, heads // kv_heads, tokens
-    start = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim))
+    start = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, width))
     blocks = jnp.minimum(positions.max() // (span * pages.size) + 1, table.shape[1] // span)
-    _, total, mixed = jax.lax.fori_loop(0, blocks, block, start)
-    return jnp.moveaxis(mixed / total[..., None], 3, 1).reshape(query.shape).astype(query.dtype)
+    first = 0 if window is None else jnp.maximum(positions.min() - window + 1, 0) // (span * pages.size)
+    _, total, mixed = jax.lax.fori_loop(first, blocks, block, start)
+    if window is not None:  # of a row past the table: none of its own is stored
+        total = jnp.where(total == 0, 1.0, total)
+    return jnp.moveaxis(mixed / total[..., None], 3, 1).reshape(*query.shape[:3], width).astype(query.dtype)
+
+
+def _scaled(scale: float, softcap: float | None, products: Array) -> Array:
+    products *= scale
+    return products if softcap is None else softcap * jnp.tanh(products / softcap)
 
 
 def _attend_one(
+    scaled: Callable[[Array], Array],
     query: Float[Array, "batch 1 kv_heads group head_dim"],
     pages: Pages,
     page: Int[Array, "batch 1"],
     stored: Bool[Array, "batch 1 page_size"],
     highest: Float[Array, "batch kv_heads group 1"],
     total: Float[Array, "batch kv_heads group 1"],
-    mixed: Float[Array, "batch kv_heads group 1 head_dim"],
+    mixed: Float[Array, "batch kv_heads group 1 value_dim"],
 ) -> tuple[Array, Array, Array]:
     """A page more for one token per row.
 
@@ -90,7 +119,7 @@ def _attend_one(
     """
     key, value = (part[page[:, 0]][:, :, None].astype(jnp.float32) for part in (pages.keys, pages.values))
     scores = jnp.sum(query[:, 0, :, :, :, None].astype(jnp.float32) * key, axis=-2)
-    scores = jnp.where(stored[:, None], scores * query.shape[-1] ** -0.5, MASKED)
+    scores = jnp.where(stored[:, None], scaled(scores), MASKED)
     peak = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
     weights, kept = jnp.where(stored[:, None], jnp.exp(scores - peak), 0.0), jnp.exp(highest - peak)
     value = jnp.where(stored[:, None, :, :, None], value, 0)
@@ -99,21 +128,24 @@ def _attend_one(
 
 
 def _attend_many(
+    scaled: Callable[[Array], Array],
     query: Float[Array, "batch tokens kv_heads group head_dim"],
     pages: Pages,
     page: Int[Array, "batch span"],
     stored: Bool[Array, "batch tokens stored"],
     highest: Float[Array, "batch kv_heads group tokens"],
     total: Float[Array, "batch kv_heads group tokens"],
-    mixed: Float[Array, "batch kv_heads group tokens head_dim"],
+    mixed: Float[Array, "batch kv_heads group tokens value_dim"],
 ) -> tuple[Array, Array, Array]:
     """Some pages more for several tokens per row."""
     batch, span = page.shape
     key = jnp.moveaxis(pages.keys[page], 1, 3).reshape(batch, *pages.keys.shape[1:3], span * pages.size)
-    value = jnp.moveaxis(pages.values[page], 1, 2).reshape(batch, key.shape[1], -1, key.shape[2])
+    value = jnp.moveaxis(pages.values[page], 1, 2).reshape(batch, key.shape[1], -1, pages.values.shape[3])
+    if query.shape[-1] > key.shape[2]:
+        key = jnp.concatenate([jnp.swapaxes(value, 2, 3), key], axis=2).astype(query.dtype)
     value = jnp.where(stored.any(axis=1)[:, None, :, None], value.astype(jnp.float32), 0)
     scores = jnp.einsum("btkgh,bkhs->bkgts", query, key, preferred_element_type=jnp.float32)
-    scores = jnp.where(stored[:, None, None], scores * query.shape[-1] ** -0.5, MASKED)
+    scores = jnp.where(stored[:, None, None], scaled(scores), MASKED)
     peak = jnp.maximum(highest, scores.max(axis=-1))
     weights, kept = jnp.where(stored[:, None, None], jnp.exp(scores - peak[..., None]), 0.0), jnp.exp(highest - peak)
     added = jnp.einsum("bkgts,bksh->bkgth", weights, value)

@@ -1,5 +1,7 @@
 """A linear map with an optional adapter."""
 
+from collections.abc import Mapping
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -10,9 +12,10 @@ from skyrl.tx.layers.lora import Lora
 class Linear(nnx.Module):
     """x W + b in the base dtype; the adapter's part is added in float32."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (in_features, out_features), dtype))
-        self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if bias else None
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: jnp.dtype, rngs: nnx.Rngs):
+        """`shapes` are those of "kernel" and, where there is one, "bias"."""
+        self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shapes["kernel"], dtype))
+        self.bias = nnx.Param(jnp.zeros(shapes["bias"], dtype)) if "bias" in shapes else None
 
     def __call__(self, x: Float[Array, "batch *rest in"], lora: Lora | None) -> Float[Array, "batch *rest out"]:
         """Apply to the last axis."""

@@ -5,11 +5,14 @@ matrices of a bank are finite (`skyrl.tx.lora.write_slot` sees to it; a slot tha
 a row keeps of other slots is exactly 0.
 """
 
+import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from skyrl.tx.layers.dropout import Dropout
 
 if TYPE_CHECKING:  # models import layers
     from skyrl.tx.layers.adapter import Adapter
@@ -23,22 +26,41 @@ class Lora(NamedTuple):
     """One for all rows, or one per row."""
     slots: Int[Array, "batch"] | None
     """Slot of each row where the weights are a bank's."""
+    dropout: Dropout | None = None
+    """Of what this part reads."""
 
     @classmethod
     def of(cls, adapter: "Adapter", slots: Int[Array, "batch"] | None) -> "Lora":
         """The view of a whole adapter (`slots` None) or bank."""
-        return cls(adapter.weights, adapter.scaling if slots is None else adapter.scaling[slots], slots)
+        scaling = adapter.scaling if slots is None else adapter.scaling[slots]
+        return cls(adapter.weights, scaling, slots, adapter.dropout)
 
     def at(self, name: str) -> "Lora":
         """The view of a part."""
-        return self._replace(weights=self.weights[name])
+        dropout = self.dropout and self.dropout.at(zlib.crc32(name.encode()))
+        return self._replace(weights=self.weights[name], dropout=dropout)
 
-    def of_layer(self, layer: int) -> "Lora":
-        """The view of one layer."""
-        layers = self.weights["layers"]
-        if isinstance(layers, list):
-            return self._replace(weights=layers[layer])
-        return self._replace(weights=jax.tree.map(lambda leaf: leaf[layer], layers))
+    def of_layer(self, group: str, layer: int | Int[Array, ""], weights: Any = None) -> "Lora":
+        """The view of one layer of a group, of whose weights those of the layer may be given."""
+        all_layers = self.at(group)
+        if weights is None:
+            layers: Any = all_layers.weights
+            weights = layers[layer] if isinstance(layers, list) else jax.tree.map(lambda leaf: leaf[layer], layers)
+        return all_layers._replace(weights=weights, dropout=all_layers.dropout and all_layers.dropout.at(layer))
+
+    def read(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """The float32 input of A, given that of the linear map."""
+        x = x.astype(jnp.float32)
+        return x if self.dropout is None else self.dropout(x)
+
+    def of_rows(self, rows: int) -> tuple[Float[Array, "batch in rank"], Float[Array, "batch rank out"]]:
+        """A and scaling * B of each of so many rows, which have zeros where they have no adapter."""
+        a, b = self.weights["lora_A"], self.weights["lora_B"]
+        if self.slots is None:
+            return jnp.broadcast_to(a, (rows, *a.shape)), jnp.broadcast_to(b * self.scaling, (rows, *b.shape))
+        slots = jnp.maximum(self.slots, 0)
+        scaling = jnp.where(self.slots < 0, 0.0, self.scaling)
+        return jnp.moveaxis(a[:, slots], 1, 0), b[slots] * scaling[:, None, None]
 
     def delta(self, x: Float[Array, "batch *rest in"]) -> Float[Array, "batch *rest out"]:
         """scaling * (x A) B in float32, of the pair that this view has come to.
@@ -46,7 +68,7 @@ class Lora(NamedTuple):
         With slots, all matrices of the bank are one product each way, in which a row keeps the part of its own slot.
         """
         a, b = self.weights["lora_A"], self.weights["lora_B"]
-        x = x.astype(jnp.float32)
+        x = self.read(x)
         if self.slots is None:
             return _product(x, a, b, self.scaling)
         _, slots, rank = a.shape

@@ -7,6 +7,7 @@ attends to itself, so no row is empty and padding stays finite.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,33 +30,51 @@ SCORES_AT_ONCE = 2**22
 def packed_attention(
     query: Float[Array, "batch tokens heads head_dim"],
     key: Float[Array, "batch tokens kv_heads head_dim"],
-    value: Float[Array, "batch tokens kv_heads head_dim"],
+    value: Float[Array, "batch tokens kv_heads value_dim"],
     segment_ids: Int[Array, "batch tokens"],
-) -> Float[Array, "batch tokens heads head_dim"]:
-    """Attention of each token to the tokens of its own segment up to itself. Head h reads key/value head h // group."""
+    *,
+    scale: float,
+    window: Int[Array, ""] | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "batch tokens heads value_dim"]:
+    """Attention of each token to the tokens of its own segment up to itself. Head h reads key/value head h // group.
+
+    `scale`, `window` and `softcap` as in `skyrl.tx.layers.attention`.
+    """
     batch, tokens, heads, head_dim = query.shape
     grouped = query.reshape(batch, tokens, key.shape[2], heads // key.shape[2], head_dim)
-    mixed = _attention(jnp.moveaxis(grouped, 1, 3), jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2), segment_ids)
-    return jnp.moveaxis(mixed, 3, 1).reshape(query.shape).astype(query.dtype)
+    arrays = jnp.moveaxis(grouped, 1, 3), jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2)
+    mixed: Mixed = _attention(scale, softcap, *arrays, segment_ids, window)  # pyright: ignore[reportAssignmentType]
+    return jnp.moveaxis(mixed, 3, 1).reshape(*query.shape[:3], value.shape[3]).astype(query.dtype)
 
 
 Queries = Float[Array, "batch kv_heads group queries head_dim"]
+Mixed = Float[Array, "batch kv_heads group queries value_dim"]
 Keys = Float[Array, "batch kv_heads keys head_dim"]
+Values = Float[Array, "batch kv_heads keys value_dim"]
 PerQuery = Float[Array, "batch kv_heads group queries 1"]
 Scores = Float[Array, "batch kv_heads group queries keys"]
-Saved = tuple[Queries, Keys, Keys, Int[Array, "batch tokens"], Queries, PerQuery]
+Segments = Int[Array, "batch tokens"]
+Window = Int[Array, ""] | None
+Saved = tuple[Queries, Keys, Values, Segments, Any, Mixed, PerQuery]
+"""The window is an array of JAX, or of NumPy where it is a constant."""
 
 
-@jax.custom_vjp
-def _attention(query: Queries, key: Keys, value: Keys, segments: Int[Array, "batch tokens"]) -> Queries:
-    return _forward(query, key, value, segments)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(
+    scale: float, softcap: float | None, query: Queries, key: Keys, value: Values, segments: Segments, window: Window
+) -> Mixed:
+    return _forward(scale, softcap, query, key, value, segments, window)[0]
 
 
-def _forward(query: Queries, key: Keys, value: Keys, segments: Int[Array, "batch tokens"]) -> tuple[Queries, Saved]:
+def _forward(
+    scale: float, softcap: float | None, query: Queries, key: Keys, value: Values, segments: Segments, window: Window
+) -> tuple[Mixed, Saved]:
     """float32 sums of values, and what the backward pass reads: the inputs, the sums, log-sum-exps of scores."""
 
-    def stripe(start: Array | int, query: Queries, keys: int) -> tuple[Queries, PerQuery]:
-        scores = _scores(query, key[:, :, :keys], _visible(segments, start, query.shape[3], keys))
+    def stripe(start: Array | int, query: Queries, keys: int) -> tuple[Mixed, PerQuery]:
+        visible = _visible(segments, window, start, query.shape[3], keys)
+        scores = jnp.where(visible, _scores(query, key[:, :, :keys], scale, softcap), MASKED)
         highest = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - highest)
         total = weights.sum(axis=-1, keepdims=True)
@@ -68,24 +87,28 @@ def _forward(query: Queries, key: Keys, value: Keys, segments: Int[Array, "batch
 
     parts = [_in_steps(stripe, start, end, query) for start, end in _stripes(query.shape[3])]
     mixed, normaliser = (jnp.concatenate(leaves, axis=3) for leaves in zip(*parts, strict=True))
-    return mixed, (query, key, value, segments, mixed, normaliser)
+    return mixed, (query, key, value, segments, window, mixed, normaliser)
 
 
-def _backward(saved: Saved, gradient: Queries) -> tuple[Queries, Keys, Keys, None]:
+def _backward(
+    scale: float, softcap: float | None, saved: Saved, gradient: Mixed
+) -> tuple[Queries, Keys, Values, None, None]:
     """Gradients of query, key and value, in float32 products, from weights that are computed again."""
-    query, key, value, segments, mixed, normaliser = saved
+    query, key, value, segments, window, mixed, normaliser = saved
+    window = None if window is None else jnp.asarray(window)
     gradient = gradient.astype(jnp.float32)
     share = jnp.sum(gradient * mixed, axis=-1, keepdims=True)
-    scale = query.shape[-1] ** -0.5
 
     def stripe(
-        start: Array | int, query: Queries, gradient: Queries, normaliser: PerQuery, share: PerQuery, keys: int
-    ) -> tuple[Queries, Keys, Keys]:
+        start: Array | int, query: Queries, gradient: Mixed, normaliser: PerQuery, share: PerQuery, keys: int
+    ) -> tuple[Queries, Keys, Values]:
         seen, read = key[:, :, :keys], value[:, :, :keys].astype(jnp.float32)
-        scores = _scores(query, seen, _visible(segments, start, query.shape[3], keys))
-        weights = jnp.exp(scores - normaliser)
+        visible, scores = _visible(segments, window, start, query.shape[3], keys), _scores(query, seen, scale, softcap)
+        weights = jnp.exp(jnp.where(visible, scores, MASKED) - normaliser)
         of_weights = jnp.einsum("bkgtd,bksd->bkgts", gradient, read)
         of_scores = weights * (of_weights - share) * scale
+        if softcap is not None:
+            of_scores *= 1 - (scores / softcap) ** 2
         return (
             jnp.einsum("bkgts,bksd->bkgtd", of_scores, seen.astype(jnp.float32)),
             jnp.einsum("bkgts,bkgtd->bksd", of_scores, query.astype(jnp.float32)),
@@ -101,6 +124,7 @@ def _backward(saved: Saved, gradient: Queries) -> tuple[Queries, Keys, Keys, Non
         jnp.concatenate(of_query, axis=3).astype(query.dtype),
         of_key.astype(key.dtype),
         of_value.astype(value.dtype),
+        None,
         None,
     )
 
@@ -144,16 +168,18 @@ def _in_steps(stripe: Callable[..., Any], start: int, end: int, *arrays: Array, 
 
 
 def _visible(
-    segments: Int[Array, "batch tokens"], start: Array | int, queries: int, keys: int
+    segments: Segments, window: Window, start: Array | int, queries: int, keys: int
 ) -> Bool[Array, "batch 1 1 queries keys"]:
     """Mask of the first `keys` keys that each of the queries from `start` on may see."""
     places = start + jnp.arange(queries)
     own = jax.lax.dynamic_slice_in_dim(segments, start, queries, axis=1)
     causal = places[None, :, None] >= jnp.arange(keys)[None, None, :]
+    if window is not None:
+        causal &= places[None, :, None] - jnp.arange(keys)[None, None, :] < window
     return (causal & (own[:, :, None] == segments[:, None, :keys]))[:, None, None]
 
 
-def _scores(query: Queries, key: Keys, visible: Bool[Array, "batch 1 1 queries keys"]) -> Scores:
-    """float32 scaled dot products, `MASKED` where a pair may not attend."""
-    products = jnp.einsum("bkgtd,bksd->bkgts", query, key, preferred_element_type=jnp.float32)
-    return jnp.where(visible, products * query.shape[-1] ** -0.5, MASKED)
+def _scores(query: Queries, key: Keys, scale: float, softcap: float | None) -> Scores:
+    """float32 scaled dot products, perhaps capped."""
+    products = jnp.einsum("bkgtd,bksd->bkgts", query, key, preferred_element_type=jnp.float32) * scale
+    return products if softcap is None else softcap * jnp.tanh(products / softcap)

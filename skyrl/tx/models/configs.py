@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
+from skyrl.tx.design.config import experts_of
+
 UNROLLED_LAYERS = 8
 """Layers of the deepest model that is unrolled unless told otherwise."""
 
@@ -25,6 +27,7 @@ class ModelConfig(PretrainedConfig):
         gradient_checkpointing: bool | Literal["selective"] = False,
         mhc_expansion_rate: int = 1,
         unroll_layers: bool | None = None,
+        max_context_length: int = 0,
     ):
         """Wrap a Hugging Face configuration, or the dictionary of one.
 
@@ -39,6 +42,7 @@ class ModelConfig(PretrainedConfig):
             mhc_expansion_rate: Residual streams; their connectors are trainable when it is above 1.
             unroll_layers: Compile layers one by one rather than as a loop, which runs faster and compiles slower.
                 None: if there are few.
+            max_context_length: Tokens of the longest sequence that is served; 0: as many as the model was made for.
         """
         settings = {
             "max_lora_adapters": max_lora_adapters,
@@ -48,6 +52,7 @@ class ModelConfig(PretrainedConfig):
             "gradient_checkpointing": gradient_checkpointing,
             "mhc_expansion_rate": mhc_expansion_rate,
             "unroll_layers": unroll_layers,
+            "max_context_length": max_context_length,
         }
         # The inherited constructor calls get_text_config, so it is given everything.
         super().__init__(**((config if isinstance(config, dict) else config.to_dict()) | settings))
@@ -84,12 +89,12 @@ class ModelConfig(PretrainedConfig):
             gradient_checkpointing=self.gradient_checkpointing,
             mhc_expansion_rate=self.mhc_expansion_rate,
             unroll_layers=self.unroll_layers,
+            max_context_length=self.max_context_length,
         )
 
     def get_num_experts(self) -> int | None:
         """Experts per layer of a mixture-of-experts model, None of a dense one."""
-        text = self.get_text_config()
-        return getattr(text, "num_experts", None) or getattr(text, "n_routed_experts", None)
+        return experts_of(self.get_text_config())
 
     @property
     def architecture(self) -> str:

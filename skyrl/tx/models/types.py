@@ -3,20 +3,23 @@
 A model is an NNX module that holds base weights only. Everything that differs per tenant or per call (adapter, cache)
 is an argument, so that the hot path is pure functions: split the module once, merge it inside `jax.jit`.
 
-Adding an architecture means one module with a `ModelForCausalLM` subclass, registered in `MODELS` under its Hugging
-Face architecture name, and its import in `skyrl/tx/models/__init__.py`.
+Adding an architecture means one file that describes it, in `skyrl/tx/families`.
 """
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from skyrl.tx.design.design import DeltaNet, Mixer
+from skyrl.tx.families import design_of
 from skyrl.tx.layers.adapter import Adapter
+from skyrl.tx.layers.cached_attention import Pages
 from skyrl.tx.layers.logprobs import Needs, Scores
-from skyrl.utils.registry import Registry
+from skyrl.tx.models.recurrence import States
 
 if TYPE_CHECKING:  # transformers loads torch where that is installed, which array code has no use for
     from skyrl.tx.models.configs import ModelConfig
@@ -25,22 +28,33 @@ if TYPE_CHECKING:  # transformers loads torch where that is installed, which arr
 PAGE_SIZE = 64
 """Tokens of a page of keys and values."""
 
+Cached = Pages | States
+"""What a cache holds of one layer, or of the layers of a group."""
+
+Pool = tuple[tuple[Array, ...], tuple[Array, ...], tuple[tuple[Array, Array], ...]]
+"""`keys`, `values` and `states` of a `KVCache`."""
+
 
 class KVCache(NamedTuple):
-    """Keys (after norm and RoPE) and values of past tokens, in pages. A pytree.
+    """Keys (after norm and RoPE) and values of past tokens, in pages, or what the model makes those of. A pytree.
 
     The token at position p of row b is entry p % page_size of page `table[b, p // page_size]`. Rows may share pages
-    that none of them writes to. Positions past the table are not stored.
+    that none of them writes to. Positions past the table are not stored. Layers whose memory is of fixed size have
+    states instead: row b's is `slots[b]`, of the tokens before the next one.
     """
 
-    keys: tuple[Float[Array, "pages kv_heads head_dim page_size"], ...]
-    """One array per layer; a single one with the pages of all layers, one layer after the other, if layers are scanned.
+    keys: tuple[Float[Array, "pages kv_heads key_dim page_size"], ...]
+    """One array per layer that has pages; if layers are scanned, one per group with those of one after the other.
 
     Positions are the last axis, so that scores of one query are computed by vectors of positions.
     """
-    values: tuple[Float[Array, "pages kv_heads page_size head_dim"], ...]
+    values: tuple[Float[Array, "pages kv_heads page_size value_dim"], ...]
     """As `keys`."""
     table: Int[Array, "batch blocks"]
+    states: tuple[tuple[Float[Array, "slots before channels"], Float[Array, "slots heads key_dim value_dim"]], ...] = ()
+    """As `keys`, of layers that have states: a window and a memory."""
+    slots: Int[Array, "batch"] | None = None
+    """Of the rows' states, if there are."""
 
     @classmethod
     def zeros(
@@ -49,20 +63,77 @@ class KVCache(NamedTuple):
         """An empty cache for `batch` rows of at most `capacity` tokens, each with pages of its own."""
         blocks = -(-capacity // page_size)
         table = jnp.arange(batch * blocks, dtype=jnp.int32).reshape(batch, blocks)
-        return cls(*cls.pool(config, batch * blocks, dtype, page_size), table)
+        pool = cls.pool(config, batch * blocks, dtype, page_size, states=batch)
+        return cls.of(pool, table, jnp.arange(batch, dtype=jnp.int32))
 
     @staticmethod
-    def pool(
-        config: "ModelConfig", pages: int, dtype: DTypeLike, page_size: int = PAGE_SIZE
-    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """`keys` and `values` of so many pages per layer, all zeros."""
-        text = config.get_text_config()
-        layers, heads, width = text.num_hidden_layers, text.num_key_value_heads, text.head_dim
-        arrays, pages = (layers, pages) if config.unroll_layers else (1, layers * pages)
-        return (
-            tuple(jnp.zeros((pages, heads, width, page_size), dtype) for _ in range(arrays)),
-            tuple(jnp.zeros((pages, heads, page_size, width), dtype) for _ in range(arrays)),
+    def pool(config: "ModelConfig", pages: int, dtype: DTypeLike, page_size: int = PAGE_SIZE, states: int = 0) -> Pool:
+        """So many pages per layer, and so many slots of states, all zeros."""
+        keys, values, of_states = [], [], []
+        for part in cache_parts(config):
+            layers, d = part.layers, part.mixer
+            if isinstance(d, DeltaNet):
+                window = jnp.zeros((layers * states, d.width - 1, d.channels), dtype)
+                memory = jnp.zeros((layers * states, d.value_heads, d.key_dim, d.value_dim), jnp.float32)
+                of_states.append((window, memory))
+                continue
+            kv_heads, key_dim, value_dim = d.cached
+            keys.append(jnp.zeros((layers * pages, kv_heads, key_dim, page_size), dtype))
+            values.append(jnp.zeros((layers * pages, kv_heads, page_size, value_dim), dtype))
+        return tuple(keys), tuple(values), tuple(of_states)
+
+    @classmethod
+    def of(cls, pool: Pool, table: Array, slots: Array) -> "KVCache":
+        """A cache of rows that have these pages and states of a pool."""
+        keys, values, states = pool
+        return cls(keys, values, table, states, slots)
+
+    @property
+    def as_pool(self) -> Pool:
+        """What `of` takes."""
+        return self.keys, self.values, self.states
+
+    def by_group(self, config: "ModelConfig") -> dict[str, list[Cached]]:
+        """The parts of each group: one of each layer, or one of all if layers are scanned."""
+        pages, states = zip(self.keys, self.values, strict=True), iter(self.states)
+        parts: dict[str, list[Cached]] = {}
+        for part in cache_parts(config):
+            if isinstance(part.mixer, DeltaNet):
+                assert self.slots is not None, "a cache of a model with states says whose they are"
+                cached = States(*next(states), self.slots)
+            else:
+                cached = Pages(*next(pages), self.table)
+            parts.setdefault(part.group, []).append(cached)
+        return parts
+
+    def with_parts(self, parts: Iterable[list[Cached]]) -> "KVCache":
+        """With the arrays of these parts, in the order of `by_group`."""
+        flat = [cached for some in parts for cached in some]
+        return self._replace(
+            keys=tuple(cached.keys for cached in flat if isinstance(cached, Pages)),
+            values=tuple(cached.values for cached in flat if isinstance(cached, Pages)),
+            states=tuple((cached.window, cached.memory) for cached in flat if isinstance(cached, States)),
         )
+
+
+class CachePart(NamedTuple):
+    """What one pair of arrays of a `KVCache` is for."""
+
+    group: str
+    """Name of the group of layers."""
+    layers: int
+    """Layers that it is of, one after the other."""
+    mixer: Mixer
+
+
+def cache_parts(config: "ModelConfig") -> list[CachePart]:
+    """Of each pair of arrays of a cache, keys and values or states, in their order."""
+    parts = []
+    for group in design_of(config).groups:
+        layers = len(group.kinds)
+        own = CachePart(group.name, 1 if config.unroll_layers else layers, group.attention)
+        parts += [own] * (layers if config.unroll_layers else 1)
+    return parts
 
 
 class CausalLMOutput(NamedTuple):
@@ -73,32 +144,11 @@ class CausalLMOutput(NamedTuple):
     kv_cache: KVCache | None = None
     """The updated cache; None in training."""
     hidden_states: list[Float[Array, "batch tokens hidden"]] | None = None
-    """When asked for: the embeddings, then the output of each layer, the last one after the final norm."""
-
-
-class LoraTarget(NamedTuple):
-    """A linear map that can be adapted."""
-
-    path: tuple[str, ...]
-    """Where its pair is in `Adapter.weights`."""
-    module: str
-    """Name of the module in Hugging Face's model; "{layer}" marks one per layer."""
-    group: Literal["attn", "mlp", "unembed"]
-    """Switch of LoraConfig's train_* that selects it."""
-    in_features: int
-    out_features: int
-    layers: int | None
-    """Length of the stacked axis; None outside the layers."""
+    """Hidden states, if asked for: the embeddings, then each layer's output, the last one after the final norm."""
 
 
 class ModelForCausalLM(nnx.Module):
-    """A decoder with a vocabulary projection. `skyrl.tx.models.qwen3` is the example to follow."""
-
-    weight_names: ClassVar[dict[tuple[str, ...], str]]
-    """Hugging Face tensor name of each parameter path; "{layer}" marks parameters stacked over layers.
-
-    Parameters called "kernel" are `[in, out]` here and `[out, in]` there.
-    """
+    """A decoder with a vocabulary projection. `skyrl.tx.models.decoder` is the one there is."""
 
     config: "ModelConfig"
 
@@ -110,7 +160,7 @@ class ModelForCausalLM(nnx.Module):
         return self.config
 
     def is_lora_param(self, path: tuple[Any, ...], _value: Any) -> bool:
-        """Whether a parameter belongs to the adapter (rather than the base).
+        """Return whether a parameter belongs to the adapter (rather than the base).
 
         True below `lora_A` and `lora_B`, and with several residual streams for their connectors too.
         """
@@ -118,11 +168,6 @@ class ModelForCausalLM(nnx.Module):
         if self.config.mhc_expansion_rate > 1:
             trainable |= {"attn_connector", "mlp_connector"}
         return any(getattr(part, "key", part) in trainable for part in path)
-
-    @staticmethod
-    def lora_targets(config: "ModelConfig") -> list[LoraTarget]:
-        """Every linear map of this architecture that an adapter covers."""
-        raise NotImplementedError
 
     def __call__(
         self,
@@ -140,7 +185,7 @@ class ModelForCausalLM(nnx.Module):
         Without a cache, attention is causal inside equal `segment_ids` (None: each row is one segment) and positions
         restart in each segment; segment -1 is padding, whose output is meaningless but finite. With a cache, token t
         of row b is stored at position `positions[b, t]` (past the table: nowhere), and attends to what is stored at
-        all earlier positions and at its own.
+        all earlier positions and at its own; tokens of segment -1, which are the last ones, are not part of the row.
 
         Without `adapter_index`, `adapter` is a single one for all rows. With it, `adapter` is a bank and row b uses
         slot `adapter_index[b]`, none if that is negative.
@@ -175,7 +220,3 @@ class ModelForCausalLM(nnx.Module):
         of each distribution comes too. The model's own weights get a gradient only with `train_base`.
         """
         raise NotImplementedError
-
-
-MODELS: Registry[type[ModelForCausalLM]] = Registry("model architecture")
-"""By Hugging Face architecture name (`architectures` of config.json)."""

@@ -3,15 +3,14 @@
 Everything in a folder is a function of the arguments and of the small text in `data/`, so that equal arguments give
 equal bytes. Neither torch nor transformers is needed.
 
-Adding an architecture means one function from a `Size` to its configuration and tensors, registered in `ARCHITECTURES`.
+Every family of `skyrl.tx.families` can be made.
 """
 
 import json
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -19,87 +18,16 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from skyrl.tx.design.family import FAMILIES, Size, made_config
+from skyrl.tx.design.parameters import Param, parameters
+from skyrl.tx.families import design_of
 from skyrl.tx.synthetic.make_tokenizer import END, PAD, make_tokenizer, tokenizer_config
-from skyrl.utils.paths import cache_folder
-from skyrl.utils.registry import Registry
+from skyrl.utils.files.paths import cache_folder
 
 BUILTIN_NAME = "tiny-qwen3"
 """Folder of the built-in model. Adapters belong to their base, so a change of its recipe or text needs a new name."""
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-
-
-@dataclass(frozen=True)
-class Size:
-    """Dimensions of an architecture."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    tied: bool
-    max_position: int
-
-
-Tensors = Iterator[tuple[str, tuple[int, ...]]]
-"""Names and shapes. Vectors are norm scales."""
-
-ARCHITECTURES: Registry[Callable[[Size], tuple[dict[str, Any], Tensors]]] = Registry("architecture")
-"""By name: from a size to the members of config.json and the tensors of the weights."""
-
-
-@ARCHITECTURES.register("qwen3")
-def qwen3(size: Size) -> tuple[dict[str, Any], Tensors]:
-    """Qwen3, dense."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "head_dim": size.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": size.hidden,
-        "initializer_range": size.hidden**-0.5,
-        "intermediate_size": size.intermediate,
-        "max_position_embeddings": size.max_position,
-        "max_window_layers": size.layers,
-        "model_type": "qwen3",
-        "num_attention_heads": size.heads,
-        "num_hidden_layers": size.layers,
-        "num_key_value_heads": size.kv_heads,
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": None,
-        "rope_theta": 1_000_000,
-        "sliding_window": None,
-        "tie_word_embeddings": size.tied,
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": size.vocab,
-    }
-
-    def tensors() -> Tensors:
-        query, key_value = size.heads * size.head_dim, size.kv_heads * size.head_dim
-        yield "model.embed_tokens.weight", (size.vocab, size.hidden)
-        for layer in range(size.layers):
-            prefix = f"model.layers.{layer}."
-            yield prefix + "input_layernorm.weight", (size.hidden,)
-            yield prefix + "self_attn.q_proj.weight", (query, size.hidden)
-            yield prefix + "self_attn.k_proj.weight", (key_value, size.hidden)
-            yield prefix + "self_attn.v_proj.weight", (key_value, size.hidden)
-            yield prefix + "self_attn.o_proj.weight", (size.hidden, query)
-            yield prefix + "self_attn.q_norm.weight", (size.head_dim,)
-            yield prefix + "self_attn.k_norm.weight", (size.head_dim,)
-            yield prefix + "post_attention_layernorm.weight", (size.hidden,)
-            yield prefix + "mlp.gate_proj.weight", (size.intermediate, size.hidden)
-            yield prefix + "mlp.up_proj.weight", (size.intermediate, size.hidden)
-            yield prefix + "mlp.down_proj.weight", (size.hidden, size.intermediate)
-        yield "model.norm.weight", (size.hidden,)
-        if not size.tied:
-            yield "lm_head.weight", (size.vocab, size.hidden)
-
-    return config, tensors()
 
 
 def make_model(
@@ -123,7 +51,7 @@ def make_model(
 
     Args:
         out: The folder. Made if it is not there; files of the same names are replaced.
-        arch: A name in `ARCHITECTURES`.
+        arch: `model_type` of a family, such as qwen3.
         hidden: Width of the residual stream.
         layers: Decoder layers.
         heads: Query heads, a multiple of `kv_heads`.
@@ -141,7 +69,8 @@ def make_model(
     """
     size = Size(hidden, layers, heads, kv_heads, head_dim, intermediate, vocab, tied, max_position)
     _check(size, dtype)
-    config, tensors = ARCHITECTURES[arch](size)
+    config = made_config(_architecture(arch), size)
+    table = parameters(design_of(SimpleNamespace(**config)))
     tokenizer = make_tokenizer(vocab)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -152,7 +81,8 @@ def make_model(
     _write_json(out / "tokenizer_config.json", tokenizer_config(max_position))
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     if weights:
-        arrays = {name: _random(name, shape, seed).astype(DTYPES[dtype]) for name, shape in tensors}
+        names = ((param, name) for param in table if param.stored for _, name in param.stack.names(param.name))
+        arrays = {name: _random(name, param, seed).astype(DTYPES[dtype]) for param, name in names}
         save_file(arrays, out / "model.safetensors", metadata={"format": "pt"})
         (out / "model.safetensors").chmod((out / "config.json").stat().st_mode)  # the library makes it private
     return out
@@ -195,15 +125,24 @@ def _check(size: Size, dtype: str) -> None:
         raise ValueError(f"dtype={dtype!r} is not a dtype of weights (known: {', '.join(DTYPES)}); choose one")
 
 
-def _random(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Ones for norms, else normal numbers that keep the scale of their input, from a stream of the tensor's own.
+def _architecture(model_type: str) -> str:
+    known = {family.model_type: name for name, family in ((name, FAMILIES[name]) for name in FAMILIES)}
+    if model_type not in known:
+        raise KeyError(f"no architecture named {model_type!r}; known: {', '.join(sorted(known))}")
+    return known[model_type]
 
-    A standard deviation of 1 / sqrt(in) lets adapters of small models learn several times faster than the usual 0.02.
+
+def _random(name: str, param: Param, seed: int) -> np.ndarray:
+    """Norms and biases that change nothing, else normal numbers that keep the scale of their input.
+
+    Each tensor has a stream of its own. A standard deviation of 1 / sqrt(in) lets adapters of small models learn
+    several times faster than the usual 0.02.
     """
-    if len(shape) == 1:
-        return np.ones(shape, np.float32)
+    shape = param.stored_shape
+    if param.start != "normal":
+        return np.full(shape, float(param.start == "ones"), np.float32)
     stream = np.random.default_rng([seed % 2**64, zlib.crc32(name.encode())])
-    return np.float32(shape[1] ** -0.5) * stream.standard_normal(shape, np.float32)
+    return np.float32(param.inputs**-0.5) * stream.standard_normal(shape, np.float32)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -32,6 +32,18 @@ def in_use(option: str, flag: str, holder: str = "") -> InUse:
     return InUse(f"{option}: it is in use by {who}; stop that one or give this one its own {flag}")
 
 
+def holder(path: Path) -> str | None:
+    """Process that holds the lock on a file, in words; None if none does, or this user has no such file."""
+    try:
+        lock = FileLock(path, flags=0)
+    except OSError:
+        return None
+    try:
+        return None if lock.take() else lock.record(RECORD_BYTES).removeprefix(ENDING)
+    finally:
+        lock.release()
+
+
 class Lease:
     """A lock on a file, from the construction to `release`. Child processes do not inherit it.
 

@@ -63,6 +63,14 @@ def test_folders_may_begin_with_a_tilde(name, monkeypatch):
     assert getattr(resolved(f"trainer.{name}=~/runs").trainer, name) == "/home/mine/runs"
 
 
+def test_fully_asynchronous_defaults_keep_their_own_rule():
+    given = ["trainer.fully_async.enabled=true", "trainer.algorithm.off_policy_correction.tis_ratio_type=token"]
+    trainer = resolved(*given, "trainer.placement.colocate_all=false").trainer
+    assert trainer.train_batch_size == trainer.policy_mini_batch_size == 256
+    with pytest.raises(ConfigError, match="train_batch_size=1024 and policy_mini_batch_size=256 differ"):
+        resolved(*given, "trainer.train_batch_size=1024")
+
+
 def test_evaluation_is_greedy_and_as_long_as_training():
     evaluation = resolved("generator.sampling_params.max_generate_length=30").generator.eval_sampling_params
     assert evaluation is not None

@@ -87,7 +87,7 @@ REFUSED = [
         "policy.model.path=None: there is no model to train",
         ["trainer.policy.model.path=m"],
     ),
-    (["data.train_data=[]"], "data: train_data=[]: there is nothing to train on", ["data.train_data=[a.parquet]"]),
+    (["data.train_data=[]"], "data.train_data=[]: there is nothing to train on", ["data.train_data=[a.parquet]"]),
     (
         ["data.val_data=[]"],
         "data.val_data=[], trainer.eval_interval=5 and trainer.eval_before_train=True",
@@ -261,6 +261,16 @@ REFUSED = [
     (
         [G + "batched=true", G + "chat_template_kwargs.a=1"],
         "batched=True and chat_template_kwargs={'a': 1}",
+        [G + "batched=false"],
+    ),
+    (
+        [G + "batched=true", G + "max_concurrent_trajectories=4"],
+        "batched=True and max_concurrent_trajectories=4",
+        [G + "batched=false"],
+    ),
+    (
+        [G + "batched=true", G + "trajectories_per_second=4.0"],
+        "batched=True and trajectories_per_second=4.0",
         [G + "batched=false"],
     ),
     (

@@ -52,6 +52,10 @@ def test_a_run_has_as_many_steps_as_epochs_or_steps_say(overrides, steps):
         (("num_epochs=1", "num_steps=1"), "num_epochs=1 and num_steps=1 both say how long"),
         (("eval_interval=5",), "eval_interval=5: there are no eval_datasets"),
         (("eval_before_train=true",), "eval_before_train=true: there are no eval_datasets"),
+        (
+            ("eval_datasets=[x.json]", "ckpt_path=c", "best_metric=eval/x/loss"),
+            r"best_metric=eval/x/loss, ckpt_path=c, .*, eval_interval=0: there is nothing to compare",
+        ),
         (("ckpt_interval=5",), "ckpt_interval=5: there is nowhere to write to; set ckpt_path"),
         (("hf_save_interval=5",), "hf_save_interval=5: there is nowhere to write to; set export_path"),
         (("resume_from=latest",), "resume_from=latest: there is no folder for this run's own checkpoints"),

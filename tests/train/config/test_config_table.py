@@ -15,12 +15,20 @@ from tests.train.config.table import OWNERS, PATHS, ROWS, Row, another
 
 NAMES = {name: getattr(config_package, name) for name in config_package.__all__}
 TYPES = {"Optional": Optional, "Union": Union, "List": list, "Dict": dict, "Any": Any, "dict": dict[str, Any]} | NAMES
-WIDENED = {("TrainerConfig", "logger"): str | list[str]}
+WIDENED = {
+    ("TrainerConfig", "logger"): str | list[str],
+    ("SkyRLLoraConfig", "target_modules"): str | list[str],
+    ("SkyRLLoraConfig", "exclude_modules"): str | list[str] | None,
+}
 """Fields that take what the table says and more."""
 ADDED = {
-    "TrainerConfig": {"jax", "one_step_off"},
+    "TrainerConfig": {
+        *("jax", "fsdp2", "one_step_off", "max_steps", "eval_only", "init_from", "callbacks"),
+        *("best_metric", "best_mode", "async_checkpoints", "max_dumps_to_keep"),
+    },
     "FullyAsyncConfig": {"enabled", "staleness_policy"},
     "SkyRLGymConfig": {"others"},
+    "EnvironmentConfig": {"reward"},
     "GSM8kLLMJudgeEnvConfig": {"max_concurrency", "instructions"},
     "GeneratorConfig": {
         "trajectory_timeout_s",
@@ -30,6 +38,7 @@ ADDED = {
         "max_failed_fraction",
         "max_concurrent_trajectories",
         "trajectories_per_second",
+        "generator_class",
     },
 }
 """Fields that the table does not have."""

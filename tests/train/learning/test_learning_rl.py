@@ -13,6 +13,7 @@ from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.rl.batch import Batch
 from skyrl.train.rl.run import open_run, train_rl
 from skyrl.train.rl.update import Metrics
+from tests.rays import actors, ray_cluster
 
 SCORE = "eval/all/avg_score"
 """Metric: mean reward of sampled answers to held-out words."""
@@ -21,7 +22,15 @@ SEEDS = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(3)]
 ALGORITHM = "trainer.algorithm."
 
 
-def configured(folder: Path, seed: int, *overrides: str, env: str = "InKind", steps: int = 30) -> SkyRLTrainConfig:
+BACKENDS = {
+    "jax": "{warm_up: false, train_tile_tokens: 256, sample_max_num_sequences: 128}",
+    "fsdp2": "{train_tile_tokens: 1024, sample_max_num_sequences: 128}",
+}
+
+
+def configured(
+    folder: Path, seed: int, *overrides: str, env: str = "InKind", steps: int = 30, strategy: str = "jax"
+) -> SkyRLTrainConfig:
     """A run of one epoch, in which no word comes twice; evaluated on others before and after."""
     rows = task_rows(HELD_OUT + steps * PROMPTS, seed)
     write_rows(folder / "heldout.jsonl", rows[:HELD_OUT])
@@ -31,8 +40,8 @@ def configured(folder: Path, seed: int, *overrides: str, env: str = "InKind", st
             f"data.train_data=[{folder}/train.jsonl]",
             f"data.val_data=[{folder}/heldout.jsonl]",
             f"environment.env_class=kinds:{env}",
-            "trainer.strategy=jax",
-            "trainer.jax={warm_up: false, train_tile_tokens: 256, sample_max_num_sequences: 128}",
+            f"trainer.strategy={strategy}",
+            f"trainer.{strategy}={BACKENDS[strategy]}",
             "trainer.gradient_checkpointing=false",
             f"trainer.policy.model.path={make_pupil(folder / 'model', seed)}",
             "trainer.policy.optimizer_config.lr=1e-2",
@@ -73,6 +82,33 @@ def assert_learned(reports: list[Metrics], least: float) -> None:
 @pytest.mark.parametrize("seed", [0, *SEEDS[1:]])
 def test_grpo_learns(tmp_path, seed):
     assert_learned(run(configured(tmp_path, seed, steps=40)), least=0.75)
+
+
+def test_grpo_learns_with_torch(tmp_path):
+    assert_learned(run(configured(tmp_path, 0, steps=40, strategy="fsdp2")), least=0.75)
+
+
+@pytest.mark.slow
+def test_grpo_learns_on_two_workers_of_a_ray_cluster_that_the_environment_names(tmp_path, monkeypatch):
+    gpus = ("trainer.placement.policy_num_gpus_per_node=2", "generator.inference_engine.num_engines=2")
+    shares = [f"trainer.micro_{which}_batch_size_per_gpu=64" for which in ("train", "forward")]
+    whole = "trainer.policy.fsdp_config.fsdp_size=1"
+    with ray_cluster({}) as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        config = configured(tmp_path, 0, *gpus, *shares, whole, steps=40, strategy="fsdp2")
+        assert_learned(run(config), least=0.75)
+    assert actors() == []
+
+
+@pytest.mark.slow
+def test_ppo_learns_with_a_critic_on_two_torch_workers(tmp_path):
+    """Each has half of the micro-batches."""
+    given = (f"{ALGORITHM}advantage_estimator=gae", f"trainer.critic.model.path={make_pupil(tmp_path / 'model', 0)}")
+    workers = (
+        "trainer.fsdp2={train_tile_tokens: 256, sample_max_num_sequences: 128, num_workers: 2, workers: processes}"
+    )
+    critic = "trainer.critic.optimizer_config.lr=1e-2"
+    assert_learned(run(configured(tmp_path, 0, *given, critic, workers, steps=40, strategy="fsdp2")), least=0.6)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -14,8 +14,10 @@ from scripted import (
     user,
 )
 
+from skyrl.errors import ConfigError
 from skyrl.train.config import EvalSamplingParams
 from skyrl.train.rollouts.rows import rows_of
+from skyrl.train.rollouts.trajectory import check_token_rewards
 
 ANSWER = Answer("One.<|im_end|>")
 STEPS = {"step_wise_trajectories": True}
@@ -65,6 +67,15 @@ def test_a_prompt_that_is_too_long_is_a_trajectory_without_turns(chatml):
 def test_a_reward_of_any_kind_of_number_becomes_a_float(chatml, reward):
     trajectory, _ = run_one(chatml, [ANSWER], prompt(script=[Reply(reward=reward, done=True)]))
     assert (type(trajectory.reward), trajectory.reward) == (float, float(reward))
+
+
+def test_token_rewards_add_up_to_the_reward_within_what_float32_rounds():
+    each = np.tile(np.float32([1000.1, -1000.1, 0.1]), 1000)
+    total = float(each.cumsum(dtype=np.float32)[-1])
+    assert abs(total - float(each.astype(np.float64).sum())) > 1e-4
+    check_token_rewards(each.tolist(), total, len(each), "a step")
+    with pytest.raises(ConfigError, match=r"a step has token_rewards that add up to 1.0, not to its reward=0.5"):
+        check_token_rewards([0.25, 0.75], 0.5, 2, "a step")
 
 
 def test_an_environment_that_never_ends_has_max_turns(chatml):

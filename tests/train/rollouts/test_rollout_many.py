@@ -56,6 +56,26 @@ def test_a_stream_that_is_closed_cancels_the_others_and_closes_their_environment
     assert ScriptedEnv.made == ScriptedEnv.closed == {"a": 1, "b": 1}
 
 
+class FullBatchSampler(ScriptedSampler):
+    """Answers nobody before `size` requests are there."""
+
+    def __init__(self, tokenizer, size: int):
+        super().__init__(tokenizer, [ANSWER])
+        self.all_here = asyncio.Barrier(size)
+
+    async def sample(self, prompt_token_ids: Sequence[int], params, session_id: str):
+        await self.all_here.wait()
+        return await super().sample(prompt_token_ids, params, session_id)
+
+
+def test_a_batch_that_is_batched_is_at_the_sampler_as_a_whole(chatml):
+    sampler = FullBatchSampler(chatml, 6)
+    trajectories = run(
+        rollouts(chatml, sampler, batched=True, max_turns=1, n_samples_per_prompt=2).collect(rows("abc"))
+    )
+    assert [trajectory.failure for trajectory in trajectories] == [None] * 6
+
+
 def test_the_same_prompt_may_be_in_a_batch_twice(chatml):
     sampler = ScriptedSampler(chatml, [ANSWER])
     twice = [prompt(name="a", script=[Reply(reward=reward, done=True)]) for reward in (1.0, 2.0)]

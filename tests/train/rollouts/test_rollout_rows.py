@@ -78,6 +78,11 @@ def test_no_reward_is_lost(turns, merge):
     assert sum(sum(row.rewards) for row in rows_from(turns, merge)) == sum(turn.reward for turn in turns)
 
 
+def test_the_reward_of_a_turn_without_tokens_is_added_to_the_last_token_before_it():
+    (row,) = rows_from([turn([1], [2, 3], reward=1.0, token_rewards=[0.25, 0.75]), turn([1, 2, 3], [], reward=4.0)])
+    assert row.rewards == [0, 0.25, 4.75]
+
+
 @given(histories(), st.booleans())
 def test_every_list_of_a_row_has_one_entry_per_token(turns, merge):
     for row in rows_from(turns, merge):

@@ -39,6 +39,80 @@ def test_an_alpaca_row_without_input_is_the_instruction_alone():
     assert plain(example(row)) == golden("chatml", QUESTION.format("Speak.", "Hi."))
 
 
+def test_the_names_of_sharegpt_are_roles():
+    row = {
+        "conversations": [{"from": "human", "value": "Go."}, {"from": "gpt", "value": "One."}],
+        "system": "Be brief.",
+    }
+    assert plain(example(row)) == plain(example({"messages": [system("Be brief."), *TALK]}))
+
+
+LONG = [user("Go."), assistant("One."), user("More."), assistant("Two."), user("More."), assistant("Three.")]
+
+
+@pytest.mark.parametrize("what", ["last_assistant_message", "last_assistant_turn", "all_assistant_messages"])
+def test_all_that_an_assistant_says_in_a_completion_is_trained_on_and_nothing_in_its_prompt(what):
+    row = {"prompt": LONG[:3], "completion": LONG[3:], "system": "Count."}
+    pieces = [
+        "<|im_start|>system\nCount.<|im_end|>\n",
+        QUESTION.format("Go.", "One.").replace("[[", "").replace("]]", ""),
+    ]
+    pieces += [QUESTION.format("More.", "Two."), QUESTION.format("More.", "Three.")]
+    assert plain(example(row, what=what)) == golden("chatml", "".join(pieces))
+
+
+def test_all_tokens_of_a_prompt_and_its_completion_may_be_trained_on():
+    found = example({"prompt": TALK[:1], "completion": TALK[1:]}, what="all_tokens")
+    assert plain(found) == plain(example({"messages": TALK}, what="all_tokens"))
+
+
+def trl_rows(row: dict, tmp_path, family: str = "chatml", **options) -> dict:
+    """What TRL makes of a row (https://huggingface.co/docs/trl/sft_trainer)."""
+    import datasets
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from trl.trainer.sft_config import SFTConfig as TRLConfig
+    from trl.trainer.sft_trainer import SFTTrainer as TRLTrainer
+
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer("chatml")), intermediate_size=8, **sizes))
+    settings = TRLConfig(str(tmp_path), report_to=[], use_cpu=True, bf16=False, **options)
+    data = datasets.Dataset.from_list([row])
+    trainer = TRLTrainer(model, args=settings, train_dataset=data, processing_class=tokenizer(family))
+    return trainer.train_dataset[0]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_texts_are_the_tokens_that_trl_makes_of_them(tmp_path):
+    row = {"prompt": "One and one is", "completion": " two."}
+    theirs, ours = trl_rows(row, tmp_path), example(row)
+    assert ours.token_ids.tolist() == theirs["input_ids"]
+    assert ours.mask.tolist() == [label != -100 for label in theirs["labels"]] and ours.mask.sum() > 1
+    row = {"text": "One and one is two."}
+    theirs, ours = trl_rows(row, tmp_path), example(row)
+    assert ours.token_ids.tolist() == theirs["input_ids"]
+    assert ours.mask.tolist() == [False, *[label != -100 for label in theirs["labels"][1:]]]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("family", "prompt", "options"), [("chatml", 5, {}), ("marked", 3, {"assistant_only_loss": True})]
+)
+def test_prompts_and_completions_of_messages_are_trained_on_as_in_trl(tmp_path, family, prompt, options):
+    row = {"prompt": LONG[:prompt], "completion": LONG[prompt:]}
+    theirs, ours = trl_rows(row, tmp_path, family, **options), example(row, family=family)
+    trained = [label != -100 for label in theirs["labels"]]
+    if family == "chatml":  # which ends with a line break that no model has to say
+        assert tokenizer(family).decode(theirs["input_ids"][-1]) == "\n" and trained[-1]
+        trained[-1] = False
+    assert plain(ours) == (theirs["input_ids"], trained) and sum(trained) > 2
+
+
 def test_a_system_column_is_put_in_front_of_the_messages():
     row = {"messages": TALK, "system": "Be brief."}
     assert plain(example(row)) == plain(example({"messages": [system("Be brief."), *TALK]}))
@@ -118,7 +192,11 @@ def test_a_row_that_is_refused_is_named():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "Go."}, "columns text: of no known kind"),
+        ({"words": "Go."}, "columns words: of no known kind"),
+        ({"text": 3}, "text=3: give a string"),
+        ({"prompt": [user("Go.")], "completion": "One."}, "prompt=.*may both be lists of messages"),
+        ({"conversations": [{"from": "bot", "value": "Go."}]}, r"conversations\[0\]=.*human"),
+        ({"conversations": [user("Go.")]}, "a column messages"),
         ({"messages": []}, r"messages=\[\]: give a list of messages"),
         ({"messages": [system("A"), *TALK], "system": "B"}, "the messages begin with a system message"),
         ({"messages": TALK, "tools": "{"}, "tools='{': no JSON"),

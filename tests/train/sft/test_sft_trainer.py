@@ -1,4 +1,4 @@
-"""The loop with the JAX backend: against torch, resumed, evaluated, and what it writes."""
+"""The loop: against torch, resumed, evaluated, and what it writes; with the JAX backend where nothing else is said."""
 
 import asyncio
 import itertools
@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 import oracle
 from skyrl.backends.async_client import BackendClient
-from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.errors import ConfigError, StorageError
 from skyrl.train.config import SFTConfig
 from skyrl.train.policies.on_backend import BackendLearner
@@ -26,15 +26,20 @@ from skyrl.train.sft.datasets import read_dataset
 from skyrl.train.sft.trainer import SFTTrainer, Summary
 from skyrl.types import LoraConfig
 
-BACKEND = {"train_tile_tokens": 64, "compilation_cache": False, "warm_up": False}
 NUMBERS = itertools.count()
 Trace = list[tuple[int, dict[str, float]]]
 
 
 @pytest.fixture(scope="module")
-def client(tiny_model) -> Iterator[BackendClient]:
-    with BackendClient(JaxBackend(str(tiny_model), JaxBackendConfig(**BACKEND))) as client:
+def shared_client(tiny_model) -> Iterator[BackendClient]:
+    """Of two workers that share the base weights."""
+    options = TorchBackendConfig(train_tile_tokens=64, workers="processes", num_workers=2, fsdp_size=-1)
+    with BackendClient(TorchBackend(str(tiny_model), options)) as client:
         yield client
+
+
+BACKENDS = ["client", "torch_client", pytest.param("shared_client", marks=pytest.mark.slow)]
+"""Fixtures of clients that train."""
 
 
 def dataset(name: str, rows: int, seed: int) -> Dataset:
@@ -95,7 +100,10 @@ def values(trace: Trace, name: str) -> list[float]:
 
 
 def without_times(trace: Trace) -> Trace:
-    return [(step, {name: one for name, one in metrics.items() if name != "timing/step"}) for step, metrics in trace]
+    return [
+        (step, {name: one for name, one in metrics.items() if not name.startswith("timing/")})
+        for step, metrics in trace
+    ]
 
 
 def mean_loss(model, examples: list[Example]) -> torch.Tensor:
@@ -146,11 +154,13 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_killed_after_any_step_and_resumed_equals_the_uninterrupted_one_bit_for_bit(
-    client, tiny_model, tmp_path, rank
+    request, tiny_model, tmp_path, backend, rank
 ):
+    client = request.getfixturevalue(backend)
     options = ["batch_size=3", "optimizer_config.scheduler=cosine", "num_steps=7", "ckpt_interval=2", "eval_interval=3"]
-    options += [f"model.lora.rank={rank}", "resume_from=latest"]
+    options += [f"model.lora.rank={rank}", "resume_from=latest", "train_dataset_weights=[1.0, 2.0]"]
     _, whole, _ = train(client, config(tiny_model, *options, f"ckpt_path={tmp_path / 'whole'}"), rank)
     for killed in range(1, 7):
         settings = config(tiny_model, *options, f"ckpt_path={tmp_path / str(killed)}")
@@ -159,6 +169,22 @@ def test_a_run_killed_after_any_step_and_resumed_equals_the_uninterrupted_one_bi
         summary, trace, _ = train(client, settings, rank)
         assert summary.resumed_from == (killed - 1) // 2 * 2  # the step itself is not saved yet
         assert without_times(trace) == without_times(whole)[summary.resumed_from :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_run_on_two_workers_goes_on_with_one(shared_client, torch_client, tiny_model, tmp_path, rank):
+    """Up to the order in which gradients are added up: AdamW makes a whole step of a gradient that is all rounding."""
+    options = ["batch_size=3", "num_steps=4", "ckpt_interval=1", f"model.lora.rank={rank}", "resume_from=latest"]
+    _, whole, _ = train(shared_client, config(tiny_model, *options, f"ckpt_path={tmp_path / 'whole'}"), rank)
+    settings = config(tiny_model, *options, f"ckpt_path={tmp_path / 'moved'}")
+    with pytest.raises(Killed):
+        train(shared_client, settings, rank, killed=3)
+    summary, trace, _ = train(torch_client, settings, rank)
+    assert summary.resumed_from == 2
+    assert [step for step, _ in trace] == [step for step, _ in whole[2:]] == [3, 4]
+    for name, bound in (("policy/loss", 1e-5), ("eval/c/loss", 1e-5), ("policy/lr", 0), ("policy/grad_norm", 1e-4)):
+        assert values(trace, name) == pytest.approx(values(whole[2:], name), rel=bound)
 
 
 def test_a_run_goes_on_from_a_checkpoint_that_is_named(client, tiny_model, tmp_path):
@@ -310,7 +336,8 @@ def test_losses_are_measured_before_between_and_after_the_steps(client, tiny_mod
 
 def test_evaluation_does_not_depend_on_how_it_is_cut(client, tiny_model):
     options = ["num_steps=1", "eval_before_train=true"]
-    (one, other) = (train(client, config(tiny_model, *options, f"batch_size={size}"), 4)[1] for size in (2, 5))
+    traces = (train(client, config(tiny_model, *options, f"batch_size={size}"), 4)[1] for size in (2, 5))
+    one, other = map(without_times, traces)
     assert one[0][1] == pytest.approx(other[0][1], rel=1e-5)
 
 
@@ -323,9 +350,12 @@ def test_a_short_batch_at_the_end_of_an_epoch_trains_on_what_is_there(client, ti
     assert values(trace, "trainer/epoch") == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
 
 
-def test_models_are_exported_at_intervals_and_at_the_end(client, tiny_model, tmp_path):
+@pytest.mark.parametrize("rank", [0, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_models_are_exported_at_intervals_and_at_the_end(request, tiny_model, tmp_path, backend, rank):
+    client = request.getfixturevalue(backend)
     options = ["num_steps=3", "hf_save_interval=2", f"export_path={tmp_path}", "optimizer_config.scheduler=constant"]
-    _, trace, _ = train(client, config(tiny_model, *options))
+    _, trace, _ = train(client, config(tiny_model, *options), rank)
     folders = [tmp_path / f"global_step_{step}" / "policy" for step in (2, 3)]
     assert sorted(tmp_path.iterdir()) == [folder.parent for folder in folders]
     with torch.no_grad():

@@ -11,6 +11,7 @@ from skyrl.tx.layers.packed_attention import packed_attention
 pytestmark = pytest.mark.gpu
 
 TOKENS, HEADS, KV_HEADS, WIDTH, PAGE = 256, 8, 2, 64, 64
+SCALE = WIDTH**-0.5
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +45,19 @@ def pages(key: jax.Array, value: jax.Array) -> Pages:
 
 
 def trained(query, key, value):
-    return packed_attention(query, key, value, jnp.zeros((1, TOKENS), jnp.int32))
+    return packed_attention(query, key, value, jnp.zeros((1, TOKENS), jnp.int32), scale=SCALE)
 
 
 def read(query, key, value):
-    return cached_attention(query, pages(key, value), jnp.arange(TOKENS, dtype=jnp.int32)[None])
+    return cached_attention(query, pages(key, value), jnp.arange(TOKENS, dtype=jnp.int32)[None], scale=SCALE)
 
 
 def decoded(query, key, value):
     """Each token by itself, all rows over the same pages."""
     cache = pages(key, value)
     rows = cache._replace(table=jnp.broadcast_to(cache.table, (TOKENS, cache.table.shape[1])))
-    return jnp.moveaxis(cached_attention(query[0][:, None], rows, jnp.arange(TOKENS, dtype=jnp.int32)[:, None]), 1, 0)
+    positions = jnp.arange(TOKENS, dtype=jnp.int32)[:, None]
+    return jnp.moveaxis(cached_attention(query[0][:, None], rows, positions, scale=SCALE), 1, 0)
 
 
 @pytest.mark.parametrize("way", [trained, read, decoded])

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from skyrl.tx.layers import packed_attention as module
 pytestmark = pytest.mark.gpu
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
+SCALE = DIM**-0.5
 UNUSED = -1
 
 
@@ -27,6 +29,9 @@ class Layout:
     tokens: int
     narrowest: int = module.NARROWEST_STRIPE
     scores: int = module.SCORES_AT_ONCE
+    window: int | None = None
+    softcap: float | None = None
+    value_dim: int = DIM
 
     def segments(self) -> np.ndarray:
         ids = np.full((len(self.rows), self.tokens), UNUSED, np.int32)
@@ -44,6 +49,10 @@ LAYOUTS = {
     "in three stripes, the last in steps": Layout([[24], [1, 11, 9]], 24, narrowest=8, scores=1024),
     "of a length that no stripe divides": Layout([[35], [10, 17]], 35, narrowest=8, scores=256),
     "of a stripe that no step divides": Layout([[36], [10, 17]], 36, narrowest=8, scores=256),
+    "over a window": Layout(ROWS, 32, narrowest=8, window=4),
+    "over a window, in steps": Layout(ROWS, 32, narrowest=8, scores=256, window=11),
+    "with capped scores": Layout(ROWS, 32, narrowest=8, softcap=1.5),
+    "with values of another width": Layout(ROWS, 32, narrowest=8, scores=256, value_dim=12),
 }
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 NAMES = ["mixed", "query", "key", "value"]
@@ -62,15 +71,19 @@ def reference(layout: Layout, inputs: list[np.ndarray], cotangent: np.ndarray) -
     """Every sequence and head alone, by the textbook."""
     leaves = [torch.tensor(array, dtype=torch.float64, requires_grad=True) for array in inputs]
     query, key, value = leaves
-    mixed = torch.zeros_like(query)
+    mixed = torch.zeros(*query.shape[:3], layout.value_dim, dtype=torch.float64)
     for row, lengths in enumerate(layout.rows):
         for end, length in zip(np.cumsum(lengths), lengths, strict=True):
             own = slice(end - length, end)
-            future = torch.ones(length, length).triu(1).bool()
+            masked = torch.ones(length, length).triu(1).bool()
+            if layout.window is not None:
+                masked |= torch.ones(length, length).tril(-layout.window).bool()
             for head in range(HEADS):
                 k, v = (array[row, own, head // (HEADS // KV_HEADS)] for array in (key, value))
-                scores = (query[row, own, head] @ k.T / math.sqrt(DIM)).masked_fill(future, -math.inf)
-                mixed[row, own, head] = scores.softmax(-1) @ v
+                scores = query[row, own, head] @ k.T * SCALE
+                if layout.softcap is not None:
+                    scores = layout.softcap * torch.tanh(scores / layout.softcap)
+                mixed[row, own, head] = scores.masked_fill(masked, -math.inf).softmax(-1) @ v
     mixed.backward(torch.tensor(cotangent, dtype=torch.float64))
     return dict(zip(NAMES, [mixed.detach().numpy(), *(leaf.grad.numpy() for leaf in leaves)], strict=True))
 
@@ -83,14 +96,18 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     name, dtype = request.param
     layout, draw = LAYOUTS[name], np.random.default_rng(7).normal
     segments = layout.segments()
-    shapes = [(*segments.shape, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    widths = [(HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, layout.value_dim), (HEADS, layout.value_dim)]
+    shapes = [(*segments.shape, *width) for width in widths]
     arrays = [jnp.asarray(draw(size=shape), dtype) for shape in shapes]
     used = segments != UNUSED
     cotangent = jnp.where(jnp.asarray(used)[:, :, None, None], arrays.pop(), jnp.zeros((), dtype))
 
     @jax.jit
     def ours(inputs: list[jax.Array]) -> tuple[jax.Array, ...]:
-        mixed, pullback = jax.vjp(lambda *qkv: module.packed_attention(*qkv, jnp.asarray(segments)), *inputs)
+        window = None if layout.window is None else jnp.int32(layout.window)
+        options = {"scale": SCALE, "window": window, "softcap": layout.softcap}
+        run = partial(module.packed_attention, segment_ids=jnp.asarray(segments), **options)
+        mixed, pullback = jax.vjp(run, *inputs)
         return mixed, *pullback(cotangent)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -130,7 +147,7 @@ def test_scores_that_exp_cannot_hold_give_the_value_of_the_highest():
     ids = jnp.zeros((1, 4), jnp.int32)
     query = jnp.full((1, 4, 1, 1), LARGEST_SCORE)
     key, value = (jnp.asarray(numbers, jnp.float32).reshape(1, 4, 1, 1) for numbers in ([1, 3, 2, 0], [5, 6, 7, 8]))
-    np.testing.assert_array_equal(module.packed_attention(query, key, value, ids).ravel(), [5, 6, 6, 6])
+    np.testing.assert_array_equal(module.packed_attention(query, key, value, ids, scale=1.0).ravel(), [5, 6, 6, 6])
 
 
 def array_sizes(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -141,7 +158,7 @@ def array_sizes(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     query, key, value = (jnp.ones((*segments.shape, heads, DIM)) for heads in (HEADS, KV_HEADS, KV_HEADS))
 
     def total(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return module.packed_attention(query, key, value, segments).sum()
+        return module.packed_attention(query, key, value, segments, scale=SCALE).sum()
 
     program = str(jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(query, key, value))
     return [math.prod(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", program)]

@@ -9,9 +9,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl.tx.io.weights import load_model
 from skyrl.tx.layers.logprobs import logprobs_of
-from skyrl.tx.lora import Adapter, empty_bank, write_slot, zero_adapter
+from skyrl.tx.lora import Adapter, empty_bank, lora_targets, write_slot, zero_adapter
 from skyrl.tx.models.configs import ModelConfig
-from skyrl.tx.models.types import MODELS, KVCache
+from skyrl.tx.models.decoder import Decoder
+from skyrl.tx.models.types import KVCache
 from skyrl.types import LoraConfig
 
 pytestmark = pytest.mark.gpu
@@ -165,18 +166,19 @@ def test_decoding_updates_a_donated_cache_in_place(load):
     assert memory.temp_size_in_bytes < whole / 10
 
 
-def bank_of(adapters: list[Adapter], unrolled: bool) -> Adapter:
+def bank_of(adapters: list[Adapter], config: ModelConfig) -> Adapter:
     """A bank whose slot i is adapter i."""
-    bank = empty_bank(adapters[0], len(adapters), unrolled)
+    targets = lora_targets(config)
+    bank = empty_bank(targets, adapters[0], len(adapters), config.unroll_layers)
     for slot, adapter in enumerate(adapters):
-        bank = write_slot(bank, slot, adapter)
+        bank = write_slot(targets, bank, slot, adapter)
     return bank
 
 
 @unrolled_is_slow
 def test_a_row_without_a_slot_gives_what_the_base_model_gives(load, ids):
     model = load()
-    bank = bank_of([trained_adapter(model.config, RANK_4, seed) for seed in (1, 2)], model.config.unroll_layers)
+    bank = bank_of([trained_adapter(model.config, RANK_4, seed) for seed in (1, 2)], model.config)
     mixed = hidden(model, ids, adapter=bank, adapter_index=jnp.asarray([1, -1, 0]))
     np.testing.assert_allclose(mixed[1], hidden(model, ids[1:2])[0], atol=1e-5)
 
@@ -189,7 +191,7 @@ def test_a_slot_of_a_bank_gives_what_its_adapter_gives_alone(load, ids):
         trained_adapter(load().config, RANK_4, 1),
         trained_adapter(load().config, LoraConfig(rank=7, alpha=5), 2),
     ]
-    bank, slots = bank_of(adapters, model.config.unroll_layers), jnp.asarray([2, 0, 1])
+    bank, slots = bank_of(adapters, model.config), jnp.asarray([2, 0, 1])
     together = hidden(model, ids, adapter=bank, adapter_index=slots)
     logits = model.compute_logits(together[:, -1], bank, slots)
     for row, slot in enumerate([2, 0, 1]):
@@ -202,7 +204,7 @@ def test_a_slot_of_a_bank_gives_what_its_adapter_gives_alone(load, ids):
 def test_log_probabilities_of_a_bank_are_those_of_its_adapters(load, ids):
     model, adapters = load(), [trained_adapter(load().config, RANK_4, 1), trained_adapter(load().config, RANK_4, 2)]
     rows, targets, slots = hidden(model, ids)[0, :5], jnp.asarray(ids[:2, :5].T), np.array([0, 1, 1, 0, 1])
-    bank = bank_of(adapters, model.config.unroll_layers)
+    bank = bank_of(adapters, model.config)
     together = logprobs_of(model.compute_logits(rows, bank, jnp.asarray(slots)), targets)
     alone = [model.target_scores(rows, targets, adapter=adapter).logprobs for adapter in adapters]
     np.testing.assert_allclose(together, np.where(slots[:, None] == 0, *alone), atol=1e-5)
@@ -213,7 +215,7 @@ def test_nan_in_one_slot_leaves_the_rows_of_others_bit_identical(load, ids):
     slots = jnp.asarray([0, 1, 0])
     results = []
     for neighbour in (healthy, jax.tree.map(lambda leaf: jnp.full_like(leaf, np.nan), healthy)):
-        bank = bank_of([healthy, neighbour], model.config.unroll_layers)
+        bank = bank_of([healthy, neighbour], model.config)
         states = hidden(model, ids, adapter=bank, adapter_index=slots)
         results.append((states, model.compute_logits(states[:, -1], bank, slots)))
     for clean, poisoned in zip(*results, strict=True):
@@ -273,7 +275,7 @@ def test_a_stack_of_adapters_maps_to_one_result_each(load, ids):
 def test_log_probabilities_over_150_thousand_tokens_are_accurate_over_a_bfloat16_base():
     vocab, tokens = 151_936, 6
     config = _config(vocab_size=vocab)
-    model = MODELS["Qwen3ForCausalLM"](config, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(0))
+    model = Decoder(config, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     states = jnp.asarray(rng.normal(0, 10, (tokens, 32)), jnp.bfloat16)
     targets = jnp.asarray(rng.integers(0, vocab, (tokens, 2)), jnp.int32)
@@ -308,20 +310,16 @@ def test_only_adapters_are_lora_parameters(load):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (
-            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
-            "rope_type='linear' is not implemented",
-        ),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type='linear' is not implemented"),
-        ({"use_sliding_window": True}, "sliding-window attention is not implemented"),
-        ({"layer_types": ["sliding_attention"]}, "sliding-window attention is not implemented"),
+        ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "rope_type='mrope' is not implemented"),
+        ({"rope_scaling": {"type": "su", "factor": 4.0}}, "rope_type='su' is not implemented"),
+        ({"layer_types": ["linear_attention"]}, "layer_types has linear_attention, which is not implemented"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not implemented"),
         ({"mhc_expansion_rate": 4}, "mhc_expansion_rate=4"),
     ],
 )
 def test_what_is_not_implemented_is_refused(option, message):
     with pytest.raises(ValueError, match=message):
-        MODELS["Qwen3ForCausalLM"](_config(**option), dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
+        Decoder(_config(**option), dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
 
 
 def _config(mhc_expansion_rate=1, **members) -> ModelConfig:

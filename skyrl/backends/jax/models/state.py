@@ -7,12 +7,13 @@ moment.
 
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.offload import ModelInfo
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.lora import init_adapter, lora_targets, padded_rank, zero_adapter, zero_pair
@@ -42,6 +43,8 @@ class ModelState:
     step: int = 0
     """Optimizer steps taken."""
     gradient_sums: Tree | None = None
+    sequences: int | None = 0
+    """Sequences whose gradients are in the sums; None is not known."""
 
     @classmethod
     def fresh(cls, lora_config: LoraConfig, adapter: Adapter) -> "ModelState":
@@ -56,7 +59,7 @@ class ModelState:
     def with_arrays(self, arrays: tuple[Any, ...]) -> "ModelState":
         """The same model with its arrays elsewhere."""
         adapter, first, second, sums = arrays
-        return ModelState(self.lora_config, adapter, first, second, self.step, sums)
+        return ModelState(self.lora_config, adapter, first, second, self.step, sums, self.sequences)
 
     def to_host(self) -> "ModelState":
         """The same model with its arrays in host memory."""
@@ -68,16 +71,16 @@ class ModelState:
 
     def drop_sums(self) -> None:
         """Clear its gradient sums."""
-        self.gradient_sums = None
+        self.gradient_sums, self.sequences = None, 0
 
     @property
     def info(self) -> ModelInfo:
-        """What is to be known of it on disk too."""
+        """Facts about it that are known while it is on disk, too."""
         return ModelInfo(self.lora_config, self.step, self.value_head)
 
     @property
     def value_head(self) -> bool:
-        """Whether it is a critic."""
+        """True for a critic."""
         return self.adapter.value_head is not None
 
     @property
@@ -103,17 +106,10 @@ def model_bytes(model_config: "ModelConfig", base: Any, kind: "Kind") -> int:
     return COPIES * (head + sum(leaf.nbytes for target in targets for leaf in zero_pair(target, rank).values()))
 
 
-class Kind(NamedTuple):
-    """What a model is, apart from its numbers."""
-
-    lora_config: LoraConfig
-    value_head: bool = False
-
-
 def fresh_adapter(
     model_config: "ModelConfig", base: Any, kind: Kind, seed: int, value_head: np.ndarray | None
 ) -> Adapter:
-    """What a new model has of its own: an adapter that changes nothing yet, or a float32 copy of the base model.
+    """Weights of a new model's own: an adapter that changes nothing yet, or a float32 copy of the base model.
 
     Args:
         model_config: Of the base model.

@@ -1,7 +1,5 @@
-"""Continuous sampling on JAX: `sampler` admits and advances sequences, the rest is what it does that with.
+"""Sampling on JAX: `runner` computes what `backends.common.sampling` asks for.
 
-waiting_line, sequences            who waits, who runs
-prefill, reads                     prompts read in chunks into pages (`backends.common.page_table` says whose)
-decode, adapter_stacks, programs   the compiled steps and what they are given
-prompt_logprobs                    scores of prompts
+adapter_stacks     adapters of rows that share a call
+programs           the compiled steps
 """

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from skyrl.backends.common.sampling.model_runner import Group
 from skyrl.backends.common.versions import BASE_SLOT, VersionPool
 from skyrl.backends.jax.sampling.programs import SamplingPrograms
 from skyrl.tx.layers.adapter import Adapter
@@ -18,19 +19,19 @@ SLOTS = 4
 """Adapters whose rows are decoded together."""
 
 
-class Group(NamedTuple):
-    """A bank, and where in it the adapters of a version pool's slots are. The base model is at -1."""
+class Weights(NamedTuple):
+    """Weights that the rows of a group are decoded with."""
 
     bank: Adapter | None
-    places: dict[int, int]
+    """None is no adapter."""
     base: Any | None = None
-    """Of a version with a base of its own, which has no adapter."""
+    """Of a version with a base of its own, which has no adapter. None: the base model."""
 
 
 @dataclass(eq=False)
 class _Bank:
     contents: list[int | None]
-    """What is in each slot, as `VersionPool.content`."""
+    """Content of each slot, as `VersionPool.content`."""
     adapters: Adapter
 
 
@@ -68,13 +69,13 @@ class Banks:
         for bank in banks:
             places = {wanted[content]: place for place, content in enumerate(bank.contents) if content in wanted}
             if places:
-                groups.append(Group(bank.adapters, places))
+                groups.append(Group(places, Weights(bank.adapters)))
         if BASE_SLOT in slots:
             if groups and not self._apart:
                 groups[0].places[BASE_SLOT] = -1
             else:
-                groups.append(Group(None, {BASE_SLOT: -1}))
-        return groups + [Group(None, {slot: -1}, base) for slot, base in own.items()]
+                groups.append(Group({BASE_SLOT: -1}, Weights(None)))
+        return groups + [Group({slot: -1}, Weights(None, base)) for slot, base in own.items()]
 
     def clear(self) -> None:
         """Free the memory."""

@@ -1,4 +1,4 @@
-"""The compiled programs of sampling: reading a prompt by chunks, decoding rows for some steps, copying pages.
+"""The compiled programs of sampling: reading a prompt by chunks, decoding rows for some steps, copying what is cached.
 
 Pure functions of (base, adapters, pool of pages, data). Shapes come from the short lists below and in `decoding`,
 everything a request can choose is data, so the number of programs is bounded and small; `compiled` counts them. The
@@ -7,148 +7,56 @@ backend sets the matmul precision around all its programs, so that sampler and t
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from skyrl.backends.common.page_table import SCRATCH
+from skyrl.backends.common.page_table import PAGE_SIZE
+from skyrl.backends.common.sampling.model_runner import (
+    BURST,
+    DRAWS_AT_ONCE,
+    LARGEST_INT32,
+    SCORED_AT_ONCE,
+    TOP_WIDTHS,
+    Drawn,
+    Rows,
+)
 from skyrl.backends.jax.compile_cache import Compiler
+from skyrl.tx.design.design import DeltaNet
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.layers.logprobs import logprobs_of
-from skyrl.tx.lora import empty_bank, write_slot
-from skyrl.tx.models.types import PAGE_SIZE, KVCache
-from skyrl.tx.sampling import draw_tokens, sample_tokens, uniforms, without_tokens
-
-CHUNKS = (32, 64, 256)
-"""Tokens of a prompt read at once."""
-
-BURST = 8
-"""Tokens that a decode call generates at most."""
-
-COPIES = (1, 32)
-"""Pages that are copied at once."""
-
-STOP_IDS = 8
-"""Stop tokens that end a row inside a decode call; the host looks for all."""
-
-SCORED_AT_ONCE = 32
-"""Prompt tokens whose logits over the whole vocabulary exist at the same time. Divides every chunk."""
-
-TOP_WIDTHS = (8, 64)
-"""Most likely tokens that are found at once: the lattice of every top-k option."""
-
-TARGET_WIDTHS = (1, 8, 64, 512)
-"""Named tokens per row that are scored at once; the tokens that follow are one each, and more take several calls."""
-
-DRAWS_AT_ONCE = 8
-"""Alternatives per prompt token that are drawn by one call."""
-
-LARGEST_INT32 = 2**31 - 1
-HOTTEST = 1e30
-"""Temperatures above are the same uniform distribution, and do not fit into float32."""
-
+from skyrl.tx.lora import empty_bank, lora_targets, write_slot
+from skyrl.tx.models.types import KVCache, Pool, cache_parts
+from skyrl.tx.sampling import Occurrences, draw_tokens, penalised, sample_tokens, uniforms, without_tokens
 
 QUICKLY_COMPILED = {"xla_backend_optimization_level": 1}
 """On a CPU: LLVM's levels above take a fifth longer to compile these programs, which then run no faster."""
 
-Pool = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""Keys and values of all pages, as in `KVCache`."""
 
-
-class RowOptions(NamedTuple):
-    """Of `SamplingOptions`, what the device has to know of each row. A pytree."""
-
-    min_p: Any
-    """float32."""
-    min_tokens: Any
-    """int32: tokens until which none of the row's `stops` is drawn."""
-
-
-class Rows(NamedTuple):
-    """What the rows of one decode call are about, one entry each. A pytree."""
-
-    tokens: Any
-    """int32: the token to read first."""
-    positions: Any
-    """int32: its position."""
-    table: Any
-    """int32 `[rows, blocks]`: pages, see `KVCache`."""
-    slots: Any
-    """int32: slot of the bank, -1: the base model."""
-    seeds: Any
-    """uint32 `[rows, 2]`, see `seed_words`."""
-    sample_index: Any
-    """int32."""
-    steps: Any
-    """int32: tokens generated before."""
-    limits: Any
-    """int32: tokens to generate at most; 0 in idle rows."""
-    stops: Any
-    """int32 `[rows, STOP_IDS]`: tokens that end the row; -1: none."""
-    temperature: Any
-    """float32."""
-    scale: Any
-    """float32: the temperature at which log-probabilities are told."""
-    top_k: Any
-    """int32, 0: off."""
-    top_p: Any
-    """float32."""
-    top: Any
-    """bool: whether the most likely tokens are asked for."""
-    options: RowOptions | None
-    """None, which is a program of its own, if no row has any."""
-
-    @classmethod
-    def idle(cls, rows: int, blocks: int, options: bool = False) -> "Rows":
-        """Rows that do nothing, for a program with or without options."""
-        zeros = partial(np.zeros, rows)
-        return cls(
-            tokens=zeros(np.int32),
-            positions=zeros(np.int32),
-            table=np.full((rows, blocks), SCRATCH, np.int32),
-            slots=np.full(rows, -1, np.int32),
-            seeds=np.zeros((rows, 2), np.uint32),
-            sample_index=zeros(np.int32),
-            steps=zeros(np.int32),
-            limits=zeros(np.int32),
-            stops=np.full((rows, STOP_IDS), -1, np.int32),
-            temperature=zeros(np.float32),
-            scale=np.ones(rows, np.float32),
-            top_k=zeros(np.int32),
-            top_p=np.ones(rows, np.float32),
-            top=zeros(bool),
-            options=RowOptions(min_p=zeros(np.float32), min_tokens=zeros(np.int32)) if options else None,
-        )
-
-
-class Drawn(NamedTuple):
-    """What one decode call has generated, `[BURST, rows]`; steps that it did not make are zeros."""
-
-    tokens: Any
-    """int32."""
-    logprobs: Any
-    """float32."""
-    top_ids: Any
-    """int32 `[BURST, rows, TOP_WIDTHS[-1]]`."""
-    top_logprobs: Any
-    """float32, as `top_ids`."""
-
-
-def _drawn(logits: jax.Array, numbers: jax.Array, rows: Rows, steps: jax.Array) -> jax.Array:
+def _drawn(
+    logits: jax.Array, numbers: jax.Array, rows: Rows, steps: jax.Array, occurred: Occurrences | None
+) -> jax.Array:
     """Tokens int32 `[rows]` that the rows draw after `steps` int32 `[rows]` others."""
-    filters = rows.temperature, rows.top_k, rows.top_p
-    if rows.options is None:
-        return sample_tokens(logits, numbers, *filters)
-    logits = without_tokens(logits, rows.stops, steps < rows.options.min_tokens)
-    return sample_tokens(logits, numbers, *filters, rows.options.min_p)
+    assert rows.options is not None
+    if (penalties := rows.options.penalties) is not None:
+        assert occurred is not None
+        logits = penalised(logits, occurred, penalties.repetition, penalties.presence, penalties.frequency)
+    early = steps < rows.options.min_tokens
+    logits = jax.lax.cond(early.any(), without_tokens, lambda logits, *_: logits, logits, rows.stops, early)
+    return sample_tokens(logits, numbers, rows.temperature, rows.top_k, rows.top_p, rows.options.min_p)
 
 
-def top_width(k: int, vocab_size: int) -> int:
-    """How many most likely tokens to find where `k` are asked for, which are no more than the widest; 0 for none."""
-    return min(next(width for width in (0, *TOP_WIDTHS) if width >= k), vocab_size)
+def _bytes(shapes: Any) -> int:
+    return sum(shape.size * shape.dtype.itemsize for shape in jax.tree.leaves(shapes))
+
+
+def _copied(sources: jax.Array, targets: jax.Array, leaf: jax.Array, layers: int) -> jax.Array:
+    """`leaf`, the pages or states of `layers` one after the other, with `sources` copied to `targets` in each."""
+    first = jnp.arange(layers, dtype=jnp.int32)[:, None] * (leaf.shape[0] // layers)
+    source, target = ((first + places[None]).reshape(-1) for places in (sources, targets))
+    return leaf.at[target].set(leaf[source])
 
 
 class SamplingPrograms:
@@ -157,6 +65,7 @@ class SamplingPrograms:
     def __init__(self, graphdef: Any, model_config: Any, base: Any, deterministic: bool):
         self._graphdef = graphdef
         self._config = model_config
+        self._targets = lora_targets(model_config)
         token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         self.cache_dtype = jax.eval_shape(
             lambda base, token: nnx.merge(graphdef, base)(token, positions=token).last_hidden_state, base, token
@@ -169,18 +78,23 @@ class SamplingPrograms:
         self.best = self._program(self._best, static="k")
         self.alternatives = self._program(self._alternatives)
         self.copy_pages = self._program(self._copy_pages, donate="pool")
+        self.copy_states = self._program(self._copy_states, donate="pool")
         self.empty_bank = self._program(self._empty_bank, static="slots")
         self.write_slot = self._program(self._write_slot, donate="bank")
 
-    def pool_shapes(self, pages: int) -> Pool:
-        """Shapes and types of a pool of so many pages."""
-        return jax.eval_shape(lambda: KVCache.pool(self._config, pages, self.cache_dtype))
+    def pool_shapes(self, pages: int, states: int) -> Pool:
+        """Shapes and types of a pool of so many pages and states."""
+        return jax.eval_shape(lambda: KVCache.pool(self._config, pages, self.cache_dtype, PAGE_SIZE, states))
 
     @property
     def token_bytes(self) -> int:
         """Keys and values of one token in all layers."""
-        shapes = jax.tree.leaves(self.pool_shapes(1))
-        return sum(shape.size * shape.dtype.itemsize for shape in shapes) // PAGE_SIZE
+        return _bytes(self.pool_shapes(1, 0)) // PAGE_SIZE
+
+    @property
+    def state_bytes(self) -> int:
+        """State of one sequence in all layers that have such."""
+        return _bytes(self.pool_shapes(0, 1))
 
     def _program(self, function: Callable, donate: str | None = None, static: str | None = None) -> Callable:
         name = function.__name__.strip("_")
@@ -201,17 +115,18 @@ class SamplingPrograms:
         slots = None if bank is None else rows.slots
 
         def step(carry: Any) -> Any:
-            done, pool, tokens, positions, active, drawn = carry
+            done, pool, tokens, positions, active, drawn, occurred = carry
             output = model(
                 tokens[:, None],
                 positions=positions[:, None],
                 adapter=bank,
                 adapter_index=slots,
-                kv_cache=KVCache(pool[0], pool[1], rows.table),
+                kv_cache=KVCache.of(pool, rows.table, rows.states),
             )
             logits = model.compute_logits(output.last_hidden_state[:, 0], adapter=bank, adapter_index=slots)
             numbers = uniforms(rows.seeds, rows.sample_index, rows.steps + done)
-            following = _drawn(logits, numbers, rows, rows.steps + done)
+            following = _drawn(logits, numbers, rows, rows.steps + done, occurred)
+            occurred = None if occurred is None else occurred.after(following)
             scored = logits / rows.scale[:, None]
             logprobs = logprobs_of(scored, following[:, None])[:, 0]
             none = jnp.zeros((count, width), jnp.int32), jnp.zeros((count, width), jnp.float32)
@@ -222,8 +137,7 @@ class SamplingPrograms:
             active &= ~ended
             tokens = jnp.where(active, following, tokens)
             positions = positions + active.astype(jnp.int32)
-            pool = output.kv_cache.keys, output.kv_cache.values
-            return done + 1, pool, tokens, positions, active, drawn
+            return done + 1, output.kv_cache.as_pool, tokens, positions, active, drawn, occurred
 
         def goes_on(carry: Any) -> jax.Array:
             return (carry[0] < steps) & carry[4].any()
@@ -235,23 +149,41 @@ class SamplingPrograms:
             jnp.zeros(wide, jnp.int32),
             jnp.zeros(wide, jnp.float32),
         )
-        start = jnp.int32(0), pool, rows.tokens, rows.positions, rows.limits > 0, drawn
-        _, pool, _, _, _, drawn = jax.lax.while_loop(goes_on, step, start)
+        penalties, occurred = rows.options.penalties if rows.options is not None else None, None
+        if penalties is not None:
+            occurred = Occurrences.of(penalties.before, penalties.prompt, self._config.vocab_size)
+        start = jnp.int32(0), pool, rows.tokens, rows.positions, rows.limits > 0, drawn, occurred
+        _, pool, _, _, _, drawn, _ = jax.lax.while_loop(goes_on, step, start)
         return pool, drawn
 
     def _prefill(
-        self, base: Any, adapter: Adapter | None, pool: Pool, table: jax.Array, tokens: jax.Array, start: jax.Array
+        self,
+        base: Any,
+        adapter: Adapter | None,
+        pool: Pool,
+        table: jax.Array,
+        tokens: jax.Array,
+        start: jax.Array,
+        count: jax.Array,
+        state: jax.Array,
     ) -> tuple[Pool, list[jax.Array]]:
         """Read `tokens` int32 `[chunk]` into the pages `table` `[blocks]` of one row, from position `start` on.
 
+        The first `count` of them are read into the row's `state` too, where the model has such.
         Returns the pool and the tokens' hidden states in blocks `[SCORED_AT_ONCE, features]`, for `project`.
         """
         model = nnx.merge(self._graphdef, base)
-        positions = (start + jnp.arange(tokens.shape[0], dtype=jnp.int32))[None]
-        output = model(tokens[None], positions=positions, adapter=adapter, kv_cache=KVCache(*pool, table[None]))
+        numbers = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        output = model(
+            tokens[None],
+            positions=(start + numbers)[None],
+            segment_ids=jnp.where(numbers < count, 0, -1)[None],
+            adapter=adapter,
+            kv_cache=KVCache.of(pool, table[None], state[None]),
+        )
         assert output.kv_cache is not None
         blocks = jnp.split(output.last_hidden_state[0], tokens.shape[0] // SCORED_AT_ONCE)
-        return (output.kv_cache.keys, output.kv_cache.values), blocks
+        return output.kv_cache.as_pool, blocks
 
     def _project(self, base: Any, adapter: Adapter | None, hidden: jax.Array) -> jax.Array:
         """Logits float32 `[SCORED_AT_ONCE, vocab]` of hidden states `[SCORED_AT_ONCE, features]`."""
@@ -284,17 +216,19 @@ class SamplingPrograms:
 
     def _copy_pages(self, pool: Pool, sources: jax.Array, targets: jax.Array) -> Pool:
         """`pool` with pages `sources` int32 `[n]` copied to `targets`, in all layers."""
+        keys, values, states = pool
+        layers = tuple(part.layers for part in cache_parts(self._config) if not isinstance(part.mixer, DeltaNet))
+        copied = jax.tree.map(partial(_copied, sources, targets), (keys, values), (layers, layers))
+        return *copied, states
 
-        def copy(leaf: jax.Array) -> jax.Array:
-            layers = 1 if self._config.unroll_layers else self._config.num_hidden_layers
-            first = jnp.arange(layers, dtype=jnp.int32)[:, None] * (leaf.shape[0] // layers)
-            source, target = ((first + pages[None]).reshape(-1) for pages in (sources, targets))
-            return leaf.at[target].set(leaf[source])
-
-        return jax.tree.map(copy, pool)
+    def _copy_states(self, pool: Pool, sources: jax.Array, targets: jax.Array) -> Pool:
+        """As `_copy_pages`, of states."""
+        keys, values, states = pool
+        layers = tuple((part.layers,) * 2 for part in cache_parts(self._config) if isinstance(part.mixer, DeltaNet))
+        return keys, values, jax.tree.map(partial(_copied, sources, targets), states, layers)
 
     def _empty_bank(self, adapter: Adapter, slots: int) -> Adapter:
-        return empty_bank(adapter, slots, self._config.unroll_layers)
+        return empty_bank(self._targets, adapter, slots, self._config.unroll_layers)
 
     def _write_slot(self, bank: Adapter, slot: jax.Array, adapter: Adapter) -> Adapter:
-        return write_slot(bank, slot, adapter)
+        return write_slot(self._targets, bank, slot, adapter)

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from skyrl.algorithms.objective import Objective
 from skyrl.backends.backend import ForwardBackward
-from skyrl.backends.common.packing import WIDE, Tile, TileArrays, TileShape, idle_tile, make_tiles
+from skyrl.backends.common.adamw import AdamScalars
+from skyrl.backends.common.packing import WIDE, TileArrays, TileShape, idle_tile, make_tiles
+from skyrl.backends.common.pass_output import PassOutput, PassOutputs
 from skyrl.backends.executor import Quantum
 from skyrl.backends.jax.models.padding import padded
-from skyrl.backends.jax.models.state import Tree, zeros_like
-from skyrl.backends.jax.training.programs import AdamScalars, PassOutput, TrainingPrograms, abstract_tile
+from skyrl.backends.jax.models.state import ModelState, Tree, zeros_like
+from skyrl.backends.jax.training.programs import TrainingPrograms, abstract_tile
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.types import AdamParams, ForwardBackwardOutput
 
@@ -26,6 +27,11 @@ log = logging.getLogger(__name__)
 
 Computed = tuple[PassOutput, Tree | None]
 """Outputs of a tile on the host, and its gradients unless the pass goes forward only."""
+
+
+COMPILING = 2**16
+"""Tokens that a tenant is charged for each program of an objective that is compiled for it: 10 s of a server that
+trains 6,500 a second."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class TileWork:
     forward_only: bool
     objective: Objective | None = None
     """None: a loss of the protocol, which the tile names."""
+    tenant: str = ""
+    """Sender of it."""
 
 
 class Passes:
@@ -74,28 +82,43 @@ class Passes:
         self._stacks = stacks
 
     def run(
-        self, operation: ForwardBackward, adapter: Adapter
+        self, operation: ForwardBackward, state: ModelState
     ) -> Generator[Quantum, Computed, tuple[ForwardBackwardOutput, Tree | None]]:
-        """The outputs of a pass, and its gradients if it has any. Each quantum's answer is one of `compute`."""
+        """The outputs of a pass of a model, and its gradients if it has any.
+
+        Each quantum's answer is one of `compute`.
+        """
+        adapter = state.adapter
         if operation.reference:
             adapter = self._widest if adapter.own_base is None else Adapter({"base": self._base}, adapter.scaling)
         elif operation.forward_only and adapter.own_base is None and adapter.value_head is None:
             adapter = padded(adapter, self._widest)
         objective = None if isinstance(operation.loss_fn, str) else operation.loss_fn
-        outputs = [_Output(datum.loss_fn_inputs["target_tokens"]) for datum in operation.data]
+        outputs = PassOutputs(operation)
         total = None
         shape = self._forward_shape if operation.forward_only else self._shape
         for tile in make_tiles(operation.data, operation.loss_fn, operation.loss_fn_config, shape):
-            work = TileWork(adapter, tile.arrays, operation.forward_only, objective)
+            arrays = tile.arrays
+            if not operation.forward_only:
+                arrays = arrays.with_dropout(state.lora_config, state.step)
+            work = TileWork(adapter, arrays, operation.forward_only, objective, operation.tenant)
             kind = None if operation.forward_only else _kind(work)
-            result, gradients = yield Quantum(tile.length, kind, work)
-            for place in tile.placements:
-                outputs[place.datum].fill(tile, slice(place.start, place.start + place.length), result)
+            result, gradients = yield Quantum(tile.length, kind, work, self._surcharge(work))
+            outputs.fill(tile, result)
             total = gradients if total is None or gradients is None else self._programs.add(total, gradients)
         jax.block_until_ready(total)  # so that a failure shows before anything is kept
-        loss = sum(float(output.losses.sum(dtype=np.float64)) for output in outputs)
-        metrics = {"loss:sum": loss, "num_tokens:sum": float(operation.tokens)}
-        return ForwardBackwardOutput([output.arrays() for output in outputs], metrics), total
+        return outputs.result(), total
+
+    def _surcharge(self, work: TileWork) -> int:
+        """Tokens that are worth what has to be compiled for a tile of an objective."""
+        if work.objective is None:
+            return 0
+        forward, forward_backward = self._programs.of(work.objective, work.tenant)
+        if work.forward_only:
+            is_compiled = forward.is_compiled_for(self._base, work.adapter, work.arrays)
+        else:
+            is_compiled = forward_backward.is_compiled_for(self._base, (work.adapter,), (work.arrays,))
+        return 0 if is_compiled else COMPILING
 
     def most_together(self, kind: tuple[int, ...]) -> int:
         """Tiles of a kind in one call at most: as many as make up a full tile."""
@@ -109,7 +132,7 @@ class Passes:
     def compute(self, works: list[TileWork]) -> list[Computed]:
         """Results of tiles of one kind, of different models; they are there when this returns."""
         first = works[0]
-        forward, forward_backward = self._programs.of(first.objective)
+        forward, forward_backward = self._programs.of(first.objective, first.tenant)
         if first.forward_only:
             return [(jax.device_get(forward(self._base, first.adapter, first.arrays)), None)]
         missing = next(stack for stack in self._stacks if stack >= len(works)) - len(works)
@@ -144,29 +167,11 @@ class Passes:
         yield
 
 
-class _Output:
-    """What a pass returns for one sequence, filled tile by tile."""
-
-    def __init__(self, targets: np.ndarray):
-        self.losses = np.zeros(len(targets), np.float32)
-        self._shape = targets.shape
-        self._scores: dict[str, np.ndarray] = {}
-
-    def fill(self, tile: Tile, cells: slice, result: PassOutput) -> None:
-        for name, values in result.scores.items():
-            columns = np.asarray(values)[cells].reshape(len(self.losses), -1)
-            targets = self._shape[1:] if name == "logprobs" else ()
-            whole = self._scores.setdefault(name, np.zeros((len(self.losses), *targets), np.float32))
-            here = whole.reshape(len(self.losses), -1)[:, tile.first_target :][:, : columns.shape[1]]
-            here[...] = columns[:, : here.shape[1]]
-        self.losses += np.asarray(result.losses)[cells]
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        return {**self._scores, "elementwise_loss": self.losses}
-
-
 def _kind(work: TileWork) -> tuple[int, ...] | None:
     """Length, targets per token and rank: tiles that agree in these may share a call. None: it has one of its own."""
-    if work.objective is not None or work.adapter.own_base is not None or work.adapter.value_head is not None:
+    adapter = work.adapter
+    if work.objective is not None or adapter.own_base is not None or adapter.value_head is not None:
         return None
-    return *work.arrays.targets.shape, work.adapter.rank
+    if work.arrays.dropout is not None:
+        return None
+    return *work.arrays.targets.shape, adapter.rank

@@ -24,17 +24,28 @@ from skyrl.backends.jax.memory_plan import (
 )
 from skyrl.backends.jax.models.state import COPIES, NEW_IN_A_STEP
 from skyrl.backends.jax.training.programs import TrainingPrograms
+from skyrl.errors import RequestError
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.models.types import KVCache, ModelForCausalLM
 
 
 def defaults_for(model: ModelForCausalLM, config: JaxBackendConfig) -> Defaults:
-    """The options of a backend with an `abstract_model` on this process's device."""
+    """The options of a backend with an `abstract_model` on this process's device.
+
+    Raises:
+        RequestError: Base weights alone take more than `gpu_memory_utilization`.
+    """
     base = nnx.split(model)[1]
     dtype = jax.tree.leaves(base)[0].dtype  # of activations too, and so of keys and values
-    token = jax.tree.leaves(jax.eval_shape(lambda: KVCache.pool(model.config, 1, dtype, page_size=1)))
+    *token, state = jax.eval_shape(lambda: KVCache.pool(model.config, 1, dtype, page_size=1, states=1))
     left = int(_limit(config) * (1 - KEPT_FREE)) - _bytes(base)
-    return resolved(config, jax.default_backend(), dtype == jnp.float32, left, sum(map(_size, token)))
+    room = int(_limit(config) * config.gpu_memory_utilization) - _bytes(base) if config.gpu_memory_utilization else None
+    if room is not None and room <= 0:
+        raise RequestError(
+            f"gpu_memory_utilization={config.gpu_memory_utilization:g} of {_limit(config) / GIB:.2f} GiB is less than "
+            f"base weights take, {_bytes(base) / GIB:.2f} GiB, which leaves nothing for keys and values; raise it"
+        )
+    return resolved(config, jax.default_backend(), dtype == jnp.float32, left, _bytes(token), room, _bytes(state))
 
 
 def planned(

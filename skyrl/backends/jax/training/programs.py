@@ -4,80 +4,35 @@ A pass maps one tile to outputs and the gradients of the adapter that it belongs
 leading axis, one adapter each: the stack is a `vmap`, so base GEMMs see all tokens at once while each adapter's
 gradient comes out on its own and nothing contracts over adapters. A stack of one runs as plain GEMMs. Which loss of the
 protocol, its settings and its inputs are data, so shapes alone decide what is compiled; a trainer's objective has
-programs of its own, found by its value and kept for the `OBJECTIVES` that were used last.
+programs of its own, found by its value and kept for the `OBJECTIVES` that each tenant used last.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from skyrl.algorithms.losses import LossInputs, mixed_loss
 from skyrl.algorithms.objective import Objective, Output
+from skyrl.algorithms.traced.objective import measured
+from skyrl.backends.common.adamw import AdamScalars
+from skyrl.backends.common.dimuon import DimuonScalars, matrix_sign
 from skyrl.backends.common.packing import MAX_SEGMENTS, TileArrays, idle_tile
+from skyrl.backends.common.pass_output import PassOutput
 from skyrl.backends.jax.compile_cache import Compiler, Program
 from skyrl.backends.jax.models.state import Tree, in_types_of
 from skyrl.tx.layers.adapter import Adapter
+from skyrl.tx.layers.dropout import Dropout
 from skyrl.tx.layers.logprobs import Needs
-from skyrl.types import AdamParams
 
-OBJECTIVES = 16
-"""Objectives of trainers whose programs are kept; those of the least recently used one go when there is another."""
-
-SMALLEST_EPS = float(np.finfo(np.float32).tiny)
-"""What is smaller is 0 in float32, and would make 0 / 0 of weights that never had a gradient."""
-
-
-class PassOutput(NamedTuple):
-    """Per token: loss `[N]`, and what it is computed from."""
-
-    losses: jax.Array
-    scores: dict[Output, jax.Array]
-    """Log-probability of each target `[N, K]`, entropy and value `[N]`: those that the loss reads."""
-
-
-class AdamScalars(NamedTuple):
-    """One step's hyper-parameters as arrays, so that changing them compiles nothing. float32 scalars."""
-
-    step_size: jax.Array
-    """learning rate / (1 - beta1 ** step)."""
-    root_correction: jax.Array
-    """sqrt(1 - beta2 ** step)."""
-    keep_first: jax.Array
-    """beta1."""
-    keep_second: jax.Array
-    """beta2."""
-    new_first: jax.Array
-    """1 - beta1."""
-    new_second: jax.Array
-    """1 - beta2."""
-    eps: jax.Array
-    decay: jax.Array
-    """1 - learning rate * weight decay."""
-    grad_clip_norm: jax.Array
-    """0 does not clip."""
-
-    @classmethod
-    def of(cls, params: AdamParams, step: int) -> "AdamScalars":
-        """Scalars of step number `step` (from 1), computed in float64 as torch does."""
-        values = (
-            params.learning_rate / (1.0 - params.beta1**step),
-            (1.0 - params.beta2**step) ** 0.5,
-            params.beta1,
-            params.beta2,
-            1.0 - params.beta1,
-            1.0 - params.beta2,
-            max(params.eps, SMALLEST_EPS),
-            1.0 - params.learning_rate * params.weight_decay,
-            params.grad_clip_norm,
-        )
-        with np.errstate(over="ignore"):  # a learning rate beyond float32 makes that model infinite, and no other
-            return cls(*(np.float32(value) for value in values))  # pyright: ignore[reportArgumentType]
+OBJECTIVES = 8
+"""Objectives of a tenant whose programs are kept; those of its least recently used one go when it has another."""
+ALL_OBJECTIVES = 64
+"""Those of all tenants. When there is another, one of the tenant that has most goes."""
 
 
 class TrainingPrograms:
@@ -93,16 +48,18 @@ class TrainingPrograms:
         self._graphdef = graphdef
         self._loss_chunk_size = loss_chunk_size
         self._compiler = Compiler("training", deterministic)
-        self._programs: OrderedDict[Objective, tuple[Program, Program]] = OrderedDict()
-        """By objective, the least recently used first."""
+        self._programs: dict[Objective, tuple[Program, Program]] = {}
+        self._used: dict[str, OrderedDict[Objective, None]] = {}
+        """Objectives of each tenant, its least recently used first. None is empty."""
         self.forward, self.forward_backward = self._programs_of(None)
-        """Those for losses of the protocol, see `of`."""
+        """Programs for losses of the protocol, see `of`."""
         self.optim_step = self._compiler.jit("optim_step", adamw)
+        self.dimuon_step = self._compiler.jit("dimuon_step", dimuon)
         self.add = self._compiler.jit("add", lambda a, b: jax.tree.map(jnp.add, a, b))
         """The sum of two trees of gradients."""
 
-    def of(self, objective: Objective | None) -> tuple[Program, Program]:
-        """The programs of a trainer's objective; None: of the losses of the protocol, which the tile names.
+    def of(self, objective: Objective | None, tenant: str = "") -> tuple[Program, Program]:
+        """The programs of a tenant's objective; None: of the losses of the protocol, which the tile names.
 
         The first is (base, adapter, tile) -> PassOutput. The second is (base, adapters, tiles) -> (PassOutput,
         gradients) of each tile; tiles have one shape, adapters one rank.
@@ -111,10 +68,22 @@ class TrainingPrograms:
             return self.forward, self.forward_backward
         if objective not in self._programs:
             self._programs[objective] = self._programs_of(objective)
-            if len(self._programs) > OBJECTIVES:
-                self._programs.popitem(last=False)
-        self._programs.move_to_end(objective)
+        own = self._used.setdefault(tenant, OrderedDict())
+        own[objective] = None
+        own.move_to_end(objective)
+        if len(own) > OBJECTIVES:
+            self._forget_oldest(tenant)
+        if sum(map(len, self._used.values())) > ALL_OBJECTIVES:
+            self._forget_oldest(max(self._used, key=lambda name: (len(self._used[name]), name != tenant)))
         return self._programs[objective]
+
+    def _forget_oldest(self, tenant: str) -> None:
+        """Forget a tenant's least recently used objective; its programs go unless another tenant uses it."""
+        oldest, _ = self._used[tenant].popitem(last=False)
+        if not self._used[tenant]:
+            del self._used[tenant]
+        if not any(oldest in others for others in self._used.values()):
+            del self._programs[oldest]
 
     def _programs_of(self, objective: Objective | None) -> tuple[Program, Program]:
         losses = partial(self._losses, objective)
@@ -139,7 +108,8 @@ class TrainingPrograms:
     ) -> tuple[jax.Array, PassOutput]:
         """The sum of the tile's losses."""
         outputs = ("logprobs",) if objective is None else objective.outputs
-        own = Adapter(weights, scaling)
+        dropout = None if tile.dropout is None else Dropout(*map(jnp.asarray, tile.dropout))
+        own = Adapter(weights, scaling, dropout)
         adapter = own if own.own_base is None else None
         if own.own_base is not None:
             base = in_types_of(base, own.own_base)
@@ -165,10 +135,11 @@ class TrainingPrograms:
             scores["values"] = hidden.astype(jnp.float32) @ weights["value_head"]
         x = _loss_inputs(tile, scores)
         if objective is None:
-            token_losses = mixed_loss(x, tile.loss_index[None, None], tile.knobs[None])[0]
+            losses, metrics = mixed_loss(x, tile.loss_index[None, None], tile.knobs[None]), {}
         else:
-            token_losses = objective(x)[0]
-        return token_losses.sum(), PassOutput(token_losses, scores)
+            losses, metrics = measured(objective, x)
+        token_losses, of_sequences = losses[0], {name: value[0] for name, value in metrics.items()}
+        return token_losses.sum(), PassOutput(token_losses, scores, of_sequences)
 
     @property
     def compiled(self) -> int:
@@ -181,23 +152,22 @@ class TrainingPrograms:
 
 
 def abstract_tile(length: int, width: int) -> TileArrays:
-    """What a tile of `length` tokens with `width` targets each is compiled for."""
+    """Abstract tile of `length` tokens with `width` targets each, to compile for."""
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), idle_tile(length, width))
 
 
 def adamw(
     weights: Tree, gradients: Tree, first: Tree, second: Tree, p: AdamScalars
 ) -> tuple[Tree, Tree, Tree, jax.Array]:
-    """One AdamW step, as `torch.optim.AdamW` after `torch.nn.utils.clip_grad_norm_`.
+    """One AdamW step of divided gradients, as `torch.optim.AdamW` after `torch.nn.utils.clip_grad_norm_`.
 
-    Returns new weights, first and second moments, and the global gradient norm before clipping.
+    Returns new weights, first and second moments, and the global norm of the divided gradients before clipping.
 
     Source: Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101, algorithm 2; decay is decoupled and multiplied
-    by the learning rate. Clipping multiplies by min(1, limit / (norm + 1e-6)).
+    by the learning rate.
     """
-    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)))
-    clip = jnp.where(p.grad_clip_norm > 0, jnp.minimum(1.0, p.grad_clip_norm / (norm + 1e-6)), 1.0)
-    gradients = jax.tree.map(lambda g: g * clip, gradients)
+    norm, scale = _scale(gradients, p)
+    gradients = jax.tree.map(lambda g: g * scale, gradients)
     first = jax.tree.map(lambda m, g: p.keep_first * m + p.new_first * g, first, gradients)
     second = jax.tree.map(lambda v, g: p.keep_second * v + p.new_second * g * g, second, gradients)
 
@@ -205,6 +175,25 @@ def adamw(
         return weight * p.decay - p.step_size * m / (jnp.sqrt(v) / p.root_correction + p.eps)
 
     return jax.tree.map(update, weights, first, second), first, second, norm
+
+
+def dimuon(weights: Tree, gradients: Tree, momentum: Tree, p: DimuonScalars) -> tuple[Tree, Tree, jax.Array]:
+    """One step of `skyrl.backends.common.dimuon`: new weights and momentum, and the gradient norm before clipping."""
+    norm, scale = _scale(gradients, p)
+    momentum = jax.tree.map(lambda m, g: p.keep * m + p.new * g * scale, momentum, gradients)
+    with jax.default_matmul_precision("highest"):
+        weights = jax.tree.map(lambda weight, m: weight - p.learning_rate * matrix_sign(m), weights, momentum)
+    return weights, momentum, norm
+
+
+def _scale(gradients: Tree, p: AdamScalars | DimuonScalars) -> tuple[jax.Array, jax.Array]:
+    """Global norm of the divided gradients, and what the sums are multiplied by to be divided and clipped.
+
+    Clipping multiplies by min(1, limit / (norm + 1e-6)).
+    """
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients))) / p.gradient_divisor
+    clip = jnp.where(p.grad_clip_norm > 0, jnp.minimum(1.0, p.grad_clip_norm / (norm + 1e-6)), 1.0)
+    return norm, clip / p.gradient_divisor
 
 
 def _over_stack(function: Any, base: Any, adapters: tuple[Adapter, ...], tiles: tuple[TileArrays, ...]) -> list[Any]:
@@ -225,13 +214,15 @@ def _over_stack(function: Any, base: Any, adapters: tuple[Adapter, ...], tiles: 
 
 
 def _loss_inputs(tile: TileArrays, scores: dict[Output, jax.Array]) -> LossInputs:
-    """What losses read, as one row. With several targets per token their weighted sum is the log-probability."""
+    """Inputs of losses, as one row. With several targets per token their weighted sum is the log-probability."""
     logprobs = scores.get("logprobs", jnp.zeros(tile.targets.shape))
     if logprobs.shape[-1] == 1:
         logprob, weights = logprobs[:, 0], tile.weights[:, 0]
     else:
         logprob = (logprobs * tile.weights).sum(-1)
         weights = jnp.ones_like(logprob)
-    tokens = {**tile.inputs, **scores, "logprobs": logprob, "weights": weights}
+    tokens: dict[str, Any] = {**tile.inputs, **scores, "logprobs": logprob, "weights": weights}
+    if tile.named is not None:
+        tokens["named"] = {**tile.named, "logprobs": logprob if logprobs.shape[-1] == 1 else logprobs}
     row = jax.tree.map(lambda leaf: leaf[None], tokens)
     return LossInputs(segments=tile.segments[None], num_segments=MAX_SEGMENTS, **row)

@@ -12,8 +12,15 @@ from sqlmodel import Session
 from starlette.responses import Response
 
 from skyrl.tinker.context import Service
-from skyrl.tinker.database import checkpoint_rows, listings
-from skyrl.tinker.database.checkpoint_rows import DeletedCheckpoint, expiry, find_checkpoint, own_checkpoint, was_saved
+from skyrl.tinker.database.ledger.audit import note_checkpoint
+from skyrl.tinker.database.queries import checkpoint_rows, listings
+from skyrl.tinker.database.queries.checkpoint_rows import (
+    DeletedCheckpoint,
+    expiry,
+    find_checkpoint,
+    own_checkpoint,
+    was_saved,
+)
 from skyrl.tinker.http.routes.dependencies import (
     CallerDependency,
     Limit,
@@ -56,7 +63,7 @@ async def delete_checkpoint(
     def forget(session: Session) -> DeletedCheckpoint | None:
         if find_checkpoint(session, path) is None:
             return None  # as it was when it was looked for, or gone since
-        return checkpoint_rows.delete_checkpoint(session, own_checkpoint(session, path, caller))
+        return checkpoint_rows.delete_checkpoint(session, own_checkpoint(session, path, caller), caller.name)
 
     await service.database.read(known)
     deleted = await service.database.write(forget)
@@ -87,14 +94,19 @@ async def set_ttl(
     """Let a checkpoint expire some time from now, or never (null)."""
 
     def change(session: Session) -> None:
-        own_checkpoint(session, path, caller).expires_at = expiry(request.ttl_seconds)
+        row = own_checkpoint(session, path, caller)
+        row.expires_at = expiry(request.ttl_seconds)
+        note_checkpoint(session, "checkpoint_ttl_set", row, caller.name, ttl_seconds=request.ttl_seconds)
 
     await _change(path, service, caller, change)
 
 
 async def _share(path: TinkerPath, service: Service, caller: Caller, public: bool) -> None:
     def change(session: Session) -> None:
-        own_checkpoint(session, path, caller).public = public
+        row = own_checkpoint(session, path, caller)
+        if row.public != public:
+            note_checkpoint(session, "checkpoint_publish" if public else "checkpoint_unpublish", row, caller.name)
+        row.public = public
 
     await _change(path, service, caller, change)
 

@@ -3,8 +3,9 @@
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
+from skyrl.algorithms.losses import CUSTOM
+from skyrl.tinker.http.operators.probes import engine_trouble
 from skyrl.tinker.http.routes.dependencies import CallerDependency, ServiceDependency
-from skyrl.tinker.http.routes.probes import engine_trouble
 from skyrl.tinker.wire import schemas
 
 router = APIRouter()
@@ -14,16 +15,16 @@ public = APIRouter()
 
 @public.get("/healthz", response_model=None)
 async def healthz(service: ServiceDependency) -> schemas.HealthResponse | JSONResponse:
-    """Whether requests are being worked on."""
+    """Return whether requests are being worked on."""
     if (reason := engine_trouble(service.engine)) is None:
         return schemas.HealthResponse(engine=service.engine.metrics)
     return JSONResponse({"status": "starting", "detail": reason}, 503)
 
 
 @router.post("/client/config")
-async def client_config(_: CallerDependency) -> schemas.ClientConfigResponse:
+async def client_config(service: ServiceDependency, _: CallerDependency) -> schemas.ClientConfigResponse:
     """Settings for talking to this server. The request (the client's version) changes nothing."""
-    return schemas.ClientConfigResponse()
+    return schemas.ClientConfigResponse(custom_loss_server_side=CUSTOM not in service.config.refused_losses)
 
 
 @router.post("/client/dynamic_config")

@@ -13,14 +13,15 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from skyrl.tinker.context import Service
-from skyrl.tinker.errors import BadKey, MalformedBody
+from skyrl.tinker.errors import BadKey, BodyTooLarge, MalformedBody
 from skyrl.tinker.http.errors import UNTIL_ANSWERED
+from skyrl.tinker.http.measured import TENANT
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import CheckpointKind, TinkerPath
 from skyrl.tinker.requests.queue import RequestQueue
 from skyrl.tinker.server import TinkerServer
-from skyrl.tinker.wire.body_room import Kept, announced_length
-from skyrl.tinker.wire.parsing import Body, describe_faults, json_object
+from skyrl.tinker.wire.parsing import BEGINNING_BYTES, Body, describe_faults, json_object
+from skyrl.tinker.wire.sharing.body_room import Kept, announced_length
 
 
 def _server(request: Request) -> TinkerServer:
@@ -36,14 +37,36 @@ async def _queue(request: Request) -> RequestQueue:
 
 
 async def _caller(request: Request) -> Caller:
-    service, address = _server(request).service, request.client.host if request.client else ""
+    keys, address = _server(request).service.keys, _address(request)
     try:
-        return replace(service.keys.caller(request.headers.get("x-api-key")), address=address)
+        caller = replace(keys.caller(request.headers.get("x-api-key")), address=address)
     except BadKey as error:
-        service.wrong_keys.note(address)
-        # Clients that read this of a token make another and try again.
-        challenge = {"WWW-Authenticate": 'Bearer error="invalid_token"'} if error.is_token else None
-        raise HTTPException(401, str(error), challenge) from error
+        raise _wrong_key(request, error) from error
+    request.scope[TENANT] = caller.name
+    return caller
+
+
+async def operator(request: Request) -> None:
+    """Let operators pass: by X-API-Key, or by `Authorization: Bearer`, which Prometheus sends."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    key = request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else None)
+    try:
+        may = _server(request).service.keys.is_operator(key)
+    except BadKey as error:
+        raise _wrong_key(request, error) from error
+    if not may:
+        raise HTTPException(403, "this is for operators: send a key of the server's --operator-keys-file")
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else ""
+
+
+def _wrong_key(request: Request, error: BadKey) -> HTTPException:
+    _server(request).service.wrong_keys.note(_address(request))
+    # Clients that read this of a token make another and try again.
+    challenge = {"WWW-Authenticate": 'Bearer error="invalid_token"'} if error.is_token else None
+    return HTTPException(401, str(error), challenge)
 
 
 async def _path(run_id: str, kind: CheckpointKind, name: str) -> TinkerPath:
@@ -59,17 +82,25 @@ async def _body(request: Request, caller: CallerDependency) -> Body:
     """The body, read once the caller is known and there is room for it, which is kept until the request is answered."""
     headers = request.headers
     content_type = headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    too_large = ""
     with ExitStack() as while_read:
         room = while_read.enter_context(_server(request).service.body_room.keep(caller.sharer))
         room.grow_to(announced_length(request.scope))
         whole = BytesIO()  # in whose memory the bytes that it returns are: to join many pieces stops the loop
-        async for piece in request.stream():
-            room.grow_to(whole.tell() + len(piece))
-            whole.write(piece)
+        try:
+            async for piece in request.stream():
+                room.grow_to(whole.tell() + len(piece))
+                whole.write(piece)
+        except BodyTooLarge as error:
+            if error.beginning is None:
+                raise
+            too_large = str(error)
+            whole.write(error.beginning)
+            whole.truncate(BEGINNING_BYTES)
         data = whole.getvalue()
         whole.close()
         request.scope[UNTIL_ANSWERED].push(while_read.pop_all())
-    return Body(data, content_type, headers.get("content-encoding", "").strip().lower())
+    return Body(data, content_type, headers.get("content-encoding", "").strip().lower(), too_large)
 
 
 BodyDependency = Annotated[Body, Depends(_body)]
@@ -90,12 +121,20 @@ Offset = Annotated[int, Query(ge=0, lt=2**31)]
 
 
 class JsonBody:
-    """A dependency that reads the body as `schema`, with the same rules as those of queued requests."""
+    """A dependency that reads the body as `schema`, with the same rules as those of queued requests.
 
-    def __init__(self, schema: type[BaseModel]):
+    Args:
+        schema: Of the request.
+        max_bytes: Largest body; None: as the configuration says.
+    """
+
+    def __init__(self, schema: type[BaseModel], max_bytes: int | None = None):
         self.schema = schema
+        self.max_bytes = max_bytes
 
     async def __call__(self, request: Request, caller: CallerDependency, body: BodyDependency) -> BaseModel:
+        if self.max_bytes is not None and len(body.data) > self.max_bytes:
+            raise BodyTooLarge(f"the body has {len(body.data)} bytes; send at most {self.max_bytes}")
         try:
             return await _server(request).service.decode_pool.run(
                 caller.sharer, len(body.data), lambda: self.schema.model_validate(json_object(body))
@@ -104,6 +143,6 @@ class JsonBody:
             raise MalformedBody(describe_faults(error)) from error
 
 
-def json_body(schema: type[BaseModel]) -> Any:
+def json_body(schema: type[BaseModel], max_bytes: int | None = None) -> Any:
     """The dependency of a route on its JSON body."""
-    return Depends(JsonBody(schema))
+    return Depends(JsonBody(schema, max_bytes))

@@ -1,8 +1,7 @@
-"""Links to the files of checkpoints. Whoever has a link may use it, without a key, for an hour at most."""
+"""Files of checkpoints, and links to them."""
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from email.utils import formatdate
 from functools import partial
@@ -13,17 +12,19 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response, Streamin
 from starlette.exceptions import HTTPException
 
 from skyrl.errors import RequestError, StorageError, UnknownName
-from skyrl.tinker.checkpoints.tar_stream import Stream, stream_archive, stream_file
+from skyrl.tinker.checkpoints.transfer.tar_stream import Stream, stream_archive, stream_file
 from skyrl.tinker.context import Service
-from skyrl.tinker.database.checkpoint_rows import find_checkpoint
+from skyrl.tinker.database.ledger.audit import note_checkpoint
+from skyrl.tinker.database.queries.checkpoint_rows import find_checkpoint
 from skyrl.tinker.database.tables import CheckpointRow
 from skyrl.tinker.http.routes.checkpoints import CHECKPOINT
 from skyrl.tinker.http.routes.dependencies import CallerDependency, PathDependency, ServiceDependency
+from skyrl.tinker.http.routes.links import end_of_link, link
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import TinkerPath
 from skyrl.tinker.identity.tokens import BadToken
 from skyrl.tinker.wire import management_schemas as rest
-from skyrl.utils.atomic_folders import open_folder
+from skyrl.utils.files.atomic_folders import open_folder
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,6 @@ router = APIRouter()
 public = APIRouter()
 """Routes that need no key."""
 
-LINK_LIFETIME_S = 3600
 DOWNLOADS = "/downloads/{token}/{name}"
 
 
@@ -47,7 +47,8 @@ async def external_weights_urls(
             f"path={path} holds {path.kind}; only what save_weights_external made has links to its files"
         )
     row = await service.directory.checkpoint("path", path, caller)
-    expires = _end_of_link(caller)
+    await _note_read(service, row, caller)
+    expires = end_of_link(caller)
     names = await _read(path, partial(_file_names, service.path_of(row.folder)))
     urls = {name: _link(request, service, path, row, name, name, expires) for name in names}
     return rest.ExternalWeightsUrlsResponse(urls=urls, expires=rest.moment(expires))
@@ -59,7 +60,8 @@ async def archive(
 ) -> Response:
     """A link to a tar archive of a checkpoint (clients before 0.36), as a redirect or, for those who like it, JSON."""
     row = await service.directory.checkpoint("path", path, caller)
-    expires = _end_of_link(caller)
+    await _note_read(service, row, caller)
+    expires = end_of_link(caller)
     url = _link(request, service, path, row, f"{path.name}.tar", None, expires)
     accepted = ", ".join(request.headers.getlist("accept"))  # clients before 0.22 send two, "json" and then "gzip"
     if "json" in accepted and "gzip" not in accepted:
@@ -87,10 +89,9 @@ async def download(token: str, name: str, service: ServiceDependency) -> Respons
     return _response(await _read(path, open_stream), name)
 
 
-def _end_of_link(caller: Caller) -> int:
-    """When a link that is made now expires: no later than the token that asks for it, which may have leaked."""
-    hour = int(time.time()) + LINK_LIFETIME_S
-    return hour if caller.expires is None else min(hour, caller.expires)
+async def _note_read(service: Service, row: CheckpointRow, caller: Caller) -> None:
+    note = partial(note_checkpoint, event="checkpoint_read", row=row, by=caller.name, purpose="download")
+    await service.database.write(note)
 
 
 def _link(
@@ -102,10 +103,9 @@ def _link(
     member: str | None,
     expires: int,
 ) -> str:
-    """A URL on this server, as the client calls it. `member` is a file of the checkpoint; None: all of them."""
+    """A link to a file. `member` is a file of the checkpoint; None: all of them."""
     claims = {"path": str(path), "version": row.version, "name": name, "member": member}
-    token = service.keys.signer.sign("download", claims, expires)
-    return str(request.url_for("download", token=token, name=name))
+    return link(request, service, "download", service.keys.signer.sign("download", claims, expires), name)
 
 
 async def _read(path: TinkerPath, function: Callable[[], T]) -> T:

@@ -25,9 +25,14 @@ async def get_info(
     if row.status in ("creating", "failed"):
         raise UnknownName(f"model_id={request.model_id} has not been created (its creation is {row.status}); await it")
     data = schemas.ModelData(arch=info.architecture, model_name=row.base_model, tokenizer_id=info.tokenizer_path)
-    rank = LoraConfig(**row.lora_config).rank
+    config = LoraConfig(**row.lora_config)
     return schemas.GetInfoResponse(
-        model_id=row.model_id, model_data=data, model_name=row.base_model, is_lora=rank > 0, lora_rank=rank
+        model_id=row.model_id,
+        model_data=data,
+        optimizer_config=schemas.OptimizerConfig.of(config.optimizer),
+        model_name=row.base_model,
+        is_lora=config.rank > 0,
+        lora_rank=config.rank,
     )
 
 
@@ -48,4 +53,5 @@ async def weights_info(
         train_unembed=config.train_unembed,
         train_mlp=config.train_mlp,
         train_attn=config.train_attn,
+        optimizer_config=schemas.OptimizerConfig.of(config.optimizer),
     )

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from skyrl.algorithms.checks.requests import MAX_NUM_SAMPLES
 from skyrl.tinker.database.answers import sent
-from skyrl.tinker.database.request_log import Unread
+from skyrl.tinker.database.log.request_log import Unread
 from skyrl.tinker.http.errors import error_response
 from skyrl.tinker.http.routes.dependencies import (
     AnswerRoomDependency,
@@ -26,8 +26,8 @@ from skyrl.tinker.operations.table import OPERATIONS
 from skyrl.tinker.requests.queue import TryAgain
 from skyrl.tinker.results import JSON, PROTOBUF, Answer, Failure, Lost
 from skyrl.tinker.wire import schemas
-from skyrl.tinker.wire.decode_pool import LARGE_BYTES
 from skyrl.tinker.wire.legacy_json import as_json
+from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES
 from skyrl.tinker.wire.strict_json import PIECE_BYTES
 
 router = APIRouter()
@@ -82,6 +82,7 @@ async def retrieve_future(
             outcome = await queue.read(body.request_id, outcome.size, caller)
     match outcome:
         case Answer(body=data, media_type=media_type):
+            queue.handed_out(body.request_id)
             if media_type != PROTOBUF or as_it_is:
                 return sent(outcome)
             pieces = as_json(body.request_id, data)

@@ -7,7 +7,7 @@ from sqlmodel import Session
 
 from skyrl.errors import RequestError, UnknownName
 from skyrl.tinker.context import Service
-from skyrl.tinker.database.checkpoint_rows import find_checkpoint
+from skyrl.tinker.database.queries.checkpoint_rows import find_checkpoint
 from skyrl.tinker.database.tables import SamplerRow
 from skyrl.tinker.http.routes.dependencies import CallerDependency, ServiceDependency, json_body
 from skyrl.tinker.identity import ids
@@ -38,7 +38,7 @@ async def create_sampling_session(
         await _check_checkpoint(service, path, caller)
 
     def insert(session: Session) -> bool:
-        """Whether the id is this sampler's: it is new, or made for the same thing before."""
+        """Return whether the id is this sampler's: it is new, or made for the same thing before."""
         same = session.get(SamplerRow, sampler_id)
         kind = "base" if path is None else "checkpoint"
         if same is not None:

@@ -10,7 +10,8 @@ from sqlmodel import Session
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from skyrl.tinker.database import listings, session_search
+from skyrl.tinker.database.ledger import audit, charges
+from skyrl.tinker.database.queries import listings, session_search
 from skyrl.tinker.database.tables import SessionRow
 from skyrl.tinker.http.routes.dependencies import (
     CallerDependency,
@@ -140,6 +141,9 @@ async def set_project(
         row = session.get(SessionRow, session_id)
         if row is not None:
             row.project_id = request.project_id
+            charges.move(session, session_id, request.project_id)
+            details = {"session_id": session_id, "project_id": request.project_id}
+            audit.note(session, "project_session_set", row.tenant, caller.name, **details)
 
     await service.database.write(move)
     service.directory.forget(session_id)

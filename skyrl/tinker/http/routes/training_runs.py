@@ -5,7 +5,7 @@ from functools import partial
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from skyrl.tinker.database import listings
+from skyrl.tinker.database.queries import listings
 from skyrl.tinker.http.routes.dependencies import CallerDependency, Limit, Offset, ServiceDependency
 from skyrl.tinker.wire import management_schemas as rest
 

@@ -67,7 +67,7 @@ class FieldSpec:
     optional: bool
 
     def takes_none(self, value: object) -> bool:
-        """Whether `value` is a None that this field may hold."""
+        """Return whether `value` is a None that this field may hold."""
         return self.optional and (value.value if isinstance(value, Written) else value) is None
 
     def checked(self, value: Any) -> Any:
@@ -137,7 +137,7 @@ def _spec(name: str, hint: Any, base: Callable[[], Any] | None) -> FieldSpec:
 
 
 def _is_not_yaml(hint: Any) -> bool:
-    """Whether YAML has only text or lists for values of this type, which are therefore converted."""
+    """Return whether YAML has only text or lists for values of this type, which are therefore converted."""
     kind = get_origin(hint) or hint
     return isinstance(kind, type) and issubclass(kind, Enum | PurePath | tuple | set | frozenset)
 

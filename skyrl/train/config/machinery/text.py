@@ -116,7 +116,7 @@ class Written:
 
     @property
     def may_be_text(self) -> bool:
-        """Whether a string field may take the text itself: `run_name=123` means "123"; null means no name."""
+        """True if a string field may take the text itself: `run_name=123` means "123"; null means no name."""
         return self.text == "" or isinstance(self.value, bool | int | float)
 
     def __repr__(self) -> str:

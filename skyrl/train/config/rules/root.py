@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 GROUP_ESTIMATORS = ("grpo", "rloo", "maxrl")
 """Advantage estimators that compare the samples of a prompt."""
 
-FILTERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
-"""Parameters that keep tokens from being sampled, and their values that do not."""
+FILTERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Parameters that change what is sampled, and their values that do not."""
+MORE_FILTERS = ("min_tokens", "presence_penalty", "frequency_penalty")
+"""Such ones of `additional_kwargs`."""
 
 
 def root_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
@@ -20,7 +22,9 @@ def root_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
     yield from _batch_problems(config)
     yield from _length_problems(config)
     yield from _sampling_problems(config)
-    yield from _evaluation_problems(config)
+    yield from _data_problems(config)
+    yield from _reward_problems(config)
+    yield from _best_problems(config)
     if config.trainer.is_distributed:
         yield from _engine_problems(config)
 
@@ -47,6 +51,8 @@ def root_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
         )
     params = config.generator.sampling_params
     filters = [f"{name}={getattr(params, name)}" for name, off in FILTERS.items() if getattr(params, name) != off]
+    more = params.additional_kwargs or {}
+    filters += [f"additional_kwargs.{name}={more[name]}" for name in MORE_FILTERS if more.get(name)]
     if filters:
         yield (
             f"generator.sampling_params.{' and '.join(filters)}: the policy that samples is not the one that is "
@@ -84,14 +90,46 @@ def _batch_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
         )
 
 
-def _evaluation_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
+def _data_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
     trainer = config.trainer
-    if not config.data.val_data and (trainer.eval_interval > 0 or trainer.eval_before_train):
+    if not config.data.train_data and not trainer.eval_only:
+        yield (
+            "data.train_data=[]: there is nothing to train on; name a file or a data set, or set trainer.eval_only=true"
+        )
+    if not config.data.val_data and trainer.eval_only:
+        yield "data.val_data=[] and trainer.eval_only=True: there is nothing to evaluate on; name validation data"
+    elif not config.data.val_data and (trainer.eval_interval > 0 or trainer.eval_before_train):
         yield (
             f"data.val_data=[], trainer.eval_interval={trainer.eval_interval} and trainer.eval_before_train="
             f"{trainer.eval_before_train}: there is nothing to evaluate on; set eval_interval=0 and "
             "eval_before_train=False, or name validation data"
         )
+
+
+def _best_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.best_metric is not None and (trainer.eval_interval <= 0 or not config.data.val_data):
+        yield (
+            f"trainer.best_metric={trainer.best_metric} and trainer.eval_interval={trainer.eval_interval}, "
+            f"data.val_data={config.data.val_data}: there are no evaluations to compare; set both"
+        )
+
+
+def _reward_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
+    name, environment = config.generator.generator_class, config.environment
+    if name is None:
+        return
+    unread = {
+        "environment.reward": environment.reward,
+        "environment.env_class": environment.env_class if environment.is_given("env_class") else None,
+        "generator.env_error_reward": config.generator.env_error_reward,
+    }
+    for field, value in unread.items():
+        if value is not None:
+            yield (
+                f"generator.generator_class={name} and {field}={value}: a generator plays and rewards what it makes; "
+                "leave one of them out"
+            )
 
 
 def _length_problems(config: "SkyRLTrainConfig") -> Iterator[str]:

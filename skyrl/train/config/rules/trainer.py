@@ -26,6 +26,8 @@ def trainer_problems(trainer: "TrainerConfig") -> Iterator[str]:
             "update_ref_every_epoch=True, but algorithm.use_kl_loss=False and use_kl_in_reward=False, so that "
             "there is no reference; set one of them to True, or update_ref_every_epoch=False"
         )
+    if trainer.has_teacher:
+        yield from _teacher_problems(trainer)
     yield from _resume_problems(trainer)
     yield from _strategy_problems(trainer)
     yield from _placement_problems(trainer)
@@ -92,6 +94,20 @@ def _strategy_problems(trainer: "TrainerConfig") -> Iterator[str]:
             )
 
 
+def _teacher_problems(trainer: "TrainerConfig") -> Iterator[str]:
+    path = f"ref.model.path={trainer.ref.model.path}"
+    if not trainer.algorithm.uses_reference:
+        yield (
+            f"{path}, but algorithm.use_kl_loss=False and use_kl_in_reward=False, so that there is no reference; set "
+            "one of them to True, or leave the path out"
+        )
+    if trainer.update_ref_every_epoch:
+        yield (
+            f"{path} and update_ref_every_epoch=True: a reference that is another model does not become the policy; "
+            "leave one of them out"
+        )
+
+
 def _placement_problems(trainer: "TrainerConfig") -> Iterator[str]:
     for model in trainer.models:
         gpus, size = trainer.gpus(model), trainer.model_parallel_size(model)
@@ -103,7 +119,7 @@ def _placement_problems(trainer: "TrainerConfig") -> Iterator[str]:
             )
     placement = trainer.placement
     ref = (placement.ref_num_nodes, placement.ref_num_gpus_per_node)
-    policy = (placement.policy_num_nodes, placement.policy_num_gpus_per_node)
+    policy = (placement.policy_num_nodes, max(1, placement.policy_num_gpus_per_node))  # 0: one worker on the CPU
     shared = placement.colocate_policy_ref and not placement.colocate_all and trainer.algorithm.uses_reference
     if shared and ref != policy:
         yield (

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 DOCUMENTED = {
     "policy_loss_type": ("regular", "dual_clip", "gspo", "sapo", "cispo", "clip_cov", "kl_cov"),
-    "advantage_estimator": ("grpo", "rloo", "reinforce++", "gae", "maxrl"),
+    "advantage_estimator": ("grpo", "rloo", "reinforce++", "token_rewards", "gae", "maxrl"),
 }
 """Names whose options are known. What is registered or imported beside them may read any option."""
 

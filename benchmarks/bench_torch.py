@@ -1,0 +1,203 @@
+"""How fast does the torch backend train and sample, beside PEFT in a plain loop and beside itself alone?
+
+Run: `python benchmarks/bench_torch.py`. In one process, without a server: a random tiny Qwen3, adapters of rank 32 on
+all linear layers but the vocabulary projection, float32. What is compared is run in turn, and the ratio is
+that of the medians. With `--ray`: two workers as Ray actors beside two local processes, and the driver's share
+of a processor. Prints one JSON line per case.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+import flops
+from common import RANK, emit, sequence, timed
+from skyrl.backends.operations import CreateModel, ForwardBackward, OptimStep, Publish, Sample
+from skyrl.backends.torch import TorchBackend, TorchBackendConfig
+from skyrl.tx.synthetic.make_model import make_model
+from skyrl.types import AdamParams, Datum, LoraConfig, SamplingParams
+
+NUMBERS = itertools.count()
+ADAM = AdamParams(learning_rate=1e-4)
+NEW, PROMPT, ROWS = 64, 64, 32
+
+
+class Ours:
+    """A backend with models that train and versions that are sampled."""
+
+    def __init__(self, folder: Path, models: int, **options):
+        config = TorchBackendConfig(max_lora_rank=RANK, sample_max_num_sequences=ROWS, **options)
+        self.backend = TorchBackend(str(folder), config)
+        for number in range(models):
+            config = LoraConfig(rank=RANK, seed=number, train_unembed=False)  # as PEFT
+            self.run(CreateModel(request_id=_name(), model_id=str(number), lora_config=config))
+            path = str(folder.parent / f"version-{_name()}")
+            self.run(Publish(request_id=_name(), model_id=str(number), version=str(number), path=path, persist=False))
+
+    def run(self, *operations) -> None:
+        """Until all have ended."""
+        for operation in operations:
+            self.backend.submit(operation)
+        left = {operation.request_id for operation in operations}
+        while left:
+            self.backend.wait(30)
+            for completion in self.backend.step():
+                assert "Error" not in type(completion.result).__name__, completion
+                left.discard(completion.request_id)
+
+    def train(self, lengths: list[int], models: int = 1) -> None:
+        """A pass and a step of each model, over its share of the sequences."""
+        operations = []
+        for number in range(models):
+            data = [_datum(length, seed) for seed, length in enumerate(lengths) if seed % models == number]
+            operations += [
+                ForwardBackward(request_id=_name(), model_id=str(number), data=data, loss_fn="cross_entropy"),
+                OptimStep(request_id=_name(), model_id=str(number), adam_params=ADAM),
+            ]
+        self.run(*operations)
+
+    def sample(self, count: int) -> None:
+        """So many samples at once, of fresh prompts."""
+        params = SamplingParams(max_tokens=NEW, seed=0, stop=[])
+        prompts = [np.asarray(sequence(PROMPT, next(NUMBERS)), np.int32) for _ in range(count)]
+        self.run(*(Sample(request_id=_name(), version="0", prompt=x, params=params, num_samples=1) for x in prompts))
+
+
+class Plain:
+    """PEFT and torch's AdamW in the loop that one writes without a server; sequences are padded to the longest."""
+
+    def __init__(self, folder: Path):
+        from peft import LoraConfig as PeftConfig
+        from peft import get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = get_peft_model(
+            base, PeftConfig(r=RANK, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
+        trained = [x for x in self.model.parameters() if x.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-4)
+
+    def train(self, lengths: list[int], rows: int = 8) -> None:
+        """A step over the sequences, `rows` at a time."""
+        for start in range(0, len(lengths), rows):
+            some = lengths[start : start + rows]
+            tokens = torch.zeros(len(some), max(some) + 1, dtype=torch.int64)
+            mask = torch.zeros_like(tokens)
+            for row, length in enumerate(some):
+                tokens[row, : length + 1] = torch.tensor(sequence(length + 1, start + row))
+                mask[row, : length + 1] = 1
+            logits = self.model(input_ids=tokens[:, :-1], attention_mask=mask[:, :-1]).logits
+            losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+            (losses * mask[:, 1:]).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def sample(self, count: int) -> None:
+        """One batch of equal prompts by `generate`, which is what is fastest without a server."""
+        prompts = torch.tensor([sequence(PROMPT, next(NUMBERS)) for _ in range(count)])
+        self.model.generate(
+            input_ids=prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=True,
+            max_new_tokens=NEW,
+            min_new_tokens=NEW,
+        )
+
+
+def _name() -> str:
+    return f"request-{next(NUMBERS)}"
+
+
+def _datum(length: int, seed: int) -> Datum:
+    tokens = np.asarray(sequence(length + 1, seed), np.int32)
+    weights = np.ones(length, np.float32)
+    return Datum(tokens[:-1], {"target_tokens": tokens[1:].astype(np.int64), "weights": weights})
+
+
+def compare(case: str, tokens: int, wanted: float, ours: Callable[[], object], other: Callable[[], object]) -> None:
+    """Print the rate of one and how many times as fast as the other it is."""
+    ours(), other()
+    pairs = [(timed(ours), timed(other)) for _ in range(5)]
+    mine, its = (statistics.median(times) for times in zip(*pairs, strict=True))
+    emit(
+        benchmark="torch",
+        case=case,
+        tokens_per_s=round(tokens / mine),
+        times_as_fast=round(its / mine, 2),
+        target=wanted,
+    )
+
+
+def compare_executors(folder: Path) -> None:
+    """Print what two workers take for the same passes and steps as processes and as Ray actors, in turn."""
+    groups = {workers: Ours(folder, models=1, workers=workers, num_workers=2) for workers in ("processes", "ray")}
+    for lengths in ([256] * 16, [32]):
+        took: dict[str, list[tuple[float, float]]] = {workers: [] for workers in groups}
+        for number in range(9):
+            for workers, group in groups.items():
+                began = time.process_time()
+                seconds = timed(lambda group=group, lengths=lengths: group.train(lengths))
+                if number > 1:
+                    took[workers].append((seconds, time.process_time() - began))
+        medians = {workers: [statistics.median(x) for x in zip(*some, strict=True)] for workers, some in took.items()}
+        for workers, (seconds, busy) in medians.items():
+            emit(
+                benchmark="torch",
+                case=f"{len(lengths)} x {lengths[0]} on two workers ({workers})",
+                seconds=round(seconds, 4),
+                driver_share=round(busy / seconds, 3),
+                times_processes=round(seconds / medians["processes"][0], 2),
+            )
+    for group in groups.values():
+        group.backend.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=sorted(flops.SHAPES), default="tiny")
+    parser.add_argument("--ray", action="store_true", help="compare Ray actors with local processes, and nothing else")
+    options = parser.parse_args()
+    name = options.model
+    mixed = np.random.default_rng(0).integers(16, 513, 32).tolist()
+    with TemporaryDirectory(prefix="skyrl-bench-") as scratch:
+        folder = Path(scratch) / name
+        make_model(folder, arch="qwen3", **asdict(flops.SHAPES[name]), seed=0)
+        if options.ray:
+            compare_executors(folder)
+            return
+        ours, plain = Ours(folder, models=4), Plain(folder)
+        even, each = [256] * 16, [256] * 64
+        compare("16 x 256 beside PEFT", 16 * 256, 1.0, lambda: ours.train(even), lambda: plain.train(even))
+        compare(
+            "64 x 256 of four models beside one",
+            64 * 256,
+            0.85,
+            lambda: ours.train(each, models=4),
+            lambda: ours.train(each),
+        )
+        compare("32 of 16 to 512 beside PEFT", sum(mixed), 2.0, lambda: ours.train(mixed), lambda: plain.train(mixed))
+        compare(
+            "32 samples at once beside one by one",
+            32 * NEW,
+            5.0,
+            lambda: ours.sample(32),
+            lambda: [ours.sample(1) for _ in range(32)],
+        )
+        compare(
+            "32 samples beside one batch of generate", 32 * NEW, 1.5, lambda: ours.sample(32), lambda: plain.sample(32)
+        )
+        ours.backend.close()
+
+
+if __name__ == "__main__":
+    main()

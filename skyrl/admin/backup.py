@@ -1,0 +1,185 @@
+"""`skyrl backup`: a copy of a server's state while it runs, in which folder and database belong together.
+
+What is saved is never changed, only added and removed, so a hard link keeps it. Folders are linked before the database
+is copied, and after: all that the copy of the database names was there at one time or the other, or it came and went
+within the moments in between, and then all is done again. None but the user may read the backup.
+"""
+
+import os
+import shutil
+import sqlite3
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from urllib.parse import quote
+
+import sqlalchemy
+from sqlalchemy.engine import URL, make_url
+from sqlmodel import Session
+
+from skyrl.errors import RequestError
+from skyrl.tinker.checkpoints import state_id
+from skyrl.tinker.checkpoints.disk_budget import saved_folders
+from skyrl.tinker.checkpoints.state_id import written_folders
+from skyrl.tinker.config import EngineConfig, options_parser, read_config, without_password
+from skyrl.tinker.database.database import sqlite_file
+from skyrl.tinker.database.read_only import ReadOnlyDatabase
+
+CHECKPOINTS, DATABASE, DUMP = "checkpoints", "tinker.db", "tinker.dump"
+"""Names below the backup's folder: of SQLite its file, of PostgreSQL what pg_restore reads."""
+ATTEMPTS = 10
+
+Say = Callable[[str], None]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Back up the state that these options name. Returns the exit status."""
+    parser = options_parser(
+        prog="skyrl backup",
+        description="Copy the state of a server, which may run meanwhile: its folder of checkpoints, as hard links "
+        "where that is the same disk, and its database, PostgreSQL by pg_dump. Takes the options of skyrl serve.",
+    )
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where to; not there yet, or empty")
+    config, given = read_config(parser, argv)
+    try:
+        back_up(config, given["to"], print)
+    except RequestError as error:
+        parser.error(str(error))
+    return 0
+
+
+def back_up(config: EngineConfig, target: Path, say: Say) -> None:
+    """Copy a server's state into a folder, which may then be copied elsewhere at leisure.
+
+    Raises:
+        RequestError: There is no such state, it is not one that is copied so, the folder is in use, or its disk refuses
+            a write.
+    """
+    base, file = config.checkpoints_base, sqlite_file(config.database_url)
+    if not base.is_dir():
+        raise RequestError(f"checkpoints_base={base}: there is no such folder; name the server's")
+    if file is not None and not file.is_file():
+        raise RequestError(f"database_url={config.database_url}: there is no such file; name the server's")
+    if target.exists() and any(target.iterdir()):
+        raise RequestError(f"to={target}: it is not empty; name a folder that is not there yet")
+    if target.resolve().is_relative_to(base.resolve()):
+        raise RequestError(f"to={target}: it is below checkpoints_base={base}; name one outside of it")
+    try:
+        with _private():
+            copied = _copy(config, file, target)
+    except OSError as error:
+        raise RequestError(f"to={target}: {error.strerror or error}; use a folder that can be written") from error
+    say(f"{copied} saved folders and the database are in {target}")
+
+
+@contextmanager
+def _private() -> Iterator[None]:
+    """Umask of 077 in the block: files made there are the user's alone."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _copy(config: EngineConfig, file: Path | None, target: Path) -> int:
+    """Returns the number of saved folders that were copied."""
+    base, copy = config.checkpoints_base, target / CHECKPOINTS
+    copy.mkdir(parents=True, exist_ok=True)
+    with suppress(PermissionError):  # it was there, and is somebody else's; what is in it is not
+        target.chmod(0o700)
+    lost = _named(config.database_url) - saved_folders(base)
+    for _ in range(ATTEMPTS):
+        _add_saved(base, copy)
+        named = _dump(config.database_url, target) if file is None else _copy_file(file, target / DATABASE)
+        _add_saved(base, copy)
+        if named - lost <= saved_folders(copy):
+            break
+    else:
+        raise RequestError(f"to={target}: what is saved comes and goes too fast to be copied there; try the same disk")
+    with suppress(FileNotFoundError):
+        shutil.copy2(base / state_id.FILE, copy / state_id.FILE)
+    return len(saved_folders(copy))
+
+
+def _add_saved(base: Path, copy: Path) -> None:
+    """Bring what is saved and not in the copy yet there. Raises `RequestError` for what cannot be copied."""
+    for folder in sorted(saved_folders(base) - saved_folders(copy)):
+        whole, part = copy / folder, (copy / folder).with_name(f".{Path(folder).name}.partial")
+        part.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            shutil.copytree(base / folder, part, copy_function=_link)
+        except OSError as error:
+            shutil.rmtree(part, ignore_errors=True)
+            if (base / folder).exists():  # else it has gone meanwhile
+                why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+                raise RequestError(f"{base / folder} cannot be copied to {whole}: {why}; see to that") from error
+        else:
+            part.rename(whole)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another disk, or one that has no links
+        shutil.copy2(source, target)
+
+
+def _copy_file(file: Path, target: Path) -> set[str]:
+    """SQLite's online backup, in one step: https://www.sqlite.org/backup.html. Returns the folders that it names."""
+    target.unlink(missing_ok=True)
+    try:
+        with (
+            closing(sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)) as now,
+            closing(sqlite3.connect(target)) as copy,
+        ):
+            now.backup(copy)
+    except sqlite3.Error as error:
+        raise RequestError(f"{file} cannot be copied to {target}: {error}; see to that") from error
+    target.chmod(file.stat().st_mode)
+    return _named(f"sqlite:///{target}")
+
+
+def _dump(url: str, target: Path) -> set[str]:
+    """A dump of a PostgreSQL database. Returns the folders that it names, which are of the same moment.
+
+    Raises `RequestError`: There is no pg_dump, or it fails.
+    """
+    with closing(ReadOnlyDatabase(url)) as database:
+        return database.read_now(partial(_dump_as_seen, url=url, file=target / DUMP))
+
+
+def _dump_as_seen(session: Session, url: str, file: Path) -> set[str]:
+    """Dump what this transaction sees: https://www.postgresql.org/docs/15/functions-admin.html (snapshots)."""
+    connection = session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
+    snapshot = connection.scalar(sqlalchemy.text("SELECT pg_export_snapshot()"))
+    named = written_folders(session)
+    shown, (command, password) = without_password(url), dump_command(url, file, str(snapshot))
+    try:
+        subprocess.run(command, env={**os.environ, **password}, check=True, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise RequestError(f"database_url={shown}: pg_dump is not installed; install PostgreSQL's clients") from None
+    except subprocess.CalledProcessError as error:
+        raise RequestError(f"database_url={shown}: pg_dump failed: {error.stderr.strip()}") from None
+    return named
+
+
+def dump_command(url: str, file: Path, snapshot: str) -> tuple[list[str], dict[str, str]]:
+    """(the command that dumps a snapshot, variables of its environment): the password where no other user sees it."""
+    given = make_url(url)
+    query = {name: value for name, value in given.query.items() if name != "password"}
+    password = given.password or given.query.get("password")
+    address = URL.create("postgresql", given.username, None, given.host, given.port, given.database, query)
+    options = ["--format=custom", "--no-owner", f"--snapshot={snapshot}", f"--file={file}"]
+    command = ["pg_dump", *options, f"--dbname={address.render_as_string(hide_password=False)}"]
+    return command, {} if password is None else {"PGPASSWORD": str(password)}
+
+
+def _named(url: str) -> set[str]:
+    """Folders that a database names and that have been there."""
+    with closing(ReadOnlyDatabase(url)) as database:
+        return database.read_now(written_folders)

@@ -1,0 +1,136 @@
+"""Checks of Python, packages, devices, limits of processes and the clock."""
+
+import resource
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from skyrl.admin.doctor.finding import Finding, ok, problem, warning
+from skyrl.backends.registry import default_backend
+from skyrl.tinker.config import EngineConfig
+from skyrl.utils.accelerators import gpu_files
+
+DEVICES_S = 120.0
+"""Seconds that finding the devices may take."""
+JAX_DEVICES = "import jax; found = jax.devices(); print(len(found), found[0].platform, found[0].device_kind)"
+TORCH_DEVICES = (
+    "import torch; n = torch.cuda.device_count(); print(n or 1, *(('cuda', torch.cuda.get_device_name(0)) if n else "
+    "('cpu', 'cpu')))"
+)
+FEW_FILES, MANY_FILES = 1024, 8192
+"""Open files below which a server has few connections, and from which on it has many."""
+FEW_PROCESSES = 512
+"""Processes and threads below which a server may not start: the libraries that compute have many threads."""
+BUILT = 1_767_225_600
+"""A moment before which no version of this was made: the first second of 2026, UTC."""
+
+
+def backend_of(config: EngineConfig) -> str:
+    """Name of the backend that a server with these options has."""
+    return config.backend or default_backend()
+
+
+def python(config: EngineConfig) -> Finding:
+    """The version of Python."""
+    version, needed = ".".join(map(str, sys.version_info[:3])), metadata.metadata("skyrl")["Requires-Python"]
+    if version not in SpecifierSet(needed or ""):
+        return problem(
+            f"Python {version} at {sys.executable}, and skyrl needs {needed}", "install skyrl in a newer one"
+        )
+    return ok(f"{version} ({needed})")
+
+
+def packages(config: EngineConfig) -> Finding:
+    """Versions of packages against the lower bounds of `pyproject.toml`."""
+    extras = {"train"} if backend_of(config) in ("skyrl_train", "fsdp2", "fsdp") else set[str]()
+    extras |= {"postgres"} if config.database_url.startswith("postgresql") else set()
+    wrong, count = [], 0
+    for needed in map(Requirement, metadata.requires("skyrl") or []):
+        if needed.marker and not any(needed.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            continue
+        count += 1
+        try:
+            version = metadata.version(needed.name)
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{needed.name} is missing ({needed.specifier} is needed)")
+            continue
+        if not needed.specifier.contains(version, prereleases=True):
+            wrong.append(f"{needed.name} {version} ({needed.specifier} is needed)")
+    if wrong:
+        name = f"skyrl[{','.join(sorted(extras))}]" if extras else "skyrl"
+        return problem("; ".join(wrong), f"{sys.executable} -m pip install --upgrade '{name}'")
+    return ok(f"{count} packages are there, none older than needed")
+
+
+def devices(config: EngineConfig) -> Finding | None:
+    """Devices that the backend finds, in a process of its own, as a driver may hang or end it."""
+    backend = backend_of(config)
+    code = JAX_DEVICES if backend == "jax" else TORCH_DEVICES
+    if ":" in backend:  # somebody's own
+        return None
+    library = "JAX" if backend == "jax" else "torch"
+    try:
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEVICES_S)
+    except subprocess.TimeoutExpired:
+        return problem(
+            f"{library} has not found its devices within {DEVICES_S:g} s",
+            "see whether the driver answers (nvidia-smi); another process may hold the device",
+        )
+    if run.returncode != 0:
+        last = (run.stderr.strip() or f"exit status {run.returncode}").splitlines()[-1]
+        return problem(f"{library} finds no device: {last}", "check JAX_PLATFORMS, the driver and the packages")
+    count, platform, kind = run.stdout.strip().split(maxsplit=2)
+    seen = f"{library}: {count} x {kind} ({platform})"
+    if platform == "cpu" and gpu_files():
+        extra = "gpu" if backend == "jax" else "train"
+        return warning(
+            f"{seen}, though this machine has a GPU",
+            f"pip install 'skyrl[{extra}]', and check the driver (nvidia-smi) and JAX_PLATFORMS",
+        )
+    return ok(seen)
+
+
+def open_files(config: EngineConfig) -> Finding:
+    """Limit of open files, so of connections, of a process. A server raises its own up to the hard one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = "raise it: ulimit -Hn 65536, LimitNOFILE= of a systemd unit, --ulimit nofile of a container"
+    if hard == resource.RLIM_INFINITY or hard >= MANY_FILES:
+        return ok("no limit" if hard == resource.RLIM_INFINITY else f"{hard} at most")
+    seen = f"a process may open {hard} files, and each waiting client takes one"
+    return problem(seen, remedy) if hard < FEW_FILES else warning(seen, remedy)
+
+
+def processes(config: EngineConfig) -> Finding:
+    """Limit of processes and threads of this user."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if limit == resource.RLIM_INFINITY or limit >= FEW_PROCESSES:
+        return ok("no limit" if limit == resource.RLIM_INFINITY else f"{limit} at most")
+    return problem(
+        f"this user may have {limit} processes and threads; a server may need {FEW_PROCESSES}",
+        "raise it: ulimit -u, TasksMax= of a systemd unit, --pids-limit of a container",
+    )
+
+
+def clock(config: EngineConfig) -> Finding:
+    """The clock, against what was written before. Tokens, links and times to live go by it."""
+    now, base = time.time(), config.checkpoints_base
+    written = [path.stat().st_mtime for path in _files(base)]
+    ahead = max([now, *written]) - now
+    remedy = "set it, and keep it right by NTP (timedatectl set-ntp true)"
+    if now < BUILT:
+        return problem(f"the clock says {time.ctime(now)}, which is before this version was made", remedy)
+    if ahead > 60:
+        return warning(f"files below {base} are from {ahead:.0f} s later than now, so the clock went back", remedy)
+    return ok(time.strftime("%Y-%m-%d %H:%M:%S %Z"))
+
+
+def _files(base: Path) -> list[Path]:
+    return [path for path in base.glob("*") if path.exists()] if base.is_dir() else []
+
+
+CHECKS = (python, packages, devices, open_files, processes, clock)

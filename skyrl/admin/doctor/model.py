@@ -1,0 +1,147 @@
+"""Checks of the base model's files, without loading them."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from skyrl.admin.doctor.finding import Finding, ok, problem, warning
+from skyrl.admin.doctor.machine import backend_of
+from skyrl.backends.base_folder import config_of
+from skyrl.errors import RequestError, StorageError
+from skyrl.tinker.config import EngineConfig
+from skyrl.utils.machine import available_memory, host_memory
+
+GIB = 2**30
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+AGAIN = "fetch the file again (hf download), or copy it again and compare sizes"
+BESIDE_GIB = 1.0
+"""GiB that a server takes beside the base weights at least."""
+
+
+def base_model(config: EngineConfig) -> Finding:
+    """Place of the base model."""
+    if config.base_model is None:
+        return ok("the built-in one (--base-model names another)")
+    if (folder := _folder(config)) is not None:
+        return ok(str(folder))
+    if "/" not in config.base_model.strip("/") or config.base_model.startswith(("/", ".", "~")):
+        return problem(f"{config.base_model}: there is no such folder", "name a Hugging Face model folder, or a hub id")
+    return warning(
+        f"{config.base_model} is not on this machine; a start downloads it",
+        f"fetch it before: hf download {config.base_model}",
+    )
+
+
+def architecture(config: EngineConfig) -> Finding | None:
+    """Architecture that config.json names, which the backend needs to have."""
+    if (folder := _folder(config)) is None:
+        return None
+    try:
+        read = config_of(str(folder))
+        if backend_of(config) == "jax":
+            from skyrl.tx.families import check_known
+
+            check_known(read, str(folder / "config.json"))
+        else:
+            _check_transformers(read)
+    except (RequestError, ValueError) as error:
+        return problem(str(error), "use a model of a known architecture, and see docs/models.md")
+    return ok(", ".join(read.get("architectures") or []))
+
+
+def weights(config: EngineConfig) -> Finding | None:
+    """Safetensors files: all there, whole, and with the tensors that the index and config.json name."""
+    if (folder := _folder(config)) is None:
+        return None
+    try:
+        places = _places(folder)
+    except (OSError, ValueError, KeyError) as error:
+        return problem(f"{folder / INDEX} cannot be read ({error})", AGAIN)
+    if not places:
+        return problem(f"{folder} has neither {SINGLE} nor {INDEX}", "save the model with save_pretrained")
+    held: set[str] = set()
+    for file in sorted(set(places.values())):
+        try:
+            with safe_open(folder / file, framework="numpy") as opened:
+                held |= set(opened.keys())
+        except (SafetensorError, OSError) as error:
+            return problem(f"{folder / file} is not whole: {error}", AGAIN)
+    if missing := sorted(set(places) - held - {SINGLE}):
+        return problem(f"{len(missing)} tensors of {INDEX} are in no file, such as {missing[0]}", AGAIN)
+    there = {int(found[1]) for name in held if (found := re.search(r"\.layers\.(\d+)\.", name))}
+    if absent := sorted(set(range(_layers(folder))) - there):
+        return problem(f"config.json has {_layers(folder)} layers, and layer {absent[0]} is in no file", AGAIN)
+    return ok(f"{len(held)} tensors in {len(set(places.values()))} files, {_bytes(folder) / GIB:.2f} GiB")
+
+
+def tokenizer(config: EngineConfig) -> Finding | None:
+    """Tokenizer beside the weights, which needs to be readable."""
+    if (folder := _folder(config)) is None:
+        return None
+    from skyrl.utils.tokenizer import Tokenizer
+
+    try:
+        read = Tokenizer(folder)
+    except StorageError as error:
+        return problem(str(error), "copy tokenizer.json from where the model is, or save it with save_pretrained")
+    return ok(f"tokenizer.json; a sequence ends with {sorted(read.eos_ids) or 'no token'}")
+
+
+def memory(config: EngineConfig) -> Finding:
+    """Memory that is left, against the base weights as they are stored."""
+    total, left, folder = host_memory() / GIB, available_memory() / GIB, _folder(config)
+    needed = BESIDE_GIB + (_bytes(folder) / GIB if folder else 0.0)
+    seen = f"{left:.1f} of {total:.1f} GiB are free, and a server needs {needed:.1f} at least"
+    if total < needed:
+        return problem(seen, "use a machine with more memory, or a smaller base model")
+    if left < needed:
+        return warning(seen, "end what else takes memory here")
+    return ok(seen)
+
+
+def _folder(config: EngineConfig) -> Path | None:
+    """Of a model that is on this machine, and is not the built-in one."""
+    if config.base_model is None:
+        return None
+    folder = Path(config.base_model).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(config.base_model, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def _places(folder: Path) -> dict[str, str]:
+    """Files by tensor; of a model in one file, that file by its own name; nothing where there are no weights."""
+    if (folder / INDEX).exists():
+        return dict(json.loads((folder / INDEX).read_text())["weight_map"])
+    return {SINGLE: SINGLE} if (folder / SINGLE).exists() else {}
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _layers(folder: Path) -> int:
+    """Layers of config.json, of a multimodal model those of its text part."""
+    read = config_of(str(folder))
+    return int((read.get("text_config") or read).get("num_hidden_layers") or 0)
+
+
+def _check_transformers(config: Mapping[str, Any]) -> None:
+    """Raise ValueError where transformers has no model of this type."""
+    from transformers import CONFIG_MAPPING
+
+    if (model_type := config.get("model_type")) not in CONFIG_MAPPING:
+        raise ValueError(f"config.json: model_type={model_type!r} is not one that transformers has")
+
+
+CHECKS = (base_model, architecture, weights, tokenizer, memory)

@@ -1,0 +1,212 @@
+"""Checks of a server's folder of checkpoints, its database and its port."""
+
+import math
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import cached_property
+from pathlib import Path
+
+from skyrl.admin.doctor.finding import Finding, ok, problem, warning
+from skyrl.errors import RequestError
+from skyrl.tinker.checkpoints import state_id, trash
+from skyrl.tinker.checkpoints.disk_budget import GIB, LOCK, MIB, stored_bytes
+from skyrl.tinker.checkpoints.guard import nameless_folders
+from skyrl.tinker.config import EngineConfig
+from skyrl.tinker.database.database import sqlite_file
+from skyrl.tinker.database.read_only import ReadOnlyDatabase
+from skyrl.utils.locks.lease import holder
+
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+NEARLY_FULL = 0.9
+SCARCE = 10
+"""Times `min_free_disk_mib` under which the disk is nearly full."""
+
+
+class State:
+    """State on disk of a server of these options. The database is opened once, to be read."""
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+        self.base = config.checkpoints_base
+        self.file = sqlite_file(config.database_url)
+        """Of the database; None for one of PostgreSQL."""
+
+    @cached_property
+    def holder(self) -> str | None:
+        """The server that runs on it, as "process N"."""
+        return holder(self.base / LOCK)
+
+    @property
+    def has_database(self) -> bool:
+        return self.file is None or (self.file.is_file() and self.file.stat().st_size > 0)
+
+    @contextmanager
+    def database(self) -> Iterator[ReadOnlyDatabase]:
+        """Raises `RequestError` where it cannot be opened."""
+        with closing(ReadOnlyDatabase(self.config.database_url)) as database:
+            yield database
+
+    @property
+    def is_ours(self) -> bool:
+        """True if there is a database whose tables this version knows and need no migration."""
+        if not self.has_database:
+            return False
+        try:
+            with self.database() as database:
+                return database.revision == database.newest
+        except RequestError:
+            return False
+
+
+def folders(state: State) -> Finding:
+    """Folders of checkpoints and of the database, which need to be writable, or possible to make."""
+    for option, folder in _folders(state):
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not there.is_dir():
+            return problem(f"{option}: {there} is no folder", f"name another {option}")
+        if not os.access(there, os.W_OK | os.X_OK):
+            return problem(f"{option}: {there} cannot be written by this user", f"chown it, or name another {option}")
+    return ok(", ".join(dict.fromkeys(str(folder) for _, folder in _folders(state))))
+
+
+def permissions(state: State) -> Finding:
+    """Permissions of what a server writes: its user's alone."""
+    wrong = []
+    for _, folder in _folders(state):
+        if folder.is_dir() and (mode := _mode(folder)) & OTHERS_WRITE and not mode & stat.S_ISVTX:
+            wrong.append((folder, mode, "go-w"))
+    files = [] if state.file is None else [state.file.with_name(state.file.name + end) for end in ("", "-wal", "-shm")]
+    kept = [path for path in state.base.glob("*") if "-train-" in path.name] if state.base.is_dir() else []
+    for path in (*files, *kept, state.base / trash.NAME, state.base / state_id.FILE):
+        if path.exists() and (mode := _mode(path)) & OTHERS:
+            wrong.append((path, mode, "go-rwx"))
+    if wrong:
+        path, mode, change = wrong[0]
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        return problem(
+            f"{path} has mode {mode:04o}, so others can {'change' if change == 'go-w' else 'read'} it{more}",
+            f"chmod {change} {path}",
+        )
+    return ok("folders and files are this user's alone")
+
+
+def port(state: State) -> Finding:
+    """Address to listen on, which needs to be free."""
+    config = state.config
+    where = f"{config.host}:{config.port}"
+    if state.holder is not None:
+        return ok(f"a server runs on this state ({state.holder})")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            config.host.removeprefix("[").removesuffix("]"), config.port, type=socket.SOCK_STREAM
+        )[0]
+        socket.create_server(address[:2], family=family).close()
+    except OSError as error:
+        return problem(f"{where}: {error.strerror}", "end what listens there (ss -ltnp), or choose another --port")
+    return ok(f"{where} is free")
+
+
+def disk_space(state: State) -> Finding:
+    """Space left on the disk, against what a server leaves free."""
+    limit, least = state.config.min_free_disk_mib, math.inf
+    for option, folder in _folders(state):
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(there).free / MIB
+        least = min(least, free)
+        seen = f"the disk of {there} has {free:.0f} MiB left, and min_free_disk_mib={limit} are to stay free"
+        if free < limit:
+            return problem(f"{seen}: saves are refused", f"free space, or use a larger disk for {option}")
+        if free < SCARCE * limit:
+            return warning(seen, f"free space, or use a larger disk for {option}")
+    return ok(f"{least * MIB / GIB:.1f} GiB are free")
+
+
+def database(state: State) -> Finding:
+    """Revision of the database, which this version needs to know."""
+    if not state.has_database:
+        return ok("none yet; the first start makes it")
+    with state.database() as opened:
+        if opened.revision is None:
+            return problem(f"{opened.url} is no database of this server", "correct --database-url")
+        if not opened.known:
+            return problem(
+                f"{opened.url} has revision {opened.revision}, which this version does not know: a newer one wrote it",
+                "install the version that wrote it, or put back a backup from before",
+            )
+        if opened.revision != opened.newest:
+            return warning(
+                f"revision {opened.revision}; the next start brings it to {opened.newest}",
+                "make a backup before: an older version does not read it after that",
+            )
+        return ok(f"revision {opened.revision}, {opened.url}")
+
+
+def state_belongs_together(state: State) -> Finding | None:
+    """Ids of folder and database, which need to be the same."""
+    if not state.is_ours or not state.base.is_dir():
+        return None
+    with state.database() as opened:
+        why = state_id.refusal(state.base, opened)
+        missing = sorted(state_id.holdings(state.base, opened).missing)
+    if why is not None:
+        return problem(why, "skyrl adopt --dry-run says more")
+    if missing:
+        return problem(
+            f"{len(missing)} folders that the database names are gone, such as {missing[0]}",
+            "bring them back from a backup or the trash; what needs them fails by name",
+        )
+    return ok("the folder of checkpoints and the database are of one server")
+
+
+def orphaned_files(state: State) -> Finding | None:
+    """Folders that the database does not name."""
+    if not state.is_ours or not state.base.is_dir():
+        return None
+    with state.database() as opened:
+        found = nameless_folders(state.config, opened)
+    if not found:
+        return ok("none")
+    return warning(
+        f"{len(found)}: {found[0].what}{', ...' if len(found) > 1 else ''}",
+        "a server collects them; skyrl gc does so for one that is stopped, skyrl adopt names checkpoints again",
+    )
+
+
+def disk_limit(state: State) -> Finding | None:
+    """Bytes of checkpoints, against `max_disk_gib`."""
+    limit = state.config.max_disk_gib
+    if not state.is_ours or limit == 0:
+        return None
+    with state.database() as opened:
+        used = sum(opened.read_now(stored_bytes).values())
+    used = (used + sum(entry.size_bytes for entry in trash.entries(state.base))) / GIB
+    seen, remedy = f"{used:.3f} GiB of max_disk_gib={limit:g}", "delete checkpoints, or raise --max-disk-gib"
+    if used > limit:
+        return problem(f"{seen}: saves are refused", remedy)
+    return warning(seen, remedy) if used > NEARLY_FULL * limit else ok(seen)
+
+
+def _folders(state: State) -> list[tuple[str, Path]]:
+    found = [("--checkpoints-base", state.base)]
+    return found if state.file is None else [*found, ("--database-url", state.file.parent)]
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+CHECKS = (
+    folders,
+    permissions,
+    port,
+    disk_space,
+    database,
+    state_belongs_together,
+    orphaned_files,
+    disk_limit,
+)

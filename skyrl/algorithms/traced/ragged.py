@@ -1,0 +1,244 @@
+"""Values of a traced loss: written for one datum, computed for all datums that lie packed in a row.
+
+A value has the shape that it has for one datum, as a tuple of `Dim`: that datum's tokens, its targets per token, or 1.
+It is one array for all: `[batch, tokens]` or `[batch, tokens, targets]` where the first dimension is the datum's
+tokens, else `[batch, slots]` with one number of each datum. So no value is larger than the tile, whatever the graph:
+shapes that would be (tokens x tokens, one value per target and datum) are refused.
+
+Padding is a datum of its own, the last slot: what is computed there, NaN included, stays there. Cells that slicing cut
+off repeat their datum's first cell, and unused targets the first target, so that they hold nothing that the datum does
+not hold anyway.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from array_api_compat import array_namespace
+
+from skyrl.errors import RequestError
+
+COLUMNS = "K"
+"""Name, which no input can have, of the number of targets per token of each token's datum."""
+MAX_RANK = 3
+
+
+class Dim(NamedTuple):
+    """A dimension of a value as one datum has it."""
+
+    kind: Literal["tokens", "columns", "one"]
+    dropped: int = 0
+    """Tokens that it has less than the datum."""
+
+
+TOKENS, TARGETS, ONE = Dim("tokens"), Dim("columns"), Dim("one")
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """A float32 or boolean value of every datum."""
+
+    array: Any
+    dims: tuple[Dim, ...]
+
+    @property
+    def per_token(self) -> bool:
+        return bool(self.dims) and self.dims[0].kind == "tokens"
+
+    @property
+    def wide(self) -> bool:
+        return any(dim.kind == "columns" for dim in self.dims)
+
+
+Operand = Ragged | float | int | bool
+
+
+class Needs:
+    """Fewest tokens and targets per token of a datum for which a loss is defined."""
+
+    def __init__(self) -> None:
+        self.tokens = 1
+        self.columns = 1
+
+
+class Layout:
+    """Places of datums in rows.
+
+    Args:
+        segments: int32 `[batch, tokens]`: which of its row's datums a token belongs to, -1 in padding.
+        num_segments: Upper bound on the datums of a row.
+        like: A float32 array `[batch, tokens]`.
+        columns: float32 `[batch, tokens]`: targets per token of each token's datum; None: nothing has several.
+    """
+
+    def __init__(self, segments: Any, num_segments: int, like: Any, columns: Any = None):
+        self.xp = xp = array_namespace(like)
+        self.needs = Needs()
+        self._nothing = xp.zeros_like(like[:1, :1])
+        number = xp.astype(segments, like.dtype)
+        owner = xp.where(number < 0, xp.full_like(number, num_segments), number)
+        self._member = owner[:, :, None] == (self._counting(num_segments + 1) - 1)[:, None, :]
+        self._zero = xp.zeros_like(like)[:, :, None]
+        index = xp.cumulative_sum(xp.ones_like(like), axis=1) - 1
+        self.count = xp.sum(xp.where(self._member, self._zero + 1, self._zero), axis=1)
+        start = xp.min(xp.where(self._member, index[:, :, None], self._zero + like.shape[1]), axis=1)
+        self._start, self._last = self.spread(start), like.shape[1] - 1
+        self.position = index - self._start
+        self._length = self.spread(self.count)
+        self._columns = columns
+
+    def _counting(self, to: int) -> Any:
+        """float32 `[1, to]`: 1, 2, ..."""
+        return self.xp.cumulative_sum(self.xp.broadcast_to(self._nothing + 1, (1, to)), axis=1)
+
+    # -- between datums and their tokens ------------------------------------------------------------------------------
+
+    def spread(self, values: Any) -> Any:
+        """A number of each datum `[batch, slots]` at each of its tokens `[batch, tokens]`."""
+        return self.xp.sum(self.xp.where(self._member, values[:, None, :], self._zero), axis=2)
+
+    def total(self, values: Any) -> Any:
+        """Sum over each datum's tokens, `[batch, slots]`."""
+        return self.xp.sum(self.xp.where(self._member, values[:, :, None], self._zero), axis=1)
+
+    def largest(self, values: Any) -> Any:
+        """Maximum over each datum's tokens, `[batch, slots]`; minus infinity of none."""
+        return self.xp.max(self.xp.where(self._member, values[:, :, None], self._zero - self.xp.inf), axis=1)
+
+    def live(self, dim: Dim) -> Any:
+        """bool `[batch, tokens]`: the cells of such a dimension."""
+        return self.position < self._length - dim.dropped
+
+    @cached_property
+    def column_count(self) -> Any:
+        """Targets per token of each datum, `[batch, slots]`."""
+        assert self._columns is not None, "only where a value has several targets per token"
+        return self.total(self.xp.where(self.position == 0, self._columns, self.xp.zeros_like(self._columns)))
+
+    def used(self, width: int) -> Any:
+        """bool `[batch, tokens, width]`: the targets that a token has."""
+        assert self._columns is not None, "only where a value has several targets per token"
+        return self._counting(width)[:, None, :] <= self._columns[:, :, None]
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def input(self, array: Any, rank: int) -> Ragged:
+        """An input as it lies in the row: `[batch, tokens]`, or of rank 2 `[batch, tokens, targets]`."""
+        if rank == 0:
+            return Ragged(self.first(array), ())
+        if rank == 1:
+            return Ragged(array, (TOKENS,))
+        array = array[:, :, None] if array.ndim == 2 else array
+        return Ragged(self.xp.where(self.used(array.shape[2]), array, array[:, :, :1]), (TOKENS, TARGETS))
+
+    def first(self, array: Any) -> Any:
+        """Value at each datum's first token, `[batch, slots]`."""
+        return self.total(self.xp.where(self.position == 0, array, self.xp.zeros_like(array)))
+
+    def size(self, dim: Dim) -> "Ragged | int":
+        """Length of a dimension."""
+        if dim.kind == "one":
+            return 1
+        return Ragged(self.count - dim.dropped if dim.kind == "tokens" else self.column_count, ())
+
+    def full(self, number: float, ndim: int) -> Any:
+        """A float32 array of one number that fits to all others with so many axes."""
+        return (self._nothing if ndim == 2 else self._nothing[:, :, None]) + number
+
+    def number(self, operand: Operand) -> Ragged:
+        """An operand as a value of each datum, if it is a plain number."""
+        if isinstance(operand, Ragged):
+            return operand
+        return Ragged(self.xp.zeros_like(self.count) + float(operand), ())
+
+    def at_cells(self, array: Any, cells: Any) -> Any:
+        """The array `[batch, tokens]` or `[batch, tokens, targets]` with each cell taken from another of its row."""
+        xp = self.xp
+        inside = xp.where(
+            cells < 0, xp.zeros_like(cells), xp.where(cells > self._last, xp.full_like(cells, self._last), cells)
+        )
+        numbers = xp.astype(inside, xp.int32)
+        return xp.stack([xp.take(array[row], numbers[row], axis=0) for row in range(array.shape[0])], axis=0)
+
+    def moved(self, value: Ragged, by: int, dropped: int) -> Ragged:
+        """The value without its first `by` tokens, and as many less at its end that `dropped` are missing in all."""
+        dim = Dim("tokens", dropped)
+        inside = self.position < self._length - dropped
+        cells = self._start + by + self.xp.where(inside, self.position, self.xp.zeros_like(self.position))
+        self.needs.tokens = max(self.needs.tokens, dropped + 1)
+        return Ragged(self.at_cells(value.array, cells), (dim, *value.dims[1:]))
+
+    def reversed(self, value: Ragged) -> Ragged:
+        """The value with its tokens in the opposite order."""
+        last = self._length - value.dims[0].dropped - 1
+        cells = self._start + self.xp.where(self.position > last, last, last - self.position)
+        return Ragged(self.at_cells(value.array, cells), value.dims)
+
+    def token(self, value: Ragged, place: int) -> Any:
+        """Number of each datum `[batch, slots]` at a place among its tokens; negative ones count from the end."""
+        length = self._length - value.dims[0].dropped
+        at = place if place >= 0 else length + place
+        self.needs.tokens = max(self.needs.tokens, value.dims[0].dropped + (place + 1 if place >= 0 else -place))
+        return self.total(self.xp.where(self.position == at, value.array, self.xp.zeros_like(value.array)))
+
+    # -- operands -----------------------------------------------------------------------------------------------------
+
+    def aligned(self, *operands: Operand) -> tuple[list[Any], tuple[Dim, ...]]:
+        """Arrays that can be computed with element by element, and the shape of what comes of it, as torch broadcasts.
+
+        Raises `RequestError` for shapes that do not go together, and for those that would be larger than a tile.
+        """
+        values = [operand for operand in operands if isinstance(operand, Ragged)]
+        rank = max((len(value.dims) for value in values), default=0)
+        padded = [(ONE,) * (rank - len(value.dims)) + value.dims for value in values]
+        dims = tuple(_merged(column, padded) for column in zip(*padded, strict=True))
+        if any(dim.kind == "tokens" for dim in dims[1:]) or sum(dim.kind == "columns" for dim in dims) > 1:
+            raise RequestError(f"{described(dims)} would be larger than the data; keep the tokens first, and once")
+        per_token, wide = bool(dims) and dims[0].kind == "tokens", any(dim.kind == "columns" for dim in dims)
+        arrays = []
+        for operand in operands:
+            if isinstance(operand, Ragged):
+                array = self.spread_of(operand) if per_token and not operand.per_token else operand.array
+                arrays.append(array[:, :, None] if wide and not operand.wide else array)
+            else:
+                arrays.append(self.full(float(operand), 3 if wide else 2))
+        return arrays, dims
+
+    def spread_of(self, value: Ragged) -> Any:
+        """A value per datum at each of its tokens, of its own type."""
+        if self.xp.isdtype(value.array.dtype, "bool"):
+            return self.spread(self.floats(value).array) != 0
+        return self.spread(value.array)
+
+    def floats(self, operand: Ragged) -> Ragged:
+        """The value as float32; truth is 1."""
+        if not self.xp.isdtype(operand.array.dtype, "bool"):
+            return operand
+        zero = self.full(0.0, operand.array.ndim)
+        return Ragged(self.xp.where(operand.array, zero + 1, zero), operand.dims)
+
+    def is_bool(self, operand: Any) -> bool:
+        return isinstance(operand, Ragged) and self.xp.isdtype(operand.array.dtype, "bool")
+
+
+def axis_of(value: Ragged, dim: Any) -> int:
+    """A dimension of a value, from 0. Raises `RequestError` where it has no such."""
+    rank = max(1, len(value.dims))
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -rank <= dim < rank:
+        raise RequestError(f"dim={dim!r}: the value has {len(value.dims)} dimensions, {described(value.dims)}")
+    return dim % rank
+
+
+def described(dims: Sequence[Dim]) -> str:
+    """A shape for a message."""
+    names = {"tokens": "T", "columns": "K", "one": "1"}
+    texts = [f"{names[dim.kind]}-{dim.dropped}" if dim.dropped else names[dim.kind] for dim in dims]
+    return f"[{', '.join(texts)}]"
+
+
+def _merged(column: tuple[Dim, ...], shapes: Sequence[tuple[Dim, ...]]) -> Dim:
+    kinds = set(column) - {ONE}
+    if len(kinds) > 1:
+        raise RequestError(f"shapes {' and '.join(described(dims) for dims in shapes)} do not go together")
+    return kinds.pop() if kinds else ONE

@@ -1,0 +1,62 @@
+"""The Dimuon step of LoRA matrices: momentum whose singular values are all made 1.
+
+The protocol names the optimizer and its hyper-parameters; its formula is not published. What its SDK says of it (0.30:
+a learning rate "applied to a direction with Frobenius norm sqrt(rank)", "matrix-sign iteration count and normalization
+epsilon are internal constants") is what Muon does to a matrix of full rank, so this is Muon on every A and B. A
+correction of the learning rate by rank, which early SDKs had as a setting, is left out: 1 at rank 32.
+
+Sources: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/ (Muon, the quintic iteration); Bjorck & Bowie
+1971, https://doi.org/10.1137/0708036 (the cubic one, with which it ends, as its fixed point is 1).
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from array_api_compat import array_namespace
+from jaxtyping import Float
+
+from skyrl.types import DimuonParams
+
+FORMULA = "skyrl.ai/dimuon_formula"
+"""Metric of each step: version of the formula, which is not the hosted one."""
+QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Coefficients of X, (X X^T) X and (X X^T)^2 X that bring singular values above 0.001 to between 0.7 and 1.2."""
+QUINTIC_STEPS = 5
+CUBIC_STEPS = 3
+"""Steps of (3 X - X X^T X) / 2, after which these are 1 within 0.001."""
+SMALLEST_NORM = 1e-30
+"""Is added to the norm that a matrix is divided by, so that one without momentum stays 0."""
+
+
+class DimuonScalars(NamedTuple):
+    """One step's hyper-parameters as float32 arrays, so that changing them compiles nothing."""
+
+    learning_rate: Any
+    keep: Any
+    """beta1."""
+    new: Any
+    """1 - beta1."""
+    grad_clip_norm: Any
+    """0 does not clip."""
+    gradient_divisor: Any
+    """As of `AdamScalars`."""
+
+    @classmethod
+    def of(cls, params: DimuonParams, gradient_divisor: int = 1) -> "DimuonScalars":
+        clip = max(params.grad_clip_norm, 0.0)
+        values = params.learning_rate, params.beta1, 1.0 - params.beta1, clip, gradient_divisor
+        return cls(*(np.float32(value) for value in values))  # pyright: ignore[reportArgumentType]
+
+
+def matrix_sign(matrix: Float[Any, "*batch rows columns"]) -> Float[Any, "*batch rows columns"]:
+    """U V^T of each matrix U S V^T, by iteration: its Frobenius norm is the root of the matrix's rank."""
+    xp = array_namespace(matrix)
+    wide = matrix.shape[-2] <= matrix.shape[-1]
+    x = matrix if wide else xp.matrix_transpose(matrix)
+    x = x / xp.max(xp.abs(x) + SMALLEST_NORM, axis=(-2, -1), keepdims=True)  # its squares are numbers then
+    x = x / (xp.sqrt(xp.sum(x * x, axis=(-2, -1), keepdims=True)) + SMALLEST_NORM)
+    for step in range(QUINTIC_STEPS + CUBIC_STEPS):
+        a, b, c = QUINTIC if step < QUINTIC_STEPS else (1.5, -0.5, 0.0)
+        square = xp.matmul(x, xp.matrix_transpose(x))
+        x = a * x + xp.matmul(b * square + (c * xp.matmul(square, square) if c else 0.0), x)
+    return x if wide else xp.matrix_transpose(x)

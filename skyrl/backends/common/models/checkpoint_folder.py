@@ -1,0 +1,90 @@
+"""Folders of checkpoints and snapshots: names of their files, and the header that says which model they hold.
+
+Both kinds are self-describing and committed by a hash manifest (`skyrl.utils.files.atomic_folders`). Which tensors
+there are is a backend's matter.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl.backends.common.models.kind import Kind
+from skyrl.errors import RequestError, StorageError
+from skyrl.types import AdapterConfig, LoraConfig
+from skyrl.utils.files.atomic_folders import open_folder, read_folder
+
+TRAINING_TENSORS, TRAINING_STATE = "training_state.safetensors", "training_state.json"
+PEFT_TENSORS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+FORMAT = 1
+
+
+def pack_header(kind: Kind, base_model: str, step: int, sequences: int | None) -> bytes:
+    """Contents of `TRAINING_STATE` for a model after so many optimizer steps, and gradients of sequences since."""
+    header = {
+        "format": FORMAT,
+        "base_model": base_model,
+        "step": step,
+        "lora_config": kind.lora_config.model_dump(),
+        "value_head": kind.value_head,
+        "sequences": sequences,
+    }
+    return json.dumps(header, indent=1).encode()
+
+
+def header_of(files: Mapping[str, bytes], path: str) -> dict[str, Any]:
+    """The header among a folder's files. Raises as `stored_kind`."""
+    if TRAINING_STATE not in files:
+        raise RequestError(f"path={path} is no training checkpoint; use one that save_weights (save_state) made")
+    header = json.loads(files[TRAINING_STATE])
+    if header["format"] != FORMAT:
+        raise StorageError(f"{path} has format {header['format']}; this version reads format {FORMAT}")
+    return header
+
+
+def holds_weights_alone(files: Mapping[str, bytes], path: str, load_optimizer: bool) -> bool:
+    """Return whether a training checkpoint is an adapter that was uploaded: the header, and what PEFT saves.
+
+    Raises RequestError if the state of its optimizer is asked for.
+    """
+    if PEFT_TENSORS not in files:
+        return False
+    if load_optimizer:
+        raise RequestError(
+            f"path={path} was uploaded and has no optimizer state; load it with optimizer=false "
+            "(create_training_client_from_state)"
+        )
+    return True
+
+
+def kind_of(header: Mapping[str, Any]) -> Kind:
+    """Kind of model that a header is about."""
+    given = header["lora_config"]
+    config = LoraConfig if given.keys() <= LoraConfig.model_fields.keys() else AdapterConfig
+    return Kind(config(**given), header.get("value_head", False))
+
+
+def stored_sequences(header: Mapping[str, Any]) -> int | None:
+    """Sequences whose gradients are in a folder's sums. None: files of versions that did not count them."""
+    return header.get("sequences")
+
+
+def stored_kind(path: str, digest: str | None = None) -> Kind:
+    """Kind of model in a training checkpoint or snapshot, of which nothing else is read.
+
+    Raises:
+        StorageError: Missing or damaged files.
+        RequestError: It is no training checkpoint.
+    """
+    try:
+        with open_folder(path) as files:
+            header = next(file.reader.read() for file in files if file.name == TRAINING_STATE)
+        return kind_of(header_of({TRAINING_STATE: header}, path))
+    except (StorageError, OSError, ValueError, KeyError, TypeError, StopIteration):
+        files = read_folder(path, digest)  # says what is wrong, and moves what is damaged aside
+        return kind_of(header_of(files, path))
+
+
+def check_served_rank(rank: int, max_rank: int, path: str) -> None:
+    """Raise `RequestError` for an adapter that is too large to be sampled."""
+    if rank > max_rank:
+        raise RequestError(f"path={path}: rank {rank} is above max_lora_rank={max_rank}; start the server with more")

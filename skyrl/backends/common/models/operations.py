@@ -1,0 +1,333 @@
+"""Operations on models: those of any backend whose models are adapters of a base model, or copies of it.
+
+A backend gives what computes (`run_pass`, `run_step`) and what models consist of (`fresh_state`, `ModelFormat`). Which
+models there are, where they are, who waits for room, what is refused and what is written is the same for all.
+"""
+
+import contextlib
+import dataclasses
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterator
+from functools import singledispatchmethod
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from skyrl.algorithms.checks.objectives import check_objective_data
+from skyrl.algorithms.traced.objective import TracedObjective, refuse_not_finite
+from skyrl.backends.backend import (
+    CreateModel,
+    DeleteModel,
+    ExportModel,
+    ForwardBackward,
+    LoadCheckpoint,
+    LoadSnapshot,
+    ModelOperation,
+    OptimStep,
+    Publish,
+    SaveCheckpoint,
+    SaveSnapshot,
+)
+from skyrl.backends.common.adamw import AdamScalars, GradientReduction
+from skyrl.backends.common.dimuon import FORMULA, DimuonScalars
+from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.common.models.store import Storage
+from skyrl.backends.common.offload import ModelOffload, OffloadState
+from skyrl.backends.common.versions import Claim, VersionPool
+from skyrl.backends.common.waiting import Awaiting
+from skyrl.backends.executor import Executor, IncompleteGradients, Work
+from skyrl.backends.prepared import version_of
+from skyrl.errors import RequestError
+from skyrl.types import (
+    ForwardBackwardOutput,
+    ModelMetadata,
+    ModelOutput,
+    OptimStepOutput,
+    PreparedSampleBatch,
+)
+from skyrl.utils.failpoints import crash_point
+
+State = TypeVar("State", bound=OffloadState)
+Version = TypeVar("Version")
+StepScalars = AdamScalars | DimuonScalars
+"""Hyper-parameters of a step, of either optimizer."""
+Gradients = Any
+"""Gradient sums of a backend's pass; only the backend looks into it."""
+
+
+class ModelBackend(Executor, Generic[State, Version]):
+    """Operations on top of what a backend computes. Its `__init__` sets what follows, and `sampler`."""
+
+    _models: ModelOffload[State]
+    _versions: VersionPool[Version]
+    _storage: Storage[State, Version]
+    max_lora_rank: int
+    """Largest rank that is served."""
+    max_lora_adapters: int
+    """Slots of versions that are sampled at once, the base model's included."""
+    gradient_reduction: GradientReduction
+    """Reduction of the gradient sums by optimizer steps."""
+
+    # -- what a backend gives -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def nbytes_of(self, kind: Kind) -> int:
+        """Memory of a model before there is one, as `OffloadState.nbytes`."""
+
+    @abstractmethod
+    def fresh_state(self, kind: Kind, seed: int) -> State:
+        """A model that has taken no step. Raises `RequestError` for what cannot be made."""
+
+    @abstractmethod
+    def run_pass(
+        self, operation: ForwardBackward, state: State
+    ) -> Generator[Any, Any, tuple[ForwardBackwardOutput, Gradients | None]]:
+        """Result of a checked pass, and its gradients if it has any. Yields quanta."""
+
+    @abstractmethod
+    def add_gradients(self, state: State, gradients: Gradients) -> None:
+        """Add those of a pass to the model's sums."""
+
+    @abstractmethod
+    def run_step(self, scalars: StepScalars, state: State) -> Generator[Any, Any, tuple[float, Callable[[], None]]]:
+        """Compute an optimizer step: gradient norm before clipping, and a call that makes `state` the model after it.
+
+        Until that call the model is as it was. Yields quanta, if it does not compute at once.
+        """
+
+    @abstractmethod
+    def read_version(self, path: str) -> Version:
+        """A version that is stored in a folder: a sampler's or a training checkpoint. In any thread."""
+
+    # -- what the executor asks for -----------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return super().busy or self._models.has_news
+
+    def step(self):
+        self._models.tidy()
+        return super().step()
+
+    def run(self, operation: ModelOperation) -> Work:
+        return self._work(operation)
+
+    def may_wait(self, operation: ModelOperation) -> bool:
+        if operation.model_id in self._models and not isinstance(operation, LoadCheckpoint):
+            writes = isinstance(operation, SaveCheckpoint | ExportModel | Publish)
+            crowded = writes and self._storage.is_crowded(operation.model_id)
+            return crowded or not self._models.is_on_device(operation.model_id)
+        return isinstance(operation, CreateModel | LoadCheckpoint | LoadSnapshot)
+
+    def discard_gradients(self, model_id: str) -> None:
+        if model_id in self._models:
+            self._models.drop_sums(model_id)
+
+    def has_model(self, model_id: str) -> bool:
+        return model_id in self._models
+
+    def has_own_base(self, model_id: str) -> bool:
+        return model_id in self._models and self._models.info(model_id).lora_config.rank == 0
+
+    def close(self) -> None:
+        super().close()
+        self._models.close()
+
+    def drop_version(self, version: str) -> None:
+        self._writer.forget_version(version)
+        self._versions.drop(version)
+
+    # -- documented, beside the contract -----------------------------------------------------------------------------
+
+    def load_sampler_checkpoint(self, model_id: str, checkpoint_id: str, checkpoint_path: str) -> None:
+        """Make the sampler or training checkpoint in a folder samplable as `checkpoint_id` of `model_id`."""
+        version = version_of(model_id, checkpoint_id)
+        weights = self.read_version(checkpoint_path)
+        self._versions.publish(version, weights)
+        self._versions.mark_stored(version, weights, checkpoint_path)
+
+    def load_sampler_weights(self, prepared_batch: PreparedSampleBatch) -> list[int]:
+        """Put the versions that a batch names into slots. Returns each row's slot; 0 is the base model.
+
+        Slots are a cache: running samples keep theirs, others may be given to another version later.
+        """
+        slots: list[int] = []
+        claims: list[Claim] = []
+        try:
+            for model_id, checkpoint_id in zip(
+                prepared_batch.all_model_ids, prepared_batch.all_checkpoint_ids, strict=True
+            ):
+                claim = self._versions.claim(version_of(model_id, checkpoint_id) if model_id else None)
+                claims.append(claim)
+                while True:
+                    ended = self._versions.reads_ended
+                    if self._versions.at_hand(claim):
+                        break
+                    with self._wake:
+                        self._wake.wait_for(lambda ended=ended: self._versions.reads_ended != ended)
+                slot = self._versions.acquire(claim)
+                if slot is None:
+                    raise RequestError(
+                        f"max_lora_adapters={self.max_lora_adapters}: no slot is left for {model_id}/"
+                        f"{checkpoint_id}; send fewer versions at once, or raise it"
+                    )
+                slots.append(slot)
+        finally:
+            for slot in slots:
+                self._versions.release(slot)
+            for claim in claims:
+                self._versions.disclaim(claim)
+        return slots
+
+    @property
+    def models(self) -> dict[str, ModelMetadata]:
+        """Loaded models; `adapter_index` counts them from 1 (0 is the base model)."""
+        return {
+            model_id: ModelMetadata(index, self._models.info(model_id).lora_config)
+            for index, model_id in enumerate(self._models, 1)
+        }
+
+    def _check_loaded(self, model_id: str) -> None:
+        if model_id not in self._models:
+            raise RequestError(f"model_id={model_id} is not loaded; create it, or load it from a checkpoint, first")
+
+    # -- operations ---------------------------------------------------------------------------------------------------
+
+    @singledispatchmethod
+    def _work(self, operation: ModelOperation) -> Work:
+        raise NotImplementedError(type(operation).__name__)
+
+    @_work.register
+    def _create(self, operation: CreateModel) -> Work:
+        model_id, lora_config = operation.model_id, operation.lora_config
+        if model_id in self._models:
+            raise RequestError(f"model_id={model_id} exists already; choose another id or delete it first")
+        parts = lora_config.train_attn, lora_config.train_mlp, lora_config.train_unembed
+        if lora_config.rank == 0 and not all(parts):
+            raise RequestError(
+                f"lora_config: rank=0 trains all weights, but train_attn, train_mlp, train_unembed are {parts}; set "
+                "them to true, or ask for a rank of at least 1"
+            )
+        if not any(parts):
+            raise RequestError(
+                "lora_config: train_attn, train_mlp and train_unembed are all false, so there is nothing to train; "
+                "set at least one of them"
+            )
+        kind = Kind(lora_config, operation.value_head)
+        seed = lora_config.seed if lora_config.seed is not None else int(np.random.SeedSequence().generate_state(1)[0])
+        with self._room_for(kind) as admitted:
+            yield from admitted
+            self._models.put(model_id, self.fresh_state(kind, seed))
+        return ModelOutput(model_id)
+
+    def _room_for(self, kind: Kind) -> contextlib.AbstractContextManager[Awaiting[None]]:
+        """Room on the device for one more model, once what this returns has waited for it."""
+        self.check_kind(kind)
+        nbytes = self.nbytes_of(kind)
+        self._models.check_room(nbytes)
+        return self._models.reserved(nbytes)
+
+    @_work.register
+    def _delete(self, operation: DeleteModel) -> Work:
+        self._check_loaded(operation.model_id)
+        yield
+        self._models.remove(operation.model_id)
+        return ModelOutput(operation.model_id)
+
+    @_work.register
+    def _forward_backward(self, operation: ForwardBackward) -> Work:
+        with self._at_work(operation.model_id) as brought:
+            state = yield from brought
+            output, gradients = yield from self.run_pass(self._checked(operation, state), state)
+            if isinstance(operation.loss_fn, TracedObjective):
+                refuse_not_finite(output)
+            if gradients is not None:
+                self.add_gradients(state, gradients)
+                if state.sequences is not None:
+                    state.sequences += len(operation.data)
+            return output
+
+    def _checked(self, operation: ForwardBackward, state: State) -> ForwardBackward:
+        """A pass of the protocol was checked before it came here; data of an objective are the trainer's."""
+        if operation.reference and not operation.forward_only:
+            raise RequestError("reference=True and forward_only=False: the base model is not trained; set forward_only")
+        if isinstance(operation.loss_fn, str | TracedObjective):
+            return operation
+        if "values" in operation.loss_fn.outputs and (not state.info.value_head or operation.reference):
+            raise RequestError(
+                f"model_id={operation.model_id} has no value head, so it has no values; create a critic with "
+                "value_head=True"
+            )
+        info = self.info()
+        data = check_objective_data(
+            operation.data,
+            operation.loss_fn,
+            vocab_size=info.vocab_size,
+            max_context_length=info.max_context_length,
+        )
+        return dataclasses.replace(operation, data=data)
+
+    @_work.register
+    def _optim_step(self, operation: OptimStep) -> Work:
+        params = operation.dimuon_params or operation.adam_params
+        with self._at_work(operation.model_id) as brought:
+            state = yield from brought
+            if operation.dimuon_params is not None and (state.info.lora_config.rank == 0 or state.info.value_head):
+                raise RequestError(
+                    f"model_id={operation.model_id}: Dimuon is for the matrices of adapters; use AdamW for models of "
+                    "rank 0 and for critics"
+                )
+            grad_norm, keep = yield from self.run_step(self._scalars(operation, state), state)
+            crash_point("engine: optimizer step computed, not kept")
+            if math.isfinite(grad_norm) or not operation.skip_if_not_finite:
+                keep()
+            state.drop_sums()
+            metrics = {"skyrl.ai/grad_norm": grad_norm, "skyrl.ai/learning_rate": params.learning_rate}
+            return OptimStepOutput(metrics | ({FORMULA: 1.0} if operation.dimuon_params is not None else {}))
+
+    def _scalars(self, operation: OptimStep, state: State) -> StepScalars:
+        """Hyper-parameters of the model's next step. `mean` divides by the sequences since the last one."""
+        divisor = 1
+        if self.gradient_reduction == "mean":
+            if state.sequences is None:
+                state.drop_sums()
+                raise IncompleteGradients(
+                    "optim_step: gradient_reduction=mean, and gradients since the last optim_step were stored by a "
+                    "version that did not count their sequences, so they were dropped; send all of the batch again"
+                )
+            divisor = max(1, state.sequences)
+        if operation.dimuon_params is not None:
+            return DimuonScalars.of(operation.dimuon_params, divisor)
+        return AdamScalars.of(operation.adam_params, state.info.step + 1, divisor)
+
+    @contextlib.contextmanager
+    def _at_work(self, model_id: str) -> Iterator[Awaiting[State]]:
+        """A model that is loaded stays on the device, to which the generator brings it."""
+        self._check_loaded(model_id)
+        with self._models.used(model_id) as brought:
+            yield brought
+
+    @_work.register
+    def _write(self, operation: SaveCheckpoint | SaveSnapshot | ExportModel | Publish) -> Work:
+        if not isinstance(operation, SaveSnapshot):  # before the model is at work: that must not wait for others
+            yield from self._storage.room_to_write(operation.model_id)
+        with self._at_work(operation.model_id) as brought:
+            return (yield from self._storage.write(operation, (yield from brought)))
+
+    @_work.register
+    def _load(self, operation: LoadCheckpoint | LoadSnapshot) -> Work:
+        model_id = operation.model_id
+        loaded = self._models.info(model_id) if model_id in self._models else None
+        with self._room_for((yield from self._storage.stored_kind(operation))) as admitted:
+            yield from admitted
+            self._models.put(model_id, (yield from self._storage.read(operation, loaded)))
+        return ModelOutput(model_id)
+
+    def check_kind(self, kind: Kind) -> None:
+        """Raise `RequestError` for a kind of model that is not served here. In any thread."""
+        if kind.lora_config.rank > self.max_lora_rank:
+            raise RequestError(
+                f"lora_config.rank={kind.lora_config.rank} is above this server's max_lora_rank={self.max_lora_rank}; "
+                "ask for a smaller rank, or start the server with a larger one"
+            )

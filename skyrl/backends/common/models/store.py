@@ -1,0 +1,220 @@
+"""Models as files: what is saved, published and exported of them, and what is loaded again.
+
+All files are written and read by the backend's writer, those of a model in order, while other models have their turns.
+What is written is of the moment at which the operation had its turn: arrays are never changed, so keeping them is
+enough.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from skyrl.backends.backend import ExportModel, LoadCheckpoint, LoadSnapshot, Publish, SaveCheckpoint, SaveSnapshot
+from skyrl.backends.common.background_writer import Writer
+from skyrl.backends.common.models.checkpoint_folder import stored_kind
+from skyrl.backends.common.models.kind import Kind, check_same_kind
+from skyrl.backends.common.offload import ModelInfo, OffloadState
+from skyrl.backends.common.versions import VersionPool
+from skyrl.backends.common.waiting import Awaiting
+from skyrl.backends.executor import Work
+from skyrl.errors import RequestError, StorageError
+from skyrl.types import LoraConfig, SaveOutput
+from skyrl.utils.files.atomic_folders import Content, write_folder
+
+T = TypeVar("T")
+State = TypeVar("State", bound=OffloadState)
+Version = TypeVar("Version")
+SAVED = 3
+"""Arrays of a checkpoint as large as the weights: these and two moments."""
+
+
+class ModelFormat(ABC, Generic[State, Version]):
+    """Files of a backend's models. Called in any thread, with states and versions whose arrays never change."""
+
+    @abstractmethod
+    def weights_bytes(self, state: State) -> int:
+        """Memory of a model's weights."""
+
+    @abstractmethod
+    def version_bytes(self, version: Version) -> int:
+        """Memory of what is sampled."""
+
+    @abstractmethod
+    def pack_training(self, state: State) -> Mapping[str, Content]:
+        """Files of a training checkpoint or snapshot: all that the model is, gradient sums if there are any."""
+
+    @abstractmethod
+    def load_training(
+        self, path: str, check: Callable[[Kind], None], *, load_optimizer: bool = True, digest: str | None = None
+    ) -> State:
+        """The inverse.
+
+        Args:
+            path: Folder.
+            check: Raises `RequestError` for a kind of model that is not wanted.
+            load_optimizer: False starts with zero moments at step 0.
+            digest: What its manifest must hash to, where that is known.
+
+        Raises:
+            StorageError: Missing or damaged files.
+            RequestError: The checkpoint belongs to another base model, or is none.
+        """
+
+    @abstractmethod
+    def version_of(self, state: State) -> Version:
+        """Weights to sample a model with, as it is now."""
+
+    @abstractmethod
+    def pack_version(self, version: Version, lora_config: LoraConfig) -> Mapping[str, Content]:
+        """Files of a sampler checkpoint: PEFT's layout, or Hugging Face's of a model that is trained as a whole."""
+
+    @abstractmethod
+    def pack_model(self, state: State) -> Mapping[str, Content]:
+        """Files of base model and what was learned, merged, in Hugging Face format."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage(Generic[State, Version]):
+    """Writes and reads models of one base model."""
+
+    format: ModelFormat[State, Version]
+    writer: Writer
+    versions: VersionPool[Version]
+    check: Callable[[Kind], None]
+    """Raises `RequestError` for what is not served here."""
+    unwritten_bytes: int
+    """Memory that may be taken by what is not on disk yet. While it is, none of these models writes more."""
+
+    # -- operations, in turns with others -----------------------------------------------------------------------------
+
+    def write(self, operation: SaveCheckpoint | SaveSnapshot | ExportModel | Publish, state: State) -> Work:
+        """Write what the operation asks for, of the model as it is now."""
+        if isinstance(operation, Publish):
+            return (yield from self._publish(operation, state))
+        state = copy.copy(state)
+        yield
+        model_id, path, large = operation.model_id, operation.path, is_whole(state)
+        match operation:
+            case SaveCheckpoint():
+                state.drop_sums()
+                nbytes = SAVED * self.format.weights_bytes(state)
+                writing = self.writer.submit(model_id, path, partial(self.write_state, path, state), nbytes, large)
+            case SaveSnapshot():
+                writing = self.writer.snapshot(model_id, path, partial(self.write_state, path, state), large)
+            case ExportModel():
+                write, nbytes = partial(self._write_model, path, state), self.format.weights_bytes(state)
+                writing = self.writer.submit(model_id, path, write, nbytes, large=True)
+        return (yield from _in_turn(writing, large))
+
+    def is_crowded(self, model_id: str) -> bool:
+        """True if unwritten saves and versions take all their memory, some of it for this model."""
+        return self.writer.unwritten_bytes >= self.unwritten_bytes and self.writer.has_unwritten(model_id)
+
+    def room_to_write(self, model_id: str) -> Awaiting[None]:
+        """Wait until more has been written, if it has to be. Raises `StorageError` if versions cannot be.
+
+        A model of which nothing is to be written does not wait for the writes of others.
+        """
+        tried = False
+        while True:
+            change = self.writer.next_change()  # before it is looked at, so that none is missed
+            if not self.is_crowded(model_id):
+                return
+            if self.writer.trying:
+                yield change
+            elif not tried:
+                self.writer.try_again()
+                tried = True
+            else:
+                raise StorageError(
+                    f"versions of {self.writer.unwritten_bytes} bytes are in memory and cannot be written, so nothing "
+                    f"else can be published or saved: {self.writer.failure}"
+                )
+
+    def _publish(self, operation: Publish, state: State) -> Work:
+        lora_config, large = state.info.lora_config, is_whole(state)
+        if state.info.value_head:
+            raise RequestError(
+                f"model_id={operation.model_id} is a critic, which is not sampled; use export_model to write it"
+            )
+        version = self.format.version_of(state)
+        nbytes = self.format.version_bytes(version)
+        yield
+        if operation.path is None:
+            self.versions.publish(operation.version, version)
+            return SaveOutput("")
+        model_id, path = operation.model_id, operation.path
+        write = partial(self._write_version, operation, path, version, lora_config)
+        if operation.persist:
+            return (yield from _in_turn(self.writer.submit(model_id, path, write, nbytes, large), large))
+        self.versions.publish(operation.version, version)
+        writing = self.writer.keep_version(operation.version, model_id, path, write, nbytes, large)
+        yield from _in_turn(writing, large)
+        return SaveOutput(path)
+
+    def stored_kind(self, operation: LoadCheckpoint | LoadSnapshot) -> Awaiting[Kind]:
+        """Kind of model that the operation would load. Raises as `checkpoint_folder.stored_kind`."""
+        return self._in_background(operation.path, partial(stored_kind, operation.path, operation.digest))
+
+    def read(self, operation: LoadCheckpoint | LoadSnapshot, loaded: ModelInfo | None) -> Awaiting[State]:
+        """Read what the operation loads, a checkpoint in place of the model `loaded` if there is one.
+
+        Raises as `ModelFormat.load_training`, and `RequestError` if it cannot be in that model's place.
+        """
+        return self._in_background(operation.path, partial(self._read, operation, loaded))
+
+    def _in_background(self, path: str, read: Callable[[], T]) -> Awaiting[T]:
+        """Result of `read`, called in a thread after the writes to the folder that are under way."""
+        reading = self.writer.read(path, read)
+        while not reading.done():
+            yield reading
+        return reading.result()
+
+    # -- files, in any thread -----------------------------------------------------------------------------------------
+
+    def write_state(self, path: str, state: State) -> SaveOutput:
+        """All that the model is, to a folder. Raises `StorageError`."""
+        return SaveOutput(path, *write_folder(path, dict(self.format.pack_training(state))))
+
+    def read_state(self, path: str) -> State:
+        """The inverse. Raises as `ModelFormat.load_training`."""
+        return self.format.load_training(path, self.check)
+
+    def _read(self, operation: LoadCheckpoint | LoadSnapshot, loaded: ModelInfo | None) -> State:
+        path, digest = operation.path, operation.digest
+        if isinstance(operation, LoadSnapshot):
+            return self.format.load_training(path, self.check, digest=digest)
+
+        def check(kind: Kind) -> None:
+            if loaded is not None:
+                check_same_kind(path, kind, loaded)
+            self.check(kind)
+
+        return self.format.load_training(path, check, load_optimizer=operation.load_optimizer, digest=digest)
+
+    def _write_version(self, operation: Publish, path: str, version: Version, lora_config: LoraConfig) -> SaveOutput:
+        """A version's files, so that it may leave memory. One that is to persist exists only from then on."""
+        saved = SaveOutput(path, *write_folder(path, dict(self.format.pack_version(version, lora_config))))
+        if operation.persist:
+            self.versions.publish(operation.version, version)
+        self.versions.mark_stored(operation.version, version, path)
+        return saved
+
+    def _write_model(self, path: str, state: State) -> SaveOutput:
+        return SaveOutput(path, *write_folder(path, dict(self.format.pack_model(state))))
+
+
+def is_whole(state: OffloadState) -> bool:
+    """Return whether a model is trained as a whole, so that what is stored of it is large."""
+    return state.info.lora_config.rank == 0
+
+
+def _in_turn(writing: Future[Any], large: bool) -> Awaiting[Future[Any]]:
+    """A write in the background. A model that is trained as a whole waits for it: each holds a copy in memory."""
+    while large and not writing.done():
+        yield writing
+    return writing

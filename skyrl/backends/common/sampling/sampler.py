@@ -1,0 +1,478 @@
+"""Continuous sampling: requests join and leave a running decode batch whenever they are ready.
+
+A request claims its version, waits in a `Line`, gets a slot, is read by chunks into pages (`Prompt`), and then starts
+one sequence per sample, which shares the prompt's full pages. Each burst reads about one chunk of the prompts, which
+take turns, and then decodes a few steps, so neither long prompts nor long continuations nor many samples hold others
+up. Everything here runs on the caller's thread.
+"""
+
+import dataclasses
+import logging
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from skyrl.backends.common.page_table import PAGE_SIZE, Pages
+from skyrl.backends.common.sampling.decode import by_program, decode, push, steps_to_go
+from skyrl.backends.common.sampling.model_runner import BURST, STOP_IDS, ModelRunner
+from skyrl.backends.common.sampling.prefill import Prompt, pages_per_sample
+from skyrl.backends.common.sampling.reads import Reading
+from skyrl.backends.common.sampling.sequences import Job, Sequence
+from skyrl.backends.common.sampling.state_slots import StateSlots
+from skyrl.backends.common.sampling.waiting_line import LOOK_PAST, Line, pages_to_begin
+from skyrl.backends.common.versions import VersionPool
+from skyrl.backends.executor import failure
+from skyrl.backends.operations import Completion, Sample
+from skyrl.backends.statistics import Statistics
+from skyrl.errors import RequestError
+from skyrl.types import Result, SamplingOptions
+from skyrl.utils.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+Version = TypeVar("Version")
+
+STEPS_WHILE_READING = 2
+"""Decode steps of a burst while there are prompts to be read."""
+
+
+SAMPLING_OPTIONS = frozenset(field.name for field in dataclasses.fields(SamplingOptions))
+"""Names of the `SamplingOptions` that are served: all."""
+
+
+class Sampler(Generic[Version]):
+    """`SamplerLoop` for one base model and its published versions.
+
+    Args:
+        runner: What computes. Its cache is opened here.
+        versions: The published versions, shared with whoever publishes.
+        tokenizer: For EOS and stop strings.
+        max_context_length: Most tokens of prompt and continuation together.
+        cache_bytes: Memory for keys, values and states at most.
+        max_rows: Sequences decoded at once.
+        deterministic: Nothing is shared, so that what is read does not depend on what else runs.
+        prefix_caching: Whether requests share what they begin with. The samples of one always do.
+        chunked_prefill: Whether running sequences go on between the chunks of a long prompt.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner[Version],
+        versions: VersionPool[Version],
+        tokenizer: Tokenizer,
+        *,
+        max_context_length: int,
+        cache_bytes: int,
+        max_rows: int,
+        deterministic: bool = False,
+        prefix_caching: bool = True,
+        chunked_prefill: bool = True,
+    ):
+        self._runner: ModelRunner[Any] = runner
+        self._versions = versions
+        self._tokenizer = tokenizer
+        # A state is that after the last token that was read: no other prompt can begin from it.
+        self._shares = prefix_caching and not deterministic and not runner.state_bytes
+        self._reads_in_parts = chunked_prefill
+        self._max_rows = max_rows
+        self._blocks = -(-max_context_length // PAGE_SIZE)
+        useful = 2 * max_rows * self._blocks + 1  # as much again as all rows take, for prefixes
+        self._states = StateSlots(runner.state_bytes, max_rows, cache_bytes)
+        room = (cache_bytes - self._states.nbytes) // (runner.token_bytes * PAGE_SIZE)
+        self._page_count = max(2, min(useful, room))
+        self._pages = Pages(self._page_count, PAGE_SIZE)
+        runner.open(self._page_count, self._blocks, self._states.count)
+        self._waiting = Line(self.pages_total)
+        self._weights: dict[str, float] = {}
+        """Of tenants; all others weigh 1."""
+        self._reading = Reading()
+        self._read: deque[Prompt] = deque()
+        """Prompts with samples that have not started, in the order of their turns."""
+        self._running: list[Sequence] = []
+        self._looked: int | None = None
+        """`reads_ended` of the versions when the last burst began, if it could not do anything."""
+        self.tokens_generated = 0
+        """Tokens of all samples so far."""
+        self._decode_calls = self._decoded = self._prompt_tokens = self._cache_hits = 0
+        """Calls that decode so far, and their sequences; tokens of prompts that are read, and of these cache hits."""
+
+    def warm_up(self) -> Iterator[Any]:
+        """Make ready what requests will need, a piece at a time. For use while nothing runs.
+
+        Ends early where something cannot be made ready.
+        """
+        try:
+            yield from self._runner.warm_up()
+        except Exception as error:  # whoever needs that is told
+            log.warning("sampling cannot be made ready", exc_info=error)
+            self._fail([], error)
+
+    @property
+    def busy(self) -> bool:
+        """True if a burst has something to do: not if all that wait do so for versions that are being read."""
+        return self._has_begun or (bool(self._waiting) and self._looked != self._versions.reads_ended)
+
+    @property
+    def _has_begun(self) -> bool:
+        """True if any request has begun and is not finished."""
+        return bool(self._reading or self._read or self._running)
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Requests that the next burst may work on: those that have begun, and those that it may let begin."""
+        at_work = self._at_work
+        jobs = self._begun()
+        able = (job for job in self._waiting.order() if self._has_place(job, at_work))
+        if not self._is_full(at_work):
+            first = islice(able, LOOK_PAST + max(self._places, len(self._waiting.tenants)))
+            jobs += [job for job in first if self._has_room(job)]
+        return tuple(job.request.request_id for job in dict.fromkeys(jobs))
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """Nothing is sampled by other processes."""
+        return ()
+
+    @property
+    def statistics(self) -> Statistics:
+        """Of sampling, and of the cache."""
+        return {
+            "decode_calls": self._decode_calls,
+            "decode_sequences": self._decoded,
+            "decode_tokens": self.tokens_generated,
+            "decode_max_sequences": self._max_rows,
+            "running_sequences": len(self._running),
+            "waiting_samples": len(self._waiting),
+            "prompt_tokens_read": self._prompt_tokens,
+            "prefix_cache_hit_tokens": self._cache_hits,
+            "cache_pages": self.pages_total,
+            "cache_pages_used": self.pages_total - self.pages_free,
+        }
+
+    @property
+    def all_started(self) -> bool:
+        """True if every sample of every request has begun to be generated."""
+        return not (self._waiting or self._reading or self._read)
+
+    @property
+    def pages_free(self) -> int:
+        """Pages that nobody uses or has reserved, beside the scratch page."""
+        return self._pages.available
+
+    @property
+    def pages_total(self) -> int:
+        """Pages beside the scratch page."""
+        return self._page_count - 1
+
+    def _has_room(self, job: Job) -> bool:
+        """Return whether there is what a request needs to begin."""
+        return pages_to_begin(job) <= self.pages_free and self._states.to_begin(job) <= self._states.available
+
+    def _reserve(self, pages: int, states: int) -> bool:
+        """Set aside pages and slots of states, both or none."""
+        return states <= self._states.available and self._pages.reserve(pages) and self._states.reserve(states)
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Set the weights of tenants. Before anything is added."""
+        self._weights = dict(weights)
+        self._waiting.weigh(weights)
+
+    def add(self, request: Sample) -> None:
+        """Queue a checked request (see `check_sample`). Raises `RequestError` if its sequences can never fit."""
+        job = Job.of(request, self._tokenizer.eos_ids)
+        if request.options.min_tokens > 0 and len(job.stops.ids) > STOP_IDS:
+            raise RequestError(
+                f"min_tokens={request.options.min_tokens} beside {len(job.stops.ids)} stop tokens, EOS included: at "
+                f"most {STOP_IDS} can be kept from being drawn; list fewer, or leave min_tokens out"
+            )
+        if pages_to_begin(job) > self.pages_total:
+            raise RequestError(
+                f"max_tokens={job.max_tokens} after a prompt of {len(request.prompt)} tokens makes {job.tokens}, but "
+                f"the server's cache holds sequences of at most {(self.pages_total - 1) * PAGE_SIZE + 1}; ask for "
+                "fewer, or start the server with a larger kv_cache_gib"
+            )
+        job.claim = self._versions.claim(request.version, request.path)
+        self._waiting.append(job)
+        self._looked = None
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request wherever it is. Unknown ids are ignored."""
+        job = self._waiting.get(request_id)
+        if job is None:
+            job = next((job for job in self._begun() if job.request.request_id == request_id), None)
+        if job is not None:
+            self._forget(job)
+            self._looked = None
+
+    def burst(self) -> list[Completion]:
+        """Read about one chunk of prompts, then decode a few steps; finished requests and failed ones."""
+        reads_ended, worked = self._versions.reads_ended, self._has_begun
+        completions = self._read_prompts()
+        completions += self._start_samples()
+        if self._running and not completions:
+            completions += self._decode()
+        self._looked = None if worked or completions else reads_ended
+        return completions
+
+    # -- prompts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _at_work(self) -> set[str]:
+        """Tenants of requests that have begun."""
+        return {job.request.tenant for job in self._begun()}
+
+    def _is_full(self, at_work: set[str]) -> bool:
+        """Return whether none of those that wait has a place."""
+        return self._places <= 0 and (self._unstarted >= self._max_rows or self._waiting.tenants <= at_work)
+
+    def _has_place(self, job: Job, at_work: set[str]) -> bool:
+        """Return whether a request may begin as far as the number of those that have goes.
+
+        A tenant's first may even if requests of many samples hold all places.
+        """
+        return self._places > 0 or (self._unstarted < self._max_rows and job.request.tenant not in at_work)
+
+    @property
+    def _unstarted(self) -> int:
+        """Requests that have begun, none of whose samples has started."""
+        return len(self._reading) + sum(not prompt.samples_started for prompt in self._read)
+
+    @property
+    def _places(self) -> int:
+        """Requests that may begin beside those whose samples have not all started."""
+        return self._max_rows - len(self._reading) - len(self._read)
+
+    def _admit(self) -> list[Completion]:
+        """Let waiting requests begin, in the order of `Line`, while there are pages and slots; those that failed.
+
+        Those whose version is being read are passed without limit.
+        """
+        failed: list[Completion] = []
+        at_work = self._at_work
+        for job in self._waiting.may_begin([prompt.job for prompt in self._read]):
+            if self._is_full(at_work):
+                break
+            if not self._has_place(job, at_work):
+                continue
+            try:
+                self._begin(job)
+            except Exception as error:
+                failed += self._fail([job], error)
+            if job.slot is not None:
+                at_work.add(job.request.tenant)
+        return failed
+
+    def _begin(self, job: Job) -> None:
+        """Let a waiting request begin, unless it lacks room or its version. Raises what is wrong with it."""
+        job.lacks_room = False
+        assert job.claim is not None
+        if not self._versions.at_hand(job.claim):
+            return
+        if self._has_room(job):
+            job.slot = self._versions.acquire(job.claim)
+        if job.slot is None:
+            job.lacks_room = True
+            return
+        prompt = Prompt(job, self._owner(job), self._pages, self._runner)
+        self._reading.append(prompt)
+        reserved = self._reserve(pages_to_begin(job), self._states.to_begin(job))  # when nothing can fail any more
+        assert reserved, job
+        prompt.state = self._states.of_prompt()
+        job.passed_by = 0
+        self._waiting.begin(job)
+
+    def _read_prompts(self) -> list[Completion]:
+        """Read the prompts that there are by turns, one chunk's worth of tokens, or all of the first one."""
+        completions = self._admit()
+        left = self._runner.chunks[-1]
+        while left > 0:
+            prompt = self._reading.next()
+            if prompt is None:
+                break
+            try:
+                prompt.find_read()
+                while not prompt.is_read:
+                    assert prompt.job.slot is not None
+                    left -= prompt.read_chunk(self._versions.adapter(prompt.job.slot))
+                    if self._reads_in_parts:
+                        break
+            except Exception as error:
+                completions += self._fail([prompt.job], error)
+                continue
+            if prompt.is_read:
+                self._prompt_tokens += len(prompt.job.request.prompt)
+                self._cache_hits += prompt.job.cache_hits
+                self._waiting.charge(prompt.job.request.tenant, -prompt.job.cache_hits)
+                self._reading.remove(prompt)
+                self._read.append(prompt)
+            else:
+                self._reading.end_turn(prompt)
+        return completions
+
+    def _start_samples(self) -> list[Completion]:
+        """Start samples of the prompts that are read, while there are rows, pages and states.
+
+        Each is of the tenant that has the fewest rows for its weight, one of each of its prompts by turns.
+        """
+        pages = self._pages
+        rows = Counter(sequence.job.request.tenant for sequence in self._running)
+        copies: list[tuple[int, int]] = []
+        forks: list[tuple[int, int]] = []
+        started: list[Job] = []
+        ended: list[Prompt] = []
+        lacking: set[Prompt] = set()  # those that lack room keep their places
+        while len(self._running) < self._max_rows:
+            able = (prompt for prompt in self._read if prompt not in lacking)
+            prompt = min(able, key=lambda prompt: self._rows_by_weight(prompt, rows), default=None)
+            if prompt is None:
+                break
+            job, number, count = prompt.job, prompt.samples_started, pages_per_sample(prompt.job, PAGE_SIZE)
+            job.lacks_room = number > 0 and not self._reserve(count, self._states.to_go_on(job, number))
+            if job.lacks_room:  # not for its first sample: that was reserved with the prompt
+                lacking.add(prompt)
+                continue
+            job.passed_by = 0
+            rows[job.request.tenant] += 1
+            full, rest = divmod(len(prompt.tokens), PAGE_SIZE)
+            own = [pages.take() for _ in range(count)]
+            if rest:
+                copies.append((prompt.path[full].page, own[0]))
+            for node in prompt.path[:full]:
+                pages.pin(node)
+            state = self._states.of_sample(job, number, prompt.state)
+            if state != prompt.state:
+                forks.append((prompt.state, state))
+            self._running.append(Sequence(job, number, self._tokenizer, prompt.path[:full], own, state))
+            started.append(job)
+            prompt.samples_started += 1
+            self._read.remove(prompt)
+            (ended if prompt.samples_started == job.request.num_samples else self._read).append(prompt)
+        try:
+            with ExitStack() as copied:
+                for prompt in ended:
+                    copied.callback(prompt.release)
+                self._runner.copy_pages(copies)
+                self._runner.copy_states(forks)
+        except Exception as error:  # after the releases: the cache may be lost, and all who held pages of it forgotten
+            return self._fail(started, error)
+        return []
+
+    def _rows_by_weight(self, prompt: Prompt, rows: Mapping[str, int]) -> float:
+        tenant = prompt.job.request.tenant
+        return rows[tenant] / self._weights.get(tenant, 1)
+
+    # -- running sequences --------------------------------------------------------------------------------------------
+
+    def _decode(self) -> list[Completion]:
+        """Some tokens for every running sequence."""
+        most = STEPS_WHILE_READING if self._reading or self._read else BURST
+        completions: list[Completion] = []
+        calls = []
+        by_slot: dict[int, list[Sequence]] = {}
+        for sequence in self._running:
+            assert sequence.job.slot is not None
+            by_slot.setdefault(sequence.job.slot, []).append(sequence)
+        try:
+            for group in self._runner.groups(list(by_slot)):
+                for sequences in by_program([sequence for slot in group.places for sequence in by_slot[slot]]):
+                    steps = steps_to_go(sequences, most)
+                    decoded = decode(self._runner, group, self._blocks, sequences, steps)
+                    calls.append((sequences, decoded, steps))
+            self._decode_calls += len(calls)
+            self._decoded += sum(len(sequences) for sequences, _, _ in calls)
+            before = self._tokens_by_tenant()
+            ended = [sequence for call in calls for sequence in push(self._runner, *call)]
+            for tenant, tokens in (self._tokens_by_tenant() - before).items():
+                self.tokens_generated += tokens
+                self._waiting.charge(tenant, tokens)
+        except Exception as error:
+            self._runner.forget_versions()
+            return self._fail([sequence.job for sequence in self._running], error)
+        for sequence in ended:
+            self._running.remove(sequence)
+            self._keep(sequence)
+        for job in dict.fromkeys(sequence.job for sequence in ended if sequence.job.done):
+            completions.append(self._complete(job, job.output()))
+        return completions
+
+    def _tokens_by_tenant(self) -> Counter[str]:
+        """Tokens of the sequences that run."""
+        tokens: Counter[str] = Counter()
+        for sequence in self._running:
+            tokens[sequence.job.request.tenant] += len(sequence.tokens)
+        return tokens
+
+    def _keep(self, sequence: Sequence) -> None:
+        """Hand the pages of a sequence that has ended over to the tree of prefixes: the next prompt may hold them."""
+        pages, request = self._pages, sequence.job.request
+        stored = np.concatenate([request.prompt, np.asarray(sequence.tokens, np.int32)])[: sequence.position]
+        node = sequence.shared[-1] if sequence.shared else pages.root(self._owner(sequence.job))
+        path = list(sequence.shared)
+        for number, page in enumerate(sequence.pages, len(sequence.shared)):
+            tokens = stored[number * PAGE_SIZE : (number + 1) * PAGE_SIZE].astype(np.int32)
+            if len(tokens) and self._shares:
+                node = pages.insert(node, tokens, page)
+                path.append(node)
+            else:
+                pages.give_back(page)
+        for node in reversed(path):
+            pages.unpin(node)
+        self._states.give_back(sequence.state)
+
+    def _owner(self, job: Job) -> Hashable:
+        """Group that shares prefixes: a tenant's requests of one version, or nobody."""
+        assert job.slot is not None
+        return job.request.tenant, self._versions.content(job.slot), 0 if self._shares else job.number
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def _fail(self, jobs: Iterable[Job], error: Exception) -> list[Completion]:
+        """Fail these jobs, and all that have begun if the cache was lost in a program that did not finish."""
+        lost = self._runner.lost
+        failed = self._begun() if lost else []
+        completions = [self._complete(job, failure(job.request, error)) for job in dict.fromkeys([*jobs, *failed])]
+        if lost:
+            self._pages.clear()
+            self._states.clear()
+            self._runner.clear()
+        return completions
+
+    def _complete(self, job: Job, result: Result) -> Completion:
+        self._forget(job)
+        return Completion(job.request.request_id, result)
+
+    def _begun(self) -> list[Job]:
+        """All that have begun and are not finished."""
+        prompts = [prompt.job for prompt in (*self._reading, *self._read)]
+        return list(dict.fromkeys([*(sequence.job for sequence in self._running), *prompts]))
+
+    def _forget(self, job: Job) -> None:
+        """Free everything a job holds."""
+        pages = self._pages
+        if job in self._waiting:
+            self._waiting.remove(job)
+        for prompts in (self._reading, self._read):
+            for prompt in [prompt for prompt in prompts if prompt.job is job]:
+                prompts.remove(prompt)
+                if not prompt.samples_started:
+                    pages.unreserve(pages_per_sample(job, PAGE_SIZE))
+                    self._states.unreserve_copy(job)
+                prompt.release()
+                self._states.give_back(prompt.state)
+        for sequence in [sequence for sequence in self._running if sequence.job is job]:
+            self._running.remove(sequence)
+            for page in sequence.pages:
+                pages.give_back(page)
+            for node in reversed(sequence.shared):
+                pages.unpin(node)
+            self._states.give_back(sequence.state)
+        if job.slot is not None:
+            self._versions.release(job.slot)
+            job.slot = None
+        if job.claim is not None:
+            self._versions.disclaim(job.claim)
+            job.claim = None

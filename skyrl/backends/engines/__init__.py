@@ -1,0 +1,13 @@
+"""Sampling engines: servers that sample for a backend, which keeps the models.
+
+protocol, http_engine   what an engine does for us, and those that speak vLLM's OpenAI API
+config                  their addresses, sizes and time limits
+needs, requests         what a request needs of an engine, what it asks, and how its answer is put together
+router, fleet           which engine has what next, as pure state; the thread that carries it out
+adapter_folder          published versions as folders that engines read, each written once
+admission, probes       how an engine that answers is proved to have our base model and adapters
+sampler                 the `SamplerLoop` over all of it, beside the backend's own sampler
+
+An adapter's name on an engine is the hash of its files, so a name never stands for other weights, whatever is started
+again meanwhile. Engines are never started or stopped from here.
+"""

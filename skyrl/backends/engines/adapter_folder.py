@@ -1,0 +1,146 @@
+"""Published adapters as folders in PEFT layout that engines read, named by the hash of what is in them.
+
+An adapter of a name is written once and never changed. What nobody uses stays as long as there is room, the least
+recently used goes first, and comes back under the same name when it is published here again.
+"""
+
+import contextlib
+import os
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+from uuid import uuid4
+
+from skyrl.backends.common.models.store import ModelFormat
+from skyrl.types import LoraConfig
+from skyrl.utils.files.atomic_folders import Content, folder_bytes, remove_folder, tidy, write_folder
+
+PREFIX = "skyrl-"
+"""Beginning of the names of our adapters, on engines too."""
+INCOMING = "incoming-"
+"""Beginning of the names of adapters that are being written."""
+THREADS = 2
+"""Adapters that are written at the same time."""
+
+Version = TypeVar("Version")
+DIGITS = 40
+"""Hexadecimal digits of the hash that are part of a name."""
+
+
+class AdapterFolder:
+    """The adapters in one folder, which nobody else writes to. Safe to use from several threads.
+
+    Args:
+        path: The folder.
+        max_bytes: What those that nobody uses may take.
+    """
+
+    def __init__(self, path: str, max_bytes: int):
+        self._path = Path(path).expanduser().absolute()
+        self._path.mkdir(parents=True, exist_ok=True)
+        tidy(self._path)
+        for left in self._path.glob(f"{INCOMING}*"):  # of a process that was killed as it wrote
+            remove_folder(left)
+        self._max_bytes = max_bytes
+        self._pins: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        there = sorted(self._path.glob(f"{PREFIX}*"), key=lambda folder: folder.stat().st_mtime)
+        self._sizes = OrderedDict((folder.name, folder_bytes(folder)) for folder in there)
+        """Least recently used first."""
+
+    def path(self, name: str) -> str:
+        """Folder of an adapter."""
+        return str(self._path / name)
+
+    def __contains__(self, name: str) -> bool:
+        with self._lock:
+            return name in self._sizes
+
+    def write(self, files: Mapping[str, Content]) -> str:
+        """Put an adapter there and pin it. Returns its name. Raises `StorageError`."""
+        incoming = self._path / f"{INCOMING}{uuid4().hex}"
+        written = write_folder(incoming, files)
+        name = PREFIX + written.digest[:DIGITS]
+        with self._lock:
+            if name in self._sizes:
+                remove_folder(incoming)
+            else:
+                os.rename(incoming, self._path / name)
+                self._sizes[name] = written.size_bytes
+            self._sizes.move_to_end(name)
+            self._pins[name] += 1
+        return name
+
+    def pin(self, name: str) -> bool:
+        """Keep an adapter until `unpin`. False if it is not there any more."""
+        with self._lock:
+            if name not in self._sizes:
+                return False
+            self._pins[name] += 1
+            self._sizes.move_to_end(name)
+            return True
+
+    def unpin(self, name: str) -> None:
+        """Undo one `pin` or `write`."""
+        with self._lock:
+            self._pins[name] -= 1
+            if not self._pins[name]:
+                del self._pins[name]
+
+    def shed(self, used: set[str]) -> None:
+        """Remove what is neither pinned nor used by an engine, the least recently used first, beyond `max_bytes`."""
+        with self._lock:
+            idle = [name for name in self._sizes if name not in used and name not in self._pins]
+            excess = sum(self._sizes[name] for name in idle) - self._max_bytes
+            for name in idle:
+                if excess <= 0:
+                    return
+                excess -= self._sizes.pop(name)
+                with contextlib.suppress(OSError):
+                    remove_folder(self._path / name)
+
+
+class Exports(Generic[Version]):
+    """Names of a backend's versions in a folder, where each is written once, in threads, however many ask.
+
+    Args:
+        folder: Where they are written.
+        format: Writes them.
+        lora_of: Configuration of a version.
+    """
+
+    def __init__(
+        self, folder: AdapterFolder, format: ModelFormat[Any, Version], lora_of: Callable[[Version], LoraConfig]
+    ):
+        self.folder = folder
+        self.lora_of = lora_of
+        self._format = format
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
+        self._names: dict[int, str] = {}
+        """By the id of a version, as long as that lives."""
+        self._lock = threading.Lock()
+
+    def pinned(self, version: Version) -> "Future[str]":
+        """Name of a version in the folder, where it stays until `folder.unpin`. Fails with `StorageError`."""
+        return self._threads.submit(self._pinned, version)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _pinned(self, version: Version) -> str:
+        name = self._names.get(id(version))
+        if name is not None and self.folder.pin(name):
+            return name
+        with self._lock:  # of several that ask for a new version one writes it
+            name = self._names.get(id(version))
+            if name is not None and self.folder.pin(name):
+                return name
+            name = self.folder.write(dict(self._format.pack_version(version, self.lora_of(version))))
+            if id(version) not in self._names:
+                weakref.finalize(version, self._names.pop, id(version), None)
+            self._names[id(version)] = name
+            return name

@@ -1,0 +1,166 @@
+"""Proof that an engine has our base model and computes our adapters as we do, before anything is asked of it.
+
+It draws a few tokens after a fixed prompt, and the backend's own sampler scores them: wherever the mean difference of
+log-probabilities is past the bound, the engine serves something else, whatever it says. The same is done with a random
+adapter of each group of modules that is far from the base model, and with the base model while such adapters are in
+all slots: vLLM 0.32 takes the last slot's for it on CPUs. Which log-probabilities an engine tells is found out, too.
+"""
+
+import asyncio
+import logging
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skyrl.backends.engines.adapter_folder import PREFIX, AdapterFolder
+from skyrl.backends.engines.config import EngineOptions
+from skyrl.backends.engines.fleet import Admitted, Mismatch
+from skyrl.backends.engines.needs import BASE, PROCESSED, RAW, adapter_feature
+from skyrl.backends.engines.probes import Probes, Score
+from skyrl.backends.engines.protocol import Draw, Drawn, Engine, EngineDown, EngineFacts, EngineFailed, Refused
+from skyrl.types import BackendInfo
+
+log = logging.getLogger(__name__)
+
+PROMPT, DRAWN = 16, 32
+"""Tokens of the fixed prompt, and those that are drawn after it."""
+COPIES = 16
+"""Names under which an adapter is loaded at the same time, at least, so that it is in all slots that there may be."""
+CERTAIN = 1e-5
+"""Log-probabilities nearer to 0 are those of what is certain."""
+
+
+class Admission:
+    """Admits engines.
+
+    Args:
+        options: With the bound.
+        info: Facts about the backend.
+        folder: Where adapters go.
+        score: The backend's own sampler.
+        probes: Adapters to try.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        info: BackendInfo,
+        folder: AdapterFolder,
+        score: Score,
+        probes: Probes[Any],
+    ):
+        self._options, self._info, self._folder, self._score, self._probes = options, info, folder, score, probes
+        self._salts = count()
+        self._prompt = np.random.default_rng(0).integers(info.vocab_size, size=PROMPT).astype(np.int32)
+
+    async def __call__(self, engine: Engine) -> Admitted:
+        """Raises `EngineDown`, `EngineFailed`, `Mismatch`."""
+        try:
+            facts = await engine.facts()
+            ours = [name for name in facts.adapters if name.startswith(PREFIX)]
+            kept = [name for name in ours if name in self._folder][: engine.max_loras]
+            for name in ours:
+                if name not in kept:
+                    await engine.unload_adapter(name)
+            off = await self._difference(await engine.generate(self._draw()), None)
+            features = await self._features(engine, off, facts)
+        except Refused as error:
+            raise EngineFailed(f"sampling engine {engine.name} refuses what all engines take: {error}") from error
+        if facts.longest < self._info.max_context_length:
+            log.warning(
+                "sampling engine %s takes sequences of %d tokens, not of %d as we do: longer ones are sampled here; "
+                "start it with a larger --max-model-len",
+                *(engine.name, facts.longest, self._info.max_context_length),
+            )
+        return Admitted(facts.longest, frozenset(features), kept)
+
+    async def _features(self, engine: Engine, off: float, facts: EngineFacts) -> set[str]:
+        """Features of an engine. `off` is the distance of its base model from ours."""
+        features, troubles = set[str](), []
+        probes = await self._probes()
+        for group, (version, name) in probes.items():
+            try:
+                difference = await self._difference(await self._adapted(engine, name), version)
+            except EngineDown:
+                raise
+            except (EngineFailed, Refused) as error:
+                troubles.append(f"adapters on {group}: {error}")
+                continue
+            if difference <= self._options.logprob_bound:
+                features.add(adapter_feature(group))
+            else:
+                troubles.append(f"adapters on {group}: log-probabilities differ by {difference:.3g} on average")
+        well = off <= self._options.logprob_bound
+        if not features:
+            if not well:
+                raise self._mismatch(engine, off, facts)
+            raise EngineFailed(f"sampling engine {engine.name} has none of our adapters: {'; '.join(troubles)}")
+        if well:
+            last = next(name for group, (_, name) in reversed(probes.items()) if adapter_feature(group) in features)
+            off = await self._difference(await self._base_beside(engine, last), None)
+        if off <= self._options.logprob_bound:
+            features.add(BASE)
+        else:
+            troubles.append(f"the base model beside adapters: log-probabilities differ by {off:.3g} on average")
+        for trouble in troubles:
+            log.warning("sampling engine %s: %s; such samples are drawn here", engine.name, trouble)
+        return features | {await self._mode(engine)}
+
+    async def _adapted(self, engine: Engine, name: str) -> Drawn:
+        try:
+            await engine.load_adapter(name, self._folder.path(name))
+            return await engine.generate(self._draw(adapter=name))
+        finally:
+            await engine.unload_adapter(name)
+
+    def _mismatch(self, engine: Engine, off: float, facts: EngineFacts) -> Mismatch:
+        ours = self._info.base_model
+        causes = "another --dtype, quantization, --hf-overrides, or a --logprobs-mode of logits"
+        same = Path(facts.root).name == Path(ours).name
+        causes = f"other weights of that name, {causes}" if same else f"it is another model ({facts.root})"
+        return Mismatch(
+            f"sampling engine {engine.name} serves {facts.root}, whose log-probabilities differ from those of {ours} "
+            f"here by {off:.3g} on average, past the bound of {self._options.logprob_bound:g}, with adapters too; "
+            f"likely {causes}. Serve the same weights there, or raise engines.logprob_bound"
+        )
+
+    async def _mode(self, engine: Engine) -> str:
+        """Kind of log-probabilities that it tells: after a filter that leaves one token, that one is certain."""
+        drawn = await engine.generate(self._draw(top_k=1))
+        ours = await self._scores(drawn, None)
+        certain = np.abs(drawn.logprobs).max() < CERTAIN < np.abs(ours).max()
+        return PROCESSED if certain else RAW
+
+    async def _base_beside(self, engine: Engine, name: str) -> Drawn:
+        """A sample of the base model while copies of an adapter are everywhere, and are sampled."""
+        copies = [f"{name}-{number}" for number in range(max(COPIES, engine.max_loras))]
+        try:
+            for copy in copies:
+                await engine.load_adapter(copy, self._folder.path(name))
+            beside = [engine.generate(self._draw(adapter=copy)) for copy in copies[-engine.max_loras :]]
+            base, *_ = await asyncio.gather(engine.generate(self._draw()), *beside)
+            return base
+        finally:
+            for copy in copies:
+                await engine.unload_adapter(copy)
+
+    def _draw(self, adapter: str | None = None, top_k: int = 0) -> Draw:
+        tokens = min(DRAWN, self._info.max_context_length - PROMPT - 1)
+        return Draw(
+            prompt=self._prompt,
+            adapter=adapter,
+            max_tokens=tokens,
+            seed=1,
+            temperature=1.0,
+            top_k=top_k,
+            salt=f"admission {next(self._salts)}",  # nothing is left over from before
+        )
+
+    async def _difference(self, drawn: Drawn, version: str | None) -> float:
+        return float(np.abs(drawn.logprobs - await self._scores(drawn, version)).mean())
+
+    async def _scores(self, drawn: Drawn, version: str | None) -> np.ndarray:
+        scores = await self._score(version, np.concatenate([self._prompt, drawn.tokens]))
+        return scores[PROMPT - 1 :]

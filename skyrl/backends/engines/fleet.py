@@ -1,0 +1,342 @@
+"""The engines of a backend: a thread whose event loop admits them, draws samples on them and notices when one is gone.
+
+Everything in here happens in that thread; `submit`, `cancel` and `close` are called from others. An engine that does
+not answer joins when it does, however often it leaves. What is drawn of a lost engine is drawn again on another.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import uvloop
+
+from skyrl.backends.engines.config import EngineOptions
+from skyrl.backends.engines.protocol import Drawn, Engine, EngineDown, EngineFailed, Refused
+from skyrl.backends.engines.router import Load, Router, Start, Ticket
+from skyrl.errors import RequestError
+from skyrl.utils.async_tasks import Tasks
+from skyrl.utils.backoff import pause_s
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 8
+"""Engines that are lost, or fail, with a sample until it fails itself."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
+"""Seconds between two tries to admit an engine."""
+
+
+class Mismatch(Exception):
+    """The engine is well, but does not serve what we train. The message says why that may be."""
+
+
+class Unserved(Exception):
+    """No engine is there that could draw the sample."""
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """Facts found of an engine that may be used."""
+
+    longest: int
+    features: frozenset[str]
+    adapters: list[str]
+    """Of ours that it has."""
+
+
+Outcome = Drawn | Exception
+
+
+class Fleet:
+    """All engines, in one thread.
+
+    Args:
+        engines: Those there may be.
+        options: Time limits.
+        admit: Proves that an engine may be used. Raises `EngineDown`, `EngineFailed`, `Mismatch`.
+        path: Folder of an adapter.
+        tidy: Called in the thread, when an adapter was loaded, with all that engines have.
+        tell: Called in the thread with a ticket and what became of it.
+        changed: Called in the thread when an engine has joined or left, or could not join.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        options: EngineOptions,
+        *,
+        admit: Callable[[Engine], Awaitable[Admitted]],
+        path: Callable[[str], str],
+        tidy: Callable[[set[str]], None],
+        tell: Callable[[Ticket, Outcome], None],
+        changed: Callable[[], None] = lambda: None,
+    ):
+        self.router = Router()
+        self.troubles: dict[str, Exception] = {}
+        """Why an engine is not in use, by name, once it has been tried."""
+        self.engines: dict[str, Admitted] = {}
+        """Engines in use, by name."""
+        self.known: dict[str, Admitted] = {}
+        """Engines that have ever been in use, as they were admitted last."""
+        self._engines = {engine.name: engine for engine in engines}
+        self._options = options
+        self._admit, self._path, self._tidy = admit, path, tidy
+        self._tell, self._changed = tell, changed
+        self._drawing: dict[str, asyncio.Task[None]] = {}
+        """By ticket's id."""
+        self._tickets: dict[str, Ticket] = {}
+        """Tickets that wait or are drawn, by id."""
+        self._unserved: dict[str, float] = {}
+        """Of those, time since which no engine in use could draw it, by id."""
+        self._giving_up: asyncio.TimerHandle | None = None
+        self._gone: dict[str, asyncio.Event] = {}
+        """Of engines in use: set when one is found to be gone."""
+        self._loading: dict[str, set[asyncio.Task[None]]] = {}
+        """Adapters that are on their way, by engine."""
+        self._tasks = Tasks()
+        self._pumping = False
+        self._stop = asyncio.Event()
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
+
+    def start(self) -> None:
+        """Begin to admit engines."""
+        self._thread.start()
+
+    def submit(self, tickets: Sequence[Ticket]) -> None:
+        """Draw these, in their turns. From any thread."""
+        self._loop.call_soon_threadsafe(self._add, list(tickets))
+
+    def cancel(self, ticket_ids: Sequence[str]) -> None:
+        """Nobody wants these any more. From any thread."""
+        self._loop.call_soon_threadsafe(self._cancel, list(ticket_ids))
+
+    def close(self) -> None:
+        """Leave the engines as they are. From another thread."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Set the weights of tenants. Before anything is submitted."""
+        self.router.weigh(weights)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._main())
+        finally:
+            self._loop.close()
+
+    async def _main(self) -> None:
+        for engine in self._engines.values():
+            self._tasks.start(self._watch(engine))
+        await self._stop.wait()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        for engine in self._engines.values():
+            await engine.close()
+
+    # -- engines ------------------------------------------------------------------------------------------------------
+
+    async def _watch(self, engine: Engine) -> None:
+        """An engine's comings and goings."""
+        failures = 0
+        while True:
+            try:
+                admitted = await self._admit(engine)
+            except (EngineDown, EngineFailed, Mismatch) as error:
+                self._in_trouble(engine, error)
+                await asyncio.sleep(pause_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
+                failures += 1
+                continue
+            except Exception as error:
+                log.exception("sampling engine %s cannot be admitted", engine.name)
+                self._in_trouble(engine, error)
+                await asyncio.sleep(LONGEST_PAUSE_S)
+                continue
+            failures = 0
+            self.troubles.pop(engine.name, None)
+            self.engines[engine.name] = self.known[engine.name] = admitted
+            self._gone[engine.name] = asyncio.Event()
+            self.router.join(
+                engine.name,
+                max_requests=engine.max_requests,
+                max_loras=engine.max_loras,
+                longest=admitted.longest,
+                features=admitted.features,
+                adapters=admitted.adapters,
+            )
+            log.info("sampling engine %s is in use", engine.name)
+            self._look_for_unserved()
+            self._changed()
+            self._pump()
+            await self._until_gone(engine)
+            self._lose(engine)
+
+    async def _until_gone(self, engine: Engine) -> None:
+        gone = self._gone[engine.name]
+        while not gone.is_set():
+            try:
+                await asyncio.wait_for(gone.wait(), self._options.health_interval_s)
+            except TimeoutError:
+                try:
+                    await engine.health()
+                except Exception as error:
+                    self._in_trouble(engine, error)
+                    return
+
+    def _in_trouble(self, engine: Engine, error: Exception) -> None:
+        if str(self.troubles.get(engine.name)) != str(error):
+            log.warning("sampling engine %s is not in use: %s", engine.name, error)
+        self.troubles[engine.name] = error
+        self._changed()
+
+    def _lose(self, engine: Engine) -> None:
+        del self._gone[engine.name], self.engines[engine.name]
+        for task in self._loading.pop(engine.name, set()):
+            task.cancel()
+        for ticket in self.router.leave(engine.name):
+            self._drawing.pop(ticket.request.request_id).cancel()
+            self._count(ticket, engine.name, self.troubles[engine.name])
+        self._look_for_unserved()
+        self._changed()
+        self._pump()
+
+    def _look_for_unserved(self) -> None:
+        """Note since when what waits cannot be drawn, as engines have come or gone, or samples."""
+        for ticket in self.router.waiting:
+            if self.router.servable(ticket):
+                self._unserved.pop(ticket.request.request_id, None)
+            else:
+                self._unserved.setdefault(ticket.request.request_id, self._loop.time())
+        if self._unserved and self._giving_up is None:
+            self._giving_up = self._loop.call_at(self._first_to_give_up(), self._give_up)
+
+    def _first_to_give_up(self) -> float:
+        return min(self._unserved.values()) + self._options.absent_timeout_s
+
+    def _give_up(self) -> None:
+        """Fail what no engine could draw for too long, and look again when the next may have to."""
+        self._giving_up = None
+        now = self._loop.time()
+        for ticket_id, since in list(self._unserved.items()):
+            if since + self._options.absent_timeout_s <= now:
+                self._end(self._tickets[ticket_id], Unserved(self.why_absent()))
+        if self._unserved:
+            self._giving_up = self._loop.call_at(self._first_to_give_up(), self._give_up)
+
+    def why_absent(self) -> str:
+        """Reasons for which engines are not in use."""
+        return "; ".join(str(error) for error in list(self.troubles.values())) or "none of them can do it"
+
+    # -- samples ------------------------------------------------------------------------------------------------------
+
+    def _add(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            self._tickets[ticket.request.request_id] = ticket
+            self.router.add(ticket)
+            if not self.router.servable(ticket):
+                self._unserved[ticket.request.request_id] = self._loop.time()
+        if self._unserved and self._giving_up is None:
+            self._look_for_unserved()
+        self._pump()
+
+    def _cancel(self, ticket_ids: list[str]) -> None:
+        for ticket_id in ticket_ids:
+            ticket = self._tickets.pop(ticket_id, None)
+            if ticket is not None:
+                self._unserved.pop(ticket_id, None)
+                self.router.remove(ticket)
+                if (task := self._drawing.pop(ticket_id, None)) is not None:
+                    task.cancel()
+        self._pump()
+
+    def _pump(self) -> None:
+        """Do what the router says, once what happens now has happened."""
+        if not self._pumping:
+            self._pumping = True
+            self._loop.call_soon(self._move)
+
+    def _move(self) -> None:
+        self._pumping = False
+        if self._stop.is_set():
+            return
+        for move in self.router.moves():
+            if isinstance(move, Load):
+                task = self._tasks.start(self._load(move))
+                loading = self._loading.setdefault(move.engine, set())
+                loading.add(task)
+                task.add_done_callback(loading.discard)
+            else:
+                ticket_id = move.ticket.request.request_id
+                self._drawing[ticket_id] = asyncio.create_task(self._sample(move))
+
+    async def _load(self, load: Load) -> None:
+        engine, well = self._engines[load.engine], False
+        try:
+            if load.instead_of is not None:
+                await engine.unload_adapter(load.instead_of)
+            await engine.load_adapter(load.adapter, self._path(load.adapter))
+            well = True
+        except EngineDown as error:
+            self._is_gone(engine, error)
+        except (EngineFailed, Refused) as error:
+            log.error("sampling engine %s does not load an adapter: %s", engine.name, error)
+            waiting = [ticket for ticket in self.router.waiting if ticket.adapter == load.adapter]
+            for ticket in waiting:
+                self._count(ticket, engine.name, error)
+            await self._pause(max((ticket.attempts for ticket in waiting), default=1))
+        self.router.loaded(load.engine, load.adapter, well)
+        self._tidy(self.router.adapters)
+        self._pump()
+
+    async def _sample(self, start: Start) -> None:
+        ticket, engine = start.ticket, self._engines[start.engine]
+        try:
+            drawn = await engine.generate(ticket.draw)
+        except EngineDown as error:
+            self._is_gone(engine, error)
+        except Refused as error:
+            self._end(ticket, RequestError(f"the sampling engine refuses it: {error}"))
+        except Exception as error:
+            if not isinstance(error, EngineFailed):
+                log.exception("sampling engine %s answers what nobody understands", engine.name)
+            await self._pause(ticket.attempts + 1)
+            del self._drawing[ticket.request.request_id]
+            self.router.again(ticket)
+            self._count(ticket, engine.name, error)
+        else:
+            self.router.ended(ticket, len(drawn.tokens), drawn.cached)
+            self._end(ticket, drawn)
+        self._pump()
+
+    async def _pause(self, attempts: int) -> None:
+        """Wait before an engine is asked for the same again: not for the first time, and not while others may do it."""
+        if attempts >= len(self.engines):
+            await asyncio.sleep(pause_s(attempts - len(self.engines), FIRST_PAUSE_S, LONGEST_PAUSE_S))
+
+    def _is_gone(self, engine: Engine, error: EngineDown) -> None:
+        """Its samples, of which the one that has noticed is one, go back when its watch hears of it."""
+        gone = self._gone.get(engine.name)
+        if gone is not None and not gone.is_set():
+            self._in_trouble(engine, error)
+            gone.set()
+
+    def _count(self, ticket: Ticket, engine: str, error: Exception) -> None:
+        """A sample was not drawn, for no fault of its own that is known. It waits for another engine, if it may."""
+        ticket.attempts += 1
+        ticket.avoid.add(engine)
+        if ticket.attempts >= ATTEMPTS:
+            self._end(ticket, error)
+
+    def _end(self, ticket: Ticket, outcome: Outcome) -> None:
+        ticket_id = ticket.request.request_id
+        self._drawing.pop(ticket_id, None)
+        self.router.remove(ticket)
+        self._unserved.pop(ticket_id, None)
+        if self._tickets.pop(ticket_id, None) is not None:
+            self._tell(ticket, outcome)

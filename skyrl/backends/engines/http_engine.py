@@ -1,0 +1,222 @@
+"""`Engine` over HTTP, by vLLM's OpenAI server (0.20 and later) and whatever speaks like it.
+
+Nothing of its defaults is relied on: EOS, filters and penalties are all sent. `--generation-config` would fill in what
+is left out, and its rules of stopping are not ours. Adapters are never loaded in place: 0.32 reads such an adapter from
+disk again at each step, and keeps what its older weights have left in the prefix cache.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import httpx
+import numpy as np
+
+from skyrl.backends.engines.config import EngineOptions
+from skyrl.backends.engines.protocol import (
+    AdapterMissing,
+    Draw,
+    Drawn,
+    Engine,
+    EngineDown,
+    EngineFacts,
+    EngineFailed,
+    Refused,
+)
+from skyrl.types import TokenTable
+
+TOKEN = "token_id:"
+"""Prefix of a token's id where tokens are keys."""
+LONGEST_MESSAGE = 500
+IDLE_S = 2.0
+"""Seconds after which an idle connection is not used again: servers close theirs after 5, as uvicorn does."""
+REFUSED = (400, 413, 422)
+"""Statuses that say that the request is to blame."""
+
+
+class HttpEngine(Engine):
+    """An engine at a URL."""
+
+    def __init__(self, url: str, options: EngineOptions):
+        self.name = url
+        self.max_requests, self.max_loras = options.max_requests, options.max_loras
+        self.max_logprobs = options.max_logprobs
+        self._options = options
+        self._base: str | None = None
+        self._fingerprint: str | None = None
+        """Of the server's configuration, which its answers tell; another's is another server."""
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            headers={"Authorization": f"Bearer {options.key}"} if options.key else {},
+            timeout=httpx.Timeout(None, connect=options.connect_timeout_s),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=options.max_requests + 8, keepalive_expiry=IDLE_S
+            ),
+            trust_env=False,  # an engine of the cluster is not behind the proxy of the world
+        )
+
+    async def facts(self) -> EngineFacts:
+        self._base = self._fingerprint = None
+        served = (await self._call("GET", "/v1/models", self._options.timeout_s))["data"]
+        version = (await self._call("GET", "/version", self._options.timeout_s))["version"]
+        base = next((card for card in served if card.get("parent") is None), None)
+        if base is None:
+            raise EngineFailed(f"{self.name} names no base model in /v1/models")
+        self._base = base["id"]
+        adapters = {card["id"]: card["root"] for card in served if card.get("parent") is not None}
+        return EngineFacts(base["id"], base.get("root") or base["id"], base["max_model_len"], version, adapters)
+
+    async def health(self) -> None:
+        await self._call("GET", "/health", self._options.connect_timeout_s)
+
+    async def generate(self, draw: Draw) -> Drawn:
+        assert self._base is not None, self.name
+        limit_s = self._options.timeout_s + draw.max_tokens * self._options.token_timeout_s
+        body = _body(draw) | {"model": draw.adapter or self._base}
+        answer = await self._call("POST", "/v1/completions", limit_s, body=body)
+        fingerprint = answer.get("system_fingerprint")
+        if self._fingerprint not in (None, fingerprint):
+            raise EngineDown(f"{self.name} was started again: its fingerprint is {fingerprint}")
+        self._fingerprint = fingerprint
+        return _drawn(answer, draw, self.name)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        body = {"lora_name": name, "lora_path": path}
+        try:
+            await self._call("POST", "/v1/load_lora_adapter", self._options.timeout_s, body=body)
+        except AdapterMissing as error:
+            raise EngineFailed(
+                f"{error}: it does not see {path}, or does not load adapters at run time; mount the folder there at "
+                "the same path, and start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            ) from error
+        except Refused as error:
+            if "already been loaded" not in str(error):
+                raise
+
+    async def unload_adapter(self, name: str) -> None:
+        try:
+            await self._call("POST", "/v1/unload_lora_adapter", self._options.timeout_s, body={"lora_name": name})
+        except AdapterMissing:
+            return
+
+    async def update_base(self, path: str) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await self._development("/collective_rpc", body=body)
+        await self.reset_prefix_cache()
+
+    async def pause(self, mode: Literal["abort", "wait", "keep"]) -> None:
+        await self._development("/pause", mode=mode)
+
+    async def resume(self) -> None:
+        await self._development("/resume")
+
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:
+        await self._development("/sleep", level=level)
+
+    async def wake(self) -> None:
+        await self._development("/wake_up")
+
+    async def reset_prefix_cache(self) -> None:
+        await self._development("/reset_prefix_cache")
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _development(self, path: str, body: Any = None, **query: str | int) -> None:
+        """Call what vLLM serves with VLLM_SERVER_DEV_MODE=1 alone."""
+        try:
+            await self._call("POST", path, self._options.timeout_s, query=query, body=body)
+        except AdapterMissing as error:
+            raise EngineFailed(f"{self.name} does not serve {path}; start it with VLLM_SERVER_DEV_MODE=1") from error
+
+    async def _call(
+        self, method: str, path: str, limit_s: float, *, query: Mapping[str, str | int] | None = None, body: Any = None
+    ) -> Any:
+        """The JSON that it answers; None if that is something else."""
+        try:
+            async with asyncio.timeout(limit_s):
+                answer = await self._client.request(method, path, params=query, json=body)
+        except TimeoutError:
+            raise EngineDown(f"{self.name} has not answered {path} within {limit_s:g} s") from None
+        except Exception as error:  # of httpx, or what its parts raise where a connection ends at a bad moment
+            raise EngineDown(f"{self.name} is not there ({path}: {str(error) or type(error).__name__})") from error
+        if answer.is_success:
+            return _json(answer)
+        if answer.status_code in REFUSED:
+            raise Refused(_message(answer))  # which the sender may read
+        message = f"{self.name} answers {path} with {answer.status_code}: {_message(answer)}"
+        if answer.status_code in (401, 403):
+            raise EngineFailed(f"{message}; give it the key that it was started with (api_key, or VLLM_API_KEY)")
+        if answer.status_code == 404:
+            raise AdapterMissing(message)
+        if answer.status_code == 503:
+            raise EngineDown(message)
+        raise EngineFailed(message)
+
+
+def _body(draw: Draw) -> dict[str, Any]:
+    options = draw.options
+    return {
+        "prompt": draw.prompt.tolist(),
+        "max_tokens": draw.max_tokens,
+        "seed": draw.seed,
+        "temperature": draw.temperature,
+        "top_k": draw.top_k,
+        "top_p": draw.top_p,
+        "min_p": options.min_p,
+        "min_tokens": options.min_tokens,
+        "repetition_penalty": options.repetition_penalty,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "stop": list(draw.stop_strings),
+        "stop_token_ids": list(draw.stop_ids),
+        "ignore_eos": True,
+        "logprobs": draw.top,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "skip_special_tokens": False,
+        "cache_salt": draw.salt,
+    }
+
+
+def _drawn(answer: Any, draw: Draw, name: str) -> Drawn:
+    """Sample in a completion. Raises `EngineFailed` if it was given up, or is not what was asked for."""
+    choice = answer["choices"][0]
+    if choice["finish_reason"] not in ("stop", "length"):
+        raise EngineFailed(f"{name} has given a sample up ({choice['finish_reason']})")
+    tokens, told = choice.get("token_ids"), choice.get("logprobs")
+    if tokens is None or told is None or len(told["token_logprobs"]) != len(tokens):
+        raise EngineFailed(
+            f"{name} answers without token ids and their log-probabilities; vLLM 0.20 and later has them"
+        )
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    return Drawn(
+        np.asarray(tokens, np.int32),
+        np.asarray(told["token_logprobs"], np.float32),
+        choice["finish_reason"] == "stop",
+        _top(told["top_logprobs"], draw.top) if draw.top else None,
+        details.get("cached_tokens") or 0,
+    )
+
+
+def _top(places: list[dict[str, float]], count: int) -> TokenTable:
+    """The most likely tokens at each place; what is told beside them is the one that was drawn."""
+    ids, logprobs = np.zeros((len(places), count), np.int32), np.zeros((len(places), count), np.float32)
+    for row, place in enumerate(places):
+        told = sorted((-logprob, int(token.removeprefix(TOKEN))) for token, logprob in place.items())[:count]
+        ids[row], logprobs[row] = [token for _, token in told], [-logprob for logprob, _ in told]
+    return ids, logprobs
+
+
+def _json(answer: httpx.Response) -> Any:
+    return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
+
+
+def _message(answer: httpx.Response) -> str:
+    """The engine's own words, from whichever form of error it uses."""
+    try:
+        error = answer.json()
+    except ValueError:
+        return answer.text[:LONGEST_MESSAGE]
+    inner = error.get("error", error) if isinstance(error, dict) else error
+    return str(inner.get("message", inner) if isinstance(inner, dict) else inner)[:LONGEST_MESSAGE]

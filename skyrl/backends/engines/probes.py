@@ -1,0 +1,80 @@
+"""Random adapters to try engines with, one on each group of modules, and the scores that they are compared with."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from skyrl.backends.common.versions import VersionPool
+from skyrl.backends.engines.adapter_folder import Exports
+from skyrl.backends.engines.needs import GROUPS
+from skyrl.errors import RequestError
+from skyrl.types import BackendInfo, LoraConfig
+
+Version = TypeVar("Version")
+Score = Callable[[str | None, np.ndarray], Awaitable[np.ndarray]]
+"""Log-probabilities float32 of all tokens but the first, under a version in memory or the base model (None)."""
+
+FARTHER = 5
+"""A probe is so many bounds away from the base model, on average, that an engine without it is found out."""
+FIRST_SCALE, LARGEST_SCALE = 0.05, 10.0
+"""Standard deviation of a probe's numbers, which is doubled until the probe is far away."""
+TOKENS = 48
+"""Tokens by which it is measured how far away it is."""
+
+
+class Probes(Generic[Version]):
+    """Probes of a backend, made when they are asked for first and kept.
+
+    Args:
+        make: A random adapter of a configuration, the same each time, whose numbers have this standard deviation.
+        exports: Writes them.
+        versions: Holds them.
+        score: The backend's own sampler.
+        info: Facts about the backend.
+        bound: Mean difference of log-probabilities that engines are allowed.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[LoraConfig, float], Version],
+        exports: Exports[Version],
+        versions: VersionPool[Version],
+        score: Score,
+        info: BackendInfo,
+        bound: float,
+    ):
+        self._make, self._exports, self._versions, self._score = make, exports, versions, score
+        self._info, self._bound = info, bound
+        self._made: asyncio.Task[dict[str, tuple[str, str]]] | None = None
+
+    async def __call__(self) -> dict[str, tuple[str, str]]:
+        """(version in memory, name in the folder) by group of modules."""
+        if self._made is None or (self._made.done() and self._made.exception() is not None):
+            self._made = asyncio.create_task(self._make_all())
+        return await asyncio.shield(self._made)
+
+    async def _make_all(self) -> dict[str, tuple[str, str]]:
+        made = {}
+        for group in GROUPS:
+            parts: dict[str, Any] = {f"train_{other}": other == group for other in GROUPS}
+            config = LoraConfig(rank=self._info.max_lora_rank, **parts)
+            try:
+                made[group] = await self._probe(f"probe of {group}", config)
+            except RequestError:  # the model has no such modules
+                continue
+        return made
+
+    async def _probe(self, name: str, config: LoraConfig) -> tuple[str, str]:
+        count = min(TOKENS, self._info.max_context_length - 1)
+        tokens = np.random.default_rng(1).integers(self._info.vocab_size, size=count).astype(np.int32)
+        scale = FIRST_SCALE
+        base = await self._score(None, tokens)
+        while True:
+            version = await asyncio.to_thread(self._make, config, scale)
+            self._versions.publish(name, version)
+            adapted = await self._score(name, tokens)
+            if np.abs(adapted - base).mean() > FARTHER * self._bound or scale >= LARGEST_SCALE:
+                return name, await asyncio.wrap_future(self._exports.pinned(version))
+            scale *= 2

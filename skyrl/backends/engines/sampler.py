@@ -1,0 +1,337 @@
+"""`SamplerLoop` over sampling engines, beside the backend's own sampler, which does what no engine can.
+
+A request claims its version when it arrives. Once that is in memory it is written where engines see it, and the
+request's samples wait in the fleet's line. Prompts are scored by the backend's own sampler, at the same version.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from itertools import count
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from skyrl.backends.common.sampling.sampler import Sampler
+from skyrl.backends.common.sampling.sequences import Job
+from skyrl.backends.common.versions import VersionPool
+from skyrl.backends.engines.adapter_folder import Exports
+from skyrl.backends.engines.admission import Admission
+from skyrl.backends.engines.config import EngineOptions
+from skyrl.backends.engines.fleet import Fleet, Mismatch, Outcome, Unserved
+from skyrl.backends.engines.http_engine import HttpEngine
+from skyrl.backends.engines.needs import has_scores, needs_of, needs_of_adapter
+from skyrl.backends.engines.probes import Probes
+from skyrl.backends.engines.protocol import Drawn
+from skyrl.backends.engines.requests import EngineRequest
+from skyrl.backends.engines.router import Ticket
+from skyrl.backends.executor import failure
+from skyrl.backends.operations import Completion, Sample
+from skyrl.backends.statistics import Statistics
+from skyrl.errors import RequestError
+from skyrl.types import BackendInfo, ErrorResponse, LoraConfig, Result, SampleOutput, SamplingParams
+from skyrl.utils.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+Version = TypeVar("Version")
+
+SCORES = " (scores)"
+"""End of the ids of what the backend's own sampler is given beside requests."""
+ABSENT = "no sampling engine is there that could draw this; the server's log says why; send it again later"
+
+
+class EngineSampler(Generic[Version]):
+    """`SamplerLoop` of a backend whose samples engines draw.
+
+    Args:
+        options: Where engines are. There are some.
+        own: The backend's own sampler.
+        versions: The published versions.
+        exports: Writes them for engines.
+        probe: See `Probes`.
+        info: Facts about the backend.
+        tokenizer: For stop strings.
+        notify: Called, from any thread, when there may be something to do.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        own: Sampler[Version],
+        versions: VersionPool[Version],
+        exports: Exports[Version],
+        probe: Callable[[LoraConfig, float], Version],
+        info: BackendInfo,
+        tokenizer: Tokenizer,
+        notify: Callable[[], None],
+    ):
+        self._options, self._own, self._versions, self._exports = options, own, versions, exports
+        self._tokenizer, self._notify = tokenizer, notify
+        self._requests: dict[str, EngineRequest] = {}
+        """Those that engines draw, or are about to."""
+        self._unread: dict[str, EngineRequest] = {}
+        """Of those, the ones whose version is being read."""
+        self._looked: int | None = None
+        """`reads_ended` of the versions when those were looked at last."""
+        self._news: deque[Callable[[], list[Completion]]] = deque()
+        """What happened in other threads, for `burst`."""
+        self._scoring: dict[str, Future[np.ndarray]] = {}
+        """Answers to admissions, by request."""
+        self._numbers = count()
+        self._heard = threading.Event()
+        self._told: set[str] = set()
+        """Reasons that were logged for which requests are sampled here."""
+        probes = Probes(probe, exports, versions, self._score, info, options.logprob_bound)
+        self.fleet = Fleet(
+            [HttpEngine(url, options) for url in options.urls],
+            options,
+            admit=Admission(options, info, exports.folder, self._score, probes),
+            path=exports.folder.path,
+            tidy=exports.folder.shed,
+            tell=lambda ticket, outcome: self._hear(partial(self._take_in, ticket, outcome)),
+            changed=lambda: self._hear(list),
+        )
+
+    def open(self, progress: Callable[[str], None]) -> None:
+        """Wait until an engine is in use, and all others have been tried.
+
+        Raises `RequestError` if none comes, or one of them serves something else.
+        """
+        urls, until = self._options.urls, time.monotonic() + self._options.start_timeout_s
+        progress(f"waiting for {len(urls)} sampling engine(s): {', '.join(urls)}")
+        self.fleet.start()
+        while True:
+            troubles = list(self.fleet.troubles.values())
+            mismatch = next((error for error in troubles if isinstance(error, Mismatch)), None)
+            if mismatch is not None or time.monotonic() > until:
+                self.close()
+                raise RequestError(
+                    str(mismatch or f"no sampling engine is there after start_timeout_s: {self.fleet.why_absent()}")
+                )
+            if self.fleet.engines and {*list(self.fleet.engines), *list(self.fleet.troubles)} >= set(urls):
+                return
+            while self._news or self._own.busy:
+                assert not self.burst(), "no request before it is open"
+            self._heard.wait(1.0)
+            self._heard.clear()
+
+    # -- SamplerLoop --------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """True if a burst has something to do here: what engines do counts once they have done it."""
+        unread = bool(self._unread) and self._looked != self._versions.reads_ended
+        return bool(self._news) or unread or self._own.busy
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Requests that the backend's own sampler works on."""
+        return tuple(
+            request_id.removesuffix(SCORES) for request_id in self._own.running if request_id not in self._scoring
+        )
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """Requests whose samples engines draw."""
+        return tuple(request_id for request_id, request in self._requests.items() if request.tickets)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Of what is sampled here; engines tell of their own."""
+        return self._own.statistics
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Set the weights of tenants. Before anything is added."""
+        self._own.weigh(weights)
+        self.fleet.weigh(weights)
+
+    def add(self, request: Sample) -> None:
+        """Queue a checked request. Raises `RequestError` if it can never run, or its version is not known."""
+        needs = needs_of(request, self._options.max_logprobs)
+        if why := needs if isinstance(needs, str) else self._why_here(request, needs):
+            self._sample_here(request, why)
+            return
+        assert not isinstance(needs, str)
+        job = Job.of(request, self._tokenizer.eos_ids)
+        added = EngineRequest(job, self._versions.claim(request.version, request.path), needs)
+        self._requests[request.request_id] = added
+        try:
+            self._place(added)
+        except Exception:
+            self._forget(added)
+            raise
+        if request.request_id in self._unread:
+            self._looked = None
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request wherever it is. Unknown ids are ignored."""
+        self._own.cancel(request_id)
+        if (request := self._requests.get(request_id)) is not None:
+            self._forget(request)
+
+    def burst(self) -> list[Completion]:
+        """Take in what engines have drawn, hand on what waited for its version, and advance what is sampled here."""
+        completions: list[Completion] = []
+        while self._news:
+            completions += self._news.popleft()()
+        if self._unread and self._looked != (ended := self._versions.reads_ended):
+            self._looked = ended
+            for request in list(self._unread.values()):
+                completions += self._try(request, self._place)
+        if self._own.busy:
+            for completion in self._own.burst():
+                completions += self._done_here(completion)
+        return completions
+
+    def close(self) -> None:
+        """Leave the engines, with what they have loaded."""
+        self.fleet.close()
+        self._exports.close()
+
+    # -- requests that engines draw -----------------------------------------------------------------------------------
+
+    def _why_here(self, request: Sample, needs: frozenset[str]) -> str:
+        """Why no engine that there was so far draws this, in words; empty if one may."""
+        assert request.params.max_tokens is not None
+        engines = list(self.fleet.known.values())
+        able = [engine for engine in engines if needs <= engine.features]
+        if not able:
+            lacking = needs.difference(*(engine.features for engine in engines))
+            return f"no engine has {', '.join(sorted(lacking or needs))}" + ("" if lacking else " at once")
+        longest = max(engine.longest for engine in able)
+        if len(request.prompt) + request.params.max_tokens > longest:
+            return f"engines that have what it needs take sequences of {longest} tokens at most"
+        return ""
+
+    def _place(self, request: EngineRequest) -> None:
+        """Hand a request on once its version is where engines see it. Raises what is wrong with it."""
+        claim = request.claim
+        self._unread.pop(request.request_id, None)
+        if claim.version is None:
+            self._hand_on(request)
+        elif not self._versions.at_hand(claim):
+            self._unread[request.request_id] = request
+        else:
+            version = self._versions.held(claim)
+            config = self._exports.lora_of(version)
+            request.needs |= needs_of_adapter(config)
+            why = (
+                "no engine has whole models" if config.rank == 0 else self._why_here(request.job.request, request.needs)
+            )
+            if why:  # by the name that the version has now: it may have been dropped meanwhile
+                self._sample_here(dataclasses.replace(request.job.request, version=claim.version), why)
+                self._forget(request)
+                return
+            written = self._exports.pinned(version)
+            written.add_done_callback(lambda written: self._hear(partial(self._written, request, written)))
+
+    def _written(self, request: EngineRequest, written: "Future[str]") -> list[Completion]:
+        """A request's adapter is where engines see it."""
+        error = written.exception()
+        if self._requests.get(request.request_id) is not request:
+            if error is None:
+                self._exports.folder.unpin(written.result())
+            return []
+        if error is not None:
+            return self._complete(request, failure(request.job.request, error))
+        request.adapter = written.result()
+        return self._try(request, self._hand_on)
+
+    def _hand_on(self, request: EngineRequest) -> None:
+        if has_scores(request.job.request):
+            self._own.add(request.scoring(request.request_id + SCORES))
+        self.fleet.submit(request.hand_out())
+
+    def _take_in(self, ticket: Ticket, outcome: Outcome) -> list[Completion]:
+        """What became of a sample."""
+        request = self._requests.get(ticket.request.request_id.rpartition("/")[0])
+        if request is None or ticket not in request.tickets:
+            return []
+        if isinstance(outcome, Drawn):
+            request.take(ticket, outcome, self._tokenizer)
+            return self._complete_if_done(request)
+        if isinstance(outcome, Unserved):
+            log.error("samples have waited too long for an engine: %s", outcome)
+            return self._complete(request, ErrorResponse(ABSENT, "server"))
+        return self._complete(request, failure(request.job.request, outcome))
+
+    def _complete_if_done(self, request: EngineRequest) -> list[Completion]:
+        lacks_scores = request.scores is None and has_scores(request.job.request)
+        return [] if lacks_scores or not request.job.done else self._complete(request, request.output())
+
+    def _complete(self, request: EngineRequest, result: Result) -> list[Completion]:
+        self._forget(request)
+        return [Completion(request.request_id, result)]
+
+    def _try(self, request: EngineRequest, step: Callable[[EngineRequest], None]) -> list[Completion]:
+        try:
+            step(request)
+        except Exception as error:
+            return self._complete(request, failure(request.job.request, error))
+        return []
+
+    def _forget(self, request: EngineRequest) -> None:
+        """Free everything a request holds."""
+        del self._requests[request.request_id]
+        self._unread.pop(request.request_id, None)
+        self._own.cancel(request.request_id + SCORES)
+        self._versions.disclaim(request.claim)
+        if request.adapter is not None:
+            self._exports.folder.unpin(request.adapter)
+        if not request.job.done:
+            self.fleet.cancel([ticket.request.request_id for ticket in request.tickets])
+
+    # -- what is computed here ----------------------------------------------------------------------------------------
+
+    def _sample_here(self, request: Sample, why: str) -> None:
+        if why not in self._told:
+            self._told.add(why)
+            log.warning("some samples are drawn by this backend, which takes longer: %s", why)
+        self._own.add(request)
+
+    def _done_here(self, completion: Completion) -> list[Completion]:
+        request_id, result = completion.request_id, completion.result
+        if (answer := self._scoring.pop(request_id, None)) is not None:
+            if isinstance(result, SampleOutput) and result.prompt_logprobs is not None:
+                answer.set_result(result.prompt_logprobs[1:])
+            else:
+                answer.set_exception(RuntimeError(f"our own sampler cannot score an engine's: {result}"))
+            return []
+        if not request_id.endswith(SCORES):
+            return [completion]
+        request = self._requests[request_id.removesuffix(SCORES)]
+        if not isinstance(result, SampleOutput):
+            return self._complete(request, result)
+        request.scores = result
+        return self._complete_if_done(request)
+
+    async def _score(self, version: str | None, tokens: np.ndarray) -> np.ndarray:
+        """See `Score`. Called in the fleet's thread; computed by bursts."""
+        answer: Future[np.ndarray] = Future()
+        request = Sample(
+            request_id=f"{next(self._numbers)}{SCORES}",
+            version=version,
+            prompt=tokens,
+            params=SamplingParams(max_tokens=1, seed=0),
+            prompt_logprobs=True,
+        )
+
+        def begin() -> list[Completion]:
+            self._scoring[request.request_id] = answer
+            self._own.add(request)
+            return []
+
+        self._hear(begin)
+        return await asyncio.wrap_future(answer)
+
+    def _hear(self, news: Callable[[], list[Completion]]) -> None:
+        self._news.append(news)
+        self._heard.set()
+        self._notify()

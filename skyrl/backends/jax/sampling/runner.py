@@ -1,0 +1,249 @@
+"""`ModelRunner` on JAX: a pool of pages and states as arrays of the device, and the calls of compiled programs."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skyrl.backends.common.page_table import SCRATCH
+from skyrl.backends.common.sampling.model_runner import (
+    SCORED_AT_ONCE,
+    TARGET_WIDTHS,
+    TOP_WIDTHS,
+    Drawn,
+    Group,
+    ModelRunner,
+    RowOptions,
+    Rows,
+    chunks_within,
+    top_width,
+)
+from skyrl.backends.common.versions import VersionPool
+from skyrl.backends.jax.sampling.adapter_stacks import SLOTS, Banks
+from skyrl.backends.jax.sampling.programs import SamplingPrograms
+from skyrl.tx.layers.adapter import Adapter
+from skyrl.tx.models.types import Pool
+
+log = logging.getLogger(__name__)
+
+ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Rows of decode programs, those above 32 for accelerators."""
+COPIES = (1, 32)
+"""Pages that are copied at once."""
+
+
+def row_counts(most: int, deterministic: bool) -> tuple[int, ...]:
+    """Numbers of rows there are programs for, up to `most`."""
+    return (most,) if deterministic else (*(rows for rows in ROWS if rows < most), most)
+
+
+class JaxRunner(ModelRunner[Adapter]):
+    """Programs for one base model, and the arrays of all pages and states.
+
+    These are made when they are first needed: to write gigabytes of zeros takes seconds.
+
+    Args:
+        graphdef: Static half of the split NNX model.
+        base: Its arrays, an argument of every program.
+        versions: The pool whose slots are sampled from.
+        zero: An adapter that changes nothing, of the largest rank.
+        model_config: Configuration of the model.
+        max_rows: Sequences decoded at once.
+        deterministic: One decode program per adapter, so results do not depend on what else runs.
+        max_tokens: Tokens of a prompt that a call reads at most; 0: as many as there is a program for.
+    """
+
+    def __init__(
+        self,
+        graphdef: Any,
+        base: Any,
+        versions: VersionPool[Adapter],
+        zero: Adapter,
+        model_config: Any,
+        *,
+        max_rows: int,
+        deterministic: bool = False,
+        max_tokens: int = 0,
+    ):
+        self._base = base
+        self._zero = zero
+        self._deterministic = deterministic
+        self._programs = SamplingPrograms(graphdef, model_config, base, deterministic)
+        self._banks = Banks(self._programs, versions, zero, apart=deterministic)
+        self.vocab_size = model_config.vocab_size
+        self.token_bytes = self._programs.token_bytes
+        self.state_bytes = self._programs.state_bytes
+        self.row_counts = row_counts(max_rows, deterministic)
+        self.chunks = chunks_within(max_tokens)
+        self._blocks = 0
+        self._arrays: list[jax.Array] = []
+
+    def open(self, pages: int, blocks: int, states: int) -> None:
+        self._blocks = blocks
+        self._shapes, self._structure = jax.tree.flatten(self._programs.pool_shapes(pages, states))
+
+    @property
+    def compiled(self) -> int:
+        """Programs compiled so far."""
+        return self._programs.compiled
+
+    # -- the arrays of all pages and states ---------------------------------------------------------------------------
+
+    @property
+    def _pool(self) -> Pool:
+        """The arrays. A program that changes them takes these and gives others."""
+        while self._make_one():
+            pass
+        return jax.tree.unflatten(self._structure, self._arrays)
+
+    @_pool.setter
+    def _pool(self, pool: Pool) -> None:
+        self._arrays = jax.tree.leaves(pool)
+
+    def _make_one(self) -> bool:
+        """Make one array. False if all are there."""
+        if len(self._arrays) == len(self._shapes):
+            return False
+        shape = self._shapes[len(self._arrays)]
+        self._arrays.append(jnp.zeros(shape.shape, shape.dtype))
+        return True
+
+    @property
+    def lost(self) -> bool:
+        """True if a program took the arrays and did not finish, or failed while it made them.
+
+        A program that fails on the device has already given arrays, which raise its error when they are read.
+        """
+        if any(array.is_deleted() for array in self._arrays):
+            return True
+        try:
+            jax.block_until_ready(self._arrays)
+        except Exception:  # whatever the device says
+            return True
+        return False
+
+    def clear(self) -> None:
+        self._arrays = []
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        largest = COPIES[-1] if len(pairs) > 1 else COPIES[0]
+        for first in range(0, len(pairs), largest):
+            some = pairs[first : first + largest]
+            size = next(size for size in COPIES if size >= len(some))
+            arrays = np.zeros((2, size), np.int32)
+            arrays[:, : len(some)] = np.asarray(some, np.int32).T
+            self._pool = self._programs.copy_pages(self._pool, *arrays)
+        if pairs:
+            jax.block_until_ready(self._arrays)  # so that a failure is that of the request that copies
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:  # one by one: each may be many megabytes
+            self._pool = self._programs.copy_states(
+                self._pool, np.array([source], np.int32), np.array([target], np.int32)
+            )
+        if pairs:
+            jax.block_until_ready(self._arrays)  # as above
+
+    # -- prompts ------------------------------------------------------------------------------------------------------
+
+    def read(
+        self, version: Adapter | None, table: Sequence[int], tokens: np.ndarray, start: int, state: int
+    ) -> list[Any]:
+        size = next(size for size in self.chunks if size >= len(tokens))
+        pages, padded = np.zeros(self._blocks, np.int32), np.zeros(size, np.int32)
+        pages[: len(table)] = table
+        padded[: len(tokens)] = tokens
+        weights = self._weights(version)
+        where = np.int32(start), np.int32(len(tokens)), np.int32(state)
+        self._pool, hidden = self._programs.prefill(*weights, self._pool, pages, padded, *where)
+        return jax.block_until_ready(hidden)  # so that a failure shows here, before other sequences depend on it
+
+    def project(self, version: Adapter | None, states: Any) -> Any:
+        return self._programs.project(*self._weights(version), states)
+
+    def _weights(self, version: Adapter | None) -> tuple[Any, Adapter | None]:
+        """Base weights and adapter of a version."""
+        own = None if version is None else version.own_base
+        return (self._base, version) if own is None else (own, None)
+
+    def pick(self, logits: Any, ids: np.ndarray) -> np.ndarray:
+        return np.asarray(self._programs.pick(logits, ids))
+
+    def best(self, logits: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
+        return jax.device_get(self._programs.best(logits, k=k))
+
+    def alternatives(
+        self, logits: Any, seed: np.ndarray, position: int, first: int, temperature: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        where = np.int32(position), np.int32(first)
+        return jax.device_get(self._programs.alternatives(logits, seed, *where, np.float32(temperature)))
+
+    # -- decoding -----------------------------------------------------------------------------------------------------
+
+    def groups(self, slots: Sequence[int]) -> list[Group]:
+        return self._banks.groups(slots)
+
+    def forget_versions(self) -> None:
+        self._banks.clear()
+
+    def decode(self, group: Group, rows: Rows, steps: int) -> Drawn:
+        base = self._base if group.handle.base is None else group.handle.base
+        if rows.options is None:  # but for penalties, options are data: one program draws with and without
+            rows = rows._replace(options=RowOptions.none(len(rows.tokens)))
+        self._pool, drawn = self._programs.decode(base, group.handle.bank, self._pool, rows, np.int32(steps))
+        return drawn
+
+    def drawn(self, decoded: Drawn, top: bool) -> Drawn:
+        if top:
+            return jax.device_get(decoded)
+        tokens, logprobs = jax.device_get((decoded.tokens, decoded.logprobs))
+        return Drawn(tokens, logprobs, None, None)
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> Iterator[int]:
+        """Compile the programs of sampling on the scratch page, but those of decoding with penalties.
+
+        The first request with a penalty waits for its own. Yields how many there are after each.
+        """
+        programs, start = self._programs, time.monotonic()
+        while self._make_one():
+            yield self.compiled
+        kinds = (1,) if self._deterministic else (1, SLOTS)
+        banks = [None, *(programs.empty_bank(self._zero, slots=slots) for slots in kinds)]
+        table = np.full(self._blocks, SCRATCH, np.int32)
+        blocks: list[jax.Array] = []
+        for adapter in (self._zero, None):
+            for chunk in self.chunks:
+                tokens, where = np.zeros(chunk, np.int32), (np.int32(0), np.int32(chunk), np.int32(SCRATCH))
+                self._pool, blocks = programs.prefill(self._base, adapter, self._pool, table, tokens, *where)
+                yield self.compiled
+        for bank in banks[1:]:
+            programs.write_slot(jax.tree.map(jnp.copy, bank), np.int32(0), self._zero)
+            yield self.compiled
+        for count in self.row_counts or ():
+            for bank in reversed(banks):  # one row too: its group's others may be decoded apart, as they have options
+                idle = Rows.idle(count, self._blocks, options=True)
+                self._pool, _ = programs.decode(self._base, bank, self._pool, idle, np.int32(0))
+                yield self.compiled
+        for size in COPIES:
+            self.copy_pages([(SCRATCH, SCRATCH)] * size)
+        if self.state_bytes:
+            self.copy_states([(SCRATCH, SCRATCH)])
+        yield self.compiled
+        for adapter in (self._zero, None):
+            logits = programs.project(self._base, adapter, blocks[0])
+            yield self.compiled
+        for width in TARGET_WIDTHS:
+            programs.pick(logits, np.zeros((SCORED_AT_ONCE, width), np.int32))
+            yield self.compiled
+        for k in {top_width(width, self.vocab_size) for width in TOP_WIDTHS}:
+            programs.best(logits, k=k)
+            yield self.compiled
+        programs.alternatives(logits, np.zeros(2, np.uint32), np.int32(0), np.int32(0), np.float32(1))
+        yield self.compiled
+        log.info("all %d programs of sampling are ready, after %.1f s", self.compiled, time.monotonic() - start)

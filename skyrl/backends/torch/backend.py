@@ -1,0 +1,376 @@
+"""The torch backend: any causal language model of transformers, many LoRA adapters, workers wherever they are.
+
+What is computed is done by a group of workers; here is what each is told, and which handles belong to which model.
+"""
+
+import os
+import shutil
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from skyrl.backends.active_parameters import active_parameters
+from skyrl.backends.base_folder import model_folder, overridden
+from skyrl.backends.common.dimuon import DimuonScalars
+from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.common.models.operations import ModelBackend, StepScalars
+from skyrl.backends.common.models.store import Storage
+from skyrl.backends.common.offload import MemoryBudget, ModelOffload
+from skyrl.backends.common.packing import TileShape, make_tiles
+from skyrl.backends.common.pass_output import PassOutputs
+from skyrl.backends.common.sampling.sampler import SAMPLING_OPTIONS, Sampler
+from skyrl.backends.common.versions import VersionPool
+from skyrl.backends.engines.adapter_folder import AdapterFolder, Exports
+from skyrl.backends.engines.sampler import EngineSampler
+from skyrl.backends.executor import Quantum
+from skyrl.backends.operations import ForwardBackward
+from skyrl.backends.torch.base_model.base_weights import ShardOptions
+from skyrl.backends.torch.base_model.loading import LoadOptions
+from skyrl.backends.torch.base_model.lora import is_trained
+from skyrl.backends.torch.config import TorchBackendConfig
+from skyrl.backends.torch.models.checkpoints import TorchFormat
+from skyrl.backends.torch.models.state import (
+    TorchState,
+    TorchVersion,
+    adaptable,
+    fresh_state,
+    layout_of,
+    random_version,
+    state_bytes,
+)
+from skyrl.backends.torch.runner import TorchRunner
+from skyrl.backends.torch.workers.group import Buffer, InProcess, WorkerGroup
+from skyrl.backends.torch.workers.processes import LocalProcesses
+from skyrl.backends.torch.workers.ray_actors import RayActors
+from skyrl.backends.torch.workers.ray_cluster import RayOptions
+from skyrl.backends.torch.workers.worker import WorkerOptions
+from skyrl.errors import RequestError
+from skyrl.types import BackendInfo
+from skyrl.utils.adapters.fitting import Features
+from skyrl.utils.tokenizer import Tokenizer
+
+GIB = 2**30
+LONGEST_DEFAULT_CONTEXT = 8192
+"""Limit of sequence length unless `max_context_length` asks for more."""
+CPU_TILE, GPU_TILE = 1024, 8192
+"""Tokens of a training micro-batch."""
+MODELS_SHARE, VERSIONS_SHARE = 1 / 4, 1 / 8
+"""Parts of the machine's memory for models and for published versions."""
+TILE = "tile"
+"""Command for a micro-batch, of which each rank computes another at once."""
+
+
+class TorchBackend(ModelBackend[TorchState, TorchVersion]):
+    """`AbstractBackend` on torch. `base_model` is a hub id or a model folder.
+
+    Raises `RequestError` if the base model cannot be loaded or is not served.
+    """
+
+    config: TorchBackendConfig
+
+    def __init__(
+        self, base_model: str, config: TorchBackendConfig, progress: Callable[[str], None] = lambda message: None
+    ):
+        config.engines.check()
+        super().__init__(base_model, config)
+        self.max_lora_rank, self.max_lora_adapters = config.max_lora_rank, config.max_lora_adapters
+        self.gradient_reduction = config.gradient_reduction
+        self._folder = self._computed = model_folder(base_model)
+        """Folder that it was asked for, and the one that workers load."""
+        if config.config_overrides:
+            self._computed = overridden(self._folder, config.config_overrides, config.offload_folder)
+            self._forget = weakref.finalize(self, shutil.rmtree, self._computed.parent, ignore_errors=True)
+        self.tokenizer = Tokenizer(self._folder)
+        progress(f"starting {config.num_workers} torch worker(s) ({config.workers}) on {self._folder}")
+        self.group = self._open()
+        facts = self.group.facts
+        where = (
+            f"shared by {max(self._fsdp_size, config.tensor_parallel_size)} workers"
+            if facts.is_sharded
+            else "whole on each worker"
+        )
+        how = "packed" if facts.packs else "one by one"
+        if config.sequence_parallel_size > 1:
+            how += f", each on {config.sequence_parallel_size} workers"
+        progress(f"device {facts.device}, base weights in {facts.dtype}, {where}; sequences {how}")
+        for note in self.group.notes:
+            progress(note)
+        if config.max_context_length > facts.longest:
+            self.group.close()
+            raise RequestError(
+                f"max_context_length={config.max_context_length} is above the {facts.longest} tokens that the base "
+                f"model was made for; use at most {facts.longest}, or 0"
+            )
+        self._max_context_length = config.max_context_length or min(facts.longest, LONGEST_DEFAULT_CONTEXT)
+        self._active_parameters = active_parameters(self._computed)
+        self._shape, self._forward_shape = self._shapes()
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self._models = ModelOffload[TorchState](
+            MemoryBudget(int(config.adapter_memory_gib * GIB) or int(memory * MODELS_SHARE), 0),
+            lambda path, state: self._storage.write_state(path, state),
+            lambda path: self._storage.read_state(path),
+            config.offload_folder,
+            self.notify,
+        )
+        self._format = TorchFormat(
+            base_model=self.info().base_model,
+            folder=self._computed,
+            group=self.group,
+            value_head=config.value_head,
+            max_lora_rank=config.max_lora_rank,
+        )
+        version_bytes = int(config.version_memory_gib * GIB) or int(memory * VERSIONS_SHARE)
+        self._versions = VersionPool[TorchVersion](
+            slots=config.max_lora_adapters,
+            nbytes=self._format.version_bytes,
+            fitted=lambda version: version,
+            max_bytes=version_bytes,
+            load=lambda path: self._writer.read(path, partial(self.read_version, path)),
+            notify=self.notify,
+        )
+        self._storage = Storage(
+            format=self._format,
+            writer=self._writer,
+            versions=self._versions,
+            check=self.check_kind,
+            unwritten_bytes=max(1, version_bytes // 2),
+        )
+        itemsize = 4 if facts.dtype == "float32" else 2
+        sampler = Sampler(
+            TorchRunner(
+                self.group,
+                self._versions,
+                token_bytes=itemsize * sum(heads * (key + value) for heads, key, value in facts.cache_shapes),
+                max_rows=config.sample_max_num_sequences,
+                deterministic=config.deterministic,
+                max_tokens=config.sample_max_num_batched_tokens,
+            ),
+            self._versions,
+            self.tokenizer,
+            max_context_length=self._max_context_length,
+            cache_bytes=int(config.kv_cache_gib * GIB),
+            max_rows=config.sample_max_num_sequences,
+            deterministic=config.deterministic,
+            prefix_caching=config.prefix_caching,
+            chunked_prefill=config.chunked_prefill,
+        )
+        self._engines = self._engine_sampler(sampler) if config.engines.urls else None
+        self.sampler = self._engines or sampler
+        if self._engines is not None:
+            try:
+                self._engines.open(progress)
+            except RequestError:
+                self.group.close()
+                raise
+        if config.workers != "in_process":
+            self.deadline_s = self.group.timeout_s = config.dispatch_timeout_s
+            self.in_flight = 2
+
+    def _engine_sampler(self, sampler: Sampler[TorchVersion]) -> EngineSampler[TorchVersion]:
+        options = self.config.engines
+        assert options.folder is not None
+        return EngineSampler(
+            options,
+            sampler,
+            self._versions,
+            Exports(
+                AdapterFolder(options.folder, int(options.folder_gib * GIB)),
+                self._format,
+                lambda version: version.kind.lora_config,
+            ),
+            lambda config, scale: random_version(self.group, Kind(config), scale),
+            self.info(),
+            self.tokenizer,
+            self.notify,
+        )
+
+    def _open(self) -> WorkerGroup:
+        config, options = self.config, self._worker_options()
+        if config.workers == "in_process":
+            return InProcess(options, self.lose)
+        if config.workers == "ray":
+            room = RayOptions(
+                config.ray_address,
+                config.ray_resources,
+                config.ray_workers_per_node,
+                config.ray_strategy,
+                config.ray_env,
+            )
+            return RayActors(options, config.num_workers, self.lose, room)
+        return LocalProcesses(options, config.num_workers, self.lose)
+
+    def _worker_options(self) -> WorkerOptions:
+        config = self.config
+        load = LoadOptions(config.dtype, config.load_format == "dummy", config.gradient_checkpointing)
+        shards = ShardOptions(
+            self._fsdp_size,
+            config.reshard_after_forward,
+            config.cpu_offload,
+            config.sequence_parallel_size,
+            config.tensor_parallel_size,
+        )
+        return WorkerOptions(self._computed, load, config.loss_chunk_size, config.device, shards)
+
+    @property
+    def _fsdp_size(self) -> int:
+        """Workers among which FSDP2 shards a copy of the base weights."""
+        return self.config.num_workers if self.config.fsdp_size == -1 else self.config.fsdp_size
+
+    def _shapes(self) -> tuple[TileShape, TileShape]:
+        """Sizes of micro-batches: with gradients, and without."""
+        config, facts = self.config, self.group.facts
+        tokens = config.train_tile_tokens or (CPU_TILE if facts.device == "cpu" else GPU_TILE)
+        rows = config.train_micro_batch_size if facts.packs else 1
+        forward = config.forward_micro_batch_size or rows if facts.packs else 1
+        return TileShape(tokens, rows), TileShape(tokens, forward)
+
+    def close(self) -> None:
+        if self._engines is not None:
+            self._engines.close()
+        super().close()
+        self.group.close()
+        if self._computed != self._folder:
+            self._forget()
+
+    @cached_property
+    def _adaptable(self) -> dict[str, Features]:
+        return adaptable(self.group.facts)
+
+    def info(self) -> BackendInfo:
+        facts = self.group.facts
+        local = Path(self.base_model).expanduser().is_dir()
+        engines = self.config.engines
+        return BackendInfo(
+            base_model=str(self._folder) if local else self.base_model,
+            architecture=facts.architecture,
+            vocab_size=facts.vocab_size,
+            max_context_length=self._max_context_length,
+            max_lora_rank=self.config.max_lora_rank,
+            tokenizer_path=str(self._folder),
+            active_parameters=self._active_parameters,
+            samples_at_a_time=max(
+                BackendInfo.samples_at_a_time,
+                len(engines.urls) * engines.max_requests * self._max_context_length,
+            ),
+            sampling_options=SAMPLING_OPTIONS,
+            adaptable=self._adaptable,
+        )
+
+    # -- what the executor asks for -----------------------------------------------------------------------------------
+
+    def most_together(self, kind: Any) -> int:
+        return 1 if kind is None else self.group.tiles_at_once
+
+    def compute(self, quanta: list[Quantum]) -> "list[Any] | Future[list[Any]]":
+        if quanta[0].kind is not None:
+            answers = self.group.tiles([quantum.inputs for quantum in quanta])
+        else:
+            answers = self._alone(quanta[0])
+        return answers.result() if self.config.workers == "in_process" else answers
+
+    def _alone(self, quantum: Quantum) -> "Future[list[Any]]":
+        """Answer to a command of all ranks together. Its failure is an answer too, as that of a tile."""
+        outcome: Future[list[Any]] = Future()
+        outcome.set_running_or_notify_cancel()
+
+        def done(answer: "Future[Any]") -> None:
+            error = answer.exception()
+            outcome.set_result([answer.result()]) if error is None else outcome.set_exception(error)
+
+        self.group.run(*quantum.inputs).add_done_callback(done)
+        return outcome
+
+    # -- models -------------------------------------------------------------------------------------------------------
+
+    def check_kind(self, kind: Kind) -> None:
+        super().check_kind(kind)
+        layout_of(self.group.facts, kind)
+
+    def nbytes_of(self, kind: Kind) -> int:
+        return state_bytes(kind, layout_of(self.group.facts, kind).size)
+
+    def fresh_state(self, kind: Kind, seed: int) -> TorchState:
+        return fresh_state(self.group, kind, seed)
+
+    def run_pass(self, operation: ForwardBackward, state: TorchState):
+        objective = None if isinstance(operation.loss_fn, str) else operation.loss_fn
+        weights = None if operation.reference else state.weights.handle
+        spreads = self.group.spreads(state.kind)
+        sums = None if operation.forward_only else Buffer(self.group, state.weights.size, spreads.sums)
+        handle = None if sums is None else sums.handle
+        shape = self._forward_shape if operation.forward_only else self._shape
+        outputs = PassOutputs(operation)
+        tiles = list(make_tiles(operation.data, operation.loss_fn, operation.loss_fn_config, shape))
+        config = state.kind.lora_config
+        arrays = [one.arrays if sums is None else one.arrays.with_dropout(config, state.step) for one in tiles]
+        together = self._together(state.kind, weights, handle)
+        answers = yield [
+            Quantum(tile.length, together, (TILE, state.kind, weights, handle, inputs, objective))
+            for tile, inputs in zip(tiles, arrays, strict=True)
+        ]
+        for tile, answer in zip(tiles, answers, strict=True):
+            if isinstance(answer, Exception):
+                raise answer
+            outputs.fill(tile, answer)
+        return outputs.result(), sums
+
+    def _together(self, kind: Kind, weights: int | None, sums: int | None) -> tuple[Any, ...]:
+        """Kind of a tile: ranks may compute those of one kind at once, as they meet in the same collectives."""
+        if not self.group.facts.is_sharded:
+            return (TILE,)
+        if kind.is_whole and weights is not None:
+            return TILE, weights, sums
+        inner = any(is_trained(each, kind.lora_config) for each in self.group.facts.targets if each.group != "unembed")
+        return TILE, sums is not None, sums is not None and inner
+
+    def add_gradients(self, state: TorchState, gradients: Buffer) -> None:
+        if state.gradient_sums is None:
+            state.gradient_sums = gradients
+            return
+        total = Buffer(self.group, gradients.size, gradients.spread)
+        self.group.tell("add", total.handle, state.gradient_sums.handle, gradients.handle)
+        state.gradient_sums = total
+
+    def run_step(self, scalars: StepScalars, state: TorchState):
+        if isinstance(scalars, DimuonScalars):
+            return (yield from self._run_dimuon_step(scalars, state))
+        size, sums = state.weights.size, state.gradient_sums
+        after = tuple(
+            Buffer(self.group, size, buffer.spread)
+            for buffer in (state.weights, state.first_moment, state.second_moment)
+        )
+        before = (
+            state.weights.handle,
+            None if sums is None else sums.handle,
+            state.first_moment.handle,
+            state.second_moment.handle,
+        )
+        norm = yield Quantum(
+            1, None, ("step", size, state.weights.spread, before, tuple(buffer.handle for buffer in after), scalars)
+        )
+
+        def keep() -> None:
+            state.weights, state.first_moment, state.second_moment = after
+            state.step += 1
+
+        return norm, keep
+
+    def _run_dimuon_step(self, scalars: DimuonScalars, state: TorchState):
+        size, sums = state.weights.size, state.gradient_sums
+        weights, momentum = (Buffer(self.group, size, buffer.spread) for buffer in (state.weights, state.first_moment))
+        before = state.weights.handle, None if sums is None else sums.handle, state.first_moment.handle
+        shapes = [part.shape for part in layout_of(self.group.facts, state.kind).parts]
+        after = weights.handle, momentum.handle
+        norm = yield Quantum(1, None, ("dimuon_step", shapes, before, after, scalars))
+
+        def keep() -> None:
+            state.weights, state.first_moment = weights, momentum
+            state.step += 1
+
+        return norm, keep
+
+    def read_version(self, path: str) -> TorchVersion:
+        return self._format.load_version(path)

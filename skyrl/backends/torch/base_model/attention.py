@@ -1,0 +1,188 @@
+"""One attention function for every model of transformers: over packed sequences, or over pages of a KV cache.
+
+Models of transformers call a registered function with queries, keys and values that are rotated already, so where keys
+come from and which of them a query sees is decided here, for all architectures alike. What an architecture asks for
+and this function does not compute (sinks, biases of positions) is refused when the model is loaded.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from skyrl.backends.torch.base_model.sequence_ranks import ALONE, SequenceRanks
+
+NAMES = itertools.count()
+SERVED = {"scaling", "dropout", "sliding_window", "softcap", "is_causal"}
+"""Arguments that mean something here."""
+HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "layer_idx"}
+"""Arguments that models pass and that change nothing of what is computed."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences in one row, one after the other; none sees another, nor the padding after them."""
+
+    lengths: Sequence[int]
+    ranks: SequenceRanks = ALONE
+    """Ranks that have a share of the row each."""
+
+
+class PagedCache:
+    """Keys and values of all layers, in pages that sequences own.
+
+    Args:
+        pages: How many there are.
+        page_size: Tokens of each.
+        shapes: Of each layer, (key heads, key width, value width).
+    """
+
+    def __init__(self, pages: int, page_size: int, shapes: Sequence[tuple[int, int, int]], dtype: Any, device: Any):
+        self.page_size = page_size
+        cells = pages * page_size
+        self.keys = [torch.zeros(cells, heads, width, dtype=dtype, device=device) for heads, width, _ in shapes]
+        self.values = [torch.zeros(cells, heads, width, dtype=dtype, device=device) for heads, _, width in shapes]
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy pages, int64 `[n]` each."""
+        offsets = torch.arange(self.page_size, device=sources.device)
+        source, target = ((pages[:, None] * self.page_size + offsets).reshape(-1) for pages in (sources, targets))
+        for cells in (*self.keys, *self.values):
+            cells[target] = cells[source]
+
+
+class Paged:
+    """Rows of new tokens whose earlier ones are in a cache, to which the new ones are written.
+
+    Args:
+        cache: Where keys and values are.
+        table: int64 `[rows, blocks]`: pages of each row's sequence, in order.
+        positions: int64 `[rows, tokens]` of the new tokens.
+        reach: Positions that are looked at, above all of these; None: as few as there have to be.
+    """
+
+    def __init__(self, cache: PagedCache, table: Tensor, positions: Tensor, reach: int | None = None):
+        size = cache.page_size
+        self.cache = cache
+        reach = int(positions.max()) + 1 if reach is None else reach
+        blocks = min(-(-reach // size), table.shape[1])
+        cells = table[:, :blocks, None] * size + torch.arange(size, device=table.device)
+        self.cells = cells.reshape(len(table), -1)
+        """int64 `[rows, context]`: where each position of a row's sequence is."""
+        self.written = torch.gather(self.cells, 1, positions).reshape(-1)
+        self.positions = positions
+
+    def seen(self, window: int | None) -> Tensor:
+        """bool `[rows, 1, tokens, context]`: which positions each new token sees."""
+        context = torch.arange(self.cells.shape[1], device=self.cells.device)
+        seen = context[None, None] <= self.positions[:, :, None]
+        if window is not None:
+            seen &= context[None, None] > self.positions[:, :, None] - window
+        return seen[:, None]
+
+
+class Attention:
+    """The attention of one loaded model. `view` says what its queries see, while the model is called."""
+
+    def __init__(self) -> None:
+        self.view: Packed | Paged | None = None
+        self.name = f"skyrl_{next(NAMES)}"
+        """Under which transformers knows it."""
+        self.recorded: dict[int, tuple[int, int, int]] | None = None
+        """Of each layer that was called, (key heads, key width, value width), while somebody asks for it."""
+
+    def register(self) -> None:
+        """Make it known to transformers, which then makes no masks."""
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(self.name, self)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """`[rows, tokens, heads, width]` of queries, keys and values `[rows, heads, tokens, width]`."""
+        asked = {name for name, value in others.items() if value is not None} - SERVED - HARMLESS
+        if asked:
+            raise ValueError(f"the model's attention asks for {sorted(asked)}, which is not computed here")
+        assert self.view is not None
+        if self.recorded is not None:
+            self.recorded[module.layer_idx] = key.shape[1], key.shape[3], value.shape[3]  # pyright: ignore
+        call = _attend(scaling, softcap)
+        if isinstance(self.view, Packed):
+            return _packed(call, query, key, value, self.view, sliding_window), None
+        return _paged(call, query, key, value, self.view, module.layer_idx, sliding_window), None  # pyright: ignore
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
+"""(query, key, value, mask) -> output, where None is a causal mask."""
+
+
+def _attend(scaling: float | None, softcap: float | None) -> Attend:
+    def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, is_causal=mask is None, enable_gqa=grouped
+        )
+
+    if softcap is None:
+        return plain
+
+    def capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """As `plain`, with logits kept between +-`softcap` by tanh."""
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        logits = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
+        logits = torch.tanh(logits / softcap) * softcap
+        if mask is None:
+            mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        return torch.softmax(logits.float().masked_fill(~mask, -torch.inf), -1).to(value.dtype) @ value
+
+    return capped
+
+
+def _packed(call: Attend, query: Tensor, key: Tensor, value: Tensor, view: Packed, window: int | None) -> Tensor:
+    query, key, value = view.ranks.to_heads(query, key, value)
+    padding = query.shape[2] - sum(view.lengths)
+    lengths = [*view.lengths, padding] if padding else list(view.lengths)
+    outputs = []
+    for parts in zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True):
+        length = parts[0].shape[2]
+        mask = None
+        if window is not None and length > window:
+            places = torch.arange(length, device=query.device)
+            distance = places[:, None] - places
+            mask = (distance >= 0) & (distance < window)
+        query_part, key_part, value_part = parts
+        outputs.append(call(query_part, key_part, value_part, mask))
+    return view.ranks.to_tokens(torch.cat(outputs, 2).transpose(1, 2)).contiguous()
+
+
+def _paged(
+    call: Attend, query: Tensor, key: Tensor, value: Tensor, view: Paged, layer: int, window: int | None
+) -> Tensor:
+    keys, values = view.cache.keys[layer], view.cache.values[layer]
+    for cells, new in ((keys, key), (values, value)):
+        cells[view.written] = new.transpose(1, 2).reshape(-1, *cells.shape[1:])
+    rows, heads, tokens, width = query.shape
+    groups = heads // key.shape[1]
+    # Queries that share keys are rows of one product, so keys are not repeated.
+    query = query.reshape(rows, key.shape[1], groups * tokens, width)
+    mask = view.seen(window)
+    if tokens > 1:
+        mask = mask.repeat(1, 1, groups, 1)
+    output = call(query, keys[view.cells].transpose(1, 2), values[view.cells].transpose(1, 2), mask)
+    return output.reshape(rows, heads, tokens, -1).transpose(1, 2).contiguous()

@@ -1,0 +1,169 @@
+"""Base models as transformers loads them: whole, or as a skeleton whose layers are filled one at a time.
+
+Ranks that share weights have no room for all of them, so each fills a layer, keeps its part, and goes on to the next.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from skyrl.errors import RequestError
+
+log = logging.getLogger(__name__)
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options of loading a model."""
+
+    dtype: Dtype = "auto"
+    random_weights: bool = False
+    gradient_checkpointing: bool = False
+    """Compute layers again in the backward pass instead of keeping them."""
+
+
+def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:
+    """A model with all its weights as they are to be on a device, where random ones are already."""
+    from transformers import AutoModelForCausalLM
+
+    config, dtype = _settings(folder, device, options)
+    model: Any
+    try:
+        if options.random_weights:
+            with torch.device(device):
+                torch.manual_seed(0)  # the same on all ranks
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise RequestError(f"base_model={folder}: transformers cannot load it ({error})") from error
+    return model.eval()
+
+
+def load_by_layers(folder: Path, device: torch.device, options: LoadOptions) -> tuple[Any, Callable[[nn.Module], None]]:
+    """A model on the CPU, as `load` makes it for a device, and what gives a module of it the weights it has not yet.
+
+    Where files have other names than the model, or there are none, it has all of them already.
+    """
+    if not options.random_weights:
+        model = skeleton(folder, device, options)
+        files = WeightFiles(folder, model)
+        if files.fit:
+            files.fill_buffers()
+            return model, files.fill
+        log.info("each worker loads all of %s: its files have other names than its weights", folder)
+    return load(folder, device, options).to("cpu"), lambda module: None
+
+
+def skeleton(folder: Path, device: torch.device, options: LoadOptions) -> Any:
+    """A model as `load` makes it, but that its large weights are on the meta device. Its buffers are on the CPU."""
+    from transformers import AutoModelForCausalLM
+
+    config, dtype = _settings(folder, device, options)
+    try:
+        with _Unfilled():
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise RequestError(f"base_model={folder}: transformers cannot load it ({error})") from error
+    return model.eval()
+
+
+def layers_of(model: Any, folder: Path) -> Sequence[nn.Module]:
+    """Modules that are gathered one at a time where weights are shared. Raises `RequestError` if there are none."""
+    count = int(model.config.num_hidden_layers)
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise RequestError(
+        f"base_model={folder}: {model.config.model_type} has no list of layers to shard; leave fsdp_size at 1"
+    )
+
+
+class WeightFiles:
+    """Safetensors files of a model's folder, from which a skeleton is filled.
+
+    Args:
+        folder: The model's.
+        model: Its skeleton.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module):
+        self._places: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                self._places |= dict.fromkeys(file.keys(), path)
+        self._names: dict[int, str] = {}
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        """Modules of a parameter, of which a tied one has several."""
+        for prefix, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                self._names.setdefault(id(parameter), f"{prefix}.{name}".removeprefix("."))
+                self._owners.setdefault(id(parameter), []).append((module, name))
+        self._parameters = list(model.parameters())
+        """Kept, so that they stay what their ids say."""
+        self._buffers = dict(model.named_buffers())
+
+    @property
+    def fit(self) -> bool:
+        """True if files have the model's own names; transformers renames or joins those of some architectures."""
+        return set(self._names.values()) <= self._places.keys()
+
+    def fill(self, module: nn.Module) -> None:
+        """Give a module its weights, as far as it has none."""
+        for parameter in list(module.parameters()):
+            if id(parameter) in self._names:
+                values = self._read(self._names[id(parameter)], parameter)
+                filled = nn.Parameter(values, requires_grad=False)
+                for owner, name in self._owners[id(parameter)]:
+                    setattr(owner, name, filled)
+
+    def fill_buffers(self) -> None:
+        """Give buffers what files have of them."""
+        for name, buffer in self._buffers.items():
+            if name in self._places:
+                buffer.copy_(self._read(name, buffer))
+
+    def _read(self, name: str, like: Tensor) -> Tensor:
+        with safe_open(self._places[name], "pt") as file:  # a file that stays open stays in memory
+            values = file.get_tensor(name)
+        if values.shape != like.shape:
+            raise RequestError(
+                f"base_model: {name} has shape {tuple(values.shape)} in its files and {tuple(like.shape)} by its "
+                "config.json; use files that belong together"
+            )
+        return values.to(like.dtype)
+
+
+class _Unfilled(TorchFunctionMode):
+    """Tensors that are about to be filled have no memory; those that are computed have."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _settings(folder: Path, device: torch.device, options: LoadOptions) -> tuple[Any, torch.dtype]:
+    """Configuration of a model without dropout, and type of its weights."""
+    from transformers import AutoConfig
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    for name in vars(config):
+        if name.endswith(("dropout", "pdrop", "dropout_prob")) and isinstance(getattr(config, name), float):
+            setattr(config, name, 0.0)
+    dtype: Any = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(options.dtype)
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16
+    return config, dtype

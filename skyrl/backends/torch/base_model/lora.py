@@ -1,0 +1,238 @@
+"""LoRA for the linear maps of any model of transformers: adapters are plain tensors that hooks look up.
+
+The modules stay as transformers made them, so that names, state dicts and parallel plans stay Hugging Face's. An
+adapter adds scaling * (x A) B to a linear map (Hu et al. 2021, https://arxiv.org/abs/2106.09685). What one model trains
+is a flat float32 buffer whose parts a `Layout` names: the same order on every worker and at every world size.
+"""
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.common.packing import DropoutArrays
+from skyrl.backends.torch.base_model.tensor_ranks import TensorRanks, is_attention
+from skyrl.types import AdapterConfig, LoraConfig, ModuleGroup
+
+VALUE_HEAD = "value_head"
+HEAD_STREAM = zlib.crc32(b"value_head")
+"""Tells the draws of a value head from others of the same seed."""
+
+
+class Target(NamedTuple):
+    """A linear map that can be adapted."""
+
+    module: str
+    """Its name in Hugging Face's model."""
+    group: ModuleGroup
+    """Switch of LoraConfig's train_* that selects it."""
+    in_features: int
+    out_features: int
+
+
+class Part(NamedTuple):
+    """A tensor in a flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors of a model's flat buffers, one after the other."""
+
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def size(self) -> int:
+        """Numbers in a buffer."""
+        return sum(prod(part.shape) for part in self.parts)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The tensors of a buffer, by name."""
+        pieces = flat.split([prod(part.shape) for part in self.parts])
+        return {part.name: piece.view(part.shape) for part, piece in zip(self.parts, pieces, strict=True)}
+
+
+def targets_of(model: nn.Module, unembedding: str) -> list[Target]:
+    """Linear maps of a model, in the order of its modules; `unembedding` is the vocabulary projection's name."""
+    targets = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            group: ModuleGroup = "unembed" if name == unembedding else "attn" if is_attention(name) else "mlp"
+            targets.append(Target(name, group, module.in_features, module.out_features))
+    return targets
+
+
+def is_trained(target: Target, config: LoraConfig) -> bool:
+    """True if the configuration selects this linear map."""
+    return config.selects(target.module, target.group)
+
+
+def lora_layout(targets: Sequence[Target], kind: Kind, hidden: int) -> Layout:
+    """Of a model with an adapter: `<module>.lora_A` `[in, rank]`, `<module>.lora_B` `[rank, out]`, a critic's head."""
+    rank = kind.lora_config.rank
+    parts = []
+    for target in targets:
+        if is_trained(target, kind.lora_config):
+            parts.append(Part(f"{target.module}.lora_A", (target.in_features, rank)))
+            parts.append(Part(f"{target.module}.lora_B", (rank, target.out_features)))
+    return Layout((*parts, *_head_part(kind, hidden)))
+
+
+def whole_layout(shapes: Mapping[str, tuple[int, ...]], kind: Kind, hidden: int) -> Layout:
+    """Of a model that is trained as a whole: its parameters by Hugging Face's names, a critic's head."""
+    return Layout((*(Part(name, shape) for name, shape in shapes.items()), *_head_part(kind, hidden)))
+
+
+def _head_part(kind: Kind, hidden: int) -> list[Part]:
+    return [Part(VALUE_HEAD, (hidden,))] if kind.value_head else []
+
+
+def initial_lora(layout: Layout, config: LoraConfig, seed: int) -> np.ndarray:
+    """A fresh adapter as a flat buffer: B = 0, and A uniform in +-1 / sqrt(in), which is PEFT's default, or as asked.
+
+    Values depend on the seed (any integer), rank, module and layer only: those that the JAX backend draws, too.
+    """
+    flat = np.zeros(layout.size, np.float32)
+    start = 0
+    for part in layout.parts:
+        values = flat[start : start + prod(part.shape)].reshape(part.shape)
+        start += values.size
+        module, _, matrix = part.name.rpartition(".")
+        if matrix == "lora_A":
+            bound = np.float32(1 / np.sqrt(part.shape[0]))
+            path, layer = stream_of(module)
+            stream = np.random.default_rng([seed % 2**64, zlib.crc32(path.encode()), layer])
+            if isinstance(config, AdapterConfig) and config.init_method == "gaussian":
+                values[:] = stream.standard_normal(part.shape, np.float32) / np.float32(config.rank)
+            else:
+                values[:] = bound * (2 * stream.random(part.shape, np.float32) - 1)
+    return flat
+
+
+def initial_value_head(hidden: int, seed: int) -> np.ndarray:
+    """A critic's head float32 `[hidden]` from N(0, 1 / (hidden + 1)), which makes small values."""
+    return np.random.default_rng([seed % 2**64, HEAD_STREAM]).normal(0, 1 / (hidden + 1), hidden).astype(np.float32)
+
+
+def stream_of(module: str) -> tuple[str, int]:
+    """Key of a module's draws: its path without the model's prefix and the layer's number; that number."""
+    path = module.removeprefix("model.")
+    found = re.search(r"\.(\d+)\.", path)
+    return (path, 0) if found is None else (path[: found.start()] + "." + path[found.end() :], int(found[1]))
+
+
+class Bank(NamedTuple):
+    """Adapters side by side, of which each row of a call uses one or none."""
+
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
+    """By module, A `[in, columns]` and B `[columns, out]`."""
+    columns: Mapping[str, Tensor]
+    """By module, float32 `[slots, columns]`: the scaling of a slot's adapter in its own columns, 0 in others."""
+
+
+class Hooks:
+    """Hooks on a model's linear maps. What they add is set for the time of a call and its backward pass."""
+
+    def __init__(self, model: nn.Module, targets: Sequence[Target], ranks: TensorRanks):
+        self._ranks = ranks
+        self._pairs: Mapping[str, tuple[Tensor, Tensor]] = {}
+        self._scaling = 1.0
+        self._dropout: DropoutArrays | None = None
+        self._masks: Mapping[str, Tensor] | None = None
+        """By module, `[rows, columns]`, where rows use different adapters."""
+        for target in targets:
+            model.get_submodule(target.module).register_forward_hook(self._hook(target.module))
+
+    @contextmanager
+    def adapter(
+        self, tensors: Mapping[str, Tensor], scaling: float, dropout: DropoutArrays | None = None
+    ) -> Iterator[None]:
+        """Add one adapter, given by the tensors of its layout."""
+        modules = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
+        self._pairs = {name: (tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]) for name in modules}
+        self._scaling, self._dropout = scaling, dropout
+        try:
+            yield
+        finally:
+            self._pairs, self._scaling, self._dropout = {}, 1.0, None
+
+    @contextmanager
+    def bank(self, bank: Bank | None, slots: Tensor) -> Iterator[None]:
+        """Add to each row the adapter in its slot of a bank, int64 `[rows]`."""
+        if bank is None:
+            yield
+            return
+        self._pairs, self._masks = bank.pairs, {name: columns[slots] for name, columns in bank.columns.items()}
+        try:
+            yield
+        finally:
+            self._pairs, self._masks = {}, None
+
+    def _hook(self, name: str):
+        def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+            pair = self._pairs.get(name)
+            if pair is None:
+                return None
+            a, b = self._ranks.adapter(name, *pair)
+            x = args[0].reshape(-1, a.shape[0]).to(a.dtype)
+            if self._dropout is not None:
+                x = _dropped(x, self._dropout.at(zlib.crc32(name.encode()), self._ranks.share_of_inputs(name)))
+            inner = x @ a
+            if self._masks is not None:
+                mask = self._masks[name]
+                inner = (inner.view(len(mask), -1, inner.shape[1]) * mask[:, None]).view(inner.shape)
+            flat = output.reshape(-1, b.shape[1])
+            if flat.dtype == b.dtype:
+                return torch.addmm(flat, inner, b, alpha=self._scaling).view(output.shape)
+            return (flat + self._scaling * (inner @ b)).to(output.dtype).view(output.shape)
+
+        return add
+
+
+def _dropped(x: Tensor, dropout: DropoutArrays) -> Tensor:
+    """Inverted dropout, as `nn.Dropout`, whose mask is a function of the key: the same where it is computed again."""
+    seed, rate = int(dropout.key.view(np.uint64)[0]) >> 1, float(dropout.rate)
+    generator = torch.Generator(x.device).manual_seed(seed)
+    kept = torch.rand(x.shape, generator=generator, device=x.device) >= rate
+    return torch.where(kept, x / (1 - rate), 0)
+
+
+def bank_of(adapters: Sequence[tuple[Mapping[str, Tensor], float]], empty: int) -> Bank:
+    """A bank with a slot for each adapter, and `empty` ones after them that change nothing.
+
+    An adapter that is not finite has zeros in its place and a scaling of NaN, so that the rows of others, which meet
+    all columns, stay as they are.
+    """
+    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    widths: dict[str, list[tuple[int, int, float]]] = {}
+    for slot, (tensors, scaling) in enumerate(adapters):
+        finite = all(bool(x.isfinite().all()) for x in tensors.values())
+        for name in (name for name in tensors if name.endswith(".lora_A")):
+            module = name.removesuffix(".lora_A")
+            a, b = tensors[name], tensors[f"{module}.lora_B"]
+            pairs.setdefault(module, []).append((a, b) if finite else (torch.zeros_like(a), torch.zeros_like(b)))
+            widths.setdefault(module, []).append((slot, a.shape[1], scaling if finite else float("nan")))
+    columns = {}
+    for module, parts in widths.items():
+        table = torch.zeros(len(adapters) + empty, sum(width for _, width, _ in parts))
+        start = 0
+        for slot, width, scaling in parts:
+            table[slot, start : start + width] = scaling
+            start += width
+        columns[module] = table.to(pairs[module][0][0].device)
+    joined = {
+        module: (torch.cat([a for a, _ in parts], 1), torch.cat([b for _, b in parts], 0))
+        for module, parts in pairs.items()
+    }
+    return Bank(joined, columns)

@@ -1,0 +1,250 @@
+"""A causal language model of transformers as workers compute with it: hidden states, logits, adapters, own weights.
+
+Any architecture is served whose attention goes through transformers' interface and whose logits are its vocabulary
+projection's, perhaps scaled: both are tried when it is loaded, against the model's own forward pass.
+"""
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.common.packing import DropoutArrays
+from skyrl.backends.torch.base_model.attention import Attention, Packed, Paged
+from skyrl.backends.torch.base_model.base_weights import WHOLE, BaseWeights, InParts, Sharded, ShardOptions, Whole
+from skyrl.backends.torch.base_model.loading import LoadOptions, layers_of, load, load_by_layers
+from skyrl.backends.torch.base_model.lora import Hooks, Layout, lora_layout, targets_of, whole_layout
+from skyrl.backends.torch.base_model.sequence_ranks import looks_at_longest, sequence_ranks
+from skyrl.backends.torch.base_model.tensor_ranks import tensor_ranks
+from skyrl.errors import RequestError
+
+log = logging.getLogger(__name__)
+
+TRIED = (5, 3)
+"""Tokens of the sequences that a model is tried with."""
+ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+"""Difference of logits, beside the largest of them, that order of summation explains."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """This rank's weights of a model. In their place None is the base model."""
+
+    kind: Kind
+    tensors: Mapping[str, Tensor]
+    """By the names of the model's layout."""
+
+
+class LoadedModel:
+    """A base model on a device, and what models trained on it consist of.
+
+    Args:
+        folder: Its files.
+        device: Where it computes.
+        options: How it is loaded.
+        shards: What ranks share.
+        world: Ranks there are. With more than one, a process group has been made.
+
+    Raises:
+        RequestError: It cannot be loaded, or is not computed as it should be.
+    """
+
+    packs: bool
+    """True if several sequences may be in one row."""
+    cache_shapes: tuple[tuple[int, int, int], ...]
+    """(key heads, key width, value width) of each layer on this rank."""
+
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        options: LoadOptions,
+        shards: ShardOptions = WHOLE,
+        world: int = 1,
+    ):
+        in_parts = shards.tensor_parallel_size > 1
+        self.device = torch.device("cpu") if in_parts else device  # which may have no room for the whole of it
+        self.attention = Attention()
+        self.attention.register()
+        self.hf: Any
+        if shards.fsdp_size > 1:
+            self.hf, fill = load_by_layers(folder, device, options)
+        else:
+            self.hf, fill = load(folder, device, options).to(self.device), None
+        self.config = self.hf.config
+        self._head: nn.Module = self.hf.get_output_embeddings()
+        if self._head is None:
+            raise RequestError(f"base_model={folder} has no vocabulary projection, so it is no causal language model")
+        names = {id(module): name for name, module in self.hf.named_modules()}
+        self.targets = targets_of(self.hf, names[id(self._head)])
+        self.tensor_ranks = tensor_ranks(shards.tensor_parallel_size, world, device)
+        """Ranks that share matrices with this one."""
+        self.hooks = Hooks(self.hf, self.targets, self.tensor_ranks)
+        self.hf.requires_grad_(False)
+        own = {name: int(getattr(self.config, name)) for name in ("hidden_size", "vocab_size")}
+        self.hidden_size, self.vocab_size = own["hidden_size"], own["vocab_size"]
+        self.ranks = sequence_ranks(shards.sequence_parallel_size, world, device)
+        """Ranks that share micro-batches with this one."""
+        shapes = {name: tuple(x.shape) for name, x in self.hf.named_parameters()}
+        inputs = self.hf.get_input_embeddings().weight
+        self.embedding = next(name for name, x in self.hf.named_parameters() if x is inputs)
+        """Name of the embedding's weights."""
+        self.base: BaseWeights = (
+            Whole(self.hf)
+            if fill is None
+            else Sharded(self.hf, layers_of(self.hf, folder), fill, device, shards, world)
+        )
+        with torch.no_grad():
+            wanted, self.packs = self.base.run(lambda: self._try(folder))
+            if in_parts:
+                self.tensor_ranks.cut(self.hf, self.hf.tp_plan, self._head)
+                self.hf.to(device)
+                self.device, self.base = device, InParts(self.hf, self.tensor_ranks, shapes)
+            if self.tile_ranks > 1:
+                self._try_together(folder, wanted)
+            self.cache_shapes = self.base.run(lambda: self._cache_shapes(folder))
+        if options.gradient_checkpointing:
+            renamed = getattr(self.hf, "activation_checkpointing_enable", None)  # its name since transformers 5
+            (renamed or self.hf.gradient_checkpointing_enable)({"use_reentrant": False})
+            self.hf.train()  # without which transformers keeps everything; there is no dropout
+
+    @property
+    def tile_ranks(self) -> int:
+        """Ranks that compute each micro-batch together."""
+        return self.ranks.size * self.tensor_ranks.size
+
+    @property
+    def is_first(self) -> bool:
+        """True if this rank is the first of these."""
+        return self.ranks.place == self.tensor_ranks.place == 0
+
+    @property
+    def meets_others(self) -> bool:
+        """True if ranks compute a pass together, so that all of them have to come to the same collectives."""
+        return self.base.is_sharded or self.ranks.size > 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the base weights."""
+        return self._head.weight.dtype  # pyright: ignore[reportReturnType]
+
+    def layout(self, kind: Kind) -> Layout:
+        """Tensors that a model of this kind trains."""
+        if kind.is_whole:
+            return whole_layout(self.base.shapes, kind, self.hidden_size)
+        return lora_layout(self.targets, kind, self.hidden_size)
+
+    def part_layout(self, kind: Kind) -> Layout:
+        """This rank's parts of them. A value head is on every rank."""
+        if not kind.is_whole:
+            return self.layout(kind)
+        return whole_layout(
+            {name: tuple(self.base.part(name).shape) for name in self.base.shapes}, kind, self.hidden_size
+        )
+
+    def using(
+        self, weights: Weights | None, with_gradients: bool = False, dropout: DropoutArrays | None = None
+    ) -> AbstractContextManager[None]:
+        """Compute with a model's weights, until the end of the backward pass."""
+        if weights is None:
+            return nullcontext()
+        if weights.kind.is_whole:
+            return self.base.replaced(weights.tensors, with_gradients)
+        return self.hooks.adapter(weights.tensors, weights.kind.lora_config.scaling, dropout)
+
+    def hidden(self, tokens: Tensor, positions: Tensor, view: Packed | Paged) -> Tensor:
+        """Final hidden states `[rows, tokens, hidden]` of `tokens` int64 `[rows, tokens]`. Within `base.run`."""
+        self.attention.view = view
+        output = self.hf.base_model(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True)
+        return output.last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[..., vocab]` of hidden states. Within `base.run`."""
+        logits = self._head(hidden) * float(getattr(self.config, "logit_scale", None) or 1.0)
+        logits = logits / float(getattr(self.config, "logits_scaling", None) or 1.0)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _cache_shapes(self, folder: Path) -> tuple[tuple[int, int, int], ...]:
+        self.attention.recorded = recorded = {}
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self.hidden(token, token, Packed([1]))
+        self.attention.recorded = None
+        layers = range(int(self.config.num_hidden_layers))
+        if sorted(recorded) != list(layers):
+            missing = f"{len(layers) - len(recorded)} of its {len(layers)} layers"
+            raise RequestError(
+                f"base_model={folder}: {self.config.model_type} is not served by torch: {missing} have no attention of "
+                "transformers' interface; use another model"
+            )
+        return tuple(recorded[layer] for layer in layers)
+
+    def _try(self, folder: Path) -> tuple[Tensor, bool]:
+        """Logits of transformers' own forward pass, with which those of this one are compared.
+
+        Returns also whether packed sequences are computed as alone. Within `base.run`, as `_cache_shapes`.
+        """
+        rows, places = self._tried()
+        self.hf.set_attn_implementation("eager")
+        try:
+            wanted = [self.hf(input_ids=row, use_cache=False).logits[0].float() for row in rows]
+        finally:
+            self.hf.set_attn_implementation(self.attention.name)
+        try:
+            alone = [
+                self.logits(self.hidden(row, place, Packed([row.shape[1]])))[0].float()
+                for row, place in zip(rows, places, strict=True)
+            ]
+        except (ValueError, TypeError, AttributeError, AssertionError) as error:
+            raise RequestError(
+                f"base_model={folder}: {self.config.model_type} is not served by torch: {error}"
+            ) from error
+        if not self._agree(torch.cat(wanted), torch.cat(alone)):
+            raise RequestError(
+                f"base_model={folder}: {self.config.model_type} is not served by torch: its logits are not what "
+                "transformers computes; use another model, or report this architecture"
+            )
+        packed = self.logits(self.hidden(torch.cat(rows, 1), torch.cat(places, 1), Packed(TRIED)))[0].float()
+        agree = self._agree(torch.cat(wanted), packed)
+        if not agree:
+            log.warning("sequences of %s are not packed: they would see each other", self.config.model_type)
+        return torch.cat(wanted), agree
+
+    def _try_together(self, folder: Path, wanted: Tensor) -> None:
+        """Compare with what ranks compute that share sequences or matrices."""
+        lengths = TRIED if self.packs else TRIED[:1]
+        count = sum(lengths)
+        tokens, places = (torch.cat(rows[: len(lengths)], 1)[:, self.ranks.cells(count)] for rows in self._tried())
+        view = Packed(lengths, self.ranks)
+        try:
+            share = self.base.run(lambda: self.logits(self.hidden(tokens, places, view))[0].float())
+            agree = self._agree(wanted.to(self.device)[:count], self.ranks.gathered(share)[:count])
+            why = "" if agree else "its logits change"
+        except (RuntimeError, ValueError) as error:
+            why = str(error)
+        if self.ranks.size > 1 and looks_at_longest(self.config):
+            why = "its rotary embedding depends on the longest sequence"
+        if self.ranks.size > 1 and not self.packs:
+            why = "its tokens see each other outside of attention"
+        if why:
+            what = "sequence_parallel_size" if self.ranks.size > 1 else "tensor_parallel_size"
+            raise RequestError(
+                f"{what}={self.tile_ranks}: {self.config.model_type} ({folder}) cannot be spread over ranks: {why}; "
+                "set it to 1"
+            )
+
+    def _tried(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Tokens and positions of the sequences that a model is tried with, `[1, tokens]` each."""
+        rng = np.random.default_rng(0)
+        rows = [torch.tensor(rng.integers(0, self.vocab_size, n), device=self.device)[None] for n in TRIED]
+        return rows, [torch.arange(n, device=self.device)[None] for n in TRIED]
+
+    def _agree(self, wanted: Tensor, got: Tensor) -> bool:
+        return bool((wanted - got).abs().max() <= ROUNDING[self.dtype] * wanted.abs().max().clamp_min(1))

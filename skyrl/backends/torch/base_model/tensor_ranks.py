@@ -1,0 +1,194 @@
+"""Ranks that share weight matrices (Megatron, https://arxiv.org/abs/1909.08053), by the plans of transformers' models.
+
+A plan says of each linear map how it is cut: by columns, so that each rank has a part of what comes out, or by rows, so
+that each takes a part of what goes in and the sum over ranks comes out. An adapter follows its map: the matrix on the
+side that is cut is cut too, the other one has on each rank a part of its gradient. What no plan is about is computed
+on all ranks alike, where the first one counts.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from skyrl.errors import RequestError
+
+
+class Cut(Enum):
+    """Cut of a linear map: inputs that each rank takes, and outputs that it gives."""
+
+    COLUMNS = "colwise"
+    """All inputs, a part of the outputs."""
+    COLUMNS_JOINED = "colwise_gather_output"
+    """All inputs, all outputs."""
+    ROWS = "rowwise"
+    """A part of the inputs, all outputs."""
+    ROWS_SPLIT = "rowwise_split_input"
+    """All inputs, of which it uses a part; all outputs."""
+
+    @property
+    def by_columns(self) -> bool:
+        return self in (Cut.COLUMNS, Cut.COLUMNS_JOINED)
+
+
+UNCUT = {"embedding_rowwise", "replicate", "replicated_with_grad_allreduce"}
+"""Styles in plans of modules that are whole on each rank here, as is the vocabulary projection."""
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """Place of a rank among those that share each matrix."""
+
+    size: int = 1
+    """Number of them."""
+    place: int = 0
+    group: Any = None
+    """Process group of them."""
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    """By module, of those that are cut."""
+
+    def cut(self, model: Any, plan: Mapping[str, str], whole: nn.Module) -> None:
+        """Leave this rank's part of each matrix of a model, but for the module `whole`. Raises `RequestError`."""
+        styles = {re.escape(key).replace(r"\*", r"\d+"): style for key, style in plan.items()}
+        for name, module in model.named_modules():
+            style = next((style for key, style in styles.items() if re.fullmatch(key, name)), None)
+            if style is None or style in UNCUT or module is whole:
+                continue
+            known = style in {cut.value for cut in Cut}
+            if not known or not isinstance(module, nn.Linear):
+                raise RequestError(
+                    f"tensor_parallel_size={self.size}: {name} would be cut as {style!r}, which is served for no "
+                    f"{type(module).__name__}; set it to 1"
+                )
+            self.cuts[name] = Cut(style)
+            self._cut(name, module, Cut(style))
+        if not self.cuts:
+            raise RequestError(
+                f"tensor_parallel_size={self.size}: transformers has no plan of how a {type(model).__name__} is cut; "
+                "set it to 1"
+            )
+        heads = int(getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads)
+        in_parts = any(cut is Cut.COLUMNS and is_attention(name) for name, cut in self.cuts.items())
+        if in_parts and heads % self.size:
+            raise RequestError(
+                f"tensor_parallel_size={self.size} does not divide the {heads} key heads of a {type(model).__name__}; "
+                "use a divisor of them"
+            )
+
+    def _cut(self, name: str, module: nn.Linear, cut: Cut) -> None:
+        count = module.out_features if cut.by_columns else module.in_features
+        if count % self.size:
+            raise RequestError(
+                f"tensor_parallel_size={self.size} does not divide the {count} features of {name}; use a divisor"
+            )
+        module.weight = self._parameter(module.weight, 0 if cut.by_columns else 1)
+        if cut.by_columns:
+            module.out_features //= self.size
+            if module.bias is not None:
+                module.bias = self._parameter(module.bias, 0)
+        else:
+            module.in_features //= self.size
+            if module.bias is not None and self.place > 0:  # it is added once
+                module.bias = nn.Parameter(torch.zeros_like(module.bias), requires_grad=False)
+        before, after = {
+            Cut.COLUMNS: (_Copied, None),
+            Cut.COLUMNS_JOINED: (_Copied, _Joined),
+            Cut.ROWS: (None, _Summed),
+            Cut.ROWS_SPLIT: (_Split, _Summed),
+        }[cut]
+        if before is not None:
+            module.register_forward_pre_hook(lambda module, args: (before.apply(args[0], self), *args[1:]))
+        if after is not None:
+            module.register_forward_hook(lambda module, args, output: after.apply(output, self))
+
+    def _parameter(self, whole: Tensor, dim: int) -> nn.Parameter:
+        return nn.Parameter(self.part(whole.detach(), dim).contiguous().clone(), requires_grad=False)
+
+    def part(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part."""
+        return whole.chunk(self.size, dim)[self.place]
+
+    def joined(self, part: Tensor, dim: int) -> Tensor:
+        """The whole of which each rank has a part."""
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, dim)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum over ranks."""
+        x = x.contiguous().clone()
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def adapter(self, module: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of an adapter on a module, A `[in, rank]` and B `[rank, out]`."""
+        if module not in self.cuts:
+            return self.once(a), self.once(b)
+        return (a, self.part(b, 1)) if self.cuts[module].by_columns else (self.part(a, 0), b)
+
+    def share_of_inputs(self, module: str) -> int:
+        """Number of the inputs' part that this rank takes; 0 where all ranks take all."""
+        return self.place if module in self.cuts and not self.cuts[module].by_columns else 0
+
+    def once(self, weights: Tensor) -> Tensor:
+        """Weights with which all ranks compute alike: the first one has their gradient."""
+        return weights if self.place == 0 else weights.detach()
+
+
+def is_attention(name: str) -> bool:
+    """True if a module of that name is in an attention."""
+    return "attn" in name or "attention" in name
+
+
+def tensor_ranks(size: int, world: int, device: torch.device) -> TensorRanks:
+    """This rank's place, where `size` consecutive ones share each matrix. All ranks call this at once."""
+    if size == 1:
+        return TensorRanks()
+    mesh = init_device_mesh(device.type, (world // size, size), mesh_dim_names=("data", "tensor"))
+    group = mesh.get_group("tensor")
+    return TensorRanks(size, dist.get_rank(group), group)
+
+
+def _function(
+    name: str, compute: Callable[[Tensor, TensorRanks], Tensor], differentiate: Callable[[Tensor, TensorRanks], Tensor]
+) -> type[torch.autograd.Function]:
+    """A function of a tensor over ranks, and how its gradient goes back."""
+
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
+        return compute(x, ranks)
+
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return differentiate(gradient, ctx.ranks), None
+
+    return type(
+        name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    )
+
+
+def _same(x: Tensor, ranks: TensorRanks) -> Tensor:
+    return x.view_as(x)
+
+
+def _summed(x: Tensor, ranks: TensorRanks) -> Tensor:
+    return ranks.summed(x)
+
+
+def _joined(x: Tensor, ranks: TensorRanks) -> Tensor:
+    return ranks.joined(x, -1)
+
+
+def _split(x: Tensor, ranks: TensorRanks) -> Tensor:
+    return ranks.part(x, -1).contiguous()
+
+
+_Copied = _function("_Copied", _same, _summed)
+_Summed = _function("_Summed", _summed, _same)
+_Joined = _function("_Joined", _joined, _split)
+_Split = _function("_Split", _split, _joined)

@@ -1,0 +1,1 @@
+"""Models of the torch backend: their handles (`state`) and their files (`checkpoints`)."""

@@ -1,0 +1,257 @@
+"""Files of models on torch: training state as safetensors and JSON, sampler weights in PEFT layout, or those of a model
+that is trained as a whole in Hugging Face's. The same at every number of workers.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import load
+
+from skyrl.backends.common.models.checkpoint_folder import (
+    PEFT_CONFIG,
+    PEFT_TENSORS,
+    TRAINING_STATE,
+    TRAINING_TENSORS,
+    check_served_rank,
+    header_of,
+    holds_weights_alone,
+    kind_of,
+    pack_header,
+    stored_sequences,
+)
+from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.common.models.store import ModelFormat
+from skyrl.backends.torch.base_model.lora import VALUE_HEAD, Layout
+from skyrl.backends.torch.models.state import TorchState, TorchVersion, adaptable, layout_of
+from skyrl.backends.torch.workers.group import Buffer, WorkerGroup
+from skyrl.backends.torch.workers.worker import Spread
+from skyrl.errors import RequestError
+from skyrl.types import LoraConfig
+from skyrl.utils.adapters.fitting import fitted_adapter
+from skyrl.utils.adapters.naming import PREFIX
+from skyrl.utils.files.atomic_folders import Content, read_folder
+from skyrl.utils.files.hf_files import CONFIG, WEIGHTS, files_beside, peft_config
+from skyrl.utils.files.tensor_file import Tensor, read_tensors, tensor_file
+
+TYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+FLOAT32 = np.dtype(np.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchFormat(ModelFormat[TorchState, TorchVersion]):
+    """`ModelFormat` of buffers that workers hold."""
+
+    base_model: str
+    """Name of the base model in checkpoints."""
+    folder: Path
+    """Its files."""
+    group: WorkerGroup
+    value_head: str
+    """An exported critic's tensor is `<value_head>.weight`."""
+    max_lora_rank: int
+    """Largest rank that is sampled."""
+
+    def weights_bytes(self, state: TorchState) -> int:
+        return state.weights.nbytes
+
+    def version_bytes(self, version: TorchVersion) -> int:
+        return version.weights.nbytes
+
+    def pack_training(self, state: TorchState) -> dict[str, Content]:
+        parts = {"weights": state.weights, "first_moment": state.first_moment, "second_moment": state.second_moment}
+        if state.gradient_sums is not None:
+            parts["gradient_sums"] = state.gradient_sums
+        layout, read = self._layout(state.kind), _Newest()
+        tensors: dict[str, Tensor] = {}
+        for name, buffer in parts.items():
+            start = 0
+            for part in layout.parts:
+                size = int(np.prod(part.shape))
+                make = partial(_piece, read, buffer, start, part.shape)
+                tensors[f"{name}/{part.name}"] = Tensor(part.shape, FLOAT32, make)
+                start += size
+        return {
+            TRAINING_TENSORS: tensor_file(tensors),
+            TRAINING_STATE: pack_header(state.kind, self.base_model, state.step, state.sequences),
+        }
+
+    def load_training(
+        self, path: str, check: Callable[[Kind], None], *, load_optimizer: bool = True, digest: str | None = None
+    ) -> TorchState:
+        files = read_folder(path, digest)
+        header = header_of(files, path)
+        kind = kind_of(header)
+        check(kind)
+        zeros = partial(self.group.zeros, self._layout(kind).size, self.group.spreads(kind).moments)
+        if holds_weights_alone(files, path, load_optimizer):
+            version = self._from_peft(read_tensors(files[PEFT_TENSORS]), json.loads(files[PEFT_CONFIG]), path)
+            return TorchState(kind, version.weights, zeros(), zeros())
+        layout, tensors = self._layout(kind), load(files[TRAINING_TENSORS])
+        if {name: x.shape for name, x in _named(tensors, "weights").items()} != dict(layout.parts):
+            raise RequestError(
+                f"path={path}: this checkpoint was trained on base model {header['base_model']!r}, whose layers have "
+                "other shapes than the one served here, or by another backend; serve what it was trained on to load it"
+            )
+        spreads = self.group.spreads(kind)
+
+        def put(name: str, spread: Spread) -> Buffer:
+            return self.group.put(_flat(layout, _named(tensors, name)), spread)
+
+        state = TorchState(kind, put("weights", spreads.weights), zeros(), zeros())
+        if load_optimizer:
+            state.first_moment = put("first_moment", spreads.moments)
+            state.second_moment = put("second_moment", spreads.moments)
+            state.step = header["step"]
+        if _named(tensors, "gradient_sums"):
+            state.gradient_sums = put("gradient_sums", spreads.sums)
+            state.sequences = stored_sequences(header)
+        return state
+
+    def version_of(self, state: TorchState) -> TorchVersion:
+        return TorchVersion(state.kind, state.weights)
+
+    def pack_version(self, version: TorchVersion, lora_config: LoraConfig) -> dict[str, Content]:
+        if version.kind.is_whole:
+            return self._model_files(version.kind, version.weights)
+        layout, read = self._layout(version.kind), _Newest()
+        tensors: dict[str, Tensor] = {}
+        start = 0
+        for part in layout.parts:
+            make = partial(_piece, read, version.weights, start, part.shape)
+            tensors[f"{PREFIX}{part.name}.weight"] = Tensor(
+                part.shape[::-1], FLOAT32, lambda make=make: np.ascontiguousarray(make().T)
+            )
+            start += int(np.prod(part.shape))
+        config = peft_config(self.base_model, lora_config, self._peft_modules(layout))
+        return {PEFT_TENSORS: tensor_file(tensors), PEFT_CONFIG: json.dumps(config, indent=1).encode()}
+
+    def pack_model(self, state: TorchState) -> dict[str, Content]:
+        return self._model_files(state.kind, state.weights)
+
+    def load_version(self, path: str) -> TorchVersion:
+        """Weights of a sampler checkpoint, or those of a training checkpoint, to sample from.
+
+        Raises:
+            StorageError: Missing or damaged files.
+            RequestError: The adapter does not fit the served base model or `max_lora_rank`.
+        """
+        files = read_folder(path)
+        if PEFT_CONFIG in files:
+            return self._from_peft(read_tensors(files[PEFT_TENSORS]), json.loads(files[PEFT_CONFIG]), path)
+        if WEIGHTS in files:
+            kind = Kind(LoraConfig(rank=0))
+            tensors = {name: x.astype(np.float32) for name, x in load(files[WEIGHTS]).items()}
+            return self._version(kind, tensors, path)
+        kind = kind_of(header_of(files, path))
+        check_served_rank(kind.lora_config.rank, self.max_lora_rank, path)
+        tensors = _named(load(files[TRAINING_TENSORS]), "weights")
+        tensors.pop(VALUE_HEAD, None)
+        return self._version(Kind(kind.lora_config), tensors, path)
+
+    def _from_peft(self, tensors: dict[str, np.ndarray], config: dict[str, Any], path: str) -> TorchVersion:
+        """An adapter that PEFT or any backend saved. Modules and layers without tensors are zero."""
+        modules = adaptable(self.group.facts)
+        fitted, rank, alpha = fitted_adapter(tensors, config, modules)
+        check_served_rank(rank, self.max_lora_rank, path)
+        kind = Kind(LoraConfig.of_groups(rank, alpha, {modules[module].group for module in fitted}))
+        found = {f"{module}.lora_A": pair.a.T for module, pair in fitted.items()}
+        found |= {f"{module}.lora_B": pair.b.T for module, pair in fitted.items()}
+        missing = {part.name: np.zeros(part.shape, np.float32) for part in self._layout(kind).parts}
+        return self._version(kind, missing | found, path)
+
+    def _version(self, kind: Kind, tensors: Mapping[str, np.ndarray], path: str) -> TorchVersion:
+        layout = self._layout(kind)
+        if {name: x.shape for name, x in tensors.items()} != dict(layout.parts):
+            raise RequestError(f"path={path}: its tensors are not those of the base model that is served here")
+        return TorchVersion(kind, self.group.put(_flat(layout, tensors), self.group.spreads(kind).weights))
+
+    def _peft_modules(self, layout: Layout) -> list[str]:
+        """Names of the adapted modules: without their paths, if all of these names are."""
+        trained = {part.name.rpartition(".")[0] for part in layout.parts}
+        names = {module.rpartition(".")[2] for module in trained}
+        alike = {target.module for target in self.group.facts.targets if target.module.rpartition(".")[2] in names}
+        return sorted(names if alike == trained else trained)
+
+    def _layout(self, kind: Kind) -> Layout:
+        return layout_of(self.group.facts, kind)
+
+    def _model_files(self, kind: Kind, weights: Buffer) -> dict[str, Content]:
+        """Files of the base model with what was trained merged into it, W + scaling (A B), in float32."""
+        facts, layout, read = self.group.facts, self._layout(kind), _Newest()
+        dtype = TYPES[facts.dtype]
+        starts = dict(zip((part.name for part in layout.parts), _starts(layout), strict=True))
+        shapes = dict(layout.parts)
+        config = json.loads((self.folder / CONFIG).read_text())
+        tensors: dict[str, Tensor] = {}
+        for name, shape in facts.parameters.items():
+            base = partial(self._parameter, name)
+            make = partial(_piece, read, weights, starts[name], shape) if kind.is_whole else base
+            tensors[name] = Tensor(shape, FLOAT32, make)
+        for target in () if kind.is_whole else facts.targets:
+            if f"{target.module}.lora_A" not in starts:
+                continue
+            name = f"{target.module}.weight"
+            if name not in tensors:  # tied to the embedding, which it is not any more
+                config["tie_word_embeddings"] = False
+            pair = [
+                partial(_piece, read, weights, starts[matrix], shapes[matrix])
+                for matrix in (f"{target.module}.lora_A", f"{target.module}.lora_B")
+            ]
+            make = partial(_merged, tensors.get(name, tensors[facts.embedding]).make, pair, kind.lora_config.scaling)
+            tensors[name] = Tensor((target.out_features, target.in_features), FLOAT32, make)
+        for key in ("dtype", "torch_dtype"):
+            if key in config:
+                config[key] = facts.dtype
+        files = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
+        if kind.value_head:
+            make = partial(_piece, read, weights, starts[VALUE_HEAD], (1, facts.hidden_size))
+            files[f"{self.value_head}.weight"] = Tensor((1, facts.hidden_size), FLOAT32, make)
+        written = {CONFIG: json.dumps(config, indent=2).encode(), WEIGHTS: tensor_file(files, {"format": "pt"})}
+        return {**files_beside(self.folder), **written}
+
+    def _parameter(self, name: str) -> np.ndarray:
+        return self.group.wait(self.group.run("parameter", name), "parameter")
+
+
+class _Newest:
+    """Numbers of the buffer that was read last: tensors of one are written one after the other."""
+
+    def __init__(self) -> None:
+        self._buffer: Buffer | None = None
+        self._values = np.zeros(0, np.float32)
+
+    def of(self, buffer: Buffer) -> np.ndarray:
+        if buffer is not self._buffer:
+            self._values = np.zeros(0, np.float32)  # before there is another
+            self._buffer, self._values = buffer, buffer.read()
+        return self._values
+
+
+def _piece(read: _Newest, buffer: Buffer, start: int, shape: tuple[int, ...]) -> np.ndarray:
+    return read.of(buffer)[start : start + int(np.prod(shape))].reshape(shape)
+
+
+def _merged(base: Callable[[], np.ndarray], pair: list[Callable[[], np.ndarray]], scaling: float) -> np.ndarray:
+    a, b = (make() for make in pair)
+    return base() + np.float32(scaling) * (a @ b).T
+
+
+def _starts(layout: Layout) -> list[int]:
+    sizes = [int(np.prod(part.shape)) for part in layout.parts]
+    return [0, *np.cumsum(sizes)[:-1].tolist()]
+
+
+def _named(tensors: Mapping[str, np.ndarray], group: str) -> dict[str, np.ndarray]:
+    """Tensors of one buffer by their names in the layout."""
+    return {name.removeprefix(f"{group}/"): x for name, x in tensors.items() if name.startswith(f"{group}/")}
+
+
+def _flat(layout: Layout, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Tensors as one buffer."""
+    return np.concatenate([tensors[part.name].reshape(-1) for part in layout.parts]).astype(np.float32, copy=False)

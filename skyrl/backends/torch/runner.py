@@ -1,0 +1,108 @@
+"""`ModelRunner` of the torch backend: calls of the first worker, which holds the cache."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from skyrl.backends.common.sampling.model_runner import Drawn, Group, ModelRunner, Rows, chunks_within
+from skyrl.backends.common.versions import BASE_SLOT, VersionPool
+from skyrl.backends.torch.models.state import TorchVersion
+from skyrl.backends.torch.workers.group import WorkerGroup
+from skyrl.backends.torch.workers.worker import Named
+
+
+class TorchRunner(ModelRunner[TorchVersion]):
+    """Sampling by a group of workers.
+
+    Args:
+        group: The workers.
+        versions: The pool whose slots are sampled from.
+        token_bytes: Keys and values of one token in all layers.
+        max_rows: Sequences decoded at once.
+        deterministic: Whether shapes do not depend on what else runs, and each version is decoded alone.
+        max_tokens: Tokens of a prompt that a call reads at most; 0: as many as are read at once.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        versions: VersionPool[TorchVersion],
+        *,
+        token_bytes: int,
+        max_rows: int,
+        deterministic: bool,
+        max_tokens: int = 0,
+    ):
+        self._group = group
+        self._versions = versions
+        self._deterministic = deterministic
+        self._pages = 0
+        self.vocab_size = group.facts.vocab_size
+        self.token_bytes = token_bytes
+        self.row_counts = (max_rows,) if deterministic else None
+        self.chunks = chunks_within(max_tokens)
+
+    def open(self, pages: int, blocks: int, states: int) -> None:
+        self._pages = pages
+        self.clear()
+
+    @property
+    def lost(self) -> bool:
+        """Never: a call that fails leaves the pages of others as they were."""
+        return False
+
+    def clear(self) -> None:
+        self._call("open_cache", self._pages)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if pairs:
+            self._call("copy_pages", list(pairs))
+
+    def read(
+        self, version: TorchVersion | None, table: Sequence[int], tokens: np.ndarray, start: int, state: int
+    ) -> list[int]:
+        return list(range(self._call("read", _named(version), list(table), tokens, start)))
+
+    def project(self, version: TorchVersion | None, states: int) -> None:
+        self._call("project", _named(version), states)
+
+    def pick(self, logits: None, ids: np.ndarray) -> np.ndarray:
+        return self._call("pick", ids)
+
+    def best(self, logits: None, k: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._call("best", k)
+
+    def alternatives(
+        self, logits: None, seed: np.ndarray, position: int, first: int, temperature: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return self._call("alternatives", seed, position, first, temperature)
+
+    def groups(self, slots: Sequence[int]) -> list[Group]:
+        held = {slot: self._versions.adapter(slot) for slot in slots}
+        whole = [slot for slot, version in held.items() if version is not None and version.kind.is_whole]
+        adapted = [slot for slot in slots if slot not in whole and slot != BASE_SLOT]
+        together = [[slot] for slot in adapted] if self._deterministic else [adapted] if adapted else []
+        groups = [Group({slot: place for place, slot in enumerate(some)}, self._handles(some)) for some in together]
+        if BASE_SLOT in held:
+            if groups and not self._deterministic:
+                groups[0].places[BASE_SLOT] = -1
+            else:
+                groups.append(Group({BASE_SLOT: -1}, []))
+        return groups + [Group({slot: -1}, self._handles([slot])) for slot in whole]
+
+    def _handles(self, slots: Sequence[int]) -> list[Named]:
+        return [_named(self._versions.adapter(slot)) for slot in slots]
+
+    def decode(self, group: Group, rows: Rows, steps: int) -> Drawn:
+        return self._call("decode", group.handle, rows, steps, self._deterministic)
+
+    def drawn(self, decoded: Drawn, top: bool) -> Drawn:
+        return decoded
+
+    def _call(self, *command: Any) -> Any:
+        return self._group.wait(self._group.first(*command), command[0])
+
+
+def _named(version: TorchVersion | None) -> Named:
+    return None if version is None else (version.kind, version.weights.handle)

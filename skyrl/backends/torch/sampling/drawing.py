@@ -1,0 +1,122 @@
+"""Drawing tokens from logits, as `skyrl.tx.sampling` does in JAX: same numbers, same filters, same ties."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+COLDEST = 1e-30
+"""Temperatures up to here are 0: float32 has no room for logits divided by them."""
+
+
+def draw(
+    logits: Tensor, uniforms: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None = None
+) -> Tensor:
+    """One token int64 per row of logits float32 `[rows, vocab]`.
+
+    Args:
+        logits: Untempered.
+        uniforms: float32 `[rows]` in [0, 1).
+        temperature: float32 `[rows]`. 0 takes the most likely token (the first of equals).
+        top_k: int64 `[rows]`. Keep the k most likely tokens; 0 keeps all.
+        top_p: float32 `[rows]`. Then keep the fewest tokens whose share of the tempered distribution reaches it.
+        min_p: float32 `[rows]`. Then keep the tokens at least this fraction as likely as the likeliest.
+    """
+    greedy, warm = logits.argmax(-1), temperature > COLDEST
+    if not warm.any():
+        return greedy
+    tempered = (logits - logits.amax(-1, keepdim=True)) / torch.where(warm, temperature, 1.0)[:, None]
+    weights = tempered.exp()
+    kept = None
+    if bool((warm & ((top_k > 0) | (top_p < 1))).any()):
+        kept = _filtered(tempered, top_k, top_p)
+    if min_p is not None:
+        likely = weights >= min_p[:, None]
+        kept = likely if kept is None else kept & likely
+    if kept is not None:
+        weights = torch.where(kept, weights, 0.0)
+    return torch.where(warm & _possible(weights), invert(weights, uniforms[:, None])[:, 0], greedy)
+
+
+class Occurrences(NamedTuple):
+    """Tokens that were there before, as `skyrl.tx.sampling.Occurrences`."""
+
+    prompted: Tensor
+    """bool `[rows, vocab]`."""
+    generated: Tensor
+    """float32 `[rows, vocab]`, times."""
+
+    @classmethod
+    def of(cls, tokens: Tensor, prompt: Tensor, vocab: int) -> "Occurrences":
+        """Those in rows int64 `[rows, some]` of `prompt` `[rows]` tokens of a prompt, then generated ones, then -1."""
+        inside = torch.arange(tokens.shape[1], device=tokens.device) < prompt[:, None]
+        known, places = tokens >= 0, tokens.clamp_min(0)
+        zeros = torch.zeros(len(tokens), vocab, device=tokens.device)
+        prompted, generated = (zeros.scatter_add(1, places, (known & which).float()) for which in (inside, ~inside))
+        return cls(prompted > 0, generated)
+
+    def add(self, rows: Tensor, tokens: Tensor) -> None:
+        """Count one more token of each of these rows."""
+        self.generated[rows, tokens] += 1
+
+
+def penalised(logits: Tensor, occurred: Occurrences, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
+    """Logits less what it costs a token to have been there before, as `skyrl.tx.sampling.penalised`."""
+    repetition, times = repetition[:, None], occurred.generated
+    seen = occurred.prompted | (times > 0)
+    logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    return logits - frequency[:, None] * times - presence[:, None] * (times > 0)
+
+
+def draw_many(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Tokens int64 `[rows, draws]`, drawn with replacement, and their log-probabilities at temperature 1.
+
+    Args:
+        logits: float32 `[rows, vocab]`.
+        uniforms: float32 `[rows, draws]`.
+        temperature: 0 takes the most likely token every time.
+    """
+    tokens = logits.argmax(-1, keepdim=True).expand(uniforms.shape)
+    if temperature > COLDEST:
+        weights = ((logits - logits.amax(-1, keepdim=True)) / temperature).exp()
+        tokens = torch.where(_possible(weights)[:, None], invert(weights, uniforms), tokens)
+    return tokens, logprobs_of(logits, tokens)
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probabilities float32 `[rows, n]` of tokens int64 `[rows, n]`, in nats."""
+    return logits.gather(-1, tokens) - torch.logsumexp(logits, -1, keepdim=True)
+
+
+def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The `k` most likely tokens int64 `[rows, k]`, the first of equals first, and their log-probabilities."""
+    top, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
+    return ids[:, :k], top[:, :k] - torch.logsumexp(logits, -1, keepdim=True)
+
+
+def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """First token at which the cumulative weight passes each number's part of the total, int64 as `uniforms`.
+
+    Sums are float64, in which a weight of zero adds nothing, so that no such token is found.
+    """
+    ends = weights.double().cumsum(-1)
+    target = uniforms.double() * ends[:, -1:]
+    return torch.searchsorted(ends, target, right=True).clamp_max(weights.shape[1] - 1)
+
+
+def _possible(weights: Tensor) -> Tensor:
+    """Rows in which some token can be drawn."""
+    return (weights > 0).any(-1)
+
+
+def _filtered(tempered: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Tokens inside top-k, then inside top-p of what is left, bool as `tempered`. Ties go to the lower id."""
+    vocab = tempered.shape[1]
+    ordered, ids = torch.sort(tempered, dim=-1, descending=True, stable=True)
+    places = torch.arange(vocab, device=tempered.device)
+    kept = places < torch.where(top_k > 0, top_k.clamp_max(vocab), vocab)[:, None]
+    weights = torch.where(kept, ordered.exp(), 0.0).double()
+    ends = weights.cumsum(-1)
+    enough = top_p.double()[:, None] * ends[:, -1:]
+    kept &= (ends - weights < enough) | (top_p >= 1)[:, None]
+    return torch.zeros_like(kept).scatter(-1, ids, kept)

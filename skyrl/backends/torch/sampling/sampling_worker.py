@@ -1,0 +1,221 @@
+"""Sampling as a worker computes it: prompts into pages of a KV cache, bursts of decoding, scores of prompts."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from skyrl.backends.common.page_table import PAGE_SIZE
+from skyrl.backends.common.sampling.model_runner import (
+    BURST,
+    DRAWS_AT_ONCE,
+    LARGEST_INT32,
+    SCORED_AT_ONCE,
+    TOP_WIDTHS,
+    Drawn,
+    Rows,
+)
+from skyrl.backends.common.sampling.random_numbers import uniforms
+from skyrl.backends.torch.base_model.attention import Paged, PagedCache
+from skyrl.backends.torch.base_model.lora import Bank, bank_of
+from skyrl.backends.torch.base_model.model import LoadedModel, Weights
+from skyrl.backends.torch.sampling.drawing import Occurrences, draw, draw_many, likeliest, logprobs_of, penalised
+
+BANKS = 8
+"""Banks that are kept; the least recently used one goes."""
+
+
+class SamplingWorker:
+    """Calls of a `ModelRunner`. What was read last is what is scored; its logits are what tokens are found in.
+
+    Ranks that share the base weights do each call together, with the same arguments.
+
+    Args:
+        model: The base model.
+    """
+
+    def __init__(self, model: LoadedModel):
+        self._model = model
+        self._cache: PagedCache | None = None
+        self._pages = 0
+        self._hidden = torch.empty(0)
+        self._logits = torch.empty(0)
+        self._banks: dict[tuple[int, ...], Bank | None] = {}
+
+    def open(self, pages: int) -> None:
+        """Forget what is in the cache, which has so many pages and is made when it is needed."""
+        self._pages, self._cache = pages, None
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages (source, target)."""
+        sources, targets = torch.tensor(pairs, dtype=torch.int64, device=self._model.device).T
+        self._paged.copy(sources, targets)
+
+    @property
+    def _paged(self) -> PagedCache:
+        if self._cache is None:
+            model = self._model
+            self._cache = PagedCache(self._pages, PAGE_SIZE, model.cache_shapes, model.dtype, model.device)
+        return self._cache
+
+    @torch.no_grad()
+    def read(self, weights: Weights | None, table: Sequence[int], tokens: np.ndarray, start: int) -> int:
+        """Read tokens int32 `[n]` of a prompt, from position `start` on. Returns the number of blocks to score."""
+        model = self._model
+        positions = torch.arange(start, start + len(tokens), device=model.device)[None]
+        view = Paged(self._paged, self._on_device(np.asarray([table])), positions)
+        with model.using(weights):
+            self._hidden = model.base.run(lambda: model.hidden(self._on_device(tokens[None]), positions, view)[0])
+        return -(-len(tokens) // SCORED_AT_ONCE)
+
+    @torch.no_grad()
+    def project(self, weights: Weights | None, block: int) -> None:
+        """Logits of a block of what was read last."""
+        states = self._hidden[block * SCORED_AT_ONCE : (block + 1) * SCORED_AT_ONCE]
+        with self._model.using(weights):
+            self._logits = self._model.base.run(lambda: self._model.logits(states[None])[0].float())
+
+    @torch.no_grad()
+    def pick(self, ids: np.ndarray) -> np.ndarray:
+        """Log-probabilities of tokens int32 `[SCORED_AT_ONCE, width]`."""
+        found = logprobs_of(self._logits, self._on_device(ids[: len(self._logits)]))
+        return _filled(found, np.float32)
+
+    @torch.no_grad()
+    def best(self, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """The `k` most likely tokens of each row, and their log-probabilities."""
+        ids, logprobs = likeliest(self._logits, k)
+        return _filled(ids, np.int32), _filled(logprobs, np.float32)
+
+    @torch.no_grad()
+    def alternatives(
+        self, seed: np.ndarray, position: int, first: int, temperature: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draws of each row, and their log-probabilities."""
+        rows = len(self._logits)
+        places = position + np.arange(rows, dtype=np.int32)
+        seeds = np.broadcast_to(seed, (rows, 2))
+        numbers = [
+            uniforms(seeds, np.full(rows, LARGEST_INT32 - number, np.int32), places)
+            for number in range(first, first + DRAWS_AT_ONCE)
+        ]
+        tokens, logprobs = draw_many(self._logits, self._on_device(np.stack(numbers, 1)), temperature)
+        return _filled(tokens, np.int32), _filled(logprobs, np.float32)
+
+    @torch.no_grad()
+    def decode(
+        self, versions: Sequence[Weights | None], contents: tuple[int, ...], rows: Rows, steps: int, fixed: bool
+    ) -> Drawn:
+        """Generate up to `steps` tokens in each row.
+
+        Args:
+            versions: Adapters that `rows.slots` count, -1 is the base model; or one that has weights of its own.
+            contents: A number for each that no other ever has.
+            rows: What each row is about.
+            steps: No more than `BURST`.
+            fixed: Whether shapes are the same whatever rows there are.
+        """
+        model, count = self._model, len(rows.tokens)
+        table, slots = self._on_device(rows.table), self._on_device(rows.slots)
+        width = min(TOP_WIDTHS[-1], model.vocab_size) if rows.top.any() else 0
+        drawn = Drawn(
+            np.zeros((BURST, count), np.int32),
+            np.zeros((BURST, count), np.float32),
+            np.zeros((BURST, count, width), np.int32),
+            np.zeros((BURST, count, width), np.float32),
+        )
+        alive, tokens, positions = np.flatnonzero(rows.limits > 0), rows.tokens.copy(), rows.positions.copy()
+        reach = PAGE_SIZE * rows.table.shape[1] if fixed else int(positions.max()) + steps
+        adapters = [version for version in versions if version is not None and not version.kind.is_whole]
+        own = None if adapters or not versions else versions[0]
+        bank, occurred = self._bank(adapters, contents), None
+        if rows.options is not None and (penalties := rows.options.penalties) is not None:
+            before, prompt = self._on_device(penalties.before), self._on_device(penalties.prompt)
+            occurred = Occurrences.of(before, prompt, model.vocab_size)
+        with model.using(own):
+            for step in range(steps):
+                at = np.arange(count) if fixed else alive
+                here = self._on_device(at)
+                places = self._on_device(positions[at])[:, None]
+                view = Paged(self._paged, table[here], places, reach)
+                with nullcontext() if bank is None else model.hooks.bank(bank, slots[here]):
+                    logits = self._next(self._on_device(tokens[at])[:, None], places, view)
+                found, logprobs, best = self._draw(logits, rows, at, step, width, occurred)
+                drawn.tokens[step, at], drawn.logprobs[step, at] = found, logprobs
+                if best is not None:
+                    drawn.top_ids[step, at], drawn.top_logprobs[step, at] = best
+                going = np.isin(at, alive)
+                ended = (found[:, None] == rows.stops[at]).any(1) | (step + 1 >= rows.limits[at])
+                alive = at[going & ~ended]
+                tokens[alive] = drawn.tokens[step, alive]
+                positions[alive] += 1
+                if not len(alive):
+                    break
+        return drawn
+
+    def _next(self, tokens: Tensor, positions: Tensor, view: Paged) -> Tensor:
+        """Logits float32 `[rows, vocab]` of what follows one token in each row."""
+        model = self._model
+        return model.base.run(lambda: model.logits(model.hidden(tokens, positions, view))[:, 0].float())
+
+    def _draw(
+        self, logits: Tensor, rows: Rows, at: np.ndarray, step: int, width: int, occurred: Occurrences | None
+    ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
+        """Tokens that these rows draw, their log-probabilities, and the most likely ones if there is a `width`."""
+        number = rows.steps[at] + step
+        allowed, min_p, here = logits, None, self._on_device(at)
+        if rows.options is not None:
+            if occurred is not None and (penalties := rows.options.penalties) is not None:
+                costs = (penalties.repetition, penalties.presence, penalties.frequency)
+                counted = Occurrences(*(counts[here] for counts in occurred))
+                allowed = penalised(logits, counted, *(self._on_device(cost[at]) for cost in costs))
+            min_p = self._on_device(rows.options.min_p[at])
+            held = np.flatnonzero(number < rows.options.min_tokens[at])
+            pairs = [(row, token) for row in held for token in rows.stops[at[row]] if token >= 0]
+            if pairs:
+                where = torch.tensor(pairs, device=logits.device).T
+                allowed = allowed.clone()
+                allowed[where[0], where[1]] = -torch.inf
+        random = self._on_device(uniforms(rows.seeds[at], rows.sample_index[at], number))
+        temperature, top_k, top_p = (self._on_device(x[at]) for x in (rows.temperature, rows.top_k, rows.top_p))
+        found = draw(allowed, random, temperature, top_k, top_p, min_p)
+        if self._model.base.is_sharded:
+            dist.broadcast(found, 0)  # ranks have to go on alike, whatever the last bits of their logits
+        if occurred is not None:
+            occurred.add(here, found)
+        scored = logits / self._on_device(rows.scale[at])[:, None]
+        logprobs = logprobs_of(scored, found[:, None])[:, 0]
+        best = None
+        if width:
+            ids, scores = likeliest(scored, width)
+            best = ids.cpu().numpy().astype(np.int32), scores.cpu().numpy()
+        return found.cpu().numpy().astype(np.int32), logprobs.cpu().numpy(), best
+
+    def _bank(self, versions: Sequence[Weights], contents: tuple[int, ...]) -> Bank | None:
+        """Adapters side by side; after them a place that changes nothing, which -1 finds."""
+        if contents in self._banks:
+            self._banks[contents] = self._banks.pop(contents)
+        else:
+            adapters = [(version.tensors, version.kind.lora_config.scaling) for version in versions]
+            self._banks[contents] = bank_of(adapters, 1) if adapters else None
+            while len(self._banks) > BANKS:
+                self._banks.pop(next(iter(self._banks)))
+        return self._banks[contents]
+
+    def forget_banks(self, contents: int) -> None:
+        """Forget banks that hold a version."""
+        self._banks = {key: bank for key, bank in self._banks.items() if contents not in key}
+
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        kind = torch.float32 if array.dtype.kind == "f" else torch.int64
+        return torch.as_tensor(array.astype(np.int64 if kind is torch.int64 else np.float32), device=self._model.device)
+
+
+def _filled(values: Tensor, dtype: type) -> np.ndarray:
+    """Values of the rows there are, as `[SCORED_AT_ONCE, ...]` on the host."""
+    whole = np.zeros((SCORED_AT_ONCE, *values.shape[1:]), dtype)
+    whole[: len(values)] = values.cpu().numpy()
+    return whole

@@ -1,0 +1,252 @@
+"""A training pass over one tile, and an optimizer step: what a worker computes of a model, as functions of tensors."""
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl.algorithms.losses import LOSSES, LossInputs
+from skyrl.algorithms.objective import Objective, Output
+from skyrl.algorithms.traced.objective import measured
+from skyrl.backends.common.adamw import AdamScalars
+from skyrl.backends.common.dimuon import DimuonScalars, matrix_sign
+from skyrl.backends.common.packing import TileArrays
+from skyrl.backends.common.pass_output import PassOutput
+from skyrl.backends.torch.base_model.attention import Packed
+from skyrl.backends.torch.base_model.lora import VALUE_HEAD
+from skyrl.backends.torch.base_model.model import LoadedModel, Weights
+from skyrl.backends.torch.training.scores import token_scores
+
+
+def run_tile(
+    model: LoadedModel,
+    weights: Weights | None,
+    tile: TileArrays,
+    objective: Objective | None,
+    forward_only: bool,
+    chunk: int,
+    idle: bool = False,
+) -> tuple[PassOutput | Exception, dict[str, Tensor]]:
+    """Outputs of a tile, and the gradients of this rank's weights by their names; none if it goes forward only.
+
+    A loss that fails is the output, not raised: ranks that compute together meet in the backward pass all the same.
+
+    Args:
+        model: The base model.
+        weights: Of the model; None is the base model.
+        tile: Sequences, one after the other from the first cell on.
+        objective: None is a loss of the protocol, which the tile names.
+        forward_only: Whether there are no gradients.
+        chunk: As in `token_scores`.
+        idle: Whether this rank only takes part, with gradients of zero.
+    """
+    leaves: dict[str, Tensor] = {}
+    if weights is not None and not forward_only:
+        leaves = {
+            name: x.detach().requires_grad_()
+            for name, x in weights.tensors.items()
+            if name == VALUE_HEAD or not weights.kind.is_whole
+        }
+        weights = Weights(weights.kind, {**weights.tensors, **leaves})
+    head = None
+    if weights is not None and VALUE_HEAD in weights.tensors:
+        head = model.tensor_ranks.once(weights.tensors[VALUE_HEAD])
+
+    outputs = ("logprobs",) if objective is None else objective.outputs
+
+    metrics: dict[str, Tensor] = {}
+    share = model.ranks.share(tile)
+
+    def compute() -> tuple[Tensor, Tensor, dict[Output, Tensor]] | tuple[Tensor, Exception, None]:
+        hidden = _hidden(model, tile, share)
+        total = _zero(model, hidden) if model.meets_others else hidden.new_zeros(())
+        try:
+            scores = _scores_of_all(model, hidden, head, tile, share, outputs, chunk)
+            losses, of_sequences = _losses(model, scores, tile, objective)
+            metrics.update(of_sequences)
+        except Exception as error:
+            return total, error, None
+        if not idle:
+            total = total + losses.sum()
+        return total, losses.detach(), {name: x.detach() for name, x in scores.items()}
+
+    with model.using(weights, not forward_only, share.dropout), torch.set_grad_enabled(not forward_only):
+        total, losses, scores = model.base.run(compute)
+        if total.requires_grad:
+            total.backward()
+    gradients: dict[str, Tensor] = {}
+    if weights is not None and not forward_only:
+        for name, x in weights.tensors.items():
+            gradient = leaves[name].grad if name in leaves else model.base.gradient(name)
+            gradients[name] = torch.zeros_like(x) if gradient is None else gradient
+    if scores is None:
+        assert isinstance(losses, Exception)
+        return losses, gradients
+    size = len(tile.tokens)
+    on_host: dict[Output, np.ndarray] = {name: _padded(x, size) for name, x in scores.items()}
+    assert isinstance(losses, Tensor)
+    on_host_metrics = {name: values.float().cpu().numpy() for name, values in metrics.items()}
+    return PassOutput(_padded(losses, size), on_host, on_host_metrics), gradients
+
+
+def _zero(model: LoadedModel, hidden: Tensor) -> Tensor:
+    """Zero, from which a backward pass meets every weight, whatever the loss reads: its collectives are alike then."""
+    return 0 * (hidden.float().sum() + model.logits(hidden[:1]).float().sum())
+
+
+def _placed(model: LoadedModel, array: np.ndarray, used: int) -> Tensor:
+    array = array[:used]
+    return torch.tensor(array, dtype=torch.int64 if array.dtype == np.int32 else None, device=model.device)
+
+
+def _hidden(model: LoadedModel, tile: TileArrays, share: TileArrays) -> Tensor:
+    """Hidden states `[tokens, hidden]` of the cells in use of this rank's share."""
+    used = int(share.read)
+    tokens, positions = _placed(model, share.tokens, used), _placed(model, share.positions, used)
+    lengths = np.bincount(tile.segments[: int(tile.read)]).tolist()
+    return model.hidden(tokens[None], positions[None], Packed(lengths, model.ranks))[0]
+
+
+def _scores_of_all(
+    model: LoadedModel,
+    hidden: Tensor,
+    value_head: Tensor | None,
+    tile: TileArrays,
+    share: TileArrays,
+    outputs: Sequence[Output],
+    chunk: int,
+) -> dict[Output, Tensor]:
+    """Scores of all cells in use, of which each rank computes those of its share."""
+    if model.ranks.size == 1:
+        return _scores(model, hidden, value_head, share, outputs, chunk)
+    widths = [share.targets.shape[1] if name == "logprobs" else 1 for name in outputs]
+    failure = None
+    try:
+        scores = _scores(model, hidden, value_head, share, outputs, chunk)
+        columns = torch.cat([scores[name].view(len(hidden), -1) for name in outputs], 1)
+    except Exception as error:  # the others are waiting; what they make of it fails with this
+        failure = error
+        columns = torch.zeros(len(hidden), sum(widths), device=model.device)
+    whole = model.ranks.gathered(columns)[: int(tile.read)]
+    if failure is not None:
+        raise failure
+    parts = dict(zip(outputs, whole.split(widths, 1), strict=True))
+    return {name: part if name == "logprobs" else part[:, 0] for name, part in parts.items()}
+
+
+def _scores(
+    model: LoadedModel,
+    hidden: Tensor,
+    value_head: Tensor | None,
+    tile: TileArrays,
+    outputs: Sequence[Output],
+    chunk: int,
+) -> dict[Output, Tensor]:
+    """Inputs of the loss of the cells in use."""
+    used, trained = int(tile.read), int(tile.trained)
+    scores: dict[Output, Tensor] = {}
+    if "logprobs" in outputs:
+        targets = _placed(model, tile.targets, used)
+        temperature = None if tile.temperature is None else _placed(model, tile.temperature, used)
+        order = torch.tensor(tile.order[:used].astype(np.int64), device=model.device)
+        parts = []
+        for cells, with_gradient in ((order[:trained], True), (order[trained:], False)):
+            if not len(cells):
+                continue
+            with torch.set_grad_enabled(with_gradient and torch.is_grad_enabled()):
+                some = None if temperature is None else temperature[cells]
+                parts.append(
+                    token_scores(model.logits, hidden[cells], targets[cells], some, "entropy" in outputs, chunk)
+                )
+        back = torch.argsort(order)
+        scores["logprobs"] = torch.cat([part.logprobs for part in parts])[back]
+        if "entropy" in outputs:
+            scores["entropy"] = torch.cat([part.entropy for part in parts if part.entropy is not None])[back]
+    if "values" in outputs:
+        assert value_head is not None
+        scores["values"] = hidden.float() @ value_head
+    return scores
+
+
+def _losses(
+    model: LoadedModel, scores: dict[Output, Tensor], tile: TileArrays, objective: Objective | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss `[tokens]` of the cells in use, and a traced loss's metrics `[sequences]`."""
+    used = int(tile.read)
+    segments = tile.segments[:used]
+    weights = _placed(model, tile.weights, used)
+    logprob, weight = torch.zeros_like(weights[:, 0]), weights[:, 0]
+    if "logprobs" in scores:
+        logprob = scores["logprobs"][:, 0]
+        if weights.shape[1] > 1:  # their weighted sum is the log-probability
+            logprob, weight = (scores["logprobs"] * weights).sum(-1), torch.ones_like(logprob)
+    given = {name: _placed(model, x, used) for name, x in tile.inputs.items()}
+    fields = {**given, **scores, "logprobs": logprob, "weights": weight}
+    named = None
+    if tile.named is not None:
+        named = {name: _placed(model, x, used)[None] for name, x in tile.named.items()}
+        named["logprobs"] = (logprob if weights.shape[1] == 1 else scores["logprobs"])[None]
+    x = LossInputs(
+        segments=torch.tensor(segments, device=model.device)[None],
+        num_segments=int(segments.max()) + 1,
+        named=named,
+        **{name: value[None] for name, value in fields.items()},
+    )
+    if objective is not None:
+        losses, metrics = measured(objective, x)
+        return losses[0], {name: values[0] for name, values in metrics.items()}
+    loss = LOSSES[list(LOSSES)[int(tile.loss_index)]]
+    knobs = dict(zip(loss.knobs, tile.knobs.tolist(), strict=False))
+    return loss(x, **knobs)[0], {}
+
+
+def _padded(values: Tensor, size: int) -> np.ndarray:
+    """Values of the cells in use, and zeros for the others."""
+    whole = np.zeros((size, *values.shape[1:]), np.float32)
+    whole[: len(values)] = values.detach().float().cpu().numpy()
+    return whole
+
+
+def dimuon(weights: Tensor, momentum: Tensor, shapes: Sequence[tuple[int, ...]], p: DimuonScalars) -> Tensor:
+    """New weights of one step of `skyrl.backends.common.dimuon`.
+
+    Args:
+        weights: Flat, float32, of the whole model.
+        momentum: Flat, after this step's gradients.
+        shapes: Of the matrices in them, one after the other.
+        p: Hyper-parameters.
+    """
+    pieces = momentum.split([prod(shape) for shape in shapes])
+    signs = [matrix_sign(piece.view(shape)).reshape(-1) for piece, shape in zip(pieces, shapes, strict=True)]
+    return weights - float(p.learning_rate) * torch.cat(signs)
+
+
+def adamw(
+    weights: Tensor, gradients: Tensor | None, first: Tensor, second: Tensor, p: AdamScalars, norm: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """New weights, first and second moments of one AdamW step, as `torch.optim.AdamW` after `clip_grad_norm_`.
+
+    Gradients are divided by `gradient_divisor` before either.
+
+    Args:
+        weights: Flat, float32, as all of these; a part of a model's if it is spread over workers.
+        gradients: None is zero.
+        first: First moment.
+        second: Second moment.
+        p: Hyper-parameters.
+        norm: Global norm of the divided gradients of the whole model.
+
+    Source: Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101, algorithm 2.
+    """
+    scalars = AdamScalars(*(float(value) for value in p))
+    taken = torch.zeros_like(weights) if gradients is None else gradients
+    clip = min(1.0, scalars.grad_clip_norm / (norm + 1e-6)) if scalars.grad_clip_norm > 0 else 1.0
+    scale = clip / scalars.gradient_divisor
+    if scale != 1.0:
+        taken = taken * scale
+    first = first * scalars.keep_first + taken * scalars.new_first
+    second = second * scalars.keep_second + taken * taken * scalars.new_second
+    step = first * scalars.step_size / (second.sqrt() / scalars.root_correction + scalars.eps)
+    return weights * scalars.decay - step, first, second

@@ -1,0 +1,240 @@
+"""Groups of workers: what the driver says to all ranks at once, wherever these are.
+
+A command goes to every rank in the same order, so that collectives meet. What of it failed on all ranks alike is the
+command's failure; what failed on some of them leaves the group without a common state, and loses it.
+"""
+
+import itertools
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple, TypeVar
+
+from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.torch.workers.worker import Command, ModelFacts, Spread, Worker, WorkerOptions
+from skyrl.errors import BackendLost
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
+
+class Buffer:
+    """A flat float32 buffer that workers hold until nobody has this any more. Its numbers never change."""
+
+    def __init__(self, group: "WorkerGroup", size: int, spread: Spread):
+        self.handle = next(group.handles)
+        self.size = size
+        self.spread: Spread = spread
+        self._group = group
+
+    def __del__(self) -> None:
+        self._group.dropped.append(self.handle)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all ranks but for replicas."""
+        return 4 * self.size
+
+    def read(self) -> Any:
+        """Its numbers on the host, float32 `[size]`. From any thread."""
+        return self._group.wait(self._group.run("get", self.handle, self.size, self.spread), "get")
+
+
+class Spreads(NamedTuple):
+    """Placements of a model's buffers on ranks."""
+
+    weights: Spread
+    moments: Spread
+    sums: Spread
+
+
+class WorkerGroup(ABC):
+    """Interchangeable executors of `Worker`: in this process, local processes, Ray actors."""
+
+    world: int
+    """Ranks there are."""
+    facts: ModelFacts
+    timeout_s: float | None = None
+    """Seconds without any answer after which `wait` gives the workers up; None: never."""
+
+    def __init__(self) -> None:
+        self._heard = 0.0
+        self.handles = itertools.count(1)
+        self.dropped: deque[int] = deque()
+        """Buffers that nobody has any more. Freed with the next command."""
+
+    def run(self, *command: Any) -> "Future[Any]":
+        """Result of one command on all ranks, which is that of the first."""
+        outcome: Future[Any] = Future()
+
+        def done(answers: "Future[list[list[Any]]]") -> None:
+            error = answers.exception()
+            if error is None:
+                results = [rank[-1] for rank in answers.result()]
+                failures = [result for result in results if isinstance(result, BaseException)]
+                if len(failures) == len(results):
+                    error = failures[0]
+                elif failures:
+                    error = BackendLost(
+                        f"{command[0]} failed on {len(failures)} of {len(results)} ranks: {failures[0]}"
+                    )
+                    self.lost(error)
+                else:
+                    outcome.set_result(results[0])
+            if error is not None:
+                outcome.set_exception(error)
+
+        self._send([[command]] * self.world).add_done_callback(done)
+        return outcome
+
+    def tell(self, *command: Any) -> None:
+        """Do a command on all ranks. Nobody waits for it, so if it fails the group is lost."""
+
+        def check(outcome: "Future[Any]") -> None:
+            error = outcome.exception()
+            if error is not None and not isinstance(error, BackendLost):
+                self.lost(BackendLost(f"{command[0]} failed on all ranks: {error}"))
+
+        self.run(*command).add_done_callback(check)
+
+    def wait(self, outcome: "Future[Given]", name: str) -> Given:
+        """Result of the command `name`, which may be behind others. From any thread.
+
+        Raises `BackendLost` if workers have answered nothing for `timeout_s`: then they hang.
+        """
+        self._heard = time.monotonic()
+        while not wait([outcome], self.timeout_s).done:
+            assert self.timeout_s is not None
+            if time.monotonic() - self._heard >= self.timeout_s:
+                error = BackendLost(f"{name} on the workers has not ended within {self.timeout_s:g} s")
+                self.lost(error)
+                raise error
+        return outcome.result()
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for whoever starts it."""
+        if self.world > 1 and self.facts.device != "cpu":
+            return ["collectives of several GPUs (NCCL): not verified on this hardware"]
+        return []
+
+    def spreads(self, kind: Kind) -> Spreads:
+        """Placements of the buffers of a model of this kind."""
+        if self.facts.is_sharded and kind.is_whole:
+            return Spreads("by_parameter", "by_parameter", "by_parameter")
+        return Spreads("replicated", "sharded", "partial")
+
+    @property
+    def tiles_at_once(self) -> int:
+        """Tiles that ranks, or groups of those that share one, compute at the same time."""
+        return self.world // self.facts.tile_ranks
+
+    def tiles(self, commands: Sequence[Command]) -> "Future[list[Any]]":
+        """Results of tiles, `tiles_at_once` at most. Ranks that share weights all take part."""
+        size = self.facts.tile_ranks
+        idle = [(*commands[0], True)] * (self.tiles_at_once - len(commands)) if self.facts.is_sharded else []
+        each = [command for command in (*commands, *idle) for _ in range(size)]
+
+        def result_of(answers: list[Any]) -> Any:
+            """The first failure of ranks that share a tile, or the result of the first of them."""
+            return next((answer for answer in answers if isinstance(answer, BaseException)), answers[0])
+
+        return _mapped(
+            self._each(each),
+            lambda answers: [result_of(answers[size * place :][:size]) for place in range(len(commands))],
+        )
+
+    def first(self, *command: Any) -> "Future[Any]":
+        """Result of a command of the first rank, which the others do with it where they share weights."""
+        if self.facts.is_sharded:
+            return self.run(*command)
+
+        def answer_of(answers: list[Any]) -> Any:
+            if isinstance(answers[0], BaseException):
+                raise answers[0]
+            return answers[0]
+
+        return _mapped(self._each([command]), answer_of)
+
+    def _each(self, commands: Sequence[Command]) -> "Future[list[Any]]":
+        """Results of one command for each rank, no more than there are. What one failed with is its result."""
+        plans = [[command] for command in commands] + [[] for _ in range(self.world - len(commands))]
+        return _mapped(self._send(plans), lambda answers: [rank[-1] for rank in answers[: len(commands)]])
+
+    def put(self, values: Any, spread: Spread) -> Buffer:
+        """A buffer with these values, float32 `[size]`."""
+        buffer = Buffer(self, len(values), spread)
+        self.tell("put", buffer.handle, values, spread)
+        return buffer
+
+    def zeros(self, size: int, spread: Spread) -> Buffer:
+        """A buffer of so many zeros, of which each rank has a part."""
+        buffer = Buffer(self, size, spread)
+        self.tell("zeros", buffer.handle, size, spread)
+        return buffer
+
+    @abstractmethod
+    def lost(self, error: BackendLost) -> None:
+        """Say that it cannot go on."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all workers."""
+
+    @abstractmethod
+    def _execute(self, plans: list[list[Command]]) -> "Future[list[list[Any]]]":
+        """Answers of each rank to its commands, in the order of the calls. From any thread."""
+
+    def _send(self, plans: Sequence[Sequence[Command]]) -> "Future[list[list[Any]]]":
+        dropped = []
+        while self.dropped:
+            dropped.append(self.dropped.popleft())
+        free = [("free", *dropped)] if dropped else []
+        answers = self._execute([[*free, *plan] for plan in plans])
+        answers.add_done_callback(self._hear)
+        return answers
+
+    def _hear(self, answers: "Future[Any]") -> None:
+        self._heard = time.monotonic()
+
+
+def _mapped(future: "Future[Given]", change: "Callable[[Given], Made]") -> "Future[Made]":
+    """Result of `change` on a result, or the failure of either."""
+    outcome: Future[Made] = Future()
+
+    def done(future: "Future[Given]") -> None:
+        try:
+            outcome.set_result(change(future.result()))
+        except Exception as error:
+            outcome.set_exception(error)
+
+    future.add_done_callback(done)
+    return outcome
+
+
+class InProcess(WorkerGroup):
+    """One worker in this process, which computes in the thread that asks."""
+
+    world = 1
+
+    def __init__(self, options: WorkerOptions, lost: Callable[[BackendLost], None]):
+        super().__init__()
+        self._lost = lost
+        self._lock = threading.RLock()
+        self.worker = Worker(options)
+        self.facts = self.worker.facts()
+
+    def lost(self, error: BackendLost) -> None:
+        self._lost(error)
+
+    def close(self) -> None:
+        pass
+
+    def _execute(self, plans: list[list[Command]]) -> "Future[list[list[Any]]]":
+        outcome: Future[list[list[Any]]] = Future()
+        with self._lock:
+            outcome.set_result([self.worker.execute(plan) for plan in plans])
+        return outcome

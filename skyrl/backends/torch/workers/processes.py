@@ -1,0 +1,104 @@
+"""Workers as processes of this machine, which talk to each other by gloo or NCCL, and to the driver by pipes."""
+
+import contextlib
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from skyrl.backends.torch.workers.remote import RemoteWorker, RemoteWorkers
+from skyrl.backends.torch.workers.worker import Command, WorkerOptions
+from skyrl.errors import BackendLost
+from skyrl.utils.parent_death import die_with_parent
+
+
+class LocalProcesses(RemoteWorkers):
+    """A process of this machine for each rank.
+
+    Raises:
+        RequestError: The base model cannot be loaded.
+        BackendLost: A process has ended while it was started, or takes too long.
+    """
+
+    def __init__(self, options: WorkerOptions, world: int, lost: Callable[[BackendLost], None]):
+        super().__init__(world, lost)
+        self._folder = tempfile.mkdtemp(prefix="skyrl-workers-")
+        self._ranks = [self._start(rank) for rank in range(world)]
+        self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(world)]
+        """Messages to each rank that wait: sending waits for a worker that is busy, and nobody else may."""
+        for rank, (process, pipe) in enumerate(self._ranks):
+            self._outboxes[rank].put((options, rank, world, f"file://{self._folder}/rendezvous"))
+            threading.Thread(target=self._read, args=(rank, process, pipe), daemon=True).start()
+            threading.Thread(target=self._write, args=(self._outboxes[rank], pipe), daemon=True).start()
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Process of each rank."""
+        return [process.pid for process, _ in self._ranks]
+
+    def close(self) -> None:
+        super().close()
+        for (process, _), outbox in zip(self._ranks, self._outboxes, strict=True):
+            outbox.put(None)
+            process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, rank: int) -> tuple[subprocess.Popen[bytes], Connection]:
+        ours, its = socket.socketpair()
+        program = f"from skyrl.backends.torch.workers.processes import work; work({its.fileno()})"
+        command = [sys.executable, "-c", program]
+        threads = max(1, len(os.sched_getaffinity(0)) // self.world)
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        process = subprocess.Popen(
+            command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+        )
+        its.close()
+        return process, Connection(ours.detach())
+
+    def _kill(self) -> None:
+        for process, _ in self._ranks:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def _post(self, rank: int, number: int, plan: list[Command]) -> None:
+        self._outboxes[rank].put((number, plan))
+
+    def _write(self, outbox: "queue.SimpleQueue[Any]", pipe: Connection) -> None:
+        with contextlib.suppress(OSError):  # it has ended, as `_read` is about to say
+            while (message := outbox.get()) is not None:
+                pipe.send(message)
+
+    def _read(self, rank: int, process: "subprocess.Popen[bytes]", pipe: Connection) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                number, answers = pipe.recv()
+                self._answered(rank, number, answers)
+        status = process.wait()
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        self.lost(BackendLost(f"worker of rank {rank} (process {process.pid}) {how}", ()))
+
+
+def work(handle: int) -> None:
+    """The life of a worker process: it ends with its driver, or with the other end of its pipe."""
+    link = socket.socket(fileno=handle)
+    die_with_parent(link)
+    pipe = Connection(link.detach())
+    options, rank, world, rendezvous = pipe.recv()
+    worker = RemoteWorker(options, rank, world, init_method=rendezvous)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            number, plan = pipe.recv()
+            pipe.send((number, worker.execute(plan)))

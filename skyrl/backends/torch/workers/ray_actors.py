@@ -1,0 +1,230 @@
+"""Workers as actors of a Ray cluster, on one node or on several, which talk to each other by gloo or NCCL.
+
+Ray places them, gives each its devices, carries commands and answers, and says when one has died. What ranks are to
+each other is ours: they are numbered node by node, and meet at the node of the first.
+"""
+
+import os
+import pickle
+import queue
+import socket
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from skyrl.backends.torch.workers.ray_cluster import CONNECTION, RayOptions, reserved, resources_of
+from skyrl.backends.torch.workers.remote import START_S, RemoteWorker, RemoteWorkers
+from skyrl.backends.torch.workers.worker import Command, WorkerOptions
+from skyrl.errors import BackendLost, RequestError
+
+THREADS = "OMP_NUM_THREADS"
+ACTOR: dict[str, Any] = {"max_restarts": 0, "concurrency_groups": {"life": 1}}
+"""Options of an actor. In the group of its own an actor answers nothing as long as it lives."""
+LONGEST_CAUSE = 600
+"""Characters of what Ray has to say about an actor that died."""
+
+
+class Place(NamedTuple):
+    """Place of an actor."""
+
+    address: str
+    """Of its node."""
+    node: str
+    devices: tuple[str, ...]
+    """GPUs of its own, by Ray's names."""
+    pid: int
+    sees_model: bool
+    """True if the base model's folder is there."""
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Order of ranks: node, then device."""
+        return self.address, self.node, [(len(name), name) for name in self.devices]
+
+
+class RayActors(RemoteWorkers):
+    """An actor for each rank, which ends with this process, or with the group.
+
+    Raises:
+        RequestError: The base model cannot be loaded, or there is no such cluster or no room on it.
+        BackendLost: An actor has died while it was started.
+    """
+
+    def __init__(self, options: WorkerOptions, world: int, lost: Callable[[BackendLost], None], room: RayOptions):
+        super().__init__(world, lost)
+        self._actors: list[Any] = []
+        self._placed: Any = None
+        """Placement group."""
+        self._arrived: queue.SimpleQueue[tuple[int, int | None, Future[bytes]] | None] = queue.SimpleQueue()
+        """Answers from Ray's own thread: it is not to be kept."""
+        CONNECTION.join(room.address, world * room.resources.get("CPU", 1))
+        threading.Thread(target=self._take_in, daemon=True).start()
+        try:
+            self._open(options, room)
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Process of each rank, on its node."""
+        return [place.pid for place in self.places]
+
+    @property
+    def notes(self) -> list[str]:
+        nodes = Counter((place.address, place.node) for place in self.places)
+        where = ", ".join(f"{count} on {address}" for (address, _), count in nodes.items())
+        notes = [f"Ray's nodes: {where}", *super().notes]
+        if len(nodes) > 1 and self.facts.device != "cpu":
+            notes.append("GPUs of several nodes: not verified on this hardware")
+        return notes
+
+    def close(self) -> None:
+        if self._closing:
+            return
+        super().close()
+        self._arrived.put(None)
+        if self._placed is not None:
+            from ray.util.placement_group import remove_placement_group
+
+            remove_placement_group(self._placed)
+        CONNECTION.leave()
+
+    def _open(self, options: WorkerOptions, room: RayOptions) -> None:
+        """Start all actors, and number them by where they are."""
+        resources = resources_of(room, options.device)
+        self._placed = reserved(room, resources, self.world)
+        self._actors = _actors(self._placed, resources, room, self.world)
+        folder = options.folder
+        places: list[Place] = self._start([actor.look.remote(folder) for actor in self._actors])
+        order = sorted(range(self.world), key=lambda number: (places[number].order, number))
+        self._actors = [self._actors[number] for number in order]
+        self.places = [places[number] for number in order]
+        blind = sorted({place.address for place in places if not place.sees_model})
+        if blind:
+            raise RequestError(
+                f"base model {folder}: there is no such folder on {', '.join(blind)}; put it on storage that all nodes "
+                "have at this path"
+            )
+        for rank, actor in enumerate(self._actors):
+            self._expect(rank, None, actor.stay.options(concurrency_group="life").remote())
+        (meeting,) = self._start([self._actors[0].meet.remote(self.world)])
+        nodes = Counter(place.node for place in self.places)
+        for rank, (actor, place) in enumerate(zip(self._actors, self.places, strict=True)):
+            neighbours = 0 if THREADS in room.environment else nodes[place.node]
+            self._expect(rank, None, actor.open.remote(options, rank, self.world, meeting, neighbours))
+
+    def _start(self, answers: list[Any]) -> list[Any]:
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            return ray.get(answers, timeout=START_S)
+        except RayError as error:
+            raise BackendLost(f"workers do not start on Ray: {_cause(error)}") from error
+
+    def _kill(self) -> None:
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _post(self, rank: int, number: int, plan: list[Command]) -> None:
+        # Ray would keep arrays in shared memory that nobody may write to.
+        message = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
+        self._expect(rank, number, self._actors[rank].execute.remote(message))
+
+    def _expect(self, rank: int, number: int | None, answer: Any) -> None:
+        """Have an answer of a rank taken in, if it is that to a plan, or what it failed with."""
+        answer.future().add_done_callback(lambda future: self._arrived.put((rank, number, future)))
+
+    def _take_in(self) -> None:
+        while (arrived := self._arrived.get()) is not None:
+            rank, number, future = arrived
+            if error := future.exception():
+                place = self.places[rank]
+                where = f"worker of rank {rank} (process {place.pid} on {place.address})"
+                self.lost(BackendLost(f"{where} is gone: {_cause(error)}", ()))
+            elif number is not None:
+                self._answered(rank, number, pickle.loads(future.result()))
+
+
+def _actors(group: Any, resources: dict[str, float], room: RayOptions, world: int) -> list[Any]:
+    """An actor for each rank, in the order of the bundles."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    custom = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), **room.environment}
+    make = ray.remote(**ACTOR)(RankActor)
+    return [
+        make.options(
+            num_cpus=resources.get("CPU", 0),
+            num_gpus=resources.get("GPU", 0),
+            resources=custom,
+            runtime_env={"env_vars": environment},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=rank // (room.workers_per_node or 1)
+            ),
+        ).remote()
+        for rank in range(world)
+    ]
+
+
+def _cause(error: BaseException | None) -> str:
+    """Cause in Ray's words, in one line, from where it comes to the point."""
+    said = " ".join(str(error).split())
+    return said[max(0, said.find("The actor is dead")) :][:LONGEST_CAUSE]
+
+
+class RankActor:
+    """A worker in an actor. Commands are done one after the other, in their order."""
+
+    def look(self, folder: Path) -> Place:
+        """Say where this is."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        devices = tuple(str(name) for name in ray.get_gpu_ids())
+        return Place(ray.util.get_node_ip_address(), node, devices, os.getpid(), folder.is_dir())
+
+    def stay(self) -> None:
+        """Never end: that this is answered tells that the actor has died."""
+        threading.Event().wait()
+
+    def meet(self, world: int) -> tuple[str, int]:
+        """Open a place for all ranks to meet, at a port that is free."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        door = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        meeting = host, door.getsockname()[1]
+        self.store = _store(meeting, world, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
+        return meeting
+
+    def open(self, options: WorkerOptions, rank: int, world: int, meeting: tuple[str, int], neighbours: int) -> None:
+        """Make the worker, one of so many among whom this node's cores are divided; 0: the environment says how."""
+        import torch
+
+        if neighbours:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // neighbours))
+        if rank > 0:
+            self.store = _store(meeting, world)
+        self.worker = RemoteWorker(options, rank, world, store=self.store)
+
+    def execute(self, plan: bytes) -> bytes:
+        """Answers to commands."""
+        return pickle.dumps(self.worker.execute(pickle.loads(plan)), pickle.HIGHEST_PROTOCOL)
+
+
+def _store(meeting: tuple[str, int], world: int, **options: Any) -> Any:
+    """Meeting point of ranks."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    return TCPStore(*meeting, world, timeout=timedelta(seconds=START_S), **options)

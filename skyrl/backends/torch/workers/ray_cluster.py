@@ -1,0 +1,196 @@
+"""This process's connection to a Ray cluster, and room for workers there.
+
+A process has one connection, which all of its groups share. A cluster that is there is joined, and never stopped. Else
+one is started on this machine, which ends with the last group, or with this process, however it ends.
+"""
+
+import math
+import os
+import signal
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from skyrl.errors import RequestError
+from skyrl.utils.locks.scratch import ScratchFolder
+
+PATIENCE = "SKYRL_RAY_PG_TIMEOUT_IN_S"
+PATIENCE_S = 180.0
+OBJECT_STORE_BYTES = 2 * 2**30
+"""Shared memory for what is sent, at most, of a cluster of our own; more than that goes by disk."""
+LOCAL = "local"
+"""Name of a cluster of this process, by Ray."""
+KNOCK_S = 10.0
+FILES = Path("/tmp")
+"""Folder of the files of a cluster of our own: names of sockets have to be short."""
+OWN_CLUSTER = {"gcs_rpc_server_reconnect_timeout_s": 5, "worker_niceness": 0}
+"""Ray's settings for a cluster of our own: what is left of one whose driver was killed soon gives up looking for it,
+and workers have the priority that they would have as processes."""
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Room for workers on a Ray cluster."""
+
+    address: str | None = None
+    """Of the cluster; `auto`: the one that this machine is in. None: that of RAY_ADDRESS, or one of our own."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Of each worker. Empty: a GPU and a CPU, or a CPU where the cluster has no GPUs."""
+    workers_per_node: int = 0
+    """Workers on each node, none of which is used twice. 0: as the strategy has it."""
+    strategy: str = "PACK"
+    """Of the placement group, where nodes are not counted."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of each worker."""
+
+    def bundles(self, resources: Mapping[str, float], world: int) -> list[dict[str, float]]:
+        """Bundles that a placement group is asked for."""
+        share = self.workers_per_node or 1
+        return [{name: share * amount for name, amount in resources.items()}] * (world // share)
+
+
+class Connection:
+    """The connection of this process, as long as somebody has joined."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._members = 0
+        self._is_ours = False
+        self._folder: ScratchFolder | None = None
+        """Files of a cluster of our own."""
+
+    def join(self, address: str | None, cpus: float) -> None:
+        """Connect, if this process is not connected yet.
+
+        Args:
+            address: As in `RayOptions`.
+            cpus: CPUs that a cluster of our own has at least, whatever the machine has.
+
+        Raises:
+            RequestError: Ray is not installed, or there is no such cluster.
+        """
+        try:
+            import ray
+        except ModuleNotFoundError as error:
+            raise RequestError(
+                f"workers=ray: it needs {error.name}, which is not installed; pip install 'skyrl[train]', or set "
+                "workers to processes"
+            ) from error
+        with self._lock:
+            if not self._members and not ray.is_initialized():
+                self._connect(address, cpus)
+                self._is_ours = True
+            self._members += 1
+
+    def leave(self) -> None:
+        """Disconnect, if nobody is left that has joined."""
+        import ray
+
+        with self._lock:
+            self._members -= 1
+            if self._members or not self._is_ours:
+                return
+            self._is_ours = False
+            ray.shutdown()
+            self._forget_folder()
+
+    def _connect(self, address: str | None, cpus: float) -> None:
+        import ray
+
+        where = address or os.environ.get("RAY_ADDRESS") or LOCAL
+        options: dict[str, Any] = {"address": where}
+        if where == LOCAL:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what runs here is nobody's business
+            self._folder = ScratchFolder(FILES, "skyrl-ray-")
+            options |= {
+                "num_cpus": max(os.cpu_count() or 1, math.ceil(cpus)),
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "_temp_dir": str(self._folder.path),
+                "_system_config": OWN_CLUSTER,
+            }
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            if where not in (LOCAL, "auto"):
+                _knock(where)
+            ray.init(configure_logging=False, **options)
+        except (OSError, ValueError, RuntimeError) as error:
+            self._forget_folder()
+            raise RequestError(
+                f"workers=ray with ray_address={where}: cannot connect ({error}); start a cluster (`ray start --head`) "
+                "and give host:port of its head, or leave ray_address and RAY_ADDRESS out for one of its own"
+            ) from error
+        finally:
+            if threading.current_thread() is threading.main_thread():  # Ray has taken it
+                signal.signal(signal.SIGTERM, handler)
+
+    def _forget_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
+
+
+def _knock(address: str) -> None:
+    """Connect to a cluster's head, which Ray would try for minutes. Raises OSError or ValueError if it is not there."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
+
+
+CONNECTION = Connection()
+
+
+def resources_of(options: RayOptions, device: str | None) -> dict[str, float]:
+    """Resources of each worker, which computes on this device; None: a GPU where there are any."""
+    import ray
+
+    if options.resources:
+        return dict(options.resources)
+    return {"CPU": 1, "GPU": 1} if device is None and "GPU" in ray.cluster_resources() else {"CPU": 1}
+
+
+def reserved(options: RayOptions, resources: Mapping[str, float], world: int) -> Any:
+    """A placement group for so many workers, which has their resources.
+
+    Raises:
+        RequestError: The cluster did not have them in time.
+    """
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    patience_s = patience()
+    bundles = options.bundles(resources, world)
+    strategy = "STRICT_SPREAD" if options.workers_per_node else options.strategy
+    group = placement_group(bundles, strategy=strategy)
+    if group.wait(patience_s):
+        return group
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    free = _written(ray.available_resources())
+    remove_placement_group(group)
+    raise RequestError(
+        f"workers=ray: {len(bundles)} x ({_written(bundles[0])}) with strategy {strategy} were asked for, and not "
+        f"to be had within {patience_s:g} s; free are {free} on {len(nodes)} node(s); ask for less (num_workers, "
+        f"ray_resources, ray_workers_per_node), or wait longer for nodes to come or to be free ({PATIENCE})"
+    )
+
+
+def patience() -> float:
+    """Seconds to wait for room on a cluster. Raises RequestError for what is no such number."""
+    given = os.environ.get(PATIENCE, str(PATIENCE_S))
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise RequestError(f"{PATIENCE}={given}: it is a number of seconds above 0; correct it, or leave it out")
+    return seconds
+
+
+def _written(resources: Mapping[str, float]) -> str:
+    """Resources in words, without Ray's own."""
+    ours = {
+        name: amount for name, amount in resources.items() if not name.startswith(("node:", "object_store_", "mem"))
+    }
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(ours.items())) or "nothing"

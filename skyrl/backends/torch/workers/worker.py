@@ -1,0 +1,403 @@
+"""One worker: a base model on a device, and flat buffers of what is trained on it, by handles that the driver gives.
+
+A worker decides nothing. It does commands in the order in which they come: the same ones on all ranks, but for tiles,
+of which each rank has its own. Buffers are never changed but for the gradient sums of a pass, so that a handle stands
+for the same numbers until it is freed. Of several ranks each holds all weights, a share of the moments, and gradient
+sums of its own tiles, which are added up in an optimizer step or when they are read. Of a model that is trained as a
+whole where the base weights are sharded, each holds weights, moments and sums of its parts of the parameters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from skyrl.algorithms.objective import Objective
+from skyrl.backends.common.adamw import AdamScalars
+from skyrl.backends.common.dimuon import DimuonScalars
+from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.common.packing import TileArrays
+from skyrl.backends.common.pass_output import PassOutput
+from skyrl.backends.common.sampling.model_runner import Drawn, Rows
+from skyrl.backends.torch.base_model.base_weights import WHOLE, ShardOptions
+from skyrl.backends.torch.base_model.loading import LoadOptions
+from skyrl.backends.torch.base_model.lora import VALUE_HEAD, Layout, Target, initial_lora, initial_value_head
+from skyrl.backends.torch.base_model.model import LoadedModel, Weights
+from skyrl.backends.torch.sampling.sampling_worker import SamplingWorker
+from skyrl.backends.torch.training.passes import adamw, dimuon, run_tile
+from skyrl.errors import BackendLost, RequestError
+from skyrl.types import LoraConfig
+
+Command = tuple[Any, ...]
+"""Name of a method of `Worker`, and its arguments."""
+Named = tuple[Kind, int] | None
+"""Kind of a version and handle of its weights; None is the base model."""
+Spread = Literal["replicated", "sharded", "partial", "by_parameter"]
+"""Placement of a buffer on ranks: all of it; a part each; numbers of which it is the sum; a part of each parameter."""
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Options of a worker."""
+
+    folder: Path
+    load: LoadOptions
+    loss_chunk_size: int
+    device: str | None = None
+    """None: a GPU of its own if there is one, else the CPU."""
+    shards: ShardOptions = WHOLE
+
+
+class ModelFacts(NamedTuple):
+    """Facts that the driver knows of the base model."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    longest: int
+    """Tokens of the longest sequence that it was made for."""
+    targets: tuple[Target, ...]
+    parameters: dict[str, tuple[int, ...]]
+    """Shapes by Hugging Face's names."""
+    embedding: str
+    """Name of the embedding's weights among these."""
+    dtype: str
+    device: str
+    packs: bool
+    is_sharded: bool
+    """True if ranks share the base weights, so that a pass is one of all of them."""
+    tile_ranks: int
+    """Consecutive ranks that compute each micro-batch together."""
+    trains_whole: bool
+    """True if models can be trained as a whole."""
+    cache_shapes: tuple[tuple[int, int, int], ...]
+    """(key heads, key width, value width) of each layer."""
+
+
+class Worker:
+    """Commands of one rank.
+
+    Args:
+        options: How it computes.
+        rank: Its number.
+        world: Ranks there are. With more than one, a process group has been made.
+
+    Raises:
+        RequestError: The base model cannot be loaded.
+    """
+
+    def __init__(self, options: WorkerOptions, rank: int = 0, world: int = 1):
+        self.rank, self.world = rank, world
+        name = options.device or (f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device(name)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.model = LoadedModel(options.folder, self.device, options.load, options.shards, world)
+        self._chunk = options.loss_chunk_size
+        self._buffers: dict[int, Tensor] = {}
+        self.sampling = SamplingWorker(self.model)
+
+    def execute(self, commands: Sequence[Command]) -> list[Any]:
+        """Results of commands, or of one that failed its exception."""
+        return [self._one(*command) for command in commands]
+
+    def _one(self, name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self, name)(*arguments)
+        except Exception as error:
+            is_common = self.model.base.is_sharded or (name == "tile" and self.model.meets_others)
+            if is_common and not isinstance(error, RequestError):  # others wait for this rank
+                return BackendLost(f"{name} failed on rank {self.rank}: {type(error).__name__}: {error}")
+            return error
+
+    def facts(self) -> ModelFacts:
+        """Of the base model."""
+        model, config = self.model, self.model.config
+        return ModelFacts(
+            architecture=(config.architectures or [type(model.hf).__name__])[0],
+            vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
+            longest=int(config.max_position_embeddings),
+            targets=tuple(model.targets),
+            parameters=model.base.shapes,
+            embedding=model.embedding,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(self.device),
+            packs=model.packs,
+            is_sharded=model.base.is_sharded,
+            tile_ranks=model.tile_ranks,
+            trains_whole=model.tensor_ranks.size == 1,
+            cache_shapes=model.cache_shapes,
+        )
+
+    def parameter(self, name: str) -> np.ndarray | None:
+        """A weight of the base model, float32; None on ranks but the first."""
+        base = self.model.base
+        whole = base.joined(base.part(name), base.shapes[name])
+        return None if self.rank > 0 else whole.float().cpu().numpy()
+
+    # -- buffers ------------------------------------------------------------------------------------------------------
+
+    def fresh(self, handle: int, kind: Kind, seed: int, value_head: np.ndarray | None) -> None:
+        """Weights of a new model: an adapter that changes nothing yet, or a copy of the base model."""
+        layout = self.model.part_layout(kind)
+        if kind.is_whole:
+            flat = torch.empty(layout.size, device=self.device)
+            views = layout.views(flat)
+            for name in self.model.base.shapes:
+                views[name].copy_(self.model.base.part(name))
+        else:
+            flat = torch.from_numpy(initial_lora(layout, kind.lora_config, seed)).to(self.device)
+        if kind.value_head:
+            head = initial_value_head(self.model.hidden_size, seed) if value_head is None else value_head
+            flat[-self.model.hidden_size :] = torch.from_numpy(head).to(self.device)
+        self._buffers[handle] = flat
+
+    def zeros(self, handle: int, size: int, spread: Spread) -> None:
+        """A buffer of so many zeros, of which this rank has its part."""
+        own = self._layouts(size)[1].size if spread == "by_parameter" else self._share(size)
+        self._buffers[handle] = torch.zeros(own, device=self.device)
+
+    def put(self, handle: int, values: np.ndarray, spread: Spread) -> None:
+        """A buffer with these values, float32 `[size]`."""
+        if spread == "by_parameter":
+            values = self._parts(torch.from_numpy(values)).numpy()
+        elif spread == "sharded":
+            values = self._own(torch.from_numpy(values)).numpy()
+        elif spread == "partial" and self.rank > 0:
+            values = np.zeros_like(values)
+        self._buffers[handle] = torch.tensor(values, device=self.device)
+
+    def get(self, handle: int, size: int, spread: Spread) -> np.ndarray | None:
+        """Values of a buffer, float32 `[size]`; None on ranks but the first."""
+        flat = self._buffers.get(handle)
+        if spread == "by_parameter":
+            assert flat is not None
+            return self._joined(flat, size)
+        if spread == "sharded":
+            assert flat is not None
+            flat = self._gathered(flat, size)
+        elif spread == "partial":
+            flat = self._summed(flat, size)
+        assert flat is not None
+        return None if self.rank > 0 else flat.cpu().numpy().copy()
+
+    def free(self, *handles: int) -> None:
+        """Forget buffers."""
+        for handle in handles:
+            self._buffers.pop(handle, None)
+            self.sampling.forget_banks(handle)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def tile(
+        self,
+        kind: Kind,
+        weights: int | None,
+        sums: int | None,
+        tile: TileArrays,
+        objective: Objective | None,
+        idle: bool = False,
+    ) -> PassOutput | Exception | None:
+        """Outputs of a tile. Its gradients are added to the buffer `sums`, which is made if need be; None: to none.
+
+        Of ranks that compute it together, each has a part of the sums, and the first one has the outputs.
+
+        Args:
+            kind: What is trained.
+            weights: Of the model; None is the base model.
+            sums: Of the pass.
+            tile: Sequences.
+            objective: None is a loss of the protocol.
+            idle: Whether this rank has no tile, and only takes part in this one of another.
+        """
+        used = None if weights is None else self._weights((kind, weights))
+        output, gradients = run_tile(self.model, used, tile, objective, sums is None, self._chunk, idle)
+        is_common = self.model.base.is_sharded and kind.is_whole
+        if is_common and VALUE_HEAD in gradients:  # FSDP has added up the others
+            dist.all_reduce(gradients[VALUE_HEAD])
+        if sums is not None and not isinstance(output, Exception) and (is_common or not idle):
+            layout = self.model.part_layout(kind)
+            if sums not in self._buffers:
+                self._buffers[sums] = torch.zeros(layout.size, device=self.device)
+            for name, view in layout.views(self._buffers[sums]).items():
+                view += gradients[name]
+        return output if isinstance(output, Exception) or self.model.is_first else None
+
+    def add(self, handle: int, first: int, second: int) -> None:
+        """The sum of two partial buffers."""
+        parts = [self._buffers[part] for part in (first, second) if part in self._buffers]
+        if parts:
+            self._buffers[handle] = parts[0] + parts[1] if len(parts) == 2 else parts[0]
+
+    def step(
+        self,
+        size: int,
+        spread: Spread,
+        before: tuple[int, int | None, int, int],
+        after: tuple[int, int, int],
+        scalars: AdamScalars,
+    ) -> float:
+        """Global norm of the divided gradients of an AdamW step.
+
+        Args:
+            size: Numbers of the model.
+            spread: How ranks hold its weights.
+            before: Weights, gradient sums (None is zero), first and second moments.
+            after: New weights, first and second moments.
+            scalars: Hyper-parameters.
+        """
+        if spread == "by_parameter":
+            return self._step_of_parts(size, before, after, scalars)
+        weights, sums, first, second = before
+        gradients = None if sums is None else self._summed(self._buffers.get(sums), size)
+        norm = 0.0 if gradients is None else float(torch.linalg.vector_norm(gradients))
+        norm /= float(scalars.gradient_divisor)
+        own = None if gradients is None else self._own(gradients)
+        moments = self._buffers[first], self._buffers[second]
+        new, *new_moments = adamw(self._own(self._buffers[weights]), own, *moments, scalars, norm)
+        for handle, buffer in zip(after, (self._gathered(new, size), *new_moments), strict=True):
+            self._buffers[handle] = buffer
+        return norm
+
+    def dimuon_step(
+        self,
+        shapes: list[tuple[int, ...]],
+        before: tuple[int, int | None, int],
+        after: tuple[int, int],
+        scalars: DimuonScalars,
+    ) -> float:
+        """Global gradient norm of a Dimuon step of an adapter, whose weights every rank has.
+
+        Args:
+            shapes: Of its matrices.
+            before: Weights, gradient sums (None is zero) and momentum.
+            after: New weights and momentum.
+            scalars: Hyper-parameters.
+        """
+        weights, sums, momentum = before
+        size = sum(prod(shape) for shape in shapes)
+        gradients = self._summed(None if sums is None else self._buffers.get(sums), size)
+        divisor, limit = float(scalars.gradient_divisor), float(scalars.grad_clip_norm)
+        norm = float(torch.linalg.vector_norm(gradients)) / divisor
+        clip = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+        share = self._own(gradients) * (clip / divisor * float(scalars.new))
+        own = self._buffers[momentum] * float(scalars.keep) + share
+        new = dimuon(self._buffers[weights], self._gathered(own, size), shapes, scalars)
+        self._buffers.update(zip(after, (new, own), strict=True))
+        return norm
+
+    def _step_of_parts(
+        self, size: int, before: tuple[int, int | None, int, int], after: tuple[int, int, int], scalars: AdamScalars
+    ) -> float:
+        """`step` of parts of parameters, whose gradient sums are those of all ranks."""
+        weights, sums, first, second = before
+        gradients = None if sums is None else self._buffers.get(sums)
+        norm = 0.0
+        if gradients is not None:
+            parts = self._layouts(size)[1].views(gradients)
+            head = parts.pop(VALUE_HEAD, torch.zeros(1, device=self.device))
+            squares = torch.stack([part.double().square().sum() for part in parts.values()]).sum()
+            norm = float((self.model.base.total(squares) + head.double().square().sum()).sqrt())
+            norm /= float(scalars.gradient_divisor)
+        moments = self._buffers[first], self._buffers[second]
+        new = adamw(self._buffers[weights], gradients, *moments, scalars, norm)
+        self._buffers.update(zip(after, new, strict=True))
+        return norm
+
+    # -- sampling -----------------------------------------------------------------------------------------------------
+
+    def open_cache(self, pages: int) -> None:
+        self.sampling.open(pages)
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        self.sampling.copy(pairs)
+
+    def read(self, version: Named, table: list[int], tokens: np.ndarray, start: int) -> int:
+        return self.sampling.read(self._weights(version), table, tokens, start)
+
+    def project(self, version: Named, block: int) -> None:
+        self.sampling.project(self._weights(version), block)
+
+    def pick(self, ids: np.ndarray) -> np.ndarray:
+        return self.sampling.pick(ids)
+
+    def best(self, k: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.sampling.best(k)
+
+    def alternatives(
+        self, seed: np.ndarray, position: int, first: int, temperature: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return self.sampling.alternatives(seed, position, first, temperature)
+
+    def decode(self, versions: list[Named], rows: Rows, steps: int, fixed: bool) -> Drawn:
+        contents = tuple(0 if version is None else version[1] for version in versions)
+        return self.sampling.decode([self._weights(version) for version in versions], contents, rows, steps, fixed)
+
+    def _weights(self, version: Named) -> Weights | None:
+        """This rank's weights of a version."""
+        if version is None:
+            return None
+        kind, handle = version
+        return Weights(kind, self.model.part_layout(kind).views(self._buffers[handle]))
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
+
+    def _layouts(self, size: int) -> tuple[Layout, Layout]:
+        """Layout of a model that is trained as a whole and has so many numbers, and of this rank's parts of it."""
+        has_head = size > sum(prod(shape) for shape in self.model.base.shapes.values())
+        kind = Kind(LoraConfig(rank=0), value_head=has_head)
+        return self.model.layout(kind), self.model.part_layout(kind)
+
+    def _parts(self, whole: Tensor) -> Tensor:
+        """This rank's parts of a model that is trained as a whole."""
+        views = self._layouts(len(whole))[0].views(whole)
+        parts = [view if name == VALUE_HEAD else self.model.base.cut(view) for name, view in views.items()]
+        return torch.cat([part.reshape(-1) for part in parts])
+
+    def _joined(self, parts: Tensor, size: int) -> np.ndarray | None:
+        """The whole of which each rank has parts, on the first; one parameter is joined at a time."""
+        layout, own = self._layouts(size)
+        whole = np.empty(size if self.rank == 0 else 0, np.float32)
+        start = 0
+        for (name, view), part in zip(own.views(parts).items(), layout.parts, strict=True):
+            joined = view if name == VALUE_HEAD else self.model.base.joined(view, part.shape)
+            if self.rank == 0:
+                whole[start : start + joined.numel()] = joined.reshape(-1).cpu().numpy()
+            start += joined.numel()
+        return whole if self.rank == 0 else None
+
+    def _share(self, size: int) -> int:
+        """Numbers of a sharded buffer that each rank holds."""
+        return ceil(size / self.world)
+
+    def _own(self, flat: Tensor) -> Tensor:
+        """This rank's share."""
+        if self.world == 1:
+            return flat
+        share = self._share(len(flat))
+        part = flat[self.rank * share : (self.rank + 1) * share]
+        return torch.nn.functional.pad(part, (0, share - len(part)))
+
+    def _gathered(self, share: Tensor, size: int) -> Tensor:
+        """The whole of what each rank has a share of."""
+        if self.world == 1:
+            return share
+        whole = torch.empty(self.world * len(share), device=self.device)
+        dist.all_gather(list(whole.chunk(self.world)), share)
+        return whole[:size].clone()
+
+    def _summed(self, part: Tensor | None, size: int) -> Tensor:
+        """The sum of what ranks have; a rank may have nothing."""
+        if self.world == 1 and part is not None:
+            return part
+        part = torch.zeros(size, device=self.device) if part is None else part.clone()
+        if self.world > 1:
+            dist.all_reduce(part)
+        return part

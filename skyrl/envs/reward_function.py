@@ -1,0 +1,181 @@
+"""Reward functions: an environment of one turn, of functions of the prompt, the response and the row's columns.
+
+    def reward(prompt, response, ground_truth, **columns):
+        return float(response.strip() == ground_truth)
+
+A function is named `environment.reward=module:function`, or by a row in the place of an environment; several are named
+as a weighted sum, `right=module:function + 0.2*module:other`. Each is called by keyword with those parameters that it
+has: `prompt` (messages), `response` (text), `token_ids` (of the response), and the columns of the row. It returns one
+number, or one for each token.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any, ClassVar
+
+from skyrl.envs.env import Env, EnvError, Message, NoSettings, StepResult
+from skyrl.errors import ConfigError
+from skyrl.train.config.environment import RewardTerm
+
+GIVEN = ("prompt", "response", "token_ids")
+"""Arguments of a function besides the columns of the row."""
+SCORES = ("score", "reward")
+"""Keys of a result's reward; that of verl's functions is the first."""
+
+
+class Vector(list[float]):
+    """Numbers of a one-dimensional array or tensor."""
+
+
+class RewardFunctionEnv(Env[NoSettings]):
+    """An episode of one turn, whose reward is that of a function. `rewarding` makes a class of each function."""
+
+    name: ClassVar[str]
+    function: ClassVar[Callable[..., Any]]
+    parameters: ClassVar[tuple[str, ...] | None]
+    """Names that the function takes. None: any."""
+    required: ClassVar[tuple[str, ...]]
+
+    def __init__(self, config: NoSettings, extras: Mapping[str, Any]):
+        super().__init__(config, extras)
+        self._columns = {name: value for name, value in extras.items() if name != "max_turns"}  # of the configuration
+        for name in self.required:
+            if name not in self._columns:
+                raise ConfigError(
+                    f"the function takes {name}, which the row has no column of (it has "
+                    f"{', '.join(sorted(self._columns)) or 'none besides the prompt'}); add the column, or give the "
+                    "parameter a default"
+                )
+
+    async def init(self, prompt: list[Message]) -> list[Message]:
+        self._prompt = prompt
+        return prompt
+
+    async def step(self, action: str) -> StepResult:
+        given = {**self._columns, "prompt": self._prompt, "response": action, "token_ids": list(self.token_ids)}
+        if self.parameters is not None:
+            given = {name: value for name, value in given.items() if name in self.parameters}
+        call = partial(type(self).function, **given)
+        result = await call() if inspect.iscoroutinefunction(call) else await self.workers.run(call)
+        if inspect.isawaitable(result):  # an object with a coroutine as __call__, or a decorated one
+            result = await result
+        score, metrics = self._read(result)
+        if isinstance(score, Vector) and len(score) == 1 != len(self.token_ids):  # a number of an array library
+            (score,) = score
+        if not isinstance(score, list):
+            reward, token_rewards = score, None
+        elif len(score) == len(self.token_ids):
+            reward, token_rewards = math.fsum(score), score
+        else:
+            raise ConfigError(
+                f"reward function {self.name} returned {len(score)} numbers for a response of {len(self.token_ids)} "
+                "tokens; return one for each of `token_ids`, or a single number"
+            )
+        if not math.isfinite(reward):
+            raise EnvError(f"reward function {self.name} returned {_short(score)} for the response {_short(action)}")
+        return StepResult([], reward, done=True, metrics=metrics, token_rewards=token_rewards)
+
+    def _read(self, result: Any) -> tuple[float | list[float], dict[str, float]]:
+        """The reward, or one for each token, and further numbers of what the function returned."""
+        if isinstance(result, Mapping):
+            key = next((name for name in SCORES if name in result), None)
+            if key is not None and (score := _score(result[key])) is not None:
+                others = {str(name): _number(value) for name, value in result.items() if name != key}
+                return score, {name: value for name, value in others.items() if value is not None}
+        elif (score := _score(result)) is not None:
+            return score, {}
+        raise ConfigError(
+            f"reward function {self.name} returned {_short(result)} ({type(result).__name__}); return a number, one "
+            "for each token, or a dict with either as `score` and further numbers, which become metrics"
+        )
+
+
+class RewardSumEnv(Env[NoSettings]):
+    """An episode of one turn, whose reward is a weighted sum. `summing` makes a class of each sum."""
+
+    terms: ClassVar[tuple[tuple[RewardTerm, type[RewardFunctionEnv]], ...]]
+
+    def __init__(self, config: NoSettings, extras: Mapping[str, Any]):
+        super().__init__(config, extras)
+        self._parts = [(term, part(config, extras)) for term, part in self.terms]
+
+    async def init(self, prompt: list[Message]) -> list[Message]:
+        for _, part in self._parts:
+            await part.init(prompt)
+        return prompt
+
+    async def step(self, action: str) -> StepResult:
+        """Reward of the sum. What functions say beside their rewards are metrics `NAME/...`."""
+        metrics, reward, token_rewards = {}, 0.0, None
+        for term, part in self._parts:
+            part.workers, part.token_ids = self.workers, self.token_ids
+            result = await part.step(action)
+            metrics[f"reward/{term.name}"] = result.reward
+            metrics |= {f"{term.name}/{name}": value for name, value in result.metrics.items()}
+            reward += term.weight * result.reward
+            if result.token_rewards is not None:
+                token_rewards = token_rewards or [0.0] * len(self.token_ids)
+                added = zip(token_rewards, result.token_rewards, strict=True)
+                token_rewards = [total + term.weight * value for total, value in added]
+        if token_rewards:
+            token_rewards[-1] += reward - math.fsum(token_rewards)  # what is the whole response's is its last token's
+        return StepResult([], reward, done=True, metrics=metrics, token_rewards=token_rewards or None)
+
+
+@cache
+def rewarding(name: str, function: Callable[..., Any]) -> type[RewardFunctionEnv]:
+    """An environment class of a reward function that errors call `name`.
+
+    Raises ConfigError for a function that cannot be called with a response by keyword.
+    """
+    kinds = inspect.signature(function).parameters
+    keywords = {
+        key: parameter
+        for key, parameter in kinds.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in kinds.values())
+    if "response" not in keywords and not takes_any:
+        raise ConfigError(
+            f"reward function {name} takes {', '.join(kinds) or 'nothing'}, and not `response`, the text that it "
+            "rewards; write one that does around it, as docs/add-an-environment.md shows for functions of verl and TRL"
+        )
+    needed = [key for key, parameter in keywords.items() if parameter.default is parameter.empty]
+    members = {
+        "name": name,
+        "function": staticmethod(function),
+        "parameters": None if takes_any else tuple(keywords),
+        "required": tuple(key for key in needed if key not in GIVEN),
+    }
+    return type(getattr(function, "__name__", "reward"), (RewardFunctionEnv,), members)
+
+
+@cache
+def summing(terms: tuple[tuple[RewardTerm, type[RewardFunctionEnv]], ...]) -> type[RewardSumEnv]:
+    """An environment class of a weighted sum of reward functions."""
+    return type("RewardSum", (RewardSumEnv,), {"terms": terms})
+
+
+def _score(value: Any) -> float | list[float] | None:
+    """A reward, or one for each token where the value has one dimension; None where it is neither."""
+    if (is_array := getattr(value, "ndim", 0) == 1) or isinstance(value, list | tuple):
+        numbers = [_number(one) for one in value]
+        return None if None in numbers else (Vector if is_array else list)(one for one in numbers if one is not None)
+    return _number(value)
+
+
+def _number(value: Any) -> float | None:
+    """The number that a value is, also one of an array library; None where it is none."""
+    if value is None or isinstance(value, str | bytes | bytearray):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last for tensors of several numbers
+        return None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,1 @@
+"""Services that environments use: `http` asks servers, `retrieval` is one to search in, `sqlite` runs queries."""

@@ -1,0 +1,85 @@
+"""Files of checkpoints on their way out, in pieces of constant size: one by one, or all in a tar archive.
+
+What the hash of a file belies is never sent whole: its last piece is held back until the hash is known to be right.
+"""
+
+import hashlib
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from skyrl.errors import StorageError, UnknownName
+from skyrl.utils.files.atomic_folders import StoredFile, open_folder
+
+PIECE_BYTES = 2**20
+COMPLETE = "checkpoint_complete"
+"""Last member of an archive, empty. Older clients look for it."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Bytes to send. Their number is known before the first is read."""
+
+    size_bytes: int
+    pieces: Iterator[bytes]
+
+
+def stream_file(folder: str, name: str) -> Stream:
+    """A file of a checkpoint. Raises `UnknownName`, or `StorageError`."""
+    return _opened(_file(folder, name))
+
+
+def stream_archive(folder: str) -> Stream:
+    """All files of a checkpoint as a tar archive. Raises `StorageError`."""
+    return _opened(_archive(folder))
+
+
+def _opened(parts: Iterator[int | bytes]) -> Stream:
+    """A generator that yields its size once all it needs is open, then its pieces."""
+    size = next(parts)
+    assert isinstance(size, int)
+    return Stream(size, parts)  # pyright: ignore[reportArgumentType]
+
+
+def _file(folder: str, name: str) -> Iterator[int | bytes]:
+    with open_folder(folder) as files:
+        file = next((file for file in files if file.name == name), None)
+        if file is None:
+            raise UnknownName(f"the checkpoint has no file {name[:300]!r}; ask for its links again")
+        yield file.size_bytes
+        yield from _checked(file)
+
+
+def _archive(folder: str) -> Iterator[int | bytes]:
+    with open_folder(folder) as files:
+        entries = sum(tarfile.BLOCKSIZE + file.size_bytes + _padding(file.size_bytes) for file in files)
+        yield entries + tarfile.BLOCKSIZE * 3
+        for file in files:
+            yield _header(file.name, file.size_bytes)
+            yield from _checked(file)
+            yield bytes(_padding(file.size_bytes))
+        yield _header(COMPLETE, 0) + bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _header(name: str, size_bytes: int) -> bytes:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode = size_bytes, 0o644
+    return entry.tobuf(tarfile.GNU_FORMAT)
+
+
+def _padding(size_bytes: int) -> int:
+    return -size_bytes % tarfile.BLOCKSIZE
+
+
+def _checked(file: StoredFile) -> Iterator[bytes]:
+    """The bytes of a file. Raises `StorageError` in place of the last ones if they are not what was written."""
+    hashed, held = hashlib.sha256(), b""
+    while piece := file.reader.read(PIECE_BYTES):
+        hashed.update(piece)
+        if held:
+            yield held
+        held = piece
+    if hashed.hexdigest() != file.sha256:
+        raise StorageError(f"{file.name} is damaged: its hash differs from the manifest; use another checkpoint")
+    if held:
+        yield held

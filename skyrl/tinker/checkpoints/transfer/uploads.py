@@ -1,0 +1,273 @@
+"""Uploads: files that clients send one by one, on their way to becoming a checkpoint.
+
+They lie in `.uploads/{tenant}/{expires}-{id}/{file}`, below checkpoints_base. So whose they are, and how long they may
+stay, is told from names alone, and a server that comes after a killed one counts and removes them as that one would
+have. A file has its name only when it is complete.
+
+What is reserved is reserved before it is read, and shared between tenants as in `quota`.
+"""
+
+import asyncio
+import os
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+from uuid import uuid4
+
+from skyrl.errors import RequestError, StorageError, UnknownName
+from skyrl.utils.files.atomic_folders import remove_folder
+from skyrl.utils.quota import Busy, Quota
+
+NAME = ".uploads"
+LIFETIME_S = 3600
+"""Seconds that an upload may take from its start."""
+LARGEST_AT_A_TIME = 8
+"""Files of the largest size that there is room for, of all tenants together."""
+MOST_OPEN = 32
+"""Uploads of a tenant that may have files at a time."""
+MOST_FINISHING = 4
+"""Uploads that a sharer may finish at a time. One is finished, the others wait for that."""
+STEP_BYTES = 16 * 2**20
+"""Bytes that are reserved at a time for a body that does not announce its length."""
+WRITTEN_BYTES = 2**20
+"""Bytes that are written at a time."""
+_FOLDER = re.compile(r"(\d+)-([0-9a-f]{32})")
+
+MakeRoom = Callable[[int], Awaitable[None]]
+"""Sees to it that so many bytes have room on the disk. Raises `RequestError`."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """An upload, by the parts of its folder's name."""
+
+    tenant: str
+    expires: int
+    """Unix time."""
+    id: str
+
+    @classmethod
+    def begin(cls, tenant: str) -> "Upload":
+        """A new one, which expires after `LIFETIME_S`."""
+        return cls(tenant, int(time.time()) + LIFETIME_S, uuid4().hex)
+
+    @property
+    def folder(self) -> str:
+        """Its folder, below checkpoints_base."""
+        return f"{NAME}/{self.tenant}/{self.expires}-{self.id}"
+
+
+class Stored(NamedTuple):
+    """Files of an upload that are on disk."""
+
+    upload: Upload
+    size_bytes: int
+    """Of all files."""
+    partial_bytes: int
+    """Of those that are not complete."""
+
+
+def stored_uploads(base: Path) -> list[Stored]:
+    """Uploads with files. What is named otherwise is not ours."""
+    found = []
+    for tenant in _names(base / NAME):
+        for name in _names(base / NAME / tenant):
+            if match := _FOLDER.fullmatch(name):
+                upload = Upload(tenant, int(match[1]), match[2])
+                sizes = list(_sizes(base / upload.folder))
+                partial = sum(size for file, size in sizes if file.startswith("."))
+                found.append(Stored(upload, sum(size for _, size in sizes), partial))
+    return found
+
+
+class Uploads:
+    """Files of uploads, below one folder of checkpoints, which this process holds.
+
+    Args:
+        base: The folder.
+    """
+
+    def __init__(self, base: Path):
+        self._base = base
+        self._arriving: Counter[str] = Counter()
+        """Bytes by tenant that are reserved for files without a name yet."""
+        self._turn = asyncio.Lock()
+        """Held while bytes are counted and reserved, and while a file gets its name and is reserved for no more."""
+        self._importing = asyncio.Lock()
+        """Held while an adapter is in memory, so that one is at a time."""
+        self._lines: dict[str, asyncio.Lock] = {}
+        """By sharer, what is held by the one of its finishes that has a place in the line for `_importing`."""
+        self._finishing: Counter[str] = Counter()
+        """Finishes that are served or wait, by sharer."""
+
+    def tidy(self) -> None:
+        """Remove what a killed server was writing or removing. While nothing arrives."""
+        for path in (*self._base.glob(f"{NAME}/*/.*"), *self._base.glob(f"{NAME}/*/*/.*")):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    def path(self, upload: Upload, name: str) -> Path:
+        """Path of a file."""
+        return self._base / upload.folder / name
+
+    async def receive(
+        self,
+        upload: Upload,
+        name: str,
+        pieces: AsyncIterator[bytes],
+        *,
+        announced: int,
+        limit: int,
+        largest: int,
+        make_room: MakeRoom,
+    ) -> None:
+        """Store a file. One that was there before is replaced, once this one is complete.
+
+        Args:
+            upload: Whose file it is.
+            name: Its name.
+            pieces: Its content.
+            announced: Its length; 0 where that is not known.
+            limit: Its largest length.
+            largest: That of the largest file of any upload.
+            make_room: Asked before anything is read.
+
+        Raises:
+            RequestError: It is too large, or the tenant has no room for it.
+            UnknownName: The upload has expired or is finished.
+            StorageError: The disk refuses it.
+        """
+        reserved = 0
+
+        async def reserve(size: int) -> None:
+            nonlocal reserved
+            if size > limit:
+                raise RequestError(f"{name}: the file is larger than {limit} bytes, which is the most for it here")
+            if size > reserved:
+                await self._reserve(upload, size - reserved, LARGEST_AT_A_TIME * largest, make_room)
+                reserved = size
+
+        try:
+            await reserve(min(announced or STEP_BYTES, limit) if announced <= limit else announced)
+            async with self._temporary(upload, name) as file:
+                size, written = 0, bytearray()
+                async for piece in pieces:
+                    size += len(piece)
+                    if size > reserved:
+                        await reserve(min(size + STEP_BYTES, limit) if size <= limit else size)
+                    written += piece
+                    if len(written) >= WRITTEN_BYTES:
+                        await asyncio.to_thread(_write, file, bytes(written))
+                        written.clear()
+                await asyncio.to_thread(_write, file, bytes(written), True)
+                async with self._turn:
+                    await asyncio.to_thread(os.replace, file.name, self.path(upload, name))
+                    self._release(upload, reserved)
+                    reserved = 0
+        except FileNotFoundError as error:
+            raise UnknownName("the upload has expired or was finished meanwhile; start another") from error
+        except OSError as error:
+            raise StorageError(f"{self.path(upload, name)} cannot be written: {error.strerror or error}") from error
+        finally:
+            self._release(upload, reserved)
+
+    @asynccontextmanager
+    async def turn_to_import(self, sharer: str) -> AsyncIterator[None]:
+        """Wait until an adapter may be in memory: one at a time, and sharers by turns.
+
+        Args:
+            sharer: Who finishes an upload; see `Caller.sharer`.
+
+        Raises:
+            Busy: As many of the sharer's as may be are served or wait.
+        """
+        if self._finishing[sharer] >= MOST_FINISHING:
+            raise Busy(
+                f"{MOST_FINISHING} uploads of this sender are being finished, as many as may be at a time; send this "
+                "request again in a second"
+            )
+        self._finishing[sharer] += 1
+        try:
+            async with self._lines.setdefault(sharer, asyncio.Lock()), self._importing:
+                yield
+        finally:
+            self._finishing[sharer] -= 1
+            if not self._finishing[sharer]:
+                del self._finishing[sharer], self._lines[sharer]
+
+    async def remove(self, upload: Upload) -> None:
+        """Forget an upload's files."""
+        await asyncio.to_thread(remove_folder, self._base / upload.folder)
+        with suppress(OSError):  # it has others
+            (self._base / upload.folder).parent.rmdir()
+
+    async def _reserve(self, upload: Upload, amount: int, limit: int, make_room: MakeRoom) -> None:
+        async with self._turn:
+            stored = await asyncio.to_thread(stored_uploads, self._base)
+            mine = {one.upload.id for one in stored if one.upload.tenant == upload.tenant}
+            if upload.id not in mine and len(mine) >= MOST_OPEN:
+                raise RequestError(
+                    f"{len(mine)} uploads of this tenant are unfinished, and {MOST_OPEN} may be; finish them "
+                    "(external_weights_upload_finish), or wait until they have expired"
+                )
+            quota = Quota("uploads of {} bytes")
+            for one in stored:
+                quota.add(one.upload.tenant, one.size_bytes - one.partial_bytes)  # those are part of what arrives
+            for tenant, size in self._arriving.items():
+                quota.add(tenant, size)
+            if not quota.has_room(upload.tenant, amount, limit):
+                raise RequestError(
+                    f"there is no room for {amount} more bytes of this tenant's unfinished uploads now; finish them "
+                    "(external_weights_upload_finish), or wait until they have expired"
+                )
+            written = sum(one.partial_bytes for one in stored)
+            await make_room(amount + self._arriving.total() - written)
+            self._arriving[upload.tenant] += amount
+
+    def _release(self, upload: Upload, amount: int) -> None:
+        self._arriving[upload.tenant] -= amount
+        if not self._arriving[upload.tenant]:
+            del self._arriving[upload.tenant]
+
+    @asynccontextmanager
+    async def _temporary(self, upload: Upload, name: str) -> AsyncIterator[BinaryIO]:
+        """A new file beside the one of this name, which is gone at the end of the block unless it has another name."""
+        path = self.path(upload, f".{name}.{uuid4().hex}")
+        file = await asyncio.to_thread(_open_new, path)
+        try:
+            yield file
+        finally:
+            file.close()
+            path.unlink(missing_ok=True)
+
+
+def _names(folder: Path) -> Iterator[str]:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        yield from os.listdir(folder)
+
+
+def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
+    """Names and bytes of the files in a folder, as long as they are there."""
+    for name in _names(folder):
+        with suppress(FileNotFoundError):
+            yield name, os.lstat(folder / name).st_size
+
+
+def _open_new(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open(path, "xb")
+
+
+def _write(file: BinaryIO, data: bytes, is_last: bool = False) -> None:
+    file.write(data)
+    if is_last:
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,207 @@
+"""Answers of the routes that read the ledger. Everything here reads only (jobs for `Database.read`).
+
+Nothing has a price here: quantities alone are told. A gigabyte is 10^9 bytes.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from datetime import UTC, date, datetime, time, timedelta
+from typing import Any, Literal, NamedTuple
+
+from sqlalchemy import ColumnElement, true
+from sqlmodel import Session, col, select
+
+from skyrl.errors import RequestError
+from skyrl.tinker.database.ledger.charges import HOUR_S
+from skyrl.tinker.database.tables import AuditRow, CheckpointRow, ModelRow, SessionRow, UsageRow
+from skyrl.tinker.identity.callers import Caller
+from skyrl.tinker.wire import management_schemas as rest
+
+GIGABYTE = 10**9
+LONGEST = timedelta(days=14)
+TRAIN_FLOPS, FORWARD_FLOPS = 6, 2
+"""Floating-point operations of a token for each of the model's active parameters: of a pass that adds gradients, and
+of any other and of sampling (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Attention is left out, and so is what
+adapters add and what they save: the gradients of the base model's weights."""
+AuditType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
+
+
+class Window(NamedTuple):
+    """From the begin of an hour to that of another, in unix seconds."""
+
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, starting_on: datetime, ending_before: datetime) -> "Window":
+        """Raises `RequestError` for one that is not served."""
+        for name, value in (("starting_on", starting_on), ("ending_before", ending_before)):
+            if value.timestamp() % HOUR_S:
+                raise RequestError(f"{name}={value.isoformat()} is not the begin of a UTC hour; use one")
+        if not timedelta(0) < ending_before - starting_on <= LONGEST:
+            raise RequestError(
+                f"ending_before={ending_before.isoformat()} has to be after starting_on={starting_on.isoformat()}, and "
+                f"by {LONGEST.days} days at most; ask for several windows"
+            )
+        return cls(int(starting_on.timestamp()), int(ending_before.timestamp()))
+
+
+def usage(session: Session, caller: Caller, window: Window, now: float) -> rest.UsageResponse:
+    """What the caller used in a window, as events of an hour each."""
+    seen = [col(UsageRow.hour) >= window.begin, col(UsageRow.hour) < window.end, _owned(UsageRow.tenant, caller)]
+    data = [event for row in session.exec(select(UsageRow).where(*seen)) for event in _events(row, caller)]
+    data += _made(session, caller, window)
+    data += _stored(session, caller, window, now)
+    data.sort(key=lambda event: (event.bucket_start, -getattr(event.event_info, "token_count", -1)))
+    sessions = {event.session_id: rest.UsageSession() for event in data if event.session_id is not None}
+    for session_id, told in sessions.items():
+        if (row := session.get(SessionRow, session_id)) is not None:
+            told.user_metadata = rest.texts(row.user_metadata)
+    return rest.UsageResponse(data=data, sessions=sessions)
+
+
+def _events(row: UsageRow, caller: Caller) -> Iterator[rest.UsageEvent]:
+    """One for each kind of tokens. Seconds are told once: those of passes and steps with trained tokens, where there
+    are any, those of samples with sampled ones."""
+    trained, forward = (
+        rest.TrainingUsage(forward_only=only, token_count=count)
+        for only, count in ((False, row.trained_tokens), (True, row.forward_tokens))
+    )
+    prefill, cached = (
+        rest.PrefillUsage(cached=found, token_count=count)
+        for found, count in ((False, row.prefill_tokens), (True, row.cached_tokens))
+    )
+    only_forward = row.forward_tokens > 0 and not row.trained_tokens
+    kinds = (
+        (trained, TRAIN_FLOPS, None if only_forward else row.training_s),
+        (forward, FORWARD_FLOPS, row.training_s if only_forward else None),
+        (prefill, FORWARD_FLOPS, None),
+        (cached, 0, None),
+        (rest.SampleUsage(token_count=row.sampled_tokens), FORWARD_FLOPS, row.sampling_s),
+    )
+    for info, operations, seconds in kinds:
+        if info.token_count or seconds:
+            yield rest.UsageEvent(
+                **_of_hour(row.hour, caller, row.base_model, row.project_id, row.model_id),
+                session_id=row.session_id,
+                flops=None if row.active_parameters is None else operations * row.active_parameters * info.token_count,
+                device_seconds=seconds,
+                event_info=info,
+            )
+
+
+def _of_hour(hour: int, caller: Caller, base_model: str, project_id: str | None, model_id: str) -> dict[str, Any]:
+    return {
+        "bucket_start": rest.moment(hour),
+        "bucket_end": rest.moment(hour + HOUR_S),
+        "base_model": base_model,
+        "user_id": caller.urn,
+        "user_name": caller.name,
+        "project_id": project_id,
+        "training_run_id": model_id or None,
+    }
+
+
+def _made(session: Session, caller: Caller, window: Window) -> Iterator[rest.UsageEvent]:
+    """Named checkpoints that were made, by hour and run."""
+    rows = _audited(session, caller, "checkpoint_create", AuditRow.created_at < window.end, window.begin)
+    made = Counter((int(row.created_at) // HOUR_S * HOUR_S, *_place(row.details)) for row in rows)
+    for (hour, model_id, session_id, project_id, base_model), count in made.items():
+        yield rest.UsageEvent(
+            **_of_hour(hour, caller, base_model, project_id, model_id),
+            session_id=session_id,
+            event_info=rest.CheckpointUsage(count=count),
+        )
+
+
+def _stored(session: Session, caller: Caller, window: Window, now: float) -> Iterator[rest.UsageEvent]:
+    """Named checkpoints that are on disk, and those that were: for how long within each hour."""
+    total: defaultdict[tuple[int, str, str | None, str], float] = defaultdict(float)
+
+    def count(model_id: str, project_id: str | None, base_model: str, size: int, since: float, until: float) -> None:
+        since, until = max(since, window.begin), min(until, window.end, now)
+        for hour in range(int(since) // HOUR_S * HOUR_S, int(-(-until // 1)), HOUR_S):
+            hours = max(0.0, min(until, hour + HOUR_S) - max(since, hour)) / HOUR_S
+            total[hour, model_id, project_id, base_model] += hours * size / GIGABYTE
+
+    there = select(CheckpointRow, SessionRow.project_id).where(
+        _owned(CheckpointRow.tenant, caller), CheckpointRow.created_at < window.end
+    )
+    for row, project_id in session.exec(_with_session(there)):
+        count(row.model_id, project_id, row.base_model, row.size_bytes or 0, row.created_at, now)
+    for row in _audited(session, caller, "checkpoint_delete", true(), window.begin):
+        model_id, _, project_id, base_model = _place(row.details)
+        size, since = row.details["size_bytes"] or 0, row.details["stored_since"]
+        count(model_id, project_id, base_model, size, since, row.created_at)
+    for (hour, model_id, project_id, base_model), gigabyte_hours in sorted(total.items(), key=lambda item: item[0][:2]):
+        yield rest.UsageEvent(
+            **_of_hour(hour, caller, base_model, project_id, model_id),
+            event_info=rest.StorageUsage(gigabyte_hours=gigabyte_hours),
+        )
+
+
+def _audited(
+    session: Session, caller: Caller, event: str, also: ColumnElement[bool] | bool, since: float
+) -> list[AuditRow]:
+    seen = [_owned(AuditRow.tenant, caller), col(AuditRow.created_at) >= since, AuditRow.event == event, also]
+    return list(session.exec(select(AuditRow).where(*seen)).all())
+
+
+def _place(details: dict[str, Any]) -> tuple[str, str | None, str | None, str]:
+    return details["model_id"], details["session_id"], details["project_id"], details["base_model"]
+
+
+def stored_now(session: Session, caller: Caller, project_id: str | None, now: float) -> rest.StoredNowResponse:
+    """Named checkpoints of the caller's, by project."""
+    query = _with_session(select(CheckpointRow, SessionRow.project_id).where(_owned(CheckpointRow.tenant, caller)))
+    sizes: defaultdict[str | None, list[int]] = defaultdict(list)
+    for row, project in session.exec(query):
+        unexpired = row.expires_at is None or row.expires_at > now
+        if unexpired and project_id in (None, project):
+            sizes[project].append(row.size_bytes or 0)
+    return rest.StoredNowResponse(
+        data=[
+            rest.StoredNow(
+                project_id=project,
+                org_user_urn=caller.urn,
+                user_email=caller.email,
+                user_name=caller.name,
+                checkpoint_count=len(found),
+                size_bytes=sum(found),
+                size_gigabytes=sum(found) / GIGABYTE,
+            )
+            for project, found in sorted(sizes.items(), key=lambda item: item[0] or "")
+        ]
+    )
+
+
+def audit_log(session: Session, caller: Caller, kind: AuditType, day: date | None) -> rest.AuditResponse:
+    """What was done on a day, midnight to midnight UTC, to what the caller owns."""
+    begin = datetime.combine(day or datetime.now(UTC).date(), time(), UTC)
+    seen = [
+        _owned(AuditRow.tenant, caller),
+        col(AuditRow.created_at) >= begin.timestamp(),
+        col(AuditRow.created_at) < (begin + timedelta(days=1)).timestamp(),
+    ]
+    rows = session.exec(select(AuditRow).where(*seen).order_by(col(AuditRow.created_at), col(AuditRow.id)))
+    entries = [
+        rest.AuditEntry(
+            timestamp=rest.moment(row.created_at),
+            event=row.event,
+            event_details=row.details,
+            **{name: row.details.get(name) for name in ("model_id", "tinker_path", "purpose")},
+        )
+        for row in rows
+        if kind == "all" or row.event.startswith(f"{kind.removesuffix('s')}_")
+    ]
+    return rest.AuditResponse(entries=entries)
+
+
+def _owned(tenant: Any, caller: Caller) -> ColumnElement[bool]:
+    return true() if caller.tenant is None else col(tenant) == caller.tenant
+
+
+def _with_session(query: Any) -> Any:
+    """Checkpoints with what is known of the session of their run, which may have been collected."""
+    run = ModelRow.model_id == CheckpointRow.model_id
+    return query.outerjoin(ModelRow, run).outerjoin(SessionRow, SessionRow.session_id == ModelRow.session_id)

@@ -1,0 +1,86 @@
+"""Jobs of the database that charge for the samples which clients have, once each.
+
+A sample is charged before it is answered, and until its answer is handed out it is known what it was charged. Where the
+answer is gone before that, since the API process was killed or had no room for it any more, its client is told so, and
+the charge is taken back: what the client sends next is charged as any other sample. One that comes again with the same
+request id is charged what it was answered last.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from sqlalchemy import bindparam, delete, text
+from sqlmodel import Session, col
+
+from skyrl.tinker.database.ledger import charges
+from skyrl.tinker.database.ledger.charges import HOUR_S, Charge
+from skyrl.tinker.database.tables import ChargedSampleRow, UsageRow
+from skyrl.tinker.identity.callers import Caller
+
+KEPT_S = HOUR_S
+"""Seconds for which the charge of an answer that nobody asks for is known, and up to an hour more."""
+AT_A_TIME = 500
+"""Rows that a statement names."""
+
+AMOUNTS = ("prefill_tokens", "cached_tokens", "sampled_tokens", "sampling_s")
+_COLUMNS = ("request_id", "session_id", "model_id", "hour", *AMOUNTS)
+_STORE = text(
+    f"INSERT INTO charged_samples ({', '.join(_COLUMNS)}) VALUES ({', '.join(f':{name}' for name in _COLUMNS)}) "
+    f"ON CONFLICT (request_id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in _COLUMNS[1:])}"
+)
+
+_DELETE = text("DELETE FROM charged_samples WHERE request_id = :request_id")
+_KNOWN = text("SELECT request_id FROM charged_samples WHERE request_id IN :request_ids").bindparams(
+    bindparam("request_ids", expanding=True)
+)
+
+
+def add(session: Session, samples: Mapping[str, Charge]) -> None:
+    """Charge samples, by request id, in the present hour. To do it again changes nothing."""
+    hour = charges.this_hour()
+    for row in _rows(session, list(samples)):
+        _take_back(session, row)
+    total: dict[tuple[str, str], Charge] = {}
+    for charge in samples.values():
+        place = charge.session_id, charge.model_id
+        total[place] = total[place] + charge if place in total else charge
+    charges.add(session, list(total.values()))
+    rows = [{"request_id": name, "hour": hour, **vars(charge)} for name, charge in samples.items()]
+    session.connection().execute(_STORE, [{name: row[name] for name in _COLUMNS} for row in rows])
+
+
+def refund(session: Session, request_id: str, caller: Caller) -> None:
+    """Take back what a sample of the caller's was charged, if its answer was not handed out."""
+    row = session.get(ChargedSampleRow, request_id)
+    used = None if row is None else session.get(UsageRow, (row.session_id, row.model_id, row.hour))
+    if row is not None and used is not None and caller.may_touch(used.tenant):
+        _take_back(session, row)
+        session.delete(row)
+
+
+def handed_out(session: Session, request_ids: Collection[str]) -> None:
+    """Samples have been answered, so that their charges stay."""
+    if request_ids:
+        session.connection().execute(_DELETE, [{"request_id": name} for name in request_ids])
+
+
+def forget(session: Session) -> None:
+    """Charges of answers that nobody has asked for in `KEPT_S` stay."""
+    session.execute(delete(ChargedSampleRow).where(col(ChargedSampleRow.hour) < charges.this_hour() - KEPT_S))
+
+
+def _rows(session: Session, request_ids: Sequence[str]) -> Iterator[ChargedSampleRow]:
+    for first in range(0, len(request_ids), AT_A_TIME):
+        some = {"request_ids": request_ids[first : first + AT_A_TIME]}
+        for name in session.connection().execute(_KNOWN, some).scalars().all():
+            row = session.get(ChargedSampleRow, name, populate_existing=True)
+            assert row is not None, name
+            yield row
+
+
+def _take_back(session: Session, row: ChargedSampleRow) -> None:
+    used = session.get(UsageRow, (row.session_id, row.model_id, row.hour), populate_existing=True)
+    assert used is not None, row.request_id
+    used.requests -= 1
+    for name in AMOUNTS:
+        setattr(used, name, getattr(used, name) - getattr(row, name))
+    session.flush()

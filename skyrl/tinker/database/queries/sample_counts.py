@@ -1,0 +1,74 @@
+"""Bounds on how far clients of samplers have counted: a restarted server can tell which samples were lost.
+
+A client that waits with `retrieve_futures` does not say what it waits for; it has to be told what is gone. Samples are
+not logged, but their ids follow from their seq_ids, and of those the database holds a bound per client that is raised
+a thousand at a time, before the first of each thousand is acknowledged. The first thousand needs no write.
+"""
+
+from collections import OrderedDict
+
+from sqlmodel import Session
+
+from skyrl.tinker.database.database import Database
+from skyrl.tinker.database.tables import SamplerRow, SettingRow
+from skyrl.tinker.identity.ids import CLIENT_BLOCK, Client, client_of
+
+STEP = 1000
+"""Seq_ids by which a bound is raised."""
+
+MOST_LOST = 21_000
+"""Seq_ids below the bound that are told at most. All but a thousand may wait at a time (`MAX_PENDING_SAMPLES`)."""
+
+KEPT_BOUNDS = 20_000
+"""Clients whose bound is kept in memory."""
+
+
+CURSORS = "cursors"
+MOST_EVENTS = 10**12
+"""Samples that no server comes to in its life."""
+
+
+def first_cursor(session: Session, now: int) -> int:
+    """First cursor of this server, at time `now` in microseconds: above all of the server before it."""
+    row = session.get(SettingRow, CURSORS) or SettingRow(name=CURSORS, value="0")
+    start = now if now > int(row.value) else int(row.value) + MOST_EVENTS
+    row.value = str(start)
+    session.add(row)
+    return start
+
+
+class SampleCounts:
+    """Bounds on the seq_ids of clients."""
+
+    def __init__(self, database: Database):
+        self._database = database
+        self._bounds: OrderedDict[Client, int] = OrderedDict()
+
+    async def reach(self, key: tuple[str, int]) -> None:
+        """Return once the bound of the client that sent the sample with this (sampler id, seq_id) is above it."""
+        client, seq_id = client_of(key), key[1]
+        if seq_id < self._bounds.get(client, _first(client) + STEP):
+            return
+        bound = (seq_id // STEP + 1) * STEP
+
+        def raise_bound(session: Session) -> None:
+            row, number = session.get(SamplerRow, client[0]), str(client[1])
+            if row is not None and row.counted.get(number, 0) < bound:
+                row.counted = row.counted | {number: bound}
+
+        await self._database.write(raise_bound)
+        self._bounds[client] = max(bound, self._bounds.get(client, 0))
+        self._bounds.move_to_end(client)
+        while len(self._bounds) > KEPT_BOUNDS:
+            self._bounds.popitem(last=False)
+
+    async def used(self, client: Client) -> range:
+        """Seq_ids that the client may have used, the latest ones."""
+        row = await self._database.read(lambda session: session.get(SamplerRow, client[0]))
+        first = _first(client)
+        bound = max(first + STEP, row.counted.get(str(client[1]), 0) if row else 0)
+        return range(max(first, bound - MOST_LOST), bound)
+
+
+def _first(client: Client) -> int:
+    return client[1] * CLIENT_BLOCK

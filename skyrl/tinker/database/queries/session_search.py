@@ -1,0 +1,113 @@
+"""Finding sessions. A page ends at a session, not at a number, so sessions made meanwhile do not shift the next one."""
+
+import time
+from collections.abc import Iterator
+from itertools import islice
+
+from sqlalchemy import func
+from sqlmodel import Session, col, select
+
+from skyrl.tinker.database.queries.listings import unexpired
+from skyrl.tinker.database.tables import CheckpointRow, ModelRow, SessionRow
+from skyrl.tinker.identity.callers import Caller
+from skyrl.tinker.wire import management_schemas as rest
+from skyrl.tinker.wire.schemas import FinishReason
+
+ACTIVE_S = 300
+"""A session that was heard of within this many seconds is active."""
+NO_PROJECT = "default"
+"""Name of the project of a session without one."""
+ROUNDING_S = 1e-3
+"""More than what a time loses on its way to a client and back."""
+
+
+def search(session: Session, caller: Caller, request: rest.SessionSearchRequest) -> rest.SessionSearchResponse:
+    """A page of the caller's sessions that match. A job for `Database.read`."""
+    found = list(islice(_matching(session, caller, request), request.limit + 1))
+    page = found[: request.limit]
+    sizes = _checkpoints(session, [row.session_id for row in page])
+    cursor = None
+    if len(found) > len(page):
+        cursor = rest.SearchCursor(
+            last_created_at=rest.moment(page[-1].created_at), last_session_id=page[-1].session_id
+        )
+    return rest.SessionSearchResponse(
+        sessions=[_summary(row, caller, *sizes.get(row.session_id, (0, 0))) for row in page], next_cursor=cursor
+    )
+
+
+def _matching(session: Session, caller: Caller, request: rest.SessionSearchRequest) -> Iterator[SessionRow]:
+    """Newest first."""
+    if request.owner.owner_urns is not None and caller.urn not in request.owner.owner_urns:
+        return
+    query = select(SessionRow).order_by(col(SessionRow.created_at).desc(), col(SessionRow.session_id).desc())
+    if caller.tenant is not None:
+        query = query.where(SessionRow.tenant == caller.tenant)
+    if request.session_id is not None and request.display_name is None:
+        query = query.where(SessionRow.session_id == request.session_id)
+    cursor = request.cursor
+    if cursor is not None:
+        query = query.where(SessionRow.created_at <= cursor.last_created_at.timestamp() + ROUNDING_S)
+    for row in session.exec(query.execution_options(yield_per=200)):
+        behind = (cursor.last_created_at, cursor.last_session_id) if cursor is not None else None
+        if (behind is None or (rest.moment(row.created_at), row.session_id) < behind) and _matches(row, request):
+            yield row
+
+
+def _matches(row: SessionRow, request: rest.SessionSearchRequest) -> bool:
+    named = []
+    if request.session_id is not None:
+        named.append(row.session_id == request.session_id)
+    if request.display_name is not None:
+        name = (row.display_name or "").casefold()
+        named.append(all(word in name for word in request.display_name.casefold().split()))
+    metadata = rest.texts(row.user_metadata) or {}
+    return (
+        (not named or any(named))
+        and (request.project_ids is None or _project(row) in request.project_ids)
+        and request.user_metadata.items() <= metadata.items()
+        and (request.statuses is None or any(_has_status(row, status) for status in request.statuses))
+    )
+
+
+def _has_status(row: SessionRow, wanted: rest.SearchStatus) -> bool:
+    status = _status(row)
+    if status is None or status.type != wanted.type:
+        return False
+    return wanted.reasons is None or (status.reason is not None and status.reason.type in wanted.reasons)
+
+
+def _status(row: SessionRow) -> rest.SessionStatus | None:
+    if row.finished_at is not None:
+        reason = FinishReason.model_validate({"type": row.finish_reason or "success"})
+        return rest.SessionStatus(type="client_finished", reason=reason)
+    return rest.SessionStatus(type="active") if row.last_seen_at > time.time() - ACTIVE_S else None
+
+
+def _project(row: SessionRow) -> str:
+    return row.project_id or NO_PROJECT
+
+
+def _checkpoints(session: Session, session_ids: list[str]) -> dict[str, tuple[int, int]]:
+    """(number, bytes) of each session's checkpoints."""
+    query = (
+        select(ModelRow.session_id, func.count(), func.sum(CheckpointRow.size_bytes))
+        .join(CheckpointRow, col(CheckpointRow.model_id) == col(ModelRow.model_id))
+        .where(col(ModelRow.session_id).in_(session_ids), unexpired())
+        .group_by(col(ModelRow.session_id))
+    )
+    return {session_id: (count, int(size or 0)) for session_id, count, size in session.exec(query)}
+
+
+def _summary(row: SessionRow, caller: Caller, checkpoints: int, size_bytes: int) -> rest.SessionSummary:
+    return rest.SessionSummary(
+        session_id=row.session_id,
+        created_at=rest.moment(row.created_at),
+        owner=caller.urn,
+        project_id=_project(row),
+        status=_status(row),
+        checkpoints_count=checkpoints,
+        display_name=row.display_name,
+        user_metadata=rest.texts(row.user_metadata),
+        checkpoint_storage_bytes=size_bytes,
+    )

@@ -1,0 +1,73 @@
+"""A database that is looked at and not changed, whether or not a server runs on it.
+
+It takes no lock, makes no file, migrates nothing and changes no permissions, all of which opening a `Database` does.
+"""
+
+from typing import Any, Protocol, TypeVar
+from urllib.parse import quote
+
+import sqlalchemy
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DatabaseError
+from sqlmodel import Session
+
+from skyrl.errors import RequestError
+from skyrl.tinker.config import without_password
+from skyrl.tinker.database.database import KNOWN, POSTGRES_LIMITS, Job, revision_of, sqlite_file, with_driver
+
+T = TypeVar("T")
+
+
+class Readable(Protocol):
+    """What runs jobs that only read."""
+
+    url: str
+
+    def read_now(self, job: Job[T]) -> T:
+        """Run `job` in this thread."""
+        ...
+
+
+class ReadOnlyDatabase:
+    """A database for jobs that only read.
+
+    Args:
+        url: As of `Database`.
+
+    Raises:
+        RequestError: There is none, it cannot be opened, or it is none of this server.
+    """
+
+    def __init__(self, url: str):
+        self.url = without_password(url)
+        try:
+            parsed = _address(url)
+            limits: dict[str, Any] = {} if parsed.get_backend_name() == "sqlite" else {"connect_args": POSTGRES_LIMITS}
+            self._engine = sqlalchemy.create_engine(parsed, **limits)
+            with self._engine.connect() as connection:
+                self.revision = revision_of(connection)
+                """That its tables have; None: they are not this server's."""
+        except (ArgumentError, DatabaseError, ModuleNotFoundError) as error:
+            why = error.orig if isinstance(error, DatabaseError) else error
+            raise RequestError(f"database_url={self.url}: it cannot be opened ({why})") from error
+        self.newest = KNOWN[-1]
+        """That this installation's tables have."""
+        self.known = self.revision in KNOWN
+        """True if this installation has that revision or comes after it."""
+
+    def read_now(self, job: Job[T]) -> T:
+        """Run `job` in this thread."""
+        with Session(self._engine, expire_on_commit=False) as session:
+            return job(session)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def _address(url: str) -> URL:
+    """Of an SQLite file, so that nothing is made beside it: a server that has stopped has left no log there."""
+    file = sqlite_file(url)
+    if file is None:
+        return with_driver(make_url(url))
+    mode = "mode=ro" if file.with_name(f"{file.name}-wal").exists() else "immutable=1"
+    return make_url(f"sqlite:///file:{quote(str(file))}?{mode}&uri=true")

@@ -1,0 +1,84 @@
+"""Ids, times and statuses of all requests, the latter by the templates of their routes."""
+
+import logging
+import re
+import time
+from uuid import uuid4
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from skyrl.utils.log import REQUEST_ID
+
+log = logging.getLogger("skyrl.access")
+
+NO_ROUTE = "none"
+"""Route of requests that no route answered: unknown paths, and what was refused before."""
+ID_HEADER = "x-request-id"
+GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+"""Ids that are taken from a client or a proxy. Any other could write lines of its own into the log."""
+TENANT = "skyrl.tenant"
+"""Key of a request's scope: name of who sent it, once that is known."""
+
+
+class Measured:
+    """ASGI middleware around all others, which gives each request an id and tells `ServerMetrics` of each answer.
+
+    Args:
+        app: The application.
+        prefix: Path below which its API is: some versions of FastAPI leave it out of a route's path.
+        access_log: Whether the log gets a line for each answer, without the values in its path: some are secret.
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str, access_log: bool = False):
+        self._app = app
+        self._prefix = prefix
+        self._access_log = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(ID_HEADER, "")
+        request_id = given if GIVEN_ID.fullmatch(given) else uuid4().hex
+        REQUEST_ID.set(request_id)  # of this request's task, and of those that it starts
+        began, status, sent = time.perf_counter(), 500, 0  # an exception that gets here is answered with that
+
+        async def noted(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                own = (ID_HEADER.encode(), request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), own]}
+            else:
+                sent += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            seconds, route = time.perf_counter() - began, self._template(scope)
+            scope["app"].state.server.service.metrics.http.answered(scope["method"], route, status, seconds)
+            if self._access_log:
+                _tell(scope, route, status, sent, seconds)
+
+    def _template(self, scope: Scope) -> str:
+        route: str | None = getattr(scope.get("route"), "path", None)
+        if route is None:
+            return NO_ROUTE
+        in_api = scope["path"].startswith(self._prefix) and not route.startswith(self._prefix)
+        return self._prefix + route if in_api else route
+
+
+def _tell(scope: Scope, route: str, status: int, sent: int, seconds: float) -> None:
+    fields = {
+        "method": scope["method"],
+        "route": route,
+        "status": status,
+        "bytes": sent,
+        "ms": round(seconds * 1000, 1),
+        "tenant": scope.get(TENANT, "nobody"),
+        "address": scope["client"][0] if scope.get("client") else "",
+    }
+    line = "%(method)s %(route)s %(status)d, %(bytes)d bytes in %(ms).1f ms to %(tenant)s at %(address)s"
+    log.info(line, fields, extra={"fields": fields})

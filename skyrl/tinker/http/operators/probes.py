@@ -1,0 +1,86 @@
+"""Probes of orchestrators, outside the API and without a key: a server that is alive need not be ready."""
+
+import asyncio
+import platform
+from contextlib import suppress
+from functools import cache
+from importlib import metadata
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from sqlalchemy import text
+from sqlalchemy.exc import SQLAlchemyError
+from sqlmodel import Session
+
+from skyrl import __version__
+from skyrl.tinker.context import Engine, Service
+from skyrl.tinker.http.routes.dependencies import ServiceDependency
+from skyrl.tinker.processes.engine_supervisor import READY, SILENT
+
+router = APIRouter()
+
+LIVEZ, READYZ, VERSION = "/livez", "/readyz", "/version"
+PACKAGES = ("jax", "torch", "transformers", "vllm")
+PATIENCE_S = 2.0
+"""Seconds that the database gets to answer."""
+
+
+@router.get(LIVEZ)
+async def livez() -> dict[str, str]:
+    """The process answers. It waits for an engine or a database that is away, so starting it again is in vain."""
+    return {"status": "ok"}
+
+
+@router.get(READYZ, response_model=None)
+async def readyz(service: ServiceDependency) -> dict[str, str] | JSONResponse:
+    """Requests are worked on: the engine is ready and the database answers."""
+    if (reason := engine_trouble(service.engine)) is not None:
+        return unready(reason)
+    if not await _answers(service):
+        return unready("the database does not answer")
+    return {"status": "ok"}
+
+
+@router.get(VERSION)
+async def version() -> dict[str, str | dict[str, str]]:
+    """Versions of the server, of Python, and of those packages that are installed here and decide about numbers."""
+    return _versions()
+
+
+@cache
+def _versions() -> dict[str, str | dict[str, str]]:
+    packages: dict[str, str] = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
+    return {"version": __version__, "python": platform.python_version(), "packages": packages}
+
+
+def engine_trouble(engine: Engine) -> str | None:
+    """Why no requests are worked on, in words that are safe for whoever asks, as no key is needed for that."""
+    if engine.state != READY:
+        return f"the engine is not ready: {engine.state}"
+    return f"the engine is not ready: {SILENT}" if engine.progress == SILENT else None
+
+
+async def _answers(service: Service) -> bool:
+    """Asked once at a time, however many probe, as they need no key."""
+    if service.database_probe is None or service.database_probe.done():
+        service.database_probe = asyncio.create_task(_ask_database(service))
+    return await asyncio.shield(service.database_probe)
+
+
+async def _ask_database(service: Service) -> bool:
+    with suppress(TimeoutError, SQLAlchemyError):
+        async with asyncio.timeout(PATIENCE_S):
+            return await service.database.read(_ask)
+    return False
+
+
+def _ask(session: Session) -> bool:
+    return session.connection().execute(text("SELECT 1")).scalar() == 1
+
+
+def unready(detail: str) -> JSONResponse:
+    """The answer to who asks whether the server is ready."""
+    return JSONResponse({"status": "not ready", "detail": detail}, 503)

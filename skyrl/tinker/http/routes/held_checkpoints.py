@@ -1,0 +1,76 @@
+"""Checkpoints in runs of their own: copies of others, and adapters that clients upload.
+
+A file of an upload is sent to a signed link, without a key; written as it comes, up to a size that the link has.
+"""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from skyrl.tinker.http.routes.dependencies import CallerDependency, ServiceDependency, json_body
+from skyrl.tinker.http.routes.links import end_of_link, link
+from skyrl.tinker.identity.tokens import BadToken
+from skyrl.tinker.operations.copy_weights import copy_checkpoint
+from skyrl.tinker.operations.upload_weights import begin_upload, finish_upload, receive_file
+from skyrl.tinker.wire import management_schemas as rest
+from skyrl.tinker.wire.sharing.body_room import announced_length
+
+router = APIRouter()
+public = APIRouter()
+"""Routes that need no key."""
+
+UPLOADS = "/uploads/{token}/{name}"
+MAX_FILE_BYTES = 2**63
+"""Of a file that is uploaded, as far as the path says; its link says how large it may be."""
+
+
+@router.post("/copy_weights")
+async def copy_weights(
+    service: ServiceDependency,
+    caller: CallerDependency,
+    request: Annotated[rest.CopyWeightsRequest, json_body(rest.CopyWeightsRequest)],
+    x_idempotency_key: Annotated[str | None, Header()] = None,
+    x_tinker_weights_access_token: Annotated[str | None, Header()] = None,
+) -> rest.CopyWeightsResponse:
+    """Copy a checkpoint that the caller (or whoever the access token belongs to) may read into a run of its own."""
+    token = x_tinker_weights_access_token or request.weights_access_token
+    request = request.model_copy(update={"weights_access_token": token})
+    return rest.CopyWeightsResponse(tinker_path=str(await copy_checkpoint(service, caller, request, x_idempotency_key)))
+
+
+@router.post("/external_weights_upload_start")
+async def external_weights_upload_start(
+    http: Request,
+    service: ServiceDependency,
+    caller: CallerDependency,
+    request: Annotated[rest.UploadStartRequest, json_body(rest.UploadStartRequest)],
+) -> rest.UploadStartResponse:
+    """Links to PUT the files of a PEFT adapter to, which was trained elsewhere."""
+    expires = end_of_link(caller)
+    begun = begin_upload(service, caller, request, expires)
+    urls = {name: link(http, service, "upload", token, name) for name, token in begun.files.items()}
+    return rest.UploadStartResponse(upload_id=begun.id, urls=urls, expires=rest.moment(expires))
+
+
+@public.put(UPLOADS, response_class=Response)
+async def upload(token: str, name: str, request: Request, service: ServiceDependency) -> None:
+    """Store the file that a link is for. Sent again, it is replaced."""
+    try:
+        claims = service.keys.signer.read("upload_file", token)
+    except BadToken as error:
+        raise HTTPException(403, f"the link {error}; start another upload") from error
+    if claims["name"] != name:
+        raise HTTPException(403, "the link was changed; start another upload")
+    await receive_file(service, claims, request.stream(), announced_length(request.scope))
+
+
+@router.post("/external_weights_upload_finish")
+async def external_weights_upload_finish(
+    service: ServiceDependency,
+    caller: CallerDependency,
+    request: Annotated[rest.UploadFinishRequest, json_body(rest.UploadFinishRequest)],
+) -> rest.UploadFinishResponse:
+    """Make a training checkpoint of the files that were uploaded."""
+    return rest.UploadFinishResponse(tinker_path=str(await finish_upload(service, caller, request.upload_id)))

@@ -1,0 +1,30 @@
+"""HTTP requests by route."""
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+BUCKETS = (0.01, 0.05, 0.25, 1, 5, 25, 60)
+"""Seconds, up to the longest poll and beyond."""
+METHODS = frozenset({"GET", "POST", "PUT", "DELETE"})
+"""Methods that routes have. Whatever else clients send is counted together."""
+
+
+class HttpMetrics:
+    """Counts answers. `route` is the template of a path, never the path."""
+
+    def __init__(self, registry: CollectorRegistry):
+        self._seconds = Histogram(
+            "skyrl_http_request_seconds",
+            "Seconds until a request was answered as a whole; long polls (retrieve_future) wait by design.",
+            ["method", "route"],
+            buckets=BUCKETS,
+            registry=registry,
+        )
+        self._responses = Counter(
+            "skyrl_http_responses", "Answers by status.", ["method", "route", "status"], registry=registry
+        )
+
+    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+        """A request was answered."""
+        method = method if method in METHODS else "other"
+        self._seconds.labels(method, route).observe(seconds)
+        self._responses.labels(method, route, str(status)).inc()

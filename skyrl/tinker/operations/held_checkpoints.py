@@ -1,0 +1,108 @@
+"""Runs that cannot be trained and hold one checkpoint: a copy of another, or what a client has uploaded.
+
+The request that made one is logged as its run's request 0, so that a client that sends it again gets the same
+checkpoint, and so that the place in the session is taken.
+"""
+
+import time
+from dataclasses import dataclass
+
+from sqlmodel import Session, select
+
+from skyrl.errors import RequestError
+from skyrl.tinker.database.decisions import Decisions
+from skyrl.tinker.database.ledger.audit import note_checkpoint
+from skyrl.tinker.database.log.request_log import result_row
+from skyrl.tinker.database.tables import CheckpointRow, ModelRow, RequestRow, SessionRow
+from skyrl.tinker.identity import ids
+from skyrl.tinker.identity.ids import CheckpointKind, TinkerPath
+from skyrl.tinker.results import JSON
+from skyrl.tinker.wire import strict_json
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a run that holds a checkpoint."""
+
+    session_id: str
+    model_seq_id: int
+    tenant: str
+    request_id: str
+    """Equal for equal requests."""
+    new_session: bool
+    """False: the session is there."""
+    project_id: str | None = None
+    """Of a new session."""
+
+    @property
+    def model_id(self) -> str:
+        return ids.model_id(self.session_id, self.model_seq_id)
+
+    @property
+    def version(self) -> str:
+        """Version that the checkpoint is."""
+        return ids.version_id(self.model_id, 0)
+
+    def folder(self, kind: CheckpointKind, name: str) -> str:
+        """Folder of the checkpoint, below checkpoints_base."""
+        return ids.folder(self.model_id, kind, f"{name}@0")
+
+
+def earlier(session: Session, place: Place) -> TinkerPath | None:
+    """The checkpoint that an equal request has made. Raises `RequestError` if something else has its place."""
+    row = session.get(RequestRow, place.request_id)
+    if row is not None:
+        held = session.exec(select(CheckpointRow).where(CheckpointRow.model_id == row.model_id)).first()
+        if held is None:
+            raise RequestError("this request was sent before and what it made has been deleted since; send a new one")
+        return path_of(held)
+    taken = select(RequestRow.request_id).where(RequestRow.model_id == place.model_id)
+    if session.get(ModelRow, place.model_id) is not None or session.exec(taken).first() is not None:
+        raise RequestError(f"model_seq_id={place.model_seq_id} is in use in this session; use the next one")
+    return None
+
+
+def record(session: Session, kind: str, place: Place, held: CheckpointRow, by: str) -> None:
+    """Give a checkpoint that is on disk its run and its name. Raises `RequestError` if its place was taken meanwhile.
+
+    Args:
+        session: Of a transaction.
+        kind: Of the request.
+        place: The run to make.
+        held: The checkpoint, which is not stored yet.
+        by: Name of the caller, for the audit log.
+    """
+    earlier(session, place)
+    if place.new_session:
+        session.add(SessionRow(session_id=place.session_id, tenant=place.tenant, project_id=place.project_id))
+    run = ModelRow(
+        model_id=place.model_id,
+        session_id=place.session_id,
+        tenant=place.tenant,
+        base_model=held.base_model,
+        lora_config=held.lora_config,
+        status="copy",
+    )
+    now = time.time()
+    request = RequestRow(
+        request_id=place.request_id,
+        kind=kind,
+        tenant=place.tenant,
+        model_id=place.model_id,
+        seq_id=0,
+        decided=Decisions(saved_to=held.folder),
+        body=b"",
+        content_type=JSON,
+        status="done",
+        finished_at=now,
+    )
+    result = result_row(place.request_id, strict_json.dumps({"tinker_path": str(path_of(held))}), JSON, now)
+    row = CheckpointRow(**held.model_dump())
+    session.add_all([run, request, result, row])
+    session.flush()
+    note_checkpoint(session, "checkpoint_create", row, by)
+
+
+def path_of(row: CheckpointRow) -> TinkerPath:
+    """The path that clients load it by."""
+    return TinkerPath.parse("path", f"{ids.SCHEME}{row.model_id}/{row.kind}/{row.name}")

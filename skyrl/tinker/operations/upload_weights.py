@@ -1,0 +1,264 @@
+"""Adapters that were trained elsewhere, which become training checkpoints of runs of their own.
+
+What an upload is of is nowhere but in its name, which this server has signed; its files are `Service.uploads`.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+
+from skyrl.backends.common.models.checkpoint_folder import PEFT_CONFIG, PEFT_TENSORS, TRAINING_STATE, pack_header
+from skyrl.backends.common.models.kind import Kind
+from skyrl.errors import RequestError, StorageError, UnknownName
+from skyrl.tinker.checkpoints.transfer.uploads import Upload
+from skyrl.tinker.context import Service
+from skyrl.tinker.database.tables import CheckpointRow, RequestRow
+from skyrl.tinker.errors import DatabaseFull
+from skyrl.tinker.identity import ids
+from skyrl.tinker.identity.callers import Caller
+from skyrl.tinker.identity.ids import TinkerPath
+from skyrl.tinker.identity.tokens import BadToken
+from skyrl.tinker.operations.held_checkpoints import Place, earlier, path_of, record
+from skyrl.tinker.operations.models import check_rank
+from skyrl.tinker.wire import management_schemas as rest
+from skyrl.tinker.wire.json_numbers import parse_short
+from skyrl.types import BackendInfo, LoraConfig
+from skyrl.utils.adapters.fitting import fitted_adapter, most_numbers
+from skyrl.utils.adapters.naming import tensors_of
+from skyrl.utils.adapters.plain import rank_of
+from skyrl.utils.files.atomic_folders import Content, remove_folder, write_folder
+from skyrl.utils.files.hf_files import peft_config
+from skyrl.utils.files.tensor_file import Tensor, read_tensors, tensor_file
+
+KIND = "external_weights_upload_finish"
+NAME = "upload"
+"""Name of the checkpoint that an upload becomes."""
+KNOWN_S = 24 * 3600
+"""Seconds after its end for which an upload's name is known, so that a finish that is repeated has the same answer."""
+MAX_CONFIG_BYTES = 2**20
+HEADER_BYTES = 512
+"""Of a safetensors file's header, for a tensor."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """An upload that files may be sent to."""
+
+    id: str
+    """Its name, signed."""
+    files: dict[str, str]
+    """By name of the file, a signed name of the place that it is sent to."""
+
+
+def begin_upload(service: Service, caller: Caller, request: rest.UploadStartRequest, expires: int) -> Begun:
+    """Begin an upload, whose files may be sent until `expires`, a Unix time.
+
+    Raises RequestError for another base model, a rank that is not served, and where the backend imports nothing.
+    """
+    info = service.info
+    service.check_base_model(request.base_model)
+    config = request.lora_config
+    if not info.adaptable or not config.rank:
+        raise RequestError(
+            f"lora_config.rank={config.rank}: only adapters are uploaded, to a backend that imports them; "
+            f"use a rank of 1 or more{'' if info.adaptable else ', and another --backend'}"
+        )
+    check_rank(config, info)
+    upload, signer = Upload.begin(caller.name), service.keys.signer
+    claims = {"tenant": upload.tenant, "until": upload.expires, "id": upload.id}
+    about = {
+        "base_model": info.base_model,
+        "lora_config": config.model_dump(exclude={"alpha"}),
+        "project": request.destination_project_id,
+    }
+    limits = _limits(info)
+    files = {
+        name: signer.sign(
+            "upload_file", claims | {"name": name, "limit": limit, "largest": max(limits.values())}, expires
+        )
+        for name, limit in limits.items()
+    }
+    return Begun(signer.sign("upload", claims | about, upload.expires + KNOWN_S), files)
+
+
+async def receive_file(service: Service, claims: dict[str, Any], pieces: AsyncIterator[bytes], announced: int) -> None:
+    """Store a file of an upload; see `Uploads.receive`.
+
+    Args:
+        service: Whose uploads they are.
+        claims: Of the signed name of the place that it is sent to.
+        pieces: Its content.
+        announced: Its length; 0 where that is not known.
+
+    Raises UnknownName if the upload is finished, or is by the time that the file has come.
+    """
+    upload = upload_of(claims)
+    await _check_unfinished(service, upload)
+    await service.uploads.receive(
+        upload,
+        claims["name"],
+        pieces,
+        announced=announced,
+        limit=claims["limit"],
+        largest=claims["largest"],
+        make_room=service.disk.make_room_for,
+    )
+    try:
+        await _check_unfinished(service, upload)
+    except UnknownName:
+        await service.uploads.remove(upload)
+        raise
+
+
+async def _check_unfinished(service: Service, upload: Upload) -> None:
+    row = await service.database.read(lambda session: session.get(RequestRow, _request_id(upload)))
+    if row is not None:
+        raise UnknownName("the upload is finished, so no file of it is taken any more; start another upload")
+
+
+def _request_id(upload: Upload) -> str:
+    """Id of the request that finishes an upload."""
+    return f"{KIND}-{upload.id}"
+
+
+async def finish_upload(service: Service, caller: Caller, upload_id: str) -> TinkerPath:
+    """Make a checkpoint of an upload's files. Returns its path, that of the checkpoint if there is one already.
+
+    Raises RequestError for files that are no adapter of the kind that was announced, StorageError, and Busy.
+    """
+    try:
+        claims = service.keys.signer.read("upload", upload_id)
+    except BadToken as error:
+        raise UnknownName(f"upload_id {error}; start another upload") from error
+    if not caller.may_touch(claims["tenant"]):
+        raise UnknownName("upload_id is of another key's upload; send that key, or start another upload")
+    upload = upload_of(claims)
+    session_id = ids.new_session_id()
+    tenant = caller.tenant_of(session_id)
+    place = Place(session_id, 0, tenant, _request_id(upload), new_session=True, project_id=claims["project"])
+    async with service.uploads.turn_to_import(caller.sharer):  # of two equal requests the second finds the first
+        before = await service.database.read(lambda session: earlier(session, place))
+        if before is not None:
+            return before
+        if upload.expires <= time.time():
+            raise UnknownName("the upload has expired; start another")
+        info, declared = service.info, LoraConfig(**claims["lora_config"])
+        if info.base_model != claims["base_model"]:
+            raise RequestError(
+                f"the upload was begun for base model {claims['base_model']!r}, and this server serves "
+                f"{info.base_model!r} now; start another upload"
+            )
+        folder = service.uploads.path(upload, PEFT_CONFIG).parent
+        config, files, size_bytes = await asyncio.to_thread(_converted, folder, declared, info)
+        await service.disk.make_room_for(size_bytes)
+        checkpoint = CheckpointRow(
+            model_id=place.model_id,
+            kind="weights",
+            name=NAME,
+            tenant=tenant,
+            version=place.version,
+            folder=place.folder("weights", NAME),
+            base_model=info.base_model,
+            lora_config=config.model_dump(),
+        )
+        path = service.path_of(checkpoint.folder)
+        checkpoint.size_bytes, checkpoint.digest = await asyncio.to_thread(write_folder, path, files)
+        del files
+        try:
+            await service.database.write(lambda session: record(session, KIND, place, checkpoint, caller.name))
+        except DatabaseFull:  # after any other error it may be stored; a folder without a name goes by itself
+            await asyncio.to_thread(remove_folder, path)
+            raise
+        await service.uploads.remove(upload)
+        return path_of(checkpoint)
+
+
+def upload_of(claims: dict[str, Any]) -> Upload:
+    """The upload that a signed name is about."""
+    return Upload(claims["tenant"], claims["until"], claims["id"])
+
+
+def _limits(info: BackendInfo) -> dict[str, int]:
+    """Largest size in bytes of each file: that of float32 numbers of the largest adapter."""
+    tensors = 4 * most_numbers(info.adaptable, info.max_lora_rank) + _header_bytes(info)
+    return {PEFT_CONFIG: MAX_CONFIG_BYTES, PEFT_TENSORS: tensors}
+
+
+def _header_bytes(info: BackendInfo) -> int:
+    return 2**16 + HEADER_BYTES * 2 * len(info.adaptable)
+
+
+def _converted(folder: Path, declared: LoraConfig, info: BackendInfo) -> tuple[LoraConfig, dict[str, Content], int]:
+    """What an upload's files hold: its configuration, the files of its checkpoint, and how many bytes those take."""
+    config = _config_of(_read(folder / PEFT_CONFIG, MAX_CONFIG_BYTES))
+    rank = rank_of(config)
+    if rank != declared.rank:
+        raise RequestError(
+            f"adapter_config.json: the adapter has rank {rank}, and lora_config.rank={declared.rank} was announced; "
+            "start another upload with the rank that it has"
+        )
+    data = _read(folder / PEFT_TENSORS, _limits(info)[PEFT_TENSORS])
+    if int.from_bytes(data[:8], "little") > _header_bytes(info):
+        raise RequestError(
+            f"{PEFT_TENSORS} has the header of more than one adapter; save it with PEFT's save_pretrained"
+        )
+    try:
+        tensors = read_tensors(data)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise RequestError(
+            f"{PEFT_TENSORS} is no safetensors file that can be read ({error}); save it with PEFT's save_pretrained"
+        ) from error
+    del data
+    with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is looked at
+        pairs, rank, alpha = fitted_adapter(tensors, config, info.adaptable)
+    wrong = next((module for module, pair in pairs.items() if not all(np.isfinite(x).all() for x in pair)), None)
+    if wrong is not None:
+        raise RequestError(f"adapter: lora_A or lora_B of {wrong} has numbers that are not finite; train it again")
+    groups = {info.adaptable[module].group for module in pairs}
+    hidden = sorted(group for group in groups if not getattr(declared, f"train_{group}"))
+    if hidden:
+        raise RequestError(
+            f"adapter: it has tensors of modules that lora_config leaves out; start another upload with "
+            f"train_{hidden[0]}=true"
+        )
+    found = LoraConfig.of_groups(rank, alpha, groups)
+    made = {name: Tensor(tensor.shape, tensor.dtype, lambda x=tensor: x) for name, tensor in tensors_of(pairs).items()}
+    small = {
+        TRAINING_STATE: pack_header(Kind(found), info.base_model, 0, 0),
+        PEFT_CONFIG: json.dumps(peft_config(info.base_model, found, list(pairs)), indent=1).encode(),
+    }
+    size = sum(map(len, small.values())) + most_numbers({module: info.adaptable[module] for module in pairs}, rank) * 4
+    return found, {**small, PEFT_TENSORS: tensor_file(made)}, size
+
+
+def _config_of(data: bytes) -> dict[str, Any]:
+    try:
+        config = parse_short(data)
+    except ValueError as error:
+        raise RequestError(
+            f"{PEFT_CONFIG} cannot be read as JSON ({error}); save it with PEFT's save_pretrained"
+        ) from error
+    if not isinstance(config, dict):
+        raise RequestError(f"{PEFT_CONFIG} holds no object; save it with PEFT's save_pretrained")
+    return config
+
+
+def _read(path: Path, limit: int) -> bytes:
+    """A file of an upload, which may have come when another backend allowed more."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(limit + 1)
+    except FileNotFoundError as error:
+        raise RequestError(f"{path.name} was not uploaded; PUT it to its URL before the upload is finished") from error
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(data) > limit:
+        raise RequestError(f"{path.name}: the file is larger than {limit} bytes, which is the most for it here")
+    return data

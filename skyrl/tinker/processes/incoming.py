@@ -1,0 +1,141 @@
+"""Frames of the engine as they arrive on the event loop, received where they stay.
+
+A stream reader copies what it reads several times, and nobody else has the interpreter meanwhile: of answers of 128 MiB
+that was half of all that a busy API process did. Here long parts are read from the socket into their own memory.
+"""
+
+import asyncio
+import struct
+from collections import deque
+from collections.abc import Generator, Sequence
+
+import numpy as np
+
+from skyrl.tinker.processes.frames import NUMBER
+
+SCRATCH_BYTES = 2**16
+"""Read at once of what is short."""
+DIRECT_BYTES = 2**13
+"""A part of which more is to come is received where it stays."""
+MOST_WAITING = 256
+"""Frames that nobody has taken, after which no more are read."""
+
+Parts = list[memoryview]
+"""Of a frame, as `decode` takes them."""
+
+
+class Incoming(asyncio.BufferedProtocol):
+    """Protocol of the API's end: takes frames in, and knows whether more may be written."""
+
+    transport: asyncio.Transport
+
+    def __init__(self) -> None:
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._begin = self._end = 0
+        """Place in it of what has not been looked at."""
+        self._parser = self._parse()
+        self._wanted = next(self._parser)
+        """Memory that the next bytes belong into. The scratch is empty while there is much of it."""
+        self._arrived: deque[Parts] = deque()
+        self._changed = asyncio.Event()
+        """Frames have arrived, or the connection has ended."""
+        self._may_write = asyncio.Event()
+        self._may_write.set()
+        self._ended = asyncio.Event()
+
+    async def take(self) -> Parts | None:
+        """The next frame; None at the end of the connection."""
+        while not self._arrived:
+            if self._ended.is_set():
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        if len(self._arrived) == MOST_WAITING and not self._ended.is_set():
+            self.transport.resume_reading()
+        return self._arrived.popleft()
+
+    async def drain(self) -> None:
+        """Wait until all is written. Raises `ConnectionError` at the end of the connection."""
+        await self._may_write.wait()
+        if self._ended.is_set():
+            raise ConnectionResetError("the engine has closed its end")
+
+    async def wait_closed(self) -> None:
+        """Wait for the end of the connection."""
+        await self._ended.wait()
+
+    # -- what the event loop calls ------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        transport.set_write_buffer_limits(0)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for event in (self._ended, self._changed, self._may_write):
+            event.set()
+
+    def pause_writing(self) -> None:
+        self._may_write.clear()
+
+    def resume_writing(self) -> None:
+        self._may_write.set()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._is_direct():
+            return self._wanted
+        self._begin = self._end = 0
+        return self._scratch
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._is_direct():
+            self._wanted = self._wanted[nbytes:]
+        else:
+            self._end += nbytes
+        while True:
+            count = min(len(self._wanted), self._end - self._begin)
+            self._wanted[:count] = self._scratch[self._begin : self._begin + count]
+            self._begin += count
+            self._wanted = self._wanted[count:]
+            if self._wanted:
+                return
+            self._wanted = next(self._parser)
+
+    def _is_direct(self) -> bool:
+        return len(self._wanted) > DIRECT_BYTES
+
+    # -- what the bytes mean ------------------------------------------------------------------------------------------
+
+    def _parse(self) -> Generator[memoryview, None, None]:
+        """Ask for bytes by the memory that they belong into, and keep the frames that they are."""
+        large: Parts = []
+        while True:
+            (count,) = yield from _numbers(1)
+            if count > 0:
+                parts = _memory((yield from _numbers(count)))
+                yield from parts
+                self._keep(parts)
+                continue
+            (count,) = yield from _numbers(1)
+            *sizes, part, begin, length = yield from _numbers(count + 3)
+            if part == begin == 0:
+                large = _memory(sizes)
+            yield large[part][begin : begin + length]
+            if part == count - 1 and begin + length == sizes[-1]:
+                self._keep(large)
+                large = []
+
+    def _keep(self, parts: Parts) -> None:
+        self._arrived.append(parts)
+        self._changed.set()
+        if len(self._arrived) == MOST_WAITING:
+            self.transport.pause_reading()
+
+
+def _numbers(count: int) -> Generator[memoryview, None, tuple[int, ...]]:
+    data = bytearray(NUMBER.size * count)
+    yield memoryview(data)
+    return struct.unpack(f"<{count}Q", data)
+
+
+def _memory(sizes: Sequence[int]) -> Parts:
+    return [np.empty(size, np.uint8).data for size in sizes]

@@ -1,0 +1,69 @@
+"""A pass of which more was sent than is read: its beginning says whose it is, so that it can fail in its place.
+
+Turned away at the door, its place in its model's order would stay empty, and what follows would wait for it in vain.
+SDKs that write protobuf put the address first; those that write JSON put it last, where nobody comes.
+"""
+
+from contextlib import suppress
+from io import BytesIO
+from typing import Any
+
+import zstandard
+from google.protobuf.message import DecodeError
+from pydantic import ValidationError
+
+from skyrl.tinker.errors import BodyTooLarge, MalformedBody
+from skyrl.tinker.wire.codec import PROTOBUF, ZSTD_PIECE
+from skyrl.tinker.wire.json_numbers import outer_members
+from skyrl.tinker.wire.parsing import Body, ModelAddress, Parsed
+from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
+from skyrl.tinker.wire.protobuf_scan import address_of
+
+ADDRESS_BYTES = 4096
+"""Of the beginning of a body, in which the address is."""
+
+
+def failed_pass(body: Body, error: BodyTooLarge) -> Parsed:
+    """A pass that fails with `error`, of which no more is known than its beginning says.
+
+    Raises:
+        BodyTooLarge: It does not say whose it is, and not more than its beginning was sent for.
+        MalformedBody: It does not say so either, but all of it is there, compressed.
+    """
+    members = _members(body)
+    try:
+        address = ModelAddress.model_validate(members)
+    except ValidationError:
+        address = None
+    if address is None or not address.model_id or address.seq_id < 1:
+        nameless = BodyTooLarge if body.too_large else MalformedBody
+        raise nameless(
+            f"{error}. The body does not say whose it is at its beginning, so requests of its model that follow wait "
+            "for it, as long as --gap-timeout-s says"
+        ) from None
+    # Of protobuf nothing says here that it was for the loss alone.
+    return Parsed(address, None, str(error), is_pass="forward_input" not in members)
+
+
+def _members(body: Body) -> dict[str, Any]:
+    """Members of the request that are in its beginning."""
+    beginning = _decompressed(body)[:ADDRESS_BYTES]
+    if body.content_type != PROTOBUF:
+        return outer_members(beginning)
+    with suppress(DecodeError):
+        message = pb.ForwardBackwardRequest.FromString(address_of(beginning, whole=False))
+        return {"model_id": message.model_id, "seq_id": message.seq_id}
+    return {}
+
+
+def _decompressed(body: Body) -> bytes:
+    """Beginning of a body without its content encoding, of `ADDRESS_BYTES` at least where it has as many."""
+    if body.content_encoding != "zstd":
+        return body.data
+    decompressor, beginning = zstandard.ZstdDecompressor().decompressobj(), BytesIO()
+    with suppress(zstandard.ZstdError):
+        for at in range(0, len(body.data), ZSTD_PIECE):
+            beginning.write(decompressor.decompress(body.data[at : at + ZSTD_PIECE]))
+            if beginning.tell() >= ADDRESS_BYTES or decompressor.eof:
+                break
+    return beginning.getvalue()

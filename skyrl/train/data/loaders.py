@@ -1,0 +1,54 @@
+"""Loaders: functions from a row of a data set, as it was read, to a row of a kind that training knows.
+
+To add one, decorate a function with `LOADERS.register`, or name a function of your own as `module:function`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from skyrl.errors import ConfigError
+from skyrl.utils.registry import Registry
+
+Loader = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Gets a row and returns one (docs/sft.md, Rows). Raises ConfigError for rows that it cannot use."""
+LOADERS: Registry[Loader] = Registry("loader")
+CONVERSATION = ("messages", "conversations", "system", "tools")
+"""Columns that `chat` reads."""
+
+
+def as_it_is(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row, whose columns say of which kind it is."""
+    return row
+
+
+@LOADERS.register("text")
+@LOADERS.register("tx.loaders.text")
+def text(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Column `text` alone: all of it is trained on."""
+    if row.get("text") is None:
+        raise ConfigError(f"loader=text: {_columns(row)}; give rows with a text, or another loader")
+    return {"text": row["text"]}
+
+
+@LOADERS.register("chat")
+@LOADERS.register("tx.loaders.chat")
+def chat(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A conversation: `messages`, or `conversations` as ShareGPT has them, perhaps with `system` and `tools`."""
+    if all(row.get(name) is None for name in CONVERSATION[:2]):
+        raise ConfigError(f"loader=chat: {_columns(row)}; give rows with messages, or another loader")
+    return {name: row[name] for name in CONVERSATION if row.get(name) is not None}
+
+
+def find_loader(name: str) -> Loader:
+    """The loader of that name, or the function that `module:function` names. Raises ConfigError if there is none."""
+    try:
+        loader = LOADERS.get(name)
+    except KeyError as error:
+        raise ConfigError(f"loader={name}: {error.args[0]}; a loader of your own is module:function") from None
+    if not callable(loader):
+        raise ConfigError(f"loader={name} is a {type(loader).__name__}; name a function of a row, as module:function")
+    return loader
+
+
+def _columns(row: Mapping[str, Any]) -> str:
+    return f"the row has the columns {', '.join(sorted(row)) or 'none'}"

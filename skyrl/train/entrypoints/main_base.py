@@ -1,0 +1,26 @@
+"""`python -m skyrl.train.entrypoints.main_base key.path=value ...`: what `skyrl train rl` does."""
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from skyrl.train import commands
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train with `argv` (default: the process's arguments). Returns the exit status."""
+    return commands.rl(sys.argv[1:] if argv is None else argv)
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Say where a name of SkyRL's module is, if it is asked for."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise ImportError(
+        f"{__name__} has no {name} here: a run of your own is `await train_rl(config)` of skyrl.train.rl.run; rewards, "
+        "environments, estimators and losses are named in the configuration (docs/coming-from.md)"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

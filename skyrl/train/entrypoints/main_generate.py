@@ -1,0 +1,20 @@
+"""`python -m skyrl.train.entrypoints.main_generate key.path=value ...`: evaluation of a model without training.
+
+It is `skyrl train rl trainer.eval_only=true trainer.resume_mode=none`: the model is `trainer.policy.model.path`, unless
+`trainer.init_from` or `trainer.resume_mode` name a checkpoint.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from skyrl.train import commands
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate with `argv` (default: the process's arguments). Returns the exit status."""
+    given = sys.argv[1:] if argv is None else argv
+    return commands.rl(["trainer.eval_only=true", "trainer.resume_mode=none", *given])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

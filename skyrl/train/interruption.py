@@ -1,0 +1,84 @@
+"""SIGINT and SIGTERM as a request to end a run once its state is saved; a second one ends the process at once."""
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SIGNALS = signal.SIGINT, signal.SIGTERM
+
+
+class Interrupted(Exception):
+    """A run has ended as a signal asked for; the message says what is saved."""
+
+    def __init__(self, number: signal.Signals, message: str):
+        super().__init__(message)
+        self.signal = number
+
+
+class Interruption:
+    """Request to end a run. Used in the event loop of the main thread; in another one signals are not its own."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        """Signal that asked; None: nobody has."""
+        self._asked = asyncio.Event()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the signals of this process."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            if self.signal is not None:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            self.signal = signal.Signals(number)
+            loop.call_soon_threadsafe(self._tell)
+
+        before = {number: signal.signal(number, ask) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _tell(self) -> None:
+        assert self.signal is not None
+        log.warning("%s: the run ends as soon as its state is saved; once more ends it at once", self.signal.name)
+        self._asked.set()
+
+    async def either(self, task: "asyncio.Task[Any]") -> None:
+        """Wait until a task has ended or somebody asks."""
+        asked = asyncio.ensure_future(self._asked.wait())
+        try:
+            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        finally:
+            asked.cancel()
+
+    async def unless_asked(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Result of work that is dropped when somebody asks: then None."""
+        task = asyncio.ensure_future(work)
+        await self.either(task)
+        return await task if task.done() else await drop(task)
+
+
+async def drop(task: "asyncio.Task[Any]") -> None:
+    """Cancel a task and wait for its end."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

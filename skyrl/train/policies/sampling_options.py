@@ -1,0 +1,30 @@
+"""Options of a sample, of what a configuration says: a penalty and a filter of its own, and `additional_kwargs`."""
+
+from pydantic import ValidationError
+
+from skyrl.errors import ConfigError
+from skyrl.train.config import SamplingParams as SamplingConfig
+from skyrl.types import SamplingOptions, WireModel
+
+
+class AdditionalOptions(WireModel):
+    """Options in `additional_kwargs`, by the names of vLLM's SamplingParams. Each as in `SamplingOptions`."""
+
+    min_tokens: int = SamplingOptions.min_tokens
+    stop_token_ids: tuple[int, ...] = SamplingOptions.stop_token_ids
+    presence_penalty: float = SamplingOptions.presence_penalty
+    frequency_penalty: float = SamplingOptions.frequency_penalty
+
+
+def options_of(params: SamplingConfig) -> SamplingOptions:
+    """Options of a sample. Raises ConfigError for additional ones that there are not, or that are of another type."""
+    given = params.additional_kwargs or {}
+    try:
+        additional = AdditionalOptions(**given)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name, text = ".".join(map(str, problem["loc"])), problem["msg"]
+        if problem["type"] == "extra_forbidden":
+            text = f"there is no such option; known: {', '.join(AdditionalOptions.model_fields)}; leave it out"
+        raise ConfigError(f"additional_kwargs.{name}={problem['input']}: {text}") from None
+    return SamplingOptions(min_p=params.min_p, repetition_penalty=params.repetition_penalty, **additional.model_dump())

@@ -1,0 +1,129 @@
+"""Published data sets of mathematics: which columns have the question and the answer, and which environment scores it.
+
+To add one, write a function from a row to a `Problem` and a line in `PUBLISHED`.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from skyrl.envs.tasks.answers import last_boxed, number_at, same_answer
+from skyrl.errors import ConfigError
+from skyrl.train.data.prompt_dataset import messages_of, short
+
+_UNBRACED = re.compile(r"\\boxed +([^\s{$][^$\n]*?) *(?=\$|$)", re.MULTILINE)
+"""A box that holds what follows it up to the end of the formula, which MATH has a few of."""
+
+
+class Problem(NamedTuple):
+    """What a row asks and what answers it."""
+
+    messages: list[dict[str, Any]]
+    ground_truth: str
+    """Gold answer, as the environment takes it."""
+    data_source: str
+    extra: Mapping[str, Any]
+    """Further values that are kept in `extra_info`."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published data set."""
+
+    hub_id: str
+    """Where it is published, in messages and help."""
+    env_class: str
+    """Environment that scores its answers."""
+    problem: Callable[[Mapping[str, Any], str], Problem]
+    """Of a row and its place, for messages. Raises ConfigError if the row cannot be used."""
+    instruction: str = ""
+    """Text after a question unless another is given, asking for the form of answer that the environment reads."""
+
+
+def gsm8k(row: Mapping[str, Any], where: str) -> Problem:
+    """`question`, and `answer` that ends in `#### 42`."""
+    question, answer = (_text(row, name, where) for name in ("question", "answer"))
+    _, mark, end = answer.rpartition("####")
+    if not mark:
+        raise ConfigError(f"{where}: answer={_end(answer)} has no ####, after which the number stands; correct the row")
+    if number_at(end.strip(), 0) is None:
+        raise ConfigError(f"{where}: answer={_end(answer)} has no number after ####; correct the row")
+    return Problem(_asked(question), end.strip().replace(",", ""), "openai/gsm8k", {})
+
+
+def math(row: Mapping[str, Any], where: str) -> Problem:
+    """`problem`, `solution` with the answer in its last box, and perhaps `level` and `type` (or `subject`)."""
+    question, solution = (_text(row, name, where) for name in ("problem", "solution"))
+    braced = _UNBRACED.sub(lambda box: f"\\boxed{{{box[1]}}}", solution)
+    box = last_boxed(braced) or last_boxed(braced.replace("\\fbox", "\\boxed"))
+    if box is None:
+        raise ConfigError(f"{where}: solution={_end(solution)} has no \\boxed{{...}} that ends; correct the row")
+    answer = _matched(box[1].strip(), "the box of solution", where)
+    extra = {name: row[name] for name in ("level", "type", "subject") if row.get(name) is not None}
+    return Problem(_asked(question), answer, "math", extra)
+
+
+def dapo_math(row: Mapping[str, Any], where: str) -> Problem:
+    """`prompt` (messages that ask for a line `Answer:`), `reward_model.ground_truth`, `data_source`, `extra_info`."""
+    messages = messages_of(_column(row, "prompt", where), where)
+    if not isinstance(messages[-1]["content"], str):
+        raise ConfigError(f"{where}: prompt ends in {short(messages[-1])}, whose content is no text; correct the row")
+    model = _column(row, "reward_model", where)
+    if not isinstance(model, Mapping) or model.get("ground_truth") is None:
+        raise ConfigError(f"{where}: reward_model={short(model)} has no ground_truth; write the answer there")
+    answer = _matched(str(model["ground_truth"]).strip(), "reward_model.ground_truth", where)
+    extra = row.get("extra_info")
+    return Problem(
+        messages, answer, str(row.get("data_source") or "math_dapo"), extra if isinstance(extra, Mapping) else {}
+    )
+
+
+PUBLISHED: dict[str, Published] = {
+    "gsm8k": Published(
+        "openai/gsm8k", "gsm8k", gsm8k, 'Reason step by step, and end with the final answer in the form "#### ANSWER".'
+    ),
+    "math": Published(
+        "DigitalLearningGmbH/MATH-lighteval",
+        "math",
+        math,
+        "Reason step by step, and put the final answer within \\boxed{}.",
+    ),
+    "dapo-math": Published("BytedTsinghua-SIA/DAPO-Math-17k", "aime", dapo_math),
+}
+"""By the names that `skyrl data prepare` takes."""
+
+
+def _asked(question: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question.strip()}]
+
+
+def _column(row: Mapping[str, Any], name: str, where: str) -> Any:
+    if row.get(name) is None:
+        raise ConfigError(f"{where}: has no column {name}, but {', '.join(row)}; rename the column that has it")
+    return row[name]
+
+
+def _text(row: Mapping[str, Any], name: str, where: str) -> str:
+    value = _column(row, name, where)
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{where}: {name}={short(value)} is not a text; correct the row")
+    return value
+
+
+@cache
+def _equals_itself(answer: str) -> bool:
+    """Whether the answer is any, which takes as long as all else does. DAPO-Math has each a hundred times."""
+    return same_answer(answer, answer)
+
+
+def _matched(answer: str, name: str, where: str) -> str:
+    """The answer, if one that is written the same is right."""
+    if not _equals_itself(answer):
+        raise ConfigError(f"{where}: {name} has the answer {short(answer)}, which no answer equals; correct the row")
+    return answer
+
+
+def _end(text: str) -> str:
+    return repr(text) if len(text) <= 60 else f"...{text[-57:]!r}"

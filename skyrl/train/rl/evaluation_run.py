@@ -1,0 +1,51 @@
+"""Evaluation without training, of a checkpoint or of a model as it is (`trainer.eval_only`)."""
+
+import logging
+from contextlib import ExitStack
+
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.rl.evaluate import eval_rows, evaluate
+from skyrl.train.rl.prompts import evaluation_prompts
+from skyrl.train.rl.run import POLICY
+from skyrl.train.rl.setup import Setup, check_environments
+from skyrl.train.rollouts.rollouts import Rollouts
+from skyrl.train.strategy.strategy import policy_adapter
+from skyrl.train.tracking.dumps import dump_eval_results
+from skyrl.train.tracking.metrics import Metrics
+from skyrl.train.tracking.summary import closing_summary
+
+log = logging.getLogger(__name__)
+
+
+async def evaluate_rl(config: SkyRLTrainConfig) -> Metrics:
+    """Evaluate as a resolved configuration says, and print the scores. Another process may be training meanwhile.
+
+    The model is the policy of the checkpoint that `trainer.resume_mode` and `resume_path` name; with resume_mode=none,
+    or where there is no checkpoint, it is that of `trainer.init_from`, or the base model.
+
+    Returns the metrics. Raises ConfigError for what cannot be run.
+    """
+    settings = config.trainer
+    setup = Setup.of(config)
+    prompts = evaluation_prompts(config, setup.chat)
+    check_environments(config, (each.env_class for each in prompts))
+    found = setup.store.find(settings.resume_mode, settings.resume_path)
+    if found is None and settings.init_from:
+        found = setup.store.initial(settings.init_from, "trainer.init_from")
+    with ExitStack() as stack:
+        policy = stack.enter_context(setup.load()).policy(POLICY, settings.seed)
+        if found is None:
+            await policy.create(policy_adapter(config))
+        else:
+            await policy.load(found.model_path(POLICY), optimizer=False)
+        step = 0 if found is None else found.step
+        await policy.publish(step)
+        rollouts = Rollouts(config.generator, config.environment, setup.tokenizer, policy)
+        metrics, trajectories = await evaluate(rollouts, prompts, settings.eval_batch_size)
+    what = f"{settings.policy.model.path} as it is" if found is None else str(found.path)
+    scores = {name: value for name, value in metrics.items() if "/generate/" not in name}
+    print(closing_summary(f"{len(prompts)} prompts evaluated with {what}", {}, scores))
+    if settings.dump_eval_results:
+        folder = dump_eval_results(settings.export_path, None, eval_rows(prompts, trajectories), metrics)
+        print(f"responses are in {folder}")
+    return metrics

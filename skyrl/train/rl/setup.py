@@ -1,0 +1,96 @@
+"""What training and evaluation of a policy begin with: checks, the tokenizer, and where models and checkpoints are."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from skyrl.envs import check_settings, env_class
+from skyrl.errors import ConfigError
+from skyrl.train.checkpoints import CheckpointStore, identity_of
+from skyrl.train.config import SkyRLTrainConfig, get_config_as_dict
+from skyrl.train.policies import Models
+from skyrl.train.ranking import Ranking
+from skyrl.train.rollouts.chat import Chat, ChatTokenizer
+from skyrl.train.rollouts.generators.generator import load_generator
+from skyrl.train.rollouts.rollouts import chat_of
+from skyrl.train.strategy.base_model import check_base_model, fit_context, load_tokenizer
+from skyrl.train.strategy.registry import find_strategy
+from skyrl.train.strategy.strategy import Strategy
+from skyrl.train.strategy.validate import validate
+
+BASE_MODEL, REFERENCE_MODEL = "trainer.policy.model.path", "trainer.ref.model.path"
+
+
+class Setup(NamedTuple):
+    """A configuration that can be run, before anything is loaded that takes long."""
+
+    tokenizer: ChatTokenizer
+    chat: Chat
+    store: CheckpointStore
+    load: Callable[[], AbstractContextManager[Models]]
+    """Loads the base model, and makes room for models."""
+    load_reference: Callable[[], AbstractContextManager[Models]] | None
+    """The same of a reference that is another model (a teacher)."""
+
+    @classmethod
+    def of(cls, config: SkyRLTrainConfig) -> "Setup":
+        """Check a resolved configuration. Raises ConfigError for what cannot be run."""
+        validate(config)
+        settings = config.trainer
+        path = settings.policy.model.path
+        assert path is not None  # or the configuration would not have resolved
+        if config.generator.generator_class is None:
+            env_class(config.environment.reward_id or config.environment.env_class)
+        else:
+            load_generator(config.generator.generator_class)
+        strategy = find_strategy(config)
+        longest = check_base_model(path, BASE_MODEL, strategy.architectures)
+        fit_context(config, strategy.longest_context(config) or longest)
+        load = strategy.rl_loader(config)
+        tokenizer = load_tokenizer(path, BASE_MODEL)
+        store = CheckpointStore(
+            settings.ckpt_path,
+            identity=identity_of(config),
+            max_to_keep=settings.max_ckpts_to_keep,
+            ranking=Ranking.of("trainer.best_metric", settings.best_metric, settings.best_mode),
+            settings=get_config_as_dict(config),
+        )
+        reference = _reference_loader(config, strategy, tokenizer) if settings.has_teacher else None
+        return cls(tokenizer, chat_of(config.generator, tokenizer), store, load, reference)
+
+
+def check_environments(config: SkyRLTrainConfig, env_classes: Iterable[str]) -> None:
+    """Raise ConfigError for environments of rows that are not there, and settings of none that is used.
+
+    A generator reads both as it likes, so that nothing is looked at where there is one.
+    """
+    if config.generator.generator_class is None:
+        check_settings(config.environment.skyrl_gym, tuple(env_classes))
+
+
+def _reference_loader(
+    config: SkyRLTrainConfig, strategy: Strategy, tokenizer: ChatTokenizer
+) -> Callable[[], AbstractContextManager[Models]]:
+    """Loader of a reference that is another model, which scores the policy's tokens and sequences as they are.
+
+    Raises ConfigError for one that cannot.
+    """
+    path, policy = config.trainer.ref.model.path, config.trainer.policy.model.path
+    assert path is not None
+    overrides = config.trainer.ref.model_config_kwargs
+    longest = check_base_model(path, REFERENCE_MODEL, strategy.architectures)
+    longest = overrides.get("max_position_embeddings", longest)
+    generator = config.generator
+    assert generator.max_input_length is not None, "the configuration is resolved"
+    needed = generator.max_input_length + generator.sampling_params.max_generate_length
+    if longest is not None and longest < needed:
+        raise ConfigError(
+            f"{REFERENCE_MODEL}={path} was made for {longest} tokens, and sequences may have {needed} "
+            "(generator.max_input_length and sampling_params.max_generate_length); lower them"
+        )
+    if load_tokenizer(path, REFERENCE_MODEL).get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"{REFERENCE_MODEL}={path}: its tokenizer has other tokens than that of {BASE_MODEL}={policy}, which it "
+            "is to score; use a model of the same family"
+        )
+    return strategy.reference_loader(config, needed)

@@ -1,0 +1,205 @@
+"""Ways to train on a batch and to measure a model: by its likelihood of examples, or by pairs of answers.
+
+To add one, write a class with the methods of `Method` and name its configuration in `method_of`.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from skyrl.train.checkpoints import Checkpoint
+from skyrl.train.config.sft import DPOConfig, SFTConfig
+from skyrl.train.policies import Learner
+from skyrl.train.sft.batches import scoring_data, training_data, weighted_data
+from skyrl.train.sft.datasets import Dataset
+from skyrl.train.sft.pairs import Pair
+from skyrl.train.sft.preference_losses import PREFERENCE_LOSSES
+from skyrl.train.tracking.metrics import Metrics
+from skyrl.types import ForwardBackwardOutput
+
+LOSS = "cross_entropy"
+MODEL = "policy"
+"""The learner's folder in a checkpoint and in an export."""
+REFERENCE = "reference"
+"""The folder of the reference in a checkpoint, where it is not the base model."""
+
+
+class Method(Protocol):
+    """Way to train a learner."""
+
+    shown: Mapping[str, str]
+    """Metrics beside the progress bar, and what they are called there."""
+
+    async def forward_backward(self, batch: Sequence[Any]) -> Metrics:
+        """Add the gradients of a batch's loss, which is in the metrics as policy/loss."""
+        ...
+
+    async def evaluate(self, datasets: Sequence[Dataset[Any]], batch_size: int) -> Metrics:
+        """Measure the learner on data sets: eval/{name}/loss of each, and what else there is."""
+        ...
+
+    async def begin_with(self, initial: Checkpoint) -> None:
+        """Begin with the weights of a checkpoint, which the learner has by now."""
+        ...
+
+    async def restore(self, checkpoint: Checkpoint) -> None:
+        """Be what it was when the checkpoint was written, beside the learner."""
+        ...
+
+    def begin_save(self, folder: Path) -> list[Awaitable[object]]:
+        """Write what `restore` reads, as `Learner.begin_save`."""
+        ...
+
+
+def method_of(config: SFTConfig, learner: Learner, make_learner: Callable[[str], Learner]) -> Method:
+    """The method that a configuration asks for. `make_learner` gives further models by name."""
+    if isinstance(config, DPOConfig):
+        return DirectPreference(config, learner, make_learner)
+    return Likelihood(learner)
+
+
+class Likelihood:
+    """Supervised fine-tuning: the mean over trained tokens of the negative log-likelihood."""
+
+    shown: Mapping[str, str] = {"policy/loss": "loss"}
+
+    def __init__(self, learner: Learner):
+        self._learner = learner
+
+    async def forward_backward(self, batch: Sequence[Any]) -> Metrics:
+        output = await self._learner.forward_backward(training_data(batch), LOSS)
+        return {"policy/loss": output.metrics["loss:sum"]}
+
+    async def evaluate(self, datasets: Sequence[Dataset[Any]], batch_size: int) -> Metrics:
+        metrics: Metrics = {}
+        for dataset in datasets:
+            total = 0.0
+            for start in range(0, len(dataset.examples), batch_size):
+                data = scoring_data(dataset.examples[start : start + batch_size])
+                total += (await self._learner.forward(data, LOSS)).metrics["loss:sum"]
+            metrics[f"eval/{dataset.name}/loss"] = total / sum(one.trained_tokens for one in dataset.examples)
+        return metrics
+
+    async def begin_with(self, initial: Checkpoint) -> None:
+        """Nothing: there is the learner alone."""
+
+    async def restore(self, checkpoint: Checkpoint) -> None:
+        """Nothing, likewise."""
+
+    def begin_save(self, folder: Path) -> list[Awaitable[object]]:
+        """Nothing, likewise."""
+        return []
+
+
+class Scores(NamedTuple):
+    """Scores of pairs, all float64."""
+
+    policy: np.ndarray
+    """`[pairs, 2]`: log-probability of the chosen and of the rejected answer, in nats."""
+    reference: np.ndarray
+    """The same under the reference."""
+    tokens: np.ndarray
+    """`[pairs, 2]`: tokens of both answers."""
+
+
+class DirectPreference:
+    """Direct preference optimization (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290).
+
+    A pass of a backend takes single sequences, so that a step is three: log-probabilities under policy and reference,
+    from which follows the slope of each pair's loss, and then a cross-entropy in which each answer has that slope as
+    its weight. Its gradient is the loss's own. The reference is the base model, or the checkpoint that a run began
+    with.
+    """
+
+    shown: Mapping[str, str] = {"policy/loss": "loss", "rewards/accuracies": "accuracy"}
+
+    def __init__(self, config: DPOConfig, learner: Learner, make_learner: Callable[[str], Learner]):
+        self._config = config
+        self._loss = PREFERENCE_LOSSES[config.loss_type]
+        self._learner = learner
+        self._make_learner = make_learner
+        self._reference: Learner | None = None
+
+    async def forward_backward(self, batch: Sequence[Pair]) -> Metrics:
+        scores = await self._score(batch)
+        _, slopes = self._losses(scores)
+        signs = np.array([-1.0, 1.0]) / len(batch)  # minus, as cross-entropy is that of log-probabilities
+        weights = slopes[:, None] * signs * self._per_unit(scores)
+        await self._learner.forward_backward(weighted_data(_sequences(batch), weights.ravel().tolist()), LOSS)
+        metrics = self._metrics(scores)
+        return {"policy/loss": metrics.pop("loss"), **metrics}
+
+    async def evaluate(self, datasets: Sequence[Dataset[Pair]], batch_size: int) -> Metrics:
+        metrics: Metrics = {}
+        for dataset in datasets:
+            pairs = dataset.examples
+            parts = [await self._score(pairs[start : start + batch_size]) for start in range(0, len(pairs), batch_size)]
+            scores = Scores(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+            metrics |= {f"eval/{dataset.name}/{name}": value for name, value in self._metrics(scores).items()}
+        return metrics
+
+    async def begin_with(self, initial: Checkpoint) -> None:
+        """Make the checkpoint's model the reference."""
+        await self._load(initial.model_path(MODEL))
+
+    async def restore(self, checkpoint: Checkpoint) -> None:
+        if (checkpoint.path / REFERENCE).is_dir():
+            await self._load(checkpoint.model_path(REFERENCE))
+
+    def begin_save(self, folder: Path) -> list[Awaitable[object]]:
+        return [] if self._reference is None else [self._reference.begin_save(str(folder / REFERENCE))]
+
+    async def _load(self, path: str) -> None:
+        self._reference = self._make_learner(REFERENCE)
+        await self._reference.load(path, optimizer=False)
+
+    async def _score(self, pairs: Sequence[Pair]) -> Scores:
+        sequences = _sequences(pairs)
+        data = scoring_data(sequences)
+        if self._reference is None:
+            reference = self._learner.forward(data, LOSS, reference=True)
+        else:
+            reference = self._reference.forward(data, LOSS)
+        outputs = await asyncio.gather(self._learner.forward(data, LOSS), reference)
+        policy, other = (_logprobs(output) for output in outputs)
+        return Scores(
+            policy, other, np.array([[one.trained_tokens for one in pair.sequences] for pair in pairs], float)
+        )
+
+    def _per_unit(self, scores: Scores) -> np.ndarray:
+        """Factor of each answer's log-probability in the margin, `[pairs, 2]`."""
+        return 1 / scores.tokens if self._loss.is_per_token else np.ones_like(scores.tokens)
+
+    def _losses(self, scores: Scores) -> tuple[np.ndarray, np.ndarray]:
+        """Losses and slopes of pairs, `[pairs]`."""
+        scaled = (scores.policy - scores.reference) * self._per_unit(scores)
+        return self._loss.function(scaled[:, 0] - scaled[:, 1], self._config.beta, self._config.label_smoothing)
+
+    def _metrics(self, scores: Scores) -> Metrics:
+        """Means over pairs, by TRL's names."""
+        losses, _ = self._losses(scores)
+        rewards = self._config.beta * (scores.policy - scores.reference)
+        margins = rewards[:, 0] - rewards[:, 1]
+        values = {
+            "loss": losses,
+            "rewards/chosen": rewards[:, 0],
+            "rewards/rejected": rewards[:, 1],
+            "rewards/accuracies": margins > 0,
+            "rewards/margins": margins,
+            "logps/chosen": scores.policy[:, 0],
+            "logps/rejected": scores.policy[:, 1],
+        }
+        return {name: float(np.mean(value)) for name, value in values.items()}
+
+
+def _sequences(pairs: Sequence[Pair]) -> list[Any]:
+    return [one for pair in pairs for one in pair.sequences]
+
+
+def _logprobs(output: ForwardBackwardOutput) -> np.ndarray:
+    """Log-probabilities of the answers of pairs, `[pairs, 2]`: the loss of a sequence is minus its answer's."""
+    sums = [-np.sum(one["elementwise_loss"], dtype=np.float64) for one in output.loss_fn_outputs]
+    return np.reshape(sums, (-1, 2))

@@ -1,0 +1,89 @@
+"""Rows of a data set of preferences as pairs of examples: an answer that was chosen and one that was rejected."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl.envs.env import Message
+from skyrl.errors import ConfigError
+from skyrl.train.sft.examples import Example, RowReader, messages_of
+
+SAME = "have the same answer as chosen and as rejected"
+"""Why pairs are left out."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt with two answers, which alone are trained on."""
+
+    chosen: Example
+    rejected: Example
+
+    @property
+    def sequences(self) -> tuple[Example, Example]:
+        """Both."""
+        return self.chosen, self.rejected
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that are trained on, of both."""
+        return self.chosen.trained_tokens + self.rejected.trained_tokens
+
+    @property
+    def truncated(self) -> bool:
+        """True if either lost its end."""
+        return self.chosen.truncated or self.rejected.truncated
+
+
+@dataclass(frozen=True)
+class PairReader:
+    """Maker of pairs from rows with `chosen`, `rejected` and perhaps `prompt`, as TRL has them.
+
+    All are texts or all are lists of messages. Lists may both begin with the prompt; a column `prompt` then is none, or
+    the text of its last message (https://huggingface.co/docs/trl/dataset_formats).
+    """
+
+    rows: RowReader
+
+    def example(self, row: Mapping[str, Any]) -> Pair | str:
+        """The pair, or why the row is left out. Raises ConfigError for a row that is malformed."""
+        chosen, rejected = row.get("chosen"), row.get("rejected")
+        if chosen is None or rejected is None:
+            raise ConfigError(
+                f"columns {', '.join(sorted(row)) or 'none'}: no pair of answers; give prompt, chosen and rejected"
+            )
+        if type(chosen) is not type(rejected):
+            raise ConfigError(
+                f"chosen={str(chosen)[:80]} and rejected={str(rejected)[:80]}: give two texts or two lists of messages"
+            )
+        if chosen == rejected:
+            return SAME
+        prompt = row.get("prompt")
+        if isinstance(chosen, list) and not isinstance(prompt, list):
+            prompt, chosen, rejected = _parted(prompt, messages_of(chosen, "chosen"), messages_of(rejected, "rejected"))
+        if prompt is None:
+            raise ConfigError("there is no prompt; give one, or lists of messages that both begin with it")
+        first = self.rows.answered(prompt, chosen, row, "chosen")
+        second = self.rows.answered(prompt, rejected, row, "rejected")
+        if isinstance(first, str) or isinstance(second, str):
+            return first if isinstance(first, str) else str(second)
+        return SAME if first.token_ids.tolist() == second.token_ids.tolist() else Pair(first, second)
+
+
+def _parted(
+    prompt: Any, chosen: list[Message], rejected: list[Message]
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """The messages that both begin with, and the rest of each. Raises ConfigError if there is none of either."""
+    unequal = (number for number, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
+    shared = next(unequal, min(len(chosen), len(rejected)))
+    if not shared:
+        raise ConfigError("chosen and rejected do not begin with the same message; give a list of messages as prompt")
+    if prompt is not None and prompt != chosen[shared - 1].get("content"):
+        raise ConfigError(
+            f"prompt={str(prompt)[:80]}: chosen and rejected begin with another; give the messages of the prompt as a "
+            "list, or leave prompt out"
+        )
+    for name, messages in (("chosen", chosen), ("rejected", rejected)):
+        if len(messages) == shared:
+            raise ConfigError(f"{name} has no answer after the {shared} messages that both begin with; give one")
+    return chosen[:shared], chosen[shared:], rejected[shared:]

@@ -1,0 +1,184 @@
+"""Meaning of a training configuration for the torch backend.
+
+Options under `trainer.fsdp2` are laid over those that follow from other fields. Importing this loads neither torch nor
+jax: the backend is imported when it is asked for.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from skyrl.train.config import InferenceEngineConfig, SFTConfig, SkyRLTrainConfig, TrainerConfig
+from skyrl.train.config.strategies import worker_options
+from skyrl.train.strategy.strategy import (
+    Strategy,
+    base_dtype,
+    config_overrides,
+    sampler_options,
+    shared_problems,
+)
+from skyrl.train.strategy.torch_fields import TORCH_SUPPORT
+
+CHECKPOINTING, MICRO_TRAIN = "gradient_checkpointing", "micro_train_batch_size_per_gpu"
+SHARDING, RESHARDING = "fsdp_size", "reshard_after_forward"
+SEQUENCES = "sequence_parallel_size"
+OF_ENGINES = ("model_dtype", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens")
+"""What a sampler of this process is told, and engines are started with."""
+
+
+class TorchStrategy(Strategy):
+    """Workers of one machine or of several train and sample, on GPUs or on the CPU."""
+
+    name, backend = "fsdp2", "skyrl_train"
+    support = TORCH_SUPPORT
+
+    def rl_options(self, config: SkyRLTrainConfig) -> dict[str, Any]:
+        trainer, generator = config.trainer, config.generator
+        eval_sampling_params = generator.eval_sampling_params
+        assert generator.max_input_length is not None and eval_sampling_params is not None  # derived by `resolve`
+        response = max(generator.sampling_params.max_generate_length, eval_sampling_params.max_generate_length)
+        options: dict[str, Any] = {
+            "dtype": base_dtype(config),
+            "max_context_length": generator.max_input_length + response,
+            "value_head": trainer.algorithm.value_head_prefix,
+            SEQUENCES: trainer.policy.sequence_parallel_size,
+            **sampler_options(config),
+            **worker_options(trainer.placement.policy_num_nodes, trainer.placement.policy_num_gpus_per_node),
+        }
+        if overrides := config_overrides(config):
+            options["config_overrides"] = overrides
+        fsdp = trainer.policy.fsdp_config
+        if fsdp.is_given(SHARDING) or not trainer.policy.model.lora.rank:
+            options["fsdp_size"] = fsdp.fsdp_size
+        if fsdp.is_given(RESHARDING):
+            options["reshard_after_forward"] = fsdp.reshard_after_forward
+        if fsdp.cpu_offload:
+            options["cpu_offload"] = True
+        if trainer.is_given(CHECKPOINTING):
+            options["gradient_checkpointing"] = trainer.gradient_checkpointing
+        if rank := max(trainer.policy.model.lora.rank, trainer.critic.model.lora.rank):
+            options["max_lora_rank"] = rank
+        if trainer.is_given(MICRO_TRAIN):
+            options["train_micro_batch_size"] = trainer.micro_train_batch_size_per_gpu
+        if not trainer.use_sample_packing:
+            options["train_micro_batch_size"] = options["forward_micro_batch_size"] = 1
+        elif trainer.is_given("micro_forward_batch_size_per_gpu"):
+            options["forward_micro_batch_size"] = trainer.micro_forward_batch_size_per_gpu
+        if generator.inference_engine.is_given("max_num_seqs"):
+            options["sample_max_num_sequences"] = generator.inference_engine.max_num_seqs
+        given = dict(trainer.fsdp2)
+        if generator.inference_engine.external:
+            options["engines"] = _engines(config) | given.pop("engines", {})
+        return options | given
+
+    def sft_options(self, config: SFTConfig) -> dict[str, Any]:
+        options: dict[str, Any] = {"max_context_length": config.max_length or 0}
+        if config.model.lora.rank:
+            options["max_lora_rank"] = config.model.lora.rank
+        return options | config.fsdp2
+
+    def problems(self, config: SkyRLTrainConfig) -> Iterator[str]:
+        trainer, engines = config.trainer, config.generator.inference_engine
+        yield from shared_problems(config)
+        for name in OF_ENGINES if engines.external else ():
+            if engines.is_given(name):
+                yield (
+                    f"generator.inference_engine.{name}={getattr(engines, name)} and engines that were started "
+                    "elsewhere: theirs is as they were started; leave it out"
+                )
+        if engines.external and not trainer.policy.model.lora.rank:
+            yield (
+                "trainer.policy.model.lora.rank=0 and engines that were started elsewhere (remote_urls, "
+                "external_server_urls or external_proxy_url): they are given adapters, not whole models; set a rank, "
+                "or leave the engines out"
+            )
+        yield from _sharing(config.trainer)
+        yield from _other_models(config.trainer)
+        policy, critic = (getattr(config.trainer, name).model.path for name in ("policy", "critic"))
+        if critic not in (None, policy):
+            yield (
+                f"trainer.critic.model.path={critic} is not trainer.policy.model.path={policy}: both share one base "
+                "model; set it to the policy's"
+            )
+
+    def where_available(self, config: SkyRLTrainConfig) -> str:
+        trainer = config.trainer
+        said = ["trainer.flash_attn: attention is the backend's own"]
+        if trainer.use_sample_packing:
+            said.append("trainer.use_sample_packing: sequences are packed where the model allows it")
+        if any(getattr(trainer, name).optimizer_config.offload_after_step for name in ("policy", "critic")):
+            said.append("optimizer_config.offload_after_step: optimizer state stays with the workers")
+        if trainer.bf16:
+            said.append("trainer.bf16: base weights in the checkpoint's type on a GPU, in float32 on CPU")
+        if not config.generator.inference_engine.is_given("model_dtype"):
+            said.append("generator.inference_engine.model_dtype: that of the weights that are trained")
+        if not trainer.is_given(CHECKPOINTING):
+            said.append(f"trainer.{CHECKPOINTING}: nothing is computed again")
+        if not trainer.is_given(MICRO_TRAIN):
+            said.append(f"trainer.{MICRO_TRAIN}: as many sequences as fill a tile")
+        if not trainer.policy.fsdp_config.is_given(SHARDING) and trainer.gpus("policy") > 1:
+            rank = trainer.policy.model.lora.rank
+            whose = "each worker has all base weights" if rank else "all workers share the base weights"
+            said.append(f"trainer.policy.fsdp_config.{SHARDING}: {whose}")
+        if urls := _urls(config.generator.inference_engine):
+            said.append(f"num_engines: samples are drawn by those at {', '.join(urls)}, which are not started here")
+        else:
+            said.append("trainer.placement, num_engines: the same workers train and sample, and hold every model")
+        return f"trainer.strategy={trainer.strategy}: " + "; ".join(said)
+
+
+def _urls(engines: InferenceEngineConfig) -> list[str]:
+    """Addresses of engines that were started elsewhere; of a router in front of them if no more is known."""
+    if engines.external_server_urls:
+        return engines.external_server_urls
+    if engines.external_proxy_url:
+        return [engines.external_proxy_url]
+    return [] if engines.run_engines_locally else engines.remote_urls
+
+
+def _engines(config: SkyRLTrainConfig) -> dict[str, Any]:
+    """Options of the engines that sample."""
+    engines = config.generator.inference_engine
+    options: dict[str, Any] = {
+        "urls": _urls(engines),
+        "folder": config.trainer.policy.model.lora.lora_sync_path,
+    }
+    return options | ({"max_requests": engines.max_num_seqs} if engines.is_given("max_num_seqs") else {})
+
+
+def _sharing(trainer: TrainerConfig) -> Iterator[str]:
+    """Wishes for weights that ranks share, where too few do."""
+    fsdp, path = trainer.policy.fsdp_config, "trainer.policy.fsdp_config"
+    again, workers = fsdp.reshard_after_forward, max(1, trainer.gpus("policy"))
+    shares = fsdp.is_given(SHARDING) or not trainer.policy.model.lora.rank
+    asked = trainer.fsdp2.get(SHARDING, fsdp.fsdp_size if shares else 1)
+    ranks = workers if asked == -1 else asked
+    if fsdp.cpu_offload and ranks == 1:
+        yield (
+            f"{path}.cpu_offload=True, and no ranks share weights: all are used where they are; leave it out, or give "
+            f"{path}.{SHARDING} of 2 or more"
+        )
+    if not isinstance(again, bool) and not (1 < again < ranks and ranks % again == 0):
+        yield (
+            f"{path}.{RESHARDING}={again} is no divisor between 1 and the {ranks} rank(s) that share weights "
+            f"({path}.{SHARDING}); use one, or true or false"
+        )
+
+
+def _other_models(trainer: TrainerConfig) -> Iterator[str]:
+    """Fields by which critic and reference ask for what they do not get: the policy's workers compute all models."""
+    policy, placement = trainer.policy.sequence_parallel_size, trainer.placement
+    sizes = {"critic": trainer.critic.sequence_parallel_size, "ref": trainer.ref.sequence_parallel_size}
+    for name, size in sizes.items():
+        if getattr(trainer, name).is_given(SEQUENCES) and size != policy:
+            yield (
+                f"trainer.{name}.{SEQUENCES}={size} is not trainer.policy.{SEQUENCES}={policy}: the policy's workers "
+                "compute all models; set it to the policy's, or leave it out"
+            )
+    workers = placement.policy_num_gpus_per_node
+    gpus = {"critic": placement.critic_num_gpus_per_node, "ref": placement.ref_num_gpus_per_node}
+    for name, count in gpus.items():
+        if count not in (1, workers):
+            yield (
+                f"trainer.placement.{name}_num_gpus_per_node={count} is not policy_num_gpus_per_node={workers}: the "
+                "policy's workers compute all models; set it to the policy's, or leave it out"
+            )

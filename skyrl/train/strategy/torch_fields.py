@@ -1,0 +1,73 @@
+"""Support of each configuration field with `trainer.strategy=fsdp2`: that of JAX, but for what is torch's."""
+
+from skyrl.train.strategy.common_fields import COMMON_SUPPORT
+from skyrl.train.strategy.jax_fields import JAX_SUPPORT
+from skyrl.train.strategy.support import Status, Support, consumed, refused, where_available
+
+OPTIONS = consumed("skyrl.train.strategy.torch_backend")
+WHERE_AVAILABLE = where_available("skyrl.train.strategy.torch_backend")
+
+ONE_BASE = refused("all models share the policy's base weights; set it for trainer.policy, or leave it out")
+ONE_FORMAT = refused("base weights have one format, and what is trained is float32: see trainer.bf16; leave it out")
+BY_LAYER = refused("each layer is a unit of its own; leave it out")
+ONE_GROUP = refused("the policy's workers serve every model; leave it at 1")
+ON_TORCH = {
+    "trainer.jax": refused("these are options of the JAX backend; set trainer.fsdp2, or trainer.strategy=jax"),
+    "trainer.fsdp2": OPTIONS,
+    "trainer.placement": ONE_GROUP,
+    "trainer.placement.colocate_all": WHERE_AVAILABLE,
+    "trainer.placement.colocate_policy_ref": WHERE_AVAILABLE,
+    "trainer.placement.policy_num_nodes": OPTIONS,
+    **{f"trainer.placement.{model}_num_gpus_per_node": OPTIONS for model in ("policy", "critic", "ref")},
+    "trainer.flash_attn": WHERE_AVAILABLE,
+    **{f"trainer.{model}.optimizer_config.offload_after_step": WHERE_AVAILABLE for model in ("policy", "critic")},
+    "trainer.gradient_checkpointing": OPTIONS,
+    "trainer.gradient_checkpointing_use_reentrant": refused(
+        "what is sharded by FSDP2 and adapted by hooks is computed again in the non-reentrant way; leave it at False"
+    ),
+    "trainer.policy.use_torch_compile": refused("nothing is compiled; leave it at False"),
+    "trainer.policy.record_memory": refused("no snapshots of memory are written; leave it at False"),
+    **{f"trainer.{model}.fsdp_config": ONE_BASE for model in ("critic", "ref")},
+    "trainer.policy.fsdp_config": BY_LAYER,
+    "trainer.policy.fsdp_config.cpu_offload": OPTIONS,
+    "trainer.policy.fsdp_config.fsdp_size": WHERE_AVAILABLE,
+    "trainer.policy.fsdp_config.mixed_precision": ONE_FORMAT,
+    "trainer.policy.fsdp_config.reshard_after_forward": OPTIONS,
+    **{f"trainer.{model}.sequence_parallel_size": OPTIONS for model in ("policy", "critic", "ref")},
+    "trainer.policy.model.lora.lora_sync_path": OPTIONS,
+    "generator.inference_engine.max_num_seqs": OPTIONS,
+    **{
+        f"generator.inference_engine.{field}": OPTIONS
+        for field in ("run_engines_locally", "remote_urls", "external_proxy_url", "external_server_urls")
+    },
+    "generator.inference_engine.num_engines": WHERE_AVAILABLE,
+    **{
+        f"generator.inference_engine.{name}_parallel_size": refused(
+            "the policy's workers sample, with the model as they hold it; leave it at 1"
+        )
+        for name in ("pipeline", "expert", "data")
+    },
+    "generator.inference_engine.tensor_parallel_size": refused(
+        "the policy's workers sample; leave it at 1, and set trainer.fsdp2.tensor_parallel_size"
+    ),
+    "generator.inference_engine.enforce_eager": refused("nothing is compiled; leave it at True"),
+    "generator.inference_engine.gpu_memory_utilization": refused(
+        "memory is divided at start; set trainer.fsdp2.kv_cache_gib and trainer.fsdp2.adapter_memory_gib"
+    ),
+}
+"""Fields of which the torch backend makes something else."""
+JAX_MODULE = "skyrl.train.strategy.jax_backend"
+
+
+def _of_torch(support: Support) -> Support:
+    """What the table of JAX says, read by the strategy of torch."""
+    if support.by != JAX_MODULE:
+        return Support(support.status, support.by.replace("trainer.jax.", "trainer.fsdp2."), support.section)
+    return OPTIONS if support.status is Status.CONSUMED else WHERE_AVAILABLE
+
+
+TORCH_SUPPORT: dict[str, Support] = {
+    **COMMON_SUPPORT,
+    **{path: _of_torch(support) for path, support in JAX_SUPPORT.items() if path not in COMMON_SUPPORT},
+    **ON_TORCH,
+}

@@ -1,0 +1,53 @@
+"""The decoder that most families are variations of: grouped attention, a gated feed-forward part, norms before each."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from skyrl.tx.design.config import activation_of, head_dim_of, kinds_of, kv_heads_of
+from skyrl.tx.design.design import Attention, Design, Experts, Frequencies, Gated, LayerKind, Mixer, grouped
+from skyrl.tx.design.rotations import frequencies
+
+
+def attention_of(config: Any, **options: Any) -> Attention:
+    """Attention of the configured sizes, scaled by the root of a head's width. `options` are fields of `Attention`."""
+    width = head_dim_of(config)
+    sizes = config.num_attention_heads, kv_heads_of(config), width
+    return Attention(*sizes, **{"scale": width**-0.5} | options)
+
+
+def dense_design(
+    config: Any,
+    attention: Mixer | Sequence[Mixer],
+    *,
+    kinds: Sequence[LayerKind] | None = None,
+    feed_forwards: Sequence[Gated | Experts] | None = None,
+    mlp_bias: bool = False,
+    output_norms: bool = False,
+    rotations: tuple[Frequencies, ...] | None = None,
+    **options: Any,
+) -> Design:
+    """A decoder of the configured sizes.
+
+    Args:
+        config: Of the model.
+        attention: Of all layers, or of each.
+        kinds: Of each layer; None: as `kinds_of`.
+        feed_forwards: Of each layer; None: a gated one of `intermediate_size`.
+        mlp_bias: Whether that has biases.
+        output_norms: See `LayerGroup`.
+        rotations: See `Design`; None: those that the configuration gives all layers.
+        options: Other fields of `Design`.
+    """
+    kinds = kinds_of(config) if kinds is None else kinds
+    if feed_forwards is None:
+        feed_forwards = [Gated(config.intermediate_size, activation_of(config), mlp_bias)] * len(kinds)
+    attentions = attention if isinstance(attention, Sequence) else [attention] * len(kinds)
+    return Design(
+        hidden=config.hidden_size,
+        vocab=config.vocab_size,
+        tied=config.tie_word_embeddings,
+        groups=grouped(kinds, feed_forwards, attentions, output_norms=output_norms),
+        rotations=(frequencies(config),) if rotations is None else rotations,
+        norm_eps=config.rms_norm_eps,
+        **options,
+    )

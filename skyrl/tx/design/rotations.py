@@ -1,0 +1,170 @@
+"""Frequencies of rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), of all kinds.
+
+They are computed as transformers does, rounding to float32 in the same places: at position 100,000 the last bit of a
+frequency moves its angle by a hundredth. What some kinds make depend on the length of a sequence depends on the longest
+that is served here, so that keys in a cache stay right when a sequence grows past a limit.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from skyrl.tx.design.config import head_dim_of
+from skyrl.tx.design.design import Frequencies
+
+
+def frequencies(config: Any, layer_type: str | None = None, width: int | None = None) -> Frequencies:
+    """Frequencies of a configuration of transformers 5 (`rope_parameters`) or before (`rope_theta`, `rope_scaling`).
+
+    Args:
+        config: Of the model. Sequences have up to `max_context_length` tokens, if that is there and not 0, and
+            `max_position_embeddings` at most.
+        layer_type: Where each type of layer has parameters of its own.
+        width: Of what is rotated, where that is not a head.
+
+    Raises ValueError for kinds that are not implemented.
+    """
+    parameters = _parameters(config, layer_type)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind not in KINDS:
+        raise ValueError(
+            f"rope_type={kind!r} is not implemented (known: {', '.join(KINDS)}); use a base model with one of these"
+        )
+    width = width or int(head_dim_of(config) * float(parameters.get("partial_rotary_factor") or 1.0))
+    maximum = getattr(config, "max_position_embeddings", None)
+    longest = min(filter(None, (getattr(config, "max_context_length", 0), maximum)), default=None)
+    values, factor = KINDS[kind](_Request(parameters, width, maximum, longest))
+    return Frequencies(tuple(values.astype(np.float32).tolist()), factor)
+
+
+def score_factor(config: Any) -> float:
+    """Of products of queries and keys, where the configuration has `mscale_all_dim` (DeepSeek-V3's own code)."""
+    parameters = _parameters(config, None)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    scale = float(parameters.get("mscale_all_dim") or 0)
+    return _strength(float(parameters["factor"]), scale) ** 2 if scale and kind != "default" else 1.0
+
+
+@dataclass(frozen=True)
+class _Request:
+    parameters: Mapping[str, Any]
+    width: int
+    """Dimensions that are turned."""
+    maximum: int | None
+    longest: int | None
+
+    def __getitem__(self, name: str) -> Any:
+        if self.parameters.get(name) is None:
+            raise ValueError(f"rope_parameters have no {name}; check the model's config.json")
+        return self.parameters[name]
+
+    @property
+    def theta(self) -> float:
+        return float(self.parameters["rope_theta"])
+
+    @property
+    def original(self) -> int:
+        """Tokens of the longest sequence before the context was extended."""
+        original = self.parameters.get("original_max_position_embeddings") or self.maximum
+        return original if original is not None else self["original_max_position_embeddings"]
+
+    def powers(self, theta: float | None = None) -> np.ndarray:
+        """theta^(2 i / width), float32."""
+        exponents = np.arange(0, self.width, 2, dtype=np.float32) / np.float32(self.width)
+        return np.power(np.float32(self.theta if theta is None else theta), exponents)
+
+
+def _parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:
+    """rope_type, rope_theta and the others, in one dictionary."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if layer_type is not None and layer_type in found:
+        found = found[layer_type]
+    members = {
+        name: getattr(config, name)
+        for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+        if getattr(config, name, None) is not None
+    }
+    return {"rope_theta": 10_000.0} | members | {name: value for name, value in found.items() if value is not None}
+
+
+def _default(request: _Request) -> tuple[np.ndarray, float]:
+    return np.float32(1) / request.powers(), 1.0
+
+
+def _linear(request: _Request) -> tuple[np.ndarray, float]:
+    return _default(request)[0] / np.float32(request["factor"]), 1.0
+
+
+def _dynamic(request: _Request) -> tuple[np.ndarray, float]:
+    """NTK-aware scaling of the base, by how far the longest sequence is above what the model was made for."""
+    assert request.maximum is not None and request.longest is not None, "a configuration with a longest sequence"
+    factor, width = request["factor"], request.width
+    stretched = factor * max(request.longest, request.maximum) / request.maximum - (factor - 1)
+    return np.float32(1) / request.powers(request.theta * stretched ** (width / (width - 2))), 1.0
+
+
+def _llama3(request: _Request) -> tuple[np.ndarray, float]:
+    """Long waves are stretched, short ones left, those between interpolated (Llama 3.1's own code)."""
+    plain, factor = _default(request)[0], np.float32(request["factor"])
+    low, high = request["low_freq_factor"], request["high_freq_factor"]
+    waves = np.float32(2 * math.pi) / plain
+    scaled = np.where(waves > np.float32(request.original / low), plain / factor, plain)
+    smooth = (np.float32(request.original) / waves - np.float32(low)) / np.float32(high - low)
+    between = ~(waves < np.float32(request.original / high)) & ~(waves > np.float32(request.original / low))
+    return np.where(between, (1 - smooth) * scaled / factor + smooth * scaled, scaled), 1.0
+
+
+def _strength(factor: float, scale: float) -> float:
+    """Attention temperature of a context that is so many times longer (Peng et al. 2023, equation 15)."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _yarn(request: _Request) -> tuple[np.ndarray, float]:
+    """Interpolation of slow pairs, extrapolation of fast ones (Peng et al. 2023, https://arxiv.org/abs/2309.00071)."""
+    parameters, width = request.parameters, request.width
+    assert request.maximum is not None, "a configuration with a longest sequence"
+    factor = float(parameters.get("factor") or request.maximum / request.original)
+
+    def pair(turns: float) -> float:
+        """The pair that turns so often over the original context."""
+        return width * math.log(request.original / (turns * 2 * math.pi)) / (2 * math.log(request.theta))
+
+    attention = parameters.get("attention_factor")
+    if attention is None:
+        scale, of_all = float(parameters.get("mscale") or 0), float(parameters.get("mscale_all_dim") or 0)
+        attention = _strength(factor, scale) / _strength(factor, of_all) if scale and of_all else _strength(factor, 1.0)
+    low, high = pair(float(parameters.get("beta_fast") or 32)), pair(float(parameters.get("beta_slow") or 1))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    high += 0.001 if low == high else 0
+    places = np.arange(width // 2, dtype=np.float32)
+    kept = 1 - np.clip((places - np.float32(low)) / np.float32(high - low), 0, 1)
+    powers = request.powers()
+    slow, fast = np.float32(1) / (np.float32(factor) * powers), np.float32(1) / powers
+    return slow * (1 - kept) + fast * kept, float(attention)
+
+
+def _longrope(request: _Request) -> tuple[np.ndarray, float]:
+    """A divisor for each pair, of one set for short and one for long contexts (https://arxiv.org/abs/2402.13753)."""
+    parameters, original = request.parameters, request.original
+    assert request.maximum is not None and request.longest is not None, "a configuration with a longest sequence"
+    factor, attention = parameters.get("factor") or request.maximum / original, parameters.get("attention_factor")
+    if attention is None:
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    divisors = np.asarray(request["long_factor" if request.longest > original else "short_factor"], np.float32)
+    return np.float32(1) / (divisors * request.powers()), float(attention)
+
+
+KINDS: dict[str, Callable[[_Request], tuple[np.ndarray, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+"""By `rope_type`."""

@@ -1,0 +1,50 @@
+"""The family of a configuration, and refusal of those that are not there."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl.tx.design.design import Design
+from skyrl.tx.design.family import FAMILIES
+
+
+def design_of(config: Any) -> Design:
+    """The description of a configured model. Raises ValueError for options that are not implemented."""
+    return FAMILIES[(config.architectures or [""])[0]].design(config)
+
+
+def architectures() -> dict[str, str]:
+    """Of the models that are loaded: the architecture of each, or of its text part if it is multimodal."""
+    parts = {name: text for text in FAMILIES for name in FAMILIES[text].multimodal}
+    return {name: parts.get(name, name) for name in sorted([*FAMILIES, *parts])}
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of a known architecture, of a multimodal model that of its text part."""
+    architecture = (config.get("architectures") or [""])[0]
+    text = architectures()[architecture]
+    if text == architecture:
+        return dict(config)
+    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}  # whatever the text part says
+    shared = {name: config[name] for name in ("dtype", "torch_dtype", "eos_token_id") if name in config}
+    own = {name: value for name, value in config["text_config"].items() if name not in shared or value is not None}
+    return {**shared, **own, **tied, "architectures": [text]}
+
+
+def check_known(config: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if this backend does not have the architecture that a config.json names.
+
+    Args:
+        config: Contents of the file.
+        where: What the model is called in messages.
+    """
+    names = config.get("architectures") or ["none"]
+    if names[0] not in (known := architectures()):
+        raise ValueError(
+            f"{where}: architectures={names} is not implemented (known: {', '.join(known)}); use a base model of a "
+            "known architecture, or the torch backend (--backend skyrl_train), which loads what transformers has"
+        )
+    if quantised := config.get("quantization_config"):
+        raise ValueError(
+            f"{where}: quantization_config.quant_method={quantised.get('quant_method')!r}: quantised "
+            "base models are not served yet; use the model's bfloat16 weights"
+        )

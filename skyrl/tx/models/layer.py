@@ -1,0 +1,118 @@
+"""One decoder layer, as its group's design says.
+
+A layer stores its keys and values in the cache before it reads it, so that a donated cache is updated in place. Shapes
+of parameters come from the table (`skyrl.tx.design.parameters`), as a tree of dictionaries.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from skyrl.tx.design.design import Attention, DeltaNet, Design, Experts, LatentAttention, LayerGroup
+from skyrl.tx.layers.attention import attention
+from skyrl.tx.layers.cached_attention import Pages
+from skyrl.tx.layers.linear import Linear
+from skyrl.tx.layers.lora import Lora
+from skyrl.tx.layers.norm import RMSNorm
+from skyrl.tx.layers.rope import Rotation
+from skyrl.tx.models.delta_net import DeltaNetLayer
+from skyrl.tx.models.experts import ExpertsLayer
+from skyrl.tx.models.gated import GatedLayer
+from skyrl.tx.models.latent import LatentAttentionLayer
+from skyrl.tx.models.types import Cached
+
+Hidden = Float[Array, "batch tokens hidden"]
+Shapes = dict[str, Any]
+"""Shapes of a module's parameters, those of its parts as dictionaries below their names."""
+
+
+class Context(NamedTuple):
+    """Inputs of a layer beside the residual stream. A pytree."""
+
+    rotation: Rotation
+    window: int | Int[Array, ""] | None
+    positions: Int[Array, "batch tokens"]
+    segments: Int[Array, "batch tokens"]
+    """Tokens read their own, where there is no cache. With one, those of segment -1 are not part of a sequence."""
+
+
+class AttentionLayer(nnx.Module):
+    """Self-attention."""
+
+    def __init__(self, design: Attention, shapes: Shapes, norm: Any, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.design = design
+        self.q_proj = Linear(shapes["q_proj"], dtype, rngs)
+        self.k_proj = Linear(shapes["k_proj"], dtype, rngs)
+        self.v_proj = Linear(shapes["v_proj"], dtype, rngs)
+        self.o_proj = Linear(shapes["o_proj"], dtype, rngs)
+        if design.head_norms:
+            self.q_norm, self.k_norm = norm(shapes["q_norm"]), norm(shapes["k_norm"])
+
+    def __call__(
+        self, x: Hidden, context: Context, lora: Lora | None, cached: Pages | None
+    ) -> tuple[Hidden, Pages | None]:
+        """The output, and the layer's cache with these tokens."""
+        design = self.design
+
+        def heads(name: str) -> Float[Array, "batch tokens heads head_dim"]:
+            return getattr(self, name)(x, lora and lora.at(name)).reshape(*x.shape[:2], -1, design.head_dim)
+
+        query, key, gate = heads("q_proj"), heads("k_proj"), None
+        if design.gated:
+            query, gate = jnp.split(query.reshape(*x.shape[:2], design.heads, -1), 2, axis=-1)
+        if design.head_norms:
+            query, key = self.q_norm(query), self.k_norm(key)
+        mixed, cached = attention(
+            context.rotation.apply(query),
+            context.rotation.apply(key),
+            heads("v_proj"),
+            positions=context.positions,
+            segments=context.segments,
+            pages=cached,
+            scale=design.scale,
+            window=context.window,
+            softcap=design.softcap,
+        )
+        if gate is not None:
+            mixed = mixed * jax.nn.sigmoid(gate)
+        return self.o_proj(mixed.reshape(*x.shape[:2], -1), lora and lora.at("o_proj")), cached
+
+
+class Layer(nnx.Module):
+    """Attention and feed-forward. In a model that scans its layers, parameters carry a leading [layers] axis."""
+
+    def __init__(self, group: LayerGroup, design: Design, shapes: Shapes, dtype: jnp.dtype, rngs: nnx.Rngs):
+        def norm(shapes: Shapes) -> RMSNorm:
+            return RMSNorm(*shapes["scale"], eps=design.norm_eps, dtype=dtype, offset=design.norm_offset)
+
+        self.output_norms = group.output_norms
+        self.mixer = "linear_attn" if isinstance(group.attention, DeltaNet) else "self_attn"
+        self.input_layernorm = norm(shapes["input_layernorm"])
+        if isinstance(group.attention, DeltaNet):
+            self.linear_attn = DeltaNetLayer(group.attention, shapes["linear_attn"], design.norm_eps, dtype, rngs)
+        elif isinstance(group.attention, LatentAttention):
+            self.self_attn = LatentAttentionLayer(group.attention, shapes["self_attn"], dtype, rngs)
+        else:
+            self.self_attn = AttentionLayer(group.attention, shapes["self_attn"], norm, dtype, rngs)
+        self.post_attention_layernorm = norm(shapes["post_attention_layernorm"])
+        if self.output_norms:
+            self.pre_feedforward_layernorm = norm(shapes["pre_feedforward_layernorm"])
+            self.post_feedforward_layernorm = norm(shapes["post_feedforward_layernorm"])
+        kind = ExpertsLayer if isinstance(group.feed_forward, Experts) else GatedLayer
+        self.mlp = kind(group.feed_forward, shapes["mlp"], dtype, rngs)  # pyright: ignore[reportArgumentType] (its own)
+
+    def __call__(
+        self, x: Hidden, context: Context, lora: Lora | None, cached: Cached | None
+    ) -> tuple[Hidden, Cached | None]:
+        """The residual stream after this layer, and its cache with these tokens."""
+        mixer, own = getattr(self, self.mixer), lora and lora.at(self.mixer)
+        attended, cached = mixer(self.input_layernorm(x), context, own, cached)
+        if not self.output_norms:
+            x = x + attended
+            return x + self.mlp(self.post_attention_layernorm(x), lora and lora.at("mlp")), cached
+        x = x + self.post_attention_layernorm(attended)
+        added = self.mlp(self.pre_feedforward_layernorm(x), lora and lora.at("mlp"))
+        return x + self.post_feedforward_layernorm(added), cached

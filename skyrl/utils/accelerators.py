@@ -1,0 +1,21 @@
+"""GPUs that torch can use, found without loading torch where the machine has none."""
+
+import importlib.util
+from pathlib import Path
+
+DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
+"""Device files of NVIDIA's driver, AMD's, and both under WSL."""
+
+
+def gpu_files(devices: Path = Path("/dev")) -> bool:
+    """Return whether there is a GPU's device file."""
+    return any(any(devices.glob(name)) for name in DEVICES)
+
+
+def torch_sees_gpu(devices: Path = Path("/dev")) -> bool:
+    """Return whether torch is there and has a CUDA or ROCm device. Loads torch only if `devices` has a GPU's file."""
+    if importlib.util.find_spec("torch") is None or not gpu_files(devices):
+        return False
+    import torch
+
+    return torch.cuda.device_count() > 0

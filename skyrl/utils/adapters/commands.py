@@ -1,0 +1,208 @@
+"""`skyrl adapter inspect`, `merge`, `convert`, `import` and `export`."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from skyrl.errors import RequestError, StorageError
+from skyrl.utils.adapters.describing import FOLDED, described
+from skyrl.utils.adapters.layouts import Rows, named_weights, together
+from skyrl.utils.adapters.merging import merge as merge_adapter
+from skyrl.utils.adapters.naming import last_names, tensors_of
+from skyrl.utils.adapters.plain import plain_adapter
+from skyrl.utils.adapters.stored import CONFIG, TENSORS, read_adapter
+from skyrl.utils.files.atomic_folders import write_folder
+from skyrl.utils.files.tensor_file import Tensor, tensor_file
+from skyrl.utils.subcommands import Command, run_subcommand
+
+if TYPE_CHECKING:
+    from skyrl.utils.adapters.on_server import Server
+
+
+def inspect(argv: Sequence[str]) -> int:
+    """say what an adapter is: base model, rank, modules, tensors, names, what is unusual"""
+    parser = _parser("inspect", "Say what an adapter is. Nothing is changed.")
+    given = parser.parse_args(argv)
+    return _told("inspect", lambda: print(described(read_adapter(given.adapter))))
+
+
+def merge(argv: Sequence[str]) -> int:
+    """write the model that an adapter makes of its base model, in Hugging Face format"""
+    parser = _parser("merge", "Add an adapter to its base model, tensor by tensor, and write the model that it makes.")
+    parser.add_argument("--base", type=Path, required=True, metavar="FOLDER", help="base model in Hugging Face format")
+    _add_output(parser)
+    given = parser.parse_args(argv)
+
+    def run() -> None:
+        _check_output(given.output)
+        changed = merge_adapter(read_adapter(given.adapter), given.base, given.output)
+        print(f"wrote {given.output}: {changed} tensors changed")
+
+    return _told("merge", run)
+
+
+def convert(argv: Sequence[str]) -> int:
+    """write an adapter in another layout or with other names"""
+    parser = _parser(
+        "convert",
+        "Write an adapter with one rank and one alpha for all modules, in a layout and with names that others read. "
+        "What would not be exact is refused.",
+    )
+    parser.add_argument(
+        "--layout",
+        choices=["separate", "fused"],
+        default="separate",
+        help="query, key and value, and gate and up, each by itself, or fused where they share lora_A (%(default)s)",
+    )
+    parser.add_argument(
+        "--names",
+        choices=["peft", "bare"],
+        default="peft",
+        help="PEFT's names, or those without its prefix (%(default)s)",
+    )
+    parser.add_argument(
+        "--base", type=Path, metavar="FOLDER", help="base model, whose config.json says how to cut fused qkv_proj"
+    )
+    _add_output(parser)
+    given = parser.parse_args(argv)
+
+    def run() -> None:
+        _check_output(given.output)
+        adapter = read_adapter(given.adapter)
+        rows: Rows = _nothing_known if given.base is None else _attention_rows(given.base)
+        plain = plain_adapter(adapter.tensors, adapter.config, rows, adapter.where)
+        pairs = together(plain.pairs, adapter.where) if given.layout == "fused" else plain.pairs
+        config: dict[str, Any] = {name: value for name, value in adapter.config.items() if name not in FOLDED}
+        named = named_weights(adapter.config) if given.layout != "fused" else []
+        ends = tuple(f".{name}" for name in named)
+        as_modules = {module: pair for module, pair in pairs.items() if not f".{module}.weight".endswith(ends)}
+        config |= {"r": plain.rank, "lora_alpha": plain.alpha, "target_modules": last_names(as_modules)}
+        if named:
+            config["target_parameters"] = named
+        arrays = tensors_of(pairs, bare=given.names == "bare")
+        _write(given.output, config, arrays)
+
+    return _told("convert", run)
+
+
+def import_(argv: Sequence[str]) -> int:
+    """make a training checkpoint on a server of an adapter in a file"""
+    parser = _parser("import", "Upload an adapter to a server, where training goes on from it. Prints its path there.")
+    parser.add_argument("--base-model", metavar="NAME", help="which it was trained on (default: what the server has)")
+    parser.add_argument("--project", metavar="ID", help="project that its run is listed under")
+    _add_server(parser)
+    given = parser.parse_args(argv)
+
+    def run() -> None:
+        from skyrl.utils.adapters.on_server import upload
+
+        print(upload(read_adapter(given.adapter), _server(given.url), given.base_model, given.project))
+
+    return _told("import", run)
+
+
+def export(argv: Sequence[str]) -> int:
+    """write the adapter of a checkpoint on a server, as PEFT reads it"""
+    parser = _new_parser("export", "Fetch the adapter of a server's checkpoint and write it as PEFT reads it.")
+    parser.add_argument("path", metavar="PATH", help="checkpoint, such as tinker://MODEL/sampler_weights/NAME")
+    _add_output(parser)
+    _add_server(parser)
+    given = parser.parse_args(argv)
+
+    def run() -> None:
+        from skyrl.utils.adapters.on_server import download
+
+        _check_output(given.output)
+        adapter = download(given.path, _server(given.url))
+        _write(given.output, adapter.config, adapter.tensors)
+
+    return _told("export", run)
+
+
+COMMANDS: dict[str, Command] = {
+    "inspect": inspect,
+    "merge": merge,
+    "convert": convert,
+    "import": import_,
+    "export": export,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the sub-command that `argv` names. Returns the exit status."""
+    description = "Look at LoRA adapters, convert and merge them, whoever trained them."
+    return run_subcommand(argv, COMMANDS, prog="skyrl adapter", description=description, kind="command")
+
+
+def _new_parser(name: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"skyrl adapter {name}", description=description, allow_abbrev=False)
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    parser = _new_parser(name, description)
+    parser.add_argument("adapter", type=Path, metavar="ADAPTER", help="folder or tar of an adapter, as PEFT saves it")
+    return parser
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where to write; not there yet")
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    url = os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000")
+    told = "address of the server, whose key is in TINKER_API_KEY (default: TINKER_BASE_URL, which is %(default)s now)"
+    parser.add_argument("--url", default=url, help=told)
+
+
+def _server(url: str) -> "Server":
+    from skyrl.utils.adapters.on_server import Server
+
+    return Server(url, os.environ.get("TINKER_API_KEY", "tml-none"))
+
+
+def _write(folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Write an adapter to a new folder, and say so."""
+    tensors = {name: Tensor(x.shape, x.dtype, lambda x=x: x) for name, x in arrays.items()}
+    write_folder(
+        folder, {CONFIG: json.dumps(config, indent=1).encode(), TENSORS: tensor_file(tensors, {"format": "pt"})}
+    )
+    print(f"wrote {folder}: {len(tensors)} tensors")
+
+
+def _check_output(folder: Path) -> None:
+    if folder.exists():
+        raise RequestError(f"--output {folder} is there already; name a new folder")
+
+
+def _told(name: str, run: Callable[[], None]) -> int:
+    """Run what a command does. A refusal is told in a line. Returns the exit status."""
+    try:
+        run()
+    except (RequestError, StorageError) as error:
+        print(f"skyrl adapter {name}: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _nothing_known(module: str) -> None:
+    """Output features of no module."""
+
+
+def _attention_rows(base: Path) -> Rows:
+    """Output features of query, key and value, of a model's config.json."""
+    try:
+        whole = json.loads((base / "config.json").read_text())
+        config = whole.get("text_config") or whole
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        of_keys = (config.get("num_key_value_heads") or heads) * head_dim
+    except (OSError, ValueError, KeyError) as error:
+        raise RequestError(f"{base}: config.json does not say its heads ({error!r}); name a base model") from error
+    rows = {"q_proj": heads * head_dim, "k_proj": of_keys, "v_proj": of_keys}
+    return lambda module: rows.get(module.rpartition(".")[2])

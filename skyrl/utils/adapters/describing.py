@@ -1,0 +1,57 @@
+"""Description of an adapter, line by line."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from skyrl.utils.adapters.layouts import FUSED, INTERLEAVED, named_weights
+from skyrl.utils.adapters.naming import Names, Pairs, pairs_of
+from skyrl.utils.adapters.stored import StoredAdapter
+from skyrl.utils.files.hf_files import ALTERING, OFF
+
+FOLDED = ("use_rslora", "rank_pattern", "alpha_pattern", "target_parameters")
+"""Options of PEFT that are read, and that `skyrl adapter convert` does away with."""
+
+
+def described(adapter: StoredAdapter) -> str:
+    """Lines about an adapter. Raises RequestError for tensors that make up no pairs."""
+    config, tensors = adapter.config, adapter.tensors
+    pairs, names = pairs_of(tensors, adapter.where)
+    types = Counter(tensor.dtype.name for tensor in tensors.values())
+    ranks = Counter(len(pair.a) for pair in pairs.values())
+    modules = Counter(module.rpartition(".")[2] for module in pairs)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    facts = {
+        "adapter": str(adapter.where),
+        "base model": str(config.get("base_model_name_or_path")),
+        "rank": f"{config.get('r')}, alpha {config.get('lora_alpha')}",
+        "modules": ", ".join(f"{name} ({count})" for name, count in modules.items()),
+        "tensors": f"{len(tensors)}, {' and '.join(types)}, {total:,} bytes",
+        "names": _naming(names),
+    }
+    lines = [f"{name:<12}{value}" for name, value in facts.items()]
+    lines += [f"{'unusual':<12}{what}" for what in _unusual(config, pairs, ranks)]
+    return "\n".join(lines)
+
+
+def _naming(names: Names) -> str:
+    parts = ["without PEFT's prefix" if names.bare else "PEFT's"]
+    parts += [f"with the adapter's name {end}" if end else "without .weight" for end in names.ends]
+    return ", ".join(parts)
+
+
+def _unusual(config: dict, pairs: Pairs, ranks: Counter[int]) -> Iterator[str]:
+    named = named_weights(config)
+    config = config | {"target_parameters": [x for x in config.get("target_parameters") or () if x not in named]}
+    for option in FOLDED:
+        if config.get(option) not in OFF:
+            yield f"{option}={config[option]!r}: skyrl adapter convert writes the same adapter without it"
+    for option in ALTERING:
+        if config.get(option) not in OFF:
+            yield f"{option}={config[option]!r}: not implemented; only PEFT computes this adapter"
+    if set(ranks) - {config.get("r")} and not config.get("target_parameters"):
+        yield f"ranks of modules: {', '.join(f'{rank} ({count})' for rank, count in sorted(ranks.items()))}"
+    fused = {module.rpartition(".")[2] for module in pairs} & {*FUSED, *INTERLEAVED}
+    if fused:
+        yield f"fused modules: {', '.join(sorted(fused))}"
+    if not any(pair.b.any() for pair in pairs.values()):
+        yield "lora_B is zero everywhere: this adapter changes nothing"

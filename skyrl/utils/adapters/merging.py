@@ -1,0 +1,195 @@
+"""A base model with an adapter's product added: W + B A alpha / rank, in float32, rounded once to the type of W.
+
+Tensors are read, changed and written one after the other, into as many files as the base model has.
+"""
+
+import json
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401 (NumPy knows bfloat16 from then on)
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from skyrl.errors import RequestError
+from skyrl.utils.adapters.naming import Pair
+from skyrl.utils.adapters.plain import PlainAdapter, plain_adapter
+from skyrl.utils.adapters.stored import StoredAdapter
+from skyrl.utils.files.atomic_folders import Content, write_folder
+from skyrl.utils.files.hf_files import CONFIG, WEIGHTS, files_beside, text_name
+from skyrl.utils.files.tensor_file import TYPES, Tensor, tensor_file
+
+INDEX = f"{WEIGHTS}.index.json"
+EMBEDDING, PROJECTION = "embed_tokens.weight", "lm_head.weight"
+NUMBERS = {code: np.dtype(name) for name, code in TYPES.items() if "float" in name}
+"""Types of weights that a product can be added to."""
+
+
+def merge(adapter: StoredAdapter, base: Path, output: Path) -> int:
+    """Write the model that an adapter makes of a base model. Returns the number of changed tensors.
+
+    Raises RequestError for a module without a tensor in the base model, and one of another shape or type.
+    """
+    with ExitStack() as stack:
+        weights = _Weights(base, stack)
+        names = weights.by_text_name
+
+        def rows(module: str) -> int | None:
+            name = names.get(text_name(f"{module}.weight"))
+            return None if name is None else weights.shape(name)[0]
+
+        plain = plain_adapter(adapter.tensors, adapter.config, rows, adapter.where)
+        config = _config(base / CONFIG)
+        products = _by_tensor(adapter.where, weights, plain.pairs)
+        files, untied = _changed(weights, products, plain, config)
+        content: dict[str, Content] = dict(files_beside(base))
+        content[CONFIG] = json.dumps(_untied(config) if untied else config, indent=2).encode()
+        for file, tensors in files.items():
+            content[file] = tensor_file(tensors, {"format": "pt"})
+        if len(files) > 1 or INDEX in weights.found:
+            content[INDEX] = json.dumps(_index(files), indent=2).encode()
+        write_folder(output, content)
+        return len(products)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise RequestError(f"{path} is not JSON ({error}); fetch it again") from error
+    if not isinstance(config, dict):
+        raise RequestError(f"{path} is no JSON object; fetch it again")
+    return config
+
+
+def _by_tensor(where: Path, weights: "_Weights", pairs: dict[str, Pair]) -> dict[str, Pair]:
+    """Pairs by the names of the tensors that their products are added to."""
+    named: dict[str, Pair] = {}
+    for module, pair in pairs.items():
+        name = weights.by_text_name.get(text_name(f"{module}.weight"))
+        if name is None and module.rpartition(".")[2] == PROJECTION.removesuffix(".weight"):
+            name = PROJECTION  # tied: made of the embedding below
+        if name is None:
+            raise RequestError(
+                f"{where}: {module} has no tensor {module}.weight in {weights.path}; name the base model that the "
+                "adapter was trained on, or convert the adapter to its layout"
+            )
+        shape, code = weights.kind(weights.embedding if name not in weights.places else name)
+        if code not in NUMBERS:
+            raise RequestError(f"{weights.path}: {name} is stored as {code}; name a base model that is not quantised")
+        if shape != (len(pair.b), pair.a.shape[1]):
+            raise RequestError(
+                f"{where}: the product of {module} is {[len(pair.b), pair.a.shape[1]]}, but {name} in {weights.path} "
+                f"is {list(shape)}; name the base model that the adapter was trained on"
+            )
+        named[name] = pair
+    return named
+
+
+def _changed(
+    weights: "_Weights", products: dict[str, Pair], plain: PlainAdapter, config: dict[str, Any]
+) -> tuple[dict[str, dict[str, Tensor]], bool]:
+    """Tensors by file, and whether a projection that was the embedding is a tensor of its own now."""
+    files: dict[str, dict[str, Tensor]] = {}
+    for name, file in weights.places.items():
+        files.setdefault(file, {})[name] = weights.tensor(name)
+    is_tied = PROJECTION in products and (PROJECTION not in weights.places or bool(config.get("tie_word_embeddings")))
+    if is_tied:
+        file = weights.places.get(PROJECTION, weights.places[weights.embedding])
+        files[file][PROJECTION] = weights.tensor(weights.embedding)
+    for tensors in files.values():
+        for name in tensors.keys() & products.keys():
+            shape, dtype, _ = tensors[name]
+            make = partial(_added, tensors[name], products[name], np.float32(plain.alpha / plain.rank))
+            tensors[name] = Tensor(shape, np.dtype(np.float32), make).astype(dtype)
+    return files, is_tied
+
+
+def _added(tensor: Tensor, pair: Pair, scaling: np.float32) -> np.ndarray:
+    product = pair.b.astype(np.float32) @ pair.a.astype(np.float32)
+    product *= scaling
+    product += tensor.make().astype(np.float32, copy=False)
+    return product
+
+
+def _untied(config: dict[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config")
+    nested = {"text_config": text | {"tie_word_embeddings": False}} if isinstance(text, dict) else {}
+    return config | {"tie_word_embeddings": False} | nested
+
+
+def _index(files: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+    places = {name: file for file, tensors in files.items() for name in tensors}
+    tensors = [tensor for part in files.values() for tensor in part.values()]
+    size = sum(int(np.prod(tensor.shape)) * tensor.dtype.itemsize for tensor in tensors)
+    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+
+
+class _Weights:
+    """The tensors of a model folder, read when they are asked for."""
+
+    def __init__(self, path: Path, stack: ExitStack):
+        self.path, self._stack = path, stack
+        self.found = {file.name for file in path.iterdir()} if path.is_dir() else set[str]()
+        self._open_files: dict[str, Any] = {}
+        missing = CONFIG if CONFIG not in self.found else WEIGHTS if not {WEIGHTS, INDEX} & self.found else None
+        if missing is not None:
+            raise RequestError(f"{path} holds no {missing}; name the folder of a model in Hugging Face format")
+        if INDEX in self.found:
+            self.places = _weight_map(path / INDEX)
+        else:
+            self.places = dict.fromkeys(self._file(WEIGHTS).keys(), WEIGHTS)
+        self.by_text_name = _unique(self.places)
+        """Names of tensors by those that they would have in a text model."""
+
+    @property
+    def embedding(self) -> str:
+        return next((name for name in self.places if name.endswith(EMBEDDING)), EMBEDDING)
+
+    def kind(self, name: str) -> tuple[tuple[int, ...], str]:
+        """(shape, type in safetensors' words)."""
+        if name not in self.places:
+            raise RequestError(f"{self.path} holds no tensor {name}; name the base model of the adapter")
+        try:
+            stored = self._file(self.places[name]).get_slice(name)
+        except SafetensorError as error:
+            raise RequestError(f"{self.path / self.places[name]} holds no tensor {name}; fetch it again") from error
+        return tuple(stored.get_shape()), stored.get_dtype()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.kind(name)[0]
+
+    def tensor(self, name: str) -> Tensor:
+        shape, code = self.kind(name)
+        types = {code: np.dtype(dtype) for dtype, code in TYPES.items()}
+        if code not in types:
+            raise RequestError(f"{self.path}: {name} is stored as {code}; name a base model that is not quantised")
+        return Tensor(shape, types[code], lambda: self._file(self.places[name]).get_tensor(name))
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open_files:
+            try:
+                opened = self._stack.enter_context(safe_open(self.path / name, framework="numpy"))
+            except (SafetensorError, OSError) as error:
+                raise RequestError(f"{self.path / name} cannot be read ({error}); fetch it again") from error
+            self._open_files[name] = opened
+        return self._open_files[name]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Files of tensors, all of them beside the index, whatever it says."""
+    try:
+        places = json.loads(index.read_text())["weight_map"]
+        plain = all(isinstance(file, str) and Path(file).name == file for file in places.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RequestError(f"{index} has no weight_map of tensors to files ({error}); fetch it again") from error
+    if not plain:
+        raise RequestError(f"{index}: weight_map names files that are not beside it; fetch the model again")
+    return places
+
+
+def _unique(names: Iterable[str]) -> dict[str, str]:
+    return {text_name(name): name for name in names}

@@ -1,0 +1,100 @@
+"""Names of an adapter's tensors: PEFT's as it saves them, those of a model in memory, and names without PEFT's prefix.
+
+PEFT saves `base_model.model.{module}.lora_A.weight`. A model in memory has the adapter's name after `lora_A` too, and
+other trainers leave out the prefix, or the ending.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from skyrl.errors import RequestError
+
+PREFIX = "base_model.model."
+NAME = re.compile(r"(?P<module>.+)\.(?P<matrix>lora_[AB])(\.(?P<adapter>[^.]+))??(?P<ending>\.weight)?")
+COPY = ".base_layer.weight"
+"""Ending of weights of the base model itself, which PEFT stores beside an adapted vocabulary projection."""
+
+
+class Pair(NamedTuple):
+    """Matrices of a module."""
+
+    a: np.ndarray
+    """`[rank, in]`."""
+    b: np.ndarray
+    """`[out, rank]`."""
+
+
+Pairs = dict[str, Pair]
+"""By module, under its name in the base model."""
+
+
+class Names(NamedTuple):
+    """Unusual parts of names, as counts of tensors."""
+
+    bare: int
+    """Without PEFT's prefix."""
+    ends: Counter[str]
+    """Of each adapter's name that is in them; under "" those without .weight at the end."""
+
+
+def pairs_of(tensors: Mapping[str, np.ndarray], where: object) -> tuple[Pairs, Names]:
+    """The pairs that tensors make up. Copies of the base model's weights are left out.
+
+    Raises RequestError for a tensor that is of no pair, or half of one.
+    """
+    halves: dict[str, dict[str, np.ndarray]] = {}
+    bare, ends = 0, Counter[str]()
+    for name, tensor in tensors.items():
+        found = NAME.fullmatch(name)
+        if found is None:
+            if name.endswith(COPY):
+                continue
+            raise RequestError(
+                f"{where}: tensor {name} is neither lora_A nor lora_B of a module; only LoRA on linear maps is read, "
+                "so merge this adapter with PEFT itself"
+            )
+        module = found["module"].removeprefix(PREFIX)
+        bare += not name.startswith(PREFIX)
+        if found["adapter"] is not None:
+            ends[found["adapter"]] += 1
+        elif found["ending"] is None:
+            ends[""] += 1
+        half = halves.setdefault(module, {})
+        if found["matrix"] in half:
+            raise RequestError(f"{where}: tensor {name} is there under another name too; save one adapter alone")
+        if tensor.ndim != 2:
+            raise RequestError(f"{where}: tensor {name} has shape {list(tensor.shape)}; a matrix has two axes")
+        half[found["matrix"]] = tensor
+    if not halves:
+        raise RequestError(f"{where} holds no lora_A and lora_B of any module; name the folder or tar of an adapter")
+    for module, half in halves.items():
+        if len(half) == 1:
+            (matrix,) = half
+            other = "lora_B" if matrix == "lora_A" else "lora_A"
+            raise RequestError(f"{where}: {module} has {matrix} and no {other}; save the adapter again")
+        shapes = half["lora_A"].shape, half["lora_B"].shape
+        if shapes[0][0] != shapes[1][1]:
+            raise RequestError(
+                f"{where}: lora_A of {module} is {list(shapes[0])} and lora_B {list(shapes[1])}; the first axis of "
+                "lora_A and the last one of lora_B are the rank and have to be equal"
+            )
+    return {module: Pair(half["lora_A"], half["lora_B"]) for module, half in halves.items()}, Names(bare, ends)
+
+
+def tensors_of(pairs: Pairs, bare: bool = False) -> dict[str, np.ndarray]:
+    """Tensors under PEFT's names, or without its prefix."""
+    prefix = "" if bare else PREFIX
+    return {
+        f"{prefix}{module}.{matrix}.weight": np.ascontiguousarray(tensor)
+        for module, pair in pairs.items()
+        for matrix, tensor in (("lora_A", pair.a), ("lora_B", pair.b))
+    }
+
+
+def last_names(pairs: Pairs) -> list[str]:
+    """Names of modules without their paths, each once."""
+    return list(dict.fromkeys(module.rpartition(".")[2] for module in pairs))

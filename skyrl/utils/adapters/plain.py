@@ -1,0 +1,170 @@
+"""An adapter of any trainer in the form that backends load: each module by itself, with one rank and one alpha for all.
+
+Ranks by module are padded with zeros, and scales by module are multiplied into B; alpha takes the scale of
+rank-stabilised LoRA. What such options compute is what PEFT computes.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from skyrl.errors import RequestError
+from skyrl.utils.adapters.layouts import Rows, apart, experts_apart
+from skyrl.utils.adapters.naming import Pair, Pairs, pairs_of
+from skyrl.utils.files.hf_files import check_peft_config
+
+LARGEST = 1e6
+"""No rank or alpha is as large."""
+SMALLEST_ALPHA = 1e-6
+LONGEST_MODULE, MOST_PARTS = 200, 24
+"""Characters of a module's name, and parts between dots, at each of which an expression is tried."""
+MOST_PATTERNS = 256
+"""Expressions of an option, each of which is tried on each module."""
+LONGEST_PATTERN = 256
+MOST_WAYS = 2**14
+"""Ways of matching a name that the expressions of an option have together."""
+_QUANTIFIER = re.compile(r"(?:[*+?]|\{[^}]*\}?)[?+]?")
+
+
+class PlainAdapter(NamedTuple):
+    """An adapter, x A^T B^T alpha / rank on each of its modules."""
+
+    pairs: Pairs
+    rank: int
+    alpha: float
+
+
+def plain_adapter(
+    tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], rows: Rows, where: object = "adapter"
+) -> PlainAdapter:
+    """An adapter in plain form.
+
+    Args:
+        tensors: Under any names that `naming` knows.
+        config: Contents of adapter_config.json.
+        rows: Output features of the base model's modules.
+        where: The adapter, in messages.
+
+    Raises RequestError for options of PEFT that are not implemented, and what cannot be read exactly.
+    """
+    check_peft_config(config)
+    _check_parameters(config, where)
+    default = _scale(config, _number(config, "lora_alpha", where), int(_number(config, "r", where)))
+    rank = rank_of(config, where)
+    pairs = pairs_of(tensors, where)[0]
+    for module in pairs:
+        if len(module) > LONGEST_MODULE or module.count(".") >= MOST_PARTS:
+            raise RequestError(
+                f"{where}: a module has the name {module[:LONGEST_MODULE]!r}..., and {LONGEST_MODULE} characters and "
+                f"{MOST_PARTS} parts are the most; save the adapter again"
+            )
+    pairs = experts_apart(pairs, config, where)
+    pairs = {module: _plain(module, pair, config, rank, default, where) for module, pair in pairs.items()}
+    alpha = config["lora_alpha"] if rank == config["r"] and not config.get("use_rslora") else default * rank
+    return PlainAdapter(apart(pairs, rows, where), rank, alpha)
+
+
+def rank_of(config: Mapping[str, Any], where: object = "adapter") -> int:
+    """The largest rank of any module."""
+    _check_patterns(config, where)
+    return max(int(_number(config, "r", where)), *map(int, (config.get("rank_pattern") or {}).values()), 1)
+
+
+def _number(config: Mapping[str, Any], name: str, where: object) -> float:
+    return _positive(name, config.get(name), name == "r", where)
+
+
+def _positive(name: str, value: Any, is_rank: bool, where: object) -> float:
+    """The value. Raises RequestError unless it is a rank, or an alpha."""
+    named = f"{where}: adapter_config.json: {name}={value!r}"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
+        raise RequestError(f"{named} is no positive number below {LARGEST:.0f}; save it again")
+    if is_rank and value != int(value):
+        raise RequestError(f"{named} is no whole number; save it again")
+    if not is_rank and value < SMALLEST_ALPHA:
+        raise RequestError(
+            f"{named} is below {SMALLEST_ALPHA}, so the adapter computes nothing; train with a larger one"
+        )
+    return value
+
+
+def _check_patterns(config: Mapping[str, Any], where: object) -> None:
+    """Raise RequestError unless patterns are names, or simple regular expressions, with positive numbers."""
+    for option in ("rank_pattern", "alpha_pattern"):
+        pattern = config.get(option) or {}
+        if not isinstance(pattern, dict):
+            raise RequestError(f"{where}: adapter_config.json: {option}={pattern!r} is no object; save it again")
+        if len(pattern) > MOST_PATTERNS:
+            raise RequestError(
+                f"{where}: adapter_config.json: {option} has {len(pattern)} keys, and {MOST_PATTERNS} may be; "
+                "name modules together, as by the ends of their names"
+            )
+        for key, value in pattern.items():
+            _positive(f"{option}[{key[:100]!r}]", value, option == "rank_pattern", where)
+            if _ways(key) > MOST_WAYS:
+                raise RequestError(
+                    f"{where}: adapter_config.json: {option} has the key {key[:100]!r}, which is no name of modules or "
+                    "simple regular expression (one * + ? or {} at most, and none after a group that may differ); "
+                    "name the modules"
+                )
+        if sum(map(_ways, pattern)) > MOST_WAYS:
+            raise RequestError(
+                f"{where}: adapter_config.json: {option} has too many keys with * + ? {{}} or |; name the modules"
+            )
+
+
+def _check_parameters(config: Mapping[str, Any], where: object) -> None:
+    """Raise RequestError unless target_parameters are names."""
+    names = config.get("target_parameters") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise RequestError(
+            f"{where}: adapter_config.json: target_parameters={names!r} are not names of parameters; save it again"
+        )
+
+
+def _ways(key: str) -> float:
+    """Number of ways, at most, in which an expression is tried at one place of a name; infinite if that is not known.
+
+    A backtracking matcher tries each alternative of a group with each of every other group, and each length of what
+    may have several: with one quantifier there are no more lengths than a name has characters.
+    """
+    bare = re.sub(r"\\\D", "x", key, flags=re.DOTALL)  # neither escaped characters
+    bare = re.sub(r"\[\^?\]?[^\]]*\]", "x", bare)  # nor those of a class mean anything
+    quantifiers = len(_QUANTIFIER.findall(bare.replace("(?:", "(")))
+    if len(key) > LONGEST_PATTERN or quantifiers > 1 or re.search(r"\(\?[^:]|\\|\)[*+{]", bare):
+        return math.inf
+    try:
+        re.compile(key)
+    except (re.error, OverflowError):
+        return math.inf
+    choices = math.prod(1 + part.count("|") for part in re.split(r"[()]", bare))
+    return choices * (LONGEST_MODULE if quantifiers else 1)
+
+
+def _scale(config: Mapping[str, Any], alpha: float, rank: int) -> float:
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _plain(module: str, pair: Pair, config: Mapping[str, Any], rank: int, default: float, where: object) -> Pair:
+    own = int(of_module(config.get("rank_pattern"), module, config["r"]))
+    scale = _scale(config, of_module(config.get("alpha_pattern"), module, config["lora_alpha"]), own)
+    a, b = pair
+    if len(a) != own:
+        raise RequestError(
+            f"{where}: lora_A of {module} has shape {list(a.shape)}, but adapter_config.json gives it rank {own}; "
+            "the two belong to different adapters"
+        )
+    if scale != default:
+        b = b.astype(np.float32) * np.float32(scale / default)
+    if own < rank:
+        a, b = np.pad(a, ((0, rank - own), (0, 0))), np.pad(b, ((0, 0), (0, rank - own)))
+    return Pair(a, b)
+
+
+def of_module(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
+    """A pattern's value for a module: that of the first key that its name ends with, as a regular expression."""
+    found = (value for key, value in (pattern or {}).items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module))
+    return next(found, default)

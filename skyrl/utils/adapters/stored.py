@@ -1,0 +1,74 @@
+"""Adapters in folders and tars: adapter_config.json and adapter_model.safetensors, as PEFT and servers write them."""
+
+import json
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+
+from skyrl.errors import RequestError
+from skyrl.utils.files.tensor_file import read_tensors
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter as it was found."""
+
+    where: Path
+    """Folder or tar."""
+    config: dict[str, Any]
+    tensors: dict[str, np.ndarray]
+
+
+def read_adapter(where: Path) -> StoredAdapter:
+    """The adapter in a folder or a tar (compressed or not). Raises RequestError for anything else."""
+    files = _tar_files(where) if where.is_file() else _folder_files(where)
+    if CONFIG not in files or TENSORS not in files:
+        missing = CONFIG if CONFIG not in files else TENSORS
+        way_out = "name the folder or tar of an adapter"
+        if PICKLE in files:
+            way_out = f"{PICKLE} may run code and is not read; save it again with safe_serialization=True"
+        raise RequestError(f"{where} holds no {missing}; {way_out}")
+    try:
+        config = json.loads(files[CONFIG])
+    except ValueError as error:
+        raise RequestError(f"{where}: {CONFIG} is not JSON ({error}); save the adapter again") from error
+    if not isinstance(config, dict):
+        raise RequestError(f"{where}: {CONFIG} is no JSON object; save the adapter again")
+    try:
+        tensors = dict(sorted(read_tensors(files[TENSORS]).items()))  # they come in any order
+    except (SafetensorError, KeyError) as error:
+        raise RequestError(f"{where}: {TENSORS} cannot be read ({error}); save the adapter again") from error
+    return StoredAdapter(where, config, tensors)
+
+
+def _folder_files(folder: Path) -> dict[str, bytes]:
+    if not folder.is_dir():
+        raise RequestError(f"{folder}: there is no such folder or file; name the folder or tar of an adapter")
+    found = {name: folder / name for name in (CONFIG, TENSORS) if (folder / name).is_file()}
+    there = {PICKLE: b""} if (folder / PICKLE).is_file() else {}
+    return there | {name: path.read_bytes() for name, path in found.items()}
+
+
+def _tar_files(archive: Path) -> dict[str, bytes]:
+    """The two files, wherever they are in a tar. Nothing is unpacked."""
+    files: dict[str, bytes] = {}
+    try:
+        with tarfile.open(archive) as tar:
+            for member in tar:
+                name = Path(member.name).name
+                if not member.isfile() or name not in (CONFIG, TENSORS, PICKLE):
+                    continue
+                if name in files:
+                    raise RequestError(f"{archive} holds {name} more than once; give a tar of one adapter")
+                content = tar.extractfile(member)
+                files[name] = b"" if content is None or name == PICKLE else content.read()
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise RequestError(f"{archive} is no tar ({error}); name the folder or tar of an adapter") from error
+    return files

@@ -1,0 +1,413 @@
+"""Folders that are either wholly there or not there at all.
+
+`write_folder` writes every file under a temporary name, adds a manifest with their hashes, flushes all to disk and
+renames the folder into place; `read_folder` refuses a folder whose manifest or hashes do not match, and moves it out of
+the way. A folder that is replaced waits beside the new one for a moment; where a kill left it there alone, it counts.
+Local paths only: bucket URLs are refused by name.
+"""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+from uuid import uuid4
+
+from skyrl.errors import RequestError, StorageError
+from skyrl.utils.failpoints import crash_point
+
+MANIFEST = "manifest.json"
+TEMPORARY = ".tmp"
+REPLACED = ".old"
+QUARANTINED = ".quarantined"
+"""Suffixes of folders that are not for reading. Their names begin with a dot."""
+MAKE_TRIES = 100
+"""Tries of making a folder, if those above it go each time."""
+LONGEST_NAME = 200
+"""Characters of a name that are kept when more is put around it, so that both fit into the 255 of a file system."""
+
+
+def local_path(path: str | Path) -> Path:
+    """The path as a local one. Raises `RequestError` for URLs such as s3://."""
+    if "://" in str(path):
+        scheme = str(path).split("://", 1)[0]
+        raise RequestError(f"path={path}: {scheme}:// is not served yet; use a folder on a local or mounted disk")
+    return Path(path)
+
+
+Content = bytes | Callable[[BinaryIO], object]
+"""Content of a file, or a function that writes it piece by piece."""
+
+
+class Written(NamedTuple):
+    """A folder that is on disk."""
+
+    size_bytes: int
+    """Of its files, without the manifest."""
+    digest: str
+    """sha256 (hex) of its manifest, which holds the hashes of all files."""
+
+
+class _Damaged(Exception):
+    """Folder whose contents are not what its manifest says."""
+
+
+def write_folder(path: str | Path, files: Mapping[str, Content]) -> Written:
+    """Put a folder with these files at `path`, replacing what is there.
+
+    Args:
+        path: The folder.
+        files: By name.
+
+    Raises:
+        StorageError: The disk refuses a write. What was at `path` is unchanged.
+    """
+    with replacing_folder(path) as temporary:
+        return write_files(temporary, files)
+
+
+def write_files(folder: Path, files: Mapping[str, Content]) -> Written:
+    """Write these files and their manifest to a folder that `replacing_folder` gave."""
+    entries = {}
+    for name, content in files.items():
+        entries[name] = _write_file(folder / name, content)
+        crash_point("storage: files half written")
+    manifest = json.dumps(entries, indent=1).encode()
+    _write_file(folder / MANIFEST, manifest)
+    return Written(sum(entry["bytes"] for entry in entries.values()), hashlib.sha256(manifest).hexdigest())
+
+
+def replace_file(path: Path, content: Content) -> None:
+    """Put a file of this content at `path`, wholly or not at all.
+
+    Raises:
+        StorageError: The disk refuses it. What was at `path` is unchanged.
+    """
+    temporary = path.with_name(f".{path.name}{TEMPORARY}")
+    try:
+        _make_folder(path.parent)
+        _write_file(temporary, content)
+        os.replace(temporary, path)
+        _flush_folder(path.parent)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def copy_folder(source: str | Path, path: str | Path) -> None:
+    """Put what the folder `source` holds at `path` too. The two share their bytes on disk where it can do that.
+
+    Raises:
+        StorageError: The source is missing or incomplete, or the disk refuses a write.
+    """
+    with _opened(local_path(source)) as (_, handle), replacing_folder(path) as temporary:
+        try:
+            manifest = _read_file(handle, MANIFEST)
+            for name in _entries(manifest):
+                _share_file(handle, name, temporary / name)
+        except _Damaged as damage:
+            raise StorageError(f"{source} is damaged: {damage}; use another checkpoint") from damage
+        _write_file(temporary / MANIFEST, manifest)
+
+
+@contextmanager
+def replacing_folder(path: str | Path) -> Iterator[Path]:
+    """A new folder to write into, which is put in the place of `path` if all went well.
+
+    Raises:
+        StorageError: The disk refuses a write. What was at `path` is unchanged.
+    """
+    target = local_path(path)
+    temporary = target.with_name(f".{uuid4().hex}{TEMPORARY}")
+    try:
+        _make_temporary(temporary)
+        yield temporary
+        _flush_folder(temporary)
+        crash_point("storage: files written, not in place")
+        _put_in_place(temporary, target)
+    except OSError as error:
+        raise _unwritable(target, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+class StoredFile(NamedTuple):
+    """A file of a folder, open."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+    """Hash in its manifest. Who reads the file compares."""
+    reader: BinaryIO
+
+
+@contextmanager
+def open_folder(path: str | Path) -> Iterator[list[StoredFile]]:
+    """The files of a folder. They can be read to their ends, whatever becomes of the folder meanwhile.
+
+    Raises:
+        StorageError: The folder or one of its files is missing or has another length.
+    """
+    with ExitStack() as stack:
+        files = []
+        with _opened(local_path(path)) as (_, handle):
+            try:
+                for name, entry in _entries(_read_file(handle, MANIFEST)).items():
+                    reader = stack.enter_context(_open_file(handle, name))
+                    if os.fstat(reader.fileno()).st_size != entry["bytes"]:
+                        raise _Damaged(f"{name} has another length than the manifest says")
+                    files.append(StoredFile(name, entry["bytes"], entry["sha256"], reader))
+            except _Damaged as damage:
+                raise StorageError(f"{path} is damaged: {damage}; use another checkpoint") from damage
+        yield files
+
+
+def read_folder(path: str | Path, digest: str | None = None) -> dict[str, bytes]:
+    """All files that the manifest of `path` lists, checked against their hashes.
+
+    Args:
+        path: The folder.
+        digest: What its manifest must hash to (sha256, hex), where that is known.
+
+    Raises:
+        StorageError: The folder or one of its files is missing or damaged. A damaged folder is moved aside, to a name
+            that ends in `.quarantined`, so that nothing takes it for whole again.
+    """
+    folder = local_path(path)
+    while True:
+        with _opened(folder) as (place, handle):
+            try:
+                manifest = _read_file(handle, MANIFEST)
+                if digest is not None and hashlib.sha256(manifest).hexdigest() != digest:
+                    raise StorageError(f"{folder} is not what was saved there: its manifest differs; use another one")
+                return {name: _checked(handle, name, entry["sha256"]) for name, entry in _entries(manifest).items()}
+            except _Damaged as damage:
+                if os.path.exists(place) and os.path.samestat(os.stat(place), os.fstat(handle)):
+                    moved = _quarantine(place)
+                    raise StorageError(
+                        f"{folder} is damaged: {damage}; it is at {moved} now; use another checkpoint"
+                    ) from damage
+                # It was replaced or removed while it was being read.
+
+
+def inspect_folder(path: str | Path) -> Written | None:
+    """Result of `write_folder` for this folder, or None unless it is there with all its files in full length."""
+    with suppress(StorageError, OSError, _Damaged), _opened(local_path(path)) as (_, handle):
+        manifest = _read_file(handle, MANIFEST)
+        sizes = {name: entry["bytes"] for name, entry in _entries(manifest).items()}
+        if all(os.stat(name, dir_fd=handle).st_size == size for name, size in sizes.items()):
+            return Written(sum(sizes.values()), hashlib.sha256(manifest).hexdigest())
+    return None
+
+
+def remove_folder(path: str | Path) -> int:
+    """Remove a folder, at once as far as readers see. Returns the bytes that it took; 0 if there was none."""
+    folder, freed = local_path(path), 0
+    for place in (_aside(folder), folder):
+        doomed = place.with_name(f".{uuid4().hex}{TEMPORARY}")
+        try:
+            os.rename(place, doomed)
+        except FileNotFoundError:
+            continue
+        freed += folder_bytes(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+    return freed
+
+
+def folder_bytes(path: Path) -> int:
+    """Bytes of the files in a folder, as long as they are there."""
+    total = 0
+    for parent, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(parent, name)).st_size
+    return total
+
+
+def tidy(parent: Path) -> None:
+    """Finish what a killed `write_folder` or `remove_folder` left in `parent`. Only while nothing is written there."""
+    for path in [path for path in parent.iterdir() if path.name.startswith(".")]:
+        if path.suffix == REPLACED:
+            target = path.with_name(path.name.removeprefix(".").removesuffix(REPLACED))
+            if not target.exists():
+                os.rename(path, target)
+        if path.suffix in (REPLACED, TEMPORARY):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _aside(target: Path) -> Path:
+    """Path at which a folder waits while it is being replaced."""
+    return target.with_name(f".{target.name}{REPLACED}")
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[tuple[Path, int]]:
+    """(where it is, a handle): all that is read through the handle is of one folder, whatever is renamed meanwhile."""
+    error: OSError | None = None
+    for place in (folder, _aside(folder), folder):
+        try:
+            handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as missing:
+            error = missing
+            continue
+        try:
+            yield place, handle
+        finally:
+            os.close(handle)
+        return
+    why = error.strerror if error else None
+    raise StorageError(f"{folder} is missing or cannot be opened ({why}); use another checkpoint") from error
+
+
+def _read_file(handle: int, name: str) -> bytes:
+    with _open_file(handle, name) as file:
+        try:
+            return file.read()
+        except OSError as error:
+            raise _unreadable(name, error) from error
+
+
+def _open_file(handle: int, name: str) -> BinaryIO:
+    try:
+        return open(os.open(name, os.O_RDONLY, dir_fd=handle), "rb")
+    except (FileNotFoundError, IsADirectoryError):
+        raise _Damaged(f"{name} is missing") from None
+    except OSError as error:
+        raise _unreadable(name, error) from error
+
+
+def _unreadable(name: str, error: OSError) -> StorageError:
+    """The disk's fault, which says nothing of what is on it."""
+    return StorageError(f"{name} of a checkpoint cannot be read: {error.strerror or error}; try again")
+
+
+def _entries(manifest: bytes) -> dict[str, dict[str, Any]]:
+    """Entries of a manifest, by file."""
+    try:
+        entries = json.loads(manifest)
+        if all(
+            os.path.basename(name) == name and isinstance(entry["sha256"], str) and isinstance(entry["bytes"], int)
+            for name, entry in entries.items()
+        ):
+            return entries
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise _Damaged("its manifest is incomplete")
+
+
+def _checked(handle: int, name: str, sha256: object) -> bytes:
+    data = _read_file(handle, name)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise _Damaged(f"the hash of {name} differs from the manifest")
+    return data
+
+
+def _quarantine(folder: Path) -> Path:
+    """Move a damaged folder out of the way. Its time is that of the move."""
+    moved = folder.with_name(f".{folder.name[:LONGEST_NAME]}.{uuid4().hex[:8]}{QUARANTINED}")
+    try:
+        os.rename(folder, moved)
+        os.utime(moved)
+    except OSError:  # it is refused by its hashes every time
+        return folder
+    return moved
+
+
+class _Hashing(io.RawIOBase):
+    """Writes to a file, and hashes and counts what it writes."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self._hash = hashlib.sha256()
+        self._bytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        self._bytes += len(data)
+        return self._file.write(data)
+
+    def entry(self) -> dict[str, Any]:
+        """Entry of the file in the manifest."""
+        return {"sha256": self._hash.hexdigest(), "bytes": self._bytes}
+
+
+def _write_file(path: Path, content: Content) -> dict[str, Any]:
+    """Write a file to the disk. Returns what the manifest says of it."""
+    with open(path, "wb") as file:
+        hashing = _Hashing(file)
+        if callable(content):
+            content(cast(BinaryIO, hashing))
+        else:
+            hashing.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return hashing.entry()
+
+
+def _share_file(folder: int, name: str, path: Path) -> None:
+    """Give a file of an open folder a second name, or, on a disk where it can have one only, copy it."""
+    try:
+        os.link(name, path, src_dir_fd=folder)
+    except FileNotFoundError:
+        raise _Damaged(f"{name} is missing") from None
+    except OSError:
+        with _open_file(folder, name) as source:
+            _write_file(path, lambda target: shutil.copyfileobj(source, target))
+
+
+def _unwritable(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"cannot write {path}: {error.strerror or error}; free space or check permissions")
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Rename, moving an older folder of that name out of the way first (a folder cannot be renamed over a full one)."""
+    old = _aside(target)
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(target, old)
+        crash_point("storage: older folder moved aside")
+    try:
+        os.rename(temporary, target)
+    except OSError:
+        with suppress(FileNotFoundError):
+            os.rename(old, target)
+        raise
+    _flush_folder(target.parent)
+    crash_point("storage: folder in place")
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _make_temporary(path: Path) -> None:
+    """Make a folder and those above it. An empty one above may be removed meanwhile, and is made again then."""
+    for tries_left in reversed(range(MAKE_TRIES)):
+        try:
+            _make_folder(path.parent)
+            path.mkdir()
+            return
+        except FileNotFoundError:
+            if not tries_left:
+                raise
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder and those above it, with their names on disk."""
+    if path.is_dir():
+        return
+    _make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    _flush_folder(path.parent)
+
+
+def _flush_folder(path: Path) -> None:
+    """Put the names in a folder on disk."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,98 @@
+"""Files of models in Hugging Face's format, and configurations of adapters in PEFT's."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from skyrl.errors import RequestError
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+BESIDE = (
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("*.jinja", "*processor_config.json"),
+)
+"""Files of a base model that an exported one takes over as they are."""
+
+ALTERING = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "bias",
+    "fan_in_fan_out",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+)
+"""Options of PEFT that change what an adapter computes. We implement none of them."""
+
+CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Ways to begin that take a part out of the base weights."""
+
+OFF = (None, False, {}, [], "none")
+"""Values that turn such an option off."""
+
+
+def text_name(name: str) -> str:
+    """Name in a text model of what has this name in a multimodal one."""
+    return name.replace("model.language_model.", "model.").removeprefix("language_model.")
+
+
+def files_beside(folder: Path) -> dict[str, bytes]:
+    """Files beside weights and configuration that belong to a model."""
+    return {
+        path.name: path.read_bytes() for pattern in BESIDE for path in sorted(folder.glob(pattern)) if path.is_file()
+    }
+
+
+class Lora(Protocol):
+    """Fields of an adapter's configuration that are written."""
+
+    rank: int
+    alpha: float
+
+
+def peft_config(
+    base_model: str | None, lora: Lora, modules: Sequence[str], parameters: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Contents of adapter_config.json for an adapter on modules of these names.
+
+    Args:
+        base_model: Where the base weights were loaded from.
+        lora: Rank and alpha.
+        modules: Names without their paths.
+        parameters: Names of weights whose modules PEFT would not find by `modules`.
+    """
+    beside = {"target_parameters": list(parameters)} if parameters else {}
+    return beside | {
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "target_modules": list(modules),
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+    }
+
+
+def check_peft_config(config: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for options that change what an adapter computes."""
+    start = str(config.get("init_lora_weights")).lower()
+    if start.startswith(CHANGING_THE_BASE):
+        raise RequestError(
+            f"adapter_config.json: init_lora_weights={start!r} changes the base weights, which are not in the adapter; "
+            "save it with PEFT's path_initial_model_for_weight_conversion"
+        )
+    if config.get("peft_type") not in (None, "LORA"):
+        raise RequestError(
+            f"adapter_config.json: peft_type={config['peft_type']!r} is not implemented; train a LORA adapter"
+        )
+    for option in ALTERING:
+        if config.get(option) not in OFF:
+            raise RequestError(
+                f"adapter_config.json: {option}={config[option]!r} is not implemented; train without {option}"
+            )

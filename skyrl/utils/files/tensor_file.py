@@ -1,0 +1,81 @@
+"""Files of tensors in safetensors' format, written one tensor after the other, so that few are in memory at once.
+
+What is written is, byte for byte, what `safetensors.numpy.save` makes of the same tensors. A tensor is a `Tensor`:
+known by shape and type, made when its turn comes and forgotten after it.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, NamedTuple
+
+import ml_dtypes  # noqa: F401 (NumPy knows bfloat16 from then on)
+import numpy as np
+from safetensors import deserialize
+
+TYPES = {
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "float32": "F32",
+    "uint32": "U32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "uint16": "U16",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""Names of types in a file, in the order in which their tensors are in it."""
+ALIGNMENT = 8
+
+
+class Tensor(NamedTuple):
+    """A tensor that is made when it is needed."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[], np.ndarray]
+
+    def astype(self, dtype: np.dtype) -> "Tensor":
+        """The same numbers in another type."""
+        return Tensor(self.shape, np.dtype(dtype), lambda: self.make().astype(dtype, copy=False))
+
+
+def read_tensors(data: bytes) -> dict[str, np.ndarray]:
+    """Tensors of a file, bfloat16 ones too. Raises SafetensorError for other data, KeyError for other types."""
+    types = {code: name for name, code in TYPES.items()}
+    return {
+        name: np.frombuffer(found["data"], np.dtype(types[found["dtype"]])).reshape(found["shape"])
+        for name, found in deserialize(data)
+    }
+
+
+def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Callable[[BinaryIO], None]:
+    """Writer of a file of these tensors."""
+    order = list(TYPES)
+    names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype.name), name))
+
+    def write(file: Any) -> None:
+        file.write(_header({name: tensors[name] for name in names}, metadata))
+        for name in names:
+            shape, dtype, make = tensors[name]
+            made = np.asarray(make(), order="C")
+            assert (made.shape, made.dtype) == (shape, dtype), (name, made.shape, made.dtype)
+            file.write(made.reshape(-1).view(np.uint8).data)
+            del made
+
+    return write
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for name, (shape, dtype, _) in tensors.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": TYPES[dtype.name], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,51 @@
+"""Memory of this machine, or of the control group that its processes are confined to."""
+
+import os
+from pathlib import Path
+
+CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Files with a control group's limit and what it uses, of both versions."""
+
+
+def host_memory() -> int:
+    """Bytes of the machine or of its control group."""
+    limits = [_number(limit) for limit, _ in CGROUPS]
+    return min([_machine(), *(limit for limit in limits if limit is not None)])
+
+
+def available_memory() -> int:
+    """Bytes that processes can still be given, caches that would be given up included."""
+    pairs = [(_number(limit), _number(usage)) for limit, usage in CGROUPS]
+    left = [limit - usage for limit, usage in pairs if limit is not None and usage is not None]
+    return max(0, min([_available(), *left]))
+
+
+def resident_memory(pid: int) -> int | None:
+    """Bytes of memory that a process has now; None where the system does not tell, or there is no such process."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    except OSError:
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _machine() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _available() -> int:
+    """Of the whole machine, as Linux estimates it; elsewhere all that there is."""
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    found = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return next(found, _machine())
+
+
+def _number(file: str) -> int | None:
+    """The number in a file; None where there is none ("max")."""
+    path = Path(file)
+    text = path.read_text().strip() if path.exists() else ""
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,244 @@
+"""`PretendEngine` behind vLLM's HTTP protocol, as a process: `python -m tests.backends.engines.engine_server FD JSON`.
+
+What `/fault` sets is what becomes of the samples that follow: die, hang, refuse, reset (the connection).
+"""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from skyrl.backends.engines.protocol import AdapterMissing, Draw, EngineFailed, Refused
+from skyrl.types import SamplingOptions
+from skyrl.utils.parent_death import die_with_parent
+from tests.backends.engines.numpy_models import MarkerModel, NumpyQwen3
+from tests.backends.engines.pretend_engine import PretendEngine, Sizes, facts_of
+
+SECRET = "a secret of this test"
+ROOT = Path(__file__).parents[3]
+
+
+def app_of(engine: PretendEngine) -> FastAPI:
+    app = FastAPI()
+
+    @app.middleware("http")
+    async def authenticate(request: Request, call: Any) -> Response:
+        if request.url.path.startswith("/v1") and request.headers.get("authorization") != f"Bearer {SECRET}":
+            return JSONResponse({"error": "Unauthorized"}, 401)
+        return await call(request)
+
+    def error(status: int, problem: Exception | str) -> Response:
+        return JSONResponse({"error": {"message": str(problem), "type": "", "param": None, "code": status}}, status)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response()
+
+    @app.get("/version")
+    async def version() -> Any:
+        return {"version": "0.0.0"}
+
+    @app.get("/v1/models")
+    async def models() -> Any:
+        base = {"id": engine.base, "root": engine.base, "parent": None, "max_model_len": engine.sizes.longest}
+        adapters = [
+            {"id": name, "root": path, "parent": engine.base, "max_model_len": None}
+            for name, path in engine.registered.items()
+        ]
+        return {"object": "list", "data": [base, *adapters]}
+
+    @app.post("/v1/load_lora_adapter")
+    async def load(request: Request) -> Response:
+        body = await request.json()
+        assert not body.get("load_inplace"), "0.32 reads such an adapter again at each step"
+        if body["lora_name"] in engine.registered:
+            return error(400, f"The lora adapter '{body['lora_name']}' has already been loaded.")
+        try:
+            await engine.load_adapter(body["lora_name"], body["lora_path"])
+        except EngineFailed as problem:
+            return error(404 if "No adapter found" in str(problem) else 500, problem)
+        return Response("Success")
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload(request: Request) -> Response:
+        name = (await request.json())["lora_name"]
+        if name not in engine.registered:
+            return error(404, f"The lora adapter '{name}' cannot be found.")
+        await engine.unload_adapter(name)
+        return Response("Success")
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = await request.json()
+        draw = _draw(body, engine.base)
+        if engine.fault == "reset":
+            os._exit(1)
+        drawing = asyncio.create_task(engine.generate(draw))
+        while not drawing.done():
+            await asyncio.wait([drawing], timeout=0.05)
+            if engine.dead:
+                os._exit(1)
+            if await request.is_disconnected():
+                drawing.cancel()
+                return Response()
+        try:
+            drawn = drawing.result()
+        except AdapterMissing as problem:
+            return error(404, problem)
+        except Refused as problem:
+            return error(400, problem)
+        except EngineFailed as problem:
+            return error(500, problem)
+        names = [f"token_id:{token}" for token in drawn.tokens]
+        tops = [{name: float(logprob)} for name, logprob in zip(names, drawn.logprobs, strict=True)]
+        if drawn.top:
+            for place, ids, logprobs in zip(tops, *drawn.top, strict=True):
+                place.update({f"token_id:{token}": float(x) for token, x in zip(ids, logprobs, strict=True)})
+        told = {"tokens": names, "token_logprobs": drawn.logprobs.tolist(), "top_logprobs": tops, "text_offset": []}
+        choice = {
+            "index": 0,
+            "text": "",
+            "logprobs": told,
+            "finish_reason": "stop" if drawn.stopped else "length",
+            "token_ids": drawn.tokens.tolist(),
+        }
+        return JSONResponse({"choices": [choice], "usage": {}, "system_fingerprint": engine.fingerprint})
+
+    @app.post("/fault")
+    async def fault(request: Request) -> Response:
+        engine.fault = (await request.json())["fault"]
+        return Response()
+
+    @app.post("/anew")
+    async def anew(request: Request) -> Response:
+        engine.restart()
+        engine.fault, engine.most_at_once, engine.most_adapters = None, 0, 0
+        engine.sizes = Sizes(**await request.json())
+        return Response()
+
+    @app.get("/told")
+    async def told() -> Any:
+        return facts_of(engine)
+
+    @app.post("/pause")
+    async def pause(mode: str) -> None:
+        await engine.pause(mode)  # pyright: ignore[reportArgumentType]
+
+    @app.post("/resume")
+    async def resume() -> None:
+        await engine.resume()
+
+    @app.post("/sleep")
+    async def sleep(level: int) -> None:
+        await engine.sleep(level)  # pyright: ignore[reportArgumentType]
+
+    @app.post("/wake_up")
+    async def wake() -> None:
+        await engine.wake()
+
+    @app.post("/collective_rpc")
+    async def call(request: Request) -> None:
+        body = await request.json()
+        assert body["method"] == "reload_weights", body
+        await engine.update_base(body["kwargs"]["weights_path"])
+
+    @app.post("/reset_prefix_cache")
+    async def reset() -> Any:
+        return {"success": True}
+
+    return app
+
+
+def _draw(body: dict[str, Any], base: str) -> Draw:
+    assert body["ignore_eos"] and body["return_token_ids"] and body["cache_salt"], body
+    return Draw(
+        prompt=np.asarray(body["prompt"], np.int32),
+        adapter=None if body["model"] == base else body["model"],
+        max_tokens=body["max_tokens"],
+        seed=body["seed"],
+        temperature=body["temperature"],
+        top_k=body["top_k"],
+        top_p=body["top_p"],
+        stop_ids=tuple(body["stop_token_ids"]),
+        stop_strings=tuple(body["stop"]),
+        options=SamplingOptions(min_p=body["min_p"], min_tokens=body["min_tokens"]),
+        top=body["logprobs"],
+    )
+
+
+class EngineProcess:
+    """A server that can be killed, and started again at its address."""
+
+    def __init__(self, model: Path | None = None, base: str = "base", **sizes: Any):
+        self.arguments = {"model": str(model) if model else None, "base": base, "sizes": sizes}
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        listening = socket.socket()
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", self.port))
+        listening.listen(1024)
+        command = [sys.executable, "-m", __spec__.name, str(listening.fileno()), json.dumps(self.arguments)]
+        ours, its = socket.socketpair()
+        with listening, its:
+            command = [*command, str(its.fileno())]
+            handles = [listening.fileno(), its.fileno()]
+            alone = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # cores are few
+            self.process = subprocess.Popen(command, pass_fds=handles, cwd=ROOT, stdin=subprocess.DEVNULL, env=alone)
+        self._link = ours
+
+    def tell(self, path: str, **body: Any) -> None:
+        httpx.post(f"{self.url}{path}", json=body, timeout=20, trust_env=False).raise_for_status()
+
+    def ask(self, path: str = "/told") -> Any:
+        headers = {"Authorization": f"Bearer {SECRET}"}
+        return httpx.get(f"{self.url}{path}", headers=headers, timeout=20, trust_env=False).json()
+
+    def anew(self, **sizes: Any) -> "EngineProcess":
+        """The same, running, as if it had just been started."""
+        if self.process.poll() is not None:
+            self.start()
+        self.tell("/anew", **self.arguments["sizes"] | sizes)
+        return self
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._link.close()
+
+
+@contextmanager
+def engine_process(model: Path | None = None, **options: Any) -> Iterator[EngineProcess]:
+    process = EngineProcess(model, **options)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def main(handle: int, arguments: dict[str, Any], link: int) -> None:
+    die_with_parent(socket.socket(fileno=link))
+    model = MarkerModel() if arguments["model"] is None else NumpyQwen3(Path(arguments["model"]))
+    engine = PretendEngine("pretend", model, arguments["base"], Sizes(**arguments["sizes"]))
+    config = uvicorn.Config(app_of(engine), log_level="error", access_log=False)
+    asyncio.run(uvicorn.Server(config).serve([socket.socket(fileno=handle)]))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,214 @@
+"""A sampling engine for tests: slots, eviction, pauses, sleep and faults of its own, in this process or behind HTTP.
+
+Adapters that are loaded but in no slot are read from disk again when they are sampled, as vLLM does.
+"""
+
+import asyncio
+import os
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+import numpy as np
+
+from skyrl.backends.engines.protocol import (
+    AdapterMissing,
+    Draw,
+    Drawn,
+    Engine,
+    EngineDown,
+    EngineFacts,
+    EngineFailed,
+    Refused,
+)
+from tests.backends.engines.numpy_models import Adapter, Model, NumpyQwen3, log_softmax, softmax
+
+Fault = Literal["die", "hang", "refuse", "reset"]
+MODES = ("raw", "processed")
+
+
+@dataclass
+class Sizes:
+    max_loras: int = 2
+    max_lora_rank: int = 8
+    longest: int = 256
+    unembed: Literal["adapted", "refused", "ignored"] = "adapted"
+    """What becomes of adapters on lm_head."""
+    wraps: bool = False
+    """Whether the last slot's adapter is taken for none, as vLLM 0.32 does on CPUs."""
+    mode: str = "raw"
+    token_s: float = 0.0
+    """Seconds for each token."""
+
+
+class PretendEngine(Engine):
+    """An engine in this process. `fault` is what becomes of the next samples."""
+
+    def __init__(self, name: str, model: Model, base: str = "base", sizes: Sizes | None = None, max_requests: int = 8):
+        self.name, self.model, self.base = name, model, base
+        self.sizes = sizes or Sizes()
+        self.max_requests, self.max_loras, self.max_logprobs = max_requests, self.sizes.max_loras, 20
+        self.fault: Fault | None = None
+        self.most_at_once = 0
+        """Sequences that were drawn at the same time at most."""
+        self.most_adapters = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget everything that is not on disk."""
+        self.fingerprint = uuid4().hex
+        self.registered: dict[str, str] = {}
+        self.slots: OrderedDict[str, Adapter] = OrderedDict()
+        self.loads = self.drawn = self.running = 0
+        self.awake, self.dead = asyncio.Event(), False
+        self.awake.set()
+        self.sleeping: int | None = None
+        self.paused = False
+
+    async def facts(self) -> EngineFacts:
+        self._check()
+        return EngineFacts(self.base, self.base, self.sizes.longest, "pretend", dict(self.registered))
+
+    async def health(self) -> None:
+        self._check()
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        self._check()
+        if name in self.registered:
+            return
+        self._read(name, path)
+        self.registered[name] = path
+        self.most_adapters = max(self.most_adapters, len(self.registered))
+
+    async def unload_adapter(self, name: str) -> None:
+        self._check()
+        self.registered.pop(name, None)
+
+    async def generate(self, draw: Draw) -> Drawn:
+        self._check()
+        fault = self.fault
+        if fault == "refuse":
+            raise EngineFailed(f"{self.name} refuses")
+        if fault == "hang":
+            await asyncio.Event().wait()
+        if self.sleeping is not None:
+            raise EngineFailed(f"{self.name} is asleep")
+        if len(draw.prompt) + draw.max_tokens > self.sizes.longest:
+            raise Refused(f"{len(draw.prompt)} + {draw.max_tokens} tokens are above {self.sizes.longest}")
+        adapter = None if draw.adapter is None else self._adapter(draw.adapter)
+        if adapter is None and self.sizes.wraps and len(self.slots) == self.sizes.max_loras:
+            adapter = next(reversed(self.slots.values()))
+        incarnation = self.fingerprint
+        self.running += 1
+        self.drawn += 1
+        self.most_at_once = max(self.most_at_once, self.running)
+        try:
+            return await self._draw(draw, adapter)
+        finally:
+            if self.fingerprint == incarnation:
+                self.running -= 1
+
+    async def _draw(self, draw: Draw, adapter: Adapter | None) -> Drawn:
+        numbers = np.random.default_rng(draw.seed)
+        tokens, logprobs, top = list(draw.prompt), [], ([], [])
+        incarnation, before = self.fingerprint, len(tokens)
+        while len(tokens) - before < draw.max_tokens:
+            await self.awake.wait()
+            await asyncio.sleep(self.sizes.token_s)
+            if self.fault == "die" or self.fingerprint != incarnation:
+                self.dead = self.dead or self.fault == "die"
+                raise EngineDown(f"{self.name} has died")
+            logits = self.model.logits(np.asarray(tokens), adapter)
+            kept = self._kept(logits, draw, tokens[before:])
+            greedy = draw.temperature == 0
+            token = int(kept.argmax()) if greedy else int(numbers.choice(len(kept), p=softmax(kept.astype(np.float64))))
+            told = log_softmax(kept if self.sizes.mode == "processed" else logits)
+            best = np.argsort(-told, kind="stable")[: draw.top]
+            top[0].append(best)
+            top[1].append(told[best])
+            tokens.append(token)
+            logprobs.append(told[token])
+            if token in draw.stop_ids and len(tokens) - before > draw.options.min_tokens:
+                break
+        drawn = np.asarray(tokens[before:], np.int32)
+        table = (np.asarray(top[0], np.int32), np.asarray(top[1], np.float32)) if draw.top else None
+        return Drawn(drawn, np.asarray(logprobs, np.float32), int(drawn[-1]) in draw.stop_ids, table)
+
+    def _kept(self, logits: np.ndarray, draw: Draw, drawn: list[int]) -> np.ndarray:
+        """Logits after temperature, filters and what must not stop yet."""
+        kept = logits.astype(np.float64) / (draw.temperature or 1.0)
+        if len(drawn) < draw.options.min_tokens:
+            kept[list(draw.stop_ids)] = -np.inf
+        order = np.argsort(-kept, kind="stable")
+        if draw.top_k:
+            kept[order[draw.top_k :]] = -np.inf
+        share = softmax(kept)
+        if draw.options.min_p:
+            kept[share < draw.options.min_p * share.max()] = -np.inf
+        if draw.top_p < 1:
+            kept[order[1:][np.cumsum(share[order])[:-1] >= draw.top_p]] = -np.inf
+        return kept
+
+    def _adapter(self, name: str) -> Adapter:
+        if name not in self.registered:
+            raise AdapterMissing(f"The model `{name}` does not exist")
+        if name not in self.slots:
+            self._read(name, self.registered[name])
+        self.slots.move_to_end(name)
+        return self.slots[name]
+
+    def _read(self, name: str, path: str) -> None:
+        if not os.path.isdir(path):
+            raise EngineFailed(f"No adapter found for {path}")
+        adapter = Adapter(path)
+        if adapter.rank > self.sizes.max_lora_rank:
+            raise EngineFailed(f"LoRA rank {adapter.rank} is greater than max_lora_rank {self.sizes.max_lora_rank}")
+        heads = [tensor for tensor in adapter.tensors if ".lm_head." in tensor]
+        if heads and self.sizes.unembed == "refused":
+            raise EngineFailed(f"{heads} are not supported LoRA target modules")
+        if self.sizes.unembed == "ignored":
+            adapter.tensors = {tensor: x for tensor, x in adapter.tensors.items() if tensor not in heads}
+        self.loads += 1
+        self.slots[name] = adapter
+        while len(self.slots) > self.sizes.max_loras:
+            self.slots.popitem(last=False)
+
+    def _check(self) -> None:
+        if self.dead:
+            raise EngineDown(f"{self.name} is dead")
+
+    async def update_base(self, path: str) -> None:
+        self.model = NumpyQwen3(Path(path))
+
+    async def pause(self, mode: Literal["abort", "wait", "keep"]) -> None:
+        self.awake.clear()
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.paused = False
+        self.awake.set()
+
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:
+        self.sleeping = level
+
+    async def wake(self) -> None:
+        self.sleeping = None
+
+    async def reset_prefix_cache(self) -> None:
+        self._check()
+
+    async def close(self) -> None: ...
+
+
+def facts_of(engine: PretendEngine) -> dict[str, Any]:
+    """What a test may ask about an engine."""
+    return {
+        "most_at_once": engine.most_at_once,
+        "most_adapters": engine.most_adapters,
+        "loads": engine.loads,
+        "drawn": engine.drawn,
+        "sleeping": engine.sleeping,
+        "paused": engine.paused,
+    }

@@ -1,0 +1,115 @@
+"""Ranks that share base weights do the same collectives, whatever of which models meets in a dispatch.
+
+One that does another, or one more, waits for ever or mixes up numbers, and on several GPUs that is hard to look into.
+Here ranks do not wait: each says what it would have done.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recorded_ranks import RecordedBackend
+from torch_models import VOCAB, make_model
+
+from driver import finish, finish_all, new_id, random_datum, stepping
+from skyrl.algorithms.objective import ForwardOnly, ValueObjective
+from skyrl.backends.operations import CreateModel, ForwardBackward
+from skyrl.backends.torch import TorchBackendConfig
+from skyrl.types import Datum, ErrorResponse, LoraConfig
+
+ATTN = {"train_mlp": False, "train_unembed": False}
+MLP = {"train_attn": False, "train_unembed": False}
+UNEMBED = {"train_attn": False, "train_mlp": False}
+MODELS = {
+    "all": (LoraConfig(rank=4), False),
+    "attn": (LoraConfig(rank=2, **ATTN), False),
+    "mlp": (LoraConfig(rank=3, **MLP), False),
+    "unembed": (LoraConfig(rank=4, **UNEMBED), False),
+    "critic": (LoraConfig(rank=4), True),
+    "unembed critic": (LoraConfig(rank=4, **UNEMBED), True),
+    "whole": (LoraConfig(rank=0), False),
+    "other whole": (LoraConfig(rank=0, seed=1), False),
+    "whole critic": (LoraConfig(rank=0), True),
+}
+
+
+@dataclass(frozen=True)
+class Fails(ForwardOnly):
+    """An objective that fails on the ranks whose sequences are long."""
+
+    def __call__(self, x):
+        if x.logprobs.shape[-1] > 30:
+            raise ValueError("too long for me")
+        return -x.logprobs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        {"num_workers": 2},
+        pytest.param({"num_workers": 3, "reshard_after_forward": False}, marks=pytest.mark.slow),
+        pytest.param({"num_workers": 4, "fsdp_size": 2, "gradient_checkpointing": True}, marks=pytest.mark.slow),
+    ],
+    ids=["two", "three that keep layers", "hybrid"],
+)
+def backend(folder, request):
+    sizes = {"max_lora_rank": 8, "max_context_length": 128, "train_tile_tokens": 32, "loss_chunk_size": 8}
+    config = TorchBackendConfig(workers="processes", **{"fsdp_size": -1} | sizes | request.param)
+    backend = RecordedBackend(str(folder), config)
+    for name, (lora, value_head) in MODELS.items():
+        finish(backend, CreateModel(request_id=new_id(), model_id=name, lora_config=lora, value_head=value_head))
+    yield backend
+    backend.close()
+
+
+def some_pass(rng: np.random.Generator) -> ForwardBackward:
+    """A pass of a model, with as many micro-batches as it happens to have."""
+    model = str(rng.choice(list(MODELS)))
+    data = [random_datum(int(n), int(n), vocab=VOCAB) for n in rng.integers(1, 50, rng.integers(1, 6))]
+    loss_fn: object = rng.choice(["cross_entropy", "entropy", "fails"])
+    loss_fn = {"entropy": ForwardOnly(("logprobs", "entropy")), "fails": Fails(("logprobs",))}.get(
+        str(loss_fn), "cross_entropy"
+    )
+    if "critic" in model:
+        loss_fn = ValueObjective(value_clip=None)
+        data = [Datum(x.tokens, x.loss_fn_inputs | {"returns": np.ones(len(x.tokens), np.float32)}) for x in data]
+    way = rng.choice(["forward", "reference", "backward", "backward"])
+    return ForwardBackward(
+        request_id=new_id(),
+        model_id=model,
+        data=data,
+        loss_fn=loss_fn,
+        forward_only=bool(way != "backward"),
+        reference=bool(way == "reference" and "critic" not in model),
+    )
+
+
+@pytest.mark.parametrize("plans", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_ranks_do_the_same_collectives_in_any_plan(backend, plans):
+    rng = np.random.default_rng(plans)
+    told = backend.group.told
+    told.clear()
+    seen = mixed = idle = failed = 0
+    while seen < plans:
+        passes = [some_pass(rng) for _ in range(rng.integers(1, 6))]
+        results = finish_all(backend, passes)
+        failed += sum(isinstance(result, ErrorResponse) for result in results.values())
+        stepped = sorted({x.model_id for x in passes if not x.forward_only})
+        finish_all(backend, [stepping(model) for model in stepped])
+        for dispatch in told:
+            plans_of, collectives = zip(*dispatch, strict=True)
+            assert all(each == collectives[0] for each in collectives), plans_of
+            tiles = [command for plan in plans_of for command in plan if command[0] == "tile"]
+            if tiles:
+                assert len(tiles) == backend.group.world and collectives[0], plans_of
+                seen += 1
+                mixed += len({command[1:4] for command in tiles}) > 1
+                idle += any(command[-1] is True for command in tiles)
+        told.clear()
+    assert min(mixed, idle, failed) > plans // 20  # it is what the test is about

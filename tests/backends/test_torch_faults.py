@@ -1,0 +1,181 @@
+"""Workers that die, hang or fail in the middle of something: it is noticed, the group ends, and nothing is left.
+
+A loss of the trainer's is code that workers run: here one that sets a trap, on one rank, in what is done next.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+from torch_models import VOCAB, make_model
+
+from driver import create, finish, new_id, random_datum, sampling, stepping
+from skyrl.algorithms.objective import ForwardOnly
+from skyrl.backends.operations import ForwardBackward, Publish, SaveCheckpoint, SaveSnapshot
+from skyrl.backends.torch import TorchBackend, TorchBackendConfig
+from skyrl.backends.torch.workers import processes
+from skyrl.errors import BackendLost
+
+TIMEOUT_S = 4
+NOTICED_S = {"SIGKILL": 5, "SIGSTOP": TIMEOUT_S + 5}
+"""Seconds after which the driver has to know."""
+DATA = [random_datum(length, vocab=VOCAB) for length in (40, 50)]
+"""A micro-batch for each of two ranks."""
+WORKER = "skyrl.backends.torch.workers.worker:"
+PLACES = {
+    "before a pass": "skyrl.backends.torch.base_model.model:LoadedModel.using",
+    "forward": "skyrl.backends.torch.base_model.model:LoadedModel.hidden",
+    "backward": "torch:Tensor.backward",
+    "optimizer": WORKER + "adamw",
+    "read": WORKER + "Worker.get",
+    "decode": WORKER + "SamplingWorker.decode",
+}
+"""What a worker calls while it does something. All but the first are between collectives."""
+
+
+@dataclass(frozen=True)
+class Trap(ForwardOnly):
+    """A loss after which one rank is killed, stops or fails as soon as it comes to a place."""
+
+    place: str = ""
+    how: str = ""
+    rank: int = 1
+
+    def __call__(self, x):
+        if dist.get_rank() == self.rank:
+            module, path = PLACES[self.place].split(":")
+            *outer, name = path.split(".")
+            owner = import_module(module)
+            for each in outer:
+                owner = getattr(owner, each)
+            setattr(owner, name, self._spring)
+        return -x.logprobs
+
+    def _spring(self, *args, **kwargs):
+        if self.how == "exception":
+            raise ArithmeticError("sprung")
+        os.kill(os.getpid(), getattr(signal, self.how))
+
+
+def a_pass(loss_fn: object = "cross_entropy", forward_only: bool = False) -> ForwardBackward:
+    return ForwardBackward(request_id=new_id(), model_id="model", data=DATA, loss_fn=loss_fn, forward_only=forward_only)
+
+
+def written(kind: type) -> Callable[[Path], object]:
+    return lambda folder: kind(request_id=new_id(), model_id="model", path=str(folder / "written"))
+
+
+def published(folder: Path) -> Publish:
+    return Publish(request_id=new_id(), model_id="model", version="v", path=str(folder / "v"), persist=True)
+
+
+PHASES = {
+    "forward": ("forward", lambda folder: a_pass()),
+    "backward": ("backward", lambda folder: a_pass()),
+    "optimizer": ("optimizer", lambda folder: stepping()),
+    "snapshot": ("read", written(SaveSnapshot)),
+    "checkpoint": ("read", written(SaveCheckpoint)),
+    "publish": ("read", published),
+    "sampling": ("decode", lambda folder: sampling(None, max_tokens=8)),
+}
+"""By what is under way: where the trap is, and what is asked for."""
+IN_CI = {("backward", "SIGKILL"), ("snapshot", "SIGSTOP")}
+MATRIX = [
+    pytest.param(phase, how, marks=[] if (phase, how) in IN_CI else [pytest.mark.slow])
+    for phase in PHASES
+    for how in ("SIGKILL", "SIGSTOP")
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def opened(folder: Path) -> TorchBackend:
+    sizes = {"max_lora_rank": 8, "max_context_length": 64, "train_tile_tokens": 64, "kv_cache_gib": 0.01}
+    config = TorchBackendConfig(workers="processes", num_workers=2, fsdp_size=-1, dispatch_timeout_s=TIMEOUT_S, **sizes)
+    return TorchBackend(str(folder), config)
+
+
+@pytest.fixture
+def backend(folder, tmp_path, monkeypatch):
+    """Two ranks that share weights, of which nothing may be left in the end."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    backend = opened(folder)
+    there = [psutil.Process(pid) for pid in backend.group.pids]
+    yield backend
+    closing = threading.Thread(target=backend.close)
+    closing.start()
+    closing.join(20)
+    hangs, left = closing.is_alive(), [process for process in there if process.is_running()]
+    for process in left:  # so that what waits for them ends, too
+        process.kill()
+    assert not hangs
+    assert not left
+    assert not list(scratch.glob("skyrl-workers-*"))
+
+
+def loss_of(backend: TorchBackend, operation: object, within_s: float) -> BackendLost:
+    """What the backend says has happened, while it does an operation."""
+    backend.submit(operation)
+    until = time.monotonic() + within_s
+    with pytest.raises(BackendLost) as caught:
+        while time.monotonic() < until:
+            backend.wait(0.1)
+            backend.step()
+    return caught.value
+
+
+@pytest.mark.parametrize(("phase", "how"), MATRIX)
+def test_a_rank_that_dies_or_stops_is_noticed(backend, tmp_path, phase, how):
+    place, asked = PHASES[phase]
+    create(backend)
+    finish(backend, a_pass())
+    finish(backend, a_pass(Trap(("logprobs",), place, how), forward_only=True))
+    said = str(loss_of(backend, asked(tmp_path), NOTICED_S[how]))
+    assert ("rank 1" in said and "SIGKILL" in said) if how == "SIGKILL" else ("4 s" in said or "deadline_s=4" in said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["forward", "before a pass"])
+def test_an_exception_on_one_rank_loses_the_group_that_meets_in_collectives(backend, place):
+    create(backend)
+    finish(backend, a_pass(Trap(("logprobs",), place, "exception"), forward_only=True))
+    assert "tile failed on rank 1: ArithmeticError: sprung" in str(loss_of(backend, a_pass(), 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_dies_or_stops_while_it_loads_is_noticed(folder, tmp_path, monkeypatch, how):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(processes, "START_S", TIMEOUT_S)
+    before = set(psutil.Process().children())
+    caught: list[BaseException] = []
+
+    def open_it() -> None:
+        try:
+            opened(folder)
+        except BaseException as error:
+            caught.append(error)
+
+    opening = threading.Thread(target=open_it)
+    opening.start()
+    while len(there := set(psutil.Process().children()) - before) < 2:
+        time.sleep(0.01)
+    max(there, key=lambda process: process.pid).send_signal(getattr(signal, how))
+    opening.join(NOTICED_S[how])
+    assert not opening.is_alive()
+    assert isinstance(caught[0], BackendLost), caught
+    assert not any(process.is_running() for process in there)
+    assert not list(tmp_path.glob("skyrl-workers-*"))

@@ -1,0 +1,159 @@
+"""Base models of shared weights: loaded layer by layer, and planned for models that no machine here has room for."""
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from recorded_ranks import fake_group
+from torch.distributed.fsdp import FSDPModule
+from torch_models import CONFIGS, make_model
+
+from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.torch.base_model.base_weights import Sharded, ShardOptions
+from skyrl.backends.torch.base_model.loading import LoadOptions, layers_of, load, load_by_layers, skeleton
+from skyrl.backends.torch.base_model.lora import lora_layout, targets_of, whole_layout
+from skyrl.backends.torch.models.state import state_bytes
+from skyrl.errors import RequestError
+from skyrl.types import LoraConfig
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def folder(request, tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def test_a_model_filled_layer_by_layer_is_that_of_transformers(folder):
+    whole = load(folder, CPU, LoadOptions())
+    model, fill = load_by_layers(folder, CPU, LoadOptions())
+    for layer in layers_of(model, folder):
+        fill(layer)
+    fill(model)
+    for kind in ("named_parameters", "named_buffers"):
+        found, wanted = dict(getattr(model, kind)()), dict(getattr(whole, kind)())
+        assert found.keys() == wanted.keys()
+        assert all(found[name].dtype == x.dtype and torch.equal(found[name], x) for name, x in wanted.items())
+
+
+def test_layers_have_no_memory_before_they_are_filled(tmp_path):
+    model, fill = load_by_layers(make_model(tmp_path, "llama"), CPU, LoadOptions())
+    first, second = layers_of(model, tmp_path)
+    fill(first)
+    large = [x for layer in (first, second) for x in layer.parameters() if x.dim() == 2]
+    assert [x.device.type for x in large] == ["cpu"] * 7 + ["meta"] * 7
+
+
+def test_tied_weights_are_filled_as_one(tmp_path):
+    model, fill = load_by_layers(make_model(tmp_path, "llama"), CPU, LoadOptions())
+    fill(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_files_of_another_shape_are_refused(tmp_path):
+    config = json.loads((make_model(tmp_path, "llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
+    model, fill = load_by_layers(tmp_path, CPU, LoadOptions())
+    with pytest.raises(RequestError, match=r"gate_proj.weight has shape \(64, 32\) in its files and \(48, 32\)"):
+        fill(model)
+
+
+# Models that have been published, by the sizes of their config.json
+
+LLAMA = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rms_norm_eps": 1e-5, "vocab_size": 128_256}
+QWEN = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "head_dim": 128, "vocab_size": 151_936}
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """A model and what is known of it."""
+
+    config: transformers.PreTrainedConfig
+    parameters: int
+    """As its page says."""
+    in_lora: int
+    """Of an adapter of rank 32 on all linear maps, by hand: 32 x (in + out) of each."""
+
+
+def llama(hidden: int, layers: int, heads: int, inner: int) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        intermediate_size=inner,
+        **LLAMA,
+    )
+
+
+def qwen3(hidden: int, layers: int, heads: int, inner: int) -> transformers.Qwen3Config:
+    return transformers.Qwen3Config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        intermediate_size=inner,
+        **QWEN,
+    )
+
+
+def lora_size(hidden: int, layers: int, queries: int, keys: int, inner: int, vocab: int) -> int:
+    attention = 2 * (hidden + queries) + 2 * (hidden + keys)
+    return 32 * (layers * (attention + 3 * (hidden + inner)) + hidden + vocab)
+
+
+PUBLISHED = {
+    "Llama-3-8B": Published(
+        llama(4096, 32, 32, 14_336), 8_030_261_248, lora_size(4096, 32, 4096, 1024, 14_336, 128_256)
+    ),
+    "Qwen3-8B": Published(qwen3(4096, 36, 32, 12_288), 8_190_735_360, lora_size(4096, 36, 4096, 1024, 12_288, 151_936)),
+    "Qwen3-32B": Published(
+        qwen3(5120, 64, 64, 25_600), 32_762_123_264, lora_size(5120, 64, 8192, 1024, 25_600, 151_936)
+    ),
+    "Llama-3-70B": Published(
+        llama(8192, 80, 64, 28_672), 70_553_706_496, lora_size(8192, 80, 8192, 1024, 28_672, 128_256)
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=PUBLISHED)
+def published(request, tmp_path_factory):
+    """(what is known of a model, the model on the meta device, in the type that a GPU has)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    known = PUBLISHED[request.param]
+    known.config.save_pretrained(folder)
+    return known, skeleton(folder, CPU, LoadOptions(dtype="bfloat16")).to("meta").requires_grad_(False), folder
+
+
+def test_a_published_model_has_the_weights_and_targets_that_are_known_of_it(published):
+    known, model, folder = published
+    assert sum(x.numel() for x in model.parameters()) == known.parameters
+    layers = layers_of(model, folder)
+    assert len(layers) == known.config.num_hidden_layers
+    outside = {name for name, _ in model.named_parameters() if not name.startswith("model.layers.")}
+    assert outside == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    targets = targets_of(model, "lm_head")
+    groups = [target.group for target in targets]
+    assert [groups.count(group) for group in ("attn", "mlp", "unembed")] == [4 * len(layers), 3 * len(layers), 1]
+    assert lora_layout(targets, Kind(LoraConfig(rank=32)), known.config.hidden_size).size == known.in_lora
+
+
+@pytest.mark.parametrize("world", [8, 16])
+def test_each_rank_holds_its_share_of_a_published_model(published, world):
+    """Sizes of these models are multiples of 16, so that shares are equal to the byte."""
+    known, model, folder = published
+    for rank in (0, world - 1):
+        mine = copy.deepcopy(model)
+        layers = layers_of(mine, folder)
+        with fake_group(rank, world):
+            base = Sharded(mine, layers, lambda module: None, CPU, ShardOptions(world), world)
+            parts = [base.part(name) for name in base.shapes]
+        assert sum(part.nbytes for part in parts) * world == 2 * known.parameters
+        assert all(isinstance(layer, FSDPModule) for layer in layers)
+        kind = Kind(LoraConfig(rank=0))
+        mine_in_training = state_bytes(kind, sum(part.numel() for part in parts))
+        assert mine_in_training * world == state_bytes(kind, whole_layout(base.shapes, kind, 0).size)

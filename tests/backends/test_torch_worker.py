@@ -1,0 +1,202 @@
+"""Workers of the torch backend: passes and steps of every architecture are those of transformers, PEFT and torch."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from torch_models import CONFIGS, VOCAB, make_model
+
+import oracle
+from skyrl.algorithms.objective import ForwardOnly
+from skyrl.backends.common.adamw import AdamScalars
+from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.common.packing import TileShape, make_tiles
+from skyrl.backends.torch.base_model.loading import LoadOptions
+from skyrl.backends.torch.workers.worker import Worker, WorkerOptions
+from skyrl.errors import RequestError
+from skyrl.types import AdamParams, Datum, LoraConfig
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")]
+
+RANK, SEED = 4, 3
+KIND = Kind(LoraConfig(rank=RANK, alpha=8, seed=SEED))
+SMALL = TileShape(32)
+LENGTHS = (5, 9, 20, 31, 1)
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def folder(request, tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def worker(folder) -> Worker:
+    return Worker(WorkerOptions(folder, LoadOptions(), loss_chunk_size=7))
+
+
+@pytest.fixture
+def data() -> list[Datum]:
+    rng = np.random.default_rng(0)
+    return [
+        Datum(
+            rng.integers(0, VOCAB, n).astype(np.int32),
+            {"target_tokens": rng.integers(0, VOCAB, n), "weights": rng.random(n).astype(np.float32)},
+        )
+        for n in LENGTHS
+    ]
+
+
+def trained(worker: Worker, kind: Kind, handle: int = 1) -> dict[str, torch.Tensor]:
+    """Weights that change something, in the buffer `handle`; B of a fresh adapter is 0."""
+    worker.fresh(handle, kind, SEED, None)
+    layout = worker.model.layout(kind)
+    rng = np.random.default_rng(1)
+    flat = worker.get(handle, layout.size, "replicated")
+    worker.put(handle, (flat + 0.05 * rng.standard_normal(layout.size)).astype(np.float32), "replicated")
+    return layout.views(torch.tensor(worker.get(handle, layout.size, "replicated")))
+
+
+def a_pass(worker: Worker, data: list[Datum], kind: Kind, sums: int | None = 9, shape=SMALL):
+    """Losses of each datum, gradients in the buffer `sums`."""
+    losses = {}
+    for tile in make_tiles(data, "cross_entropy", {}, shape):
+        (output,) = worker.execute([("tile", kind, 1, sums, tile.arrays, None)])
+        if isinstance(output, Exception):
+            raise output
+        for place in tile.placements:
+            losses[place.datum] = output.losses[place.start : place.start + place.length]
+    return [losses[number] for number in range(len(data))]
+
+
+def peft_of(folder: Path, tensors: dict[str, torch.Tensor]):
+    """The same adapter on the same model, by PEFT."""
+    base = oracle.load(folder)
+    modules = sorted({name.rpartition(".")[0] for name in tensors})
+    config = PeftConfig(r=RANK, lora_alpha=KIND.lora_config.alpha, target_modules=modules, task_type="CAUSAL_LM")
+    model = get_peft_model(base, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                own = name.removeprefix("base_model.model.").removesuffix(".default.weight")
+                parameter.copy_(tensors[own].T)
+    return model
+
+
+def test_losses_and_gradients_of_packed_sequences_are_those_of_peft(folder, worker, data):
+    tensors = trained(worker, KIND)
+    losses = a_pass(worker, data, KIND)
+    layout = worker.model.layout(KIND)
+    gradients = layout.views(torch.tensor(worker.get(9, layout.size, "partial")))
+    worker.free(9)
+    model = peft_of(folder, tensors)
+    for datum, loss in zip(data, losses, strict=True):
+        rows = torch.log_softmax(oracle.logits(model, datum.tokens.tolist()).float(), -1)
+        targets = torch.tensor(datum.loss_fn_inputs["target_tokens"])
+        wanted = -rows.gather(-1, targets[:, None])[:, 0] * torch.tensor(datum.loss_fn_inputs["weights"])
+        np.testing.assert_allclose(loss, wanted.detach().numpy(), rtol=1e-4, atol=1e-4)
+        wanted.sum().backward()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            own = name.removeprefix("base_model.model.").removesuffix(".default.weight")
+            scale = parameter.grad.abs().max().item()
+            np.testing.assert_allclose(gradients[own], parameter.grad.T, rtol=1e-4, atol=1e-4 * scale, err_msg=own)
+
+
+def test_packed_sequences_are_computed_as_alone(worker, data):
+    trained(worker, KIND)
+    packed = a_pass(worker, data, KIND, sums=None, shape=TileShape(256))
+    alone = a_pass(worker, data, KIND, sums=None, shape=TileShape(32, sequences=1))
+    for one, other in zip(packed, alone, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_trained_as_a_whole_has_the_gradients_of_transformers(folder, worker, data):
+    kind = Kind(LoraConfig(rank=0))
+    tensors = trained(worker, kind)
+    a_pass(worker, data, kind)
+    layout = worker.model.layout(kind)
+    gradients = layout.views(torch.tensor(worker.get(9, layout.size, "partial")))
+    worker.free(9)
+    model = oracle.load(folder)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[name])
+    for datum in data:
+        rows = torch.log_softmax(oracle.logits(model, datum.tokens.tolist()).float(), -1)
+        targets = torch.tensor(datum.loss_fn_inputs["target_tokens"])
+        (-rows.gather(-1, targets[:, None])[:, 0] * torch.tensor(datum.loss_fn_inputs["weights"])).sum().backward()
+    for name, parameter in model.named_parameters():
+        scale = parameter.grad.abs().max().item()
+        np.testing.assert_allclose(gradients[name], parameter.grad, rtol=1e-4, atol=2e-4 * scale, err_msg=name)
+    before = worker.model.base.parameters
+    assert all(not parameter.requires_grad for parameter in before.values())
+
+
+def test_the_base_model_is_as_it_was_after_a_pass_of_a_whole_model(worker, data):
+    wanted = [x.clone() for x in worker.model.base.parameters.values()]
+    trained(worker, Kind(LoraConfig(rank=0)))
+    a_pass(worker, data, Kind(LoraConfig(rank=0)), sums=None)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, worker.model.base.parameters.values(), strict=True))
+
+
+def test_entropies_at_a_temperature_are_those_of_the_distribution(folder, worker, data):
+    for datum in data:
+        datum.loss_fn_inputs["temperature"] = np.full(len(datum.tokens), 0.7, np.float32)
+    objective = ForwardOnly(("logprobs", "entropy"))
+    (tile,) = make_tiles(data, objective, {}, TileShape(256))
+    (output,) = worker.execute([("tile", KIND, None, None, tile.arrays, objective)])
+    model = oracle.load(folder)
+    for place in tile.placements:
+        rows = torch.log_softmax(oracle.logits(model, data[place.datum].tokens.tolist()).double() / 0.7, -1)
+        wanted = -(rows.exp() * rows).sum(-1).detach().numpy()
+        cells = slice(place.start, place.start + place.length)
+        np.testing.assert_allclose(output.scores["entropy"][cells], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_steps_are_those_of_torchs_adamw(worker):
+    kind, params = KIND, AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=0.5)
+    worker.fresh(1, kind, SEED, None)
+    size = worker.model.layout(kind).size
+    weights = torch.nn.Parameter(torch.tensor(worker.get(1, size, "replicated")))
+    optimizer = torch.optim.AdamW(
+        [weights], lr=1e-2, betas=(params.beta1, params.beta2), eps=params.eps, weight_decay=0.1
+    )
+    worker.zeros(2, size, "sharded"), worker.zeros(3, size, "sharded")
+    rng = np.random.default_rng(2)
+    handles = (1, 2, 3)
+    for step in range(1, 4):
+        gradients = rng.standard_normal(size).astype(np.float32)
+        worker.put(4, gradients, "partial")
+        after = tuple(10 * step + number for number in range(3))
+        norm = worker.step(size, "replicated", (handles[0], 4, *handles[1:]), after, AdamScalars.of(params, step))
+        handles = after
+        weights.grad = torch.tensor(gradients)
+        wanted = torch.nn.utils.clip_grad_norm_([weights], 0.5)
+        optimizer.step()
+        assert norm == pytest.approx(float(wanted), rel=1e-5)
+    np.testing.assert_allclose(worker.get(handles[0], size, "replicated"), weights.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_failed_tile_leaves_the_sums_of_its_pass(worker, data):
+    trained(worker, KIND)
+    a_pass(worker, data, KIND)
+    size = worker.model.layout(KIND).size
+    before = worker.get(9, size, "partial")
+    (tile,) = make_tiles(data, "cross_entropy", {}, TileShape(256))
+    broken = tile.arrays._replace(tokens=np.full_like(tile.arrays.tokens, VOCAB + 1))
+    (failure,) = worker.execute([("tile", KIND, 1, 9, broken, None)])
+    assert isinstance(failure, Exception)
+    np.testing.assert_array_equal(worker.get(9, size, "partial"), before)
+    worker.free(9)
+
+
+def test_a_model_whose_layers_are_no_attention_is_refused(tmp_path):
+    import transformers
+
+    config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(RequestError, match="mamba is not served by torch"):
+        Worker(WorkerOptions(tmp_path, LoadOptions(), loss_chunk_size=0))

@@ -1,0 +1,49 @@
+"""Small random models of architectures that the JAX backend does not have, written by transformers."""
+
+from pathlib import Path
+
+import torch
+import transformers
+
+from skyrl.tx.synthetic.make_tokenizer import END, PAD, make_tokenizer
+
+VOCAB = 512
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+
+CONFIGS = {
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES),
+    "phi": lambda: transformers.PhiConfig(**GROUPED),
+    "olmo2": lambda: transformers.Olmo2Config(**GROUPED),
+    "gemma2": lambda: transformers.Gemma2Config(**GROUPED, head_dim=8, sliding_window=6),
+    "granite": lambda: transformers.GraniteConfig(**GROUPED, logits_scaling=3.0),
+    "llama": lambda: transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True),
+}
+"""By model type: fused qkv, partial rotation and biases, norms after, windows and soft caps, scaled logits, tied."""
+
+
+def make_model(folder: Path, kind: str, **options) -> Path:
+    """A folder with a random model and the built-in tokenizer; `options` are laid over its configuration."""
+    tokenizer = make_tokenizer(VOCAB)
+    special = {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.token_to_id(END),
+        "pad_token_id": tokenizer.token_to_id(PAD),
+    }
+    config = CONFIGS[kind]()
+    config.update({**special, **options})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.generation_config.update(**special)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str())
+    return folder

@@ -1,0 +1,115 @@
+"""Defects of the torch backend, as in `defects.py`: what ranks share, what tenants share, and what is noticed."""
+
+from defects import Defect, Edit
+
+TORCH = "skyrl/backends/torch/"
+SHARDED = "tests/backends/test_torch_sharded.py::"
+WORKER = "tests/backends/test_torch_worker.py::"
+SAMPLING = "tests/backends/test_torch_sampling.py::"
+COLLECTIVES = "tests/backends/test_torch_collectives.py::test_ranks_do_the_same_collectives_in_any_plan[two-40]"
+FAULTS = "tests/backends/test_torch_faults.py::"
+
+TORCH_DEFECTS = [
+    Defect(
+        "T1",
+        "an idle rank adds the gradients of another's micro-batch",
+        [Edit(TORCH + "training/passes.py", "        if not idle:\n", "        if True:\n")],
+        [SHARDED + "test_models_learn_as_on_one_worker[fsdp-whole]"],
+    ),
+    Defect(
+        "T2",
+        "every rank keeps the first rank's share of moments",
+        [
+            Edit(
+                TORCH + "workers/worker.py",
+                "part = flat[self.rank * share : (self.rank + 1) * share]",
+                "part = flat[:share]",
+            )
+        ],
+        [SHARDED + "test_models_learn_as_on_one_worker[fsdp-adapter]"],
+    ),
+    Defect(
+        "T3",
+        "packed sequences see each other",
+        [
+            Edit(
+                TORCH + "base_model/attention.py",
+                "zip(*(x.split(lengths, 2) for x in",
+                "zip(*(x.split([sum(lengths)], 2) for x in",
+            )
+        ],
+        [WORKER + "test_packed_sequences_are_computed_as_alone"],
+    ),
+    Defect(
+        "T4",
+        "each rank clips by the norm of its own part",
+        [
+            Edit(
+                TORCH + "workers/worker.py",
+                "norm = float((self.model.base.total(squares) + ",
+                "norm = float((squares + ",
+            )
+        ],
+        [SHARDED + "test_models_learn_as_on_one_worker[fsdp-whole]"],
+    ),
+    Defect(
+        "T5",
+        "adapters are sampled without their scaling",
+        [Edit(TORCH + "base_model/lora.py", "scaling if finite else", "1.0 if finite else")],
+        [SAMPLING + "test_an_adapter_that_one_backend_has_published_is_sampled_by_the_other"],
+    ),
+    Defect(
+        "T6",
+        "one of two tied weights is filled",
+        [
+            Edit(
+                TORCH + "base_model/loading.py",
+                "for owner, name in self._owners[id(parameter)]:",
+                "for owner, name in self._owners[id(parameter)][:1]:",
+            )
+        ],
+        ["tests/backends/test_torch_loading.py::test_tied_weights_are_filled_as_one"],
+    ),
+    Defect(
+        "T7",
+        "passes with other collectives meet in one dispatch",
+        [
+            Edit(
+                TORCH + "backend.py",
+                "return TILE, sums is not None, sums is not None and inner",
+                "return (TILE,)",
+            )
+        ],
+        [COLLECTIVES],
+    ),
+    Defect(
+        "T8",
+        "all layers begin with the same numbers",
+        [Edit(TORCH + "base_model/lora.py", "zlib.crc32(path.encode()), layer]", "zlib.crc32(path.encode()), 0]")],
+        [SAMPLING + "test_the_same_seeds_train_the_same_model_on_torch_and_on_jax"],
+    ),
+    Defect(
+        "T9",
+        "a worker that hangs while a snapshot is written is waited for for ever",
+        [
+            Edit(
+                TORCH + "workers/group.py",
+                "while not wait([outcome], self.timeout_s).done:",
+                "while not wait([outcome]).done:",
+            )
+        ],
+        [FAULTS + "test_a_rank_that_dies_or_stops_is_noticed[snapshot-SIGSTOP]"],
+    ),
+    Defect(
+        "T10",
+        "a rank that failed between collectives lets the others wait",
+        [
+            Edit(
+                TORCH + "workers/worker.py",
+                "if is_common and not isinstance(error, RequestError):",
+                "if False:",
+            )
+        ],
+        [FAULTS + "test_an_exception_on_one_rank_loses_the_group_that_meets_in_collectives[forward]"],
+    ),
+]

@@ -1,0 +1,219 @@
+"""What the ledger says was used: whatever ends meanwhile, what clients were answered, and once."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine
+from sqlmodel import Session, SQLModel, select
+
+from skyrl.tinker.database.ledger import charged_samples
+from skyrl.tinker.database.ledger.charges import Charge
+from skyrl.tinker.database.tables import ChargedSampleRow, UsageRow
+from skyrl.tinker.identity.callers import Caller
+from tests.fakes import ACTIVE_PARAMETERS
+from tests.tinker.harness import LiveServer, wait_until_ready
+from tests.tinker.in_process import InProcessServer
+from tests.tinker.test_api_checkpoints import save
+
+TOKENS = [1, 2, 3, 4, 5]
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Session]:
+    """Tables of a database, in a transaction."""
+    engine = create_engine(f"sqlite:///{tmp_path / 'ledger.db'}")
+    SQLModel.metadata.create_all(engine)
+    with Session(engine) as session:
+        yield session
+    engine.dispose()
+
+
+def window() -> dict[str, str]:
+    now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    return {
+        "starting_on": (now - timedelta(hours=1)).isoformat(),
+        "ending_before": (now + timedelta(hours=2)).isoformat(),
+    }
+
+
+def usage(server: LiveServer | InProcessServer, key: str = "tml-test") -> list[dict[str, Any]]:
+    if isinstance(server, InProcessServer):
+        response = server.request("GET", "/billing/usage/events", key, params=window())
+    else:
+        response = server.http.get("/billing/usage/events", params=window(), headers={"X-API-Key": key})
+    assert response.status_code == 200, response.text
+    return response.json()["data"]
+
+
+def tokens(server: LiveServer, kind: str, **also: Any) -> int:
+    infos = [event["event_info"] for event in usage(server)]
+    return sum(info["token_count"] for info in infos if info["type"] == kind and also.items() <= info.items())
+
+
+def test_tokens_of_passes_are_those_that_were_sent(server):
+    model = server.model()
+    server.train(model, 1, TOKENS)
+    server.logprobs(model, 3)
+    events = [event for event in usage(server) if event["training_run_id"] == model]
+    trained = next(event for event in events if event["event_info"].get("forward_only") is False)
+    assert trained["event_info"]["token_count"] == len(TOKENS)
+    assert trained["flops"] == 6 * ACTIVE_PARAMETERS * len(TOKENS)
+    assert trained["device_seconds"] > 0
+
+
+def test_tokens_of_samples_are_those_that_were_answered(server):
+    session = server.session()
+    sampler = server.sampler(session, 0, base_model="fake/model")
+    before = tokens(server, "sampling_sample")
+    answered = server.sample(sampler, 0, num_samples=2)
+    assert tokens(server, "sampling_sample") - before == sum(map(len, answered))
+
+
+def test_a_failed_pass_is_not_charged(server):
+    model = server.model()
+    before = tokens(server, "training")
+    server.failure(server.submit_pass(model, 1, [1, 10**6]))
+    assert tokens(server, "training") == before
+
+
+def test_passes_that_a_new_engine_repeats_are_charged_once(tmp_path):
+    with LiveServer(tmp_path, snapshot_every_steps=1000) as server:
+        wait_until_ready(server)
+        model = server.model()
+        place = server.train(model, 1, TOKENS)
+        server.crash()
+        server.recover()
+        server.train(model, place, TOKENS)
+        assert tokens(server, "training", forward_only=False) == 2 * len(TOKENS)
+
+
+def test_what_was_used_outlives_the_server(tmp_path):
+    with LiveServer(tmp_path) as server:
+        wait_until_ready(server)
+        server.train(server.model(), 1, TOKENS)
+    with LiveServer(tmp_path) as server:
+        wait_until_ready(server)
+        assert tokens(server, "training", forward_only=False) == len(TOKENS)
+
+
+def test_a_key_reads_of_itself_alone(tmp_path):
+    with LiveServer(tmp_path, api_keys=["tml-a", "tml-test"]) as server:
+        wait_until_ready(server)
+        server.http.headers["X-API-Key"] = "tml-test"
+        server.train(server.model(), 1, TOKENS)
+        assert usage(server, "tml-a") == [] and usage(server) != []
+
+
+def test_saves_are_in_the_audit_log_and_in_storage(server):
+    model = server.model()
+    path = server.result(save(server, model, 1, "kept"))["path"]
+    entries = server.http.get("/audit", params={"event_type": "checkpoints"}).json()["entries"]
+    assert ("checkpoint_create", path) in [(entry["event"], entry["tinker_path"]) for entry in entries]
+    (stored,) = server.http.get("/billing/usage/checkpoints/current").json()["data"]
+    assert stored["checkpoint_count"] >= 1 and stored["size_bytes"] > 0
+
+
+def test_a_window_that_begins_within_an_hour_is_refused_by_name(server):
+    query = window() | {"starting_on": "2026-01-01T00:30:00Z"}
+    response = server.http.get("/billing/usage/events", params=query)
+    assert response.status_code == 400 and "starting_on=2026-01-01T00:30" in response.json()["detail"]
+
+
+def test_a_sample_that_is_sent_again_is_charged_what_it_was_answered_last(tmp_path):
+    """As after the loss of an answer: the same place of the same sampler, and other tokens."""
+    with LiveServer(tmp_path) as server:
+        wait_until_ready(server)
+        session = server.session()
+        sampler = server.sampler(session, 0, base_model="fake/model")
+        server.sample(sampler, 0)
+    with LiveServer(tmp_path) as server:
+        wait_until_ready(server)
+        again = server.sample(sampler, 0, num_samples=3)
+        other = server.sample(sampler, 1)
+        assert tokens(server, "sampling_sample") == sum(map(len, again + other))
+        assert tokens(server, "sampling_prefill") == 2 * 3
+
+
+def forget(server: LiveServer, request_id: str) -> None:
+    """Drop a sample's answer, as where there are too many."""
+    futures = server.app.state.server.queue.futures
+    while futures.get(request_id).outcome is None:
+        time.sleep(0.001)
+    server.engine.loop.call_soon_threadsafe(futures.drop, request_id)
+
+
+def test_a_sample_that_its_client_is_told_is_gone_was_not_charged(own_server):
+    sampler = own_server.sampler(own_server.session(), 0, base_model="fake/model")
+    request_id = own_server.submit_sample(sampler, 0)["request_id"]
+    forget(own_server, request_id)
+    assert own_server.outcome(request_id).status_code == 410
+    answered = own_server.sample(sampler, 1)  # which is how the SDK sends it again
+    assert tokens(own_server, "sampling_sample") == sum(map(len, answered))
+    assert tokens(own_server, "sampling_prefill") == 3
+
+
+@pytest.mark.parametrize("in_between", [0, 2])
+def test_a_sample_whose_answer_was_handed_out_stays_charged(own_server, in_between):
+    """Whether the database has been told that it was, which is done with later charges, or not."""
+    sampler = own_server.sampler(own_server.session(), 0, base_model="fake/model")
+    request_id = own_server.submit_sample(sampler, 0)["request_id"]
+    own_server.outcome(request_id)
+    for number in range(in_between):
+        own_server.sample(sampler, 1 + number)
+    used = tokens(own_server, "sampling_sample")
+    forget(own_server, request_id)
+    assert own_server.outcome(request_id).status_code == 410
+    assert tokens(own_server, "sampling_sample") == used > 0
+
+
+def test_nobody_takes_back_what_another_key_was_charged(ledger):
+    charged_samples.add(ledger, {"sample-0": Charge("s", "", "key-a", "m", None, sampled_tokens=5)})
+    charged_samples.refund(ledger, "sample-0", Caller("key-b"))
+    assert ledger.exec(select(UsageRow.sampled_tokens)).one() == 5
+    charged_samples.refund(ledger, "sample-0", Caller("key-a"))
+    assert ledger.exec(select(UsageRow.sampled_tokens)).one() == 0
+
+
+def test_what_samples_were_charged_is_forgotten_after_an_hour_or_two(ledger, monkeypatch):
+    for hour, name in enumerate(["old", "recent", "now"]):
+        monkeypatch.setattr(time, "time", lambda hour=hour: 1.8e9 + 3600 * hour)
+        charged_samples.add(ledger, {name: Charge("s", "", "t", "m", None, sampled_tokens=5)})
+    charged_samples.forget(ledger)
+    kept = ledger.exec(select(ChargedSampleRow.request_id).order_by(ChargedSampleRow.hour)).all()
+    assert kept == ["recent", "now"]
+
+
+def test_a_sample_that_is_charged_again_in_a_later_hour_leaves_the_earlier_one(ledger, monkeypatch):
+    charge = Charge("s", "", "t", "m", None, prefill_tokens=2, sampled_tokens=5, sampling_s=0.5)
+    monkeypatch.setattr(time, "time", lambda: 1.8e9)
+    charged_samples.add(ledger, {"sample-0": charge, "sample-1": charge})
+    monkeypatch.setattr(time, "time", lambda: 1.8e9 + 3600)
+    charged_samples.add(ledger, {"sample-0": replace(charge, sampled_tokens=7)})
+    rows = ledger.exec(select(UsageRow).order_by(UsageRow.hour)).all()
+    amounts = [(row.requests, row.prefill_tokens, row.sampled_tokens, row.sampling_s) for row in rows]
+    assert amounts == [(1, 2, 5, 0.5), (1, 2, 7, 0.5)]
+
+
+def test_storing_charges_of_samples_again_changes_nothing(ledger):
+    charges = {f"sample-{n}": Charge("s", "", "t", "m", None, sampled_tokens=n) for n in range(1200)}
+    for _ in range(2):  # the answer to the first may have been lost
+        charged_samples.add(ledger, charges)
+    (row,) = ledger.exec(select(UsageRow)).all()
+    assert (row.requests, row.sampled_tokens) == (1200, sum(range(1200)))
+
+
+def test_what_a_session_used_moves_with_it_to_another_project(server):
+    session = server.session()
+    model = server.model(session)
+    place = server.train(model, 1, TOKENS)
+    moved = server.http.put(f"/sessions/{session}/project", json={"project_id": "moved-to"})
+    assert moved.status_code == 204
+    server.train(model, place, TOKENS)  # what it uses from then on, too
+    events = [event for event in usage(server) if event.get("training_run_id") == model]
+    trained = [event for event in events if event["event_info"].get("forward_only") is False]
+    assert [(event["project_id"], event["event_info"]["token_count"]) for event in trained] == [("moved-to", 10)]

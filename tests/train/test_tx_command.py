@@ -1,0 +1,204 @@
+"""`tx train`: the loss falls, a killed run goes on exactly, and what is written loads elsewhere."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+from skyrl.errors import ConfigError
+from skyrl.train.data.files import read_rows
+from skyrl.train.data.loaders import find_loader
+from skyrl.tx_command import main
+
+ROOT = Path(__file__).parents[2]
+WORDS = ("red", "blue", "green", "white")
+STEPS = 8
+EXACT = ["jax.deterministic=true", "jax.warm_up=false", "jax.compilation_cache=false"]
+LORA = ["--lora-rank", "4", "--learning-rate", "0.01"]
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """A command sets up the logging of its process."""
+    root = logging.getLogger()
+    handlers, level, path = root.handlers[:], root.level, sys.path[:]
+    yield
+    root.handlers[:], sys.path[:] = handlers, path
+    root.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"The sky is {word}."}) for word in WORDS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def command(tiny_model, texts):
+    """Arguments of a short run into a folder."""
+
+    def arguments(folder: Path, *more: str) -> list[str]:
+        options = ["--model", str(tiny_model), "--dataset", str(texts), "--output-dir", str(folder)]
+        options += ["--batch-size", "2", "--max-steps", str(STEPS), "--save-steps", "2"]
+        return ["train", *options, *more, *EXACT]
+
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def adapted(command, tmp_path_factory) -> Path:
+    """Folder of an uninterrupted run that trained an adapter."""
+    folder = tmp_path_factory.mktemp("adapted") / "run"
+    assert main(command(folder, *LORA)) == 0
+    return folder
+
+
+def told(folder: Path) -> list[dict]:
+    """Metrics of each step, without those that are times."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if "tim" not in name} for line in lines]
+
+
+def exported(folder: Path, what: str) -> Path:
+    return folder / "export" / f"global_step_{STEPS}" / what
+
+
+def logits(model) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.arange(24)[None]).logits.float().numpy()
+
+
+def test_the_loss_falls(adapted):
+    losses = [line["policy/loss"] for line in told(adapted)]
+    assert len(losses) == STEPS and losses[-1] < 0.8 * losses[0]
+
+
+DYING = """
+import os, signal
+from skyrl.train.callbacks import Callback
+
+class Dying(Callback):
+    def on_step_end(self, run, metrics):
+        if run.global_step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_goes_on_exactly(adapted, command, tmp_path):
+    folder = tmp_path / "run"
+    (tmp_path / "dying.py").write_text(DYING)
+    killed = command(folder, *LORA, "callbacks=[dying:Dying]")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "skyrl.tx_command", *killed], cwd=tmp_path, env=environment)
+    assert done.returncode == -signal.SIGKILL
+    assert (folder / "global_step_4").is_dir() and not exported(folder, "policy").exists()
+
+    assert main(command(folder, *LORA, "--resume")) == 0
+    assert told(folder) == told(adapted)
+    for what, file in (("policy", "model.safetensors"), ("policy_adapter", "adapter_model.safetensors")):
+        theirs, ours = load_file(exported(adapted, what) / file), load_file(exported(folder, what) / file)
+        assert ours.keys() == theirs.keys()
+        assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_peft_loads_the_adapter_and_transformers_the_model_that_it_makes(adapted, tiny_model):
+    base = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32")
+    before = logits(base)
+    with_adapter = logits(peft.PeftModel.from_pretrained(base, exported(adapted, "policy_adapter")))
+    merged = logits(transformers.AutoModelForCausalLM.from_pretrained(exported(adapted, "policy"), dtype="float32"))
+    assert np.abs(with_adapter - before).max() > 0.1
+    np.testing.assert_allclose(merged, with_adapter, atol=1e-4)
+
+
+def test_all_weights_are_trained_where_no_rank_is_given(command, tiny_model, tmp_path):
+    assert main(command(tmp_path, "--learning-rate", "0.003", "--loader", "text")) == 0
+    losses = [line["policy/loss"] for line in told(tmp_path)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert not exported(tmp_path, "policy_adapter").exists()
+    trained = transformers.AutoModelForCausalLM.from_pretrained(exported(tmp_path, "policy"), dtype="float32")
+    before = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32").state_dict()
+    changed = [name for name, tensor in trained.state_dict().items() if not torch.equal(tensor, before[name])]
+    assert len(changed) == len(before)
+
+
+def test_a_checkpoint_is_gone_on_from_by_its_path(adapted, command, tmp_path):
+    checkpoint = str(adapted / "global_step_6")
+    assert main(command(tmp_path, *LORA, "--load-checkpoint-path", checkpoint)) == 0
+    assert told(tmp_path) == told(adapted)[6:]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--tp-size", "2"], "--tp-size 2: tensor parallelism is not served"),
+        (["--resume", "--load-checkpoint-path", "x"], "--resume and --load-checkpoint-path both say"),
+    ],
+)
+def test_options_that_are_not_served_are_refused_by_name(more, words, command, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(command(tmp_path, *more))
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            ["--loader", "chat"],
+            "texts.jsonl, row 0: loader=chat: the row has the columns text; give rows with messages",
+        ),
+        (["--loader", "nothing"], "loader=nothing: no loader named 'nothing'; known: chat, text, tx.loaders.chat"),
+        (["--loader", "builtins:list"], "texts.jsonl, row 0: the loader returned"),
+        (["--loader", "builtins:int"], "texts.jsonl, row 0: the loader raised TypeError"),
+        (["--loader", "os:path"], "loader=os:path is a module; name a function of a row"),
+    ],
+)
+def test_a_loader_that_does_not_fit_is_said_in_one_line(more, words, command, tmp_path, capfd):
+    assert main(command(tmp_path, *more)) == 1
+    said = capfd.readouterr().err
+    assert words in said and "Traceback" not in said
+
+
+def test_documented_names_of_loaders_are_those_of_ours():
+    assert find_loader("tx.loaders.text") is find_loader("text")
+    assert find_loader("tx.loaders.chat") is find_loader("chat")
+    row = {"messages": [{"role": "user", "content": "a"}], "text": "not this", "system": None}
+    assert find_loader("chat")(row) == {"messages": row["messages"]}
+    assert find_loader("text")(row) == {"text": "not this"}
+    with pytest.raises(ConfigError, match="no loader at 'no_such:thing'"):
+        find_loader("no_such:thing")
+
+
+def test_a_loader_of_ones_own_makes_rows(command, tmp_path, monkeypatch):
+    (tmp_path / "shouting.py").write_text(
+        "def shouted(row):\n    return {'prompt': row['text'][:4], 'completion': row['text'][4:].upper()}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run = command(tmp_path / "run", *LORA, "--loader", "shouting:shouted")
+    assert main([*run, "num_steps=1"]) == 0
+    assert told(tmp_path / "run")[0]["data/trained_tokens"] > 0
+
+
+def test_a_part_of_a_split_is_read(tmp_path, texts):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(texts.read_text())
+    assert [row["text"] for row in read_rows(f"{folder}:train[1:3]")] == ["The sky is blue.", "The sky is green."]
+
+
+def test_the_command_tells_its_version(capsys):
+    import skyrl
+
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out.strip() == skyrl.__version__

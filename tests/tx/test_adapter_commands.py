@@ -1,0 +1,305 @@
+"""`skyrl adapter`: what it says of an adapter, and that merged and converted ones compute what PEFT computes."""
+
+import json
+import shutil
+import tarfile
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from skyrl.cli import main
+
+ATTENTION = ["q_proj", "k_proj", "v_proj"]
+
+
+def settings(**options):
+    given = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    return peft.LoraConfig(**given | options, init_lora_weights=False)
+
+
+def saved(base, folder, dtype=torch.float32, share=False, **options):
+    """PEFT's model with a random adapter, which is saved."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    theirs = peft.get_peft_model(model, settings(**options))
+    parameters = dict(theirs.named_parameters())
+    for name, parameter in parameters.items():
+        if share and ".lora_A." in name:
+            parameter.data = parameters[name.replace("k_proj", "q_proj").replace("v_proj", "q_proj")].data
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(30)[None]).logits.float().numpy()
+
+
+def merged(adapter, base, output, dtype=torch.float32):
+    assert main(["adapter", "merge", str(adapter), "--base", str(base), "--output", str(output)]) == 0
+    return transformers.AutoModelForCausalLM.from_pretrained(output, dtype=dtype)
+
+
+def error(capsys, *arguments):
+    """The one line that a refused command says."""
+    capsys.readouterr()
+    assert main(["adapter", *map(str, arguments)]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    return said
+
+
+def test_a_merged_model_has_the_weights_of_pefts_in_float32(folder, tmp_path):
+    theirs = saved(folder("untied"), tmp_path / "adapter")
+    ours = merged(tmp_path / "adapter", folder("untied"), tmp_path / "out").state_dict()
+    wanted = theirs.merge_and_unload().state_dict()
+    assert ours.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        np.testing.assert_allclose(ours[name].numpy(), tensor.numpy(), atol=1e-6, err_msg=name)
+
+
+def test_a_merged_model_in_bfloat16_is_the_exact_sum_rounded_once(folder, tmp_path):
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder("untied"), dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    before = {name: tensor.double() for name, tensor in base.state_dict().items()}
+    theirs = saved(tmp_path / "base", tmp_path / "adapter", torch.bfloat16)
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    ours = merged(tmp_path / "adapter", tmp_path / "base", tmp_path / "out", torch.bfloat16).state_dict()
+    wanted = theirs.merge_and_unload().state_dict()
+    for name, tensor in wanted.items():
+        half = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        exact = before[name]
+        if f"{half}A.weight" in tensors:
+            a, b = (torch.as_tensor(tensors[f"{half}{matrix}.weight"]).double() for matrix in "AB")
+            exact = exact + 6 / 4 * b @ a
+        assert torch.equal(ours[name], exact.to(torch.float32).to(torch.bfloat16)), name
+        np.testing.assert_allclose(ours[name].float(), tensor.float(), rtol=2**-7, atol=2**-9, err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model has `tie_word_embeddings=True`")
+def test_a_tied_projection_gets_weights_of_its_own(folder, tmp_path):
+    theirs = saved(folder("tied"), tmp_path / "adapter", target_modules=["lm_head", "o_proj"])
+    expected = logits(theirs)
+    ours = merged(tmp_path / "adapter", folder("tied"), tmp_path / "out")
+    assert not ours.config.tie_word_embeddings
+    np.testing.assert_allclose(logits(ours), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"use_rslora": True, "rank_pattern": {"v_proj": 2}}, {"use_rslora": False}])
+def test_a_model_of_several_files_keeps_them(options, folder, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder("untied"), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "base", max_shard_size="30KB")
+    expected = logits(saved(tmp_path / "base", tmp_path / "adapter", **options))
+    ours = merged(tmp_path / "adapter", tmp_path / "base", tmp_path / "out")
+    np.testing.assert_allclose(logits(ours), expected, atol=1e-4)
+    places = [
+        json.loads((tmp_path / x / "model.safetensors.index.json").read_text())["weight_map"] for x in ("base", "out")
+    ]
+    assert places[0] == places[1] and len(set(places[0].values())) > 2
+
+
+def experts(tmp_path):
+    """A small model with experts."""
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=320,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_adapters_of_experts_are_merged(tmp_path):
+    base = experts(tmp_path)
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    expected = logits(saved(base, tmp_path / "adapter", target_parameters=parameters, target_modules=["q_proj"]))
+    ours = merged(tmp_path / "adapter", base, tmp_path / "out")
+    np.testing.assert_allclose(logits(ours), expected, atol=1e-4)
+
+
+def test_layouts_are_converted_there_and_back(folder, tmp_path, capsys):
+    saved(folder("untied"), tmp_path / "adapter", share=True, target_modules=ATTENTION)
+    for source, *options in (
+        ("adapter", "fused", "--layout", "fused", "--names", "bare"),
+        ("fused", "back", "--base", folder("untied")),
+    ):
+        target, *options = options
+        command = ["adapter", "convert", tmp_path / source, "--output", tmp_path / target, *options]
+        assert main([*map(str, command)]) == 0
+    fused = load_file(tmp_path / "fused" / "adapter_model.safetensors")
+    assert fused["model.layers.0.self_attn.qkv_proj.lora_B.weight"].shape == (64 + 32 + 32, 4)
+    first, last = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "back"))
+    assert first.keys() == last.keys()
+    assert all(np.array_equal(first[name], last[name]) for name in first)
+    said = error(capsys, "convert", tmp_path / "fused", "--output", tmp_path / "x")
+    assert "sizes are not known; name the base model (--base)" in said
+
+
+def test_ranks_and_scales_are_converted_to_one_of_each(folder, tmp_path):
+    options = {"use_rslora": True, "rank_pattern": {"q_proj": 7}, "alpha_pattern": {"v_proj": 2}}
+    expected = logits(saved(folder("untied"), tmp_path / "adapter", **options))
+    assert main(["adapter", "convert", str(tmp_path / "adapter"), "--output", str(tmp_path / "plain")]) == 0
+    config = json.loads((tmp_path / "plain" / "adapter_config.json").read_text())
+    assert config["r"] == 7 and not {*options} & {*config}
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder("untied"), dtype=torch.float32)
+    np.testing.assert_allclose(logits(peft.PeftModel.from_pretrained(base, tmp_path / "plain")), expected, atol=1e-4)
+
+
+def test_linear_maps_that_are_named_by_their_weights_are_merged_and_stay_so_when_converted(folder, tmp_path, capsys):
+    base, source, converted = folder("untied"), tmp_path / "adapter", tmp_path / "converted"
+    theirs = saved(base, source, target_modules=["q_proj"], target_parameters=["mlp.up_proj.weight"])
+    np.testing.assert_allclose(logits(merged(source, base, tmp_path / "out")), expected := logits(theirs), atol=1e-4)
+    assert main(["adapter", "convert", str(source), "--output", str(converted)]) == 0
+    again = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), converted)
+    np.testing.assert_allclose(logits(again), expected, atol=1e-5)
+    capsys.readouterr()
+    assert main(["adapter", "inspect", str(source)]) == 0
+    assert "unusual" not in capsys.readouterr().out
+
+
+def test_what_cannot_be_fused_exactly_is_refused(folder, tmp_path, capsys):
+    saved(folder("untied"), tmp_path / "adapter", target_modules=ATTENTION)
+    said = error(capsys, "convert", tmp_path / "adapter", "--output", tmp_path / "x", "--layout", "fused")
+    assert "q_proj and model.layers.0.self_attn.k_proj have different lora_A, and a fused module has one" in said
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_adapter_is_described_in_a_folder_and_in_a_tar(folder, tmp_path, capsys):
+    saved(folder("untied"), tmp_path / "adapter", use_rslora=True, rank_pattern={"q_proj": 2})
+    with tarfile.open(tmp_path / "adapter.tar.gz", "w:gz") as tar:
+        tar.add(tmp_path / "adapter", "some/where")
+    texts = []
+    for name in ("adapter", "adapter.tar.gz"):
+        capsys.readouterr()
+        assert main(["adapter", "inspect", str(tmp_path / name)]) == 0
+        texts.append(capsys.readouterr().out.splitlines())
+    assert texts[0][1:] == texts[1][1:]
+    text = "\n".join(texts[0])
+    assert f"base model  {folder('untied')}" in text and "rank        4, alpha 6" in text
+    assert all(f"{name} (2)" in text for name in ("q_proj", "v_proj", "down_proj"))
+    assert "tensors     12, float32, " in text and "names       PEFT's\n" in text
+    assert "unusual     use_rslora=True" in text and "unusual     ranks of modules: 2 (2), 4 (4)" in text
+
+
+def test_a_base_model_of_another_size_is_refused(folder, tmp_path, capsys):
+    saved(folder("untied"), tmp_path / "adapter")
+    config = transformers.Qwen3Config.from_pretrained(folder("untied"), hidden_size=64)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "other")
+    said = error(capsys, "merge", tmp_path / "adapter", "--base", tmp_path / "other", "--output", tmp_path / "x")
+    assert "the product of model.layers.0." in said and "name the base model that the adapter was trained on" in said
+    assert not (tmp_path / "x").exists()
+
+
+def test_folders_that_hold_no_adapter_are_refused(folder, tmp_path, capsys):
+    assert "holds no adapter_config.json" in error(capsys, "inspect", folder("untied"))
+    assert "there is no such folder or file" in error(capsys, "inspect", tmp_path / "nothing")
+    saved(folder("untied"), tmp_path / "adapter")
+    said = error(capsys, "convert", tmp_path / "adapter", "--output", tmp_path / "adapter")
+    assert f"--output {tmp_path / 'adapter'} is there already" in said
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"not tensors")
+    assert "adapter_model.safetensors cannot be read" in error(capsys, "inspect", tmp_path / "adapter")
+
+
+def test_an_adapter_in_bfloat16_is_merged_as_pefts(folder, tmp_path):
+    base = folder("untied")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    theirs = peft.get_peft_model(model, settings(), autocast_adapter_dtype=False)
+    theirs.save_pretrained(tmp_path / "adapter")
+    with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in list(file.keys())} == {"BF16"}
+    command = ["adapter", "merge", str(tmp_path / "adapter"), "--base", str(base), "--output", str(tmp_path / "out")]
+    assert main(command) == 0
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    exact = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "adapter"
+    )
+    np.testing.assert_allclose(logits(ours), logits(exact), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the base weights"),
+        ({"peft_type": "ADALORA"}, "peft_type='ADALORA' is not implemented"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan is no positive number"),
+        ({"r": 4.5}, "r=4.5 is no whole number"),
+        ({"rank_pattern": {"q_proj": 0}}, r"rank_pattern['q_proj']=0 is no positive number"),
+        ({"rank_pattern": {"*q_proj": 4}}, "rank_pattern has the key '*q_proj', which is no name"),
+        ({"alpha_pattern": {"([a-z]+)+!": 4}}, "alpha_pattern has the key '([a-z]+)+!', which is no name"),
+        ({"alpha_pattern": [4]}, "alpha_pattern=[4] is no object"),
+    ],
+)
+def test_a_configuration_that_computes_something_else_is_refused(changed, message, folder, tmp_path, capsys):
+    base = folder("untied")
+    saved(base, tmp_path / "adapter")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changed))
+    command = ["adapter", "merge", str(tmp_path / "adapter"), "--base", str(base), "--output", str(tmp_path / "out")]
+    assert main(command) != 0
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_an_index_that_names_files_elsewhere_is_refused(folder, tmp_path, capsys):
+    saved(folder("untied"), tmp_path / "adapter")
+    base, victim = tmp_path / "base", tmp_path / "victim.safetensors"
+    shutil.copytree(folder("untied"), base)
+    weights = base / "model.safetensors"
+    names = list(load_file(weights))
+    shutil.copy(weights, victim)
+    before = victim.read_bytes()
+    weights.unlink()
+    index = {"weight_map": dict.fromkeys(names, "../victim.safetensors")}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    command = ["adapter", "merge", str(tmp_path / "adapter"), "--base", str(base), "--output", str(tmp_path / "out")]
+    assert main(command) != 0
+    assert "weight_map names files that are not beside it" in capsys.readouterr().err
+    assert victim.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "{", "config.json is not JSON"),
+        ("config.json", "[]", "config.json is no JSON object"),
+        ("model.safetensors.index.json", "{}", "has no weight_map of tensors to files"),
+    ],
+)
+def test_a_base_model_that_is_broken_is_refused_in_a_line(file, content, message, folder, tmp_path, capsys):
+    base = shutil.copytree(folder("tied"), tmp_path / "base")
+    saved(base, tmp_path / "adapter")
+    (base / file).write_text(content)
+    assert message in error(capsys, "merge", tmp_path / "adapter", "--base", base, "--output", tmp_path / "out")
+
+
+def test_an_index_with_a_tensor_that_is_in_no_file_is_refused(folder, tmp_path, capsys):
+    base = shutil.copytree(folder("untied"), tmp_path / "base")
+    saved(base, tmp_path / "adapter")
+    names = dict.fromkeys([*load_file(base / "model.safetensors"), "model.norm.bias"], "model.safetensors")
+    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    told = error(capsys, "merge", tmp_path / "adapter", "--base", base, "--output", tmp_path / "out")
+    assert "model.safetensors holds no tensor model.norm.bias" in told
+
+
+def test_fused_experts_are_not_cut_without_the_model(tmp_path, capsys):
+    base = experts(tmp_path)
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    saved(base, tmp_path / "adapter", target_parameters=parameters, target_modules=["q_proj"])
+    told = error(capsys, "convert", tmp_path / "adapter", "--output", tmp_path / "out")
+    assert "experts.0.gate_up_proj are gate's and then up's, or one of each in turn" in told
+
+
+def test_an_adapter_of_nothing_is_refused(folder, tmp_path, capsys):
+    saved(folder("untied"), tmp_path / "adapter")
+    save_file({}, tmp_path / "adapter" / "adapter_model.safetensors")
+    assert "holds no lora_A and lora_B of any module" in error(capsys, "inspect", tmp_path / "adapter")
