@@ -1,12 +1,13 @@
 """How long does `GET /status` take with thousands of requests waiting, and how long does it keep others waiting?
 
-Run: `PYTHONPATH=. python benchmarks/bench_status.py`. A server with the fake backend of the tests, whose engine stands
+Run: `python benchmarks/bench_status.py`. A server with the fake backend of the tests, whose engine stands
 still; samples of one model wait, and so many training requests of ten. Prints one JSON line per route: milliseconds
 until it was answered, and until a `GET /livez` that was sent beside it was, on a connection of its own, the median and
 90th percentile.
 """
 
 import argparse
+import sys
 import tempfile
 import threading
 import time
@@ -16,6 +17,8 @@ import httpx
 import numpy as np
 
 from common import emit
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the fake backend is one of the tests
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 
 TRAINING = 200

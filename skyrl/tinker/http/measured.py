@@ -58,7 +58,9 @@ class Measured:
             await self._app(scope, receive, noted)
         finally:
             seconds, route = time.perf_counter() - began, self._template(scope)
-            scope["app"].state.server.service.metrics.http.answered(scope["method"], route, status, seconds)
+            server = scope["app"].state.server
+            if server.started:  # before, only `/livez` gets here, and there are no metrics yet
+                server.service.metrics.http.answered(scope["method"], route, status, seconds)
             if self._access_log:
                 _tell(scope, route, status, sent, seconds)
 

@@ -19,6 +19,10 @@ START_S = 600.0
 """Seconds that loading the base model may take."""
 
 
+CAUSE_S = 1.0
+"""Seconds in which the end of a process may be seen after another rank's collective has failed because of it."""
+
+
 class WorkerError(RuntimeError):
     """A command that failed in another process: its rank and traceback."""
 
@@ -32,6 +36,7 @@ class RemoteWorkers(WorkerGroup):
         self._lost = lost
         self._closing = False
         self._end: BackendLost | None = None
+        self._ended = threading.Event()
         self._lock = threading.RLock()
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[Future[list[list[Any]]], dict[int, list[Any]]]] = {}
@@ -55,6 +60,7 @@ class RemoteWorkers(WorkerGroup):
             if self._end is not None or self._closing:
                 return
             self._end = error
+            self._ended.set()
             waiting, self._waiting = list(self._waiting.values()), {}
         self._kill()
         for future, _ in waiting:
@@ -90,6 +96,7 @@ class RemoteWorkers(WorkerGroup):
             if not gone:
                 del self._waiting[number]
         if gone:  # others may wait for it for ever
+            self._ended.wait(CAUSE_S)  # a process that was killed is named first: this failure is but its consequence
             self.lost(gone[0])
             return
         outcome.set_result([sofar[rank] for rank in range(self.world)])
