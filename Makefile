@@ -14,13 +14,14 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-rl test seconds test-slow test-vllm test-next matrix cookbook mutations accelerator check bench proto clean
+.PHONY: help setup demo demo-rl test test-all seconds test-slow test-vllm test-next matrix cookbook mutations accelerator check bench proto clean
 
 help:
 	@echo "setup      install into $(VENV)"
 	@echo "demo       train two adapters through the Tinker SDK against a local server"
 	@echo "demo-rl    teach a small model to add: examples first, then GRPO; minutes on two cores"
-	@echo "test       the test suite, in three processes (JOBS=0: in one); about 20 minutes on two cores"
+	@echo "test       the tests that show each fact once, in three processes (JOBS=0: in one)"
+	@echo "test-all   all tests that are not marked slow, with random inputs; about 40 minutes"
 	@echo "test-slow  the tests marked slow: kills of a server, long random histories, each way of training; an hour and more"
 	@echo "seconds    the test suite, and how long each file took, to tests/seconds.txt"
 	@echo "test-vllm  the cases of sampling engines against vLLM on the CPU, in build/vllm (3.5 GB, once), or in VLLM_PYTHON"
@@ -50,11 +51,16 @@ demo-rl: $(STAMP)
 	$(BIN)/skyrl demo-rl --output build/demo-rl
 
 # Files in the order of tests/conftest.py, the longest first. By default those of few tests come last, whatever they take.
+SUITE := $(BIN)/python -m tests.run -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20
+
 test: $(STAMP)
-	$(BIN)/python -m tests.rerun -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(SUITE) -m "not slow and not full"
+
+test-all: $(STAMP)
+	$(SUITE) -m "not slow" --hypothesis-profile=random
 
 seconds: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --write-seconds
+	$(SUITE) -m "not slow" --write-seconds
 
 test-next: $(STAMP)
 	$(BIN)/python -m tests.compat.newest

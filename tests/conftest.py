@@ -12,14 +12,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.programs import SharedPrograms
+from tests.selection import SECONDS, Selection, seconds
 
 CACHE = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(__file__).parent.parent / ".pytest_cache" / "xla"))
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 PROGRAMS = SharedPrograms(CACHE, CACHE / WORKER) if WORKER else None
-SECONDS = Path(__file__).parent / "seconds.txt"
-"""How long each file of tests takes (`make seconds`): workers begin with the longest, so that they end together."""
+SELECTION = Selection.read()
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / (WORKER or ""))
 os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"  # else what a program is found by contains its folder
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
@@ -29,6 +30,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch: the suite's processes
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
+# No deadlines: other processes share the cores. `make test` tries the same inputs each time, `make test-all` new ones.
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("fixed", settings.get_profile("random"), derandomize=True, max_examples=30)
+settings.load_profile("fixed")
 
 ON_ACCELERATOR = ("gpu", "gpu and not slow")
 """Expressions of marks that stand for a run on the accelerator that there is, as it is given and as it is meant."""
@@ -51,28 +56,34 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--write-seconds` measures anew what `tests/seconds.txt` says."""
-    parser.addoption("--write-seconds", action="store_true", help=f"write how long each file takes to {SECONDS.name}")
+    parser.addoption("--write-seconds", action="store_true", help=f"write how long each test takes to {SECONDS.name}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Bring what takes long to the front, where several processes share the files."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, object, object]:
+    """Mark tests by size; of those that are left, bring the longest files to the front, where processes share them."""
+    SELECTION.mark(items)
+    result = yield
     if WORKER:
-        known = dict(line.split()[::-1] for line in SECONDS.read_text().splitlines())
-        items.sort(key=lambda item: (-int(known.get(_file(item.nodeid), 0)), _file(item.nodeid)))
+        files: Counter[str] = Counter()
+        for item in items:
+            files[_file(item.nodeid)] += seconds().get(item.nodeid, 0)
+        items.sort(key=lambda item: (-files[_file(item.nodeid)], _file(item.nodeid)))
+    return result
 
 
 _seconds: Counter[str] = Counter()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Count how long each file takes."""
-    _seconds[_file(report.nodeid)] += report.duration
+    """Count how long each test takes."""
+    _seconds[report.nodeid] += report.duration
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write how long each file took, if that was asked for: whole seconds, of those that took any."""
+    """Write how long each test took, if that was asked for, the longest first."""
     if session.config.option.write_seconds and not WORKER:
-        lines = [f"{round(took)} {file}\n" for file, took in _seconds.most_common() if took >= 1]
+        lines = [f"{took:.1f} {test}\n" for test, took in _seconds.most_common() if took >= 0.5]
         SECONDS.write_text("".join(lines))
 
 

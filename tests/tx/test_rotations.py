@@ -54,8 +54,8 @@ def llama(**members) -> LlamaConfig:
 
 
 def same(found, expected: torch.Tensor, factor: float) -> None:
-    """The powers of two libraries may round differently."""
-    np.testing.assert_allclose(np.asarray(found.values, np.float32), expected.numpy(), rtol=2e-7)
+    """Two libraries may round powers differently: by two units in the last place, of 1.2e-7 each."""
+    np.testing.assert_allclose(np.asarray(found.values, np.float32), expected.numpy(), rtol=2.5e-7)
     assert found.factor == pytest.approx(factor, rel=1e-7)
 
 
