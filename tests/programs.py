@@ -1,8 +1,8 @@
-"""Compiled programs that processes which run tests side by side share: each has a folder of JAX's cache, and what one
-has compiled is linked into those of the others.
+"""Compiled programs that processes which run tests side by side share.
 
-JAX does not write a program in one piece, so a folder that several processes wrote to would have readers meet halves.
-A link is there at once, and is made when the file has been left alone for a while: a test's server may still write it.
+Each process has its own folder of JAX's cache, because JAX writes an entry in place: in a shared folder, others would
+read halves. What one process has compiled is linked into the common folder, and from there into those of the others,
+once the entry is whole.
 """
 
 import contextlib
@@ -10,8 +10,10 @@ import os
 import time
 from pathlib import Path
 
-SETTLED_S = 1.0
-"""Seconds after which a file is whole that nobody has written to."""
+import zstandard
+
+PAUSE_S = 1.0
+"""Seconds between two exchanges."""
 
 
 class SharedPrograms:
@@ -19,24 +21,35 @@ class SharedPrograms:
 
     def __init__(self, common: Path, own: Path):
         self._common, self._own = common, own
-        self._exchanged = 0.0
+        self._exchanged = -PAUSE_S
         self._seen: set[str] = set()
         """Names of programs that both folders have."""
         own.mkdir(parents=True, exist_ok=True)
 
     def exchange(self) -> None:
         """Give the others what is new here, and take what is new there, unless that was done a moment ago."""
-        if time.time() - self._exchanged < SETTLED_S:
+        if time.monotonic() - self._exchanged < PAUSE_S:
             return
-        self._exchanged = time.time()
-        settled = self._exchanged - SETTLED_S
+        self._exchanged = time.monotonic()
         for source, target in ((self._own, self._common), (self._common, self._own)):
             with os.scandir(source) as entries:
                 found = [entry for entry in entries if entry.name not in self._seen and entry.name.endswith("-cache")]
             for entry in found:
-                if entry.stat().st_mtime < settled:
+                if _is_whole(Path(entry.path)):
                     _link(entry.path, target / entry.name)
                     self._seen.add(entry.name)
+
+
+def _is_whole(entry: Path) -> bool:
+    """Return True if an entry, which JAX compresses with zstandard where that is installed, can be decompressed.
+
+    Another process may be writing it, or may have been killed while it did.
+    """
+    try:
+        zstandard.ZstdDecompressor().decompress(entry.read_bytes())
+    except zstandard.ZstdError:
+        return False
+    return True
 
 
 def _link(source: str, target: Path) -> None:

@@ -21,7 +21,7 @@ def ray_cluster(*nodes: Mapping[str, Any]) -> Iterator[str]:
     """Address of a cluster of these nodes, each with what Ray is told of it beside its CPUs."""
     from ray.cluster_utils import Cluster
 
-    folder = tempfile.mkdtemp(prefix="skyrl-rays-")  # short, for its sockets
+    folder = tempfile.mkdtemp(prefix="rays-")  # short, for its sockets
     Path(folder, "ray").mkdir()
     sizes = {"num_cpus": CPUS, "object_store_memory": 200 * 2**20, "include_dashboard": False}
     with pytest.MonkeyPatch.context() as patch:

@@ -36,13 +36,15 @@ class Remote:
 
     def __init__(self, name: str, config: RemoteConfig, hear: Callable[[Any], None], lost: Callable[..., None]):
         ours, its = socket.socketpair()
-        program = f"from tests.remote_worker import work; work({its.fileno()}, {config.model_dump_json()!r})"
+        program = f"from tests.remote_worker import work; work({its.fileno()}, {config.model_dump_json()!r})  # {name}"
         options = {"pass_fds": [its.fileno()], "cwd": Path(__file__).parents[1], "stdin": subprocess.DEVNULL}
         self.process = subprocess.Popen([sys.executable, "-c", program], **options)
         its.close()
         self._name, self._hear, self._lost = name, hear, lost
         self._pipe, self._numbers, self._closing = Connection(ours.detach()), itertools.count(), False
         self._futures: dict[int, Future[list[Any]]] = {}
+        self.gate: threading.Semaphore | None = None
+        """Where each message of the worker has to pass."""
         self._end: BackendLost | None = None
         self._lock, self._thread = threading.Lock(), threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -61,8 +63,15 @@ class Remote:
     def close(self) -> None:
         self._closing = True
         self.process.kill()
+        self.open_gate()
         self._thread.join()
         self._pipe.close()
+
+    def open_gate(self) -> None:
+        """Let through all that the worker has said and will say."""
+        gate, self.gate = self.gate, None
+        if gate is not None:
+            gate.release()
 
     def _send(self, message: Any) -> None:
         with contextlib.suppress(OSError):  # it has ended, as `_read` is about to say
@@ -72,6 +81,8 @@ class Remote:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 number, answer = self._pipe.recv()
+                if (gate := self.gate) is not None:
+                    gate.acquire()
                 if number is None:
                     self._hear(answer)
                 elif isinstance(answer, Exception):

@@ -5,6 +5,7 @@ AdamW. A worker does what it is sent in that order, draws a token of each sample
 both. Tokens of a prompt or a datum break what computes them, as in `tests.fakes`.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,8 @@ class RemoteConfig(BaseModel):
     """Seconds that a token of each running sample takes."""
     samples: int = 8
     """Samples that run at a time."""
+    hold: str | None = None
+    """Folder: while it exists, tiles wait, and the file `begun` in it says that some do."""
     in_flight: int = 1
     deadline_s: float | None = None
 
@@ -223,6 +227,13 @@ def _drawn(everything: np.ndarray, request: Sample, number: int, place: int) -> 
     return int(np.searchsorted(odds, uniform * odds[-1], side="right"))
 
 
+def _wait_until_gone(folder: Path) -> None:
+    while folder.exists():
+        with contextlib.suppress(FileNotFoundError):
+            (folder / "begun").touch()
+        time.sleep(0.01)
+
+
 def work(handle: int, config: str) -> None:
     """The life of a worker: it ends with its driver, or with the other end of its pipe, whatever it does."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a process that is stopped reads no pipe
@@ -242,6 +253,8 @@ def work(handle: int, config: str) -> None:
             worker.draw_tokens()
         number, commands = inbox.get()
         if any(name in (TILE, "step") for name, *_ in commands):
+            if worker.config.hold is not None and any(name == TILE for name, *_ in commands):
+                _wait_until_gone(Path(worker.config.hold))
             time.sleep(worker.config.dispatch_s)
         try:
             answer = [getattr(worker, name)(*arguments) for name, *arguments in commands]

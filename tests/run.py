@@ -32,8 +32,8 @@ REPEATS = 2
 PATIENCE = 4
 TIMEOUT_S = 600
 """Limit of a test that runs again (300 s in the first run)."""
-ROOM = "skyrl-tests-"
-"""Prefix of temporary folders of runs. Each is locked while its run lives."""
+ROOM = "sk-"
+"""Prefix of temporary folders of runs, short as paths of Unix sockets are. Each is locked while its run lives."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -104,6 +104,7 @@ def room() -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(old, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=ROOM))
+    folder.chmod(0o711)  # a database server of the tests is another user
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:

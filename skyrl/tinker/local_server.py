@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -57,7 +58,9 @@ class LocalServer:
         self.base_model = base_model
         self.options = options or {}
         self.environment = environment or {}
-        self.port = free_port()
+        reserved = reserve_port()
+        weakref.finalize(self, reserved.close)
+        self.port: int = reserved.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
         """The launcher."""
@@ -208,11 +211,17 @@ def close_client(client: "ServiceClient") -> None:
                 raise
 
 
-def free_port() -> int:
-    """A port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def reserve_port() -> socket.socket:
+    """Reserve a port of 127.0.0.1 for a server that is started later, or again. The number is in `getsockname()`.
+
+    Until the socket is closed, the system gives the port to no other socket that asks for any port. A server that sets
+    SO_REUSEADDR, as `socket.create_server` and PostgreSQL do, can still listen on it; until one does, connections are
+    refused.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
 def pids_of(launcher: int | None) -> Pids:

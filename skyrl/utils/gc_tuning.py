@@ -16,7 +16,7 @@ def collecting_seldom() -> Iterator[None]:
     A program that has loaded its libraries holds hundreds of thousands of objects, which stay. Each full collection
     would go through all of them. Cycles that are made meanwhile are still found.
     """
-    before = gc.get_threshold()
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
@@ -24,4 +24,5 @@ def collecting_seldom() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not frozen:  # else what the caller has frozen would be collected again too
+            gc.unfreeze()

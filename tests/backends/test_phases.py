@@ -3,22 +3,22 @@
 import dataclasses
 import itertools
 import re
-import time
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import pytest
 
 from skyrl.backends.executor import Executor
+from skyrl.backends.executor.phases import Phases
 from skyrl.errors import BackendLost
 from skyrl.types import LoraConfig
+from tests.backends.clock import Clock, sleeps
 from tests.backends.test_contract import a_pass, a_sample, a_step
 from tests.fakes import FakeBackend, FakeConfig
 from tests.remote import RemoteBackend
 from tests.remote_worker import RemoteConfig
-
-CORE = 0.05
-"""Part of a core that may be used by who waits."""
+from tests.waiting import BOUND_S
 
 
 class Hooked(Executor):
@@ -31,12 +31,10 @@ class Hooked(Executor):
 
     def __init__(self, *arguments):
         self.said: list[str] = []
-        self.times: list[float] = []
         super().__init__(*arguments)
 
     def say(self, what: str) -> None:
         self.said.append(what)
-        self.times.append(time.monotonic())
 
     def info(self):
         return dataclasses.replace(super().info(), colocated=self.colocated)
@@ -90,6 +88,23 @@ class HookedRemote(Hooked, RemoteBackend):
         super()._heard(news)
 
 
+class Clocked(HookedFake):
+    """All that it computes takes a second of its clock."""
+
+    def __init__(self, *arguments):
+        self.clock, self.woken = Clock(), list[float]()
+        super().__init__(*arguments)
+        self._phases = Phases(self, self.clock)
+
+    def wake(self, phase):
+        self.woken.append(self.clock())
+        return super().wake(phase)
+
+    def on_quantum(self, request_ids):
+        super().on_quantum(request_ids)
+        self.clock.now += 1
+
+
 def fake() -> HookedFake:
     return HookedFake("fake", FakeConfig())
 
@@ -114,12 +129,20 @@ def opened() -> Iterator[Callable[..., Hooked]]:
 
 
 def finish(backend: Hooked, *operations) -> int:
-    """Step until all have ended. Returns how many steps that took."""
+    """Submit them, and step until all have ended. Returns how many steps that took."""
+    submit(backend, *operations)
+    return finish_submitted(backend, *operations)
+
+
+def submit(backend: Hooked, *operations) -> None:
     for operation in operations:
         backend.submit(operation)
+
+
+def finish_submitted(backend: Hooked, *operations) -> int:
     left, steps = {operation.request_id for operation in operations}, 0
     while left:
-        assert backend.wait(30), "nobody said that it goes on"
+        assert backend.wait(BOUND_S), "nobody said that it goes on"
         left -= {completion.request_id for completion in backend.step()}
         steps += 1
     return steps
@@ -155,9 +178,9 @@ def test_hooks_alternate_and_each_phase_has_something_to_do(opened, make):
 def test_nothing_is_computed_while_the_other_has_the_devices(opened):
     backend = opened()
     backend.phase_s = 0.02
-    finish(backend, *work(passes=20, tokens=100))
+    while backend.said.count("resume") < 2:
+        finish(backend, *work(passes=20, tokens=100))
     told = " ".join(backend.said)
-    assert told.count("resume") > 1
     for asleep in re.findall(r"sleep training.*?wake training", told):
         assert "dispatch" not in asleep and "answer" not in asleep
     for asleep in re.findall(r" paused .*? resume", told):
@@ -165,12 +188,11 @@ def test_nothing_is_computed_while_the_other_has_the_devices(opened):
 
 
 def test_neither_starves_and_devices_change_hands_no_more_often_than_by_the_quantum(opened):
-    backend = opened(token_s=0.002, dispatch_s=0.01)
-    backend.phase_s = 0.2
+    backend = opened(lambda: Clocked("fake", FakeConfig()))
+    backend.phase_s = 10
     finish(backend, *work(passes=40, tokens=400))
-    began = [at for what, at in zip(backend.said, backend.times, strict=True) if what.startswith("wake")]
-    lasted = [after - before for before, after in itertools.pairwise(began[1:])]  # the first was alone
-    assert len(lasted) >= 4 and all(0.2 <= seconds < 0.5 for seconds in lasted[:4])
+    lasted = [after - before for before, after in itertools.pairwise(backend.woken[1:])]  # the first was alone
+    assert len(lasted) >= 4 and all(10 <= seconds <= 11 for seconds in lasted[:4]), lasted
 
 
 def test_without_anything_else_to_do_a_phase_goes_on_and_no_hook_is_called(opened):
@@ -190,13 +212,20 @@ def test_a_backend_that_shares_nothing_has_no_phases(opened):
 
 
 def test_devices_change_hands_when_what_is_in_flight_has_ended_and_until_then_the_driver_rests(opened):
-    backend = opened(dispatch_s=0.6)
-    backend.phase_s = 0.05
+    backend = opened()
+    backend._phases = Phases(backend, clock := Clock())
+    finish(backend, a_pass("a"))
     backend.said.clear()
-    used = time.thread_time()
-    steps = finish(backend, a_pass("a"), a_sample(None, max_tokens=3))
+    operations = a_pass("a"), a_sample(None, max_tokens=3)
+    backend.training.gate = threading.Semaphore(0)
+    submit(backend, *operations)
+    while backend.wait(0):
+        backend.step()
+    clock.now += backend.phase_s
+    assert sleeps(backend, 0.3) <= 2 and backend.said == ["dispatch"]
+    backend.training.open_gate()
+    assert finish_submitted(backend, *operations) < 12
     assert " ".join(backend.said).startswith("dispatch answer sleep training wake sampling resume draw")
-    assert steps < 12 and time.thread_time() - used < CORE * 0.6
 
 
 def test_a_hook_may_take_its_time_and_nothing_happens_meanwhile(opened):
@@ -206,11 +235,9 @@ def test_a_hook_may_take_its_time_and_nothing_happens_meanwhile(opened):
     backend.submit(a_sample(None, max_tokens=2))
     while backend.wait(0):
         backend.step()
-    used = time.thread_time()
-    assert not backend.wait(0.4) and backend.said == ["sleep training", "wake sampling"]
-    assert time.thread_time() - used < CORE * 0.4
+    assert sleeps(backend, 0.4) <= 2 and backend.said == ["sleep training", "wake sampling"]
     backend.slow.set_result(None)
-    assert backend.wait(10)
+    assert backend.wait(BOUND_S)
     backend.step()
     assert backend.said[2] == "resume"
 

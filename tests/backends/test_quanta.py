@@ -1,6 +1,5 @@
 """Quanta of several models in one call, with scripted operations: each is a list of what it wants and does."""
 
-import time
 from collections.abc import Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from skyrl.backends.executor.work_queue import (
 from skyrl.backends.operations import ForwardBackward, ModelOperation, OptimStep
 from skyrl.errors import BackendLost
 from skyrl.types import AdamParams, Datum, ModelOutput
+from tests.backends.clock import Clock
 
 SCRIPT = "xx"
 """Unless it is said otherwise, two quanta of kind x."""
@@ -413,9 +413,9 @@ class Elsewhere(Scripted):
         answers.set_result([quantum.inputs for quantum in quanta])
 
 
-def turned(computer: Scripted, *operations: ModelOperation) -> tuple[Quanta, list[Ended]]:
+def turned(computer: Scripted, *operations: ModelOperation, clock: Clock | None = None) -> tuple[Quanta, list[Ended]]:
     """After as many turns as it has something to do for."""
-    quanta = Quanta(computer)
+    quanta = Quanta(computer, clock=clock or Clock())
     for operation in operations:
         quanta.add(operation)
     return quanta, turn_while_ready(quanta)
@@ -510,22 +510,23 @@ def test_a_dispatch_that_fails_in_place_is_not_tried_again():
 
 
 def test_a_dispatch_that_is_late_loses_the_backend():
-    computer = Elsewhere(deadline_s=0.05)
-    quanta, _ = turned(computer, a_pass("a"))
-    assert 0 < (quanta.time_left() or 0) <= 0.05
-    time.sleep(0.06)
+    computer, clock = Elsewhere(deadline_s=0.5), Clock()
+    quanta, _ = turned(computer, a_pass("a"), clock=clock)
+    assert quanta.time_left() == 0.5 and not quanta.ready
+    clock.now += 0.5
     assert quanta.ready
-    with pytest.raises(BackendLost, match=r"not ended within deadline_s=0\.05"):
+    with pytest.raises(BackendLost, match=r"not ended within deadline_s=0\.5"):
         quanta.turn()
 
 
 def test_the_deadline_of_a_dispatch_begins_when_the_one_before_it_has_ended():
-    computer = Elsewhere(most=1, in_flight=2, deadline_s=0.2, scripts=dict.fromkeys("ab", "x"))
-    quanta, _ = turned(computer, a_pass("a"), a_pass("b"))
-    time.sleep(0.1)
+    computer, clock = Elsewhere(most=1, in_flight=2, deadline_s=2, scripts=dict.fromkeys("ab", "x")), Clock()
+    quanta, _ = turned(computer, a_pass("a"), a_pass("b"), clock=clock)
+    clock.now += 1
+    assert quanta.time_left() == 1
     computer.answer()
     turn_while_ready(quanta)
-    assert (quanta.time_left() or 0) > 0.15
+    assert quanta.time_left() == 2
 
 
 def test_what_no_operation_is_to_blame_for_is_raised():

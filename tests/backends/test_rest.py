@@ -2,24 +2,24 @@
 
 import dataclasses
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
 import driver
-from skyrl.backends.backend import AbstractBackend, ForwardBackward, Operation, Publish
+from skyrl.backends.backend import ForwardBackward, Operation, Publish
 from skyrl.backends.common.background_writer import THREADS
 from skyrl.backends.common.offload import MemoryBudget
 from skyrl.backends.common.versions import READ_AT_ONCE
+from skyrl.backends.executor import Executor
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.types import ErrorResponse, ForwardBackwardOutput, Result, SampleOutput, SaveOutput
+from tests.backends.clock import sleeps
+from tests.waiting import BOUND_S
 
 pytestmark = pytest.mark.gpu
 
-CORE = 0.05
-"""Part of a core that may be used by who waits."""
 STEPS = 4
 """That may find nothing to do, until that is known."""
 
@@ -42,35 +42,38 @@ def backend(shared) -> Iterator[JaxBackend]:
 
 @contextmanager
 def held(submit, threads: int = 1) -> Iterator[threading.Event]:
-    """Threads that do nothing else until the event is set."""
-    gate = threading.Event()
+    """Threads that stand at the event, and do nothing else until it is set."""
+    gate, standing = threading.Event(), threading.Semaphore(0)
+
+    def stand() -> None:
+        standing.release()
+        gate.wait(BOUND_S)
+
     for number in range(threads):
-        submit(number, lambda: gate.wait(60))
+        submit(number, stand)
+    for _ in range(threads):
+        assert standing.acquire(timeout=BOUND_S)
     try:
         yield gate
     finally:
         gate.set()
 
 
-def rest(backend: AbstractBackend, seconds: float = 0.4) -> dict[str, Result]:
-    """Results of what ends in so many seconds, in which there is hardly anything to do."""
+def rest(backend: Executor, seconds: float = 0.4) -> dict[str, Result]:
+    """Results of what ends at once. Then there is nothing to do for so many seconds, and nobody looks."""
     results, steps, looks = {}, 0, []
-    while backend.wait(0.05) and steps <= STEPS:
+    while backend.wait(0) and steps <= STEPS:
         steps += 1
         results |= {completion.request_id: completion.result for completion in backend.step()}
+    assert steps <= STEPS
     backend.on_wake = lambda: looks.append(None)
-    began, used = time.monotonic(), time.thread_time()
-    while (left := began + seconds - time.monotonic()) > 0 and steps <= STEPS:
-        if backend.wait(left):
-            steps += 1
-            backend.step()
+    slept = sleeps(backend, seconds)
     backend.on_wake = lambda: None
-    assert steps <= STEPS and not looks
-    assert time.thread_time() - used < CORE * seconds
+    assert slept <= 2 and not looks
     return results
 
 
-def rested(backend: AbstractBackend, gate: threading.Event, *operations: Operation) -> list[Result]:
+def rested(backend: Executor, gate: threading.Event, *operations: Operation) -> list[Result]:
     """Results of operations that wait until the gate is opened."""
     for operation in operations:
         backend.submit(operation)
@@ -78,7 +81,7 @@ def rested(backend: AbstractBackend, gate: threading.Event, *operations: Operati
     assert len(results) < len(operations)
     gate.set()
     while len(results) < len(operations):
-        assert backend.wait(10), "nobody said that it goes on"
+        assert backend.wait(BOUND_S), "nobody said that it goes on"
         results |= {completion.request_id: completion.result for completion in backend.step()}
     return [results[operation.request_id] for operation in operations]
 
@@ -104,12 +107,12 @@ def test_a_sample_that_waits_for_a_reading_goes_on_when_another_one_is_not_wante
             backend.cancel(sample.request_id)
         rest(backend)
         backend.drop_version(samples[0].version)
-        assert backend.wait(10)
+        assert backend.wait(BOUND_S)
         backend.step()
         assert "last" in backend._versions._readings
     completions = []
     while not completions:
-        assert backend.wait(10)
+        assert backend.wait(BOUND_S)
         completions = backend.step()
     assert isinstance(completions[0].result, ErrorResponse)
 

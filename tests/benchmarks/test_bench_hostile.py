@@ -41,8 +41,11 @@ def attacked(tmp_path_factory) -> Iterator[Attacked]:
         client = PlainClient(server.url, LISTING_KEY)
         listed = json.loads(client.request("GET", "/api/v1/checkpoints?limit=10000")[1])["checkpoints"]
         with bench_hostile.process(victim.run, server.url, bench_hostile.BASE_MODEL) as link:
-            alone, _ = bench_hostile.measure(server, SMALL, [], 1.0, link)
-            for seconds in (3.0, 9.0, 27.0):  # more where the machine has other work
+            for seconds in (1.0, 4.0, 16.0):  # more where the machine has other work
+                alone, _ = bench_hostile.measure(server, SMALL, [], seconds, link)
+                if alone["heartbeats"] > 5 and alone["steps_per_s"] > 0:
+                    break
+            for seconds in (3.0, 9.0, 27.0):
                 together, reports = bench_hostile.measure(server, SMALL, list(ATTACKS), seconds, link)
                 if all(map(has_arrived, reports.values())):
                     break

@@ -8,6 +8,10 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from skyrl.tinker.local_server import reserve_port
+
+_RESERVED: list[socket.socket] = []
+
 
 @contextlib.contextmanager
 def serving(app: FastAPI, port: int = 0) -> Iterator[str]:
@@ -24,6 +28,6 @@ def serving(app: FastAPI, port: int = 0) -> Iterator[str]:
 
 
 def closed_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+    """A port that nobody listens on. It stays reserved: a server may be started there later."""
+    _RESERVED.append(reserve_port())
+    return _RESERVED[-1].getsockname()[1]

@@ -1,7 +1,6 @@
 """Right answers are rewarded and wrong ones are not, by the verdicts of `answers.py`."""
 
 import sys
-import time
 
 import pytest
 from answers import AIME, ALGEBRA, FLEXIBLE, GSM8K, MATH, MATH_VERIFY, Answer
@@ -45,9 +44,9 @@ def test_a_verdict_of_math_verify_is_its_own(table: str, answer: Answer):
 
 @pytest.mark.parametrize("piece", ["frac1", "$1", "\\text{", "1=", "a ", "{", "-(", ",000"])
 def test_an_answer_cannot_make_its_judgement_slow(piece):
-    start = time.perf_counter()
-    same_answer("1", piece * 20_000), last_number(piece * 20_000), extract_answer("#### 1" + piece * 20_000)
-    assert time.perf_counter() - start < 5
+    """In time that grows with the square of its length this would run into the timeout of the suite."""
+    long = piece * 1_000_000
+    same_answer("1", long), last_number(long), extract_answer("#### 1" + long)
 
 
 @pytest.mark.parametrize("answer", [answer for answer in ALGEBRA if answer.right], ids=lambda answer: answer.text)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from skyrl.tinker.local_server import LocalServer, Pids
 from tests.faults.diary import Diary
+from tests.waiting import BOUND_S
 
-PATIENCE_S = 120.0
+PATIENCE_S = 2 * BOUND_S
 """For anything to happen, on a machine that is busy with other things."""
 PROCESSES = (
     "engine",
@@ -34,7 +35,6 @@ all at once, and the state lies elsewhere at the next start; "linked": the same,
 WITHOUT_LAUNCHER = ("launcher", "one by one", "all at once", "stop", "moved", "linked")
 """After these the server has to be started again, as an init system does: once, and at once."""
 HANGS_FOR_S = 2.0
-STOPS_WITHIN_S = 10.0
 TWICE_WITHIN_S = 4.0
 LEADS_TO = {
     "api: revival read, not sent": "engine",
@@ -132,7 +132,7 @@ class Killer:
         assert self.server.process is not None
         if what == "stop":
             self.server.process.terminate()
-            self.server.process.wait(STOPS_WITHIN_S)
+            self.server.process.wait(PATIENCE_S)
             return
         doomed = [pid for pid in pids if pid is not None] if what != "launcher" else [self.server.process.pid]
         self.chance.shuffle(doomed)

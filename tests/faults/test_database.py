@@ -10,6 +10,7 @@ from tests.tinker.harness import LiveServer
 from tests.tinker.processes import ServerProcess, running
 from tests.tinker.test_durability import Script
 from tests.tinker.test_failing_database import patient
+from tests.waiting import until
 
 KILLS = {4: "engine", 9: "api", 15: "engine"}
 """What is killed after so many requests."""
@@ -23,10 +24,9 @@ def run_script(server: LiveServer, folder: Path | None = None) -> list[object]:
         if folder is not None and sent in KILLS:
             assert isinstance(server, ServerProcess)
             order(folder, None)  # a start that finds no database is another matter
-            before = server.pids().engine
+            gone = (None, server.pids().engine)
             server.kill(KILLS[sent])
-            while server.pids().engine in (None, before):
-                pass
+            until(lambda gone=gone: server.pids().engine not in gone, "another engine runs")
             order(folder, Faults(reads=20, writes=20, answers=20))
     results, *rest = script.finish()
     assert isinstance(results, list)

@@ -48,7 +48,7 @@ REMOTE_DEFECTS = [
     Defect(
         "P1.7",
         "the time that a dispatch stands behind others counts against its deadline",
-        [Edit(QUANTA, "left[0].since = time.monotonic()", "pass")],
+        [Edit(QUANTA, "left[0].since = self._clock()", "pass")],
         [TESTS + "test_a_deadline_is_of_each_dispatch_and_begins_when_the_one_before_has_ended"],
     ),
 ]

@@ -1,14 +1,16 @@
 """Samples that nobody waits for any more: dropped wherever they are; nothing else is touched."""
 
 import asyncio
-import time
 
 import pytest
 import tinker
+from tinker.lib.api_future_impl import _APIFuture
 
+from skyrl.backends.operations import Sample
 from skyrl.tinker.local_server import close_client
-from skyrl.tinker.processes.messages import Cancel
+from skyrl.tinker.processes.messages import Cancel, Enqueue
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
+from tests.waiting import BOUND_S, until
 
 ENDLESS_BACKEND = {"max_context_length": 10**9, "burst_s": 0.005}
 ENDLESS = {"max_tokens": 10**8, "temperature": 0.0, "stop": []}
@@ -31,11 +33,24 @@ def cancelled(server: LiveServer) -> list[str]:
     return [frame.request_id for frame in server.engine.sent if isinstance(frame, Cancel)]
 
 
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def arrived(server: LiveServer) -> list[str]:
+    """Samples that the engine was given."""
+    operations = [frame.operation for frame in server.engine.sent if isinstance(frame, Enqueue)]
+    return [operation.request_id for operation in operations if isinstance(operation, Sample)]
+
+
+@pytest.fixture
+def awaited(monkeypatch) -> list[str]:
+    """Requests whose ends the SDK waits for: it knows their ids, without which it cannot cancel them."""
+    requests: list[str] = []
+    wait = _APIFuture._result_async
+
+    async def noting(self: _APIFuture, *arguments):
+        requests.append(self.request_id)
+        return await wait(self, *arguments)
+
+    monkeypatch.setattr(_APIFuture, "_result_async", noting)
+    return requests
 
 
 def cancel(server: LiveServer, request_id: str, **options) -> int:
@@ -119,22 +134,33 @@ def endless(client: tinker.SamplingClient):
 
 
 @pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 30])
-def test_samples_that_time_out_in_asyncio_leave_the_engine(server, client, number):
+def test_samples_that_time_out_in_asyncio_leave_the_engine(server, client, awaited, number):
+    timeouts: list[asyncio.Timeout] = []
+
     async def one():
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(endless(client), 5)
+            async with asyncio.timeout(BOUND_S) as timeout:
+                timeouts.append(timeout)
+                await endless(client)
 
     async def run():
-        await asyncio.gather(*[one() for _ in range(number)])
+        samples = asyncio.gather(*[one() for _ in range(number)])
+        await asyncio.to_thread(
+            until, lambda: set(awaited) == set(arrived(server)) and len(awaited) == number, "all samples run"
+        )
+        for timeout in timeouts:
+            timeout.reschedule(asyncio.get_running_loop().time())
+        await samples
 
     asyncio.run(run())
-    wait_for(lambda: len(cancelled(server)) == number)
+    until(lambda: sorted(cancelled(server)) == sorted(arrived(server)), "all samples are cancelled")
+    assert len(cancelled(server)) == number
 
 
 def test_a_sample_that_finishes_in_time_is_not_cancelled(server, client):
     async def run():
         params = tinker.SamplingParams(max_tokens=4, stop=[])
-        await asyncio.wait_for(client.sample(tinker.ModelInput.from_ints([1]), 1, params), 60)
+        await asyncio.wait_for(client.sample(tinker.ModelInput.from_ints([1]), 1, params), BOUND_S)
 
     asyncio.run(run())
     assert cancelled(server) == []

@@ -5,7 +5,6 @@ What is counted are quanta, in the order in which they were computed, while the 
 
 import threading
 from collections import Counter
-from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from skyrl.tinker.processes.messages import Enqueue, Revive
 from tests.tinker.harness import LiveServer, wait_until_ready
+from tests.waiting import until
 
 KEYS = ("tml-a", "tml-b", "tml-c")
 TOGETHER = [1, 4]
@@ -26,11 +26,6 @@ def serving(folder: Path, **options):
         yield server
 
 
-def spin(server: LiveServer, until: Callable[[], bool]) -> None:
-    while not until():
-        server.http.get("/healthz")
-
-
 def speak_as(server: LiveServer, key: str) -> None:
     server.http.headers["X-API-Key"] = key
 
@@ -39,17 +34,17 @@ def stop_at(server: LiveServer, model: str, seq_id: int) -> str:
     """Have the engine stopped at a pass of this model. Returns the pass."""
     server.engine.hold()
     request = server.submit_pass(model, seq_id)
-    spin(server, lambda: (request,) in server.engine.backend.journal)
+    until(lambda: (request,) in server.engine.backend.journal, "the engine is at the pass")
     return request
 
 
 def go_on_with(server: LiveServer, requests: list[str]) -> list[tuple[str, ...]]:
     """Let a stopped engine go once it has all of these, until it has done them. Returns its calls from then on."""
     journal = server.engine.backend.journal
-    spin(server, lambda: len(server.engine.inbox) == len(requests))
+    until(lambda: len(server.engine.inbox) == len(requests), "the engine has all requests")
     before = len(journal)
     server.engine.let_go()
-    spin(server, lambda: set(requests) <= set(server.engine.done))
+    until(lambda: set(requests) <= set(server.engine.done), "the engine has done all requests")
     return [entry for entry in journal[before:] if isinstance(entry, tuple)]
 
 
@@ -139,7 +134,7 @@ def crash(server: LiveServer) -> None:
     gate = server.engine.gate
     assert gate is not None
     thread.start()
-    spin(server, lambda: server.engine._channel is None)
+    until(lambda: server.engine._channel is None, "the engine's channel is closed")
     for _ in range(100):
         gate.release()
     thread.join()
@@ -163,9 +158,9 @@ def test_requests_that_were_computed_together_when_the_engine_ended_are_computed
     first = stop_at(own_server, one, 1)
     waits = own_server.submit_pass(one, 2)
     second = own_server.submit_pass(other, 1)
-    spin(own_server, lambda: len(own_server.engine.inbox) == 2)
+    until(lambda: len(own_server.engine.inbox) == 2, "the engine has both requests")
     own_server.engine.gate.release()
-    spin(own_server, lambda: is_running(own_server, first, second))
+    until(lambda: is_running(own_server, first, second), "both passes are computed together")
     third = own_server.submit_pass(bystander, 1)
     since = len(own_server.engine.sent)
     crash(own_server)
@@ -190,9 +185,9 @@ def test_a_model_whose_revival_ended_an_engine_repeats_its_past_alone(own_server
     own_server.engine.gate = threading.Semaphore(0)
     own_server.recover()
     request = own_server.submit_pass(model, seq_id)
-    spin(own_server, lambda: any(isinstance(entry, tuple) for entry in own_server.engine.backend.journal))
+    until(lambda: any(isinstance(entry, tuple) for entry in own_server.engine.backend.journal), "the past is repeated")
     repeated = next(entry for entry in own_server.engine.backend.journal if isinstance(entry, tuple))
-    spin(own_server, lambda: is_running(own_server, *repeated))
+    until(lambda: is_running(own_server, *repeated), "the server knows what is repeated")
     assert repeated != (request,)
     since = len(own_server.engine.sent)
     crash(own_server)

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from skyrl.tinker import serve
+from skyrl.tinker.config import EngineConfig
 from tests.tinker.harness import BASE_MODEL
 from tests.tinker.processes import ServerProcess, running
 from tests.tinker.processes import run_to_its_end as run
@@ -39,6 +40,10 @@ def test_signal_stops_it_cleanly(tmp_path, number):
     assert "Traceback" not in output
 
 
+def test_by_default_it_ends_within_the_ten_seconds_that_docker_gives():
+    assert EngineConfig().shutdown_timeout_sec + serve.LAST_S < 10
+
+
 def test_ctrl_c_stops_it_while_requests_are_open(tmp_path):
     with running(tmp_path, long_poll_s=40) as server:
         request = server.submit_pass(server.model(), 2)
@@ -60,14 +65,22 @@ def test_process_without_a_place_for_messages_can_set_up_its_log():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+LIMITED_LAUNCHER = """
+import resource, sys
+if "skyrl.tinker.api" in sys.orig_argv:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+"""
+"""The limit of the launcher, which the server inherits."""
+
+
 def test_server_opens_more_files_than_the_system_allows_at_first(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))  # which the server inherits
-    try:
-        with running(tmp_path) as server:
-            status = Path(f"/proc/{server.pids().api}/limits").read_text()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    (tmp_path / "imports").mkdir()
+    (tmp_path / "imports" / "sitecustomize.py").write_text(LIMITED_LAUNCHER)
+    with running(tmp_path, env={"PYTHONPATH": str(tmp_path / "imports")}) as server:
+        launcher, api, _ = server.pids()
+        before, status = (Path(f"/proc/{pid}/limits").read_text() for pid in (launcher, api))
+    assert re.findall(r"Max open files +(\d+)", before) == ["512"]
     [soft] = re.findall(r"Max open files +(\d+)", status)
     assert int(soft) == min(hard, serve.MAX_FILES)
 

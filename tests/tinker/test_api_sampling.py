@@ -4,6 +4,7 @@ import pytest
 
 from tests.tinker.harness import BASE_MODEL, LiveServer, pb, sample_request, wait_until_ready
 from tests.tinker.test_api_checkpoints import publish, save
+from tests.waiting import until
 
 
 def trained(server: LiveServer) -> tuple[str, str, int]:
@@ -238,8 +239,7 @@ def test_a_sample_that_waits_for_others_says_so_and_one_that_runs_does_not(tmp_p
         sampler = server.sampler(server.session(), 0, base_model=BASE_MODEL)
         endless = {"max_tokens": 10**8, "temperature": 0.0, "stop": []}
         runs, waits = (server.submit_sample(sampler, i, sampling_params=endless)["request_id"] for i in range(2))
-        while server.poll(waits).json()["queue_state"] != "paused_capacity":
-            pass
+        until(lambda: server.poll(waits).json()["queue_state"] == "paused_capacity", "one sample waits for the other")
         assert server.poll(waits).json()["queue_state_reason"] == "waiting behind 1 samples that run"
         assert server.poll(runs).json()["queue_state"] == "active"
         for request_id in (runs, waits):

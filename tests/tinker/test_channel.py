@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +12,7 @@ from skyrl.backends.operations import ForwardBackward, OptimStep
 from skyrl.tinker.processes.channel import LARGE_TOKENS, ApiChannel, EngineChannel
 from skyrl.tinker.processes.messages import Cancel, Done, Enqueue, Metrics, ToEngine
 from skyrl.types import AdamParams, Datum, SampleOutput
+from tests.waiting import BOUND_S, until
 
 LARGE = LARGE_TOKENS + 1
 
@@ -71,7 +73,7 @@ def test_closing_ends_a_write_that_nobody_reads():
         ours, theirs = socket.socketpair()
         api = await ApiChannel.open(ours)
         api.send(a_pass("a", 0, 2**22))
-        await asyncio.sleep(0.2)
+        await asyncio.to_thread(until, lambda: api._writing, "the frame is being written")
         await api.close()
         theirs.close()
         again, other = socket.socketpair()
@@ -81,7 +83,7 @@ def test_closing_ends_a_write_that_nobody_reads():
         await api.close()
         engine.close()
 
-    uvloop.run(asyncio.wait_for(main(), 20))
+    uvloop.run(asyncio.wait_for(main(), BOUND_S))
 
 
 def test_small_frames_of_the_engine_go_between_the_pieces_of_a_large_one():
@@ -92,21 +94,24 @@ def test_small_frames_of_the_engine_go_between_the_pieces_of_a_large_one():
         large = SampleOutput([], prompt_logprobs=np.ones(2**21, np.float32), topk_prompt_logprobs=table)
         ended: list[str] = []
         engine.send_apart(Done("large", large), lambda: ended.append("large"))
+        until(engine._sending.locked, "a piece of the large frame fills the socket, which nobody reads")
 
         def send_small() -> None:
             for number in range(20):
                 engine.send(Metrics({"number": number}, {}))
 
-        sending = asyncio.create_task(asyncio.to_thread(send_small))
+        sending = threading.Thread(target=send_small)
+        sending.start()
+        until(engine._next.locked, "a small frame waits for that piece")
         frames = api.frames()
         received = [await anext(frames) for _ in range(21)]
-        await sending
+        await asyncio.to_thread(sending.join, BOUND_S)
         await api.close()
         engine.close()
         assert ended == ["large"]
         return received
 
-    received = uvloop.run(asyncio.wait_for(main(), 60))
+    received = uvloop.run(asyncio.wait_for(main(), BOUND_S))
     assert [frame.values["number"] for frame in received if isinstance(frame, Metrics)] == list(range(20))
     (place,) = (number for number, frame in enumerate(received) if isinstance(frame, Done))
     assert place > 0

@@ -10,21 +10,23 @@ import pytest
 from skyrl.tinker.http import connections
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.test_http_fuzz import address
+from tests.waiting import BOUND_S
 
 HEALTH = b"GET /api/v1/healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 @pytest.fixture
 def hasty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
-    """A server that waits a moment for heads, and holds polls for longer."""
-    monkeypatch.setattr(connections, "HEAD_S", 0.3)
-    with LiveServer(tmp_path, long_poll_s=1.0) as server:
+    """A server that waits a moment for heads."""
+    with LiveServer(tmp_path, long_poll_s=3.0) as server:
         wait_until_ready(server)
+        server.http.close()
+        monkeypatch.setattr(connections, "HEAD_S", 0.3)
         yield server
 
 
 def connect(server: LiveServer, stack: ExitStack, source: str = "127.0.0.1") -> socket.socket:
-    return stack.enter_context(socket.create_connection(address(server), timeout=20, source_address=(source, 0)))
+    return stack.enter_context(socket.create_connection(address(server), timeout=BOUND_S, source_address=(source, 0)))
 
 
 def received(connection: socket.socket) -> bytes:
@@ -43,21 +45,27 @@ def test_a_connection_that_brings_no_request_is_closed(hasty, sent):
         assert received(connection) == b""
 
 
-def test_a_second_request_that_does_not_come_whole_closes_its_connection(hasty):
+def test_a_second_request_that_does_not_come_whole_closes_its_connection(hasty, monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_S", 2.0)
     with ExitStack() as stack:
         connection = connect(hasty, stack)
         connection.sendall(HEALTH)
         answer = b""
         while not answer.endswith(b"}"):  # head and body may come apart
-            answer += received(connection)
+            piece = received(connection)
+            assert piece, "closed before its first request was answered"
+            answer += piece
         assert answer.startswith(b"HTTP/1.1 200")
         connection.sendall(b"GET /api")
         assert received(connection) == b""
 
 
-def test_a_poll_that_takes_longer_than_a_head_may_is_answered(hasty):
-    model = hasty.model()
-    assert hasty.poll(hasty.submit_pass(model, 2)).status_code == 408
+def test_a_poll_that_takes_longer_than_a_head_may_is_answered(tmp_path, monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_S", 2.0)
+    with LiveServer(tmp_path, long_poll_s=3.0) as server:
+        wait_until_ready(server)
+        model = server.model()
+        assert server.poll(server.submit_pass(model, 2)).status_code == 408
 
 
 def test_an_address_that_opens_all_it_can_leaves_room_to_others(own_server, monkeypatch):

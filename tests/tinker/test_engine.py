@@ -51,6 +51,7 @@ from skyrl.types import (
     SaveOutput,
 )
 from tests.fakes import POISON, FakeBackend, FakeConfig
+from tests.waiting import BOUND_S
 
 Frame = TypeVar("Frame", bound=FromEngine)
 
@@ -59,7 +60,7 @@ class Wire:
     """The API's end of the channel, blocking."""
 
     def __init__(self, connection: socket.socket):
-        connection.settimeout(30)
+        connection.settimeout(BOUND_S)
         self._channel = EngineChannel(connection)
 
     def send(self, *frames: ToEngine) -> None:
@@ -97,12 +98,18 @@ def backend() -> FakeBackend:
 
 
 @pytest.fixture
-def config(tmp_path) -> EngineConfig:
+def gap_timeout_s() -> float:
+    """Of the engine. Tests that mean a gap to expire say a shorter one."""
+    return BOUND_S
+
+
+@pytest.fixture
+def config(tmp_path, gap_timeout_s) -> EngineConfig:
     return EngineConfig(
         base_model="fake",
         backend="tests.fakes:FakeBackend",
         checkpoints_base=tmp_path / "checkpoints",
-        gap_timeout_s=0.2,
+        gap_timeout_s=gap_timeout_s,
     )
 
 
@@ -116,7 +123,7 @@ def wire(backend: FakeBackend, config: EngineConfig) -> Iterator[Wire]:
     engine.start()
     yield wire
     wire.send(Shutdown())
-    engine.join(30)
+    engine.join(BOUND_S)
     assert not engine.is_alive()
     wire.close()
     channel.close()
@@ -170,6 +177,7 @@ def test_requests_that_arrive_out_of_order_run_in_seq_id_order(wire):
     assert isinstance(results["3"], OptimStepOutput) and results["3"].metrics["skyrl.ai/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("gap_timeout_s", [0.2])
 def test_a_gap_is_announced_then_fails_and_the_model_goes_on(wire):
     wire.ask(create(), 0)
     wire.ask(a_pass("2"), 2)
@@ -186,6 +194,7 @@ def test_a_gap_is_announced_then_fails_and_the_model_goes_on(wire):
     assert isinstance(wire.results("5")["5"], OptimStepOutput)
 
 
+@pytest.mark.parametrize("gap_timeout_s", [0.2])
 def test_an_expired_gap_before_an_optimizer_step_drops_the_gradients_of_both_sides(wire, backend):
     wire.ask(create(), 0)
     wire.ask(a_pass("1"), 1)
@@ -265,7 +274,7 @@ def test_shutdown_finishes_background_writes(backend, config, tmp_path):
     wire.ask(Publish(request_id="p", model_id="m", version="v", path=str(tmp_path / "v"), persist=False), 1)
     wire.results("p")
     wire.send(Shutdown())
-    engine.join(30)
+    engine.join(BOUND_S)
     assert (tmp_path / "v" / "manifest.json").exists()
     wire.close()
     channel.close()
@@ -278,7 +287,7 @@ def test_the_engine_ends_when_the_other_side_closes(backend, config):
     engine = threading.Thread(target=TinkerEngine(backend, channel, config).run)
     engine.start()
     ours.close()
-    engine.join(30)
+    engine.join(BOUND_S)
     assert not engine.is_alive()
     channel.close()
 
@@ -375,7 +384,7 @@ def pieces(backend) -> Pieces:
 
 @pytest.mark.parametrize("quiet", [0.01], indirect=True)
 def test_what_later_requests_need_is_prepared_when_nothing_has_come_for_a_while(quiet, pieces, wire):
-    assert pieces.asked_for_more.wait(30)
+    assert pieces.asked_for_more.wait(BOUND_S)
 
 
 @pytest.mark.parametrize("quiet", [3600], indirect=True)

@@ -2,11 +2,12 @@
 
 import asyncio
 import sqlite3
-import time
+import threading
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 from sqlmodel import Session, select
 
@@ -15,6 +16,7 @@ from skyrl.tinker.database.fence import EPOCH, Superseded
 from skyrl.tinker.database.tables import SettingRow
 from tests.tinker.harness import wait_until_ready
 from tests.tinker.processes import running
+from tests.waiting import BOUND_S, until
 
 
 def start_another(path: Path) -> None:
@@ -56,8 +58,7 @@ def test_a_server_that_another_has_followed_answers_nothing_and_ends(own_server)
     request = own_server.submit_pass(model, 1)
     start_another(own_server.folder / "server.db")
     own_server.engine.let_go()
-    while not server.failed.is_set():
-        time.sleep(0.01)
+    until(server.failed.is_set, "the server says that it has failed")
     assert own_server.poll(request).status_code == 408 and "another server has been started" in server.failure
     with closing(sqlite3.connect(own_server.folder / "server.db")) as database:
         assert database.execute("SELECT status FROM requests WHERE seq_id = 1").fetchall() == [("pending",)]
@@ -75,7 +76,12 @@ def test_a_server_process_that_another_has_followed_ends_for_good_and_says_why(t
 
 def test_a_locked_database_fails_the_jobs_of_a_group_together(tmp_path):
     database = Database(f"sqlite:///{tmp_path / 'a.db'}")
-    tries = []
+    tries, begun, go_on = [], [], threading.Event()
+
+    def begin(connection, cursor, statement: str, *_: object) -> None:
+        if statement.startswith("BEGIN"):
+            begun.append(statement)
+            assert go_on.wait(BOUND_S)
 
     def job(number: int, session: Session) -> None:
         tries.append(number)
@@ -84,17 +90,17 @@ def test_a_locked_database_fails_the_jobs_of_a_group_together(tmp_path):
     async def main() -> list[object]:
         await database.write(lambda session: session.connection().exec_driver_sql("PRAGMA busy_timeout = 300"))
         other.execute("BEGIN IMMEDIATE")
-        start = time.monotonic()
+        event.listen(database._engine, "before_cursor_execute", begin)
         earlier = asyncio.create_task(database.write(lambda session: job(-1, session)))
-        await asyncio.sleep(0.1)  # so that those below wait for it, and are done together
-        jobs = [database.write(lambda session, n=n: job(n, session)) for n in range(20)]
-        results = await asyncio.gather(earlier, *jobs, return_exceptions=True)
-        assert time.monotonic() - start < 3, "one after the other they would take 6 seconds"
-        return results
+        await asyncio.to_thread(until, lambda: begun, "the first job begins")
+        jobs = [asyncio.create_task(database.write(lambda session, n=n: job(n, session))) for n in range(20)]
+        await asyncio.to_thread(until, lambda: database._queue.qsize() == 20, "the others wait for it")
+        go_on.set()
+        return await asyncio.gather(earlier, *jobs, return_exceptions=True)
 
     with closing(sqlite3.connect(tmp_path / "a.db", isolation_level=None)) as other:
         results = asyncio.run(main())
         other.execute("ROLLBACK")
     assert [isinstance(result, OperationalError) for result in results] == [True] * 21
-    assert tries == []
+    assert tries == [] and begun == ["BEGIN IMMEDIATE"] * 2
     database.close()

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.tinker.local_server import LocalServer, Pids, pids_of
+from skyrl.tinker.local_server import LocalServer, Pids, pids_of, reserve_port
 from skyrl.tinker.processes import launcher
 from tests.tinker.processes import ROOT, TIMEOUT_S, command, run_to_its_end, running, started
+from tests.waiting import BOUND_S, until
 
 AGAIN = "serving again at"
 
@@ -28,9 +29,10 @@ def wait_for_end(pid: int) -> None:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    ended, _, _ = select.select([handle], [], [], TIMEOUT_S)
-    os.close(handle)
-    assert ended, f"process {pid} does not end"
+    try:
+        until(lambda: select.select([handle], [], [], 0)[0], f"process {pid} has ended")
+    finally:
+        os.close(handle)
 
 
 def deadly_imports(folder: Path, code: str) -> dict[str, str]:
@@ -168,8 +170,11 @@ def test_result_survives_kill_minus_nine_of_the_api_process(tmp_path):
 
 def test_killed_launcher_takes_all_processes_with_it_and_frees_their_locks(tmp_path):
     with running(tmp_path) as server:
+        pids = server.pids()
         server.kill("launcher")
         _, output = server.ended()  # when the last process has closed its output
+        for pid in pids:
+            wait_for_end(pid)
     assert "stopping" in output and "Traceback" not in output
     with (tmp_path / "server.db.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -234,7 +239,9 @@ def test_api_process_that_fails_is_started_again(tmp_path):
 
 def test_server_that_never_becomes_ready_is_given_up(tmp_path):
     environment = {**os.environ, **deadly_imports(tmp_path / "imports", "os.kill(os.getpid(), 9)")}
-    result = subprocess.run(command(tmp_path), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        command(tmp_path), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=BOUND_S
+    )
     assert result.returncode == 1
     assert result.stderr.count("starting it again") == launcher.STARTS - 1
     assert "before it was ready" in result.stderr.splitlines()[-1]
@@ -248,15 +255,16 @@ def test_bad_option_is_told_once(tmp_path):
 @pytest.mark.parametrize("at", ["same", pytest.param("another", marks=pytest.mark.slow)])
 def test_server_whose_launcher_is_killed_is_started_again_at_once(tmp_path, at):
     """Though its engine is busy for longer than anybody waits."""
-    with running(tmp_path) as first:
+    reserved = reserve_port()
+    own = reserved.getsockname()[1]
+    with reserved, running(tmp_path, port=own) as first:
         request = first.submit_pass(first.model(), 1)
         result = first.outcome(request).content
         engine = first.pids().engine
         assert engine is not None
         os.kill(engine, signal.SIGSTOP)
         first.kill("launcher")
-        port = first.url.rpartition(":")[2] if at == "same" else 0
-        with running(tmp_path, port=port) as second:
+        with running(tmp_path, port=own if at == "same" else 0) as second:
             assert second.outcome(request).content == result
             second.train(second.model(), 1)
 
@@ -273,17 +281,17 @@ def test_start_waits_for_a_server_that_is_stopping(tmp_path):
             assert first.process.poll() is None
             os.kill(engine, signal.SIGCONT)
             second.connect()
-            assert first.process.poll() == 0
+            assert first.process.wait(BOUND_S) == 0
             second.http.close()
 
 
-def test_sigterm_ends_within_ten_seconds_though_the_engine_hangs(tmp_path):
-    with running(tmp_path) as server:
+def test_sigterm_ends_a_server_whose_engine_hangs(tmp_path):
+    with running(tmp_path, shutdown_timeout_sec=1) as server:
         engine = server.pids().engine
         assert engine is not None
         os.kill(engine, signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(10) == 0
+        assert server.process.wait(BOUND_S) == 0
         wait_for_end(engine)
 
 
@@ -337,6 +345,15 @@ def test_local_server_kills_the_process_it_is_asked_to(tmp_path, method, index):
         print(method, file=owner.stdin, flush=True)
         assert int(owner.stdout.readline()) == pids[index]
         owner.kill()
+
+
+def test_a_reserved_port_is_taken_for_all_but_a_server_that_reuses_it():
+    with reserve_port() as reserved:
+        address = reserved.getsockname()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        with socket.create_server(address) as server:
+            assert server.getsockname() == address
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTT", b"HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{"])

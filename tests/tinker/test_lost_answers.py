@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from skyrl.tinker.operations.table import OPERATIONS
 from skyrl.tinker.requests import training as training_queue
 from skyrl.tinker.wire.parsing import Body
 from tests.tinker.harness import PROTOBUF, LiveServer, pass_request
+from tests.waiting import BOUND_S, until
 
 
 class Connection:
@@ -118,14 +120,21 @@ def test_gradients_of_a_request_whose_commit_has_no_answer_are_added_once(own_se
 
 def test_requests_of_one_transaction_that_has_no_answer_are_each_done(own_server, connection):
     models = [own_server.model() for _ in range(4)]
-    released = threading.Event()
+    begun, released = threading.Event(), threading.Event()
     database = own_server.app.state.server.service.database
-    own_server.engine.loop.call_soon_threadsafe(
-        lambda: asyncio.ensure_future(database.write(lambda _: released.wait()))
-    )
+
+    def hold(session: Session) -> None:
+        begun.set()
+        released.wait(BOUND_S)
+
+    own_server.engine.loop.call_soon_threadsafe(lambda: asyncio.ensure_future(database.write(hold)))
+    assert begun.wait(BOUND_S)
     connection.breaks_after = 1
-    threading.Timer(0.3, released.set).start()  # until then they queue up behind the job above
-    ids = own_server.at_once(*[lambda model=model: own_server.submit_pass(model, 1) for model in models])
+    with ThreadPoolExecutor(len(models)) as pool:
+        sent = [pool.submit(own_server.submit_pass, model, 1) for model in models]
+        until(lambda: database._queue.qsize() == len(models), "all requests wait for the database")
+        released.set()
+        ids = [request.result() for request in sent]
     for request_id in ids:
         own_server.pass_result(request_id)
     for model in models:
@@ -171,6 +180,7 @@ def test_a_request_that_the_database_does_not_answer_is_turned_away_and_done_all
     body = pass_request(model, 1, [[1, 2, 3]]).SerializeToString()
     response = own_server.http.post("/forward_backward", content=body, headers={"Content-Type": PROTOBUF})
     assert response.status_code == 429 and "database" in response.json()["detail"]
+    monkeypatch.undo()
     own_server.result(own_server.submit_step(model, 2))
     own_server.pass_result(own_server.submit_pass(model, 1))
     assert logged(own_server) == ["create_model", "forward_backward", "optim_step"]

@@ -22,6 +22,7 @@ from tests.tinker.harness import BASE_MODEL, LiveServer, ThreadEngine, wait_unti
 from tests.tinker.processes import running
 from tests.tinker.test_migrations import downgrade
 from tests.tinker.test_retention import LONG_AGO, Server, session_of
+from tests.waiting import until
 
 
 @dataclass
@@ -99,8 +100,7 @@ def leave(folder: Path) -> Left:
         body = {"session_id": session_of(live), "model_seq_id": 1, "path": path, "optimizer": True}
         loaded = server.run("/load_weights", body)["model_id"]
         server.written()
-        while server.sql("SELECT * FROM models WHERE snapshot_folder IS NULL"):
-            pass
+        until(lambda: not server.sql("SELECT * FROM models WHERE snapshot_folder IS NULL"), "all models have snapshots")
         found = Left(folder, live, 6, loaded, path, sampler, server.logprobs(live, 5), server.sample(sampler, 1))
         shutil.copytree(folder / "checkpoints", at_its_end / "checkpoints")
         with (

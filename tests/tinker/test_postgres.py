@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,13 +31,14 @@ from skyrl.tinker.database import fence
 from skyrl.tinker.database.database import Database, migration_config
 from skyrl.tinker.database.fence import SERVER_LOCK, Superseded
 from skyrl.tinker.database.tables import SessionRow
-from skyrl.tinker.local_server import free_port
+from skyrl.tinker.local_server import reserve_port
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.processes import running
 from tests.tinker.test_db import written_together
 from tests.tinker.test_durability import Script
 from tests.tinker.test_failing_database import patient, run_script, undisturbed  # noqa: F401 (a fixture)
 from tests.tinker.test_ledger import TOKENS, tokens, usage
+from tests.waiting import BOUND_S, until
 
 pytest.importorskip("psycopg", reason="needs the postgres extra")
 USER = "postgres"
@@ -45,7 +47,10 @@ USER = "postgres"
 def run(*command: object, folder: Path) -> None:
     """Run a program of PostgreSQL's, which refuse to be run by root."""
     user = USER if os.geteuid() == 0 else None
-    result = subprocess.run([str(part) for part in command], user=user, cwd=folder, capture_output=True, text=True)
+    environment = {**os.environ, "PGCTLTIMEOUT": f"{BOUND_S:.0f}"}
+    result = subprocess.run(
+        [str(part) for part in command], user=user, cwd=folder, env=environment, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -76,7 +81,8 @@ def cluster() -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="skyrl-postgres-"))  # pytest's own are closed to other users
     if os.geteuid() == 0:
         shutil.chown(folder, USER)
-    data, port = folder / "data", free_port()
+    data, reserved = folder / "data", reserve_port()
+    port = reserved.getsockname()[1]
     try:
         run("initdb", "--pgdata", data, "--username", USER, "--auth", "trust", "--no-sync", folder=folder)
         (data / "postgresql.auto.conf").write_text(
@@ -87,6 +93,7 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
         cluster.stop()
     finally:
+        reserved.close()
         shutil.rmtree(folder)
 
 
@@ -343,8 +350,10 @@ def test_results_and_versions_past_their_limits_go(url, tmp_path):
             )
         service = server.app.state.server.service
         unwritten = text("SELECT count(*) FROM versions WHERE digest IS NULL")
-        while service.database.read_now(lambda session: session.connection().execute(unwritten).scalar()):
-            pass
+        until(
+            lambda: not service.database.read_now(lambda session: session.connection().execute(unwritten).scalar()),
+            "all versions are written",
+        )
         older = text("UPDATE results SET finished_at = finished_at - 700")
         server.on_loop(service.database.write(lambda session: session.connection().execute(older).rowcount))
         removed = [removal.what for removal in server.on_loop(service.disk.collect())]
@@ -368,8 +377,15 @@ def end_the_locks_connection(url: str) -> None:
     admin = sqlalchemy.create_engine(url.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT")
     with admin.connect() as connection:
         holder = f"SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND objid = {SERVER_LOCK}"
-        while connection.exec_driver_sql(holder).all():
-            time.sleep(0.01)
+        until(lambda: not connection.exec_driver_sql(holder).all(), "nobody holds the lock of the server")
+    admin.dispose()
+
+
+def wait_for(url: str, query: str, what: str) -> None:
+    """Return once a query has a row."""
+    admin = sqlalchemy.create_engine(url.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        until(lambda: connection.exec_driver_sql(query).all(), what)
     admin.dispose()
 
 
@@ -377,7 +393,8 @@ def test_a_lock_that_was_lost_is_taken_again(url, monkeypatch):
     monkeypatch.setattr(fence, "WATCH_S", 0.02)
     database = Database(url)
     end_the_locks_connection(url)
-    time.sleep(0.5)
+    taken = f"SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND granted AND objid = {SERVER_LOCK}"
+    wait_for(url, taken, "the lock is taken again")
     monkeypatch.setattr(db, "CLAIM_S", 0.1)
     with pytest.raises(RequestError, match="in use by another server"):
         Database(url)
@@ -405,7 +422,7 @@ def test_a_server_that_does_nothing_finds_out_that_another_has_its_database(url,
     first.fence.on_superseded = lambda _: told.set()
     end_the_locks_connection(url)
     second = Database(url)
-    assert told.wait(10)
+    until(told.is_set, "the first server has found out")
     first.close()
     second.close()
 
@@ -423,12 +440,12 @@ def test_a_transaction_that_has_begun_ends_before_another_server_starts(url):
 
     writer = threading.Thread(target=lambda: asyncio.run(first.write(slow)))
     writer.start()
-    begun.wait()
+    until(begun.is_set, "the transaction has begun")
     end_the_locks_connection(url)
     second: list[Database] = []
     starter = threading.Thread(target=lambda: (second.append(Database(url)), order.append("started")))
     starter.start()
-    time.sleep(0.3)
+    wait_for(url, "SELECT 1 FROM pg_locks WHERE NOT granted", "the second server waits for the transaction")
     assert order == []
     may_end.set()
     writer.join()
@@ -447,17 +464,19 @@ def test_restarts_of_the_database_change_no_outcome(cluster, url, tmp_path, undi
     """Three times, while requests are under way and an engine comes back."""
     with LiveServer(tmp_path, database_url=url, snapshot_every_steps=2) as server:
         wait_until_ready(patient(server))
-        script, sent = Script(server), 0
-        while script.submit():
-            sent += 1
-            if sent in (3, 9, 15):
-                own = threading.Thread(target=cluster.restart)
-                own.start()
-                server.crash()
-                server.recover()
-                if sent == 9:
-                    own.join()
-        assert script.finish() == undisturbed
+        script, sent, restarts = Script(server), 0, []
+        with ThreadPoolExecutor(1) as own:  # one restart after another
+            while script.submit():
+                sent += 1
+                if sent in (3, 9, 15):
+                    restarts.append(own.submit(cluster.restart))
+                    server.crash()
+                    server.recover()
+                    if sent == 9:
+                        restarts[-1].result()
+            outcomes = script.finish()
+        assert [restart.result() for restart in restarts] == [None] * 3
+        assert outcomes == undisturbed
 
 
 def test_a_server_that_is_started_again_while_its_database_is_away_waits_for_it(cluster, url, tmp_path):

@@ -20,6 +20,7 @@ from skyrl.tinker.processes.messages import Park
 from skyrl.utils.files.atomic_folders import write_folder
 from tests.tinker.harness import LiveServer, loss_request, wait_until_ready
 from tests.tinker.processes import ROOT, command, running
+from tests.waiting import BOUND_S, until
 
 LONG_AGO = 1000.0
 DAY_S = 24 * 3600
@@ -60,8 +61,15 @@ class Server(LiveServer):
 
     def written(self) -> None:
         """Wait until all versions without a name are on disk."""
-        while self.sql("SELECT version FROM versions WHERE digest IS NULL"):
-            pass
+        until(
+            lambda: not self.sql("SELECT version FROM versions WHERE digest IS NULL"),
+            "versions without a name are on disk",
+        )
+
+    def snapshots(self) -> list[str]:
+        """Folders of the models' snapshots, once there is one."""
+        query = "SELECT snapshot_folder FROM models WHERE snapshot_folder IS NOT NULL"
+        return [folder for (folder,) in until(lambda: self.sql(query), "there is a snapshot")]
 
     def finish(self, session: str) -> None:
         assert self.post(f"/sessions/{session}/finish", {}).status_code == 204
@@ -372,8 +380,7 @@ def silent(tmp_path: Path) -> Iterator[tuple[Server, str, str]]:
         model = server.model()
         seq_id = server.train(model, 1)
         path = server.save(model, seq_id, "a")
-        while not server.sql("SELECT snapshot_folder FROM models WHERE snapshot_folder IS NOT NULL"):
-            pass
+        server.snapshots()
         server.collect()  # what was heard of until now is stored
         yield server, model, path
 
@@ -587,13 +594,12 @@ def test_snapshot_of_a_finished_session_goes_and_its_checkpoint_stays(tmp_path):
         wait_until_ready(server)
         model = server.model()
         server.save(model, server.train(model, 1), "a")
-        while not (folders := server.sql("SELECT snapshot_folder FROM models WHERE snapshot_folder IS NOT NULL")):
-            pass
+        (snapshot,) = server.snapshots()
         server.finish(session_of(model))
         server.sql("UPDATE sessions SET finished_at = ?", LONG_AGO)
         server.everything_later()
         server.collect()
-        assert not (tmp_path / "checkpoints" / folders[0][0]).exists()
+        assert not (tmp_path / "checkpoints" / snapshot).exists()
         assert server.sql("SELECT snapshot_folder, snapshot_bytes FROM models") == [(None, None)]
         assert server.sql("SELECT request_id FROM requests WHERE length(body) > 0") == []
         assert server.http.get(f"/training_runs/{model}/checkpoints").json()["checkpoints"]
@@ -635,7 +641,7 @@ def test_space_in_the_database_is_given_back(own_server):
 def gc(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     options = [option for option in command(folder)[3:] if "backend" not in option]
     run = [sys.executable, "-m", "skyrl.cli", "gc", *options, *arguments]
-    return subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=BOUND_S)
 
 
 def tree(folder: Path) -> list[str]:

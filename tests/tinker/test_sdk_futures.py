@@ -6,8 +6,9 @@ import pickle
 import pytest
 import tinker
 
-from skyrl.tinker.local_server import close_client
+from skyrl.tinker.local_server import close_client, reserve_port
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
+from tests.waiting import BOUND_S, until
 
 PROMPT = tinker.ModelInput.from_ints([1, 2, 3])
 PARAMS = tinker.SamplingParams(max_tokens=4, temperature=0.0, stop=[])
@@ -58,18 +59,20 @@ def test_a_failure_is_raised_to_whoever_waits_for_it(server):
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_restarted_server_gets_the_samples_that_it_lost_again(tmp_path, together):
-    with LiveServer(tmp_path) as server:
-        wait_until_ready(server)
-        client, port = connect(server, together), int(server.url.rsplit(":", 1)[1])
-        sampler = client.create_sampling_client(base_model=BASE_MODEL).result()
-        (expected,) = sampled(sampler)
-        server.crash()
-        pending = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(10)]
-        while len(server.app.state.server.queue.samples._pending) < 10:
-            pass
-    with LiveServer(tmp_path, port=port):
-        assert [future.result(60).sequences[0].tokens for future in pending] == [expected] * 10
-        close_client(client)
+    with reserve_port() as reserved:
+        port = reserved.getsockname()[1]
+        with LiveServer(tmp_path, port=port) as server:
+            wait_until_ready(server)
+            client = connect(server, together)
+            sampler = client.create_sampling_client(base_model=BASE_MODEL).result()
+            (expected,) = sampled(sampler)
+            server.crash()
+            pending = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(10)]
+            waiting = server.app.state.server.queue.samples
+            until(lambda: len(waiting._pending) >= 10, "the samples are pending")
+        with LiveServer(tmp_path, port=port):
+            assert [future.result(BOUND_S).sequences[0].tokens for future in pending] == [expected] * 10
+            close_client(client)
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -21,6 +21,7 @@ from skyrl.tinker.processes.engine_supervisor import READY, SILENT, STARTS, Engi
 from skyrl.tinker.processes.messages import Done, Enqueue, FromEngine, Ready
 from skyrl.types import LoraConfig, SampleOutput, SamplingParams
 from tests.fakes import KILL
+from tests.waiting import BOUND_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +50,7 @@ class Log:
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self.changed.clear()
-            await asyncio.wait_for(self.changed.wait(), 60)
+            await asyncio.wait_for(self.changed.wait(), BOUND_S)
 
     async def ready(self, times: int = 1) -> None:
         await self.until(lambda: sum(isinstance(frame, Ready) for frame in self.frames) >= times)
@@ -60,6 +61,15 @@ class Log:
 
         await self.until(lambda: bool(found()))
         return found()[0]
+
+
+class Noted(EngineSupervisor):
+    """A supervisor whose states and progress are all noted in `history`, however short they were."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "progress":
+            self.__dict__.setdefault("history", []).append((self.state, value))
 
 
 @asynccontextmanager
@@ -79,7 +89,7 @@ async def supervised(
             checkpoints_base=folder,  # pyright: ignore[reportArgumentType]
             **(options or {}),  # pyright: ignore[reportArgumentType]
         )
-        supervisor = EngineSupervisor(
+        supervisor = Noted(
             config,
             on_frame=log.note(log.frames),
             on_crash=log.note(log.crashes),
@@ -98,6 +108,13 @@ def sample(request_id: str, token: int = 1, max_tokens: int = 2) -> Enqueue:
     params = SamplingParams(max_tokens=max_tokens, seed=0, stop=[])
     prompt = np.asarray([token], np.int32)
     return Enqueue(Sample(request_id=request_id, version=None, prompt=prompt, params=params))
+
+
+async def changed(condition: Callable[[], bool]) -> None:
+    """Return once a condition is true that nothing tells of."""
+    async with asyncio.timeout(BOUND_S):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def exists(pid: int) -> bool:
@@ -141,8 +158,7 @@ def test_once_ready_it_never_gives_up_however_often_engines_are_killed_while_the
             os.kill(supervisor.pid, signal.SIGKILL)
             for crashes in range(1, STARTS + 1):  # before they can be ready
                 await log.until(lambda count=crashes: len(log.crashes) == count)
-                while supervisor.pid is None:
-                    await asyncio.sleep(0.01)
+                await changed(lambda: supervisor.pid is not None)
                 os.kill(supervisor.pid, signal.SIGKILL)
             await log.ready(times=2)
             assert log.failures == [] and supervisor.state == "ready"
@@ -213,16 +229,15 @@ def test_an_engine_that_hangs_and_cannot_be_killed_does_not_count_as_ready(monke
     """As one that waits for a device: to the system it is beyond signals."""
 
     async def scenario():
-        async with supervised(options={"engine_heartbeat_timeout_sec": 1.2}) as (supervisor, log):
+        async with supervised(options={"engine_heartbeat_timeout_sec": 4}) as (supervisor, log):
             await log.ready()
-            engine, seen = supervisor.pid, set()
+            engine = supervisor.pid
             with monkeypatch.context() as patch:
                 patch.setattr(EngineProcess, "signal", lambda process, number: None)
                 os.kill(engine, signal.SIGSTOP)
-                while supervisor.state == "ready":
-                    seen.add(supervisor.progress)
-                    await asyncio.sleep(0.01)
-                assert seen == {READY, SILENT} and supervisor.state == "restarting"
+                await changed(lambda: supervisor._hung is not None)
+                assert supervisor.state == "restarting"
+                assert {progress for state, progress in supervisor.history if state == "ready"} == {READY, SILENT}
                 assert supervisor.pid == engine and log.crashes == []
             os.kill(engine, signal.SIGKILL)
             await log.ready(times=2)
@@ -309,7 +324,7 @@ def test_the_end_of_an_engine_is_noticed_while_all_threads_of_the_process_are_at
         async with supervised() as (supervisor, log):
             await log.ready()
             done = threading.Event()
-            jobs = [asyncio.create_task(asyncio.to_thread(done.wait, 60)) for _ in range(64)]
+            jobs = [asyncio.create_task(asyncio.to_thread(done.wait, BOUND_S)) for _ in range(64)]
             os.kill(supervisor.pid, signal.SIGKILL)
             await log.ready(2)
             assert not done.is_set()

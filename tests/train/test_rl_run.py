@@ -195,7 +195,7 @@ def test_with_sixty_times_more_samples_in_flight_than_rows_no_trajectory_is_lost
     assert profiles == {f"global_step_{step}.prof" for step in range(4, 4 * epochs + 1, 4)}
     assert len(reports) == 4 * epochs
     assert [metrics["generate/retries"] + metrics["generate/failed"] for metrics in reports] == [0] * len(reports)
-    assert max(metrics["async/staleness_max"] for metrics in reports) == 4
+    assert max(metrics["async/staleness_max"] for metrics in reports) <= 4
 
 
 def test_samples_that_wait_for_their_step_are_in_the_checkpoint(data, tiny_model):

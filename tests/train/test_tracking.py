@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 from skyrl.train.tracking.availability import choose_trackers
 from skyrl.train.tracking.clients import TRACKERS, RunInfo, tracker_clients
 from skyrl.train.tracking.tracker import METRICS_FILE, Tracker, TrackerClient, read_metrics
+from tests.waiting import BOUND_S, until
 
 RUN = RunInfo("a project/1", "run 1", "id1", {"trainer": {"lr": 0.5, "path": None}, "names": ["a"]})
 
@@ -182,7 +182,9 @@ tracker.log({"a": 3}, 3)
 
 def test_a_line_for_which_there_was_no_room_leaves_no_part_of_it(tmp_path):
     # The limit falls into the second line, so that the system takes a part of it.
-    run = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=BOUND_S
+    )
     assert run.returncode == 0, run.stderr
     assert "cannot be written" in run.stderr
     assert lines(tmp_path) == [{"step": 1, "a": 1}, {"step": 3, "a": 3}]
@@ -191,15 +193,16 @@ def test_a_line_for_which_there_was_no_room_leaves_no_part_of_it(tmp_path):
 # -- trackers that fail -----------------------------------------------------------------------------------------------
 
 
-def track(folder: Path, client: Callable[[], TrackerClient], steps: int, **options: Any) -> Kept:
+def track(
+    folder: Path, client: Callable[[], TrackerClient], steps: int, timeout_s: float = BOUND_S, **options: Any
+) -> Kept:
     """Log steps to a tracker and to a good one beside it; returns that."""
     good = Kept()
     tracker = Tracker(folder, {"poor": client, "good": lambda: good}, **options)
     for step in range(steps):
         tracker.log({"a": step}, step)
-        while len(good.logged) <= step:  # or it would be behind, too
-            time.sleep(0.001)
-    tracker.finish(timeout_s=0.5)
+        until(lambda step=step: len(good.logged) > step, "the good one has the step, or it would be behind, too")
+    tracker.finish(timeout_s)
     return good
 
 
@@ -229,10 +232,10 @@ def test_a_tracker_that_hangs_is_left_out_once_its_queue_is_full(tmp_path, caplo
 def test_a_tracker_that_hangs_at_the_end_is_not_waited_for_longer_than_said(tmp_path, caplog):
     hold = threading.Event()
     try:
-        good = track(tmp_path, lambda: Faulty(at_finish=hold.wait), 3)
+        good = track(tmp_path, lambda: Faulty(at_finish=hold.wait), 3, timeout_s=0.5)
+        until(lambda: good.finished, "the good one has ended")
     finally:
         hold.set()
-    assert good.finished
     assert caplog.text.count("tracker poor has not sent everything after 0.5 seconds") == 1
 
 
@@ -366,7 +369,7 @@ def test_a_tracker_calls_its_library_as_it_is_documented(tmp_path, name):
         "TENSORBOARD_DIR": "events",
     }
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), name]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BOUND_S)
     assert (run.returncode, run.stderr) == (0, "")
     assert [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()] == CALLS[name]
 

@@ -58,10 +58,12 @@ class Phases:
 
     Args:
         hooks: Called when they change hands.
+        clock: Seconds of a monotonic clock.
     """
 
-    def __init__(self, hooks: Hooks):
+    def __init__(self, hooks: Hooks, clock: Callable[[], float] = time.monotonic):
         self._hooks = hooks
+        self._clock = clock
         self._phase: Phase | None = None
         """None until there is something to do."""
         self._since = 0.0
@@ -110,7 +112,7 @@ class Phases:
 
     @property
     def _left(self) -> float:
-        return self._since + self._hooks.phase_s - time.monotonic()
+        return self._since + self._hooks.phase_s - self._clock()
 
     def _begin(self, phase: Phase) -> None:
         hooks, before, self._phase = self._hooks, self._phase, phase
@@ -138,7 +140,7 @@ class Phases:
             raise
         except Exception as error:
             raise BackendLost(f"devices cannot be handed over to {self._phase}: {error!r}", ()) from error
-        self._since = time.monotonic()
+        self._since = self._clock()
         return True
 
 

@@ -159,10 +159,22 @@ class Computer(Protocol):
 
 
 class Quanta:
-    """The operations of all models, each model's in the order of their submission."""
+    """The operations of all models, each model's in the order of their submission.
 
-    def __init__(self, computer: Computer, weights: Mapping[str, float] | None = None):
+    Args:
+        computer: Does the work.
+        weights: Of tenants; all others weigh 1.
+        clock: Seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        computer: Computer,
+        weights: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._computer = computer
+        self._clock = clock
         self._turns = Turns(weights)
         self._queues: dict[str, deque[ModelOperation]] = {}
         self._works: dict[str, Work] = {}
@@ -273,7 +285,7 @@ class Quanta:
         """Seconds until a dispatch is late; None: none is under way, or may take as long as it likes."""
         if not self._dispatches or self._computer.deadline_s is None:
             return None
-        return max(0.0, self._dispatches[0].since + self._computer.deadline_s - time.monotonic())
+        return max(0.0, self._dispatches[0].since + self._computer.deadline_s - self._clock())
 
     @property
     def computed(self) -> tuple[str, ...]:
@@ -323,14 +335,14 @@ class Quanta:
         over = [dispatch for dispatch in self._dispatches if dispatch.answers.done()]
         left = deque(dispatch for dispatch in self._dispatches if dispatch not in over)
         if left and left[0] is not self._dispatches[0]:  # it began when those before it had ended
-            left[0].since = time.monotonic()
+            left[0].since = self._clock()
         self._dispatches = left
         ended: list[Ended] = []
         for dispatch in over:
             if error := dispatch.answers.exception():
                 ended += self._failed(dispatch.parts, error)
             elif dispatch.parts:
-                ended += self._come(dispatch.parts, dispatch.answers.result(), time.monotonic() - dispatch.since)
+                ended += self._come(dispatch.parts, dispatch.answers.result(), self._clock() - dispatch.since)
         return ended + self._try_again()
 
     def _next(self, model_id: str) -> Quantum | None:
@@ -428,14 +440,14 @@ class Quanta:
         self._tell(dict.fromkeys(part.model_id for part in parts))
         quanta = [self._asked[model_id].quanta[number] for model_id, number in parts]
         self._count(quanta)
-        since = time.monotonic()
+        since = self._clock()
         try:
             answers = self._computer.compute(quanta)
         except Exception as error:
             return self._failed(parts, error)
         if not isinstance(answers, Future):
-            return self._come(parts, answers, time.monotonic() - since)
-        self._dispatches.append(_Dispatch(parts, answers, time.monotonic()))
+            return self._come(parts, answers, self._clock() - since)
+        self._dispatches.append(_Dispatch(parts, answers, self._clock()))
         answers.add_done_callback(self._computer.on_answer)
         return []
 
@@ -494,7 +506,7 @@ class Quanta:
         self._stalled = False
         self._asked.pop(model_id, None)
         self._waits.pop(model_id, None)
-        since = time.monotonic()
+        since = self._clock()
         try:
             if model_id not in self._works:
                 self._works[model_id] = self._computer.begin(self._queues[model_id][0])
@@ -506,7 +518,7 @@ class Quanta:
         except Exception as error:
             return error
         finally:
-            self._seconds[model_id] += time.monotonic() - since
+            self._seconds[model_id] += self._clock() - since
         if isinstance(wanted, Future):
             self._waits[model_id] = wanted
             wanted.add_done_callback(self._computer.on_answer)

@@ -54,6 +54,8 @@ class EngineChannel:
         self._inbox: deque[ToEngine] = deque()
         self._reader: threading.Thread | None = None
         self._sending = threading.Lock()
+        self._next = threading.Lock()
+        """Held by the thread that is next to get `_sending`, or one that has just let go of it would get it again."""
         self._apart = ThreadPoolExecutor(1, "large-frames")
         self.wake = threading.Event()
         """Set when there is a new frame, when the channel closes, and by whoever else wants the engine's attention."""
@@ -78,9 +80,13 @@ class EngineChannel:
 
     def _write(self, parts: Sequence[bytes | memoryview]) -> None:
         try:
-            with self._sending:
+            with self._next:
+                self._sending.acquire()
+            try:
                 for part in parts:
                     self._socket.sendall(part)
+            finally:
+                self._sending.release()
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 

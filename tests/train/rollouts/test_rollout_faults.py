@@ -20,6 +20,7 @@ from skyrl.train.rollouts.attempts import FailureBudget, RolloutError
 from skyrl.train.rollouts.metrics import rollout_metrics
 from skyrl.train.rollouts.rows import rows_of
 from skyrl.train.rollouts.trajectory import Failure, Trajectory, TrajectoryId
+from tests.waiting import BOUND_S
 
 ANSWER = Answer("One.<|im_end|>")
 GOOD = [Reply([user("More.")], reward=0.25), Reply(reward=1.0, done=True)]
@@ -192,6 +193,18 @@ from skyrl.train.config import EnvironmentConfig
 from skyrl.train.rollouts.rollouts import Rollouts
 
 
+class Loop(asyncio.SelectorEventLoop):
+    # Its clock can be put forward.
+    ahead_s = 0.0
+
+    def time(self):
+        return super().time() + self.ahead_s
+
+    def put_forward(self, seconds):
+        self.ahead_s += seconds
+        self.call_soon_threadsafe(lambda: None)  # so that it looks at its clock
+
+
 class Hanging(BaseTextEnv):
     def __init__(self, env_config, extras):
         super().__init__()
@@ -199,17 +212,20 @@ class Hanging(BaseTextEnv):
 
     def step(self, action):
         if self.hangs:
+            loop.put_forward(601)
             threading.Event().wait()
         return {"observations": [], "reward": 1.0, "done": True}
 
 
 HangingEnv = adapted(Hanging)
-config = generator(trajectory_timeout_s=1.0, max_concurrent_trajectories=1, max_failed_fraction=1.0)
+loop = Loop()
+config = generator(trajectory_timeout_s=600.0, max_concurrent_trajectories=1, max_failed_fraction=1.0)
 environment = EnvironmentConfig.from_dict_config({"skyrl_gym": {"max_env_workers": 1}}).resolve()
 tokenizer = conftest.make("chatml")
 rollouts = Rollouts(config, environment, tokenizer, ScriptedSampler(tokenizer, [Answer("One.<|im_end|>")]))
 prompts = [Prompt([user("Go.")], "__main__:HangingEnv", str(hangs), {"hangs": hangs}) for hangs in (True, False)]
-print(*(trajectory.stop_reason for trajectory in asyncio.run(rollouts.collect(prompts))))
+with asyncio.Runner(loop_factory=lambda: loop) as runner:
+    print(*(trajectory.stop_reason for trajectory in runner.run(rollouts.collect(prompts))))
 """
 
 
@@ -220,7 +236,7 @@ def test_a_step_that_hangs_in_its_thread_keeps_neither_the_others_from_running_n
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=BOUND_S,
     )
     assert (ended.stdout, ended.returncode) == ("failed stop\n", 0), ended.stderr
 
