@@ -242,7 +242,8 @@ class SFTTrainer:
         check_same_order(found.state, self._state, "train anew with resume_from=none and a ckpt_path of its own")
         await self._learner.load(found.model_path(MODEL))
         await self._method.restore(found)
-        self.global_step = self._begun_at = found.step
+        self.global_step = found.step
+        self._begun_at = found.step
         return found.step
 
     def _check_lengths(self, limit: int) -> None:
