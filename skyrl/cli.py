@@ -169,6 +169,13 @@ def runs(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def export(argv: Sequence[str]) -> int:
+    """write the model of a run's checkpoint: skyrl export RUN, --merged"""
+    from skyrl.train.runs.export import main
+
+    return main(argv)
+
+
 def demo(argv: Sequence[str]) -> int:
     """train two adapters on a local server and sample them (skyrl demo --help)"""
     from skyrl.demos.two_adapters import main
@@ -201,6 +208,7 @@ COMMANDS: dict[str, Command] = {
     "data": data,
     "adapter": adapter,
     "runs": runs,
+    "export": export,
     "make-model": make_model,
     "demo": demo,
     "demo-rl": demo_rl,

@@ -102,6 +102,7 @@ def _overrides(given: argparse.Namespace) -> Iterator[str]:
         "ckpt_path": given.output_dir,
         "export_path": str(exports),
         "hf_save_interval": sys.maxsize,
+        "save_model": False,
         "ckpt_interval": given.save_steps,
         "batch_size": given.batch_size,
         "num_epochs": given.epochs,
@@ -110,7 +111,7 @@ def _overrides(given: argparse.Namespace) -> Iterator[str]:
         "model.lora.alpha": given.lora_alpha,
         "optimizer_config.lr": given.learning_rate,
         "seed": given.seed,
-        "resume_from": "latest" if given.resume else given.load_checkpoint_path,
+        "resume_from": "latest" if given.resume else given.load_checkpoint_path or "none",
         "run_name": Path(given.output_dir).name,
     }
     yield from (f"{name}={json.dumps(value)}" for name, value in fields.items() if value is not None)

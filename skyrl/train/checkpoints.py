@@ -188,7 +188,7 @@ class CheckpointStore:
         if mode == "from_path":
             assert path is not None, "the configuration is resolved"
             return self._load(Path(path).expanduser())
-        step = self._marked_step() if mode == "latest" else None
+        step = self.marked_step() if mode == "latest" else None
         return None if step is None else self._load(self.folder_of(step))
 
     def initial(self, path: str, field: str) -> Checkpoint:
@@ -271,7 +271,8 @@ class CheckpointStore:
                 f"each run a {self._fields.own_folder} of its own"
             )
 
-    def _marked_step(self) -> int | None:
+    def marked_step(self) -> int | None:
+        """Step of the newest checkpoint; None if there is none. Raises StorageError if that cannot be read."""
         marker = self.folder / MARKER
         try:
             text = marker.read_text(encoding="utf-8")

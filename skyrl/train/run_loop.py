@@ -64,6 +64,10 @@ class SteppedRun(Protocol):
         """Write the models in Hugging Face format."""
         ...
 
+    async def leave_model(self) -> None:
+        """Write the model of a run that has finished, in the form in which it is used."""
+        ...
+
     async def save(self) -> "asyncio.Task[Path] | None":
         """Begin to write a checkpoint of all that the run is now, whatever is done meanwhile.
 
@@ -145,6 +149,8 @@ class _Loop:
                 await run.export()
         if self._interruption.signal is None or run.global_step == run.total_steps:  # or else `saved` follows
             await self.written()
+        if run.global_step == run.total_steps or (is_last and self._interruption.signal is None):
+            await run.leave_model()
         if is_last and run.global_step < run.total_steps:
             log.info("a callback has ended the run after %d of %d steps", run.global_step, run.total_steps)
 

@@ -5,6 +5,7 @@ from defects import Defect, Edit
 SFT = "skyrl/train/sft/"
 TESTS = "tests/train/sft/"
 MASKS = TESTS + "test_sft_masks.py::"
+LEFT = "tests/train/test_left_models.py::"
 ROWS = TESTS + "test_sft_rows.py::"
 BATCHES = TESTS + "test_sft_batches.py::"
 TRAINER = TESTS + "test_sft_trainer.py::"
@@ -76,5 +77,29 @@ SFT_DEFECTS = [
         "a trailing question of the user is left in the row, and nothing is said of it",
         [Edit(SFT + "examples.py", 'messages[-1]["role"] != "assistant"', "not messages")],
         [ROWS + "test_rows_that_are_left_out_are_counted_by_reason_and_named"],
+    ),
+    Defect(
+        "USE.1",
+        "a run that begins anew writes its model over that of another run",
+        [Edit("skyrl/train/results.py", "if keep_earlier:", "if False:")],
+        [LEFT + "test_a_run_that_begins_anew_keeps_the_model_of_the_one_before"],
+    ),
+    Defect(
+        "USE.2",
+        "a run that a signal ended leaves a model as if it had finished",
+        [Edit("skyrl/train/run_loop.py", "(is_last and self._interruption.signal is None)", "run.global_step > 0")],
+        ["tests/train/test_run_loop.py::test_a_run_that_a_signal_ends_leaves_no_model"],
+    ),
+    Defect(
+        "USE.3",
+        "an adapter is left where the merged model was asked for",
+        [Edit("skyrl/train/results.py", "rank > 0 and not is_merged", "rank > 0")],
+        [LEFT + "test_an_adapter_is_merged_on_request"],
+    ),
+    Defect(
+        "USE.4",
+        "an export of RL has the base model's configuration where the run had another",
+        [Edit("skyrl/train/runs/export.py", "if of_rl and (overrides :=", "if not of_rl and (overrides :=")],
+        ["tests/train/test_export_command.py::test_a_checkpoint_of_rl_is_exported_with_its_overrides"],
     ),
 ]

@@ -40,6 +40,9 @@ class Counted:
     async def export(self):
         return
 
+    async def leave_model(self):
+        self.happened.append("left")
+
     def improves(self, metrics):
         return False
 
@@ -92,7 +95,7 @@ def test_a_step_is_taken_while_the_checkpoint_before_it_is_written_and_the_next_
     run = Counted()
     saved = go(run, follow)
     assert saved == [("global_step_1", 2), ("global_step_2", 3), ("global_step_3", 4), ("global_step_4", 4)]
-    assert run.happened[-1] == "written 4"  # the end waits for it
+    assert run.happened[-2:] == ["written 4", "left"]  # the end waits for it
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_error():
@@ -166,3 +169,42 @@ def test_a_run_whose_best_metric_is_not_there_ends_before_its_first_step():
     with pytest.raises(ConfigError, match="no such metric"):
         asyncio.run(run_steps(run, cadence, lambda metrics, step: None))
     assert run.happened == []
+
+
+NO_CHECKPOINTS = BESIDE._replace(checkpoint=0)
+
+
+class Ending(Callback):
+    """Ends a run after two steps: as a callback may, or as a signal does."""
+
+    def __init__(self, interruption: Interruption, signalled: bool):
+        self.interruption, self.signalled = interruption, signalled
+
+    def on_step_end(self, run, metrics):
+        if run.global_step == 2 and self.signalled:
+            self.interruption.signal = signal.SIGTERM
+        return run.global_step == 2 and not self.signalled
+
+
+def test_a_run_that_a_callback_ends_leaves_its_model():
+    run, interruption = Counted(), Interruption()
+    asyncio.run(run_steps(run, NO_CHECKPOINTS, lambda metrics, step: None, [Ending(interruption, False)], interruption))
+    assert run.happened == ["step 1", "step 2", "left"]
+
+
+def test_a_run_that_a_signal_ends_leaves_no_model():
+    run, interruption = Counted(), Interruption()
+    for event in run.disk.values():
+        event.set()
+    with pytest.raises(Interrupted):
+        asyncio.run(
+            run_steps(run, NO_CHECKPOINTS, lambda metrics, step: None, [Ending(interruption, True)], interruption)
+        )
+    assert run.happened == ["step 1", "step 2", "written 2"]
+
+
+def test_a_run_of_which_all_steps_were_taken_before_leaves_its_model():
+    run = Counted()
+    run.global_step = STEPS
+    asyncio.run(run_steps(run, NO_CHECKPOINTS, lambda metrics, step: None))
+    assert run.happened == ["left"]

@@ -49,9 +49,26 @@ def summary(capfd) -> str:
 def test_sft_ends_with_a_summary_and_goes_on_from_its_checkpoint(examples, tmp_path, capfd):
     assert main(examples) == 0
     assert summary(capfd).startswith("4 steps, ")
-    assert main([*examples, "num_epochs=3", "resume_from=latest"]) == 0
+    assert main([*examples, "num_epochs=3"]) == 0
     assert summary(capfd).startswith("6 steps (resumed from 4), ")
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_fine_tuning_begins_anew_where_that_is_asked_for(examples, tmp_path, capfd):
+    assert main(examples) == 0
+    assert main([*examples, "resume_from=none"]) == 0
+    assert summary(capfd).startswith("4 steps, ")
+    assert (tmp_path / "ckpts" / "metrics.1.jsonl").is_file()
+
+
+def test_other_data_in_the_folder_of_a_run_are_refused_with_what_to_set(examples, tmp_path, capfd):
+    assert main(examples) == 0
+    rows = (tmp_path / "rows.jsonl").read_text().splitlines()
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows[::-1]))
+    assert main(examples) == 1
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert "skyrl train sft: error: contents of train_datasets: " in said
+    assert "or train anew with resume_from=none and a ckpt_path of its own" in said
 
 
 OTHER_RUN = """

@@ -120,9 +120,9 @@ class SFTConfig(BaseConfig):
     async_checkpoints: bool = False
     """Write checkpoints while the next steps are taken, until there is another one."""
 
-    resume_from: str = ""
-    """Start of training: empty anew, latest from the newest checkpoint in ckpt_path (anew if there is none), or the
-    path of a checkpoint."""
+    resume_from: str = "latest"
+    """Start of training: latest from the newest checkpoint in ckpt_path (anew if there is none), none (or empty) anew,
+    or the path of a checkpoint."""
 
     hf_save_interval: NonNegativeInt = 0
     """Steps between exports in Hugging Face format, of adapters in PEFT's too; there is one after the last step as
@@ -130,6 +130,13 @@ class SFTConfig(BaseConfig):
 
     export_path: str = ""
     """Folder for exports."""
+
+    save_model: bool = True
+    """Leave the model of a finished run in the folder model of export_path, else of ckpt_path, else of run_name: an
+    adapter in PEFT's format, or a model of which all weights are trained in Hugging Face format."""
+
+    save_merged: bool = False
+    """Leave the whole model with the adapter merged into it, in Hugging Face format, in the place of the adapter."""
 
     seed: NonNegativeInt = 42
     """Seed of data order and initialisation."""
@@ -144,7 +151,8 @@ class SFTConfig(BaseConfig):
     """Trackers of metrics beside the local files: one or several of wandb, mlflow, swanlab, tensorboard, console."""
 
     eval_only: bool = False
-    """Measure the losses of eval_datasets and end: those of the checkpoint that resume_from names, or of the model."""
+    """Measure the losses of eval_datasets and end: those of the checkpoint that resume_from names, else of init_from,
+    else of the model."""
 
     init_from: str = ""
     """Checkpoint whose weights a new run begins with. Nothing else is taken from it: data, order and optimizer may be
@@ -202,8 +210,8 @@ class SFTConfig(BaseConfig):
                 f"eval_interval={self.eval_interval}: there is nothing to compare, or nowhere to keep the best; set "
                 "all four"
             )
-        needs_folder = self.resume_from == "latest" if self.eval_only else self.resume_from
-        if needs_folder and not self.ckpt_path:
+        resumes = self.resume_from == "latest" if self.eval_only else self.resume_from not in ("", "none")
+        if resumes and self.is_given("resume_from") and not self.ckpt_path:
             yield f"resume_from={self.resume_from}: there is no folder for this run's own checkpoints; set ckpt_path"
 
 

@@ -219,6 +219,13 @@ class TrainerConfig(BaseConfig):
     """Write checkpoints while the next steps are taken, until there is another one. They are of the step that they are
     named after."""
 
+    save_model: bool = True
+    """Leave the policy of a finished run in the folder model of export_path: an adapter in PEFT's format, or a model of
+    which all weights are trained in Hugging Face format."""
+
+    save_merged: bool = False
+    """Leave the whole policy with the adapter merged into it, in Hugging Face format, in the place of the adapter."""
+
     max_dumps_to_keep: Annotated[int, AfterValidator(all_or_some)] = -1
     """Newest steps whose batches, rollouts and evaluations are kept in export_path. -1: all."""
 

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +24,12 @@ from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, get_config_as_
 from skyrl.train.interruption import Interruption
 from skyrl.train.lr_schedules import learning_rate_factor
 from skyrl.train.policies import Learner, Models
+from skyrl.train.results import result_in
 from skyrl.train.rl.batch import Array, Batch
 from skyrl.train.rl.evaluate import eval_rows, evaluate
 from skyrl.train.rl.prompts import TrainingPrompts, evaluation_prompts, training_prompts
-from skyrl.train.rl.rollout_source import Source, SourceState, StalenessPolicy
-from skyrl.train.rl.setup import Setup, check_environments
+from skyrl.train.rl.rollout_source import SourceState
+from skyrl.train.rl.setup import Setup, check_environments, source_of
 from skyrl.train.rl.trainer import RLTrainer, SamplingState
 from skyrl.train.rl.update import RewardShaping, Update, env_rewards
 from skyrl.train.rollouts.episode import Prompt
@@ -90,6 +91,10 @@ class Run:
         self._evaluation = evaluation
         self._rollouts = rollouts
         self._store = store
+        settings = config.trainer
+        self._result = result_in(settings.export_path, settings.policy.model.lora.rank, settings.save_merged)
+        self._begun_at = 0
+        """Steps that were taken before the run was resumed."""
 
     @property
     def global_step(self) -> int:
@@ -188,6 +193,11 @@ class Run:
         if self.config.trainer.policy.model.lora.rank:
             await self.trainer.policy.export_adapter(str(folder / ADAPTER))
 
+    async def leave_model(self) -> None:
+        """Write the policy of the finished run, unless `trainer.save_model` is false."""
+        if self.config.trainer.save_model:
+            await self._result.write(self.trainer.policy, keep_earlier=self._begun_at == 0)
+
     def improves(self, metrics: Metrics) -> bool:
         """Return whether those of an evaluation are the best so far by `best_metric`."""
         return self._store.judge(self.global_step, metrics)
@@ -235,6 +245,7 @@ class Run:
 
     async def restore(self, checkpoint: Checkpoint) -> None:
         """Be what the checkpoint's run was."""
+        self._begun_at = checkpoint.step
         trainer, update, state = self.trainer, self.trainer.update, checkpoint.state
         for name, model in self._trained().items():
             await model.load(checkpoint.model_path(name))
@@ -247,15 +258,21 @@ class Run:
         update.policy_steps, update.critic_steps = state["policy_steps"], state["critic_steps"]
         update.kl_controller.value = state["kl_coefficient"]
 
+    def summary(self) -> str:
+        """The last words of a run that has finished: steps, and what it left where."""
+        before = f", {self._begun_at} of them before this run was resumed" if self._begun_at else ""
+        return closing_summary(f"{self.global_step} of {self.total_steps} steps are taken{before}", self.places())
+
     def places(self) -> dict[str, Path]:
         """Folders and files that a run leaves, by what is there."""
         settings = self.config.trainer
         exports, best = Path(settings.export_path), self._store.best
         return {
+            **({self._result.title: self._result.folder} if settings.save_model else {}),
             "newest checkpoint": self._store.folder_of(self.global_step),
             **({} if best is None else {"best checkpoint": self._store.folder_of(best.step)}),
             "metrics": Path(settings.ckpt_path) / METRICS_FILE,
-            "models in Hugging Face format": exports / f"global_step_{self.global_step}",
+            "newest export": exports / f"global_step_{self.global_step}",
             "evaluations": exports / "dumped_evals",
             "rollouts": exports / "dumped_rollouts",
             "training batches": exports / "dumped_data",
@@ -289,7 +306,7 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: Re
     if setup.load_reference is not None:
         update.reference = stack.enter_context(setup.load_reference()).learner(REFERENCE)
         await update.reference.create(LoraConfig(rank=1))  # fresh, so that it computes what its base model does
-    trainer = RLTrainer(config, policy, critic, _source(config, rollouts, prompts, total), update)
+    trainer = RLTrainer(config, policy, critic, source_of(config, rollouts, prompts, total), update)
     run = Run(config, models, trainer, prompts, evaluation, rollouts, store)
     if checkpoint is not None:
         await run.restore(checkpoint)
@@ -338,14 +355,8 @@ async def train_rl(
             await run.train(told, interruption)
         finally:
             await run.trainer.source.close()
-        log.info("%s", closing_summary(_taken(run, step), run.places()))
-        return run
-
-
-def _taken(run: Run, resumed: int) -> str:
-    return f"{run.global_step} of {run.total_steps} steps are taken" + (
-        f", {resumed} of them before this run was resumed" if resumed else ""
-    )
+    print(run.summary())
+    return run
 
 
 def _limit(run: Run) -> str:
@@ -373,23 +384,6 @@ def _arrays(batch: Batch) -> dict[str, Array]:
     arrays["first_token"] = np.array([row.token_ids[0] for row in batch.rows], np.int32)
     logprobs = batch.rollout_logprobs
     return arrays if logprobs is None else {**arrays, "rollout_logprobs": logprobs}
-
-
-def _source(config: SkyRLTrainConfig, rollouts: Rollouts, prompts: TrainingPrompts, steps: int) -> Source:
-    settings, parallel = config.trainer, config.trainer.fully_async
-    staleness = parallel.max_staleness_steps if parallel.enabled else int(settings.one_step_off)
-    batch = settings.train_batch_size
-    return Source(
-        rollouts,
-        prompts,
-        batch,
-        workers=parallel.num_parallel_generation_workers if parallel.enabled else batch * (staleness + 1),
-        max_failed_fraction=config.generator.max_failed_fraction,
-        steps=steps,
-        max_staleness_steps=staleness,
-        synchronous=not parallel.enabled,
-        staleness_policy=cast(StalenessPolicy, parallel.staleness_policy) if parallel.enabled else "block",
-    )
 
 
 def _schedule(config: SkyRLTrainConfig, steps: int) -> Callable[[OptimizerConfig, int], float]:

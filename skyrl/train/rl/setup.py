@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from skyrl.envs import check_settings, env_class
 from skyrl.errors import ConfigError
@@ -10,9 +10,11 @@ from skyrl.train.checkpoints import CheckpointStore, identity_of
 from skyrl.train.config import SkyRLTrainConfig, get_config_as_dict
 from skyrl.train.policies import Models
 from skyrl.train.ranking import Ranking
+from skyrl.train.rl.prompts import TrainingPrompts
+from skyrl.train.rl.rollout_source import Source, StalenessPolicy
 from skyrl.train.rollouts.chat import Chat, ChatTokenizer
 from skyrl.train.rollouts.generators.generator import load_generator
-from skyrl.train.rollouts.rollouts import chat_of
+from skyrl.train.rollouts.rollouts import Rollouts, chat_of
 from skyrl.train.strategy.base_model import check_base_model, fit_context, load_tokenizer
 from skyrl.train.strategy.registry import find_strategy
 from skyrl.train.strategy.strategy import Strategy
@@ -57,6 +59,24 @@ class Setup(NamedTuple):
         )
         reference = _reference_loader(config, strategy, tokenizer) if settings.has_teacher else None
         return cls(tokenizer, chat_of(config.generator, tokenizer), store, load, reference)
+
+
+def source_of(config: SkyRLTrainConfig, rollouts: Rollouts, prompts: TrainingPrompts, steps: int) -> Source:
+    """The source of rollouts for a run of so many steps."""
+    settings, parallel = config.trainer, config.trainer.fully_async
+    staleness = parallel.max_staleness_steps if parallel.enabled else int(settings.one_step_off)
+    batch = settings.train_batch_size
+    return Source(
+        rollouts,
+        prompts,
+        batch,
+        workers=parallel.num_parallel_generation_workers if parallel.enabled else batch * (staleness + 1),
+        max_failed_fraction=config.generator.max_failed_fraction,
+        steps=steps,
+        max_staleness_steps=staleness,
+        synchronous=not parallel.enabled,
+        staleness_policy=cast(StalenessPolicy, parallel.staleness_policy) if parallel.enabled else "block",
+    )
 
 
 def check_environments(config: SkyRLTrainConfig, env_classes: Iterable[str]) -> None:

@@ -89,9 +89,8 @@ async def evaluate_sft(config: SFTConfig) -> Metrics:
         models = stack.enter_context(load())
         learner = models.learner(MODEL)
         method = method_of(config, learner, models.learner)
-        found = None
-        if config.resume_from:
-            found = checkpoint_store(config).find(*resume_mode(config.resume_from))
+        mode, path = resume_mode(config.resume_from)
+        found = checkpoint_store(config).find(mode, path) if config.ckpt_path or mode == "from_path" else None
         if found is not None:
             await learner.load(found.model_path(MODEL), optimizer=False)
             await method.restore(found)

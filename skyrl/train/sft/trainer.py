@@ -24,6 +24,7 @@ from skyrl.train.interruption import Interruption
 from skyrl.train.lr_schedules import adam_params, learning_rate_factor
 from skyrl.train.policies import Learner
 from skyrl.train.ranking import Ranking
+from skyrl.train.results import Result, result_in
 from skyrl.train.run_loop import WAY_ON, Cadence, run_steps
 from skyrl.train.sft.datasets import Dataset
 from skyrl.train.sft.methods import MODEL, Likelihood, Method
@@ -31,8 +32,8 @@ from skyrl.train.tracking.metrics import Metrics, Report
 
 logger = logging.getLogger(__name__)
 
-RESUME_MODES = {"": "none", "latest": "latest"}
-FIELDS = Fields(ckpt_path="ckpt_path", own_folder="ckpt_path", resume_path="resume_from", anew="resume_from=''")
+RESUME_MODES = {"": "none", "none": "none", "latest": "latest"}
+FIELDS = Fields(ckpt_path="ckpt_path", own_folder="ckpt_path", resume_path="resume_from", anew="resume_from=none")
 ADAPTER = "policy_adapter"
 """The folder of its adapter in an export."""
 SUMMED_UP = ("/loss", "rewards/accuracies")
@@ -108,6 +109,7 @@ class SFTTrainer:
         self.steps_per_epoch = self.order.steps_per_epoch
         self.global_step = 0
         """Optimizer steps taken."""
+        self._begun_at = 0
         self._is_ready = False
 
     @property
@@ -191,6 +193,11 @@ class SFTTrainer:
         if self._config.model.lora.rank:
             await self._learner.export_adapter(str(folder / ADAPTER))
 
+    async def leave_model(self) -> None:
+        """Write the model of the finished run, unless `save_model` is false."""
+        if self._config.save_model:
+            await result_of(self._config).write(self._learner, keep_earlier=self._begun_at == 0)
+
     def improves(self, metrics: Metrics) -> bool:
         """Return whether those of an evaluation are the best so far by `best_metric`."""
         return self._checkpoints is not None and self._checkpoints.judge(self.global_step, metrics)
@@ -208,12 +215,15 @@ class SFTTrainer:
     def places(self) -> dict[str, Path]:
         """Folders and files that a run leaves, by what is there."""
         config, places = self._config, dict[str, Path]()
+        if config.save_model:
+            result = result_of(config)
+            places[result.title] = result.folder
         if self._checkpoints is not None:
             places["newest checkpoint"] = self._checkpoints.folder_of(self.global_step)
             if (best := self._checkpoints.best) is not None:
                 places["best checkpoint"] = self._checkpoints.folder_of(best.step)
         if config.export_path:
-            places["model in Hugging Face format"] = Path(config.export_path) / f"global_step_{self.global_step}"
+            places["newest export"] = Path(config.export_path) / f"global_step_{self.global_step}"
         return places
 
     async def resume(self) -> int | None:
@@ -229,10 +239,11 @@ class SFTTrainer:
         found = self._checkpoints.resume(*resume_mode(wanted))
         if found is None:
             return None
-        check_same_order(found.state, self._state, "leave out resume_from")
+        check_same_order(found.state, self._state, "train anew with resume_from=none and a ckpt_path of its own")
         await self._learner.load(found.model_path(MODEL))
         await self._method.restore(found)
         self.global_step = found.step
+        self._begun_at = found.step
         return found.step
 
     def _check_lengths(self, limit: int) -> None:
@@ -262,6 +273,12 @@ class SFTTrainer:
 def resume_mode(resume_from: str) -> tuple[str, str]:
     """Mode and path that a checkpoint is found by."""
     return RESUME_MODES.get(resume_from, "from_path"), resume_from
+
+
+def result_of(config: SFTConfig) -> Result:
+    """The model that a finished run leaves."""
+    folder = config.export_path or config.ckpt_path or config.run_name
+    return result_in(folder, config.model.lora.rank, config.save_merged)
 
 
 def checkpoint_store(config: SFTConfig) -> CheckpointStore:

@@ -137,7 +137,7 @@ class _MetricsFile:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if resumed_step is None or not self._keep_until(resumed_step):
-                _set_aside(path)
+                set_aside(path)
         except (OSError, StorageError) as error:
             self._report(error)
 
@@ -202,8 +202,8 @@ def _append(path: Path, line: bytes) -> None:
             raise
 
 
-def _set_aside(path: Path) -> None:
-    """Give a file of an earlier run the first free name."""
+def set_aside(path: Path) -> None:
+    """Give a file or folder of an earlier run the first free name: metrics.1.jsonl, model.1."""
     if path.exists():
         taken = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(1, 1_000_000))
         path.rename(next(name for name in taken if not name.exists()))

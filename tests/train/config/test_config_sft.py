@@ -58,6 +58,7 @@ def test_a_run_has_as_many_steps_as_epochs_or_steps_say(overrides, steps):
         ),
         (("ckpt_interval=5",), "ckpt_interval=5: there is nowhere to write to; set ckpt_path"),
         (("hf_save_interval=5",), "hf_save_interval=5: there is nowhere to write to; set export_path"),
+        (("resume_from=c/global_step_1",), "resume_from=c/global_step_1: there is no folder"),
         (("resume_from=latest",), "resume_from=latest: there is no folder for this run's own checkpoints"),
         (("model.path=null",), "model.path=None: there is no model"),
         (("train_on_what=last_assistant",), "did you mean last_assistant_"),

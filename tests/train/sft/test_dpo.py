@@ -42,7 +42,7 @@ def rows(tmp_path_factory) -> Path:
 
 def config(model: Path, rows: Path, *overrides: str) -> DPOConfig:
     given = [f"model.path={model}", f"train_datasets=[{rows}]", f"eval_datasets=[{rows}]", "optimizer_config.lr=1e-3"]
-    return DPOConfig.from_cli_overrides([*given, "batch_size=3", *overrides]).resolve()
+    return DPOConfig.from_cli_overrides([*given, "batch_size=3", "save_model=false", *overrides]).resolve()
 
 
 class Killed(Exception):

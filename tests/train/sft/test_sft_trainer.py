@@ -59,6 +59,7 @@ HELD_OUT = [dataset("c", 5, 3), dataset("d", 3, 4)]
 
 def config(model: Path, *overrides: str) -> SFTConfig:
     given = [f"model.path={model}", "train_datasets=[a, b]", "eval_datasets=[c, d]", "optimizer_config.lr=1e-3"]
+    given += ["save_model=false"]
     return SFTConfig.from_cli_overrides([*given, *overrides]).resolve()
 
 
@@ -305,8 +306,8 @@ def test_messages_about_checkpoints_name_fields_that_sft_has(client, tiny_model,
     train(client, config(tiny_model, *options), 4)
     assert elsewhere.startswith("ckpt_path: ")
     assert in_use.startswith(f"ckpt_path={tmp_path}/other: ") and "give each run a ckpt_path of its own" in in_use
-    assert "set resume_from to one, or train anew with resume_from=''" in missing
-    assert "train anew with resume_from='' and a ckpt_path of its own" in other_model
+    assert "set resume_from to one, or train anew with resume_from=none" in missing
+    assert "train anew with resume_from=none and a ckpt_path of its own" in other_model
     warned = "\n".join(caplog.messages)
     assert "Give each run a ckpt_path of its own" in warned
     for said in (elsewhere, in_use, missing, other_model, warned):

@@ -1,0 +1,173 @@
+"""`skyrl export`: the model of a checkpoint, as an adapter for PEFT or as a whole model in Hugging Face format.
+
+A checkpoint says which model its run trained, and how. It is loaded by the backend of that run's strategy, on the CPU,
+and written as the end of a run writes its model (`skyrl.train.results`). Nothing of the run is changed, so that it may
+be going on meanwhile.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from skyrl.backends.base_folder import config_of
+from skyrl.backends.common.models.checkpoint_folder import TRAINING_STATE
+from skyrl.backends.registry import find_backend, options_of
+from skyrl.errors import ConfigError, RequestError, StorageError
+from skyrl.train.checkpoints import MARKER, STATE, Checkpoint, CheckpointStore
+from skyrl.train.config import SFTConfig
+from skyrl.train.results import RESULT, Result
+from skyrl.train.strategy.base_model import check_base_model
+from skyrl.train.strategy.registry import find_strategy
+
+POLICY = "policy"
+"""Folder of the trained model in a checkpoint, of RL as of SFT."""
+KEPT = ("config_overrides", "dtype")
+"""Options of a run's backend that change what is written."""
+SMALL = {"kv_cache_gib": 2**-10, "max_context_length": 32, "device": "cpu"}
+"""Options of a backend that computes nothing, as far as it has them. JAX is told its device by JAX_PLATFORMS."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="skyrl export",
+        description="Write the model of a checkpoint: the adapter of a LoRA run in PEFT's format, any other model in "
+        "Hugging Face format. Takes no GPU, and the run may be going on.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="ckpt_path of a run (its newest checkpoint), or a global_step_N in it"
+    )
+    parser.add_argument(
+        "--merged", action="store_true", help="the whole model with the adapter merged into it, in Hugging Face format"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help=f"where to write; not there yet (RUN/{RESULT}_step_N)"
+    )
+    parser.add_argument("--base", metavar="MODEL", help="base model, if it is not where the run found it")
+    given = parser.parse_args(argv)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    try:
+        step, result = export(given.run.expanduser(), given.merged, given.output, given.base)
+    except (ConfigError, RequestError, StorageError) as error:
+        print(f"skyrl export: error: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {result.folder}: {result.title} of step {step}")
+    return 0
+
+
+def export(run: Path, is_merged: bool, output: Path | None = None, base: str | None = None) -> tuple[int, Result]:
+    """Write the model of a checkpoint. Returns its step, and what was written.
+
+    Args:
+        run: Folder of a run's checkpoints, of which the newest is taken, or of one.
+        is_merged: Write the whole model where an adapter was trained.
+        output: Where to write. None: beside the checkpoint.
+        base: The base model. None: that of the run.
+
+    Raises ConfigError and StorageError for what is no whole checkpoint, or cannot be written.
+    """
+    path = _checkpoint_of(run)
+    stored = _state_of(path)
+    checkpoint = CheckpointStore(path.parent, identity=stored["identity"]).initial(str(path), "RUN")
+    settings = _settings_of(checkpoint)
+    is_adapter = settings.model.lora.rank > 0 and not is_merged
+    name = f"{'merged' if is_merged else RESULT}_step_{checkpoint.step}"
+    result = Result(output or path.parent / name, is_adapter)
+    if result.folder.exists():
+        raise ConfigError(f"--output {result.folder} is there already; name a new folder")
+    if base is not None:
+        settings.model.path = base
+    asyncio.run(_write(checkpoint, settings, result, "RUN: model.path" if base is None else "--base"))
+    return checkpoint.step, result
+
+
+async def _write(checkpoint: Checkpoint, settings: SFTConfig, result: Result, field: str) -> None:
+    strategy = find_strategy(settings)
+    base = settings.model.path
+    assert base is not None, "a run has a model"
+    try:
+        check_base_model(base, field, strategy.architectures)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (--base says where it is now)") from error
+    options = getattr(settings, strategy.name)
+    if options.get("dtype", "auto") == "auto":
+        options["dtype"] = _dtype_of(base)
+    with strategy.sft_loader(settings)() as models:
+        learner = models.learner(POLICY)
+        await learner.load(checkpoint.model_path(POLICY), optimizer=False)
+        await result.write(learner, keep_earlier=False)
+
+
+def _dtype_of(base: str) -> str:
+    """Type of a base model's weights, which an export has too."""
+    config = config_of(base, "--base")
+    config = config.get("text_config") or config
+    return "bfloat16" if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")) else "float32"
+
+
+def _checkpoint_of(run: Path) -> Path:
+    """Folder of the checkpoint that is meant."""
+    if (run / STATE).is_file():
+        return run
+    step = CheckpointStore(run, identity={}).marked_step()
+    if step is not None:
+        return run / f"global_step_{step}"
+    left = run / RESULT
+    there = f"; its model is in {left}" if left.is_dir() else ""
+    raise ConfigError(
+        f"RUN={run} holds no checkpoint (no {MARKER}): name the ckpt_path of a run with ckpt_interval above 0, or a "
+        f"global_step_N in it{there}"
+    )
+
+
+def _state_of(path: Path) -> Mapping[str, Any]:
+    try:
+        return json.loads((path / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{path / STATE} cannot be read ({error}); name another checkpoint") from error
+
+
+def _settings_of(checkpoint: Checkpoint) -> SFTConfig:
+    """The configuration that loads the trained model of a run, of RL or SFT, and nothing else of it."""
+    of_rl = "trainer" in checkpoint.settings
+    settings = checkpoint.settings.get("trainer", checkpoint.settings)
+    if "strategy" not in settings:
+        raise ConfigError(
+            f"RUN={checkpoint.path} does not say its strategy, as an older version wrote it; go on with the run for a "
+            "step, and export that checkpoint"
+        )
+    model = settings["policy"]["model"] if of_rl else settings["model"]
+    config = SFTConfig.from_dict_config(
+        {
+            "strategy": settings["strategy"],
+            "model": {"path": _base_of(checkpoint, model["path"]), "lora": {"rank": model["lora"]["rank"]}},
+        }
+    )
+    strategy = find_strategy(config)
+    known = options_of(find_backend(strategy.backend)).model_fields
+    options = {name: value for name, value in SMALL.items() if name in known}
+    if of_rl and (overrides := _overrides_of(settings)):
+        options["config_overrides"] = overrides
+    options |= {name: value for name, value in settings[strategy.name].items() if name in KEPT}
+    getattr(config, strategy.name).update(options)
+    return config
+
+
+def _overrides_of(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Values in the place of those in the policy's config.json, which an export has too."""
+    rope = {name: trainer[name] for name in ("rope_scaling", "rope_theta") if trainer[name] is not None}
+    return {**rope, **trainer["policy"]["model_config_kwargs"]}
+
+
+def _base_of(checkpoint: Checkpoint, path: str) -> str:
+    """The base model: as the run was told, or the folder where it was then if that was relative to another one."""
+    if Path(path).expanduser().is_dir():
+        return path
+    header = json.loads(Path(checkpoint.model_path(POLICY), TRAINING_STATE).read_text())
+    return header["base_model"] if Path(header["base_model"]).is_dir() else path

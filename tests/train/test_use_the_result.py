@@ -1,0 +1,161 @@
+"""The sections "Use the result" of the guides, run as they stand: transformers, PEFT and servers agree."""
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from peft import PeftModel
+from short_runs import command
+from transformers import AutoModelForCausalLM
+
+import oracle
+from live import make_tiny_model
+from skyrl.cli import main
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
+from skyrl.tinker.local_server import LocalServer, close_client
+from skyrl.tx.synthetic.make_model import make_model
+
+DOCS = Path(__file__).parents[2] / "docs"
+CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "Egypt": "Cairo"}
+TOKENS = [5, 6, 7, 8, 9, 10]
+TORCH = {"backend": "skyrl_train"}
+"""A server that has nothing to compile."""
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """A command sets up the logging of its process."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def section(page: str) -> str:
+    text = (DOCS / page).read_text()
+    return re.search(r"^## Use the result\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)[1]  # type: ignore[index]
+
+
+def python(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", section(page), re.DOTALL)
+
+
+def commands(page: str, name: str) -> list[list[str]]:
+    """The arguments of each command of a section that begins with `skyrl` and a name."""
+    text = "\n".join(re.findall(r"```bash\n(.*?)```", section(page), re.DOTALL)).replace("\\\n", " ")
+    lines = [line.split() for line in text.splitlines()]
+    return [line[1:] for line in lines if line[1:2] == [name]]
+
+
+def option(arguments: list[str], name: str) -> str:
+    return arguments[arguments.index(name) + 1]
+
+
+def logprobs(model: Any) -> np.ndarray:
+    with torch.no_grad():
+        return oracle.logprobs(model, TOKENS).numpy()
+
+
+def of_server(sampler: tinker.SamplingClient) -> np.ndarray:
+    found = sampler.compute_logprobs(tinker.ModelInput.from_ints(TOKENS)).result()
+    return np.array(found[1:], np.float64)
+
+
+class Servers:
+    """The servers of a section, whose blocks talk to them at the ports of the page."""
+
+    def __init__(self, page: str, folder: Path):
+        self.blocks = [block for block in python(page) if "tinker" in block]
+        whole, base = commands(page, "serve")
+        self.servers = [
+            LocalServer(folder / name, option(arguments, "--base-model"), TORCH)
+            for name, arguments in (("whole", whole), ("base", base))
+        ]
+        (self.upload,) = commands(page, "adapter")
+
+    def run(self, block: str, path: str = "") -> dict[str, Any]:
+        """Names that a block gives, with these servers in the place of the page's."""
+        whole, base = self.servers
+        code = block.replace("http://127.0.0.1:8000", whole.url).replace("http://127.0.0.1:8001", base.url)
+        names: dict[str, Any] = {"tinker": tinker}
+        exec(code.replace("tinker://MODEL/weights/upload", path), names)
+        return names
+
+    def samplers(self, capfd: pytest.CaptureFixture[str]) -> Iterator[tuple[str, tinker.SamplingClient, str]]:
+        """(what it samples, sampler, what the block printed): of the whole model, then of the adapter."""
+        whole, base = self.servers
+        with whole:
+            names = self.run(self.blocks[0])
+            yield "whole", names["sampler"], capfd.readouterr().out
+            close_client(names["service"])
+        with base:
+            assert main([*self.upload[:-1], base.url]) == 0
+            path = capfd.readouterr().out.splitlines()[-1]
+            assert path.startswith("tinker://")
+            names = self.run(self.blocks[-1], path)
+            yield "adapter", names["sampler"], ""
+            close_client(names["service"])
+
+
+def test_the_result_of_fine_tuning_is_used_as_its_guide_says(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    make_model("small", hidden=64, layers=2)
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is the capital of {country}?"},
+                {"role": "assistant", "content": f"{city}."},
+            ]
+        }
+        for country, city in CAPITALS.items()
+    ]
+    Path("capitals.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (train,), (export,) = commands("sft.md", "train"), commands("sft.md", "export")
+    assert main([*train, "strategy=fsdp2"]) == 0 and main(export) == 0
+    said = capfd.readouterr().out
+    titles = re.findall(r"^  model \(.*\)  \S+$|^wrote .*$", section("sft.md"), re.MULTILINE)
+    assert len(titles) == 2 and all(title in said for title in titles)
+    peft, whole, *_ = python("sft.md")
+    names: dict[str, Any] = {}
+    exec(peft, names)
+    assert capfd.readouterr().out == "Lima.\n"
+    adapted = names["model"]
+    exec(whole, names)
+    expected = logprobs(adapted)
+    np.testing.assert_allclose(logprobs(names["model"]), expected, atol=1e-4)
+    for what, sampler, printed in Servers("sft.md", tmp_path / "servers").samplers(capfd):
+        np.testing.assert_allclose(of_server(sampler), expected, atol=1e-4, err_msg=what)
+        assert what == "adapter" or printed == "Lima.\n"
+
+
+def test_the_result_of_rl_is_used_as_its_guide_says(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    base = make_tiny_model(Path("build/demo-rl/warm"))
+    write_rows(Path("rows.jsonl"), ({"prompt": row["prompt"]} for row in arithmetic_rows(4, seed=0, largest=9)))
+    hashed = ["environment.env_class=rewarding:Hashed", "trainer.max_steps=1"]
+    for overrides in (["lora.rank=0", "arithmetic"], ["lora.rank=8", "adapter"]):
+        rank, folder = overrides
+        given = command(Path("rows.jsonl"), base, Path(folder) / "checkpoints", *hashed)
+        assert main(["train", "rl", *given, f"trainer.export_path={folder}", f"trainer.policy.model.{rank}"]) == 0
+    assert "model (Hugging Face format)  arithmetic/model" in capfd.readouterr().out
+    (export,) = commands("rl.md", "export")
+    assert main(export) == 0
+    names: dict[str, Any] = {}
+    exec(python("rl.md")[0], names)
+    whole, adapted = names["model"], names["adapted"]
+    assert isinstance(adapted, PeftModel)
+    expected = {"whole": logprobs(whole), "adapter": logprobs(adapted)}
+    merged = AutoModelForCausalLM.from_pretrained(option(export, "--output"))
+    np.testing.assert_allclose(logprobs(merged), expected["adapter"], atol=1e-4)
+    before = logprobs(oracle.load(base))
+    assert all(not np.allclose(one, before, atol=1e-3) for one in expected.values())
+    for what, sampler, _ in Servers("rl.md", tmp_path / "servers").samplers(capfd):
+        np.testing.assert_allclose(of_server(sampler), expected[what], atol=1e-4, err_msg=what)
