@@ -1,6 +1,5 @@
 """The folder of a base model on this machine, and what its config.json says; a hub id is downloaded."""
 
-import difflib
 import json
 import os
 import tempfile
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.errors import RequestError
+from skyrl.utils.spelling import did_you_mean
 
 ROPE = ("rope_theta", "rope_scaling")
 """Names of what positions are turned by, in the config.json of older models."""
@@ -94,8 +94,7 @@ def _check_names(names: Collection[str], known: Collection[str], model_type: Any
 
     theirs = CONFIG_MAPPING[model_type]().to_dict() if model_type in CONFIG_MAPPING else {}
     if strange := [name for name in unknown if name not in theirs]:
-        near = difflib.get_close_matches(strange[0], {*known, *theirs}, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(strange[0], {*known, *theirs})
         raise RequestError(
             f"model_config_kwargs.{strange[0]}: neither the model's config.json nor transformers' configuration of "
             f"{model_type} has that name{hint or '; leave it out'}"

@@ -36,6 +36,7 @@ def folder(tmp_path) -> Path:
     for name, block in blocks:
         (tmp_path / name).write_text(block)
     assert {name for name, _ in blocks} == {"guess_env.py", "guesses.py"}
+    (tmp_path / "broken.py").write_text("import math\nimport numpyy\n")
     return tmp_path
 
 
@@ -128,6 +129,22 @@ REFUSED = {
     "a template that is not there": (
         ["generator.chat_template.source=file", "generator.chat_template.name_or_path=none.jinja"],
         ["none.jinja"],
+    ),
+    **{
+        f"a module that fails, as {field}": (
+            [f"{field}={name}"],
+            [name.strip("[]"), "broken.py, line 2: ModuleNotFoundError: No module named 'numpyy'; fix it"],
+        )
+        for field, name in {
+            "environment.env_class": "broken:Env",
+            "trainer.algorithm.policy_loss_type": "broken:loss",
+            "trainer.algorithm.advantage_estimator": "broken:estimate",
+            "trainer.callbacks": "[broken:Callback]",
+        }.items()
+    },
+    "a callback that is not there": (
+        ["trainer.callbacks=[broken_not:Callback]"],
+        ["trainer.callbacks: no callback at 'broken_not:Callback'", "none is registered"],
     ),
     "a checkpoint that is not there": (
         ["trainer.resume_mode=from_path", "trainer.resume_path=run/global_step_3"],

@@ -101,6 +101,16 @@ def test_what_is_wrong_is_said_in_one_message_without_a_traceback(arguments, wor
     assert all(word in message for word in words) and "Traceback" not in said
 
 
+def test_a_callback_that_fails_is_told_before_the_model_is_loaded(examples, tmp_path, monkeypatch, capfd):
+    (tmp_path / "broken_callback.py").write_text("import numpyy\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main([*examples, "callbacks=[broken_callback:Told]"]) == 1
+    said = capfd.readouterr().err
+    assert "callbacks: callback 'broken_callback:Told': " in said
+    assert "broken_callback.py, line 1: ModuleNotFoundError: No module named 'numpyy'" in said
+    assert "rows used" not in said and "weights" not in said
+
+
 @pytest.mark.parametrize(("kind", "config"), [("rl", SkyRLTrainConfig), ("sft", SFTConfig), ("dpo", DPOConfig)])
 def test_every_field_is_listed(kind, config, capfd):
     assert main(["train", kind, "--fields"]) == 0

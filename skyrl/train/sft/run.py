@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyrl.errors import ConfigError
+from skyrl.train.callbacks import load_callbacks
 from skyrl.train.config import SFTConfig, get_config_as_dict
 from skyrl.train.data.loaders import Loader, as_it_is
 from skyrl.train.interruption import Interruption
@@ -38,6 +39,7 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
         loader: What makes each row of the data one of a known kind.
     """
     load, tokenizer = _checked(config)
+    callbacks = load_callbacks(config.callbacks, "callbacks")
     train, evaluation = load_datasets(config, tokenizer, loader)
     with ExitStack() as stack:
         interruption = Interruption()
@@ -49,7 +51,7 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
         def told(metrics: Metrics, step: int) -> None:
             report(metrics, step)
 
-        trainer = SFTTrainer(config, learner, train, evaluation, report=told, method=method)
+        trainer = SFTTrainer(config, learner, train, evaluation, report=told, method=method, callbacks=callbacks)
         resumed = await trainer.resume()
         if resumed is None and config.init_from:
             await _begin_with(config.init_from, config, learner, method)

@@ -18,11 +18,11 @@ from skyrl.backends.executor.sampling_options import check_values
 from skyrl.backends.registry import find_backend, options_of
 from skyrl.errors import ConfigError, RequestError
 from skyrl.train.config import SFTConfig, SkyRLLoraConfig, SkyRLTrainConfig
-from skyrl.train.config.machinery.fields import did_you_mean
 from skyrl.train.policies import BackendModels
 from skyrl.train.policies.sampling_options import options_of as sampling_options_of
 from skyrl.train.strategy.support import Support
 from skyrl.types import AdapterConfig, LoraConfig
+from skyrl.utils.spelling import did_you_mean
 
 log = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from skyrl.train.config import (
     TrainerConfig,
     get_config_as_dict,
 )
-from skyrl.train.config.machinery.fields import did_you_mean
 from skyrl.train.lr_schedules import POLYNOMIAL_END, SCHEDULES
 from skyrl.train.strategy.registry import find_strategy
 from skyrl.train.strategy.support import unsupported, unsupported_in_sft
 from skyrl.train.tracking.availability import warn_of_trackers
 from skyrl.utils.files.atomic_folders import local_path
 from skyrl.utils.registry import Registry
+from skyrl.utils.spelling import did_you_mean
 
 
 def validate(config: SkyRLTrainConfig) -> None:
@@ -75,15 +75,17 @@ def _name_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             registry.get(name)
         except KeyError as error:
             yield (
-                f"trainer.algorithm.{field}={name}: {error.args[0]}{did_you_mean(name, registry)}; one of your own is "
-                "registered before, or named as module:function"
+                f"trainer.algorithm.{field}={name}: {error.args[0]}; one of your own is registered before, or named as "
+                "module:function"
             )
+        except ConfigError as error:
+            yield f"trainer.algorithm.{field}={name}: {error}"
 
 
 def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     try:
         find_policy_loss(algorithm.policy_loss_type, get_config_as_dict(algorithm))
-    except KeyError:  # told with the other names
+    except (KeyError, ConfigError):  # told with the other names
         pass
     except ValueError as error:
         yield f"trainer.algorithm: {error}"

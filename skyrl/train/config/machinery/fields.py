@@ -4,10 +4,9 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from enum import Enum
 from pathlib import PurePath
 from types import UnionType
@@ -16,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_ty
 from pydantic import AfterValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
 
 from skyrl.train.config.machinery.text import Written
+from skyrl.utils.spelling import did_you_mean
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 """A number from 0 to 1."""
@@ -26,12 +26,6 @@ MinusOneOrMore = Annotated[int, Field(ge=-1)]
 
 class Section:
     """Base of classes whose instances are parts of a configuration tree rather than values."""
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, or nothing if none is near."""
-    near = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def known_name(value: object, names: Sequence[str | None]) -> None:
