@@ -26,6 +26,19 @@ def model_folder(base_model: str) -> Path:
     return _found(base_model, lambda: snapshot_download(base_model, allow_patterns=files))
 
 
+def is_on_this_machine(base_model: str) -> bool:
+    """Return True for a folder, and for a model in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if Path(base_model).expanduser().is_dir():
+        return True
+    try:
+        return isinstance(try_to_load_from_cache(base_model, "config.json"), str)
+    except HFValidationError:
+        return False
+
+
 def config_of(base_model: str, field: str = "base_model") -> Mapping[str, Any]:
     """The model's config.json, which alone is downloaded for a hub id.
 

@@ -86,7 +86,7 @@ def test_a_file_is_the_configuration_and_overrides_win(examples, tmp_path, capfd
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["rl", "trainer.epochs=x"], ["trainer.epochs=x", "integer"]),
+        (["rl", "trainer.epochs=x"], ["trainer.epochs=x: give a whole number"]),
         (["rl", "trainer.epoch=1"], ["epoch", "did you mean epochs?"]),
         (["rl", "trainer.strategy=megatron", "generator.batched=true"], ["strategy=megatron", "not served yet"]),
         (["rl", "--config", "/nowhere.yaml"], ["/nowhere.yaml"]),

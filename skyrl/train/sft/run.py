@@ -16,7 +16,7 @@ from skyrl.train.sft import load_datasets
 from skyrl.train.sft.conversations import ChatTokenizer
 from skyrl.train.sft.methods import MODEL, Method, method_of
 from skyrl.train.sft.trainer import SFTTrainer, Summary, checkpoint_store, resume_mode
-from skyrl.train.strategy.base_model import check_base_model, load_tokenizer
+from skyrl.train.strategy.base_model import check_base_model, check_model_given, load_tokenizer
 from skyrl.train.strategy.registry import find_strategy
 from skyrl.train.strategy.strategy import sft_adapter
 from skyrl.train.strategy.validate import validate_sft
@@ -112,6 +112,7 @@ async def evaluate_sft(config: SFTConfig) -> Metrics:
 def _checked(config: SFTConfig) -> tuple[Callable[[], AbstractContextManager[Models]], ChatTokenizer]:
     """What loads the models of a configuration that can be run, and its tokenizer."""
     validate_sft(config)
+    check_model_given(config.model, BASE_MODEL, config.example)
     strategy, base_model = find_strategy(config), config.model.path
     load = strategy.sft_loader(config)
     assert base_model is not None  # or the configuration would not have resolved

@@ -4,6 +4,7 @@ A configuration checks its own values and rules when it is resolved. What is reg
 above it only. A trainer calls `validate(config)` after `resolve()`.
 """
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,8 @@ from skyrl.train.tracking.availability import warn_of_trackers
 from skyrl.utils.files.atomic_folders import local_path
 from skyrl.utils.registry import Registry
 from skyrl.utils.spelling import did_you_mean
+
+log = logging.getLogger(__name__)
 
 
 def validate(config: SkyRLTrainConfig) -> None:
@@ -50,6 +53,11 @@ def validate(config: SkyRLTrainConfig) -> None:
     if problems:
         raise ConfigError("\n".join(problems))
     warn_of_trackers("trainer.logger", trainer.logger)
+    if not trainer.is_given("logger"):
+        log.info(
+            "trainer.logger=%s (it was left out): name a tracker for plots, such as tensorboard or wandb",
+            trainer.logger,
+        )
 
 
 def validate_sft(config: SFTConfig) -> None:
