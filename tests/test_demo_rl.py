@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_written_to_is_one_message_and_status_1(tmp_path
 
 def test_what_cannot_be_run_is_one_message_and_status_1(tmp_path, capsys):
     assert main(["--output", str(tmp_path / "out")], dataclasses.replace(SMALL, epochs=0)) == 1
-    assert capsys.readouterr().err == "The demo failed: trainer.epochs=0: Input should be greater than 0\n"
+    assert capsys.readouterr().err == "The demo failed: trainer.epochs=0: give a number above 0\n"
 
 
 @pytest.mark.parametrize(

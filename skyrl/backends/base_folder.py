@@ -1,6 +1,5 @@
 """The folder of a base model on this machine, and what its config.json says; a hub id is downloaded."""
 
-import difflib
 import json
 import os
 import tempfile
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.errors import RequestError
+from skyrl.utils.spelling import did_you_mean
 
 ROPE = ("rope_theta", "rope_scaling")
 """Names of what positions are turned by, in the config.json of older models."""
@@ -24,6 +24,19 @@ def model_folder(base_model: str) -> Path:
 
     files = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
     return _found(base_model, lambda: snapshot_download(base_model, allow_patterns=files))
+
+
+def is_on_this_machine(base_model: str) -> bool:
+    """Return True for a folder, and for a model in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if Path(base_model).expanduser().is_dir():
+        return True
+    try:
+        return isinstance(try_to_load_from_cache(base_model, "config.json"), str)
+    except HFValidationError:
+        return False
 
 
 def config_of(base_model: str, field: str = "base_model") -> Mapping[str, Any]:
@@ -94,8 +107,7 @@ def _check_names(names: Collection[str], known: Collection[str], model_type: Any
 
     theirs = CONFIG_MAPPING[model_type]().to_dict() if model_type in CONFIG_MAPPING else {}
     if strange := [name for name in unknown if name not in theirs]:
-        near = difflib.get_close_matches(strange[0], {*known, *theirs}, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(strange[0], {*known, *theirs})
         raise RequestError(
             f"model_config_kwargs.{strange[0]}: neither the model's config.json nor transformers' configuration of "
             f"{model_type} has that name{hint or '; leave it out'}"

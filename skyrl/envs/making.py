@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
 from skyrl.envs.env import ENVS, Env
@@ -12,6 +11,7 @@ from skyrl.envs.threads import EnvWorkers
 from skyrl.errors import ConfigError
 from skyrl.train.config.environment import SkyRLGymConfig, reward_terms
 from skyrl.train.config.machinery.base import BaseConfig
+from skyrl.utils.spelling import nearest
 
 
 def make_env(
@@ -73,16 +73,16 @@ def env_class(env_id: str) -> type[Env[Any]]:
     """
     if any(mark in env_id for mark in "+*="):
         return summing(tuple((term, _reward_function(term.function)) for term in reward_terms(env_id)))
+    module, colon, _ = env_id.partition(":")
+    if not colon and env_id not in ENVS:
+        raise ConfigError(f"no environment named {env_id!r}; known: {', '.join(ENVS)}; {_nearest(env_id, ENVS)}")
     try:
         cls = ENVS.get(env_id)
     except KeyError as error:
-        way_out = (
-            f"{env_id.partition(':')[0]} is imported from the working directory ({os.getcwd()}) and from where Python "
+        raise ConfigError(
+            f"{error.args[0]}; {module} is imported from the working directory ({os.getcwd()}) and from where Python "
             "looks (PYTHONPATH)"
-            if ":" in env_id
-            else _nearest(env_id, ENVS)
-        )
-        raise ConfigError(f"{error.args[0]}; {way_out}") from error
+        ) from error
     if callable(cls) and not isinstance(cls, type):
         return rewarding(env_id, cls)
     if not (isinstance(cls, type) and issubclass(cls, Env)):
@@ -109,5 +109,5 @@ def _configured(cls: type[Env[Any]], settings: Mapping[str, Any] | BaseConfig | 
 
 
 def _nearest(name: str, known: Any) -> str:
-    near = get_close_matches(name, list(known), n=1)
-    return f"did you mean {near[0]!r}?" if near else "register it, or name it as 'module:Class'"
+    near = nearest(name, known)
+    return f"did you mean {near!r}?" if near else "register it, or name it as 'module:Class'"

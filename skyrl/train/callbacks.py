@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from skyrl.errors import ConfigError
+from skyrl.utils.own_code import place_of
 from skyrl.utils.registry import Registry
 
 
@@ -66,6 +67,11 @@ def _load(name: str, field: str) -> Callback:
         cls = CALLBACKS.get(name)
     except KeyError as error:
         raise ConfigError(f"{field}: {error.args[0]}; name a class as module:Class, or register it") from error
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, Callback)):
         raise ConfigError(f"{field}: {name} is {cls!r}, no subclass of skyrl.train.callbacks.Callback; make it one")
-    return cls()
+    try:
+        return cls()
+    except Exception as error:
+        raise ConfigError(f"{field}: {name} cannot be made without arguments: {place_of(error)}") from error

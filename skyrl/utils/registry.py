@@ -9,9 +9,12 @@ a configuration may also be "module:attribute", which `get` imports, so that an 
     def ppo(...): ...
 """
 
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
+
+from skyrl.errors import ConfigError
+from skyrl.utils.own_code import NoSuchModule, import_own
+from skyrl.utils.spelling import did_you_mean
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -38,22 +41,32 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> T:
         """The object registered as `name`; imports nothing, so the name may come from anybody."""
         if name not in self._objects:
-            raise KeyError(f"no {self.kind} named {name!r}; known: {', '.join(self)}")
+            raise KeyError(f"no {self.kind} named {name!r}; {self._known()}{did_you_mean(name, self)}")
         return self._objects[name]
 
     def get(self, name: str) -> T:
         """As `registry[name]`, or the imported attribute if `name` is "module:attribute".
 
         Importing runs the module, so `name` must come from the operator, never from a request. Raises KeyError for an
-        unknown name and for a module or attribute that does not exist.
+        unknown name and for a module or attribute that does not exist, and ConfigError for a module that fails, with
+        its file and line.
         """
         module_name, colon, attribute = name.partition(":")
         if not colon:
             return self[name]
         try:
-            return getattr(importlib.import_module(module_name), attribute)
-        except (ModuleNotFoundError, AttributeError, ValueError) as error:  # the last for an empty name
-            raise KeyError(f"no {self.kind} at {name!r} ({error}); known: {', '.join(self)}") from error
+            module = import_own(module_name)
+        except NoSuchModule as error:
+            raise KeyError(f"no {self.kind} at {name!r} ({error}); {self._known()}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{self.kind} {name!r}: {error}") from error
+        if not hasattr(module, attribute):
+            near = did_you_mean(attribute, (each for each in vars(module) if not each.startswith("_")))
+            raise KeyError(f"no {self.kind} at {name!r} ({module_name} has no {attribute!r}{near}); {self._known()}")
+        return getattr(module, attribute)
+
+    def _known(self) -> str:
+        return f"known: {', '.join(self)}" if self._objects else "none is registered"
 
     def __contains__(self, name: object) -> bool:
         return name in self._objects

@@ -167,7 +167,7 @@ def test_ratios_beyond_any_float_stay_finite():
     [
         ({"tis_ratio_type": "tokens"}, r"tis_ratio_type='tokens': known: .*did you mean token\?"),
         ({"sequence_mask_metric": "mean"}, r"sequence_mask_metric='mean': known: None, product, geometric"),
-        ({"token_tis_ratio_clip_high": -1.0}, r"token_tis_ratio_clip_high=-1\.0: Input should be greater than 0"),
+        ({"token_tis_ratio_clip_high": -1.0}, r"token_tis_ratio_clip_high=-1\.0: give a number above 0"),
         (
             {"token_mask_is_threshold_low": 1.2, "token_mask_is_threshold_high": 0.8},
             r"token_mask_is_threshold_low=1\.2 is above token_mask_is_threshold_high=0\.8",

@@ -1,6 +1,7 @@
 """The first runs of a new user: what is missing is one line, before anything is loaded, and what is there runs."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -12,7 +13,10 @@ from pathlib import Path
 import pytest
 from forked_runs import Forks, forks
 
+from skyrl.cli import main
 from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
+from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
+from skyrl.train.strategy.validate import validate, validate_sft
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "add-an-environment.md").read_text()
@@ -36,6 +40,7 @@ def folder(tmp_path) -> Path:
     for name, block in blocks:
         (tmp_path / name).write_text(block)
     assert {name for name, _ in blocks} == {"guess_env.py", "guesses.py"}
+    (tmp_path / "broken.py").write_text("import math\nimport numpyy\n")
     return tmp_path
 
 
@@ -129,6 +134,22 @@ REFUSED = {
         ["generator.chat_template.source=file", "generator.chat_template.name_or_path=none.jinja"],
         ["none.jinja"],
     ),
+    **{
+        f"a module that fails, as {field}": (
+            [f"{field}={name}"],
+            [name.strip("[]"), "broken.py, line 2: ModuleNotFoundError: No module named 'numpyy'; fix it"],
+        )
+        for field, name in {
+            "environment.env_class": "broken:Env",
+            "trainer.algorithm.policy_loss_type": "broken:loss",
+            "trainer.algorithm.advantage_estimator": "broken:estimate",
+            "trainer.callbacks": "[broken:Callback]",
+        }.items()
+    },
+    "a callback that is not there": (
+        ["trainer.callbacks=[broken_not:Callback]"],
+        ["trainer.callbacks: no callback at 'broken_not:Callback'", "none is registered"],
+    ),
     "a checkpoint that is not there": (
         ["trainer.resume_mode=from_path", "trainer.resume_path=run/global_step_3"],
         ["run/global_step_3"],
@@ -210,3 +231,79 @@ def test_a_loss_and_an_estimator_of_the_working_directory_are_found(folder, tiny
     )
     assert ran.returncode == 0, ran.stderr
     assert "raw_advantages_abs 1" in ran.stdout
+
+
+BARE = {
+    "rl": "trainer.policy.model.path was left out, and its default Qwen/Qwen2.5-1.5B-Instruct",
+    "sft": "train_datasets=[]: there is nothing to train on",
+    "dpo": "train_datasets=[]: there is nothing to train on",
+}
+
+
+def example_of(said: str) -> list[str]:
+    """Arguments of the command that a message gives as an example."""
+    [found] = re.findall(r"such as: skyrl ([^()]*)", said)
+    return found.split()
+
+
+@pytest.fixture
+def no_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture
+def said_in_process(monkeypatch, tmp_path, capfd, no_cache) -> Callable[..., str]:
+    """What a refused command says on standard error, in this process."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", root.handlers[:])
+    monkeypatch.chdir(tmp_path)
+
+    def said(*arguments: str) -> str:
+        assert main(list(arguments)) == 1
+        return capfd.readouterr().err
+
+    return said
+
+
+@pytest.mark.parametrize("kind", BARE)
+def test_a_command_without_a_model_says_what_to_give_with_an_example_that_resolves(said_in_process, kind):
+    said = said_in_process("train", kind)
+    *_, last = said.splitlines()
+    assert last.startswith(f"skyrl train {kind}: error: {BARE[kind]}")
+    command, name, *overrides = example_of(last)
+    assert (command, name) == ("train", kind)
+    made = {"rl": SkyRLTrainConfig, "sft": SFTConfig, "dpo": DPOConfig}[kind].from_cli_overrides(overrides).resolve()
+    validate(made) if isinstance(made, SkyRLTrainConfig) else validate_sft(made)
+    assert "wandb" not in said.replace("tensorboard or wandb", ""), "a tracker that nobody asked for"
+    assert (said.count("trainer.logger=console (it was left out)") == 1) == (kind == "rl")
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_model_that_was_left_out_is_told_beside_data(said_in_process, kind):
+    *_, last = said_in_process("train", kind, "train_datasets=chat.jsonl").splitlines()
+    assert "model.path was left out, and its default Qwen/Qwen3-0.6B is not on this machine" in last
+    assert example_of(last)[:2] == ["train", kind]
+
+
+def test_a_default_model_that_is_on_this_machine_is_used(said_in_process, tmp_path):
+    (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
+    said = said_in_process("train", "sft", "train_datasets=chat.jsonl")
+    assert "model.path=Qwen/Qwen3-0.6B: the folder has no config.json" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rl", "sft", "dpo"])
+def test_the_example_of_a_refusal_runs(folder, tiny_model, kind):
+    asked = {"role": "user", "content": "1+1="}
+    answers = [[{"role": "assistant", "content": content}] for content in ("2", "3")]
+    (folder / "chat.jsonl").write_text(json.dumps({"messages": [asked, *answers[0]]}))
+    pair = {"prompt": [asked], "chosen": answers[0], "rejected": answers[1]}
+    (folder / "pairs.jsonl").write_text(json.dumps(pair))
+    refused = skyrl(folder, "train", kind)
+    assert refused.returncode == 1
+    (folder / "Qwen").mkdir()
+    shutil.copytree(tiny_model, folder / "Qwen" / "Qwen3-0.6B")
+    strategy = TORCH if kind == "rl" else "strategy=fsdp2"
+    more = ["trainer.ckpt_path=ckpts"] if kind == "rl" else ["batch_size=1"]
+    ran = skyrl(folder, *example_of(refused.stderr), *more, strategy, torch=True)
+    assert ran.returncode == 0, ran.stderr

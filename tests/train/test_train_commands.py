@@ -103,7 +103,7 @@ def test_a_file_is_the_configuration_and_overrides_win(examples, tmp_path, capfd
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["rl", "trainer.epochs=x"], ["trainer.epochs=x", "integer"]),
+        (["rl", "trainer.epochs=x"], ["trainer.epochs=x: give a whole number"]),
         (["rl", "trainer.epoch=1"], ["epoch", "did you mean epochs?"]),
         (["rl", "trainer.strategy=megatron", "generator.batched=true"], ["strategy=megatron", "not served yet"]),
         (["rl", "--config", "/nowhere.yaml"], ["/nowhere.yaml"]),
@@ -116,6 +116,16 @@ def test_what_is_wrong_is_said_in_one_message_without_a_traceback(arguments, wor
     said = capfd.readouterr().err
     (message,) = [line for line in said.splitlines() if line.startswith(f"skyrl train {arguments[0]}: error: ")]
     assert all(word in message for word in words) and "Traceback" not in said
+
+
+def test_a_callback_that_fails_is_told_before_the_model_is_loaded(examples, tmp_path, monkeypatch, capfd):
+    (tmp_path / "broken_callback.py").write_text("import numpyy\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main([*examples, "callbacks=[broken_callback:Told]"]) == 1
+    said = capfd.readouterr().err
+    assert "callbacks: callback 'broken_callback:Told': " in said
+    assert "broken_callback.py, line 1: ModuleNotFoundError: No module named 'numpyy'" in said
+    assert "rows used" not in said and "weights" not in said
 
 
 @pytest.mark.parametrize(("kind", "config"), [("rl", SkyRLTrainConfig), ("sft", SFTConfig), ("dpo", DPOConfig)])

@@ -61,6 +61,13 @@ class ModelConfig(BaseConfig):
     lora: SkyRLLoraConfig = field(default_factory=SkyRLLoraConfig)
     """Low-rank adapters."""
 
+    @classmethod
+    def at(cls, path: str) -> "ModelConfig":
+        """A model whose path is a default: it counts as left out."""
+        model = cls()
+        model.fill_in("path", path)
+        return model
+
 
 @dataclass
 class OptimizerConfig(BaseConfig):
@@ -126,7 +133,7 @@ class FSDPConfig(BaseConfig):
 class PolicyConfig(BaseConfig):
     """The model that is trained."""
 
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(path="Qwen/Qwen2.5-1.5B-Instruct"))
+    model: ModelConfig = field(default_factory=lambda: ModelConfig.at("Qwen/Qwen2.5-1.5B-Instruct"))
     """The model and its adapters."""
 
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)

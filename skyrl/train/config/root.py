@@ -10,6 +10,7 @@ from skyrl.train.config.algorithm import AlgorithmConfig
 from skyrl.train.config.environment import EnvironmentConfig
 from skyrl.train.config.generator import GeneratorConfig
 from skyrl.train.config.machinery.base import BaseConfig
+from skyrl.train.config.machinery.fields import OneOrMore
 from skyrl.train.config.rules.geometry import BatchGeometry
 from skyrl.train.config.rules.root import root_cautions, root_problems
 from skyrl.train.config.trainer import TrainerConfig
@@ -25,11 +26,11 @@ def _gsm8k(split: str) -> list[str]:
 class DataConfig(BaseConfig):
     """Prompts: .parquet, .json or .jsonl files, or data sets of the Hugging Face hub (name, or name:split)."""
 
-    train_data: list[str] = field(default_factory=lambda: _gsm8k("train"))
+    train_data: OneOrMore = field(default_factory=lambda: _gsm8k("train"))
     """Data to train on, one set after another. They may be left out ([]) with trainer.eval_only."""
 
-    val_data: list[str] = field(default_factory=lambda: _gsm8k("validation"))
-    """Data to evaluate on."""
+    val_data: OneOrMore = field(default_factory=lambda: _gsm8k("validation"))
+    """Data to evaluate on. Left out beside train_data, and not there: none."""
 
 
 @dataclass
@@ -76,8 +77,23 @@ class SkyRLTrainConfig(BaseConfig):
             forward_batch_rows=trainer.micro_forward_batch_size_per_gpu,
         )
 
+    @property
+    def example(self) -> str:
+        """A command line that trains, with a file of `python -m skyrl.envs.tasks.arithmetic_data`."""
+        return (
+            "skyrl train rl trainer.policy.model.path=Qwen/Qwen3-0.6B trainer.policy.model.lora.rank=32 "
+            "data.train_data=train.jsonl environment.env_class=arithmetic trainer.train_batch_size=8 "
+            "trainer.policy_mini_batch_size=8 generator.sampling_params.max_generate_length=64"
+        )
+
     def derive(self) -> None:
-        trainer, generator = self.trainer, self.generator
+        trainer, generator, data = self.trainer, self.generator, self.data
+        if data.is_given("train_data") and not data.is_given("val_data"):
+            data.fill_in("val_data", [path for path in data.val_data if os.path.exists(path)])
+        if not data.val_data and not trainer.eval_only:
+            for name, off in (("eval_interval", 0), ("eval_before_train", False)):
+                if not trainer.is_given(name):
+                    trainer.fill_in(name, off)
         if generator.max_input_length is None:
             turn = trainer.max_prompt_length + generator.sampling_params.max_generate_length
             generator.fill_in("max_input_length", trainer.max_prompt_length + (generator.max_turns - 1) * turn)

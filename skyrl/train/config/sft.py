@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, Posit
 
 from skyrl.train.config.generator import ChatTemplateConfig
 from skyrl.train.config.machinery.base import BaseConfig
-from skyrl.train.config.machinery.fields import one_of
+from skyrl.train.config.machinery.fields import OneOrMore, one_of
 from skyrl.train.config.models import ModelConfig, OptimizerConfig
 from skyrl.train.config.strategies import STRATEGIES, default_strategy
 from skyrl.train.config.trainer import Trackers, all_or_some
@@ -35,7 +35,7 @@ class SFTConfig(BaseConfig):
 
     _learning_rates = (ADAPTER_LR, WHOLE_LR)
 
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(path="Qwen/Qwen3-0.6B"))
+    model: ModelConfig = field(default_factory=lambda: ModelConfig.at("Qwen/Qwen3-0.6B"))
     """The model that is trained, and its adapters."""
 
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -51,14 +51,14 @@ class SFTConfig(BaseConfig):
     fsdp2: dict[str, Any] = field(default_factory=dict)
     """Options of the torch backend, with strategy fsdp2."""
 
-    train_datasets: list[str] = field(default_factory=list)
+    train_datasets: OneOrMore = field(default_factory=list)
     """Data to train on: conversations, Alpaca rows or tokens in .parquet, .json or .jsonl files, or data sets of the
     Hugging Face hub (name, or name:split)."""
 
     train_dataset_weights: list[PositiveFloat] | None = None
     """Share of each data set in the rows of an epoch, up to a common factor. None: each row is there once."""
 
-    eval_datasets: list[str] = field(default_factory=list)
+    eval_datasets: OneOrMore = field(default_factory=list)
     """Data sets whose loss is measured."""
 
     eval_dataset_names: list[str] | None = None
@@ -158,8 +158,13 @@ class SFTConfig(BaseConfig):
     """Checkpoint whose weights a new run begins with. Nothing else is taken from it: data, order and optimizer may be
     others."""
 
-    callbacks: list[str] = field(default_factory=list)
+    callbacks: OneOrMore = field(default_factory=list)
     """Callbacks, each module:Class of a subclass of skyrl.train.callbacks.Callback."""
+
+    @property
+    def example(self) -> str:
+        """A command line that trains, with a file of a user's own."""
+        return "skyrl train sft model.path=Qwen/Qwen3-0.6B model.lora.rank=32 train_datasets=chat.jsonl"
 
     @property
     def loss(self) -> str:
@@ -185,7 +190,7 @@ class SFTConfig(BaseConfig):
         if not self.model.path:
             yield "model.path=None: there is no model; give a folder or the id of one"
         if not self.train_datasets and not self.eval_only:
-            yield "train_datasets=[]: there is nothing to train on; name a file or a data set"
+            yield f"train_datasets=[]: there is nothing to train on; name a file or a data set, such as: {self.example}"
         weights = self.train_dataset_weights
         if weights is not None and len(weights) != len(self.train_datasets):
             yield (
@@ -224,7 +229,7 @@ class DPOConfig(SFTConfig):
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Its optimizer. optimizer_config.lr left out: 5e-6 with adapters, 5e-7 for all weights."""
 
-    train_datasets: list[str] = field(default_factory=list)
+    train_datasets: OneOrMore = field(default_factory=list)
     """Data to train on: rows with prompt, chosen and rejected, in .parquet, .json or .jsonl files, or data sets of the
     Hugging Face hub (name, or name:split)."""
 
@@ -243,6 +248,10 @@ class DPOConfig(SFTConfig):
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Probability that chosen and rejected are the wrong way round. Only sigmoid and robust read it."""
+
+    @property
+    def example(self) -> str:
+        return "skyrl train dpo model.path=Qwen/Qwen3-0.6B model.lora.rank=32 train_datasets=pairs.jsonl"
 
     @property
     def loss(self) -> str:

@@ -9,11 +9,12 @@ from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
 from skyrl.train.config.algorithm import AlgorithmConfig
 from skyrl.train.config.machinery.base import BaseConfig
-from skyrl.train.config.machinery.fields import known_name, one_of
+from skyrl.train.config.machinery.fields import OneOrMore, known_name, one_of
 from skyrl.train.config.models import CriticConfig, PlacementConfig, PolicyConfig, RefConfig
 from skyrl.train.config.rules.renames import renamed
 from skyrl.train.config.rules.trainer import trainer_problems
 from skyrl.train.config.strategies import STRATEGIES, default_strategy
+from skyrl.train.tracking.availability import usable_trackers
 from skyrl.train.tracking.clients import TRACKERS
 
 
@@ -158,10 +159,10 @@ class TrainerConfig(BaseConfig):
     """Prompts that are evaluated at once."""
 
     eval_before_train: bool = True
-    """Evaluate before the first step too, where eval_interval is above 0."""
+    """Evaluate before the first step too, where eval_interval is above 0. Left out: not without validation data."""
 
     eval_interval: int = 5
-    """Steps between evaluations. 0 or less: none."""
+    """Steps between evaluations. 0 or less: none. Left out: none without validation data."""
 
     max_prompt_length: PositiveInt = 512
     """Tokens of a prompt at most; rows with longer ones are left out."""
@@ -180,7 +181,7 @@ class TrainerConfig(BaseConfig):
 
     logger: Trackers = "wandb"
     """Trackers of metrics, beside the local files: some of wandb, mlflow, swanlab, tensorboard, console. To the
-    console where none of them can be used."""
+    console where none of them can be used, or where this is left out and wandb cannot be."""
 
     dump_data_batch: bool = False
     """Write every training batch to export_path."""
@@ -205,7 +206,7 @@ class TrainerConfig(BaseConfig):
     """Checkpoint whose weights a new run begins with. Nothing else is taken from it: data, algorithm, batch sizes and
     optimizer may be others."""
 
-    callbacks: list[str] = field(default_factory=list)
+    callbacks: OneOrMore = field(default_factory=list)
     """Callbacks, each module:Class of a subclass of skyrl.train.callbacks.Callback."""
 
     best_metric: str | None = None
@@ -275,6 +276,8 @@ class TrainerConfig(BaseConfig):
     def derive(self) -> None:
         if not self.is_given("strategy"):
             self.fill_in("strategy", default_strategy())
+        if not self.is_given("logger"):
+            self.fill_in("logger", *usable_trackers(self.logger))
         if self.fully_async.enabled and not self.is_given(
             "train_batch_size"
         ):  # of which each step takes one mini-batch

@@ -45,6 +45,8 @@ def find_loader(name: str) -> Loader:
         loader = LOADERS.get(name)
     except KeyError as error:
         raise ConfigError(f"loader={name}: {error.args[0]}; a loader of your own is module:function") from None
+    except ConfigError as error:
+        raise ConfigError(f"loader={name}: {error}") from error
     if not callable(loader):
         raise ConfigError(f"loader={name} is a {type(loader).__name__}; name a function of a row, as module:function")
     return loader

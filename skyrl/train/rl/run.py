@@ -10,7 +10,7 @@ import logging
 import math
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from skyrl.errors import StorageError
-from skyrl.train.callbacks import load_callbacks
+from skyrl.train.callbacks import Callback, load_callbacks
 from skyrl.train.checkpoints import Checkpoint, CheckpointStore, begin_writing
 from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, get_config_as_dict
 from skyrl.train.interruption import Interruption
@@ -72,6 +72,7 @@ class Run:
         evaluation: Prompts that are evaluated on; none where there is no evaluation.
         rollouts: What samples them.
         store: Of checkpoints.
+        callbacks: That are told of its steps.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Run:
         evaluation: list[Prompt],
         rollouts: Rollouts,
         store: CheckpointStore,
+        callbacks: Sequence[Callback] = (),
     ):
         self.config = config
         self.trainer = trainer
@@ -95,6 +97,7 @@ class Run:
         self._result = result_in(settings.export_path, settings.policy.model.lora.rank, settings.save_merged)
         self._begun_at = 0
         """Steps that were taken before the run was resumed."""
+        self._callbacks = callbacks
 
     @property
     def global_step(self) -> int:
@@ -138,8 +141,7 @@ class Run:
             checkpoint_epochs=True,
             beside=settings.async_checkpoints,
         )
-        callbacks = load_callbacks(settings.callbacks, "trainer.callbacks")
-        await run_steps(self, cadence, report, callbacks, interruption)
+        await run_steps(self, cadence, report, self._callbacks, interruption)
 
     async def step(self) -> Metrics:
         """One step of the trainer, and dumps of what it trained on if they are asked for."""
@@ -292,6 +294,7 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: Re
     """
     settings = config.trainer
     setup = Setup.of(config)
+    callbacks = load_callbacks(settings.callbacks, "trainer.callbacks")
     prompts, evaluation = training_prompts(config, setup.chat), evaluation_prompts(config, setup.chat)
     check_environments(config, (*prompts.env_classes, *(each.env_class for each in evaluation)))
     store = setup.store
@@ -307,7 +310,7 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: Re
         update.reference = stack.enter_context(setup.load_reference()).learner(REFERENCE)
         await update.reference.create(LoraConfig(rank=1))  # fresh, so that it computes what its base model does
     trainer = RLTrainer(config, policy, critic, source_of(config, rollouts, prompts, total), update)
-    run = Run(config, models, trainer, prompts, evaluation, rollouts, store)
+    run = Run(config, models, trainer, prompts, evaluation, rollouts, store, callbacks)
     if checkpoint is not None:
         await run.restore(checkpoint)
         log.info("going on from %s", checkpoint.path)

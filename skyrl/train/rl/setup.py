@@ -15,7 +15,7 @@ from skyrl.train.rl.rollout_source import Source, StalenessPolicy
 from skyrl.train.rollouts.chat import Chat, ChatTokenizer
 from skyrl.train.rollouts.generators.generator import load_generator
 from skyrl.train.rollouts.rollouts import Rollouts, chat_of
-from skyrl.train.strategy.base_model import check_base_model, fit_context, load_tokenizer
+from skyrl.train.strategy.base_model import check_base_model, check_model_given, fit_context, load_tokenizer
 from skyrl.train.strategy.registry import find_strategy
 from skyrl.train.strategy.strategy import Strategy
 from skyrl.train.strategy.validate import validate
@@ -45,6 +45,7 @@ class Setup(NamedTuple):
             env_class(config.environment.reward_id or config.environment.env_class)
         else:
             load_generator(config.generator.generator_class)
+        check_model_given(settings.policy.model, BASE_MODEL, config.example)
         strategy = find_strategy(config)
         longest = check_base_model(path, BASE_MODEL, strategy.architectures)
         fit_context(config, strategy.longest_context(config) or longest)

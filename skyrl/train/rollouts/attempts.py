@@ -20,6 +20,7 @@ from skyrl.train.rollouts.episode import FATAL, Episode, Prompt, Stage
 from skyrl.train.rollouts.generators.generator import Generator, check_generated
 from skyrl.train.rollouts.trajectory import Failure, FailureKind, Trajectory, TrajectoryId, TrajectoryStopReason, Turn
 from skyrl.train.tracking.metrics import Metrics
+from skyrl.utils.own_code import own_line
 
 CLOSE_S = 30.0
 """Seconds that an environment may take to close."""
@@ -177,6 +178,8 @@ async def _played(
     except Exception as error:
         kind = "timeout" if clock.expired() else KINDS[attempt.stage]
         what = f"it took longer than trajectory_timeout_s={timeout_s}" if clock.expired() else repr(error)
+        if kind in ("env_error", "generator_error") and (line := own_line(error)) is not None:
+            what = f"{line}: {what}"
         where = f"at turn {len(attempt.turns)}, in the {attempt.stage}"
         stop_reason, failure = "failed", Failure(kind, f"{what} ({where})", error)
     finally:

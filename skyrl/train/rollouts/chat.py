@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
+from skyrl.train.rollouts.templates import template_error
 
 MARKER = "THE-ANSWER-4f1c9b"
 SHORT: list[Message] = [{"role": "user", "content": "A"}, {"role": "assistant", "content": MARKER}]
@@ -63,6 +64,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._tokens = lru_cache(REMEMBERED)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
         self._options = {**(variables or {}), "tokenize": False}
+        self._template = template
         if template is not None:
             self._options["chat_template"] = template
         self._added = frozenset(tokenizer.get_added_vocab().values()) | frozenset(tokenizer.all_special_ids)
@@ -70,10 +72,15 @@ class Chat:
             raise ConfigError("the tokenizer has no eos_token, so that no turn can end; set eos_token in its folder")
         try:
             after_answer = self._after_marker(SHORT, answering=False)
-        except (TemplateError, ValueError, TypeError) as error:
+        except TemplateError as error:
+            way_out = (
+                "set generator.chat_template, or use a tokenizer that has a template"
+                if template is None
+                else "fix it there, or set generator.chat_template to another"
+            )
             raise ConfigError(
                 f"the chat template cannot be rendered with chat_template_kwargs={dict(variables or {})}: {error}; "
-                "set generator.chat_template, or use a tokenizer that has a template"
+                f"{way_out}"
             ) from error
         first = self._encode(after_answer or "")[:1]
         self.end_of_turn: int = first[0] if first and first[0] in self._added else tokenizer.eos_token_id
@@ -113,7 +120,10 @@ class Chat:
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, answering: bool = True) -> str:
         options = {"add_generation_prompt": answering} | ({"tools": list(tools)} if tools else {})
-        return self._tokenizer.apply_chat_template(list(messages), **{**self._options, **options})
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), **{**self._options, **options})
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise TemplateError(template_error(error, self._template)) from error
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokens(text))

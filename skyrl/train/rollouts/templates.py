@@ -1,16 +1,48 @@
-"""Sources of chat templates: the tokenizer, a file, or the folder `templates/` by its name."""
+"""Sources of chat templates: the tokenizer, a file, or the folder `templates/` by its name; and where one fails."""
 
+import traceback
 from pathlib import Path
+
+from jinja2 import TemplateSyntaxError
 
 from skyrl.errors import ConfigError
 from skyrl.train.config import ChatTemplateConfig
+from skyrl.utils.spelling import did_you_mean
 
 FOLDER = Path(__file__).parent / "templates"
 LARGEST = 2**20
 """Bytes of a template file at most."""
 
 
-def load_template(config: ChatTemplateConfig) -> str | None:
+class ChatTemplate(str):
+    """Text of a template that knows where it is from."""
+
+    origin: str
+    """Path of the file, or name of one of ours, for messages."""
+
+    @classmethod
+    def of(cls, text: str, origin: str) -> "ChatTemplate":
+        """The text of a template that is called `origin`."""
+        template = cls(text)
+        template.origin = origin
+        return template
+
+
+def template_error(error: Exception, template: str | None) -> str:
+    """What is wrong in a template, with its file and line: "own.jinja, line 3: UndefinedError: ...".
+
+    Args:
+        error: That rendering raised.
+        template: Text of the template. None: the tokenizer's own.
+    """
+    origin = "the tokenizer's template" if template is None else getattr(template, "origin", "the template")
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    lines += [error.lineno] if isinstance(error, TemplateSyntaxError) else []
+    said = f"{type(error).__name__}: {error.message if isinstance(error, TemplateSyntaxError) else error}"
+    return f"{origin}, line {lines[-1]}: {said}" if lines else said
+
+
+def load_template(config: ChatTemplateConfig) -> ChatTemplate | None:
     """The template's text; None if the tokenizer's own is meant.
 
     Raises ConfigError for an unknown name, and for a file that is missing, larger than 1 MiB, not text in UTF-8, or
@@ -24,12 +56,14 @@ def load_template(config: ChatTemplateConfig) -> str | None:
     if config.name_or_path not in known:
         raise ConfigError(
             f"chat_template.name_or_path={config.name_or_path}: no template of this name; known: "
-            f"{', '.join(sorted(known))}; for a file set chat_template.source=file"
+            f"{', '.join(sorted(known))}{did_you_mean(config.name_or_path, known)}; for a file set "
+            "chat_template.source=file"
         )
-    return known[config.name_or_path].read_text(encoding="utf-8")
+    text = known[config.name_or_path].read_text(encoding="utf-8")
+    return ChatTemplate.of(text, f"the template {config.name_or_path}")
 
 
-def _file(name: str) -> str:
+def _file(name: str) -> ChatTemplate:
     path = Path(name).expanduser()
     problem = ""
     if ".." in path.parts:
@@ -40,7 +74,7 @@ def _file(name: str) -> str:
         problem = f"has {size} bytes, more than {LARGEST}; give the path of a template"
     if not problem:
         try:
-            return path.read_text(encoding="utf-8")
+            return ChatTemplate.of(path.read_text(encoding="utf-8"), name)
         except (OSError, UnicodeDecodeError) as error:
             problem = f"cannot be read ({error}); give a readable file in UTF-8"
     raise ConfigError(f"chat_template.name_or_path={name} {problem}")

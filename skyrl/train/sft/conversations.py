@@ -10,11 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
 from skyrl.train.rollouts.chat import ChatTokenizer
+from skyrl.train.rollouts.templates import template_error
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -48,9 +49,11 @@ class Conversations:
         self._tokenizer = tokenizer
         self._what = train_on_what
         self._template = template
-        self._options = dict(variables or {}) | ({} if template is None else {"chat_template": template})
+        self._variables = dict(variables or {})
+        self._options = self._variables | ({} if template is None else {"chat_template": template})
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = special | set(tokenizer.all_special_ids)
+        self._check_syntax()
 
     def masked(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, completion: int | None = None
@@ -77,10 +80,7 @@ class Conversations:
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(
-                f"the chat template cannot be rendered with chat_template_kwargs={self._options}: "
-                f"{type(error).__name__}: {error}; change the messages, or set chat_template"
-            ) from error
+            raise ConfigError(f"{self._refusal(error)}; change the messages, or set chat_template") from error
 
     def completed(self, prompt: str, completion: str) -> Masked:
         """Tokens of a text that is no conversation, of which what comes after the prompt is trained on.
@@ -96,6 +96,19 @@ class Conversations:
         said = self._encode(completion)
         said += [end] * (not said or said[-1] != end)
         return Masked([*start, *said], [self._what == "all_tokens"] * len(start) + [True] * len(said))
+
+    def _check_syntax(self) -> None:
+        """Raise ConfigError for a template that is none, which is no fault of any row."""
+        try:
+            self._text([{"role": "user", "content": "A"}], None)
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"{self._refusal(error)}; fix it there, or set chat_template to another") from error
+        except (TemplateError, ValueError, TypeError, KeyError):  # rows may have what it needs, or need no template
+            pass
+
+    def _refusal(self, error: Exception) -> str:
+        told = template_error(error, self._template)
+        return f"the chat template cannot be rendered with chat_template_kwargs={self._variables}: {told}"
 
     def _chosen(self, messages: Sequence[Message], completion: int | None) -> list[int]:
         """Numbers of the messages that are trained on."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyrl.errors import ConfigError
+from skyrl.train.callbacks import load_callbacks
 from skyrl.train.config import SFTConfig, get_config_as_dict
 from skyrl.train.data.loaders import Loader, as_it_is
 from skyrl.train.interruption import Interruption
@@ -15,7 +16,7 @@ from skyrl.train.sft import load_datasets
 from skyrl.train.sft.conversations import ChatTokenizer
 from skyrl.train.sft.methods import MODEL, Method, method_of
 from skyrl.train.sft.trainer import SFTTrainer, Summary, checkpoint_store, resume_mode
-from skyrl.train.strategy.base_model import check_base_model, load_tokenizer
+from skyrl.train.strategy.base_model import check_base_model, check_model_given, load_tokenizer
 from skyrl.train.strategy.registry import find_strategy
 from skyrl.train.strategy.strategy import sft_adapter
 from skyrl.train.strategy.validate import validate_sft
@@ -38,6 +39,7 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
         loader: What makes each row of the data one of a known kind.
     """
     load, tokenizer = _checked(config)
+    callbacks = load_callbacks(config.callbacks, "callbacks")
     train, evaluation = load_datasets(config, tokenizer, loader)
     with ExitStack() as stack:
         interruption = Interruption()
@@ -49,7 +51,7 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
         def told(metrics: Metrics, step: int) -> None:
             report(metrics, step)
 
-        trainer = SFTTrainer(config, learner, train, evaluation, report=told, method=method)
+        trainer = SFTTrainer(config, learner, train, evaluation, report=told, method=method, callbacks=callbacks)
         resumed = await trainer.resume()
         if resumed is None and config.init_from:
             await _begin_with(config.init_from, config, learner, method)
@@ -109,6 +111,7 @@ async def evaluate_sft(config: SFTConfig) -> Metrics:
 def _checked(config: SFTConfig) -> tuple[Callable[[], AbstractContextManager[Models]], ChatTokenizer]:
     """What loads the models of a configuration that can be run, and its tokenizer."""
     validate_sft(config)
+    check_model_given(config.model, BASE_MODEL, config.example)
     strategy, base_model = find_strategy(config), config.model.path
     load = strategy.sft_loader(config)
     assert base_model is not None  # or the configuration would not have resolved

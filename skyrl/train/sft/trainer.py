@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from skyrl.errors import ConfigError
-from skyrl.train.callbacks import load_callbacks
+from skyrl.train.callbacks import Callback, load_callbacks
 from skyrl.train.checkpoints import CheckpointStore, Fields, adapter_settings, begin_writing
 from skyrl.train.config.machinery.base import get_config_as_dict
 from skyrl.train.config.sft import SFTConfig
@@ -69,6 +69,7 @@ class SFTTrainer:
         evaluation: Data sets whose loss is measured.
         report: Gets the metrics of each step with its number, and of the evaluation before the first.
         method: How it is trained. None: by the likelihood of examples.
+        callbacks: That are told of its steps. None: those that the configuration names.
 
     Raises ConfigError for rows that are longer than the backend takes or have tokens that the model does not know,
     weights that leave a data set no row in an epoch, and a `ckpt_path` that is on no disk.
@@ -83,8 +84,10 @@ class SFTTrainer:
         *,
         report: Report = lambda metrics, step: None,
         method: Method | None = None,
+        callbacks: Sequence[Callback] | None = None,
     ):
         self._config = config
+        self._callbacks = callbacks
         self._learner = learner
         self._method = method or Likelihood(learner)
         self._train = train
@@ -152,7 +155,9 @@ class SFTTrainer:
             checkpoint=config.ckpt_interval,
             beside=config.async_checkpoints,
         )
-        callbacks = load_callbacks(config.callbacks, "callbacks")
+        callbacks = self._callbacks
+        if callbacks is None:
+            callbacks = load_callbacks(config.callbacks, "callbacks")
         await run_steps(self, cadence, told, callbacks, interruption)
         summary = Summary(self.global_step, resumed_from, trained_tokens, last)
         logger.info("%s", summary)

@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from skyrl.backends.base_folder import config_of
+from skyrl.backends.base_folder import config_of, is_on_this_machine
 from skyrl.errors import ConfigError, RequestError
-from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.config import ModelConfig, SkyRLTrainConfig
 from skyrl.train.config.rules.root import turn_cautions
 from skyrl.train.strategy.registry import find_strategy
 
@@ -21,6 +21,23 @@ log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 """Of which a folder with a tokenizer has one at least."""
+
+
+def check_model_given(model: ModelConfig, field: str, example: str) -> None:
+    """Raise ConfigError for a model that was left out, unless the default one is on this machine.
+
+    Args:
+        model: Of the configuration.
+        field: What the configuration calls its path.
+        example: A command line that names one.
+    """
+    path = model.path
+    if model.is_given("path") or path is None or is_on_this_machine(path):
+        return
+    raise ConfigError(
+        f"{field} was left out, and its default {path} is not on this machine; name the folder or the hub id of a "
+        f"model, such as: {example} (skyrl make-model --out FOLDER makes a small one to try things with)"
+    )
 
 
 def check_base_model(path: str, field: str, architectures: Collection[str] | None) -> int | None:

@@ -18,11 +18,12 @@ from skyrl.backends.executor.sampling_options import check_values
 from skyrl.backends.registry import find_backend, options_of
 from skyrl.errors import ConfigError, RequestError
 from skyrl.train.config import SFTConfig, SkyRLLoraConfig, SkyRLTrainConfig
-from skyrl.train.config.machinery.fields import did_you_mean
 from skyrl.train.policies import BackendModels
 from skyrl.train.policies.sampling_options import options_of as sampling_options_of
 from skyrl.train.strategy.support import Support
 from skyrl.types import AdapterConfig, LoraConfig
+from skyrl.utils.expected import expected
+from skyrl.utils.spelling import did_you_mean
 
 log = logging.getLogger(__name__)
 
@@ -299,7 +300,7 @@ def built(cls: type[T], options: dict[str, Any], where: str) -> T:
                 near = did_you_mean(str(problem["loc"][-1]), cls.model_fields)
                 text = f"there is no such option; known: {', '.join(cls.model_fields)}{near}"
             else:
-                text = problem["msg"].removeprefix("Value error, ")
+                text = expected([problem])
             path = ".".join([where, *map(str, problem["loc"])])
             messages.append(f"{path}={problem['input']}: {text}" if problem["loc"] else f"{path}: {text}")
         raise ConfigError("\n".join(messages)) from None

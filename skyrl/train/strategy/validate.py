@@ -4,6 +4,7 @@ A configuration checks its own values and rules when it is resolved. What is reg
 above it only. A trainer calls `validate(config)` after `resolve()`.
 """
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,13 +20,15 @@ from skyrl.train.config import (
     TrainerConfig,
     get_config_as_dict,
 )
-from skyrl.train.config.machinery.fields import did_you_mean
 from skyrl.train.lr_schedules import POLYNOMIAL_END, SCHEDULES
 from skyrl.train.strategy.registry import find_strategy
 from skyrl.train.strategy.support import unsupported, unsupported_in_sft
 from skyrl.train.tracking.availability import warn_of_trackers
 from skyrl.utils.files.atomic_folders import local_path
 from skyrl.utils.registry import Registry
+from skyrl.utils.spelling import did_you_mean
+
+log = logging.getLogger(__name__)
 
 
 def validate(config: SkyRLTrainConfig) -> None:
@@ -50,6 +53,11 @@ def validate(config: SkyRLTrainConfig) -> None:
     if problems:
         raise ConfigError("\n".join(problems))
     warn_of_trackers("trainer.logger", trainer.logger)
+    if not trainer.is_given("logger"):
+        log.info(
+            "trainer.logger=%s (it was left out): name a tracker for plots, such as tensorboard or wandb",
+            trainer.logger,
+        )
 
 
 def validate_sft(config: SFTConfig) -> None:
@@ -75,15 +83,17 @@ def _name_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             registry.get(name)
         except KeyError as error:
             yield (
-                f"trainer.algorithm.{field}={name}: {error.args[0]}{did_you_mean(name, registry)}; one of your own is "
-                "registered before, or named as module:function"
+                f"trainer.algorithm.{field}={name}: {error.args[0]}; one of your own is registered before, or named as "
+                "module:function"
             )
+        except ConfigError as error:
+            yield f"trainer.algorithm.{field}={name}: {error}"
 
 
 def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     try:
         find_policy_loss(algorithm.policy_loss_type, get_config_as_dict(algorithm))
-    except KeyError:  # told with the other names
+    except (KeyError, ConfigError):  # told with the other names
         pass
     except ValueError as error:
         yield f"trainer.algorithm: {error}"

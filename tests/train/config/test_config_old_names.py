@@ -125,7 +125,7 @@ def test_the_old_name_of_the_model_is_dropped_where_it_is_the_policy():
 def test_a_bad_value_of_an_old_key_is_named_by_its_new_one():
     with (
         pytest.warns(DeprecationWarning),
-        pytest.raises(ConfigError, match=r"generator\.inference_engine\.num_engines=x: Input should be"),
+        pytest.raises(ConfigError, match=r"generator\.inference_engine\.num_engines=x: give a whole number"),
     ):
         SkyRLTrainConfig.from_cli_overrides(["generator.num_inference_engines=x"])
 

@@ -120,7 +120,7 @@ def test_a_resolved_configuration_cannot_be_changed():
 def test_a_value_that_was_changed_in_place_is_checked():
     config = SkyRLTrainConfig()
     config.data.train_data.append(3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match=r"data\.train_data=.*: \[1\] Input should be a valid string"):
+    with pytest.raises(ConfigError, match=r"data\.train_data=.*: \[1\] give text"):
         config.resolve()
 
 

@@ -89,12 +89,12 @@ REFUSED = [
     ),
     (["data.train_data=[]"], "data.train_data=[]: there is nothing to train on", ["data.train_data=[a.parquet]"]),
     (
-        ["data.val_data=[]"],
-        "data.val_data=[], trainer.eval_interval=5 and trainer.eval_before_train=True",
-        ["trainer.eval_interval=0", "trainer.eval_before_train=false"],
+        ["data.val_data=[]", "trainer.eval_interval=5"],
+        "data.val_data=[], trainer.eval_interval=5 and trainer.eval_before_train=False",
+        ["trainer.eval_interval=0"],
     ),
     (
-        ["data.val_data=[]", "trainer.eval_interval=0"],
+        ["data.val_data=[]", "trainer.eval_before_train=true"],
         "there is nothing to evaluate on",
         ["data.val_data=[a.parquet]"],
     ),

@@ -47,7 +47,7 @@ def test_a_run_has_as_many_steps_as_epochs_or_steps_say(overrides, steps):
     [
         (("train_datasets=[]",), "there is nothing to train on"),
         (("train_dataset_weights=[1.0, 2.0]",), "there are 1 train_datasets; give a weight for each"),
-        (("train_dataset_weights=[0.0]",), "greater than 0"),
+        (("train_dataset_weights=[0.0]",), "a number above 0"),
         (("eval_datasets=[a/x.json, b/x.json]",), r"eval_dataset_names=\['x', 'x'\]: give each of the 2"),
         (("num_epochs=1", "num_steps=1"), "num_epochs=1 and num_steps=1 both say how long"),
         (("eval_interval=5",), "eval_interval=5: there are no eval_datasets"),
@@ -63,7 +63,7 @@ def test_a_run_has_as_many_steps_as_epochs_or_steps_say(overrides, steps):
         (("model.path=null",), "model.path=None: there is no model"),
         (("train_on_what=last_assistant",), "did you mean last_assistant_"),
         (("logger=wandbb",), "did you mean wandb"),
-        (("max_length=1",), "max_length=1: Input should be greater than or equal to 2"),
+        (("max_length=1",), "max_length=1: give 2 or more"),
     ],
 )
 def test_a_rule_that_does_not_hold_is_told(overrides, message):

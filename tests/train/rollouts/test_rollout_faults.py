@@ -66,6 +66,11 @@ def test_a_failing_environment_is_closed_and_counted_and_the_others_go_on(chatml
     assert rollout_metrics([good, bad, last])[f"generate/failed_{kind}"] == 1
 
 
+def test_the_failure_of_an_environment_has_the_line_that_raised(chatml):
+    (bad,) = collected(chatml, [prompt(name="b", script=RAISES_AT_0)])
+    assert re.match(r"tests/train/rollouts/scripted\.py, line \d+: ValueError\('boom'\) \(at", failure_of(bad).message)
+
+
 def test_a_failing_sampler_is_counted_and_the_environment_closed(chatml):
     sampler = ScriptedSampler(chatml, [ANSWER], failing={"b_0": 1})
     good, bad = collected(chatml, [prompt(name="a", script=GOOD), prompt(name="b", script=GOOD)], sampler)

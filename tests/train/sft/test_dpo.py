@@ -202,8 +202,8 @@ def test_the_reference_of_a_run_that_begins_with_a_checkpoint_is_that_also_when_
     ("overrides", "message"),
     [
         (("label_smoothing=0.1", "loss_type=ipo"), "label_smoothing=0.1: loss_type=ipo does not read it"),
-        (("label_smoothing=0.5",), "label_smoothing=0.5: Input should be less than 0.5"),
-        (("beta=0",), "beta=0: Input should be greater than 0"),
+        (("label_smoothing=0.5",), "label_smoothing=0.5: give a number below 0.5"),
+        (("beta=0",), "beta=0: give a number above 0"),
         (("loss_type=sigmoi",), "did you mean sigmoid"),
         (("train_on_what=all_tokens",), "train_on_what=all_tokens: of preferences the answers are trained on"),
     ],

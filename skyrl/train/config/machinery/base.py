@@ -15,13 +15,13 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
 from skyrl.errors import ConfigError
 from skyrl.train.config.machinery.fields import FieldSpec, Section, specs_of
 from skyrl.train.config.machinery.text import dump_yaml, merged, nested, read_file, unwritten
+from skyrl.utils.spelling import nearest
 
 _RESOLVED = (
     "the configuration is resolved, and other values follow from it; "
@@ -227,8 +227,8 @@ def _plain(value: Any) -> Any:
 
 def _unknown(cls: type[BaseConfig], name: str, where: str) -> str:
     known = list(specs_of(cls))
-    near = get_close_matches(name, known, n=1) or list(_paths_to(cls, name, where.removesuffix(name)))
-    help = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
+    near = nearest(name, known) or " or ".join(_paths_to(cls, name, where.removesuffix(name)))
+    help = f"did you mean {near}?" if near else f"it has {', '.join(known)}"
     return f"{where}: {cls.__name__} has no field {name!r}; {help}"
 
 

@@ -4,18 +4,21 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from enum import Enum
 from pathlib import PurePath
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
+import yaml
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
 
-from skyrl.train.config.machinery.text import Written
+from skyrl.errors import ConfigError
+from skyrl.train.config.machinery.text import Written, load_yaml
+from skyrl.utils.expected import expected
+from skyrl.utils.spelling import did_you_mean
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 """A number from 0 to 1."""
@@ -24,14 +27,20 @@ MinusOneOrMore = Annotated[int, Field(ge=-1)]
 """A count, where -1 stands for none or all."""
 
 
+def _as_list(value: object) -> object:
+    """A list of the one text that is given in the place of one."""
+    try:
+        return [value] if isinstance(value, str) and isinstance(load_yaml(value), str) else value
+    except (yaml.YAMLError, ConfigError):
+        return value
+
+
+OneOrMore = Annotated[list[str], BeforeValidator(_as_list)]
+"""A list of texts, of which a single one may be given as it is: `train_data=train.jsonl`."""
+
+
 class Section:
     """Base of classes whose instances are parts of a configuration tree rather than values."""
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, or nothing if none is near."""
-    near = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def known_name(value: object, names: Sequence[str | None]) -> None:
@@ -153,8 +162,4 @@ def _validated(adapter: TypeAdapter[Any], value: Any) -> Any:
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        messages = []
-        for problem in error.errors():
-            index = "".join(f"[{part}]" for part in problem["loc"] if isinstance(part, int))
-            messages.append((index and f"{index} ") + problem["msg"].removeprefix("Value error, "))
-        raise ValueError(" or ".join(dict.fromkeys(messages))) from None
+        raise ValueError(expected(error.errors())) from None

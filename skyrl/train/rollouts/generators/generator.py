@@ -86,6 +86,8 @@ def load_generator(name: str) -> type[Generator]:
         cls = GENERATORS.get(name)
     except KeyError as error:
         raise ConfigError(f"{field}: {error.args[0]}; name a class as module:Class, or register it") from error
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, Generator)):
         raise ConfigError(f"{field} is {cls!r}, no subclass of skyrl.train.rollouts.generators.generator.Generator")
     return cls
