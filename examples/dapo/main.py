@@ -74,7 +74,7 @@ def train(config: SkyRLTrainConfig) -> None:
         rewards[np.arange(len(rewards)), last] += penalty
         return batch.by_row(rewards)
 
-    asyncio.run(train_rl(config, shape_rewards=shaped))
+    print(asyncio.run(train_rl(config, shape_rewards=shaped)).summary())
 
 
 if __name__ == "__main__":

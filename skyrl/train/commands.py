@@ -139,7 +139,7 @@ def _train_rl(config: SkyRLTrainConfig) -> None:
         else:
             from skyrl.train.rl.run import train_rl
 
-            asyncio.run(train_rl(config))
+            print(asyncio.run(train_rl(config)).summary())
 
 
 def _check_generator(config: SkyRLTrainConfig) -> None:

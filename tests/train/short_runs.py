@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from skyrl.train.checkpoints import MARKER
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.rl.run import train_rl
+from skyrl.train.rl.run import Run, train_rl
 
 ON = {
     "jax": ["strategy=jax", "jax.deterministic=true", "jax.warm_up=false", "jax.compilation_cache=false"],
@@ -60,11 +60,11 @@ def command(rows: Path, model: Path, folder: Path, *overrides: str, strategy: st
 
 def train(
     arguments: Sequence[str], report: Callable[[dict[str, float], int], None] = lambda metrics, step: None
-) -> None:
-    """A whole run in this process."""
+) -> Run:
+    """A whole run in this process, once it has ended."""
     config = SkyRLTrainConfig.from_cli_overrides(list(arguments)).resolve()
     with asyncio.Runner(loop_factory=SkippingLoop) as runner:
-        runner.run(train_rl(config, report))
+        return runner.run(train_rl(config, report))
 
 
 def metrics(folder: Path, ignored: Sequence[str] = ()) -> list[dict[str, float]]:

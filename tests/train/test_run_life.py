@@ -273,13 +273,13 @@ def test_a_run_passes_the_data_again_up_to_max_steps_and_a_repeated_one_says_wha
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-def test_the_last_words_of_a_run_name_what_it_left(rows, tiny_model, tmp_path, caplog, capsys):
+def test_the_last_words_of_a_run_name_what_it_left(rows, tiny_model, tmp_path, caplog):
     caplog.set_level("INFO")
     arguments = command(
         rows, tiny_model, tmp_path / "run", HASHED, "trainer.max_steps=1", "trainer.dump_data_batch=true"
     )
-    train(arguments)
-    last = capsys.readouterr().out.rpartition("1 of 1 steps are taken\n")[2]
+    last = train(arguments).summary()
+    assert last.startswith("1 of 1 steps are taken\n")
     exports = [f"run-exports/{name}" for name in ("model", "dumped_rollouts", "dumped_data")]
     for path in ("run/global_step_1", "run/metrics.jsonl", *exports):
         assert f"{tmp_path}/{path}" in last

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from peft import PeftModel
 from short_runs import command
 from transformers import AutoModelForCausalLM
 
@@ -105,7 +104,9 @@ class Servers:
             close_client(names["service"])
 
 
-def test_the_result_of_fine_tuning_is_used_as_its_guide_says(tmp_path, monkeypatch, capfd):
+@pytest.fixture
+def tuned(tmp_path, monkeypatch, capfd) -> str:
+    """What the commands of the guide to fine-tuning print, in a working directory with its data and its model."""
     monkeypatch.chdir(tmp_path)
     make_model("small", hidden=64, layers=2)
     rows = [
@@ -120,42 +121,68 @@ def test_the_result_of_fine_tuning_is_used_as_its_guide_says(tmp_path, monkeypat
     Path("capitals.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (train,), (export,) = commands("sft.md", "train"), commands("sft.md", "export")
     assert main([*train, "strategy=fsdp2"]) == 0 and main(export) == 0
-    said = capfd.readouterr().out
-    titles = re.findall(r"^  model \(.*\)  \S+$|^wrote .*$", section("sft.md"), re.MULTILINE)
-    assert len(titles) == 2 and all(title in said for title in titles)
+    return capfd.readouterr().out
+
+
+@pytest.fixture
+def reinforced(tmp_path, monkeypatch, capfd) -> str:
+    """The same of the guide to RL, whose runs are shorter here."""
+    monkeypatch.chdir(tmp_path)
+    base = make_tiny_model(Path("build/demo-rl/warm"))
+    write_rows(Path("rows.jsonl"), ({"prompt": row["prompt"]} for row in arithmetic_rows(4, seed=0, largest=9)))
+    hashed = ["environment.env_class=rewarding:Hashed", "trainer.max_steps=1"]
+    for rank, folder in ((0, "arithmetic"), (8, "adapter")):
+        given = command(Path("rows.jsonl"), base, Path(folder) / "checkpoints", *hashed)
+        given += [f"trainer.export_path={folder}", f"trainer.policy.model.lora.rank={rank}"]
+        assert main(["train", "rl", *given]) == 0
+    (export,) = commands("rl.md", "export")
+    assert main(export) == 0
+    return capfd.readouterr().out
+
+
+def models_of_sft(capfd: pytest.CaptureFixture[str]) -> tuple[Any, Any]:
+    """The adapted and the whole model of the guide, the first of which answers as the guide says."""
     peft, whole, *_ = python("sft.md")
     names: dict[str, Any] = {}
     exec(peft, names)
     assert capfd.readouterr().out == "Lima.\n"
     adapted = names["model"]
     exec(whole, names)
-    expected = logprobs(adapted)
-    np.testing.assert_allclose(logprobs(names["model"]), expected, atol=1e-4)
+    return adapted, names["model"]
+
+
+def models_of_rl() -> tuple[Any, Any]:
+    """The adapted and the whole model of the guide, which are of two runs."""
+    names: dict[str, Any] = {}
+    exec(python("rl.md")[0], names)
+    return names["adapted"], names["model"]
+
+
+def test_the_models_of_fine_tuning_load_in_peft_and_transformers_as_its_guide_says(tuned, capfd):
+    titles = re.findall(r"^  model \(.*\)  \S+$|^wrote .*$", section("sft.md"), re.MULTILINE)
+    assert len(titles) == 2 and all(title in tuned for title in titles)
+    adapted, whole = models_of_sft(capfd)
+    np.testing.assert_allclose(logprobs(whole), logprobs(adapted), atol=1e-4)
+
+
+def test_the_models_of_rl_load_in_peft_and_transformers_as_its_guide_says(reinforced):
+    assert "model (Hugging Face format)  arithmetic/model" in reinforced
+    adapted, whole = models_of_rl()
+    merged = AutoModelForCausalLM.from_pretrained(option(commands("rl.md", "export")[0], "--output"))
+    np.testing.assert_allclose(logprobs(merged), logprobs(adapted), atol=1e-4)
+    before = logprobs(oracle.load(Path("build/demo-rl/warm")))
+    assert not any(np.allclose(logprobs(one), before, atol=1e-3) for one in (adapted, whole))
+
+
+def test_servers_sample_the_models_of_fine_tuning_as_its_guide_says(tuned, tmp_path, capfd):
+    expected = logprobs(models_of_sft(capfd)[0])
     for what, sampler, printed in Servers("sft.md", tmp_path / "servers").samplers(capfd):
         np.testing.assert_allclose(of_server(sampler), expected, atol=1e-4, err_msg=what)
         assert what == "adapter" or printed == "Lima.\n"
 
 
-def test_the_result_of_rl_is_used_as_its_guide_says(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    base = make_tiny_model(Path("build/demo-rl/warm"))
-    write_rows(Path("rows.jsonl"), ({"prompt": row["prompt"]} for row in arithmetic_rows(4, seed=0, largest=9)))
-    hashed = ["environment.env_class=rewarding:Hashed", "trainer.max_steps=1"]
-    for overrides in (["lora.rank=0", "arithmetic"], ["lora.rank=8", "adapter"]):
-        rank, folder = overrides
-        given = command(Path("rows.jsonl"), base, Path(folder) / "checkpoints", *hashed)
-        assert main(["train", "rl", *given, f"trainer.export_path={folder}", f"trainer.policy.model.{rank}"]) == 0
-    assert "model (Hugging Face format)  arithmetic/model" in capfd.readouterr().out
-    (export,) = commands("rl.md", "export")
-    assert main(export) == 0
-    names: dict[str, Any] = {}
-    exec(python("rl.md")[0], names)
-    whole, adapted = names["model"], names["adapted"]
-    assert isinstance(adapted, PeftModel)
+def test_servers_sample_the_models_of_rl_as_its_guide_says(reinforced, tmp_path, capfd):
+    adapted, whole = models_of_rl()
     expected = {"whole": logprobs(whole), "adapter": logprobs(adapted)}
-    merged = AutoModelForCausalLM.from_pretrained(option(export, "--output"))
-    np.testing.assert_allclose(logprobs(merged), expected["adapter"], atol=1e-4)
-    before = logprobs(oracle.load(base))
-    assert all(not np.allclose(one, before, atol=1e-3) for one in expected.values())
     for what, sampler, _ in Servers("rl.md", tmp_path / "servers").samplers(capfd):
         np.testing.assert_allclose(of_server(sampler), expected[what], atol=1e-4, err_msg=what)

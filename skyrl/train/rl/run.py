@@ -358,7 +358,6 @@ async def train_rl(
             await run.train(told, interruption)
         finally:
             await run.trainer.source.close()
-    print(run.summary())
     return run
 
 

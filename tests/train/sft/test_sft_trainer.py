@@ -303,7 +303,7 @@ def test_messages_about_checkpoints_name_fields_that_sft_has(client, tiny_model,
     train(client, config(tiny_model, *options), 4)
     missing = refused(f"resume_from={tmp_path}/global_step_7")
     other_model = refused("resume_from=latest", "model.lora.rank=8")
-    train(client, config(tiny_model, *options), 4)
+    train(client, config(tiny_model, *options, "resume_from=none"), 4)
     assert elsewhere.startswith("ckpt_path: ")
     assert in_use.startswith(f"ckpt_path={tmp_path}/other: ") and "give each run a ckpt_path of its own" in in_use
     assert "set resume_from to one, or train anew with resume_from=none" in missing
