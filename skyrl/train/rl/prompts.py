@@ -7,6 +7,7 @@ from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.data.epoch_order import OrderState, PromptOrder
 from skyrl.train.data.prompt_dataset import PromptDataset
+from skyrl.train.data.template_form import TemplateForm
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.episode import Prompt
 
@@ -67,6 +68,7 @@ def _dataset(config: SkyRLTrainConfig, field: str, sources: list[str], chat: Cha
             default_env_class=config.environment.env_class,
             reward=config.environment.reward_id,
             prompt_length=lambda prompt: len(chat.render(prompt.messages, prompt.extras.get("tools") or ())),
+            fit=TemplateForm(chat.written).fit,
             max_prompt_length=config.trainer.max_prompt_length,
         )
     except ConfigError as error:

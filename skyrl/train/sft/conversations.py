@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
+from skyrl.train.data.template_form import TemplateForm
 from skyrl.train.rollouts.chat import ChatTokenizer
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -51,6 +52,8 @@ class Conversations:
         self._options = dict(variables or {}) | ({} if template is None else {"chat_template": template})
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = special | set(tokenizer.all_special_ids)
+        self.form = TemplateForm(lambda messages: self._text(messages, None))
+        """The form in which the template takes messages."""
 
     def masked(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, completion: int | None = None
