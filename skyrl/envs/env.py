@@ -107,8 +107,9 @@ class Env(ABC, Generic[C]):
             if value is not None:
                 return value
         wanted = " or ".join((path, *others))
+        columns = sorted(name for name in self.extras if name != "max_turns")  # which rollouts add
         raise ConfigError(
-            f"the row has no {wanted} (it has {', '.join(sorted(self.extras)) or 'no columns besides the prompt'}); "
+            f"the row has no {wanted} (it has {', '.join(columns) or 'no columns besides the prompt'}); "
             "add the column to the data set"
         )
 

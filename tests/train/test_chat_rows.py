@@ -25,7 +25,7 @@ from skyrl.train.data.template_form import TemplateForm
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.sft import Conversations, Example, RowReader
 from skyrl.train.sft.datasets import read_dataset
-from skyrl.train.sft.pairs import PairReader
+from skyrl.train.sft.pairs import Pair, PairReader
 from skyrl.tx.synthetic.make_tokenizer import END, make_tokenizer
 
 QWEN3 = (files("trl") / "chat_templates" / "qwen3.jinja").read_text()
@@ -35,14 +35,15 @@ NO_CALLS = """\
 {% endif %}"""
 TEXT_CALLS = """\
 {%- for message in messages %}<|im_start|>{{ message.role + '\\n' + (message.content or '') }}
-{%- for call in message.tool_calls or [] %}{{ '[' + call.function.name + ' ' + call.function.arguments + ']' }}{% endfor %}
+{%- for call in message.tool_calls or [] %}
+{{- '[' + call.function.name + ' ' + call.function.arguments + ']' }}{% endfor %}
 {{- message.thinking or '' }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
 
 @cache
-def tokenizer(template: str = QWEN3) -> PreTrainedTokenizerFast:
+def tokenizer(template: str = QWEN3) -> Any:
     made = PreTrainedTokenizerFast(
         tokenizer_object=make_tokenizer(512), eos_token=END, clean_up_tokenization_spaces=False
     )
@@ -181,7 +182,9 @@ def test_messages_may_be_json_text(tmp_path):
 def test_pairs_are_read_like_conversations():
     given, meant = FORMS["arguments as text"]
     pairs = PairReader(reader())
-    found, wanted = (pairs.example({"prompt": [ASK], "chosen": [one], "rejected": [ANSWER]}) for one in (given, meant))
+    rows = ({"prompt": [ASK], "chosen": [one], "rejected": [ANSWER]} for one in (given, meant))
+    found, wanted = (pairs.example(row) for row in rows)
+    assert isinstance(found, Pair) and isinstance(wanted, Pair)
     assert found.chosen.token_ids.tolist() == wanted.chosen.token_ids.tolist()
 
 
@@ -310,27 +313,27 @@ OTHERS = st.builds(lambda role, content: {"role": role, "content": content}, st.
 @st.composite
 def chats(draw: st.DrawFn) -> dict[str, Any]:
     """A conversation that ends with an answer, in forms that one Arrow type can hold."""
-    messages = [{"role": "user", "content": draw(WORDS)}, *draw(st.lists(st.one_of(OTHERS, ANSWERS), max_size=3))]
+    messages = [{"role": "user", "content": draw(WORDS)}]
+    for turn in draw(st.lists(st.tuples(ANSWERS, OTHERS), max_size=2)):
+        messages.extend(turn)
     row: dict[str, Any] = {"messages": [*messages, draw(ANSWERS)]}
     if tools := draw(st.lists(st.sampled_from([WEATHER, ADD, tool("now")]), max_size=3)):
         row["tools"] = tools
     return row
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(chats(), min_size=1, max_size=4), st.booleans(), st.booleans())
 def test_the_same_chats_are_the_same_tokens_masks_and_prompts_from_every_file(tmp_path_factory, rows, as_text, parts):
     folder = tmp_path_factory.mktemp("chats")
     meant = [oracle(row["messages"], row.get("tools")) for row in rows]
     rows = [written(row, as_text, parts) for row in rows]
-    wanted = examples(as_lines(folder, rows))
+    rows = [{**row, "prompt": row["messages"]} for row in rows]
+    wanted, asked = examples(as_lines(folder, rows)), prompts(as_lines(folder, rows))
     assert [tokenizer().decode(ids) for ids, _ in wanted] == meant
     for form in FILES:
-        assert examples(form(folder, rows)) == wanted, form.__name__
-    asked = [{"prompt": row["messages"], "tools": row.get("tools")} for row in rows]
-    of_lines = prompts(as_lines(folder, asked))
-    for form in FILES:
-        assert prompts(form(folder, asked)) == of_lines, form.__name__
+        source = form(folder, rows)
+        assert (examples(source), prompts(source)) == (wanted, asked), form.__name__
 
 
 def written(row: dict[str, Any], as_text: bool, parts: bool) -> dict[str, Any]:
@@ -392,8 +395,14 @@ REFUSED = [
     ({**ANSWER, "function_call": {"name": "f"}}, r"\[1\]\.function_call: .*as one of tool_calls"),
     ({**CALLED, "tool_calls": {"name": "f"}}, r"\[1\]\.tool_calls=.*: give a list of calls"),
     ({**CALLED, "tool_calls": ["f"]}, r"\[1\]\.tool_calls\[0\]='f': give \{"),
-    ({**CALLED, "tool_calls": [call("f", "{city: 1}")]}, r"tool_calls\[0\]\.function\.arguments='\{city: 1\}': .*JSON"),
-    ({**CALLED, "tool_calls": [call("f", "[1]")]}, r"tool_calls\[0\]\.function\.arguments=\[1\]: give an object"),
+    (
+        {**CALLED, "tool_calls": [call("f", "{city: 1}")]},
+        r"\[1\]\.tool_calls\[0\]\.function\.arguments='\{city: 1\}': .*JSON",
+    ),
+    (
+        {**CALLED, "tool_calls": [call("f", "[1]")]},
+        r"\[1\]\.tool_calls\[0\]\.function\.arguments=\[1\]: give an object",
+    ),
     ({**ANSWER, "content": "\ud800"}, r"\[1\]\.content='.*half of a surrogate pair"),
 ]
 
@@ -430,7 +439,7 @@ PLACES = ["messages", "tools", "system", "prompt", "completion", "conversations"
 FIELDS = ["role", "content", "tool_calls", "reasoning_content", "name"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(st.sampled_from(PLACES), ANYTHING, min_size=1, max_size=3),
     st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=2),

@@ -98,14 +98,14 @@ def _prompts(
         for index, row in enumerate(read_rows(source)):
             where = f"{source}, row {index}"
             try:
-                prompt = _prompt(row, str(number), default_env_class, fit)
+                prompt = _prompt(row, str(number), default_env_class, fit, where)
             except ConfigError as error:
                 raise ConfigError(f"{where}: {error}") from error
             yield where, prompt if reward is None else replace(prompt, env_class=reward)
             number += 1
 
 
-def _prompt(row: Row, instance_id: str, default_env_class: str, fit: Fit) -> Prompt:
+def _prompt(row: Row, instance_id: str, default_env_class: str, fit: Fit, where: str) -> Prompt:
     extras = dict(row)
     if extras.get("prompt") is None:
         raise ConfigError(f"has no column prompt, but {columns_of(row)}; rename the column with the chats")
@@ -117,7 +117,7 @@ def _prompt(row: Row, instance_id: str, default_env_class: str, fit: Fit) -> Pro
         env_class = default_env_class
     if not isinstance(env_class, str):
         raise ConfigError(f"env_class={short(env_class)} is not the name of an environment; name one, or none")
-    return Prompt(messages, env_class, instance_id, extras)
+    return Prompt(messages, env_class, instance_id, extras, where)
 
 
 def _length(prompt_length: Callable[[Prompt], int], prompt: Prompt, where: str) -> int:

@@ -1,5 +1,6 @@
 """The prompts of a run: those that it trains on, in the order of its epochs, and those that it is evaluated on."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,9 +33,9 @@ class TrainingPrompts:
         self.order.restore(OrderState(**state))
 
     @property
-    def env_classes(self) -> tuple[str, ...]:
-        """Environments of all rows."""
-        return tuple(dict.fromkeys(prompt.env_class for prompt in self._dataset))
+    def rows(self) -> Iterator[Prompt]:
+        """All rows, in the order of the data."""
+        return iter(self._dataset)
 
 
 def training_prompts(config: SkyRLTrainConfig, chat: Chat) -> TrainingPrompts:
