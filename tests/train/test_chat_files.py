@@ -108,7 +108,7 @@ OTHERS = st.builds(lambda role, content: {"role": role, "content": content}, st.
 @st.composite
 def chats(draw: st.DrawFn) -> dict[str, Any]:
     """A conversation that ends with an answer, in forms that one Arrow type can hold."""
-    messages = [{"role": "user", "content": draw(WORDS)}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": draw(WORDS)}]
     for turn in draw(st.lists(st.tuples(ANSWERS, OTHERS), max_size=2)):
         messages.extend(turn)
     row: dict[str, Any] = {"messages": [*messages, draw(ANSWERS)]}

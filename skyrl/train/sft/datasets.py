@@ -128,10 +128,9 @@ def _loaded(loader: Loader, row: Mapping[str, Any]) -> Mapping[str, Any]:
     except ConfigError:
         raise
     except Exception as error:  # of the user's function
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"the loader raised {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
-        ) from error
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # after this one
+        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        raise ConfigError(f"the loader raised {type(error).__name__}: {error}{place}") from error
 
 
 def read_dataset(

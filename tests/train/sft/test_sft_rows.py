@@ -234,3 +234,13 @@ def test_data_sets_of_a_configuration_are_read_and_summed_up_in_the_log(tmp_path
     assert (train.name, held_out.name) == (path, "rows")
     assert [plain(one) for one in train.examples] == [plain(example(row)) for row in ROWS]
     assert [record.message for record in caplog.records] == [train.summary(), held_out.summary()]
+
+
+def test_the_line_of_a_loader_that_raises_is_named():
+    def load(row):
+        return {"text": row["words"]}
+
+    with pytest.raises(
+        ConfigError, match=r"talk, row 0: the loader raised KeyError: 'words' \(.*test_sft_rows.py, line"
+    ):
+        read_dataset("talk", ROWS, reader(), load)
