@@ -71,7 +71,8 @@ class Env(ABC, Generic[C]):
     def __init__(self, config: C, extras: Mapping[str, Any]):
         """An episode with settings `config` for the row whose other columns are `extras`.
 
-        Raises ConfigError if the row lacks a column; a rollout that tries again would fail again.
+        Some are made and closed without `init`, to check rows before a run loads its model. Raises ConfigError if the row
+        lacks a column; a rollout that tries again would fail again.
         """
         self.config = config
         self.extras = extras
@@ -107,8 +108,9 @@ class Env(ABC, Generic[C]):
             if value is not None:
                 return value
         wanted = " or ".join((path, *others))
+        columns = sorted(name for name in self.extras if name != "max_turns")  # which rollouts add
         raise ConfigError(
-            f"the row has no {wanted} (it has {', '.join(sorted(self.extras)) or 'no columns besides the prompt'}); "
+            f"the row has no {wanted} (it has {', '.join(columns) or 'no columns besides the prompt'}); "
             "add the column to the data set"
         )
 

@@ -8,6 +8,9 @@ MASKS = TESTS + "test_sft_masks.py::"
 LEFT = "tests/train/test_left_models.py::"
 ROWS = TESTS + "test_sft_rows.py::"
 BATCHES = TESTS + "test_sft_batches.py::"
+CHATS = "tests/train/test_chat_rows.py::"
+FILES = "tests/train/test_chat_files.py::"
+DATA = "skyrl/train/data/"
 TRAINER = TESTS + "test_sft_trainer.py::"
 
 SFT_DEFECTS = [
@@ -101,5 +104,50 @@ SFT_DEFECTS = [
         "an export of RL has the base model's configuration where the run had another",
         [Edit("skyrl/train/runs/export.py", "if of_rl and (overrides :=", "if not of_rl and (overrides :=")],
         ["tests/train/test_export_command.py::test_a_checkpoint_of_rl_is_exported_with_its_overrides"],
+    ),
+    Defect(
+        "SFT.9",
+        "arguments of calls that are JSON text stay text",
+        [Edit(DATA + "chats.py", "        arguments = _parsed(arguments, place)\n", "        pass\n")],
+        [
+            CHATS + "test_forms_of_an_answer_are_trained_on_as_what_they_mean",
+            CHATS + "test_arguments_are_trained_on_as_an_object",
+        ],
+    ),
+    Defect(
+        "SFT.10",
+        "nulls that Arrow added are trained on",
+        [Edit(DATA + "chats.py", "padded = isinstance(value, Struct)", "padded = False")],
+        [FILES + "test_every_file_is_trained_on_as_its_rows_are"],
+    ),
+    Defect(
+        "SFT.11",
+        "nulls of a row are taken for Arrow's",
+        [Edit(DATA + "chats.py", "padded = isinstance(value, Struct)", "padded = True")],
+        [FILES + "test_nulls_of_a_row_stay_where_the_file_tells_them_from_arrows"],
+    ),
+    Defect(
+        "SFT.12",
+        "reasoning that the template leaves out is lost without a word",
+        [Edit(DATA + "template_form.py", "return MARKER in text and", "return")],
+        [CHATS + "test_reasoning_that_the_template_does_not_render_is_refused"],
+    ),
+    Defect(
+        "SFT.13",
+        "a misspelt role is trained on",
+        [Edit(DATA + "chats.py", "if role not in ROLES:", "if not isinstance(role, str):")],
+        [CHATS + "test_what_is_wrong_with_a_message_is_told_with_file_row_and_column"],
+    ),
+    Defect(
+        "SFT.14",
+        "only the first row of an environment is checked",
+        [
+            Edit(
+                "skyrl/train/rl/environment_check.py",
+                "(prompt.env_class, _kind(prompt.extras, DEPTH))",
+                "prompt.env_class",
+            )
+        ],
+        ["tests/train/test_environment_check.py::test_a_row_in_the_middle_that_lacks_a_column_is_named"],
     ),
 ]

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from skyrl.envs.env import Env, NoSettings, StepResult
+from skyrl.envs.env import Env, Message, NoSettings, StepResult
 from skyrl.envs.tasks.search import SearchEnv
 
 TURNS = 3
@@ -31,9 +31,14 @@ class Faulty(Env[NoSettings]):
 
     def __init__(self, config: NoSettings, extras: Mapping[str, Any]):
         super().__init__(config, extras)
+        self.number: int | None = None
+        self.turns = 0
+
+    async def init(self, prompt: list[Message]) -> list[Message]:
+        """Take a number: environments that only check a row are never played."""
         self.number = Faulty.made
         Faulty.made += 1
-        self.turns = 0
+        return prompt
 
     @classmethod
     def restart(cls, faults: Mapping[int, str]) -> None:
@@ -50,7 +55,8 @@ class Faulty(Env[NoSettings]):
         return StepResult([{"role": "user", "content": "More."}], reward, done=self.turns == TURNS)
 
     async def close(self) -> None:
-        Faulty.closed.append(self.number)
+        if self.number is not None:
+            Faulty.closed.append(self.number)
 
     async def _hang(self) -> None:
         """For two hours, which begin when all others are through."""

@@ -225,7 +225,7 @@ BAD_ROWS = [
     ("math", {"problem": "?", "solution": r"\boxed{1"}, r"has no \boxed{...} that ends; correct the row"),
     ("math", {"problem": "?", "solution": r"\boxed{ }"}, "the box of solution has the answer '', which no answer"),
     ("math", {"question": "?", "solution": r"\boxed{1}"}, "has no column problem, but question, solution; rename"),
-    ("dapo-math", {"prompt": "?"}, "prompt='?' is not a list of messages; write it as"),
+    ("dapo-math", {"prompt": "?"}, "prompt='?': give a list of messages, such as"),
     ("dapo-math", {"prompt": [{"role": "user", "content": "?"}]}, "has no column reward_model, but prompt; rename"),
     ("dapo-math", {**dapo("?", "1", "a"), "reward_model": {"style": "rule"}}, "has no ground_truth; write the answer"),
 ]

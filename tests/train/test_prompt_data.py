@@ -102,7 +102,7 @@ def test_a_row_may_name_its_environment(tmp_path):
 
 
 def test_keys_that_only_other_messages_have_are_not_there(tmp_path):
-    mixed = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool": "b"}]
+    mixed = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "c"}]
     (prompt,) = load(as_parquet(tmp_path, [{"prompt": mixed}]), length=lambda prompt: 1)
     assert prompt.messages == mixed
 
@@ -119,8 +119,8 @@ def test_prompts_that_are_too_long_are_left_out_counted_and_logged(tmp_path, cap
 
 
 def test_the_length_of_a_prompt_may_depend_on_its_tools(tmp_path):
-    rows = [{**ROWS[0], "tools": ["x" * 9]}, {**ROWS[0], "tools": []}]
-    data = load(as_lines(tmp_path, rows), longest=5, length=lambda prompt: len("".join(prompt.extras["tools"])))
+    rows = [{**ROWS[0], "tools": [{"name": "x" * 9}]}, {**ROWS[0], "tools": []}]
+    data = load(as_lines(tmp_path, rows), longest=5, length=lambda prompt: len(prompt.extras["tools"] or ()) * 9)
     assert [prompt.instance_id for prompt in data] == ["1"]
 
 
@@ -150,17 +150,17 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_a_row_without_a_prompt_is_named_with_its_columns(tmp_path):
     path = as_lines(tmp_path, [ROWS[0], {"question": "?", "answer": 1}])
-    assert refusal(path).startswith(f"{path}, row 1: has no column prompt, but question, answer; rename")
+    assert refusal(path).startswith(f"{path}, row 1: has no column prompt, but answer, question; rename")
 
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("What?", "prompt='What?' is not a list of messages; write it as"),
-        ([], "prompt=[] is not a list of messages"),
-        ([{"content": "a"}], "prompt has the message {'content': 'a'}; each is an object with a role"),
-        ([{"role": "user"}], "prompt has the message {'role': 'user'}; each"),
-        (["a"], "prompt has the message 'a'; each"),
+        ("What?", "prompt='What?': give a list of messages, such as ["),
+        ([], "prompt=[]: give a list of messages"),
+        ([{"content": "a"}], "prompt[0]={'content': 'a'}: has no role; give"),
+        ([{"role": "user"}], "prompt[0].content is missing or null; give text"),
+        (["a"], "prompt[0]='a': has no role"),
     ],
 )
 def test_a_prompt_that_is_no_chat_is_refused(tmp_path, prompt, message):
@@ -183,7 +183,7 @@ def test_a_damaged_line_is_named(tmp_path):
         ("rows.parquet", b"nothing", "cannot be read as Parquet"),
         ("rows.json", b"[1, ", "cannot be read as JSON"),
         ("rows.json", b"[1]", "row 0: is no JSON object"),
-        ("rows.jsonl", b"\xff\xfe", "cannot be read as UTF-8 text"),
+        ("rows.jsonl", b'{"prompt": "\xe9"}', "cannot be read as text in UTF-8"),
     ],
 )
 def test_a_file_of_another_content_is_refused(tmp_path, name, content, message):
@@ -208,7 +208,7 @@ def test_data_of_which_nothing_is_short_enough_is_refused(tmp_path):
 def test_a_prompt_that_the_chat_template_refuses_is_named(tmp_path):
     template = jinja2.Environment().from_string("{{ messages[0].missing.role }}")
     message = refusal(as_lines(tmp_path, ROWS), length=lambda prompt: len(template.render(messages=prompt.messages)))
-    assert "row 0: the chat template does not take the prompt (" in message
+    assert "row 0: the chat template cannot render prompt (UndefinedError: " in message
 
 
 @pytest.mark.parametrize(("absent", "source"), [("pyarrow", "rows.parquet"), ("datasets", "owner/name")])

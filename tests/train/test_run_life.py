@@ -217,7 +217,7 @@ def test_a_generator_that_is_not_there_is_told_before_a_model_is_loaded(rows, ti
 
 def test_a_row_without_a_column_of_the_reward_function_ends_the_run_by_its_name(rows, tiny_model, tmp_path):
     reward = f"environment.reward={__name__}:words"
-    said = r"trajectory \d+\.0_\d: environment '.*:words': the function takes level, .* \(it has none besides"
+    said = r"jsonl, row 0: environment '.*:words': the function takes level, .* \(it has none besides"
     with pytest.raises(ConfigError, match=said):
         train(command(rows, tiny_model, tmp_path / "run", reward))
 

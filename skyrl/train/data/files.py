@@ -1,7 +1,8 @@
 """Rows of data sets: files in Parquet, JSON or JSON lines, and what the `datasets` library loads.
 
-`read_rows` yields plain dicts of Python values. Columns are not looked at here. To add a format, add a row to
-`FILE_READERS`. Libraries that only some sources need are imported when such a source is read.
+`read_rows` yields dicts of Python values, whichever columns there are. Objects in Arrow structs are `Struct`s, since
+Arrow adds nulls to them; JSON in Arrow is parsed. To add a format, add a row to `FILE_READERS`. Libraries that only
+some sources need are imported when such a source is read.
 """
 
 import json
@@ -17,6 +18,13 @@ WITH_SPLIT = re.compile(r"(?P<name>.+?):(?P<split>[^:\[\]]+(\[[^\[\]]*\])?)")
 """A source with a split after it, which may be a part of one, such as train[:10%]."""
 SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json")
 """Files of which a folder that `save_to_disk` wrote has one."""
+
+
+class Struct(Row):
+    """An object from an Arrow struct, which has all members that any row has: one without a value is null.
+
+    So a null in it may be the row's own or Arrow's. Chats are read without them, environments get them as they are.
+    """
 
 
 def read_rows(source: str) -> Iterator[Row]:
@@ -47,17 +55,58 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     except ImportError:
         raise _not_installed("pyarrow", f"{path} is a Parquet file") from None
     try:
-        for batch in parquet.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
+        file = parquet.ParquetFile(path)
+        marks = {field.name: _arrow_marker(field.type) for field in file.schema_arrow}
+        for batch in file.iter_batches():
+            for row in batch.to_pylist():
+                yield _marked(row, marks)
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path}: cannot be read as Parquet ({error}); write it again") from error
+
+
+Marker = Callable[[Any], Any]
+"""Makes a value as Arrow gives it one of ours: `Struct`s where there were structs, and JSON parsed."""
+
+
+def _marked(row: Row, marks: dict[str, Marker | None]) -> Row:
+    return {name: value if (mark := marks.get(name)) is None else mark(value) for name, value in row.items()}
+
+
+def _arrow_marker(kind: Any) -> Marker | None:
+    """The marker for values of an Arrow type; None if they stay as they are."""
+    from pyarrow import types
+
+    if getattr(kind, "extension_name", None) == "arrow.json":
+        return lambda value: json.loads(value) if isinstance(value, str) else value
+    if types.is_struct(kind):
+        return _struct_marker({field.name: _arrow_marker(field.type) for field in kind})
+    has_items = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return _list_marker(_arrow_marker(kind.value_type)) if has_items else None
+
+
+def _feature_marker(feature: Any) -> Marker | None:
+    """The same for a feature of `datasets`, which parses JSON itself."""
+    if isinstance(feature, dict):
+        return _struct_marker({name: _feature_marker(member) for name, member in feature.items()})
+    items = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
+    return None if items is None else _list_marker(_feature_marker(items))
+
+
+def _struct_marker(members: dict[str, Marker | None]) -> Marker:
+    return lambda value: Struct(_marked(value, members)) if isinstance(value, dict) else value
+
+
+def _list_marker(items: Marker | None) -> Marker | None:
+    if items is None:
+        return None
+    return lambda value: [items(item) for item in value] if isinstance(value, list) else value
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
     text = _text(path)
     try:
         rows = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if text.lstrip().startswith("["):
             raise ConfigError(f"{path}: cannot be read as JSON ({error}); write it again") from error
         yield from _lines(path, text)
@@ -79,10 +128,12 @@ FILE_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
 
 
 def _text(path: Path) -> str:
+    """The text of a file in UTF-8, UTF-16 or UTF-32, with a byte order mark or without."""
     try:
-        return path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        return content.decode(json.detect_encoding(content)).replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text ({error}); write it again") from error
+        raise ConfigError(f"{path}: cannot be read as text in UTF-8 ({error}); save it as UTF-8") from error
 
 
 def _lines(path: Path, text: str) -> Iterator[Row]:
@@ -91,7 +142,7 @@ def _lines(path: Path, text: str) -> Iterator[Row]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number}: cannot be read as JSON ({error}); correct the line") from error
         yield _object(row, f"{path}, line {number}")
 
@@ -126,8 +177,9 @@ def _library_rows(source: str) -> Iterator[Row]:
             f"{source}: cannot be loaded ({error}); name a data set as name or name:split, or a .parquet, .json or "
             ".jsonl file"
         ) from error
+    marks = {name: _feature_marker(feature) for name, feature in loaded.features.items()}
     for row in loaded:
-        yield dict(row)
+        yield _marked(dict(row), marks)
 
 
 def _not_installed(package: str, why: str) -> ConfigError:

@@ -7,19 +7,20 @@ environment's.
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import date, time, timedelta
 from decimal import Decimal
-from typing import Any
 
-from jinja2 import TemplateError
-
+from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
+from skyrl.train.data.chats import columns_of, read_chat, read_tools, short
 from skyrl.train.data.files import Row, read_rows
 from skyrl.train.rollouts.episode import Prompt
 
 logger = logging.getLogger(__name__)
+
+Fit = Callable[[Sequence[Message], str], list[Message]]
 
 
 class PromptDataset:
@@ -31,6 +32,7 @@ class PromptDataset:
         sources: Files and data sets, as `data_files.read_rows` takes them.
         default_env_class: Environment of rows that name none.
         prompt_length: Number of tokens of a prompt: as the trainer renders it, with the tools of its row.
+        fit: Gives the chat template messages in the form that it reads, as `TemplateForm.fit` does.
         max_prompt_length: Tokens that a prompt may have. Longer ones are left out, counted and logged.
         reward: Reward function, in the place of the environments of all rows.
 
@@ -45,12 +47,13 @@ class PromptDataset:
         default_env_class: str,
         prompt_length: Callable[[Prompt], int],
         max_prompt_length: int,
+        fit: Fit = lambda messages, column: list(messages),
         reward: str | None = None,
     ):
         self._prompts: list[Prompt] = []
         self.dropped = 0
         """Prompts that were too long."""
-        for where, prompt in _prompts(sources, default_env_class, reward):
+        for where, prompt in _prompts(sources, default_env_class, fit, reward):
             if _length(prompt_length, prompt, where) <= max_prompt_length:
                 self._prompts.append(prompt)
             else:
@@ -86,55 +89,44 @@ class PromptDataset:
         return digest.hexdigest()
 
 
-def _prompts(sources: Sequence[str], default_env_class: str, reward: str | None) -> Iterator[tuple[str, Prompt]]:
+def _prompts(
+    sources: Sequence[str], default_env_class: str, fit: Fit, reward: str | None
+) -> Iterator[tuple[str, Prompt]]:
     """(source and row in it, prompt) of every row."""
     number = 0
     for source in sources:
         for index, row in enumerate(read_rows(source)):
             where = f"{source}, row {index}"
-            prompt = _prompt(row, str(number), default_env_class, where)
+            try:
+                prompt = _prompt(row, str(number), default_env_class, fit, where)
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error}") from error
             yield where, prompt if reward is None else replace(prompt, env_class=reward)
             number += 1
 
 
-def _prompt(row: Row, instance_id: str, default_env_class: str, where: str) -> Prompt:
+def _prompt(row: Row, instance_id: str, default_env_class: str, fit: Fit, where: str) -> Prompt:
     extras = dict(row)
-    if "prompt" not in extras:
-        raise ConfigError(f"{where}: has no column prompt, but {', '.join(row)}; rename the column with the chats")
-    messages = messages_of(extras.pop("prompt"), where)
+    if extras.get("prompt") is None:
+        raise ConfigError(f"has no column prompt, but {columns_of(row)}; rename the column with the chats")
+    messages = fit(read_chat(extras.pop("prompt"), "prompt"), "prompt")
+    if "tools" in extras:
+        extras["tools"] = read_tools(extras["tools"], "tools")
     env_class = extras.pop("env_class", None)
     if env_class is None:
         env_class = default_env_class
     if not isinstance(env_class, str):
-        raise ConfigError(f"{where}: env_class={env_class!r} is not the name of an environment; name one, or none")
-    return Prompt(messages, env_class, instance_id, extras)
-
-
-def messages_of(value: Any, where: str) -> list[dict[str, Any]]:
-    """The chat of a row, from its column `prompt`. Raises ConfigError if it is none.
-
-    Parquet gives every message all keys that any has, so that those without a value go.
-    """
-    if not isinstance(value, list) or not value:
-        raise ConfigError(
-            f"{where}: prompt={short(value)} is not a list of messages; write it as "
-            '[{"role": "user", "content": "..."}]'
-        )
-    for message in value:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ConfigError(
-                f"{where}: prompt has the message {short(message)}; each is an object with a role (text) and a content"
-            )
-    return [{key: part for key, part in message.items() if part is not None or key == "content"} for message in value]
+        raise ConfigError(f"env_class={short(env_class)} is not the name of an environment; name one, or none")
+    return Prompt(messages, env_class, instance_id, extras, where)
 
 
 def _length(prompt_length: Callable[[Prompt], int], prompt: Prompt, where: str) -> int:
     try:
         return prompt_length(prompt)
-    except TemplateError as error:
+    except Exception as error:  # templates raise what they like
         raise ConfigError(
-            f"{where}: the chat template does not take the prompt ({error}); change the row, or set "
-            "generator.chat_template"
+            f"{where}: the chat template cannot render prompt ({type(error).__name__}: {error}); change the row, or "
+            "set generator.chat_template"
         ) from error
 
 
@@ -142,9 +134,3 @@ def _stable(value: object) -> str:
     """Text of a value that JSON does not have, the same in every process."""
     known = isinstance(value, bytes | date | time | timedelta | Decimal)
     return repr(value) if known else type(value).__name__
-
-
-def short(value: object) -> str:
-    """A value as messages show it."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from skyrl.envs.tasks.answers import last_boxed, number_at, same_answer
 from skyrl.errors import ConfigError
-from skyrl.train.data.prompt_dataset import messages_of, short
+from skyrl.train.data.chats import read_chat, short
 
 _UNBRACED = re.compile(r"\\boxed +([^\s{$][^$\n]*?) *(?=\$|$)", re.MULTILINE)
 """A box that holds what follows it up to the end of the formula, which MATH has a few of."""
@@ -67,7 +67,10 @@ def math(row: Mapping[str, Any], where: str) -> Problem:
 
 def dapo_math(row: Mapping[str, Any], where: str) -> Problem:
     """`prompt` (messages that ask for a line `Answer:`), `reward_model.ground_truth`, `data_source`, `extra_info`."""
-    messages = messages_of(_column(row, "prompt", where), where)
+    try:
+        messages = read_chat(_column(row, "prompt", where), "prompt")
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     if not isinstance(messages[-1]["content"], str):
         raise ConfigError(f"{where}: prompt ends in {short(messages[-1])}, whose content is no text; correct the row")
     model = _column(row, "reward_model", where)

@@ -28,7 +28,7 @@ async def evaluate_rl(config: SkyRLTrainConfig) -> Metrics:
     settings = config.trainer
     setup = Setup.of(config)
     prompts = evaluation_prompts(config, setup.chat)
-    check_environments(config, (each.env_class for each in prompts))
+    await check_environments(config, prompts)
     found = setup.store.find(settings.resume_mode, settings.resume_path)
     if found is None and settings.init_from:
         found = setup.store.initial(settings.init_from, "trainer.init_from")

@@ -1,5 +1,6 @@
 """The prompts of a run: those that it trains on, in the order of its epochs, and those that it is evaluated on."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,7 @@ from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.data.epoch_order import OrderState, PromptOrder
 from skyrl.train.data.prompt_dataset import PromptDataset
+from skyrl.train.data.template_form import TemplateForm
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.episode import Prompt
 
@@ -31,9 +33,9 @@ class TrainingPrompts:
         self.order.restore(OrderState(**state))
 
     @property
-    def env_classes(self) -> tuple[str, ...]:
-        """Environments of all rows."""
-        return tuple(dict.fromkeys(prompt.env_class for prompt in self._dataset))
+    def rows(self) -> Iterator[Prompt]:
+        """All rows, in the order of the data."""
+        return iter(self._dataset)
 
 
 def training_prompts(config: SkyRLTrainConfig, chat: Chat) -> TrainingPrompts:
@@ -67,6 +69,7 @@ def _dataset(config: SkyRLTrainConfig, field: str, sources: list[str], chat: Cha
             default_env_class=config.environment.env_class,
             reward=config.environment.reward_id,
             prompt_length=lambda prompt: len(chat.render(prompt.messages, prompt.extras.get("tools") or ())),
+            fit=TemplateForm(chat.written).fit,
             max_prompt_length=config.trainer.max_prompt_length,
         )
     except ConfigError as error:

@@ -296,7 +296,7 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: Re
     setup = Setup.of(config)
     callbacks = load_callbacks(settings.callbacks, "trainer.callbacks")
     prompts, evaluation = training_prompts(config, setup.chat), evaluation_prompts(config, setup.chat)
-    check_environments(config, (*prompts.env_classes, *(each.env_class for each in evaluation)))
+    await check_environments(config, [*prompts.rows, *evaluation])
     store = setup.store
     checkpoint = store.resume(settings.resume_mode, settings.resume_path)
     initial = store.initial(settings.init_from, INIT_FROM) if settings.init_from and checkpoint is None else None

@@ -1,6 +1,6 @@
 """What training and evaluation of a policy begin with: checks, the tokenizer, and where models and checkpoints are."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, cast
 
@@ -10,9 +10,11 @@ from skyrl.train.checkpoints import CheckpointStore, identity_of
 from skyrl.train.config import SkyRLTrainConfig, get_config_as_dict
 from skyrl.train.policies import Models
 from skyrl.train.ranking import Ranking
+from skyrl.train.rl.environment_check import check_rows
 from skyrl.train.rl.prompts import TrainingPrompts
 from skyrl.train.rl.rollout_source import Source, StalenessPolicy
 from skyrl.train.rollouts.chat import Chat, ChatTokenizer
+from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.generators.generator import load_generator
 from skyrl.train.rollouts.rollouts import Rollouts, chat_of
 from skyrl.train.strategy.base_model import check_base_model, check_model_given, fit_context, load_tokenizer
@@ -80,13 +82,14 @@ def source_of(config: SkyRLTrainConfig, rollouts: Rollouts, prompts: TrainingPro
     )
 
 
-def check_environments(config: SkyRLTrainConfig, env_classes: Iterable[str]) -> None:
-    """Raise ConfigError for environments of rows that are not there, and settings of none that is used.
+async def check_environments(config: SkyRLTrainConfig, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError for environments that do not exist or refuse their rows, and settings of none that is used.
 
-    A generator reads both as it likes, so that nothing is looked at where there is one.
+    A generator reads both as it likes, so nothing is checked where there is one.
     """
     if config.generator.generator_class is None:
-        check_settings(config.environment.skyrl_gym, tuple(env_classes))
+        check_settings(config.environment.skyrl_gym, tuple(dict.fromkeys(prompt.env_class for prompt in prompts)))
+        await check_rows(config, prompts)
 
 
 def _reference_loader(

@@ -172,7 +172,8 @@ async def _played(
             stop_reason, own = await attempt.play()
             metrics = _means(attempt.turns) | {name: float(value) for name, value in own.items()}
     except ConfigError as error:
-        raise ConfigError(f"trajectory {identity}: {error}") from error
+        place = f" ({prompt.source})" if prompt.source else ""
+        raise ConfigError(f"trajectory {identity}{place}: {error}") from error
     except FATAL:
         raise
     except Exception as error:

@@ -92,6 +92,10 @@ class Chat:
         """Tokens of a conversation, up to where the model's next message begins."""
         return self._encode(self._text(messages, tools))
 
+    def written(self, messages: Sequence[Message]) -> str:
+        """Text of a whole conversation."""
+        return self._text(messages, None, answering=False)
+
     def continuation(self, observations: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Tokens between a response and the next one: the end of the turn, messages, the next turn's beginning.
 

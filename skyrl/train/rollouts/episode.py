@@ -40,6 +40,9 @@ class Prompt:
     extras: Mapping[str, Any] = field(default_factory=dict)
     """The other columns. `tools` are shown to the model by the chat template."""
 
+    source: str = field(default="", compare=False)
+    """File and row, for messages."""
+
 
 class Episode:
     """One run of an environment.

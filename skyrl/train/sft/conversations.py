@@ -14,6 +14,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
+from skyrl.train.data.template_form import TemplateForm
 from skyrl.train.rollouts.chat import ChatTokenizer
 from skyrl.train.rollouts.templates import template_error
 
@@ -54,6 +55,8 @@ class Conversations:
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = special | set(tokenizer.all_special_ids)
         self._check_syntax()
+        self.form = TemplateForm(lambda messages: self._text(messages, None))
+        """The form in which the template takes messages."""
 
     def masked(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, completion: int | None = None

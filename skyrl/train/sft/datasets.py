@@ -1,6 +1,7 @@
 """Sources of rows as data sets of examples, with an account of what was cut and what was left out."""
 
 import logging
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -8,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from skyrl.errors import ConfigError
 from skyrl.train.config.sft import DPOConfig, SFTConfig
+from skyrl.train.data.chats import short
 from skyrl.train.data.files import read_rows
 from skyrl.train.data.loaders import Loader, as_it_is
 from skyrl.train.rollouts.templates import load_template
@@ -126,7 +128,9 @@ def _loaded(loader: Loader, row: Mapping[str, Any]) -> Mapping[str, Any]:
     except ConfigError:
         raise
     except Exception as error:  # of the user's function
-        raise ConfigError(f"the loader raised {type(error).__name__}: {error}") from error
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # after this one
+        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        raise ConfigError(f"the loader raised {type(error).__name__}: {error}{place}") from error
 
 
 def read_dataset(
@@ -140,7 +144,7 @@ def read_dataset(
         try:
             loaded = _loaded(loader, row)
             if not isinstance(loaded, Mapping):
-                raise ConfigError(f"the loader returned {str(loaded)[:80]}; return a row: a dict of columns")
+                raise ConfigError(f"the loader returned {short(loaded)}; return a row: a dict of columns")
             example = reader.example(loaded)
         except ConfigError as error:
             raise ConfigError(f"{name}, row {number}: {error}") from error

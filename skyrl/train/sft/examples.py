@@ -5,7 +5,6 @@ What a row is, its columns say: `input_ids` with `labels` or `loss_mask` (tokens
 or `text`. To add a kind, add a branch to `RowReader.example`. Pairs of answers are in `skyrl.train.sft.pairs`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,8 @@ import numpy as np
 
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
+from skyrl.train.config.machinery.fields import did_you_mean
+from skyrl.train.data.chats import checked_text, columns_of, read_chat, read_tools, short
 from skyrl.train.sft.conversations import Conversations, Masked
 
 IGNORED = -100
@@ -68,7 +69,7 @@ class RowReader:
         if row.get("input_ids") is not None:
             masked = _pretokenized(row)
         elif row.get(self.messages_key) is not None:
-            return self._conversation(messages_of(row[self.messages_key], self.messages_key), row)
+            return self._conversation(self._chat(row[self.messages_key], self.messages_key), row)
         elif row.get("conversations") is not None:
             return self._conversation(_shared(row["conversations"]), row)
         elif row.get("prompt") is not None and row.get("completion") is not None:
@@ -79,7 +80,7 @@ class RowReader:
             masked = self.conversations.completed("", _text(row["text"], "text"))
         else:
             raise ConfigError(
-                f"columns {', '.join(sorted(row)) or 'none'}: of no known kind; give {self.messages_key} (a list of "
+                f"columns {columns_of(row)}: of no known kind; give {self.messages_key} (a list of "
                 "messages), conversations (ShareGPT), prompt and completion, instruction and output, text, or "
                 "input_ids with labels or loss_mask; messages_key names another column of messages"
             )
@@ -95,10 +96,13 @@ class RowReader:
             name: Of the answer.
         """
         if isinstance(prompt, list) and isinstance(answer, list):
-            said = messages_of(answer, name)
-            return self._conversation([*messages_of(prompt, "prompt"), *said], row, len(said))
+            said = self._chat(answer, name)
+            return self._conversation([*self._chat(prompt, "prompt"), *said], row, len(said))
         also = f"; prompt and {name} may both be lists of messages"
         return self._cut(self.conversations.completed(_text(prompt, "prompt", also), _text(answer, name, also)))
+
+    def _chat(self, value: Any, column: str) -> list[Message]:
+        return self.conversations.form.fit(read_chat(value, column), column)
 
     def _conversation(
         self, messages: list[Message], row: Mapping[str, Any], completion: int | None = None
@@ -106,7 +110,8 @@ class RowReader:
         messages = self._with_system(messages, row)
         if self.train_on_what != "all_tokens" and messages[-1]["role"] != "assistant":
             return NO_ANSWER
-        return self._cut(self.conversations.masked(messages, self._tools(row), completion))
+        tools = read_tools(row.get(self.tools_key), self.tools_key)
+        return self._cut(self.conversations.masked(messages, tools, completion))
 
     def _cut(self, masked: Masked) -> Example | str:
         token_ids = np.asarray(masked.token_ids, np.int32)
@@ -120,66 +125,46 @@ class RowReader:
 
     def _with_system(self, messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
         system = row.get(self.system_key)
-        if not system:
+        if system is None or system == "":
             return messages
-        if not isinstance(system, str):
-            raise ConfigError(f"{self.system_key}={system!r}: give a string")
+        system = _text(system, self.system_key)
         if messages[0]["role"] == "system":
-            raise ConfigError(f"{self.system_key}={system!r}: the messages begin with a system message; leave out one")
-        return [{"role": "system", "content": system}, *messages]
-
-    def _tools(self, row: Mapping[str, Any]) -> list[Any] | None:
-        tools = row.get(self.tools_key)
-        if isinstance(tools, str) and tools:
-            try:
-                tools = json.loads(tools)
-            except ValueError as error:
-                raise ConfigError(f"{self.tools_key}={tools[:80]!r}: no JSON ({error}); give a list of tools") from None
-        if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise ConfigError(f"{self.tools_key}={str(tools)[:80]}: give a list of tools, each a JSON schema")
-        return tools or None
-
-
-def messages_of(given: Any, key: str) -> list[Message]:
-    """Messages without the members that a table fills in with nulls. Raises ConfigError for anything else."""
-    if not isinstance(given, list) or not given:
-        raise ConfigError(f"{key}={str(given)[:80]}: give a list of messages, at least one")
-    for number, message in enumerate(given):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ConfigError(
-                f"{key}[{number}]={str(message)[:80]}: has no role; give {{'role': 'user', 'content': '...'}}"
+                f"{self.system_key}={short(system)}: the messages begin with a system message; leave out one"
             )
-    return [{name: value for name, value in one.items() if value is not None or name == "content"} for one in given]
+        return [{"role": "system", "content": system}, *messages]
 
 
 def _shared(given: Any) -> list[Message]:
     """Messages in the names of ShareGPT. Raises ConfigError for a speaker that it does not have."""
     if not isinstance(given, list) or not given:
-        raise ConfigError(f"conversations={str(given)[:80]}: give a list of messages, at least one")
+        raise ConfigError(f"conversations={short(given)}: give a list of messages, at least one")
     messages: list[Message] = []
     for number, one in enumerate(given):
-        role = SPEAKERS.get(str(one.get("from"))) if isinstance(one, dict) else None
-        if role is None or not isinstance(one.get("value"), str):
+        at = f"conversations[{number}]"
+        if not isinstance(one, dict) or "from" not in one:
             raise ConfigError(
-                f"conversations[{number}]={str(one)[:80]}: give {{'from': ..., 'value': '...'}} with one of "
+                f"{at}={short(one)}: give {{'from': ..., 'value': '...'}} with one of "
                 f"{', '.join(SPEAKERS)}; messages with role and content belong in a column messages"
             )
-        messages.append({"role": role, "content": one["value"]})
+        role = SPEAKERS.get(str(one["from"]))
+        if role is None:
+            near = did_you_mean(str(one["from"]), SPEAKERS)
+            raise ConfigError(f"{at}.from={short(one['from'])}: known: {', '.join(SPEAKERS)}{near}")
+        messages.append({"role": role, "content": _text(one.get("value"), f"{at}.value")})
     return messages
 
 
 def _text(value: Any, name: str, also: str = "") -> str:
     if not isinstance(value, str):
-        raise ConfigError(f"{name}={str(value)[:80]}: give a string{also}")
-    return value
+        raise ConfigError(f"{name}={short(value)}: give a string{also}")
+    return checked_text(value, name)
 
 
 def _alpaca(row: Mapping[str, Any]) -> list[Message]:
     """A question, with the input below the instruction if there is one, and the answer."""
-    parts = {name: row.get(name) or "" for name in ("instruction", "input", "output")}
-    for name, value in parts.items():
-        if not isinstance(value, str):
-            raise ConfigError(f"{name}={str(value)[:80]}: give a string")
+    given = {name: row.get(name) for name in ("instruction", "input", "output")}
+    parts = {name: "" if value is None else _text(value, name) for name, value in given.items()}
     question = "\n\n".join(part for part in (parts["instruction"], parts["input"]) if part)
     return [{"role": "user", "content": question}, {"role": "assistant", "content": parts["output"]}]
 
@@ -226,7 +211,7 @@ def _numbers(row: Mapping[str, Any], name: str, length: int | None = None) -> np
     except ValueError:
         array = np.asarray(None)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
-        raise ConfigError(f"{name}={str(row[name])[:80]}: give a flat list of integers")
+        raise ConfigError(f"{name}={short(row[name])}: give a flat list of integers")
     if length is not None and len(array) != length:
         raise ConfigError(f"{name} has {len(array)} entries but input_ids has {length}; give one for each token")
     return array.astype(np.int64)

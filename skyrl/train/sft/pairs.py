@@ -6,7 +6,8 @@ from typing import Any
 
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
-from skyrl.train.sft.examples import Example, RowReader, messages_of
+from skyrl.train.data.chats import columns_of, read_chat, short
+from skyrl.train.sft.examples import Example, RowReader
 
 SAME = "have the same answer as chosen and as rejected"
 """Why pairs are left out."""
@@ -49,18 +50,16 @@ class PairReader:
         """The pair, or why the row is left out. Raises ConfigError for a row that is malformed."""
         chosen, rejected = row.get("chosen"), row.get("rejected")
         if chosen is None or rejected is None:
-            raise ConfigError(
-                f"columns {', '.join(sorted(row)) or 'none'}: no pair of answers; give prompt, chosen and rejected"
-            )
+            raise ConfigError(f"columns {columns_of(row)}: no pair of answers; give prompt, chosen and rejected")
         if type(chosen) is not type(rejected):
             raise ConfigError(
-                f"chosen={str(chosen)[:80]} and rejected={str(rejected)[:80]}: give two texts or two lists of messages"
+                f"chosen={short(chosen)} and rejected={short(rejected)}: give two texts or two lists of messages"
             )
         if chosen == rejected:
             return SAME
         prompt = row.get("prompt")
         if isinstance(chosen, list) and not isinstance(prompt, list):
-            prompt, chosen, rejected = _parted(prompt, messages_of(chosen, "chosen"), messages_of(rejected, "rejected"))
+            prompt, chosen, rejected = _parted(prompt, read_chat(chosen, "chosen"), read_chat(rejected, "rejected"))
         if prompt is None:
             raise ConfigError("there is no prompt; give one, or lists of messages that both begin with it")
         first = self.rows.answered(prompt, chosen, row, "chosen")
@@ -80,7 +79,7 @@ def _parted(
         raise ConfigError("chosen and rejected do not begin with the same message; give a list of messages as prompt")
     if prompt is not None and prompt != chosen[shared - 1].get("content"):
         raise ConfigError(
-            f"prompt={str(prompt)[:80]}: chosen and rejected begin with another; give the messages of the prompt as a "
+            f"prompt={short(prompt)}: chosen and rejected begin with another; give the messages of the prompt as a "
             "list, or leave prompt out"
         )
     for name, messages in (("chosen", chosen), ("rejected", rejected)):

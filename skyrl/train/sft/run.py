@@ -1,10 +1,11 @@
 """A whole run of supervised fine-tuning or preference optimization, as `skyrl train sft` and `dpo` do it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from skyrl.errors import ConfigError
 from skyrl.train.callbacks import load_callbacks
@@ -14,9 +15,11 @@ from skyrl.train.interruption import Interruption
 from skyrl.train.policies import Learner, Models
 from skyrl.train.sft import load_datasets
 from skyrl.train.sft.conversations import ChatTokenizer
+from skyrl.train.sft.datasets import Dataset
+from skyrl.train.sft.limits import check_lengths, check_token_ids
 from skyrl.train.sft.methods import MODEL, Method, method_of
 from skyrl.train.sft.trainer import SFTTrainer, Summary, checkpoint_store, resume_mode
-from skyrl.train.strategy.base_model import check_base_model, check_model_given, load_tokenizer
+from skyrl.train.strategy.base_model import check_base_model, check_model_given, load_tokenizer, model_sizes
 from skyrl.train.strategy.registry import find_strategy
 from skyrl.train.strategy.strategy import sft_adapter
 from skyrl.train.strategy.validate import validate_sft
@@ -41,6 +44,7 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
     load, tokenizer = _checked(config)
     callbacks = load_callbacks(config.callbacks, "callbacks")
     train, evaluation = load_datasets(config, tokenizer, loader)
+    _check_rows(config, (*train, *evaluation))
     with ExitStack() as stack:
         interruption = Interruption()
         stack.enter_context(interruption.listening())
@@ -86,6 +90,7 @@ async def evaluate_sft(config: SFTConfig) -> Metrics:
     """
     load, tokenizer = _checked(config)
     _, evaluation = load_datasets(replace(config, train_datasets=[]), tokenizer)
+    _check_rows(config, evaluation)
     where = config.init_from
     with ExitStack() as stack:
         models = stack.enter_context(load())
@@ -121,6 +126,16 @@ def _checked(config: SFTConfig) -> tuple[Callable[[], AbstractContextManager[Mod
             f"max_length={config.max_length}: {base_model} was made for {longest} tokens; use at most that"
         )
     return load, load_tokenizer(base_model, BASE_MODEL)
+
+
+def _check_rows(config: SFTConfig, datasets: Sequence[Dataset[Any]]) -> None:
+    """Raise ConfigError for rows that the model cannot take by its config.json, before it is loaded."""
+    assert config.model.path is not None
+    sizes = model_sizes(config.model.path)
+    if sizes.context is not None:
+        check_lengths(datasets, config, sizes.context)
+    if sizes.vocabulary is not None:
+        check_token_ids(datasets, config, sizes.vocabulary)
 
 
 async def _begin_with(path: str, config: SFTConfig, learner: Learner, method: Method) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from skyrl.errors import ConfigError
 from skyrl.train.callbacks import Callback, load_callbacks
 from skyrl.train.checkpoints import CheckpointStore, Fields, adapter_settings, begin_writing
 from skyrl.train.config.machinery.base import get_config_as_dict
@@ -27,6 +26,7 @@ from skyrl.train.ranking import Ranking
 from skyrl.train.results import Result, result_in
 from skyrl.train.run_loop import WAY_ON, Cadence, run_steps
 from skyrl.train.sft.datasets import Dataset
+from skyrl.train.sft.limits import check_lengths, check_token_ids
 from skyrl.train.sft.methods import MODEL, Likelihood, Method
 from skyrl.train.tracking.metrics import Metrics, Report
 
@@ -95,8 +95,8 @@ class SFTTrainer:
         self._checkpoints = checkpoint_store(config) if config.ckpt_path else None
         self._report = report
         info = learner.info()
-        self._check_lengths(info.max_context_length)
-        self._check_token_ids(info.vocab_size)
+        check_lengths((*train, *evaluation), config, info.max_context_length)
+        check_token_ids((*train, *evaluation), config, info.vocab_size)
         sizes = [len(dataset.examples) for dataset in train]
         self.order = EpochOrder(sizes, config.batch_size, config.seed, config.train_dataset_weights)
         self._state: dict[str, Any] = {
@@ -250,29 +250,6 @@ class SFTTrainer:
         self.global_step = found.step
         self._begun_at = found.step
         return found.step
-
-    def _check_lengths(self, limit: int) -> None:
-        """Raises ConfigError for a row that has more than `limit` tokens to predict from."""
-        for dataset in (*self._train, *self._evaluation):
-            longest = max(len(one.token_ids) for example in dataset.examples for one in example.sequences)
-            if longest - 1 > limit:
-                raise ConfigError(
-                    f"max_length={self._config.max_length}: a row of {dataset.name} has {longest} tokens, and the "
-                    f"backend takes {limit + 1}; set max_length={limit + 1}, or raise "
-                    f"{self._config.strategy}.max_context_length as far as the model goes"
-                )
-
-    def _check_token_ids(self, vocab_size: int) -> None:
-        """Raises ConfigError for a row with a token that is not in the model's vocabulary."""
-        for dataset in (*self._train, *self._evaluation):
-            for number, example in enumerate(dataset.examples):
-                token_ids = np.concatenate([one.token_ids for one in example.sequences])
-                unknown = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
-                if unknown.size:
-                    raise ConfigError(
-                        f"{dataset.name}, row {dataset.row(number)}: token id {unknown[0]} is outside the vocabulary "
-                        f"[0, {vocab_size}) of model.path={self._config.model.path}; use the tokenizer of this model"
-                    )
 
 
 def resume_mode(resume_from: str) -> tuple[str, str]:

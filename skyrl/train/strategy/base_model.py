@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
@@ -61,8 +61,24 @@ def check_base_model(path: str, field: str, architectures: Collection[str] | Non
             f"{field}={path}: its architecture is {names[0]}, which is not implemented (known: "
             f"{', '.join(architectures)}); use a model of a known one, such as Qwen/Qwen3-0.6B, or strategy=fsdp2"
         )
-    longest = found.get("text_config", found).get("max_position_embeddings")
-    return longest if isinstance(longest, int) else None
+    return model_sizes(path).context
+
+
+class ModelSizes(NamedTuple):
+    """Sizes in a model's config.json; None where the file does not say."""
+
+    context: int | None
+    """Tokens of the longest context."""
+    vocabulary: int | None
+    """Number of token ids."""
+
+
+def model_sizes(path: str) -> ModelSizes:
+    """Return the sizes of a model that `check_base_model` has found."""
+    found = config_of(path)
+    text = found.get("text_config", found)
+    sizes = (text.get(name) for name in ("max_position_embeddings", "vocab_size"))
+    return ModelSizes(*(size if isinstance(size, int) else None for size in sizes))
 
 
 def load_tokenizer(path: str, field: str) -> Any:

@@ -10,7 +10,6 @@ from chats import assistant, golden, reader, rendered, system, tokenizer, user
 
 from skyrl.errors import ConfigError
 from skyrl.train.config import SFTConfig
-from skyrl.train.data.files import read_rows
 from skyrl.train.sft import Example, load_datasets
 from skyrl.train.sft.datasets import read_dataset
 
@@ -195,11 +194,11 @@ def test_a_row_that_is_refused_is_named():
         ({"words": "Go."}, "columns words: of no known kind"),
         ({"text": 3}, "text=3: give a string"),
         ({"prompt": [user("Go.")], "completion": "One."}, "prompt=.*may both be lists of messages"),
-        ({"conversations": [{"from": "bot", "value": "Go."}]}, r"conversations\[0\]=.*human"),
+        ({"conversations": [{"from": "bot", "value": "Go."}]}, r"conversations\[0\].from='bot': known: system, human"),
         ({"conversations": [user("Go.")]}, "a column messages"),
         ({"messages": []}, r"messages=\[\]: give a list of messages"),
         ({"messages": [system("A"), *TALK], "system": "B"}, "the messages begin with a system message"),
-        ({"messages": TALK, "tools": "{"}, "tools='{': no JSON"),
+        ({"messages": TALK, "tools": "{"}, "tools='{': this text is not JSON"),
         ({"messages": TALK, "tools": {"name": "add"}}, "give a list of tools"),
         ({"instruction": "Go.", "output": 3}, "output=3: give a string"),
         ({"input_ids": [1, 2]}, "neither labels nor loss_mask"),
@@ -226,14 +225,6 @@ def write(folder, kind: str, rows: list[dict]) -> str:
     return str(path)
 
 
-def test_members_that_a_table_fills_with_nulls_are_no_part_of_messages(tmp_path):
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": "{}"}}]}
-    rows = [{"messages": TALK}, {"messages": [user("Time?"), call]}]
-    plain_row, row = read_rows(write(tmp_path, "parquet", rows))
-    assert "tool_calls" in plain_row["messages"][0]  # null
-    assert plain(example(plain_row)) == plain(example(rows[0])) and plain(example(row)) == plain(example(rows[1]))
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
 def test_data_sets_of_a_configuration_are_read_and_summed_up_in_the_log(tmp_path, caplog, kind):
     path = write(tmp_path, kind, ROWS)
@@ -243,3 +234,13 @@ def test_data_sets_of_a_configuration_are_read_and_summed_up_in_the_log(tmp_path
     assert (train.name, held_out.name) == (path, "rows")
     assert [plain(one) for one in train.examples] == [plain(example(row)) for row in ROWS]
     assert [record.message for record in caplog.records] == [train.summary(), held_out.summary()]
+
+
+def test_the_line_of_a_loader_that_raises_is_named():
+    def load(row):
+        return {"text": row["words"]}
+
+    with pytest.raises(
+        ConfigError, match=r"talk, row 0: the loader raised KeyError: 'words' \(.*test_sft_rows.py, line"
+    ):
+        read_dataset("talk", ROWS, reader(), load)

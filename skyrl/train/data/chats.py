@@ -1,0 +1,195 @@
+"""Chats in rows of data sets: one reader for supervised fine-tuning, preferences and RL.
+
+`read_chat` takes the forms in which chats are published and returns the one that chat templates read: `content` is
+text, or None beside `tool_calls`; the arguments of a call are an object; reasoning is in `reasoning_content`.
+`read_tools` does the same for tools. Both raise ConfigError, which begins with the place in the row
+(`messages[1].content=...`); callers put file and row before it.
+
+To take another form, add it here, and a row to the table of tests/train/test_chat_rows.py.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from skyrl.envs.env import Message
+from skyrl.errors import ConfigError
+from skyrl.train.config.machinery.fields import did_you_mean
+from skyrl.train.data.files import Struct
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+ELSEWHERE = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
+"""Names that other formats have for roles."""
+REASONING = "reasoning_content"
+REASONING_NAMES = (REASONING, "reasoning", "thinking")
+"""Fields that publishers put a model's reasoning in."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of content parts that are text."""
+
+
+def read_chat(value: Any, column: str) -> list[Message]:
+    """Return the messages of a chat, which may also be JSON text. Raises ConfigError for anything else.
+
+    Args:
+        value: Of the column.
+        column: Its name, for messages.
+    """
+    value = _parsed(value, column) if isinstance(value, str) and value.lstrip().startswith("[") else value
+    if not isinstance(value, list | tuple) or not value:
+        raise ConfigError(
+            f'{column}={short(value)}: give a list of messages, such as [{{"role": "user", "content": "..."}}]'
+        )
+    return [_message(message, f"{column}[{number}]") for number, message in enumerate(value)]
+
+
+def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
+    """Return the tools of a chat: a list of JSON schemas, or JSON text of one. None if there are none.
+
+    Raises ConfigError for anything else.
+    """
+    value = _parsed(value, column) if isinstance(value, str) and value.strip() else value
+    if value is None or value == "" or value == []:
+        return None
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{column}={short(value)}: give a list of tools, each a JSON schema")
+    tools = []
+    for number, tool in enumerate(value):
+        at = f"{column}[{number}]"
+        tool = _parsed(tool, at) if isinstance(tool, str) else tool
+        if not isinstance(tool, Mapping) or not tool:
+            raise ConfigError(f"{at}={short(tool)}: give a JSON schema of the tool, as an object or as JSON text")
+        tools.append(without_padding(tool, at))
+    return tools
+
+
+def without_padding(value: Any, at: str) -> Any:
+    """Return a value without the nulls that Arrow put into structs. Raises ConfigError for text that is not Unicode."""
+    if isinstance(value, str):
+        return checked_text(value, at)
+    if isinstance(value, Mapping):
+        padded = isinstance(value, Struct)
+        return {
+            key: without_padding(member, f"{at}.{key}")
+            for key, member in value.items()
+            if not (padded and member is None)
+        }
+    if isinstance(value, list | tuple):
+        return [without_padding(member, f"{at}[{number}]") for number, member in enumerate(value)]
+    return value
+
+
+def checked_text(value: str, at: str) -> str:
+    """Return the text. Raises ConfigError for one with half of a surrogate pair, which no tokenizer can encode."""
+    try:
+        if not value.isascii():
+            value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{at}={short(value)}: character {error.start} is half of a surrogate pair; correct the text"
+        ) from None
+    return value
+
+
+def short(value: object) -> str:
+    """Return a value as messages show it."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _message(given: Any, at: str) -> Message:
+    if not isinstance(given, Mapping) or given.get("role") is None:
+        also = "; messages with from and value belong in a column conversations" if _is_shared(given) else ""
+        raise ConfigError(f'{at}={short(given)}: has no role; give {{"role": "user", "content": "..."}}{also}')
+    message = {key: without_padding(value, f"{at}.{key}") for key, value in given.items() if value is not None}
+    role = message["role"]
+    if role not in ROLES:
+        meant = f"; did you mean {ELSEWHERE[role]}?" if isinstance(role, str) and role in ELSEWHERE else None
+        near = did_you_mean(str(role), ROLES) if meant is None else meant
+        raise ConfigError(f"{at}.role={short(role)}: known: {', '.join(ROLES)}{near}")
+    if "function_call" in message:
+        raise ConfigError(f"{at}.function_call: templates do not read it; write the call as one of tool_calls")
+    calls = message.pop("tool_calls", None)
+    if calls is not None and calls != []:
+        message["tool_calls"] = _calls(calls, role, f"{at}.tool_calls")
+    message["content"] = _content(message.get("content"), "tool_calls" in message, f"{at}.content")
+    return _with_reasoning(message, at)
+
+
+def _is_shared(given: Any) -> bool:
+    return isinstance(given, Mapping) and "from" in given and "value" in given
+
+
+def _content(value: Any, calls: bool, at: str) -> str | None:
+    """Text, from text or parts of text; None beside calls of tools."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        if calls:
+            return None
+        raise ConfigError(f"{at} is missing or null; give text (only a message with tool_calls may have none)")
+    if not isinstance(value, list):
+        raise ConfigError(f"{at}={short(value)}: give text, or a list of parts of type text; write data as JSON text")
+    return "".join(_part(part, f"{at}[{number}]") for number, part in enumerate(value))
+
+
+def _part(part: Any, at: str) -> str:
+    kind = part.get("type", "text") if isinstance(part, Mapping) else None
+    if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+        raise ConfigError(f'{at}={short(part)}: only parts of text are supported: {{"type": "text", "text": "..."}}')
+    return part["text"]
+
+
+def _with_reasoning(message: Message, at: str) -> Message:
+    """The message with its reasoning in `REASONING`, whichever of the names it had."""
+    role = message["role"]
+    found = {name: message.pop(name) for name in REASONING_NAMES if name in message}
+    for name, value in found.items():
+        if isinstance(value, list):
+            found[name] = value = _content(value, False, f"{at}.{name}")
+        if not isinstance(value, str):
+            raise ConfigError(f"{at}.{name}={short(value)}: give text")
+        if value and role != "assistant":
+            raise ConfigError(f"{at}.{name}: only the assistant's messages have reasoning; this is the {role}'s")
+    texts = {value for value in found.values() if value}
+    if len(texts) > 1:
+        raise ConfigError(f"{at} has different texts in {' and '.join(found)}; keep one of them")
+    return {**message, REASONING: texts.pop()} if texts else message
+
+
+def _calls(value: Any, role: str, at: str) -> list[dict[str, Any]]:
+    value = _parsed(value, at) if isinstance(value, str) else value
+    if not isinstance(value, list):
+        raise ConfigError(f"{at}={short(value)}: give a list of calls")
+    if role != "assistant":
+        raise ConfigError(f"{at}: only the assistant's messages call tools; this is the {role}'s")
+    return [_call(call, f"{at}[{number}]") for number, call in enumerate(value)]
+
+
+def _call(call: Any, at: str) -> dict[str, Any]:
+    """A call with its arguments as an object."""
+    inner = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+        raise ConfigError(
+            f'{at}={short(call)}: give {{"type": "function", "function": {{"name": "...", "arguments": {{...}}}}}}'
+        )
+    place = f"{at}.function.arguments" if inner is not call else f"{at}.arguments"
+    arguments = inner.get("arguments")
+    if isinstance(arguments, str) and arguments.strip():
+        arguments = _parsed(arguments, place)
+    arguments = {} if arguments is None or arguments == "" else arguments
+    if not isinstance(arguments, Mapping):
+        raise ConfigError(f"{place}={short(arguments)}: give an object, or JSON text of one")
+    inner = {**inner, "arguments": arguments}
+    return {**call, "function": inner} if "function" in call else inner
+
+
+def _parsed(text: str, at: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{at}={short(text)}: this text is not JSON ({error}); correct it") from None
+
+
+def columns_of(row: Mapping[str, Any] | Sequence[str]) -> str:
+    """Return the names of a row's columns, for messages."""
+    return ", ".join(sorted(map(str, row))) or "none"

@@ -1,0 +1,91 @@
+"""What a chat template reads of a message, found by rendering small chats, so that nothing of a row is lost silently.
+
+Templates differ in the field that they take reasoning from, and in whether the arguments of a call are an object or
+JSON text; one that does not know reasoning or calls leaves them out without a word. `TemplateForm.fit` gives a template
+what it reads, and refuses what it would leave out.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from skyrl.envs.env import Message
+from skyrl.errors import ConfigError
+from skyrl.train.data.chats import REASONING, REASONING_NAMES
+
+MARKER = "THE-VALUE-7d20e5"
+ARGUMENTS = {"a": MARKER}
+ARGUMENTS_TEXT = json.dumps(ARGUMENTS)
+
+
+class TemplateForm:
+    """The form in which one template takes messages."""
+
+    def __init__(self, render: Callable[[list[Message]], str]):
+        """Look at a template through `render`, which gives the text of a chat, when a message first needs it."""
+        self._render = render
+        self._reads = cache(self._probe)
+
+    def fit(self, messages: Sequence[Message], column: str) -> list[Message]:
+        """Return messages, as `read_chat` gives them, in the form that the template reads.
+
+        Raises ConfigError, which begins with the place in the row, for what the template would leave out.
+        """
+        return [self._fitted(message, f"{column}[{number}]") for number, message in enumerate(messages)]
+
+    def _fitted(self, message: Message, at: str) -> Message:
+        if message.get(REASONING):
+            message = self._with_reasoning(message, at)
+        return self._with_calls(message, at) if message.get("tool_calls") else message
+
+    def _with_reasoning(self, message: Message, at: str) -> Message:
+        for name in REASONING_NAMES:
+            if self._reads("B", name):
+                return {name if key == REASONING else key: value for key, value in message.items()}
+        raise ConfigError(
+            f"{at}.{REASONING}: the chat template does not render it; set a chat_template that does, such as "
+            "qwen3_with_thinking, write it into content between <think> and </think>, or leave it out of the row"
+        )
+
+    def _with_calls(self, message: Message, at: str) -> Message:
+        for content in (message["content"],) if message["content"] else ("", None):
+            for is_text in (False, True):
+                if self._reads("B" if content else content, "text" if is_text else "object"):
+                    calls = [_with_text(call) for call in message["tool_calls"]] if is_text else message["tool_calls"]
+                    return {**message, "content": content, "tool_calls": calls}
+        beside = "" if not message["content"] else " beside content"
+        raise ConfigError(
+            f"{at}.tool_calls: the chat template does not render them{beside}; set a chat_template that does, such as "
+            "qwen3_with_thinking, or leave the row out"
+        )
+
+    def _probe(self, content: str | None, what: str) -> bool:
+        """Return True if the template renders reasoning in a field of that name, or calls with such arguments.
+
+        A template that renders no chat at all counts as one that does: its error is told of a whole row.
+        """
+        answer: Message = {"role": "assistant", "content": content}
+        if what in REASONING_NAMES:
+            answer[what] = MARKER
+        else:
+            arguments = ARGUMENTS if what == "object" else ARGUMENTS_TEXT
+            function = {"name": "f", "arguments": arguments}
+            answer["tool_calls"] = [{"type": "function", "id": "123456789", "function": function}]
+        text = self._text([{"role": "user", "content": "A"}, answer])
+        if text is None:
+            return self._text([{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]) is None
+        return MARKER in text and str(ARGUMENTS) not in text  # an object as Python writes it is meant to be text
+
+    def _text(self, messages: list[Message]) -> str | None:
+        try:
+            return self._render(messages)
+        except Exception:  # templates raise what they like
+            return None
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    """A call with its arguments as JSON text."""
+    inner = call.get("function", call)
+    inner = {**inner, "arguments": json.dumps(inner["arguments"], ensure_ascii=False)}
+    return {**call, "function": inner} if "function" in call else inner

@@ -1,0 +1,64 @@
+"""Check of the rows of a run by their environments, before a model is loaded.
+
+An environment says what it needs of a row when it is made (`Env.__init__`), so one is made and closed for a row of each
+kind: of the same environment, with values of the same types in the same columns. A column that only some rows lack is
+found like one that all lack.
+"""
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+from skyrl.envs import make_env, settings_of
+from skyrl.errors import ConfigError
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.data.chats import columns_of
+from skyrl.train.rollouts.episode import Prompt
+
+log = logging.getLogger(__name__)
+
+KINDS = 64
+"""Kinds of rows at most that environments are made for."""
+DEPTH = 4
+"""Objects within each other that are looked at."""
+
+
+async def check_rows(config: SkyRLTrainConfig, prompts: Iterable[Prompt]) -> None:
+    """Make the environment of a row of each kind.
+
+    Raises ConfigError, which names file and row, where an environment refuses a row or reads a column that it lacks.
+    Other errors are left to rollouts, which may try again.
+    """
+    first = {}
+    for prompt in prompts:
+        first.setdefault((prompt.env_class, _kind(prompt.extras, DEPTH)), prompt)
+    for prompt in islice(first.values(), KINDS):
+        try:
+            await _make(config, prompt)
+        except ConfigError as error:
+            raise ConfigError(f"{prompt.source}: {error}") from error
+        except KeyError as error:
+            raise ConfigError(
+                f"{prompt.source}: environment {prompt.env_class!r} raised KeyError: {error} when it was made for this "
+                f"row, which has the columns {columns_of(prompt.extras)}; add what it reads"
+            ) from error
+        except Exception as error:
+            log.debug("%s: environment %r: %r", prompt.source, prompt.env_class, error)
+
+
+async def _make(config: SkyRLTrainConfig, prompt: Prompt) -> None:
+    extras = {**copy.deepcopy(dict(prompt.extras)), "max_turns": config.generator.max_turns}
+    settings = settings_of(config.environment.skyrl_gym, prompt.env_class)
+    env = make_env(prompt.env_class, settings, extras)
+    try:
+        await env.close()
+    except Exception as error:
+        log.debug("environment %r did not close: %r", prompt.env_class, error)
+
+
+def _kind(value: Any, depth: int) -> Any:
+    if isinstance(value, Mapping) and depth:
+        return frozenset((key, _kind(member, depth - 1)) for key, member in value.items() if member is not None)
+    return type(value).__name__

@@ -1,0 +1,35 @@
+"""Checks of rows against a model: the longest sequence that it takes, and its vocabulary."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from skyrl.errors import ConfigError
+from skyrl.train.config import SFTConfig
+from skyrl.train.sft.datasets import Dataset
+
+
+def check_lengths(datasets: Sequence[Dataset[Any]], config: SFTConfig, limit: int) -> None:
+    """Raise ConfigError for a row that has more than `limit` tokens to predict from."""
+    for dataset in datasets:
+        longest = max(len(one.token_ids) for example in dataset.examples for one in example.sequences)
+        if longest - 1 > limit:
+            raise ConfigError(
+                f"max_length={config.max_length}: a row of {dataset.name} has {longest} tokens, and the "
+                f"backend takes {limit + 1}; set max_length={limit + 1}, or raise "
+                f"{config.strategy}.max_context_length as far as the model goes"
+            )
+
+
+def check_token_ids(datasets: Sequence[Dataset[Any]], config: SFTConfig, vocab_size: int) -> None:
+    """Raise ConfigError for a row with a token that is not in the model's vocabulary."""
+    for dataset in datasets:
+        for number, example in enumerate(dataset.examples):
+            token_ids = np.concatenate([one.token_ids for one in example.sequences])
+            unknown = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
+            if unknown.size:
+                raise ConfigError(
+                    f"{dataset.name}, row {dataset.row(number)}: token id {unknown[0]} is outside the vocabulary "
+                    f"[0, {vocab_size}) of model.path={config.model.path}; use the tokenizer of this model"
+                )
