@@ -18,6 +18,12 @@ ROLLOUT_DEFECTS = [
         [TESTS + "test_generators.py::test_turns_of_a_generator_make_one_row_with_rewards_at_their_tokens"],
     ),
     Defect(
+        "G1.1b",
+        "a token reward that is not finite is trained on beside a finite reward",
+        [Edit(ROLLOUTS + "trajectory.py", "if not math.isfinite(number):", "if math.isinf(number):")],
+        [TESTS + "test_rollout_episode.py::test_a_token_reward_that_is_not_finite_is_named_whatever_the_reward_is"],
+    ),
+    Defect(
         "G1.2",
         "the weight of a reward function is not looked at",
         [Edit("skyrl/envs/reward_function.py", "reward += term.weight * result.reward", "reward += result.reward")],
