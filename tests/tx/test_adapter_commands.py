@@ -93,7 +93,9 @@ def test_a_tied_projection_gets_weights_of_its_own(folder, tmp_path):
     np.testing.assert_allclose(logits(ours), expected, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings(
+    "ignore:Setting `save_embedding_layers`", "ignore:Model (has|with) `tie_word_embeddings=True`"
+)
 def test_pefts_merge_of_a_tied_projection_is_right_as_the_page_does_it_and_wrong_otherwise(
     folder, tmp_path, monkeypatch
 ):
