@@ -13,6 +13,9 @@ Tokens = Float[Any, "batch tokens"]
 Mask = Shaped[Any, "batch tokens"]
 """Non-zero (or True) where a token counts."""
 
+ROUNDING = 1e-5
+"""Nats below which log-probabilities count as equal. Passes over other micro-batches differ by some 1e-6 in float32."""
+
 
 def is_set(mask: Mask) -> Bool[Any, "batch tokens"]:
     """The mask as booleans."""
@@ -40,6 +43,15 @@ def to_numpy(values: Any) -> np.ndarray:
     if is_torch_array(values):
         return values.detach().cpu().double().numpy()
     return np.asarray(values).astype(np.float64)
+
+
+def magnitude(difference: Tokens) -> Tokens:
+    """The absolute value; 0, with a gradient of 0, within `ROUNDING`.
+
+    On fresh samples a difference of log-probabilities is rounding noise, and so is its sign, the derivative elsewhere.
+    """
+    xp = array_namespace(difference)
+    return xp.where(xp.abs(difference) <= ROUNDING, xp.zeros_like(difference), xp.abs(difference))
 
 
 def whiten(values: Tokens, mask: Mask) -> Tokens:

@@ -12,8 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from skyrl.algorithms.arrays import Mask, Tokens, place, to_numpy
+from skyrl.algorithms.arrays import ROUNDING, Mask, Tokens, place, to_numpy
 from skyrl.algorithms.options import pick_options
+
+TIED = 1e-4
+"""Nats of a log-probability below which covariances of one advantage count as equal, well above rounding."""
 
 
 def select_tokens(
@@ -71,19 +74,24 @@ def clip_cov_tokens(
     """
     counted, values = to_numpy(mask) != 0, to_numpy(advantages)
     log_ratio = np.where(counted, to_numpy(logprobs) - to_numpy(old_logprobs), 0)
-    clipped = ((values > 0) & (log_ratio > np.log1p(eps_clip_high))) | (
-        (values < 0) & (log_ratio < np.log1p(-eps_clip_low) if eps_clip_low < 1 else False)
+    clipped = ((values > 0) & (log_ratio > np.log1p(eps_clip_high) + ROUNDING)) | (
+        (values < 0) & (log_ratio < np.log1p(-eps_clip_low) - ROUNDING if eps_clip_low < 1 else False)
     )
-    covariance = _covariance(logprobs, advantages, counted)
+    covariance, noise = _covariance(logprobs, advantages, counted)
     candidates = np.flatnonzero(counted & ~clipped & (clip_cov_lb < covariance) & (covariance < clip_cov_ub))
-    # In the order of their covariances, a draw of numbers names the same tokens wherever they stand.
+    # In the order of their covariances, a draw of numbers names the same tokens wherever they stand. Those that only
+    # rounding tells apart are in the order of the batch.
     candidates = candidates[np.argsort(covariance.ravel()[candidates], kind="stable")]
+    steps = np.diff(covariance.ravel()[candidates], prepend=-np.inf) > noise
+    candidates = candidates[np.lexsort((candidates, np.cumsum(steps)))]
     wanted = min(max(int(clip_ratio * counted.sum()), 1), len(candidates))
     return _marks(generator.permutation(candidates)[:wanted], logprobs)
 
 
 def kl_cov_tokens(logprobs: Tokens, advantages: Tokens, mask: Mask, *, kl_cov_frac: float = 0.2) -> Tokens:
     """1.0 at tokens that get the KL penalty, 0.0 elsewhere, `[batch, tokens]`: those of the highest covariance.
+
+    Tokens whose covariance equals that of the last one up to rounding get it too, so that rounding chooses none.
 
     Args:
         logprobs: The learner's log-probabilities before the update on this mini-batch, in nats.
@@ -94,19 +102,20 @@ def kl_cov_tokens(logprobs: Tokens, advantages: Tokens, mask: Mask, *, kl_cov_fr
     Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617.
     """
     counted = to_numpy(mask) != 0
-    covariance = _covariance(logprobs, advantages, counted)
-    tokens = np.flatnonzero(counted)
-    descending = tokens[np.argsort(-covariance.ravel()[tokens], kind="stable")]
-    return _marks(descending[: max(int(kl_cov_frac * len(tokens)), 1)], logprobs)
+    covariance, noise = _covariance(logprobs, advantages, counted)
+    descending = np.sort(covariance[counted])[::-1]
+    last = descending[max(int(kl_cov_frac * len(descending)), 1) - 1] if len(descending) else 0.0
+    return _marks(np.flatnonzero(counted & (covariance >= last - noise)), logprobs)
 
 
-def _covariance(logprobs: Tokens, advantages: Tokens, counted: np.ndarray) -> np.ndarray:
-    """Covariance of each token, 0 outside the mask."""
-    product = np.ones(counted.shape)
+def _covariance(logprobs: Tokens, advantages: Tokens, counted: np.ndarray) -> tuple[np.ndarray, float]:
+    """Covariance of each token, 0 outside the mask, and the difference below which two of them are equal."""
+    centred = []
     for values in (to_numpy(advantages), to_numpy(logprobs)):
         mean = values[counted].mean() if counted.any() else 0.0
-        product *= np.where(counted, values - mean, 0.0)
-    return product
+        centred.append(np.where(counted, values - mean, 0.0))
+    noise = TIED * np.abs(centred[0]).max(initial=0.0)
+    return centred[0] * centred[1], noise or TIED
 
 
 def _marks(tokens: np.ndarray, like: Tokens) -> Tokens:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from array_api_compat import array_namespace
 
-from skyrl.algorithms.arrays import Mask, Tokens, count, select
+from skyrl.algorithms.arrays import Mask, Tokens, count, magnitude, select
 from skyrl.algorithms.losses import LARGEST, MAX_LOG_RATIO
 from skyrl.utils.registry import Registry
 
@@ -27,8 +27,8 @@ def k1(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
 
 @KL_ESTIMATORS.register("abs")
 def absolute(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
-    """The log-ratio without its sign."""
-    return array_namespace(logprobs).abs(_difference(logprobs, reference_logprobs))
+    """The log-ratio without its sign; 0 within rounding (`arrays.magnitude`)."""
+    return magnitude(_difference(logprobs, reference_logprobs))
 
 
 @KL_ESTIMATORS.register("k2")

@@ -18,7 +18,7 @@ import numpy as np
 from array_api_compat import array_namespace, is_jax_namespace, is_torch_namespace
 from jaxtyping import Bool, Float, Int, Num
 
-from skyrl.algorithms.arrays import Tokens
+from skyrl.algorithms.arrays import ROUNDING, Tokens
 from skyrl.errors import RequestError
 from skyrl.utils.registry import Registry
 
@@ -374,8 +374,11 @@ def _clip_ratio(x: LossInputs, ratio: Tokens, low: Knob, high: Knob) -> Tokens:
 
 
 def _clipped_surrogate(x: LossInputs, ratio: Tokens, low: Knob, high: Knob) -> Tokens:
+    """The smaller of the two products. A ratio within rounding of a bound, as all are of 1, is not clipped."""
     xp = array_namespace(ratio)
-    return -xp.minimum(ratio * x.advantages, _clip_ratio(x, ratio, low, high) * x.advantages)
+    clipped = _clip_ratio(x, ratio, low, high)
+    clipped = xp.where(xp.abs(ratio - clipped) <= ROUNDING, ratio, clipped)
+    return -xp.minimum(ratio * x.advantages, clipped * x.advantages)
 
 
 def _segment_mean(x: LossInputs, values: Tokens, counted: Bool[Any, "batch tokens"]) -> Tokens:

@@ -16,7 +16,7 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from skyrl.algorithms import losses
-from skyrl.algorithms.arrays import Tokens, is_set
+from skyrl.algorithms.arrays import Tokens, is_set, magnitude
 from skyrl.algorithms.losses import ADVANTAGES, CLIPS, LARGEST, OFF_POLICY, Knob, Loss, LossInputs, make_loss
 from skyrl.algorithms.options import pick_options
 from skyrl.utils.registry import Registry
@@ -145,14 +145,15 @@ def kl_cov(x: LossInputs, *, ppo_kl_coef: Knob = 1.0) -> Tokens:
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
-        ppo_kl_coef: Factor of the absolute log-ratio.
+        ppo_kl_coef: Factor of the absolute log-ratio (`arrays.magnitude`: 0 within rounding).
 
     Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617.
     """
-    xp = array_namespace(x.logprobs)
     assert x.selected is not None
-    penalty = ppo_kl_coef * xp.abs(x.logprobs - x.sampling_logprobs)
-    return -losses.probability_ratio(x) * x.advantages + xp.where(is_set(x.selected), penalty, 0.0)
+    penalty = ppo_kl_coef * magnitude(x.logprobs - x.sampling_logprobs)
+    return -losses.probability_ratio(x) * x.advantages + array_namespace(penalty).where(
+        is_set(x.selected), penalty, 0.0
+    )
 
 
 LOWEST = {"eps_clip_low": 0, "eps_clip_high": 0, "cispo_eps_clip_low": 0, "cispo_eps_clip_high": 0, "ppo_kl_coef": 0}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, ClassVar
 
-from skyrl.envs.env import Env, EnvError, Message, NoSettings, StepResult
+from skyrl.envs.env import Env, EnvError, Message, NoSettings, StepResult, number_of
 from skyrl.errors import ConfigError
 from skyrl.train.config.environment import RewardTerm
 
@@ -64,6 +64,8 @@ class RewardFunctionEnv(Env[NoSettings]):
         score, metrics = self._read(result)
         if isinstance(score, Vector) and len(score) == 1 != len(self.token_ids):  # a number of an array library
             (score,) = score
+        if not all(map(math.isfinite, score if isinstance(score, list) else [score])):
+            raise EnvError(f"reward function {self.name} returned {_short(score)} for the response {_short(action)}")
         if not isinstance(score, list):
             reward, token_rewards = score, None
         elif len(score) == len(self.token_ids):
@@ -73,8 +75,6 @@ class RewardFunctionEnv(Env[NoSettings]):
                 f"reward function {self.name} returned {len(score)} numbers for a response of {len(self.token_ids)} "
                 "tokens; return one for each of `token_ids`, or a single number"
             )
-        if not math.isfinite(reward):
-            raise EnvError(f"reward function {self.name} returned {_short(score)} for the response {_short(action)}")
         return StepResult([], reward, done=True, metrics=metrics, token_rewards=token_rewards)
 
     def _read(self, result: Any) -> tuple[float | list[float], dict[str, float]]:
@@ -82,7 +82,7 @@ class RewardFunctionEnv(Env[NoSettings]):
         if isinstance(result, Mapping):
             key = next((name for name in SCORES if name in result), None)
             if key is not None and (score := _score(result[key])) is not None:
-                others = {str(name): _number(value) for name, value in result.items() if name != key}
+                others = {str(name): number_of(value) for name, value in result.items() if name != key}
                 return score, {name: value for name, value in others.items() if value is not None}
         elif (score := _score(result)) is not None:
             return score, {}
@@ -161,19 +161,9 @@ def summing(terms: tuple[tuple[RewardTerm, type[RewardFunctionEnv]], ...]) -> ty
 def _score(value: Any) -> float | list[float] | None:
     """A reward, or one for each token where the value has one dimension; None where it is neither."""
     if (is_array := getattr(value, "ndim", 0) == 1) or isinstance(value, list | tuple):
-        numbers = [_number(one) for one in value]
+        numbers = [number_of(one) for one in value]
         return None if None in numbers else (Vector if is_array else list)(one for one in numbers if one is not None)
-    return _number(value)
-
-
-def _number(value: Any) -> float | None:
-    """The number that a value is, also one of an array library; None where it is none."""
-    if value is None or isinstance(value, str | bytes | bytearray):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):  # the last for tensors of several numbers
-        return None
+    return number_of(value)
 
 
 def _short(value: object) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 
 from skyrl.errors import StorageError
+from skyrl.utils.chat_template import text_after_answer
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -36,8 +37,24 @@ class Tokenizer:
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         self._added = self._tokenizer.get_added_tokens_decoder()
         self._bytes: dict[int, bytes] = {}
-        self.eos_ids = _eos_ids(folder, self._tokenizer)
-        """Ids that end a sequence; empty if the folder names none."""
+        config = _json(folder / "tokenizer_config.json")
+        self._named_ids = _named_ids(folder, _id_of(self._tokenizer, config.get("eos_token")))
+        self.end_of_turn = self._first_added(text_after_answer(folder, config))
+        """Token that the chat template puts after an answer. None if there is no template, or it puts none."""
+        self.eos_ids = frozenset().union(*self._named_ids.values(), self._of_template)
+        """Ids that end a sequence: those that the folder names, and `end_of_turn`. Empty if there are none."""
+
+    @property
+    def disagreement(self) -> str | None:
+        """One line if the file that says what ends a sequence leaves out what ends a turn of the chat template."""
+        name, ids = next(iter(self._named_ids.items()), ("", self._of_template))
+        if self._of_template <= ids:
+            return None
+        return (
+            f"the chat template ends a turn with {self._spelled(self._of_template)}, but {name} names "
+            f"{self._spelled(ids)} as the end; sampling stops at both, and other programs may not: list both as "
+            "eos_token_id in generation_config.json"
+        )
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without added special tokens. Special tokens spelled in `text` are recognised."""
@@ -53,6 +70,18 @@ class Tokenizer:
         if known is None:
             known = self._bytes[token] = self._spell(token)
         return known
+
+    @property
+    def _of_template(self) -> frozenset[int]:
+        return frozenset() if self.end_of_turn is None else frozenset([self.end_of_turn])
+
+    def _first_added(self, text: str | None) -> int | None:
+        """The token that a text begins with, if it is none of ordinary text."""
+        first = self.encode(text)[:1] if text else []
+        return first[0] if first and first[0] in self._added else None
+
+    def _spelled(self, ids: Iterable[int]) -> str:
+        return " and ".join(f"{self.decode([token])!r} ({token})" for token in sorted(ids))
 
     def _spell(self, token: int) -> bytes:
         if token in self._added:
@@ -92,16 +121,21 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-def _eos_ids(folder: Path, tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
-    """From the generation config, else the model config, else the tokenizer config; the first that names any."""
+def _named_ids(folder: Path, token: int | None) -> dict[str, frozenset[int]]:
+    """Ids that files name as the end: those of the first configuration that names any, and the tokenizer's `token`."""
+    named: dict[str, frozenset[int]] = {}
     for name in ("generation_config.json", "config.json"):
         ids = _json(folder / name).get("eos_token_id")
         if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    token = _json(folder / "tokenizer_config.json").get("eos_token")
+            named[name] = frozenset([ids] if isinstance(ids, int) else ids)
+            break
+    return named if token is None else named | {"tokenizer_config.json": frozenset([token])}
+
+
+def _id_of(tokenizer: tokenizers.Tokenizer, token: Any) -> int | None:
+    """Id of a token as tokenizer_config.json spells it."""
     token = token.get("content") if isinstance(token, dict) else token
-    found = tokenizer.token_to_id(token) if isinstance(token, str) else None
-    return frozenset() if found is None else frozenset([found])
+    return tokenizer.token_to_id(token) if isinstance(token, str) else None
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from skyrl.errors import ConfigError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "add-an-environment.md").read_text()
 CHAT = [{"role": "user", "content": "2 + 3?"}]
+NAN, INF = float("nan"), float("inf")
 ROW = {
     "data_source": "sums",
     "reward_model": {"ground_truth": "5"},
@@ -108,9 +109,12 @@ def test_what_is_no_number_is_refused_by_the_functions_name(value):
         episode("returned", value=value)
 
 
-def test_a_reward_that_is_not_finite_says_what_it_was_of():
-    with pytest.raises(EnvError, match=r"returned returned nan for the response ' 5'"):
-        episode("returned", value=float("nan"))
+@pytest.mark.parametrize(
+    ("value", "said"), [(NAN, "nan"), ([INF, -INF], r"\[inf, -inf\]"), ([0.5, NAN], r"\[0.5, nan\]")]
+)
+def test_a_reward_that_is_not_finite_says_what_it_was_of(value, said):
+    with pytest.raises(EnvError, match=rf"returned returned {said} for the response ' 5'"):
+        episode("returned", value=value)
 
 
 def test_a_parameter_that_is_no_column_is_named():

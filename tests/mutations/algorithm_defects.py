@@ -18,6 +18,18 @@ THRESHOLDS = "settings.token_mask_is_threshold_low, settings.token_mask_is_thres
 
 ALGORITHM_DEFECTS = [
     Defect(
+        "A8.1",
+        "the sign of rounding noise is the gradient of an absolute log-ratio",
+        [Edit("skyrl/algorithms/arrays.py", "xp.abs(difference) <= ROUNDING", "xp.abs(difference) <= 0")],
+        ["tests/algorithms/test_fresh_samples.py::test_jax_has_the_gradients_of_torch_on_fresh_samples[kl_cov]"],
+    ),
+    Defect(
+        "A8.2",
+        "rounding noise clips half the ratios where the bound is 1",
+        [Edit("skyrl/algorithms/losses.py", "xp.abs(ratio - clipped) <= ROUNDING", "xp.abs(ratio - clipped) <= 0")],
+        ["tests/algorithms/test_fresh_samples.py::test_jax_has_the_gradients_of_torch_on_fresh_samples[regular]"],
+    ),
+    Defect(
         "stable-unbounded",
         "a stale token's weight in stable_reinforce has no bound",
         [Edit("skyrl/algorithms/losses.py", "STABLE_RATIO = 2.0", "STABLE_RATIO = 1e30")],

@@ -18,6 +18,38 @@ ROLLOUT_DEFECTS = [
         [TESTS + "test_generators.py::test_turns_of_a_generator_make_one_row_with_rewards_at_their_tokens"],
     ),
     Defect(
+        "G1.1b",
+        "a token reward that is not finite is trained on beside a finite reward",
+        [Edit(ROLLOUTS + "trajectory.py", "if not math.isfinite(number):", "if math.isinf(number):")],
+        [TESTS + "test_rollout_episode.py::test_a_token_reward_that_is_not_finite_is_named_whatever_the_reward_is"],
+    ),
+    Defect(
+        "G1.1c",
+        "turns of rollouts run past the token with which the template ends them",
+        [
+            Edit(
+                ROLLOUTS + "rollouts.py",
+                '(more.get("stop_token_ids") or ()), token]',
+                '(more.get("stop_token_ids") or ())]',
+            )
+        ],
+        ["tests/train/test_turn_ends.py::test_a_turn_of_a_rollout_ends_where_its_template_ends_it"],
+    ),
+    Defect(
+        "G1.1d",
+        "sampling stops at what the files name as the end, and not at the end of a turn of the chat template",
+        [
+            Edit(
+                "skyrl/utils/tokenizer.py",
+                "union(*self._named_ids.values(), self._of_template)",
+                "union(*self._named_ids.values())",
+            )
+        ],
+        [
+            "tests/utils/test_chat_template.py::test_a_sequence_ends_where_the_template_ends_a_turn_whatever_the_files_say[all]"
+        ],
+    ),
+    Defect(
         "G1.2",
         "the weight of a reward function is not looked at",
         [Edit("skyrl/envs/reward_function.py", "reward += term.weight * result.reward", "reward += result.reward")],

@@ -1,8 +1,10 @@
 """`skyrl adapter`: what it says of an adapter, and that merged and converted ones compute what PEFT computes."""
 
 import json
+import re
 import shutil
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import peft
@@ -14,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from skyrl.cli import main
 
+PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 ATTENTION = ["q_proj", "k_proj", "v_proj"]
 
 
@@ -88,6 +91,23 @@ def test_a_tied_projection_gets_weights_of_its_own(folder, tmp_path):
     ours = merged(tmp_path / "adapter", folder("tied"), tmp_path / "out")
     assert not ours.config.tie_word_embeddings
     np.testing.assert_allclose(logits(ours), expected, atol=1e-4)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Setting `save_embedding_layers`", "ignore:Model (has|with) `tie_word_embeddings=True`"
+)
+def test_pefts_merge_of_a_tied_projection_is_right_as_the_page_does_it_and_wrong_otherwise(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("base").symlink_to(folder("tied"))
+    theirs = saved(folder("tied"), tmp_path / "adapter", target_modules=["lm_head", "o_proj"])
+    expected = logits(theirs)
+    (block,) = re.findall(r"```python\n(.*?merge_and_unload.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(block, {})
+    ours = transformers.AutoModelForCausalLM.from_pretrained("merged", dtype=torch.float32)
+    np.testing.assert_allclose(logits(ours), expected, atol=1e-4)
+    assert abs(logits(theirs.merge_and_unload()) - expected).max() > 0.1
 
 
 @pytest.mark.parametrize("options", [{"use_rslora": True, "rank_pattern": {"v_proj": 2}}, {"use_rslora": False}])

@@ -156,6 +156,15 @@ def test_the_builtin_model_is_made_once_even_by_two_processes(tmp_path, monkeypa
     assert 5e6 < (folders[0] / "model.safetensors").stat().st_size / 4 < 10e6
 
 
+def test_a_builtin_model_of_an_older_program_gets_the_template_of_today(tmp_path, monkeypatch):
+    monkeypatch.setenv("SKYRL_CACHE", str(tmp_path))
+    folder = builtin_model()
+    today = (folder / "tokenizer_config.json").read_text()
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "old"}')
+    builtin_model()
+    assert (folder / "tokenizer_config.json").read_text() == today
+
+
 def test_a_cache_folder_that_clients_would_misread_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("SKYRL_CACHE", str(tmp_path / "a:b"))
     with pytest.raises(ValueError, match="name a folder without a colon"):

@@ -95,10 +95,11 @@ def test_an_id_beyond_the_vocabulary_has_no_text(tokenizer):
         ({"generation_config.json": {}, "config.json": {"eos_token_id": 1}}, {1}),
         ({"config.json": {"eos_token_id": None}, "tokenizer_config.json": {"eos_token": "ld"}}, {3}),
         ({"tokenizer_config.json": {"eos_token": {"content": "ld"}}}, {3}),
+        ({"config.json": {"eos_token_id": 1}, "tokenizer_config.json": {"eos_token": "ld"}}, {1, 3}),
         ({}, set()),
     ],
 )
-def test_eos_ids_come_from_the_first_file_that_names_any(tmp_path, files, expected):
+def test_eos_ids_are_those_of_the_first_configuration_that_names_any_and_the_tokenizers(tmp_path, files, expected):
     library = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2, "ld": 3}, []))
     library.save(str(tmp_path / "tokenizer.json"))
     for name, content in files.items():

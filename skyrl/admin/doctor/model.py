@@ -88,6 +88,8 @@ def tokenizer(config: EngineConfig) -> Finding | None:
         read = Tokenizer(folder)
     except StorageError as error:
         return problem(str(error), "copy tokenizer.json from where the model is, or save it with save_pretrained")
+    if read.disagreement is not None:
+        return warning(read.disagreement, "correct eos_token_id in the model's folder, or leave it as it is")
     return ok(f"tokenizer.json; a sequence ends with {sorted(read.eos_ids) or 'no token'}")
 
 

@@ -113,6 +113,8 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
         self._max_context_length = config.max_context_length or min(made_for, LONGEST_DEFAULT_CONTEXT)
         self._active_parameters = active_parameters(self._computed)
         self.tokenizer = Tokenizer(self._folder)
+        if disagreement := self.tokenizer.disagreement:
+            progress(disagreement)
         self.mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), ("fsdp", "ep", "tp"))
         self.process_id = 0
         zero = zero_adapter(self.model_config, padded_rank(config.max_lora_rank))

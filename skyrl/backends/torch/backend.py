@@ -84,6 +84,8 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             self._computed = overridden(self._folder, config.config_overrides, config.offload_folder)
             self._forget = weakref.finalize(self, shutil.rmtree, self._computed.parent, ignore_errors=True)
         self.tokenizer = Tokenizer(self._folder)
+        if disagreement := self.tokenizer.disagreement:
+            progress(disagreement)
         progress(f"starting {config.num_workers} torch worker(s) ({config.workers}) on {self._folder}")
         self.group = self._open()
         facts = self.group.facts

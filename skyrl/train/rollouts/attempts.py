@@ -115,7 +115,8 @@ class GeneratorAttempt:
 
     async def play(self) -> tuple[TrajectoryStopReason, Metrics]:
         prompt = copy.deepcopy(self._prompt)
-        generated = check_generated(await self._generator.generate(prompt, self._params, self._session))
+        made = await self._generator.generate(prompt, self._params, self._session)
+        generated = check_generated(made, f"generator {type(self._generator).__name__}")
         self.turns = tuple(generated.turns)
         self.messages = generated.messages or self._prompt.messages
         return generated.stop_reason, dict(generated.metrics)

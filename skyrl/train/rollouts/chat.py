@@ -17,11 +17,10 @@ from jinja2 import TemplateError
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
 from skyrl.train.rollouts.templates import template_error
+from skyrl.utils.chat_template import MARKER, SHORT
 
-MARKER = "THE-ANSWER-4f1c9b"
-SHORT: list[Message] = [{"role": "user", "content": "A"}, {"role": "assistant", "content": MARKER}]
 LONG: list[Message] = [{"role": "user", "content": "B"}, {"role": "assistant", "content": "C"}, *SHORT]
-"""Two conversations: what follows the answer has to be the same in both."""
+"""What follows the marker has to be the same here and in `SHORT`."""
 REMEMBERED = 256
 """Texts whose tokens are kept: the samples of a prompt begin alike, and many turns are answered alike."""
 

@@ -4,7 +4,6 @@ What has happened so far (`turns`, `stage`) can be read at any time, so that a f
 """
 
 import copy
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from skyrl.train.config import GeneratorConfig, SamplingParams
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.history import history_class
 from skyrl.train.rollouts.sampler import Sampler
-from skyrl.train.rollouts.trajectory import TrajectoryStopReason, Turn, check_token_rewards
+from skyrl.train.rollouts.trajectory import TrajectoryStopReason, Turn, checked_rewards
 
 Stage = Literal["environment", "template", "sampler", "generator"]
 
@@ -76,7 +75,7 @@ class Episode:
 
         An input of more than `max_input_length` tokens is not sampled from; this is looked at when the input is
         complete, at the first turn too. Raises whatever the environment, the template or the sampler raise, and
-        EnvError for a reward that is not finite.
+        EnvError for a reward that is not finite, ConfigError for one that is no number.
         """
         config, chat = self._config, self._chat
         limit = config.max_input_length
@@ -101,13 +100,13 @@ class Episode:
             self.stage = "environment"
             action = chat.text(sampled.token_ids)
             env.token_ids = sampled.token_ids
-            result = await self._step(env, action)
+            result = await self._step(env, action, prompt.env_class)
             turn = Turn(
                 prompt_ids,
                 sampled,
                 history.closing_ids(sampled),
-                float(result.reward),  # environments may give integers, or numbers of an array library
-                None if result.token_rewards is None else [float(reward) for reward in result.token_rewards],
+                result.reward,
+                result.token_rewards,
                 action,
                 result.observations,
                 {name: float(value) for name, value in result.metrics.items()},
@@ -123,11 +122,11 @@ class Episode:
             self.stage = "template"
             history.extend(sampled, result.observations)
 
-    async def _step(self, env: Env[Any], action: str) -> StepResult:
+    async def _step(self, env: Env[Any], action: str, env_class: str) -> StepResult:
         """The environment's answer; the end with `env_error_reward`, if that is set and it raised on the action."""
         reward = self._config.env_error_reward
         try:
-            return _checked(await env.step(action), len(env.token_ids))
+            return _checked(await env.step(action), len(env.token_ids), env_class)
         except (EnvError, OSError, *FATAL):  # not for what the model wrote
             raise
         except Exception as error:
@@ -142,8 +141,7 @@ def _with_stop_strings(params: SamplingParams, stop: Sequence[str]) -> SamplingP
     return replace(params, stop=list(dict.fromkeys([*(params.stop or ()), *stop]))) if stop else params
 
 
-def _checked(result: StepResult, tokens: int) -> StepResult:
-    if not math.isfinite(result.reward):
-        raise EnvError(f"reward={result.reward} of a step is not finite")
-    check_token_rewards(result.token_rewards, result.reward, tokens, "a step")
-    return result
+def _checked(result: StepResult, tokens: int, env_class: str) -> StepResult:
+    """The result, with rewards as floats: environments may give integers, or numbers of an array library."""
+    reward, each = checked_rewards(result.reward, result.token_rewards, tokens, f"environment {env_class!r}")
+    return replace(result, reward=reward, token_rewards=each)

@@ -12,6 +12,7 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from skyrl.envs.env import Env
@@ -151,11 +152,18 @@ class Rollouts:
 
     def _sampling(self, phase: Phase) -> tuple[int, SamplingParams]:
         """Samples of each prompt, and how to sample."""
-        config = self._config
+        config, end = self._config, self.chat.end_of_turn
         if phase == "train":
-            return config.n_samples_per_prompt, config.sampling_params
+            return config.n_samples_per_prompt, _ending_at(config.sampling_params, end)
         assert config.eval_sampling_params is not None, "the configuration is resolved"
-        return config.eval_n_samples_per_prompt, config.eval_sampling_params
+        return config.eval_n_samples_per_prompt, _ending_at(config.eval_sampling_params, end)
+
+
+def _ending_at(params: SamplingParams, token: int) -> SamplingParams:
+    """The parameters, with a token that ends a response whatever the model's files name as the end."""
+    more = params.additional_kwargs or {}
+    ids = dict.fromkeys([*(more.get("stop_token_ids") or ()), token])
+    return replace(params, additional_kwargs={**more, "stop_token_ids": [*ids]})
 
 
 async def _as_finished(runs: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:

@@ -7,9 +7,9 @@ What the sampler was given and what it gave are kept as tokens, so that nothing 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from skyrl.envs.env import Message
+from skyrl.envs.env import EnvError, Message, number_of
 from skyrl.errors import ConfigError
 from skyrl.train.rollouts.sampler import Sampled
 
@@ -117,13 +117,36 @@ class Trajectory:
         return sum(turn.reward for turn in self.turns)
 
 
-def check_token_rewards(each: Sequence[float] | None, reward: float, tokens: int, whose: str) -> None:
-    """Raise ConfigError unless rewards of a response's tokens are its reward, up to rounding in float32.
+def checked_rewards(reward: Any, each: Any, tokens: int, whose: str) -> tuple[float, list[float] | None]:
+    """Reward of a response and of each of its tokens, as floats.
 
-    `whose` they are begins the message.
+    Args:
+        reward: Number of any library.
+        each: Rewards of the tokens, if there are any.
+        tokens: Length of the response.
+        whose: Start of the messages: who gave the rewards.
+
+    Raises ConfigError for what is no number, and for token rewards that do not add up to the reward (up to rounding in
+    float32), and EnvError for what is not finite.
     """
+    total = _finite(reward, f"{whose}: reward")
     if each is None:
-        return
+        return total, None
+    numbers = [_finite(one, f"{whose}: token_rewards[{at}]") for at, one in enumerate(each)]
+    _check_token_rewards(numbers, total, tokens, whose)
+    return total, numbers
+
+
+def _finite(value: Any, name: str) -> float:
+    number = number_of(value)
+    if number is None:
+        raise ConfigError(f"{name}={value!r} is of type {type(value).__name__}; give a finite number")
+    if not math.isfinite(number):
+        raise EnvError(f"{name}={number} is not finite; give a finite number")
+    return number
+
+
+def _check_token_rewards(each: Sequence[float], reward: float, tokens: int, whose: str) -> None:
     if len(each) != tokens:
         raise ConfigError(f"{whose} has {len(each)} token_rewards for {tokens} tokens; give one for each")
     total = math.fsum(each)

@@ -14,10 +14,13 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
+from skyrl.train.config import ChatTemplateConfig
 from skyrl.train.data.template_form import TemplateForm
 from skyrl.train.rollouts.chat import ChatTokenizer
-from skyrl.train.rollouts.templates import template_error
+from skyrl.train.rollouts.templates import load_template, template_error
 
+KEEPS_THOUGHTS = "qwen3_with_thinking"
+"""Template by its name that renders the past as it was."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -176,9 +179,18 @@ class Conversations:
         raise ConfigError(
             f"the chat template renders {what} differently within the whole conversation: from token {agree} on, "
             f"{self._at(before, agree)} became {self._at(token_ids, agree)}, so that what is trained on cannot be told "
-            "from the rest; set a chat_template that renders the past as it was (such as "
-            "qwen3_with_thinking) or has {% generation %} markers, or change the messages"
+            f"from the rest; {self._way_out()}"
         )
+
+    def _way_out(self) -> str:
+        """What to do where a template renders the past differently, of what is not done already."""
+        ways = []
+        if self._template != load_template(ChatTemplateConfig(name_or_path=KEEPS_THOUGHTS)):
+            renders = f"renders the past as it was (such as {KEEPS_THOUGHTS}) or has {{% generation %}} markers"
+            ways.append(f"set a chat_template that {renders}")
+        if self._options.get("enable_thinking") is False:
+            ways.append("leave enable_thinking=false out where messages have thoughts")
+        return ", or ".join([*ways, "change the messages"])
 
     def _at(self, token_ids: list[int], start: int) -> str:
         return repr(self._tokenizer.decode(token_ids[start : start + 8])) if start < len(token_ids) else "nothing"

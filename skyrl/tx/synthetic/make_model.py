@@ -9,6 +9,7 @@ Every family of `skyrl.tx.families` can be made.
 import json
 import shutil
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,10 @@ from skyrl.tx.synthetic.make_tokenizer import END, PAD, make_tokenizer, tokenize
 from skyrl.utils.files.paths import cache_folder
 
 BUILTIN_NAME = "tiny-qwen3"
-"""Folder of the built-in model. Adapters belong to their base, so a change of its recipe or text needs a new name."""
+"""Folder of the built-in model. Adapters belong to their base, so a change of weights or tokens needs a new name."""
+
+LONGEST = 32_768
+"""Tokens of the built-in model's longest sequence."""
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -42,7 +46,7 @@ def make_model(
     intermediate: int = 768,
     vocab: int = 4096,
     tied: bool = False,
-    max_position: int = 32_768,
+    max_position: int = LONGEST,
     seed: int = 0,
     dtype: str = "float32",
     weights: bool = True,
@@ -100,7 +104,9 @@ def builtin_model() -> Path:
             f"SKYRL_CACHE={root}: Tinker clients read {folder} as something else than a folder; "
             "name a folder without a colon, below the root"
         )
-    if not folder.exists():
+    if folder.exists():
+        _renew_template(folder)
+    else:
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = folder.with_name(f".{BUILTIN_NAME}-{uuid4().hex}")
         try:
@@ -111,6 +117,16 @@ def builtin_model() -> Path:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+def _renew_template(folder: Path) -> None:
+    """Write tokenizer_config.json anew if an older program made it. Weights and tokens stay, and so do adapters."""
+    path, config = folder / "tokenizer_config.json", tokenizer_config(LONGEST)
+    with suppress(OSError):  # a folder that may only be read stays as it is
+        if json.loads(path.read_text(encoding="utf-8")) != config:
+            unfinished = path.with_name(f".{path.name}-{uuid4().hex}")
+            _write_json(unfinished, config)
+            unfinished.replace(path)
 
 
 def _check(size: Size, dtype: str) -> None:

@@ -1,14 +1,16 @@
 """Files of models in Hugging Face's format, and configurations of adapters in PEFT's."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl.errors import RequestError
+from skyrl.utils.tokenizer import Tokenizer
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS, CONFIG, GENERATION = "model.safetensors", "config.json", "generation_config.json"
 BESIDE = (
-    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *(GENERATION, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("*.jinja", "*processor_config.json"),
 )
 """Files of a base model that an exported one takes over as they are."""
@@ -41,10 +43,17 @@ def text_name(name: str) -> str:
 
 
 def files_beside(folder: Path) -> dict[str, bytes]:
-    """Files beside weights and configuration that belong to a model."""
-    return {
+    """Files beside weights and configuration that belong to a model.
+
+    Where they contradict the chat template about what ends a turn, the generation configuration names all ends.
+    """
+    files = {
         path.name: path.read_bytes() for pattern in BESIDE for path in sorted(folder.glob(pattern)) if path.is_file()
     }
+    if "tokenizer.json" in files and (tokenizer := Tokenizer(folder)).disagreement:
+        generation = json.loads(files.get(GENERATION, b"{}")) | {"eos_token_id": sorted(tokenizer.eos_ids)}
+        files[GENERATION] = json.dumps(generation, indent=2).encode()
+    return files
 
 
 class Lora(Protocol):

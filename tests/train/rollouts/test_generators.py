@@ -164,10 +164,10 @@ class Unequal(Agent):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Bare", "trajectory row_0: the generator gave str; give a Generated"),
+        ("Bare", "trajectory row_0: generator Bare gave str; give a Generated"),
         ("NoPrompt", "turn 0 has no prompt_ids"),
         ("Unending", "stop_reason='failed' of a trajectory; use stop, length or max_turns"),
-        ("Uneven", r"turn 0 has 1 token_rewards for \d+ tokens"),
+        ("Uneven", r"generator Uneven, turn 0 has 1 token_rewards for \d+ tokens"),
         ("Unequal", r"turn 0 has token_rewards that add up to 0.0, not to its reward=3.0"),
         ("Nobody", r"generator.generator_class=.*:Nobody: no generator at .*; name a class as module:Class"),
         ("Length", "no subclass of skyrl.train.rollouts.generators.generator.Generator"),
@@ -184,6 +184,7 @@ def test_a_reward_that_is_not_finite_is_a_failure(chatml):
     group = rollouts(chatml, sampler, generator_class=OWN + "Infinite", max_failed_fraction=1.0)
     (trajectory,) = run(group.collect([prompt()]))
     assert trajectory.failure is not None and trajectory.failure.kind == "generator_error"
+    assert "generator Infinite, turn 0: reward=inf is not finite" in trajectory.failure.message
 
 
 # -- the test of a class ----------------------------------------------------------------------------------------------

@@ -131,18 +131,6 @@ def test_qwen3_without_thinking_leaves_reasoning_out(chatml):
     )
 
 
-@pytest.mark.parametrize("name", ["qwen3_with_thinking", "qwen3_without_thinking"])
-@pytest.mark.parametrize("tools", [None, TOOLS], ids=["bare", "tools"])
-def test_named_templates_render_as_the_built_in_models_own_where_there_is_no_reasoning(chatml, name, tools):
-    from skyrl.tx.synthetic.make_tokenizer import tokenizer_config
-
-    call = {"role": "assistant", "content": "Hm.", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
-    messages = [{"role": "system", "content": "S"}, user("Q"), call, tool("3"), {"role": "assistant", "content": "4"}]
-    options = {"tools": tools, "add_generation_prompt": True, "enable_thinking": False}
-    own = tokenizer_config(64)["chat_template"]
-    assert render(chatml, load_template(named(name)), messages, **options) == render(chatml, own, messages, **options)
-
-
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ConfigError, match="known: qwen3_with_thinking, qwen3_without_thinking"):
         load_template(named("qwen4"))

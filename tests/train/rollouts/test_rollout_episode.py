@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 from scripted import (
@@ -14,10 +16,11 @@ from scripted import (
     user,
 )
 
+from skyrl.envs import EnvError
 from skyrl.errors import ConfigError
 from skyrl.train.config import EvalSamplingParams
 from skyrl.train.rollouts.rows import rows_of
-from skyrl.train.rollouts.trajectory import check_token_rewards
+from skyrl.train.rollouts.trajectory import checked_rewards
 
 ANSWER = Answer("One.<|im_end|>")
 STEPS = {"step_wise_trajectories": True}
@@ -73,9 +76,23 @@ def test_token_rewards_add_up_to_the_reward_within_what_float32_rounds():
     each = np.tile(np.float32([1000.1, -1000.1, 0.1]), 1000)
     total = float(each.cumsum(dtype=np.float32)[-1])
     assert abs(total - float(each.astype(np.float64).sum())) > 1e-4
-    check_token_rewards(each.tolist(), total, len(each), "a step")
+    assert checked_rewards(total, each, len(each), "a step") == (total, each.tolist())
     with pytest.raises(ConfigError, match=r"a step has token_rewards that add up to 1.0, not to its reward=0.5"):
-        check_token_rewards([0.25, 0.75], 0.5, 2, "a step")
+        checked_rewards(0.5, [0.25, 0.75], 2, "a step")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), np.float32("-inf")])
+def test_a_token_reward_that_is_not_finite_is_named_whatever_the_reward_is(value):
+    said = rf"a step: token_rewards\[1\]={value} is not finite; give a finite number"
+    with pytest.raises(EnvError, match=said):
+        checked_rewards(0.5, [0.25, value], 2, "a step")
+
+
+@pytest.mark.parametrize("value", ["0.5", None, [1.0], 1j, {"score": 1.0}])
+def test_a_reward_that_is_no_number_ends_the_run_and_names_the_environment(chatml, value):
+    said = rf"trajectory .*: environment '.*': reward={re.escape(repr(value))} is of type {type(value).__name__}; give"
+    with pytest.raises(ConfigError, match=said):
+        run_one(chatml, [ANSWER], prompt(script=[Reply(reward=value, done=True)]))
 
 
 def test_an_environment_that_never_ends_has_max_turns(chatml):

@@ -210,15 +210,20 @@ def test_tools_are_shown_and_their_results_are_not_trained_on(tokenizers):
         [Answer(call), Answer("7<|im_end|>")],
         prompt(script=script, tools=tools),
         chat_template={"name_or_path": "qwen3_with_thinking"},
+        chat_template_kwargs={"enable_thinking": False},
     )
     system = (
-        "Functions that you may call, one JSON object per line:\n<tools>\n"
-        '{"name": "add"}\n</tools>\nTo call one, answer with its name and arguments:\n<tool_call>\n'
-        '{"name": ..., "arguments": ...}\n</tool_call>'
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+        '{"name": "add"}\n</tools>\n\nFor each function call, return a json object with function name and arguments '
+        "within <tool_call></tool_call> XML tags:\n<tool_call>\n"
+        '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
     )
+    no_thought = "<think>\n\n</think>\n\n"
     results = "\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response>"
-    between = f"\n<|im_start|>user{results}<|im_end|>\n<|im_start|>assistant\n"
-    assert got(row) == expected(qwen, f"{bubble('system', system)}{ASK}[[{call}]]{between}[[7<|im_end|>]]")
+    between = f"\n<|im_start|>user{results}<|im_end|>\n<|im_start|>assistant\n{no_thought}"
+    asked = bubble("system", system) + ASK + no_thought
+    assert got(row) == expected(qwen, f"{asked}[[{call}]]{between}[[7<|im_end|>]]")
 
 
 def test_results_of_tools_continue_a_history_of_tokens(tokenizers):

@@ -82,7 +82,8 @@ def test_templates_that_render_the_past_as_it_was_allow_all_messages(thought):
     messages = [user("Go."), assistant(f"{thought}One."), user("More."), assistant(f"{thought}Two.")]
     masked = Conversations(tokenizer("qwen3"), "all_assistant_messages", template).masked(messages)
     asked, more = bubble("user", "Go."), bubble("user", "More.")
-    expected = asked + SAID.format(f"{thought}One.") + more + SAID.format(f"{thought}Two.")
+    written = thought or "<think>\n\n</think>\n\n"
+    expected = asked + SAID.format(f"{written}One.") + more + SAID.format(f"{written}Two.")
     assert masked == golden("qwen3", expected)
 
 
@@ -128,7 +129,7 @@ def test_a_turn_with_tool_calls_is_trained_on_as_a_whole_without_what_tools_say(
     assert tokens == rendered("chatml", messages, tools=tools)
     decode = tokenizer("chatml").decode
     trained = decode([token for token, one in zip(tokens, mask, strict=True) if one])
-    call_text = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    call_text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     assert trained == call_text + "It is 2.<|im_end|>"
 
 

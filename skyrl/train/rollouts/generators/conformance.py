@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from skyrl.envs.env import EnvError
 from skyrl.errors import ConfigError
 from skyrl.train.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from skyrl.train.rollouts.chat import Chat
@@ -167,7 +168,7 @@ class _Checks:
         for (session, _), generated in zip(asked, results, strict=True):
             try:
                 made[session] = check_generated(generated)
-            except (ConfigError, ValueError) as error:
+            except (ConfigError, EnvError, ValueError) as error:
                 raise _Broken(str(error)) from error
         return made
 

@@ -23,7 +23,7 @@ from skyrl.train.config import EnvironmentConfig, GeneratorConfig, SamplingParam
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.sampler import Sampler
-from skyrl.train.rollouts.trajectory import TrajectoryStopReason, Turn, check_token_rewards
+from skyrl.train.rollouts.trajectory import TrajectoryStopReason, Turn, checked_rewards
 from skyrl.utils.registry import Registry
 
 
@@ -93,10 +93,13 @@ def load_generator(name: str) -> type[Generator]:
     return cls
 
 
-def check_generated(generated: Any) -> Generated:
-    """What a generator gave, if it can be trained on. Raises ConfigError, or ValueError for numbers that cannot be."""
+def check_generated(generated: Any, name: str = "the generator") -> Generated:
+    """Return what the generator `name` gave, if it can be trained on.
+
+    Raises ConfigError, and EnvError or ValueError for a reward or a log-probability that is not finite.
+    """
     if not isinstance(generated, Generated):
-        raise ConfigError(f"the generator gave {type(generated).__name__}; give a Generated")
+        raise ConfigError(f"{name} gave {type(generated).__name__}; give a Generated")
     if generated.stop_reason not in get_args(TrajectoryStopReason)[:3]:
         raise ConfigError(f"stop_reason={generated.stop_reason!r} of a trajectory; use stop, length or max_turns")
     for number, turn in enumerate(generated.turns):
@@ -104,8 +107,8 @@ def check_generated(generated: Any) -> Generated:
             raise ConfigError(f"turn {number} is {type(turn).__name__}; give Turns")
         if not turn.prompt_ids:
             raise ConfigError(f"turn {number} has no prompt_ids; give the whole input of the sampler's call")
-        each = turn.token_rewards
-        if not all(map(math.isfinite, (turn.reward, *(() if each is None else each), *(turn.sampled.logprobs or ())))):
-            raise ValueError(f"turn {number}: a reward or a log-probability is not finite")
-        check_token_rewards(each, turn.reward, len(turn.sampled.token_ids), f"turn {number}")
+        for at, logprob in enumerate(turn.sampled.logprobs or ()):
+            if not math.isfinite(logprob):
+                raise ValueError(f"turn {number}: logprobs[{at}]={logprob} is not finite")
+        checked_rewards(turn.reward, turn.token_rewards, len(turn.sampled.token_ids), f"{name}, turn {number}")
     return generated

@@ -1,0 +1,69 @@
+"""What a model's own chat template puts after an answer, which begins with the token that ends a turn.
+
+A short conversation is rendered whose answer is a marker. The template is rendered as `transformers` does, without
+importing it.
+"""
+
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MARKER = "THE-ANSWER-4f1c9b"
+SHORT: list[dict[str, Any]] = [{"role": "user", "content": "A"}, {"role": "assistant", "content": MARKER}]
+"""A conversation that ends with the marker."""
+
+_GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
+"""Tags of `transformers` around what an assistant says. They render what is between them."""
+
+
+def text_after_answer(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """Text that the chat template of a model folder renders after a last answer.
+
+    None where the folder has no template, or one that cannot be rendered or does not render the answer as it is.
+    """
+    source = _source(folder, tokenizer_config)
+    if source is None:
+        return None
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    special = {name: _spelled(value) for name, value in tokenizer_config.items() if name.endswith("_token")}
+    try:
+        template = environment.from_string(_GENERATION.sub(_as_condition, source))
+        text = template.render(messages=SHORT, tools=None, add_generation_prompt=False, **special)
+    except Exception:  # templates are programs: they raise anything
+        return None
+    _, found, after = text.partition(MARKER)
+    return after if found else None
+
+
+def _source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """The template's text: that of a file of its own, else the tokenizer configuration's."""
+    path = folder / "chat_template.jinja"
+    try:
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    given = tokenizer_config.get("chat_template")
+    if isinstance(given, list):  # several, by their names
+        given = next((one.get("template") for one in given if one.get("name") == "default"), None)
+    return given if isinstance(given, str) else None
+
+
+def _spelled(token: Any) -> Any:
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def _as_condition(tag: re.Match[str]) -> str:
+    before, closes, after = tag.groups()
+    return f"{{%{before} {'endif' if closes else 'if true'} {after}%}}"
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
