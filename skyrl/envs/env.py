@@ -71,8 +71,9 @@ class Env(ABC, Generic[C]):
     def __init__(self, config: C, extras: Mapping[str, Any]):
         """An episode with settings `config` for the row whose other columns are `extras`.
 
-        Some are made and closed without `init`, to check rows before a run loads its model. Raises ConfigError if the row
-        lacks a column; a rollout that tries again would fail again.
+        Some are made and closed without `init`, to check rows before a run loads its model.
+
+        Raises ConfigError if the row lacks a column; a rollout that tries again would fail again.
         """
         self.config = config
         self.extras = extras
