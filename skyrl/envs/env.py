@@ -71,8 +71,9 @@ class Env(ABC, Generic[C]):
     def __init__(self, config: C, extras: Mapping[str, Any]):
         """An episode with settings `config` for the row whose other columns are `extras`.
 
-        Some are made and closed without `init`, to check rows before a run loads its model. Raises ConfigError if a row
-        lacks a column; a rollout that tries again would fail again.
+        Some are made and closed without `init`, to check rows before a run loads its model.
+
+        Raises ConfigError if the row lacks a column; a rollout that tries again would fail again.
         """
         self.config = config
         self.extras = extras
@@ -122,16 +123,6 @@ class Env(ABC, Generic[C]):
         if not isinstance(turns, int) or turns < 1:
             raise ConfigError(f"max_turns={turns!r}: an episode takes at least one turn; give a whole number from 1")
         return turns
-
-
-def number_of(value: Any) -> float | None:
-    """The number that a value is, also one of an array library; None where it is none."""
-    if value is None or isinstance(value, str | bytes | bytearray):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):  # the last for tensors of several numbers
-        return None
 
 
 ENVS: Registry[type[Env[Any]]] = Registry("environment")
