@@ -1,6 +1,5 @@
 """`skyrl train rl`, `sft`, `dpo` and `check-generator`: a configuration from a file and overrides, then the run."""
 
-import argparse
 import asyncio
 import logging
 import os
@@ -20,6 +19,7 @@ from skyrl.train.interruption import Interrupted
 from skyrl.train.rollouts.attempts import RolloutError
 from skyrl.train.strategy.registry import check_strategy, find_strategy
 from skyrl.train.strategy.support import refusal
+from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.log import logged_to, setup_logging
 from skyrl.utils.subcommands import Command, run_subcommand
 
@@ -82,7 +82,7 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
     Returns the exit status. What a user can mend is one message.
     """
     what = (description or "").strip()
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog=prog, description=f"{what[:1].upper()}{what[1:]}; --fields lists what can be set", allow_abbrev=False
     )
     parser.add_argument("--config", metavar="FILE", help="YAML, JSON or TOML file; overrides are laid over it")
