@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.subcommands import Command, print_version, run_program
 
 
@@ -104,7 +105,7 @@ def requests(argv: Sequence[str]) -> int:
 
 def make_model(argv: Sequence[str]) -> int:
     """make a model with random weights, for tests and benchmarks"""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="skyrl make-model",
         description="Write a model folder (config, random weights, tokenizer) that skyrl serve --base-model takes. "
         "Options that are left out keep the size of the built-in model.",

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.subcommands import Command, print_version, run_program
 
 EXPORTS = "export"
@@ -43,7 +44,7 @@ def train(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="tx train",
         description="Fine-tune a model by examples: all of its weights, or a LoRA adapter. The output folder gets "
         "checkpoints (global_step_N), metrics.jsonl with a line for each step, and at the end the model in Hugging "

@@ -11,6 +11,7 @@ import httpx
 
 from skyrl.errors import RequestError
 from skyrl.tinker.config import ENVIRONMENT_PREFIXES, options_parser, read_config, url_of
+from skyrl.utils.arguments import ArgumentParser
 
 PATIENCE_S = 30.0
 """Seconds that an answer may take."""
@@ -71,7 +72,7 @@ def _detail(answer: httpx.Response) -> str | None:
 
 def operator_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser of what all commands of operators take, for `connect`; each adds options of its own."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog=prog,
         description=description,
         epilog="SKYRL_HOST, SKYRL_PORT, SKYRL_OPERATOR_KEYS and SKYRL_OPERATOR_KEYS_FILE are read as the server reads "

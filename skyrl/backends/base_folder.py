@@ -23,7 +23,9 @@ def model_folder(base_model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     files = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
-    return _found(base_model, lambda: snapshot_download(base_model, allow_patterns=files))
+    return _found(
+        base_model, lambda offline: snapshot_download(base_model, allow_patterns=files, local_files_only=offline)
+    )
 
 
 def is_on_this_machine(base_model: str) -> bool:
@@ -51,7 +53,10 @@ def config_of(base_model: str, field: str = "base_model") -> Mapping[str, Any]:
     """
     from huggingface_hub import hf_hub_download
 
-    folder = _found(base_model, lambda: os.path.dirname(hf_hub_download(base_model, "config.json")), field)
+    def download(offline: bool) -> str:
+        return os.path.dirname(hf_hub_download(base_model, "config.json", local_files_only=offline))
+
+    folder = _found(base_model, download, field)
     path = folder / "config.json"
     try:
         found = json.loads(path.read_text())
@@ -114,8 +119,25 @@ def _check_names(names: Collection[str], known: Collection[str], model_type: Any
         )
 
 
-def _found(base_model: str, download: Callable[[], str], field: str = "base_model") -> Path:
-    """The local folder of that name, or what `download` gives."""
+def hub_silence() -> str | None:
+    """Why the model hub cannot be reached, asked once; None if it answers.
+
+    The hub's own client asks many times, with a line for each, before it looks into its cache.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:  # of the client's HTTP library, which differs between its releases
+        if constants.HF_HUB_OFFLINE:
+            return "HF_HUB_OFFLINE is set"
+        return f"{constants.ENDPOINT} cannot be reached: {error}"
+    return None
+
+
+def _found(base_model: str, download: Callable[[bool], str], field: str = "base_model") -> Path:
+    """The local folder of that name, or what `download` gives, from the hub's cache alone if it is told so."""
     folder = Path(base_model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
@@ -123,11 +145,12 @@ def _found(base_model: str, download: Callable[[], str], field: str = "base_mode
         return folder.resolve()
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    silence = hub_silence()
     try:
-        return Path(download())
+        return Path(download(silence is not None))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         built_in = ", or leave it out for the built-in model" if field == "base_model" else ""
         raise RequestError(
-            f"{field}={base_model}: no such folder, and the model hub does not give it ({type(error).__name__}); "
-            f"name a local folder, check the spelling and the network{built_in}"
+            f"{field}={base_model}: no such folder, and the model hub does not give it "
+            f"({silence or type(error).__name__}); name a local folder, check the spelling and the network{built_in}"
         ) from error

@@ -6,7 +6,6 @@ becomes better than its teacher, on sums that it never saw as well. Both parts a
 `skyrl train rl` run.
 """
 
-import argparse
 import asyncio
 import os
 import random
@@ -23,6 +22,7 @@ from tqdm import tqdm
 
 from skyrl.demos.rl_report import Files, write_sample
 from skyrl.train.commands import REPORTED
+from skyrl.utils.arguments import ArgumentParser
 
 RIGHT = "eval/all/avg_score"
 """Metric: the fraction of held-out sums whose most likely answer is right."""
@@ -272,7 +272,7 @@ def _shown(path: Path) -> str:
 
 def main(argv: Sequence[str] = (), settings: Settings | None = None) -> int:
     """Run the demo with `settings`, or the defaults and the seed of `argv`. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="skyrl demo-rl", description=(__doc__ or "").split("\n\n")[1])
+    parser = ArgumentParser(prog="skyrl demo-rl", description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument("--output", type=Path, default=Path("skyrl-demo-rl"), metavar="FOLDER", help="what it leaves")
     parser.add_argument("--seed", type=int, default=0, help="of problems, weights and everything drawn")
     options = parser.parse_args(argv)

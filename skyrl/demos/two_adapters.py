@@ -5,7 +5,6 @@ find it unchanged after the server was restarted. Every claim is checked; the fi
 with a message and a non-zero exit code.
 """
 
-import argparse
 import os
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.tinker.local_server import LocalServer, close_client
+from skyrl.utils.arguments import ArgumentParser
 
 CAPITALS = {
     "France": "Paris",
@@ -205,7 +205,7 @@ def run(folder: Path) -> None:
 
 def main(argv: Sequence[str] = ()) -> int:
     """Run the demo in a temporary folder. Returns the exit code."""
-    argparse.ArgumentParser(prog="skyrl demo", description=(__doc__ or "").split("\n\n")[1]).parse_args(argv)
+    ArgumentParser(prog="skyrl demo", description=(__doc__ or "").split("\n\n")[1]).parse_args(argv)
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     try:
         import tinker  # noqa: F401

@@ -13,7 +13,7 @@ import re
 import socket
 import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, cast, get_origin
 
@@ -22,9 +22,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from skyrl.tinker.identity.ids import KEY_PREFIX, is_key_name, tenant_of_key
+from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.fairness import HEAVIEST, LIGHTEST
 from skyrl.utils.files.paths import data_folder
 from skyrl.utils.log import LogFormat
+from skyrl.utils.spelling import did_you_mean
 
 ENVIRONMENT_PREFIXES = ("SKYRL_", "TX_")
 """Environment variables are a prefix and the field's name in capitals; the first prefix that is set wins."""
@@ -231,7 +233,8 @@ class EngineConfig(BaseModel):
 
         for name in names:
             if name not in (*LOSSES, CUSTOM):
-                raise ValueError(f"{name!r} is no loss; known: {', '.join(LOSSES)}, {CUSTOM}")
+                known = (*LOSSES, CUSTOM)
+                raise ValueError(f"{name!r} is no loss; known: {', '.join(known)}{did_you_mean(name, known)}")
         return names
 
     @field_validator("public_url", mode="after")
@@ -437,7 +440,7 @@ def parse_config(
     return read_config(options_parser(prog, "Serve the Tinker API."), argv, environ)[0]
 
 
-def options_parser(prog: str | None, description: str) -> argparse.ArgumentParser:
+def options_parser(prog: str | None, description: str) -> ArgumentParser:
     """A parser of a server's options, for `read_config`; a command may add options of its own."""
     parser = _OneLineErrors(
         prog=prog,
@@ -455,7 +458,7 @@ def options_parser(prog: str | None, description: str) -> argparse.ArgumentParse
 
 
 def read_config(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
+    parser: ArgumentParser, argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
 ) -> tuple[EngineConfig, dict[str, Any]]:
     """(the server's options, those that the command has added)."""
     values: dict[str, object] = {}
@@ -467,7 +470,8 @@ def read_config(
                 values[name], origins[name] = environ[variable], variable
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(map(_without_value, unknown))}")
+        shown = " ".join(map(_without_value, unknown))
+        parser.error(f"unrecognized arguments: {shown}{parser.suggestion(unknown)}")
     given = vars(known)
     for name in KEYS.keys() & given.keys():
         parser.error(
@@ -490,14 +494,20 @@ def _without_value(argument: str) -> str:
     return argument.partition("=")[0] if argument.startswith("--") else "..."
 
 
-def describe(error: ValidationError, origins: Mapping[str, str] | None = None) -> str:
-    """One line of "option=value: what is wrong" for each problem. `origins` names options as their user wrote them."""
+def describe(error: ValidationError, origins: Mapping[str, str] | None = None, known: Collection[str] = ()) -> str:
+    """One line of "option=value: what is wrong" for each problem.
+
+    Args:
+        error: Of a configuration.
+        origins: Names of options as their user wrote them.
+        known: Names of options, the nearest of which is told beside an unknown one.
+    """
     problems = []
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"])
         name = (origins or {}).get(path, path)
         if problem["type"] == "extra_forbidden":
-            problems.append(f"{name}: there is no such option")
+            problems.append(f"{name}: there is no such option{did_you_mean(path, known)}")
         else:
             # A check of several options names them itself.
             value = "" if not path else f"{name}: " if path in SECRET else f"{name}={problem['input']}: "
@@ -505,7 +515,7 @@ def describe(error: ValidationError, origins: Mapping[str, str] | None = None) -
     return "; ".join(problems)
 
 
-class _OneLineErrors(argparse.ArgumentParser):
+class _OneLineErrors(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: error: {message} (--help lists the options)", file=sys.stderr)
         raise SystemExit(2)

@@ -1,6 +1,5 @@
 """`skyrl train rl`, `sft`, `dpo` and `check-generator`: a configuration from a file and overrides, then the run."""
 
-import argparse
 import asyncio
 import logging
 import os
@@ -15,17 +14,18 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
-from skyrl.train.config.machinery.base import BaseConfig
-from skyrl.train.config.machinery.help import render_help
+from skyrl.train.config.machinery.help import render_values
 from skyrl.train.interruption import Interrupted
 from skyrl.train.rollouts.attempts import RolloutError
-from skyrl.train.strategy.registry import check_strategy
+from skyrl.train.strategy.registry import check_strategy, find_strategy
+from skyrl.train.strategy.support import refusal
+from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.log import logged_to, setup_logging
 from skyrl.utils.subcommands import Command, run_subcommand
 
 log = logging.getLogger(__name__)
 
-C = TypeVar("C", bound=BaseConfig)
+C = TypeVar("C", SkyRLTrainConfig, SFTConfig, DPOConfig)
 
 PROCESS = "train"
 """Name in the log."""
@@ -82,22 +82,25 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
     Returns the exit status. What a user can mend is one message.
     """
     what = (description or "").strip()
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog=prog, description=f"{what[:1].upper()}{what[1:]}; --fields lists what can be set", allow_abbrev=False
     )
     parser.add_argument("--config", metavar="FILE", help="YAML, JSON or TOML file; overrides are laid over it")
-    parser.add_argument("--fields", action="store_true", help="list every field with type, default and meaning")
+    parser.add_argument(
+        "--fields",
+        action="store_true",
+        help="list every field with type, value (by these overrides) and meaning",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values are YAML")
     given = parser.parse_args(argv)
+    made = cls.from_cli_overrides if given.config is None else lambda args: cls.from_file(given.config, args)
     sys.path.append(os.getcwd())  # where environments, losses and estimators of one's own are, as `module:name`
     if given.fields:
-        print(render_help(cls), end="")
-        return 0
+        return _print_fields(prog, lambda: made(given.overrides))
     setup_logging("info", process=PROCESS)
     warnings.simplefilter("default")
     warnings.showwarning = _warned
     try:
-        made = cls.from_cli_overrides if given.config is None else lambda args: cls.from_file(given.config, args)
         config = made(given.overrides)
         if isinstance(config, SkyRLTrainConfig):
             check_strategy(config)  # before rules about what it alone reads
@@ -110,6 +113,21 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
     except Interrupted as ended:
         print(f"{prog}: {ended}", file=sys.stderr)
         return 128 + ended.signal
+    return 0
+
+
+def _print_fields(prog: str, made: Callable[[], SkyRLTrainConfig | SFTConfig]) -> int:
+    """Print every field with the value that a run would use, and whether its strategy refuses others."""
+    try:
+        config = made()
+        used = config.derived()
+        support = find_strategy(used).support
+        chosen = used.trainer.strategy if isinstance(used, SkyRLTrainConfig) else used.strategy
+        print(f"Values of a run with strategy={chosen}; [refused] marks fields of which it takes no other.")
+        print(render_values(config, lambda path: refusal(used, support, path)), end="")
+    except REPORTED as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -4,6 +4,8 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from skyrl.utils.arguments import ArgumentParser
+
 Command = Callable[[Sequence[str]], int]
 """Gets its arguments and returns the exit status. Its docstring is its line of help."""
 
@@ -26,7 +28,7 @@ def run_program(argv: Sequence[str] | None, commands: Mapping[str, Command], *, 
 
 def print_version(argv: Sequence[str], prog: str) -> int:
     """Print the project's version. Returns the exit status."""
-    argparse.ArgumentParser(prog=prog).parse_args(argv)
+    ArgumentParser(prog=prog).parse_args(argv)
     from importlib.metadata import version
 
     print(version("skyrl"))
@@ -47,7 +49,7 @@ def run_subcommand(
         rest: What follows the name of any of them, for `--help`.
     """
     width = max(map(len, commands)) + 2
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog=prog,
         description=description,
         epilog=f"{kind}s:\n" + "\n".join(f"  {name:<{width}}{run.__doc__}" for name, run in commands.items()),

@@ -228,6 +228,7 @@ def test_folders_are_absolute(tmp_path, monkeypatch):
     ("argv", "message"),
     [
         (["--nope", "1"], "unrecognized arguments: --nope"),
+        (["--bakend", "jax"], "unrecognized arguments: --bakend ...; did you mean --backend?"),
         (["--base", "x"], "unrecognized arguments: --base ..."),
         (["--port", "many"], "--port=many: Input should be a valid integer"),
         (["--port", "70000"], "--port=70000: Input should be less than or equal to 65535"),

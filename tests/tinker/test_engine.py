@@ -334,6 +334,10 @@ def test_a_backend_can_be_named_by_module_and_attribute():
             r"backend_config: speed: there is no such option \(options of tests.fakes:FakeBackend: max_lora_rank, ",
         ),
         (
+            {"backend": "tests.fakes:FakeBackend", "backend_config": {"vocab_sise": 1}},
+            r"backend_config: vocab_sise: there is no such option; did you mean vocab_size\? \(options of",
+        ),
+        (
             {"backend": "tests.fakes:FakeBackend", "backend_config": {"vocab_size": "many"}},
             "backend_config: vocab_size=many: Input should be a valid integer",
         ),

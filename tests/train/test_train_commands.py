@@ -11,6 +11,8 @@ import pytest
 from skyrl.cli import main
 from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.config.machinery.help import describe_fields
+from skyrl.train.strategy.registry import SERVED
+from skyrl.train.strategy.support import Status, find
 
 SFT = ["optimizer_config.lr=1e-2", "model.lora.rank=4", "num_epochs=2", "batch_size=2", "ckpt_interval=1"]
 
@@ -133,6 +135,36 @@ def test_every_field_is_listed(kind, config, capfd):
     assert main(["train", kind, "--fields"]) == 0
     listed = {line.partition(":")[0] for line in capfd.readouterr().out.splitlines() if not line.startswith(" ")}
     assert {field.path for field in describe_fields(config())} <= listed
+
+
+def listed(capfd, *arguments: str) -> dict[str, str]:
+    """What `--fields` says of the value of each field."""
+    assert main(["train", *arguments, "--fields"]) == 0
+    lines = [line.partition(" = ") for line in capfd.readouterr().out.splitlines() if not line.startswith(" ")]
+    return {name.partition(":")[0]: value for name, _, value in lines}
+
+
+@pytest.mark.parametrize(("overrides", "rate"), [([], "1e-05"), (["model.lora.rank=8"], "0.0001")])
+def test_fields_have_the_values_that_a_run_uses(capfd, overrides, rate):
+    fields = listed(capfd, "sft", *overrides)
+    assert fields["optimizer_config.lr"] == f"{rate} (default: 1e-06)"
+    assert fields["strategy"].startswith(("jax (default: fsdp2)", "fsdp2"))
+    assert fields["model.lora.lora_sync_path"].endswith(" [refused]")
+    assert not fields["model.lora.rank"].endswith(" [refused]")
+
+
+@pytest.mark.parametrize("strategy", ["jax", "fsdp2"])
+def test_fields_are_marked_that_the_strategy_refuses(capfd, strategy):
+    fields = listed(capfd, "rl", f"trainer.strategy={strategy}")
+    marked = {path for path, value in fields.items() if value.endswith(" [refused]")}
+    support = SERVED[strategy].support
+    known = {field.path for field in describe_fields(SkyRLTrainConfig())}
+    assert marked == {path for path in known if find(support, path)[1].status is Status.REFUSED}
+
+
+def test_fields_of_overrides_that_are_wrong_are_refused(capfd):
+    assert main(["train", "rl", "--fields", "trainer.epochs=x"]) == 1
+    assert "trainer.epochs=x: give a whole number" in capfd.readouterr().err
 
 
 def test_help_names_all_kinds_and_how_to_list_fields():

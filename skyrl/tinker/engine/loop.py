@@ -336,7 +336,8 @@ def open_backend(config: EngineConfig, progress: Callable[[str], None]) -> Abstr
         backend_config = options.model_validate(given)
     except ValidationError as error:
         known = ", ".join(options.model_fields)
-        raise RequestError(f"backend_config: {describe(error)} (options of {name}: {known})") from None
+        problems = describe(error, known=options.model_fields)
+        raise RequestError(f"backend_config: {problems} (options of {name}: {known})") from None
     return backend(config.base_model or _builtin_model(progress), backend_config, progress)
 
 

@@ -5,6 +5,8 @@ from pydantic import ValidationError
 from skyrl.errors import ConfigError
 from skyrl.train.config import SamplingParams as SamplingConfig
 from skyrl.types import SamplingOptions, WireModel
+from skyrl.utils.expected import expected
+from skyrl.utils.spelling import did_you_mean
 
 
 class AdditionalOptions(WireModel):
@@ -23,8 +25,10 @@ def options_of(params: SamplingConfig) -> SamplingOptions:
         additional = AdditionalOptions(**given)
     except ValidationError as error:
         problem = error.errors()[0]
-        name, text = ".".join(map(str, problem["loc"])), problem["msg"]
+        name, text = ".".join(map(str, problem["loc"])), expected([problem])
         if problem["type"] == "extra_forbidden":
-            text = f"there is no such option; known: {', '.join(AdditionalOptions.model_fields)}; leave it out"
+            known = AdditionalOptions.model_fields
+            near = did_you_mean(name, known) or "; leave it out"
+            text = f"there is no such option; known: {', '.join(known)}{near}"
         raise ConfigError(f"additional_kwargs.{name}={problem['input']}: {text}") from None
     return SamplingOptions(min_p=params.min_p, repetition_penalty=params.repetition_penalty, **additional.model_dump())

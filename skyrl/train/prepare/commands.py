@@ -12,6 +12,7 @@ from skyrl.train.data.files import FILE_READERS
 from skyrl.train.prepare.preparing import Prepared, prepare
 from skyrl.train.prepare.published import PUBLISHED
 from skyrl.train.prepare.sources import find_sources
+from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.files.atomic_folders import local_path, replace_file
 from skyrl.utils.subcommands import Command, run_subcommand
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog=PROG,
         description="Write rows for skyrl train rl, each prompt once: "
         + "; ".join(

@@ -43,10 +43,13 @@ def eval_rows(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> 
 
 
 def _eval_row(trajectory: Trajectory, prompt: Prompt) -> EvalRow:
-    said = [turn.action for turn in trajectory.turns]
+    turns = trajectory.turns
+    chat = [
+        message for turn in turns for message in ({"role": "assistant", "content": turn.action}, *turn.observations)
+    ]
     return EvalRow(
         list(trajectory.messages) or list(prompt.messages),
-        said[0] if len(said) == 1 else said,
+        turns[0].action if len(turns) == 1 else chat,
         trajectory.reward,
         trajectory.stop_reason,
         prompt.env_class,

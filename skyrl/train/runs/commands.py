@@ -13,6 +13,8 @@ from skyrl.errors import ConfigError
 from skyrl.train.rollouts.records import as_text, from_state
 from skyrl.train.runs.folder import RunFolder, find_runs
 from skyrl.train.tracking.plots import plot_lines
+from skyrl.utils.arguments import ArgumentParser
+from skyrl.utils.spelling import did_you_mean
 from skyrl.utils.subcommands import Command, run_subcommand
 
 SHOWN = ("reward/avg_raw_reward", "eval/all/avg_score", "policy/entropy", "policy/approx_kl", "policy/loss")
@@ -148,7 +150,8 @@ def _metrics_of(runs: Sequence[RunFolder], wanted: Sequence[str] | None) -> list
     """Metrics that were asked for, or those of `SHOWN` that there are. Raises ConfigError for one that no run has."""
     known = {name for run in runs for row in run.metrics for name in row} - {"step"}
     if missing := sorted({*(wanted or ())} - known):
-        raise ConfigError(f"--metric={missing[0]}: no run has it; there are {', '.join(sorted(known))}")
+        near = did_you_mean(missing[0], known)
+        raise ConfigError(f"--metric={missing[0]}: no run has it; there are {', '.join(sorted(known))}{near}")
     return list(wanted or [name for name in SHOWN if name in known])
 
 
@@ -168,9 +171,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser(name: str, command: Command) -> argparse.ArgumentParser:
     what = command.__doc__ or ""
-    return argparse.ArgumentParser(
-        prog=f"skyrl runs {name}", description=f"{what[:1].upper()}{what[1:]}.", allow_abbrev=False
-    )
+    return ArgumentParser(prog=f"skyrl runs {name}", description=f"{what[:1].upper()}{what[1:]}.", allow_abbrev=False)
 
 
 def _told(name: str, lines: Callable[[], Iterator[str]]) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
-from skyrl.backends.base_folder import config_of, is_on_this_machine
+from skyrl.backends.base_folder import config_of, hub_silence, is_on_this_machine
 from skyrl.errors import ConfigError, RequestError
 from skyrl.train.config import ModelConfig, SkyRLTrainConfig
 from skyrl.train.config.rules.root import turn_cautions
@@ -87,7 +87,9 @@ def load_tokenizer(path: str, field: str) -> Any:
     if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ConfigError(f"{field}={path}: the folder has none of {', '.join(TOKENIZER_FILES)}; use a whole model")
     try:
-        return AutoTokenizer.from_pretrained(folder if folder.is_dir() else path)
+        if folder.is_dir():
+            return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(path, local_files_only=hub_silence() is not None)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{field}={path}: its tokenizer cannot be loaded ({error}); use a whole model") from error
 

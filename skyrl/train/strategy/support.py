@@ -12,6 +12,9 @@ from typing import Any
 from skyrl.train.config import BaseConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.config.machinery.fields import specs_of
 
+OF_POLICY = ("model.", "optimizer_config.")
+"""Sections of supervised fine-tuning that are those of a policy."""
+
 
 class Status(Enum):
     """Status of a field."""
@@ -60,22 +63,28 @@ def find(table: Mapping[str, Support], path: str) -> tuple[str, Support]:
     return where, table[where]
 
 
+def refusal(config: SkyRLTrainConfig | SFTConfig, table: Mapping[str, Support], path: str) -> str | None:
+    """Why a field is refused, and what to do instead; None if it is not."""
+    if isinstance(config, SFTConfig):
+        if not path.startswith(OF_POLICY):
+            return None
+        path = f"trainer.policy.{path}"
+    support = find(table, path)[1]
+    return support.by if support.status is Status.REFUSED else None
+
+
 def unsupported(config: SkyRLTrainConfig, table: Mapping[str, Support]) -> Iterator[str]:
     """A message for each field that is not what it is by default and that the table refuses."""
-    strategy = config.trainer.strategy
     for path, value in _changed(config, SkyRLTrainConfig(), ""):
-        _, support = find(table, path)
-        if support.status is Status.REFUSED:
-            yield f"{path}={value} cannot be honoured with trainer.strategy={strategy}: {support.by}"
+        if why := refusal(config, table, path):
+            yield f"{path}={value} cannot be honoured with trainer.strategy={config.trainer.strategy}: {why}"
 
 
 def unsupported_in_sft(config: SFTConfig, table: Mapping[str, Support]) -> Iterator[str]:
     """The same for supervised fine-tuning, whose model and optimizer are those of a policy."""
     for path, value in _changed(config, SFTConfig(), ""):
-        if path.startswith(("model.", "optimizer_config.")):
-            _, support = find(table, f"trainer.policy.{path}")
-            if support.status is Status.REFUSED:
-                yield f"{path}={value} cannot be honoured with strategy={config.strategy}: {support.by}"
+        if why := refusal(config, table, path):
+            yield f"{path}={value} cannot be honoured with strategy={config.strategy}: {why}"
 
 
 def _changed(config: BaseConfig, defaults: BaseConfig, section: str) -> Iterator[tuple[str, Any]]:

@@ -24,6 +24,7 @@ from skyrl.tx.design.parameters import Param, parameters
 from skyrl.tx.families import design_of
 from skyrl.tx.synthetic.make_tokenizer import END, PAD, make_tokenizer, tokenizer_config
 from skyrl.utils.files.paths import cache_folder
+from skyrl.utils.spelling import did_you_mean
 
 BUILTIN_NAME = "tiny-qwen3"
 """Folder of the built-in model. Adapters belong to their base, so a change of weights or tokens needs a new name."""
@@ -144,7 +145,8 @@ def _check(size: Size, dtype: str) -> None:
 def _architecture(model_type: str) -> str:
     known = {family.model_type: name for name, family in ((name, FAMILIES[name]) for name in FAMILIES)}
     if model_type not in known:
-        raise KeyError(f"no architecture named {model_type!r}; known: {', '.join(sorted(known))}")
+        near = did_you_mean(model_type, known)
+        raise KeyError(f"no architecture named {model_type!r}; known: {', '.join(sorted(known))}{near}")
     return known[model_type]
 
 

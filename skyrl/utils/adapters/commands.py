@@ -17,6 +17,7 @@ from skyrl.utils.adapters.merging import merge as merge_adapter
 from skyrl.utils.adapters.naming import last_names, tensors_of
 from skyrl.utils.adapters.plain import plain_adapter
 from skyrl.utils.adapters.stored import CONFIG, TENSORS, read_adapter
+from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.files.atomic_folders import write_folder
 from skyrl.utils.files.tensor_file import Tensor, tensor_file
 from skyrl.utils.subcommands import Command, run_subcommand
@@ -141,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _new_parser(name: str, description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"skyrl adapter {name}", description=description, allow_abbrev=False)
+    return ArgumentParser(prog=f"skyrl adapter {name}", description=description, allow_abbrev=False)
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:

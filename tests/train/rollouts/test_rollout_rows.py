@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl.train.config import GeneratorConfig
+from skyrl.train.rl.evaluate import eval_rows
+from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.rows import Row, mask_stale, merge_turns, rows_of
 from skyrl.train.rollouts.sampler import Sampled
 from skyrl.train.rollouts.trajectory import Failure, Trajectory, TrajectoryId, Turn
@@ -164,3 +166,19 @@ def test_tokens_of_weights_that_are_too_old_are_not_trained_on_and_stay_where_th
 def test_a_failed_trajectory_and_one_without_a_turn_have_no_rows():
     failed = trajectory([turn([1], [2])], "failed", Failure("env_error", "boom"))
     assert rows_of([failed, trajectory([], "length")], GeneratorConfig()) == []
+
+
+def test_an_evaluation_of_several_turns_is_dumped_with_what_the_environment_answered():
+    turns = [
+        turn([1], [2], action="first", observations=[{"role": "user", "content": "again"}]),
+        turn([1, 2], [3], action="second"),
+    ]
+    prompt = Prompt([{"role": "user", "content": "Q"}], "arithmetic", "p", {})
+    [row] = eval_rows([prompt], [trajectory(turns)])
+    assert row.output_response == [
+        {"role": "assistant", "content": "first"},
+        {"role": "user", "content": "again"},
+        {"role": "assistant", "content": "second"},
+    ]
+    [row] = eval_rows([prompt], [trajectory(turns[:1])])
+    assert row.output_response == "first"

@@ -95,16 +95,21 @@ class BaseConfig(Section):
         """
         if self._resolved:
             return self
-        config = copy.deepcopy(self)
-        _raise_if_any(problem for path, node in _walk(config, "") for problem in _recheck(node, path))
-        for _, node in _walk(config, ""):
-            node.derive()
+        config = self.derived()
         nodes = list(_walk(config, ""))
         _raise_if_any(_prefixed(path, problem) for path, node in nodes for problem in node.problems())
         for path, node in nodes:
             for caution in node.cautions():
                 warnings.warn(_prefixed(path, caution), stacklevel=2)
             object.__setattr__(node, "_resolved", True)
+        return config
+
+    def derived(self) -> Self:
+        """A copy in which values that follow from others are filled in. Rules may be broken. Raises ConfigError."""
+        config = copy.deepcopy(self)
+        _raise_if_any(problem for path, node in _walk(config, "") for problem in _recheck(node, path))
+        for _, node in _walk(config, ""):
+            node.derive()
         return config
 
     @classmethod

@@ -3,7 +3,7 @@
 import json
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -41,8 +41,31 @@ def describe_fields(config: BaseConfig, path: str = "") -> Iterator[FieldHelp]:
 
 def render_help(cls: type[BaseConfig]) -> str:
     """Help text for overrides of `cls`: a line "path: type = default" for each field, and below it what it means."""
+    return _rendered(describe_fields(cls()))
+
+
+def render_values(config: BaseConfig, refusal: Callable[[str], str | None]) -> str:
+    """The same with the values that a run would use, and a mark at those of which no other is taken.
+
+    Args:
+        config: Values that are given; the others follow from them.
+        refusal: Gets the path of a field and returns why another value is refused, None if it is not.
+
+    Raises ConfigError for values that are changed in place to what they cannot be.
+    """
+    values = {field.path: field.default for field in describe_fields(config.derived())}
+    fields: list[FieldHelp] = []
+    for field in describe_fields(type(config)()):
+        value, why = values.get(field.path, field.default), refusal(field.path)
+        value += "" if value == field.default else f" (default: {field.default})"
+        mark, reason = ("", "") if why is None else (" [refused]", f" Another value is refused: {why}.")
+        fields.append(field._replace(default=value + mark, meaning=field.meaning + reason))
+    return _rendered(fields)
+
+
+def _rendered(fields: Iterable[FieldHelp]) -> str:
     blocks = []
-    for field in describe_fields(cls()):
+    for field in fields:
         meaning = textwrap.fill(field.meaning, WIDTH, initial_indent="    ", subsequent_indent="    ")
         blocks.append(f"{field.path}: {field.type} = {field.default}\n{meaning}".rstrip())
     return "Set fields as key.path=value, with values in YAML.\n\n" + "\n".join(blocks) + "\n"

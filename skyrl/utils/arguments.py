@@ -1,0 +1,31 @@
+"""A parser of command lines that names the nearest option, command or choice where one is not known."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from skyrl.utils.spelling import did_you_mean
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """As `argparse.ArgumentParser`, with suggestions."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The arguments. Ends the program for unknown ones."""
+        given, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self.suggestion(unknown)}")
+        return given
+
+    def suggestion(self, unknown: Sequence[str]) -> str:
+        """The end of a message about arguments that are not known: the options that are most like them."""
+        options = [option for option in self._option_string_actions if option.startswith("--")]
+        names = (argument.partition("=")[0] for argument in unknown if argument.startswith("--"))
+        return "".join(did_you_mean(name, options) for name in names)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(str(value), map(str, action.choices or ()))
+            raise
