@@ -33,6 +33,7 @@ from tests.compat.table import recipes_as_markdown
 from tests.cookbook.recipes import GIVEN, MODEL, RECIPES, Recipe
 
 COOKBOOK = "tinker-cookbook==0.6.1"
+TORCH = "torch==2.13.0"
 DEPENDENCIES = (
     "aiohttp",
     "anyio",
@@ -66,6 +67,11 @@ TIMEOUT_S = 900
 KILLED_AFTER = 7
 """Steps: one more than there are before a checkpoint, so that it is repeated, and long before the next checkpoint."""
 AT_ONCE = 2
+
+
+def cookbook(torch: str = TORCH) -> Path:
+    """The Python of an environment with the cookbook. Raises `RuntimeError` if it cannot be made."""
+    return environment("cookbook", [*DEPENDENCIES, torch], [COOKBOOK])
 
 
 class Runner:
@@ -239,7 +245,7 @@ def main() -> int:
         "--prepared", type=Path, help="a folder that prepare.py made before; copied, so it stays as it is"
     )
     parser.add_argument("--backend", help="of the server; jax if none is given")
-    parser.add_argument("--torch", default="torch==2.13.0", help="what pip calls the torch to install")
+    parser.add_argument("--torch", default=TORCH, help="what pip calls the torch to install")
     parser.add_argument("--out", type=Path, default=Path("build/cookbook.json"))
     arguments = parser.parse_args()
     recipes = {recipe.name: recipe for recipe in RECIPES}
@@ -251,7 +257,7 @@ def main() -> int:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(FOLDER / "xla"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
     start = time.monotonic()
-    python = environment("cookbook", [*DEPENDENCIES, arguments.torch], [COOKBOOK])
+    python = cookbook(arguments.torch)
     made = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cookbook-") as name:
         work = Path(name) / "work"

@@ -56,11 +56,12 @@ class Counting:
                 answer = sample(sampler, tokens, num_samples=3, max_tokens=20, temperature=1.0)
                 self.counts["prompt"] += len(tokens)
                 self.counts["sampled"] += sum(len(one.tokens) for one in answer.sequences)
+                self.counts["samples"] += len(answer.sequences)
             diary.note(name, "round", number)
 
 
 def charged(server: LocalServer) -> Counter[str]:
-    """Tokens in the ledger, by kind."""
+    """Tokens and samples in the ledger, by kind."""
     query = urllib.parse.urlencode(window())
     request = urllib.request.Request(
         f"{server.url}/api/v1/billing/usage/events?{query}", headers={"X-API-Key": API_KEY}
@@ -72,10 +73,11 @@ def charged(server: LocalServer) -> Counter[str]:
     for info in infos:
         kind = "forward" if info.get("forward_only") else names.get(info["type"], "trained")
         count[kind] += info.get("token_count", 0)
+        count["samples"] += info.get("sample_count", 0)
     return count
 
 
-def test_tokens_in_the_ledger_are_those_that_clients_counted(tmp_path: Path):
+def test_tokens_and_samples_in_the_ledger_are_those_that_clients_counted(tmp_path: Path):
     points = tmp_path / "crash"
     points.mkdir()
     options = {"backend": "tests.fakes:FakeBackend", "snapshot-every-steps": "3"}

@@ -1,7 +1,11 @@
 """What survives the end of the engine, and of the server."""
 
+import asyncio
 import shutil
 import sqlite3
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import httpx
@@ -56,6 +60,24 @@ def test_requests_wait_while_the_engine_restarts(own_server):
     assert (answer.status_code, answer.json()["queue_state"]) == (408, "paused_capacity")
     own_server.recover()
     assert own_server.result(request)["model_id"] == f"{session}:train:0"
+
+
+def test_a_model_whose_creation_is_being_logged_when_the_engine_is_ready_is_not_revived(own_server, caplog):
+    """If it were, its creation would fail where it is logged just after a look for the model in the log."""
+    body = {"session_id": own_server.session(), "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": {"rank": 4}}
+    queue, database = own_server.app.state.server.queue, own_server.app.state.server.service.database
+    stored = threading.Event()
+    asyncio.run_coroutine_threadsafe(database.write(lambda _: stored.wait(60)), own_server.engine.loop)
+    own_server.crash()
+    with ThreadPoolExecutor() as pool:
+        creation = pool.submit(own_server.ok, "/create_model", body)
+        while not queue.training.waiting():
+            time.sleep(0.001)
+        own_server.recover()
+        own_server.on_loop(queue.training.engine_models.drain())
+        stored.set()
+        assert own_server.result(creation.result()["request_id"])["model_id"]
+    assert "cannot be brought back" not in caplog.text
 
 
 def test_health_is_503_while_the_engine_restarts(own_server):

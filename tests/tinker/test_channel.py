@@ -119,3 +119,16 @@ def test_small_frames_of_the_engine_go_between_the_pieces_of_a_large_one():
     assert isinstance(done, Done) and isinstance(done.result, SampleOutput) and done.result.topk_prompt_logprobs
     np.testing.assert_array_equal(done.result.topk_prompt_logprobs[0][0], np.arange(2**20))
     assert (done.result.prompt_logprobs == 1).all()
+
+
+def test_a_frame_to_an_engine_that_has_gone_is_dropped():
+    async def main() -> list[object]:
+        ours, theirs = socket.socketpair()
+        api = await ApiChannel.open(ours)
+        theirs.close()
+        received = [frame async for frame in api.frames()]
+        api.send(a_step("a", 0))
+        await api.close()
+        return received
+
+    assert uvloop.run(main()) == []

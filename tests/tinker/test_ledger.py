@@ -55,6 +55,10 @@ def tokens(server: LiveServer, kind: str, **also: Any) -> int:
     return sum(info["token_count"] for info in infos if info["type"] == kind and also.items() <= info.items())
 
 
+def samples(server: LiveServer) -> int:
+    return sum(event["event_info"].get("sample_count", 0) for event in usage(server))
+
+
 def test_tokens_of_passes_are_those_that_were_sent(server):
     model = server.model()
     server.train(model, 1, TOKENS)
@@ -72,6 +76,14 @@ def test_tokens_of_samples_are_those_that_were_answered(server):
     before = tokens(server, "sampling_sample")
     answered = server.sample(sampler, 0, num_samples=2)
     assert tokens(server, "sampling_sample") - before == sum(map(len, answered))
+
+
+def test_samples_in_the_ledger_are_the_sequences_that_were_answered(server):
+    sampler = server.sampler(server.session(), 0, base_model="fake/model")
+    before = samples(server)
+    server.sample(sampler, 0, num_samples=2)
+    server.sample(sampler, 1, num_samples=3)
+    assert samples(server) - before == 5
 
 
 def test_a_failed_pass_is_not_charged(server):
@@ -155,6 +167,7 @@ def test_a_sample_that_its_client_is_told_is_gone_was_not_charged(own_server):
     answered = own_server.sample(sampler, 1)  # which is how the SDK sends it again
     assert tokens(own_server, "sampling_sample") == sum(map(len, answered))
     assert tokens(own_server, "sampling_prefill") == 3
+    assert samples(own_server) == len(answered)
 
 
 @pytest.mark.parametrize("in_between", [0, 2])
@@ -189,14 +202,14 @@ def test_what_samples_were_charged_is_forgotten_after_an_hour_or_two(ledger, mon
 
 
 def test_a_sample_that_is_charged_again_in_a_later_hour_leaves_the_earlier_one(ledger, monkeypatch):
-    charge = Charge("s", "", "t", "m", None, prefill_tokens=2, sampled_tokens=5, sampling_s=0.5)
+    charge = Charge("s", "", "t", "m", None, prefill_tokens=2, sampled_tokens=5, samples=3, sampling_s=0.5)
     monkeypatch.setattr(time, "time", lambda: 1.8e9)
     charged_samples.add(ledger, {"sample-0": charge, "sample-1": charge})
     monkeypatch.setattr(time, "time", lambda: 1.8e9 + 3600)
-    charged_samples.add(ledger, {"sample-0": replace(charge, sampled_tokens=7)})
+    charged_samples.add(ledger, {"sample-0": replace(charge, sampled_tokens=7, samples=4)})
     rows = ledger.exec(select(UsageRow).order_by(UsageRow.hour)).all()
-    amounts = [(row.requests, row.prefill_tokens, row.sampled_tokens, row.sampling_s) for row in rows]
-    assert amounts == [(1, 2, 5, 0.5), (1, 2, 7, 0.5)]
+    amounts = [(row.requests, row.prefill_tokens, row.sampled_tokens, row.samples, row.sampling_s) for row in rows]
+    assert amounts == [(1, 2, 5, 3, 0.5), (1, 2, 7, 4, 0.5)]
 
 
 def test_storing_charges_of_samples_again_changes_nothing(ledger):

@@ -78,6 +78,7 @@ def test_checkpoint_entry_says_what_was_saved(server):
     assert entry is not None
     assert (entry["checkpoint_id"], entry["checkpoint_type"]) == ("weights/x", "training")
     assert (entry["public"], entry["user_metadata"]) == (False, {"step": "3"})
+    assert entry["base_model"] == BASE_MODEL
     assert before <= datetime.fromisoformat(entry["time"]) <= datetime.now(UTC)
     assert "expires_at" not in entry
 

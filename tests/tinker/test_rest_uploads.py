@@ -25,6 +25,8 @@ from tests.tinker.test_api_checkpoints import load_as_new
 from tests.tinker.test_rest_checkpoints import get, listed, saved, url
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+SDK_VERSION = "X-Stainless-Package-Version"
+"""Header by which the SDK tells its version."""
 MODULE = "model.layers.0.self_attn.q_proj"
 RANK, ALPHA = 2, 6.0
 
@@ -312,6 +314,24 @@ def test_file_that_is_too_large_is_refused_and_leaves_nothing(own_server, announ
     response = send(upload["urls"][CONFIG], content if announced else iter([content[:1000], content[1000:]]))
     assert response.status_code == 400 and f"{CONFIG}: the file is larger than" in response.json()["detail"]
     assert stored_uploads(base(own_server)) == [] or all(not one.size_bytes for one in stored_uploads(base(own_server)))
+
+
+@pytest.mark.parametrize("sdk", ["0.38.0", "0.39.0", "0.39.12", "0.4", "no version", ""])
+def test_addresses_of_an_upload_are_strings_for_sdks_before_0_40(server, sdk):
+    body = {"base_model": BASE_MODEL, "lora_config": {"rank": RANK}}
+    answer = server.http.post("/external_weights_upload_start", json=body, headers={SDK_VERSION: sdk}).json()
+    assert {type(address) for address in answer["urls"].values()} == {str}
+
+
+@pytest.mark.parametrize("sdk", ["0.40.0", "0.41.0rc1", "1.0.0"])
+def test_addresses_of_an_upload_have_headers_from_sdk_0_40_on(server, sdk):
+    body = {"base_model": BASE_MODEL, "lora_config": {"rank": RANK}}
+    answer = server.http.post("/external_weights_upload_start", json=body, headers={SDK_VERSION: sdk}).json()
+    assert answer["urls"].keys() == {CONFIG, TENSORS}
+    assert all(
+        address.keys() == {"url", "headers"} and address["url"].endswith(f"/{name}")
+        for name, address in answer["urls"].items()
+    )
 
 
 def test_link_is_for_one_file_of_one_upload(server):

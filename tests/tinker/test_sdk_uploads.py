@@ -1,6 +1,8 @@
-"""An adapter that PEFT has made elsewhere, on a server: sent by raw requests, as SDK 0.39 does; the rest by the SDK."""
+"""An adapter that PEFT has made elsewhere, on a server: sent by raw requests, as SDKs 0.39 and 0.40 do; the rest by
+the SDK."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -32,20 +34,34 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def upload(server: LocalServer, adapter: Path) -> str:
-    """The path that the server gives an adapter."""
-    with httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": API_KEY}, timeout=60) as http:
+def pieces(file: Path) -> Iterator[bytes]:
+    """The content of a file as SDK 0.40 sends it: a stream without a Content-Length."""
+    with open(file, "rb") as content:
+        while piece := content.read(4096):
+            yield piece
+
+
+def upload(server: LocalServer, adapter: Path, sdk: str) -> str:
+    """The path that the server gives an adapter, which is sent in the form of this SDK."""
+    headers = {"X-API-Key": API_KEY, "X-Stainless-Package-Version": sdk}
+    with httpx.Client(base_url=f"{server.url}/api/v1", headers=headers, timeout=60) as http:
         body = {"base_model": server.base_model, "lora_config": {"rank": RANK, "train_unembed": False}}
         begun = http.post("/external_weights_upload_start", json=body).raise_for_status().json()
-        for name, url in begun["urls"].items():
-            httpx.put(url, content=(adapter / name).read_bytes()).raise_for_status()
+        for name, address in begun["urls"].items():
+            if sdk == "0.39.0":
+                httpx.put(address, content=(adapter / name).read_bytes()).raise_for_status()
+            else:
+                stream = pieces(adapter / name)
+                httpx.put(address["url"], headers=address["headers"], content=stream).raise_for_status()
         finished = http.post("/external_weights_upload_finish", json={"upload_id": begun["upload_id"]})
         return finished.raise_for_status().json()["tinker_path"]
 
 
-def goes_round(server: LocalServer, client: tinker.ServiceClient, model: Path, adapter: Path, folder: Path) -> None:
+def goes_round(
+    server: LocalServer, client: tinker.ServiceClient, model: Path, adapter: Path, folder: Path, sdk: str
+) -> None:
     """Check that the adapter is sampled as PEFT computes it, trained on, and that PEFT loads what comes of it."""
-    path = upload(server, adapter)
+    path = upload(server, adapter, sdk)
     trainer = client.create_training_client_from_state(path).result()
     theirs = oracle.load(model, adapter)
     before = oracle.logprobs(theirs, TOKENS).detach().numpy()
@@ -68,19 +84,20 @@ def goes_round(server: LocalServer, client: tinker.ServiceClient, model: Path, a
     np.testing.assert_array_equal(logprobs(resumed, TOKENS), after)
 
 
+@pytest.mark.parametrize("sdk", ["0.39.0", "0.40.0"])
 def test_adapter_of_peft_is_sampled_trained_on_and_loaded_by_peft(
-    live_server, service_client, tiny_model, adapter, tmp_path
+    live_server, service_client, tiny_model, adapter, tmp_path, sdk
 ):
-    goes_round(live_server, service_client, tiny_model, adapter, tmp_path)
+    goes_round(live_server, service_client, tiny_model, adapter, tmp_path, sdk)
 
 
 def test_adapter_of_peft_goes_round_on_torch(tiny_model, adapter, tmp_path):
     sizes = {"max_lora_rank": 8, "max_context_length": 128, "train_tile_tokens": 64}
     options = {"backend": "skyrl_train", "backend-config": json.dumps(sizes)}
     with LocalServer(tmp_path / "state", str(tiny_model), options) as server, service(server) as client:
-        goes_round(server, client, tiny_model, adapter, tmp_path)
+        goes_round(server, client, tiny_model, adapter, tmp_path, "0.40.0")
 
 
 def test_upload_has_no_optimizer_state_to_load(live_server, service_client, adapter):
     with pytest.raises(tinker.RequestFailedError, match="optimizer=false"):
-        service_client.create_training_client_from_state_with_optimizer(upload(live_server, adapter)).result()
+        service_client.create_training_client_from_state_with_optimizer(upload(live_server, adapter, "0.39.0")).result()

@@ -240,6 +240,8 @@ class UsageRow(SQLModel, table=True):
     cached_tokens: int = _count()
     """Of prompts, that were found in the cache."""
     sampled_tokens: int = _count()
+    samples: int = _count()
+    """Sequences that were drawn."""
     training_s: float = Field(default=0.0, sa_column=Column(Float, nullable=False))
     """Device seconds of passes and optimizer steps."""
     sampling_s: float = Field(default=0.0, sa_column=Column(Float, nullable=False))
@@ -260,6 +262,7 @@ class ChargedSampleRow(SQLModel, table=True):
     prefill_tokens: int = _count()
     cached_tokens: int = _count()
     sampled_tokens: int = _count()
+    samples: int = _count()
     sampling_s: float = Field(default=0.0, sa_column=Column(Float, nullable=False))
 
 

@@ -171,7 +171,7 @@ class ApiChannel:
         """Send a frame. Never blocks; a closed channel swallows it (its reader sees the end)."""
         tenant = _tenant(frame)
         if not self._writing and tenant not in self._unsent and not _is_large(frame):
-            self._transport.writelines(encode(frame))
+            self._write_small(frame)
             return
         self._unsent.setdefault(tenant, deque()).append(frame)
         if self._sending is None:
@@ -206,7 +206,7 @@ class ApiChannel:
                     await loop.run_in_executor(_THREADS, self._write, parts)
                     self._writing = False
                 else:
-                    self._transport.writelines(encode(frames[0]))
+                    self._write_small(frames[0])
                     await asyncio.sleep(0)  # many may wait
                 frames.popleft()  # only now, as its tenant's next frame must not be written before it
                 self._unsent.move_to_end(tenant)
@@ -219,6 +219,10 @@ class ApiChannel:
             self._transport.abort()
         finally:
             self._sending = None
+
+    def _write_small(self, frame: ToEngine) -> None:
+        if not self._transport.is_closing():  # a transport whose engine has gone raises RuntimeError
+            self._transport.writelines(encode(frame))
 
     def _write(self, parts: Sequence[bytes | memoryview]) -> None:
         """Write past the event loop, which has written all that it had and waits."""

@@ -173,8 +173,8 @@ class EngineModels:
     # -- revival ------------------------------------------------------------------------------------------------------
 
     def _needed(self) -> set[str]:
-        """Models that the engine has something to do for."""
-        return {*self._pending.models(), *self._versions.models()}
+        """Models that the engine has something to do for. `deliver` follows for what is still being logged."""
+        return {*self._pending.logged_models(), *self._versions.models()}
 
     def _revive_all(self) -> None:
         for model_id in self._needed():

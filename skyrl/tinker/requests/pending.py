@@ -86,9 +86,9 @@ class Pending:
         some = self._by_id if model_id is None else self._by_model.get(model_id, {})
         return [owed for owed in some.values() if owed.held and owed.sharer == sharer]
 
-    def models(self) -> list[str]:
-        """Models that are owed anything."""
-        return list(self._by_model)
+    def logged_models(self) -> list[str]:
+        """Models that are owed anything which is in the log."""
+        return [model for model, owed in self._by_model.items() if any(one.logged for one in owed.values())]
 
     def of_model(self, model_id: str) -> list[PendingRequest]:
         """Requests of a model in its order, the ones without a place in it last."""

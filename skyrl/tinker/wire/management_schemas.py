@@ -1,4 +1,4 @@
-"""JSON of the management endpoints: runs, checkpoints, sessions, keys. Those of training and sampling are in `schemas`.
+"""JSON of the management endpoints: runs, checkpoints, sessions, keys. Searches are in `search_schemas`.
 
 The SDK checks responses strictly: a field of another type, a missing one, or a time without a zone is an error there.
 """
@@ -6,19 +6,23 @@ The SDK checks responses strictly: a field of another type, a missing one, or a 
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from pydantic import AwareDatetime, BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from skyrl.tinker.wire import strict_json
 from skyrl.tinker.wire.parsing import Int64
-from skyrl.tinker.wire.schemas import ApiLoraConfig, FinishReason, RequestModel, TtlSeconds
+from skyrl.tinker.wire.schemas import ApiLoraConfig, RequestModel, TtlSeconds
 from skyrl.types import WireModel
 
-CHECKPOINT_TYPES: dict[str, Literal["training", "sampler", "external"]] = {
+CheckpointType = Literal["training", "sampler", "external"]
+
+CHECKPOINT_TYPES: dict[str, CheckpointType] = {
     "weights": "training",
     "sampler_weights": "sampler",
     "external_weights": "external",
 }
 """Names in the API of the checkpoints of each `CheckpointKind`."""
+KINDS = {name: kind for kind, name in CHECKPOINT_TYPES.items()}
+"""The `CheckpointKind` of each of these names."""
 
 
 def moment(seconds: float) -> datetime:
@@ -52,9 +56,10 @@ class Checkpoint(BaseModel):
 
     checkpoint_id: str
     """Its kind and name: weights/NAME."""
-    checkpoint_type: Literal["training", "sampler", "external"]
+    checkpoint_type: CheckpointType
     time: datetime
     tinker_path: str
+    base_model: str
     size_bytes: int | None = None
     public: bool = False
     user_metadata: dict[str, str] | None = None
@@ -135,11 +140,19 @@ class UploadStartRequest(RequestModel):
     destination_project_id: str | None = Field(default=None, max_length=256)
 
 
+class UploadUrl(BaseModel):
+    """An address that a file is to be PUT to, as clients from SDK 0.40 on read it."""
+
+    url: str
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Headers to send with the file."""
+
+
 class UploadStartResponse(BaseModel):
     """`external_weights_upload_start`."""
 
     upload_id: str
-    urls: dict[str, str]
+    urls: dict[str, str] | dict[str, UploadUrl]
     """By name of the file that is to be PUT there."""
     expires: datetime
 
@@ -206,83 +219,6 @@ class SetProjectRequest(RequestModel):
     project_id: str = Field(min_length=1)
 
 
-class SearchOwner(WireModel):
-    """Users whose sessions to search."""
-
-    type: Literal["own", "accessible", "user"] = "own"
-    owner_urns: list[str] | None = Field(default=None, min_length=1, max_length=10)
-
-    @model_validator(mode="after")
-    def _names_users(self) -> "SearchOwner":
-        if (self.type == "user") != (self.owner_urns is not None):
-            raise ValueError('give owner_urns with {"type": "user"}, and only there')
-        return self
-
-
-class SearchStatus(WireModel):
-    """A status to match."""
-
-    type: Literal["active", "cancelled", "failed", "client_finished"]
-    reasons: list[Literal["success", "errored", "interrupted"]] | None = Field(None, min_length=1)
-
-    @model_validator(mode="after")
-    def _reasons_are_of_the_client(self) -> "SearchStatus":
-        if self.reasons is not None and self.type != "client_finished":
-            raise ValueError('reasons go with {"type": "client_finished"} only')
-        return self
-
-
-class SearchCursor(WireModel):
-    """The last session of a page."""
-
-    last_created_at: AwareDatetime
-    last_session_id: str
-
-
-class SessionSearchRequest(RequestModel):
-    """`sessions/search`. What is left out matches everything."""
-
-    session_id: str | None = None
-    project_ids: list[str] | None = None
-    user_metadata: dict[str, str] = Field(default_factory=dict)
-    display_name: str | None = Field(None, min_length=1)
-    """Words that a session's name has, whatever their case. With `session_id`, either one matches."""
-    owner: SearchOwner = SearchOwner()
-    statuses: list[SearchStatus] | None = Field(None, min_length=1)
-    limit: int = Field(50, ge=1, le=200)
-    cursor: SearchCursor | None = None
-
-
-class SessionStatus(BaseModel):
-    """Presence of a session's client."""
-
-    type: Literal["active", "client_finished"]
-    reason: FinishReason | None = None
-
-
-class SessionSummary(BaseModel):
-    """A session that was found."""
-
-    session_id: str
-    created_at: datetime
-    owner: str
-    project_id: str
-    status: SessionStatus | None = None
-    """None: it has gone silent without a word."""
-    checkpoints_count: int
-    display_name: str | None = None
-    user_metadata: dict[str, str] | None = None
-    checkpoint_storage_bytes: int | None = None
-
-
-class SessionSearchResponse(BaseModel):
-    """`sessions/search`, newest first."""
-
-    sessions: list[SessionSummary]
-    next_cursor: SearchCursor | None = None
-    """None: there are no more."""
-
-
 # -- keys -------------------------------------------------------------------------------------------------------------
 
 
@@ -345,6 +281,8 @@ class SampleUsage(BaseModel):
 
     type: Literal["sampling_sample"] = "sampling_sample"
     token_count: int
+    sample_count: int
+    """Sequences that they are of. This one is ours; hours before the upgrade to this version count none."""
 
 
 class CheckpointUsage(BaseModel):

@@ -71,16 +71,17 @@ def _events(row: UsageRow, caller: Caller) -> Iterator[rest.UsageEvent]:
         rest.PrefillUsage(cached=found, token_count=count)
         for found, count in ((False, row.prefill_tokens), (True, row.cached_tokens))
     )
+    sampled = rest.SampleUsage(token_count=row.sampled_tokens, sample_count=row.samples)
     only_forward = row.forward_tokens > 0 and not row.trained_tokens
     kinds = (
         (trained, TRAIN_FLOPS, None if only_forward else row.training_s),
         (forward, FORWARD_FLOPS, row.training_s if only_forward else None),
         (prefill, FORWARD_FLOPS, None),
         (cached, 0, None),
-        (rest.SampleUsage(token_count=row.sampled_tokens), FORWARD_FLOPS, row.sampling_s),
+        (sampled, FORWARD_FLOPS, row.sampling_s),
     )
     for info, operations, seconds in kinds:
-        if info.token_count or seconds:
+        if info.token_count or seconds or (info is sampled and sampled.sample_count):
             yield rest.UsageEvent(
                 **_of_hour(row.hour, caller, row.base_model, row.project_id, row.model_id),
                 session_id=row.session_id,

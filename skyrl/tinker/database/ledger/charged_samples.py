@@ -21,7 +21,7 @@ KEPT_S = HOUR_S
 AT_A_TIME = 500
 """Rows that a statement names."""
 
-AMOUNTS = ("prefill_tokens", "cached_tokens", "sampled_tokens", "sampling_s")
+AMOUNTS = ("prefill_tokens", "cached_tokens", "sampled_tokens", "samples", "sampling_s")
 _COLUMNS = ("request_id", "session_id", "model_id", "hour", *AMOUNTS)
 _STORE = text(
     f"INSERT INTO charged_samples ({', '.join(_COLUMNS)}) VALUES ({', '.join(f':{name}' for name in _COLUMNS)}) "

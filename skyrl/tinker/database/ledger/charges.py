@@ -34,6 +34,7 @@ class Charge:
     prefill_tokens: int = 0
     cached_tokens: int = 0
     sampled_tokens: int = 0
+    samples: int = 0
     training_s: float = 0.0
     sampling_s: float = 0.0
 
@@ -73,6 +74,7 @@ def of_sample(
         prefill_tokens=len(sample.prompt) - cached,
         cached_tokens=cached,
         sampled_tokens=sum(len(one.tokens) for one in result.sequences),
+        samples=len(result.sequences),
         sampling_s=device_s,
     )
 

@@ -23,9 +23,9 @@ Scope = Literal["owned", "accessible"]
 
 def checkpoints(session: Session, caller: Caller, limit: int, offset: int) -> rest.CheckpointsListResponse:
     """A page of the caller's checkpoints."""
-    mine = and_(_owned(CheckpointRow.tenant, caller), unexpired())
+    mine = own_checkpoints(caller)
     total = session.exec(select(func.count()).select_from(CheckpointRow).where(mine)).one()
-    page = select(CheckpointRow).where(mine).order_by(*_newest_first()).limit(limit).offset(offset)
+    page = select(CheckpointRow).where(mine).order_by(*newest_first()).limit(limit).offset(offset)
     cursor = rest.Cursor(offset=offset, limit=limit, total_count=total)
     return rest.CheckpointsListResponse(checkpoints=[checkpoint(row) for row in session.exec(page)], cursor=cursor)
 
@@ -34,7 +34,7 @@ def checkpoints_of_run(session: Session, caller: Caller, run_id: str) -> rest.Ch
     """All checkpoints of a run; of another's, the public ones. Raises `UnknownName`."""
     _run(session, caller, "accessible", run_id)
     rows = session.exec(
-        select(CheckpointRow).where(_readable(caller), CheckpointRow.model_id == run_id).order_by(*_newest_first())
+        select(CheckpointRow).where(readable(caller), CheckpointRow.model_id == run_id).order_by(*newest_first())
     )
     return rest.CheckpointsListResponse(checkpoints=[checkpoint(row) for row in rows])
 
@@ -47,6 +47,7 @@ def checkpoint(row: CheckpointRow) -> rest.Checkpoint:
         checkpoint_type=rest.CHECKPOINT_TYPES[row.kind],
         time=rest.moment(row.created_at),
         tinker_path=f"{SCHEME}{row.model_id}/{checkpoint_id}",
+        base_model=row.base_model,
         size_bytes=row.size_bytes,
         public=row.public,
         user_metadata=row.user_metadata,
@@ -129,7 +130,7 @@ def _newest_checkpoints(
     """By model and kind."""
     newest = (
         select(func.max(CheckpointRow.id))
-        .where(_readable(caller), col(CheckpointRow.model_id).in_(model_ids))
+        .where(readable(caller), col(CheckpointRow.model_id).in_(model_ids))
         .group_by(col(CheckpointRow.model_id), col(CheckpointRow.kind))
     )
     rows = session.exec(select(CheckpointRow).where(col(CheckpointRow.id).in_(newest)))
@@ -150,7 +151,13 @@ def unexpired() -> ColumnElement[bool]:
     return or_(col(CheckpointRow.expires_at).is_(None), col(CheckpointRow.expires_at) > time.time())
 
 
-def _readable(caller: Caller) -> ColumnElement[bool]:
+def own_checkpoints(caller: Caller) -> ColumnElement[bool]:
+    """Of checkpoints that are the caller's."""
+    return and_(_owned(CheckpointRow.tenant, caller), unexpired())
+
+
+def readable(caller: Caller) -> ColumnElement[bool]:
+    """Of checkpoints that are the caller's, or public."""
     return and_(unexpired(), or_(_owned(CheckpointRow.tenant, caller), col(CheckpointRow.public)))
 
 
@@ -161,5 +168,6 @@ def _visible_run(caller: Caller, scope: Scope) -> ColumnElement[bool]:
     return or_(_owned(ModelRow.tenant, caller), col(ModelRow.model_id).in_(shared))
 
 
-def _newest_first() -> tuple[Any, Any]:
+def newest_first() -> tuple[Any, Any]:
+    """The order of checkpoints in lists."""
     return col(CheckpointRow.created_at).desc(), col(CheckpointRow.id).desc()

@@ -12,6 +12,14 @@ from skyrl.tinker.database.tables import CheckpointRow, ModelRow, SessionRow
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.wire import management_schemas as rest
 from skyrl.tinker.wire.schemas import FinishReason
+from skyrl.tinker.wire.search_schemas import (
+    SearchCursor,
+    SearchStatus,
+    SessionSearchRequest,
+    SessionSearchResponse,
+    SessionStatus,
+    SessionSummary,
+)
 
 ACTIVE_S = 300
 """A session that was heard of within this many seconds is active."""
@@ -21,22 +29,20 @@ ROUNDING_S = 1e-3
 """More than what a time loses on its way to a client and back."""
 
 
-def search(session: Session, caller: Caller, request: rest.SessionSearchRequest) -> rest.SessionSearchResponse:
+def search(session: Session, caller: Caller, request: SessionSearchRequest) -> SessionSearchResponse:
     """A page of the caller's sessions that match. A job for `Database.read`."""
     found = list(islice(_matching(session, caller, request), request.limit + 1))
     page = found[: request.limit]
     sizes = _checkpoints(session, [row.session_id for row in page])
     cursor = None
     if len(found) > len(page):
-        cursor = rest.SearchCursor(
-            last_created_at=rest.moment(page[-1].created_at), last_session_id=page[-1].session_id
-        )
-    return rest.SessionSearchResponse(
+        cursor = SearchCursor(last_created_at=rest.moment(page[-1].created_at), last_session_id=page[-1].session_id)
+    return SessionSearchResponse(
         sessions=[_summary(row, caller, *sizes.get(row.session_id, (0, 0))) for row in page], next_cursor=cursor
     )
 
 
-def _matching(session: Session, caller: Caller, request: rest.SessionSearchRequest) -> Iterator[SessionRow]:
+def _matching(session: Session, caller: Caller, request: SessionSearchRequest) -> Iterator[SessionRow]:
     """Newest first."""
     if request.owner.owner_urns is not None and caller.urn not in request.owner.owner_urns:
         return
@@ -54,7 +60,7 @@ def _matching(session: Session, caller: Caller, request: rest.SessionSearchReque
             yield row
 
 
-def _matches(row: SessionRow, request: rest.SessionSearchRequest) -> bool:
+def _matches(row: SessionRow, request: SessionSearchRequest) -> bool:
     named = []
     if request.session_id is not None:
         named.append(row.session_id == request.session_id)
@@ -70,18 +76,18 @@ def _matches(row: SessionRow, request: rest.SessionSearchRequest) -> bool:
     )
 
 
-def _has_status(row: SessionRow, wanted: rest.SearchStatus) -> bool:
+def _has_status(row: SessionRow, wanted: SearchStatus) -> bool:
     status = _status(row)
     if status is None or status.type != wanted.type:
         return False
     return wanted.reasons is None or (status.reason is not None and status.reason.type in wanted.reasons)
 
 
-def _status(row: SessionRow) -> rest.SessionStatus | None:
+def _status(row: SessionRow) -> SessionStatus | None:
     if row.finished_at is not None:
         reason = FinishReason.model_validate({"type": row.finish_reason or "success"})
-        return rest.SessionStatus(type="client_finished", reason=reason)
-    return rest.SessionStatus(type="active") if row.last_seen_at > time.time() - ACTIVE_S else None
+        return SessionStatus(type="client_finished", reason=reason)
+    return SessionStatus(type="active") if row.last_seen_at > time.time() - ACTIVE_S else None
 
 
 def _project(row: SessionRow) -> str:
@@ -99,8 +105,8 @@ def _checkpoints(session: Session, session_ids: list[str]) -> dict[str, tuple[in
     return {session_id: (count, int(size or 0)) for session_id, count, size in session.exec(query)}
 
 
-def _summary(row: SessionRow, caller: Caller, checkpoints: int, size_bytes: int) -> rest.SessionSummary:
-    return rest.SessionSummary(
+def _summary(row: SessionRow, caller: Caller, checkpoints: int, size_bytes: int) -> SessionSummary:
+    return SessionSummary(
         session_id=row.session_id,
         created_at=rest.moment(row.created_at),
         owner=caller.urn,

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from skyrl.tinker.context import Service
 from skyrl.tinker.database.ledger.audit import note_checkpoint
-from skyrl.tinker.database.queries import checkpoint_rows, listings
+from skyrl.tinker.database.queries import checkpoint_rows, checkpoint_search, listings
 from skyrl.tinker.database.queries.checkpoint_rows import (
     DeletedCheckpoint,
     expiry,
@@ -33,6 +33,7 @@ from skyrl.tinker.http.routes.dependencies import (
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import TinkerPath
 from skyrl.tinker.wire import management_schemas as rest
+from skyrl.tinker.wire.search_schemas import CheckpointSearchRequest, CheckpointSearchResponse
 
 router = APIRouter()
 
@@ -47,6 +48,16 @@ async def list_checkpoints(
     return await service.listings.answer(
         caller, partial(listings.checkpoints, caller=caller, limit=limit, offset=offset)
     )
+
+
+@router.post("/checkpoints/search", response_model=CheckpointSearchResponse)
+async def search_checkpoints(
+    service: ServiceDependency,
+    caller: CallerDependency,
+    request: Annotated[CheckpointSearchRequest, json_body(CheckpointSearchRequest)],
+) -> Response:
+    """Checkpoints that match, newest first."""
+    return await service.listings.answer(caller, partial(checkpoint_search.search, caller=caller, request=request))
 
 
 @router.delete(CHECKPOINT, status_code=204, response_class=Response)

@@ -3,6 +3,7 @@
 A file of an upload is sent to a signed link, without a key; written as it comes, up to a size that the link has.
 """
 
+import re
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Request
@@ -22,6 +23,8 @@ public = APIRouter()
 """Routes that need no key."""
 
 UPLOADS = "/uploads/{token}/{name}"
+HEADERS_SINCE = (0, 40)
+"""The first SDK that reads {"url", "headers"} where 0.39 reads a URL."""
 MAX_FILE_BYTES = 2**63
 """Of a file that is uploaded, as far as the path says; its link says how large it may be."""
 
@@ -46,12 +49,21 @@ async def external_weights_upload_start(
     service: ServiceDependency,
     caller: CallerDependency,
     request: Annotated[rest.UploadStartRequest, json_body(rest.UploadStartRequest)],
+    x_stainless_package_version: Annotated[str | None, Header()] = None,
 ) -> rest.UploadStartResponse:
     """Links to PUT the files of a PEFT adapter to, which was trained elsewhere."""
     expires = end_of_link(caller)
     begun = begin_upload(service, caller, request, expires)
     urls = {name: link(http, service, "upload", token, name) for name, token in begun.files.items()}
+    if _reads_headers(x_stainless_package_version):
+        urls = {name: rest.UploadUrl(url=url) for name, url in urls.items()}
     return rest.UploadStartResponse(upload_id=begun.id, urls=urls, expires=rest.moment(expires))
+
+
+def _reads_headers(sdk_version: str | None) -> bool:
+    """Return True if an SDK of this version reads an upload's addresses as objects; older ones read strings."""
+    told = re.match(r"(\d{1,9})\.(\d{1,9})", sdk_version or "")
+    return told is not None and (int(told[1]), int(told[2])) >= HEADERS_SINCE
 
 
 @public.put(UPLOADS, response_class=Response)

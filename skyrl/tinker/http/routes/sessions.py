@@ -23,7 +23,7 @@ from skyrl.tinker.http.routes.dependencies import (
 )
 from skyrl.tinker.identity import ids
 from skyrl.tinker.wire import management_schemas as rest
-from skyrl.tinker.wire import schemas
+from skyrl.tinker.wire import schemas, search_schemas
 
 log = logging.getLogger(__name__)
 
@@ -108,11 +108,11 @@ async def list_sessions(
     return await service.listings.answer(caller, partial(listings.sessions, caller=caller, limit=limit, offset=offset))
 
 
-@router.post("/sessions/search", response_model=rest.SessionSearchResponse)
+@router.post("/sessions/search", response_model=search_schemas.SessionSearchResponse)
 async def search_sessions(
     service: ServiceDependency,
     caller: CallerDependency,
-    request: Annotated[rest.SessionSearchRequest, json_body(rest.SessionSearchRequest)],
+    request: Annotated[search_schemas.SessionSearchRequest, json_body(search_schemas.SessionSearchRequest)],
 ) -> Response:
     """Sessions that match, newest first."""
     return await service.listings.answer(caller, partial(session_search.search, caller=caller, request=request))

@@ -1,0 +1,19 @@
+"""How many sequences were sampled, beside their tokens. Those of earlier hours are not known."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0011"
+down_revision = "0010"
+
+TABLES = ("usage", "charged_samples")
+
+
+def upgrade() -> None:
+    for table in TABLES:
+        op.add_column(table, sa.Column("samples", sa.BigInteger(), nullable=False, server_default="0"))
+
+
+def downgrade() -> None:
+    for table in TABLES:
+        op.drop_column(table, "samples")
