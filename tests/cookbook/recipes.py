@@ -42,6 +42,11 @@ MATH = {
     **{"max_steps": "16", "eval_every": "0", "save_every": "8"},
 }
 """Its data are those of rl_loop. The loss is the recipe's default, stable_reinforce."""
+SDFT = {
+    **{"groups_per_batch": "8", "max_tokens": "40", "learning_rate": "1e-3", "max_steps": "8", "lora_rank": "32"},
+    **{"eval_every": "0", "save_every": "0"},
+}
+"""The model is its own teacher, which is shown the right letter."""
 
 RECIPES = (
     Recipe("sl_loop", "sl_loop", {**LOOP, "max_steps": "12"}, "train_mean_nll", -1.0, resumed=True),
@@ -131,6 +136,8 @@ RECIPES = (
         "env/all/ac_tokens_per_turn",
         -4,
     ),
+    Recipe("sdft", "sdft.train", SDFT, "sdft/mean_teacher_entropy", 0),
+    Recipe("sdft reverse", "sdft.train", {**SDFT, "reverse": "True"}, "sdft/reverse_kl_mean", -0.03),
     Recipe(
         "text_arena",
         "multiplayer_rl.text_arena.train",

@@ -46,6 +46,21 @@ TROUBLE_DEFECTS = [
         ],
     ),
     Defect(
+        "closed-channel",
+        "a model cannot be brought back where its engine's end of the socket has just closed",
+        [Edit("skyrl/tinker/processes/channel.py", "if not self._transport.is_closing():", "if True:")],
+        ["tests/tinker/test_channel.py::test_a_frame_to_an_engine_that_has_gone_is_dropped"],
+    ),
+    Defect(
+        "unlogged-creation",
+        "a model is revived before its creation is in the log",
+        [Edit("skyrl/tinker/requests/pending.py", "if any(one.logged for one in owed.values())", "if owed")],
+        [
+            "tests/tinker/test_api_recovery.py::"
+            "test_a_model_whose_creation_is_being_logged_when_the_engine_is_ready_is_not_revived"
+        ],
+    ),
+    Defect(
         "D5b",
         "an engine that cannot load after a restart of the API process ends the server",
         [Edit(SUPERVISOR, "self._was_ready = again", "self._was_ready = False")],
