@@ -111,7 +111,7 @@ SECRET = "sk-very-secret"
         ([], {"SKYRL_API_KEYS": SECRET, "SKYRL_TENANT_WEIGHTS": f'{{"{SECRET}": 0}}'}, "from 0.001"),
         ([], {"SKYRL_API_KEYS": SECRET, "SKYRL_TENANT_WEIGHTS": f'["{SECRET}"]'}, "dictionary"),
         (["--external-inference-api-key", SECRET], {}, "without external_inference_url"),
-        ([f"--api-key={SECRET}"], {}, "unrecognized arguments: --api-key "),
+        ([f"--api-key={SECRET}"], {}, "unrecognized arguments: --api-key; did you mean --api-keys?"),
         (["--api-key", SECRET], {}, "unrecognized arguments: --api-key ..."),
         ([f"-k{SECRET}"], {}, "unrecognized arguments: ..."),
     ],

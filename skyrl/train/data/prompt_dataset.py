@@ -12,6 +12,8 @@ from dataclasses import replace
 from datetime import date, time, timedelta
 from decimal import Decimal
 
+from jinja2 import TemplateError
+
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
 from skyrl.train.data.chats import columns_of, read_chat, read_tools, short
@@ -124,9 +126,9 @@ def _length(prompt_length: Callable[[Prompt], int], prompt: Prompt, where: str) 
     try:
         return prompt_length(prompt)
     except Exception as error:  # templates raise what they like
+        said = str(error) if type(error) is TemplateError else f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"{where}: the chat template cannot render prompt ({type(error).__name__}: {error}); change the row, or "
-            "set generator.chat_template"
+            f"{where}: the chat template cannot render prompt ({said}); change the row, or set generator.chat_template"
         ) from error
 
 
