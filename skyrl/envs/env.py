@@ -125,5 +125,15 @@ class Env(ABC, Generic[C]):
         return turns
 
 
+def number_of(value: Any) -> float | None:
+    """The number that a value is, also one of an array library; None where it is none."""
+    if value is None or isinstance(value, str | bytes | bytearray):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last for tensors of several numbers
+        return None
+
+
 ENVS: Registry[type[Env[Any]]] = Registry("environment")
 """Environments by their ids, which rows name in the column `env_class`."""
