@@ -165,6 +165,13 @@ def test_the_models_of_fine_tuning_load_in_peft_and_transformers_as_its_guide_sa
     np.testing.assert_allclose(logprobs(whole), logprobs(adapted), atol=1e-4)
 
 
+def test_fine_tuning_ends_with_the_figures_of_its_guide(tuned):
+    pattern = r"^(\d+ steps, \d+ tokens trained on), policy/loss ([\d.]+)"
+    [(steps, loss)] = re.findall(pattern, section("sft.md"), re.MULTILINE)
+    [(printed, found)] = re.findall(pattern, tuned, re.MULTILINE)
+    assert printed == steps and float(found) == pytest.approx(float(loss), rel=0.01)
+
+
 def test_the_models_of_rl_load_in_peft_and_transformers_as_its_guide_says(reinforced):
     assert "model (Hugging Face format)  arithmetic/model" in reinforced
     adapted, whole = models_of_rl()
