@@ -1,6 +1,5 @@
-"""The sections "Use the result" of the guides, run as they stand: transformers, PEFT and servers agree."""
+"""The commands and programs of the guides run as they stand: transformers, PEFT and servers agree on the result."""
 
-import json
 import logging
 import re
 from collections.abc import Iterator
@@ -19,10 +18,8 @@ from live import make_tiny_model
 from skyrl.cli import main
 from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.tinker.local_server import LocalServer, close_client
-from skyrl.tx.synthetic.make_model import make_model
 
 DOCS = Path(__file__).parents[2] / "docs"
-CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "Egypt": "Cairo"}
 TOKENS = [5, 6, 7, 8, 9, 10]
 TORCH = {"backend": "skyrl_train"}
 """A server that has nothing to compile."""
@@ -38,18 +35,18 @@ def logging_as_before():
     root.setLevel(level)
 
 
-def section(page: str) -> str:
+def section(page: str, title: str = "Use the result") -> str:
     text = (DOCS / page).read_text()
-    return re.search(r"^## Use the result\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)[1]  # type: ignore[index]
+    return re.search(rf"^## {title}\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)[1]  # type: ignore[index]
 
 
 def python(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", section(page), re.DOTALL)
 
 
-def commands(page: str, name: str) -> list[list[str]]:
+def commands(page: str, name: str, title: str = "Use the result") -> list[list[str]]:
     """The arguments of each command of a section that begins with `skyrl` and a name."""
-    text = "\n".join(re.findall(r"```bash\n(.*?)```", section(page), re.DOTALL)).replace("\\\n", " ")
+    text = "\n".join(re.findall(r"```bash\n(.*?)```", section(page, title), re.DOTALL)).replace("\\\n", " ")
     lines = [line.split() for line in text.splitlines()]
     return [line[1:] for line in lines if line[1:2] == [name]]
 
@@ -108,19 +105,11 @@ class Servers:
 def tuned(tmp_path, monkeypatch, capfd) -> str:
     """What the commands of the guide to fine-tuning print, in a working directory with its data and its model."""
     monkeypatch.chdir(tmp_path)
-    make_model("small", hidden=64, layers=2)
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"What is the capital of {country}?"},
-                {"role": "assistant", "content": f"{city}."},
-            ]
-        }
-        for country, city in CAPITALS.items()
-    ]
-    Path("capitals.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (train,), (export,) = commands("sft.md", "train"), commands("sft.md", "export")
-    assert main([*train, "strategy=fsdp2"]) == 0 and main(export) == 0
+    [rows] = re.findall(r"```json\n(.*?)```", section("sft.md", "Quick start"), re.DOTALL)
+    Path("capitals.jsonl").write_text(rows)
+    (made,), (train,) = commands("sft.md", "make-model", "Quick start"), commands("sft.md", "train", "Quick start")
+    (export,) = commands("sft.md", "export")
+    assert main(made) == 0 and main([*train, "strategy=fsdp2"]) == 0 and main(export) == 0
     return capfd.readouterr().out
 
 
@@ -159,10 +148,18 @@ def models_of_rl() -> tuple[Any, Any]:
 
 
 def test_the_models_of_fine_tuning_load_in_peft_and_transformers_as_its_guide_says(tuned, capfd):
-    titles = re.findall(r"^  model \(.*\)  \S+$|^wrote .*$", section("sft.md"), re.MULTILINE)
+    shown = section("sft.md", "Quick start") + section("sft.md")
+    titles = re.findall(r"^  model \(.*\)  \S+$|^wrote .*$", shown, re.MULTILINE)
     assert len(titles) == 2 and all(title in tuned for title in titles)
     adapted, whole = models_of_sft(capfd)
     np.testing.assert_allclose(logprobs(whole), logprobs(adapted), atol=1e-4)
+
+
+def test_fine_tuning_ends_with_the_figures_of_its_guide(tuned):
+    pattern = r"^(\d+ steps, \d+ tokens trained on), policy/loss ([\d.]+)"
+    [(steps, loss)] = re.findall(pattern, section("sft.md", "Quick start"), re.MULTILINE)
+    [(printed, found)] = re.findall(pattern, tuned, re.MULTILINE)
+    assert printed == steps and float(found) == pytest.approx(float(loss), rel=0.01)
 
 
 def test_the_models_of_rl_load_in_peft_and_transformers_as_its_guide_says(reinforced):

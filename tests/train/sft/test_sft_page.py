@@ -1,4 +1,4 @@
-"""The code of docs/sft.md runs as it stands and does what it says."""
+"""The program of docs/sft.md runs as it stands and does what it says."""
 
 import os
 import re
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-CODE = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sft.md").read_text(), re.DOTALL)[0]
+SECTION = (ROOT / "docs" / "sft.md").read_text().split("\n## Python interface\n", 1)[1]
+CODE = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[0]
 
 
 def run(code: str, folder: Path) -> list[str]:
