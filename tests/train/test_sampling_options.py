@@ -58,7 +58,7 @@ def problems(*overrides: str) -> list[str]:
     [
         ("sampling_params.repetition_penalty=101", ["sampling_params: repetition_penalty=101", "at most 100"]),
         ("sampling_params.additional_kwargs={best_of: 2}", ["additional_kwargs.best_of=2", "known: min_tokens, "]),
-        ("eval_sampling_params.additional_kwargs={min_tokens: x}", ["eval_sampling_params", "min_tokens=x", "integer"]),
+        ("eval_sampling_params.additional_kwargs={min_tokens: x}", ["eval_sampling_params", "min_tokens=x", "whole"]),
         ("sampling_params.additional_kwargs={presence_penalty: 3}", ["presence_penalty=3", "between -2 and 2"]),
         ("sampling_params={max_generate_length: 4, additional_kwargs: {min_tokens: 5}}", ["min_tokens=5", "=4"]),
     ],

@@ -240,7 +240,7 @@ class UsageRow(SQLModel, table=True):
     cached_tokens: int = _count()
     """Of prompts, that were found in the cache."""
     sampled_tokens: int = _count()
-    samples: int = _count()
+    samples: int = Field(default=0, sa_column=Column(BigInteger, nullable=False, server_default=text("0")))
     """Sequences that were drawn."""
     training_s: float = Field(default=0.0, sa_column=Column(Float, nullable=False))
     """Device seconds of passes and optimizer steps."""
@@ -262,7 +262,7 @@ class ChargedSampleRow(SQLModel, table=True):
     prefill_tokens: int = _count()
     cached_tokens: int = _count()
     sampled_tokens: int = _count()
-    samples: int = _count()
+    samples: int = Field(default=0, sa_column=Column(BigInteger, nullable=False, server_default=text("0")))
     sampling_s: float = Field(default=0.0, sa_column=Column(Float, nullable=False))
 
 

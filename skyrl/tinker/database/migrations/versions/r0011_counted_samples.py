@@ -11,7 +11,7 @@ TABLES = ("usage", "charged_samples")
 
 def upgrade() -> None:
     for table in TABLES:
-        op.add_column(table, sa.Column("samples", sa.BigInteger(), nullable=False, server_default="0"))
+        op.add_column(table, sa.Column("samples", sa.BigInteger(), nullable=False, server_default=sa.text("0")))
 
 
 def downgrade() -> None:
