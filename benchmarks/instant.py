@@ -65,7 +65,6 @@ class InstantBackend(Executor):
             max_context_length=2**20,
             max_lora_rank=64,
             tokenizer_path="",
-            sampling_options=frozenset({"stop_token_ids"}),
         )
 
     def has_model(self, model_id: str) -> bool:

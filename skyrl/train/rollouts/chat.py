@@ -84,6 +84,8 @@ class Chat:
         first = self._encode(after_answer or "")[:1]
         self.end_of_turn: int = first[0] if first and first[0] in self._added else tokenizer.eos_token_id
         """The token that the template puts after an assistant's message; the tokenizer's eos_token if it puts none."""
+        self.extra_end: int | None = None if self.end_of_turn == tokenizer.eos_token_id else self.end_of_turn
+        """`end_of_turn`, if the tokenizer names another token as the end: samplers have to be told of it."""
         self._ends = {self.end_of_turn, tokenizer.eos_token_id}
         self._checked: set[tuple[str, ...]] = set()
 

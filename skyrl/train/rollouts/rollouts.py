@@ -152,15 +152,17 @@ class Rollouts:
 
     def _sampling(self, phase: Phase) -> tuple[int, SamplingParams]:
         """Samples of each prompt, and how to sample."""
-        config, end = self._config, self.chat.end_of_turn
+        config, end = self._config, self.chat.extra_end
         if phase == "train":
             return config.n_samples_per_prompt, _ending_at(config.sampling_params, end)
         assert config.eval_sampling_params is not None, "the configuration is resolved"
         return config.eval_n_samples_per_prompt, _ending_at(config.eval_sampling_params, end)
 
 
-def _ending_at(params: SamplingParams, token: int) -> SamplingParams:
-    """The parameters, with a token that ends a response whatever the model's files name as the end."""
+def _ending_at(params: SamplingParams, token: int | None) -> SamplingParams:
+    """The parameters, with one more token that ends a response."""
+    if token is None:
+        return params
     more = params.additional_kwargs or {}
     ids = dict.fromkeys([*(more.get("stop_token_ids") or ()), token])
     return replace(params, additional_kwargs={**more, "stop_token_ids": [*ids]})
