@@ -108,7 +108,7 @@ def test_an_export_takes_the_memory_of_no_second_model(model, folder, tmp_path, 
     measure = partial(peak_bytes, path, lambda: model_files(folder, model.config, base, adapter, "value_head"))
     measure()
     content = (path / WEIGHTS).read_bytes()
-    assert least(measure, len(content) / 4) < len(content) / 4
+    assert least(measure, len(content) / 5) < len(content) / 5
     assert content == save(load(content), {"format": "pt"})
 
 

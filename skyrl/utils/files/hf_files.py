@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,10 +51,21 @@ def files_beside(folder: Path) -> dict[str, bytes]:
     files = {
         path.name: path.read_bytes() for pattern in BESIDE for path in sorted(folder.glob(pattern)) if path.is_file()
     }
-    if "tokenizer.json" in files and (tokenizer := Tokenizer(folder)).disagreement:
-        generation = json.loads(files.get(GENERATION, b"{}")) | {"eos_token_id": sorted(tokenizer.eos_ids)}
+    versions = tuple((path.name, path.stat().st_mtime_ns) for path in sorted(folder.iterdir()))
+    if "tokenizer.json" in files and (ends := _ends_if_contradictory(folder, versions)):
+        generation = json.loads(files.get(GENERATION, b"{}")) | {"eos_token_id": ends}
         files[GENERATION] = json.dumps(generation, indent=2).encode()
     return files
+
+
+@lru_cache(maxsize=8)
+def _ends_if_contradictory(folder: Path, versions: tuple[tuple[str, int], ...]) -> list[int]:
+    """Ids that end a sequence, if files of the folder contradict each other about them; else none.
+
+    Kept for each folder and the versions of its files, as a tokenizer takes seconds and 100 MB to read.
+    """
+    tokenizer = Tokenizer(folder)
+    return sorted(tokenizer.eos_ids) if tokenizer.disagreement else []
 
 
 class Lora(Protocol):
