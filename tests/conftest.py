@@ -6,6 +6,7 @@
 import gc
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from importlib.metadata import version
@@ -81,10 +82,18 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write how long each test took, if that was asked for, the longest first."""
+    """Write how long each test took, if that was asked for, the longest first; and close clients of the SDK."""
+    _close_clients()
     if session.config.option.write_seconds and not WORKER:
         lines = [f"{took:.1f} {test}\n" for test, took in _seconds.most_common() if took >= 0.5]
         SECONDS.write_text("".join(lines))
+
+
+def _close_clients() -> None:
+    """Close clients of the SDK that are still referred to: at the interpreter's end they would print tracebacks."""
+    if (module := sys.modules.get("tinker.lib.internal_client_holder")) is not None:
+        for holder in [one for one in gc.get_objects() if isinstance(one, module.InternalClientHolder)]:
+            holder.close()
 
 
 def _file(nodeid: str) -> str:

@@ -62,10 +62,11 @@ def pytest_runtest_makereport(
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Append a failed phase. A report without a note is xdist's own: the process that ran the test has crashed."""
+    """Append a failed phase. A report without a note and of no phase is xdist's own: a process has crashed."""
     if report.failed:
         crash = {"kind": "crash", "exact": False, "exception": "the process that ran it has crashed"}
-        told = dict(report.user_properties).get(PROPERTY, crash)
+        passed = {"kind": "wrong", "exact": True, "exception": report.longreprtext}  # an xfail that is strict
+        told = dict(report.user_properties).get(PROPERTY, passed if report.when == "call" else crash)
         _append(Failure(test=report.nodeid, seconds=round(report.duration, 2), **told))
 
 

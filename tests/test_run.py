@@ -77,6 +77,11 @@ def test_it():
     assert "Address already in use" in flaky(tmp_path)["test_planted.py::test_it"]
 
 
+def test_a_test_that_passes_though_it_is_expected_to_fail_counts_as_wrong(tmp_path):
+    done = run(tmp_path, "@pytest.mark.xfail(strict=True)\ndef test_it():\n    pass")
+    assert done.returncode == 1 and "final: test_planted.py::test_it: wrong: [XPASS(strict)]" in done.stdout
+
+
 @pytest.mark.parametrize("fails", [1, 2])
 def test_a_test_has_to_pass_each_time_that_it_runs_again(tmp_path, fails):
     flags = " or ".join(f"first('{number}')" for number in range(1 + fails))

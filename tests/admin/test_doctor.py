@@ -19,6 +19,7 @@ import pytest
 
 from skyrl import cli
 from skyrl.tinker.database.database import Database
+from skyrl.tinker.local_server import reserve_port
 from tests.tinker.harness import empty_database
 from tests.tinker.processes import running
 
@@ -64,7 +65,7 @@ class Site:
             "backend": "jax",
             "checkpoints-base": self.base,
             "database-url": f"sqlite:///{self.database}",
-            "port": free_port(),
+            "port": self.stack.enter_context(reserve_port()).getsockname()[1],
             **self.options,
         }
         skipped = [f"--skip={name}" for name in self.skipped]
@@ -76,11 +77,6 @@ class Site:
         found = json.loads(capsys.readouterr().out)
         assert status == any(one["level"] == "problem" for one in found)
         return found
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        return listener.getsockname()[1]
 
 
 @pytest.fixture
@@ -326,7 +322,8 @@ def test_a_report_fits_the_terminal_and_says_all(site, capsys):
 
 def test_a_running_server_is_found_by_its_state_and_its_stopped_engine_named(site, capsys):
     # Heartbeats come twice a second, and an engine that misses three is not killed for it.
-    options = {"engine_heartbeat_timeout_sec": 0, "compute_timeout_sec": 3, "port": free_port()}
+    port = site.stack.enter_context(reserve_port()).getsockname()[1]
+    options = {"engine_heartbeat_timeout_sec": 0, "compute_timeout_sec": 3, "port": port}
     site.base.rmdir()
     site.database.unlink()
     with running(site.folder, **options) as server:

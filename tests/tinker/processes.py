@@ -13,9 +13,9 @@ import httpx
 
 from skyrl.tinker.local_server import Pids, pids_of
 from tests.tinker.harness import BASE_MODEL, LiveServer
+from tests.waiting import BOUND_S, TooLate
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 60
 
 
 def command(folder: Path, *program: str, **options: object) -> list[str]:
@@ -47,7 +47,7 @@ class ServerProcess(LiveServer):
         """Wait until it is ready and can be asked."""
         self.wait_for("TINKER_BASE_URL=")
         self.url = self.output.rpartition("TINKER_BASE_URL=")[2].split()[0]
-        self.http = httpx.Client(base_url=f"{self.url}/api/v1", timeout=TIMEOUT_S)
+        self.http = httpx.Client(base_url=f"{self.url}/api/v1", timeout=BOUND_S)
 
     def wait_for(self, text: str, count: int = 1) -> None:
         """Return once it has printed `text` `count` times."""
@@ -57,7 +57,8 @@ class ServerProcess(LiveServer):
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Return once what it has printed makes `condition` true."""
         with self._news:
-            assert self._news.wait_for(condition, TIMEOUT_S), self.output
+            if not self._news.wait_for(condition, BOUND_S):
+                raise TooLate(f"not within {BOUND_S:g} s; the server has said:\n{self.output}")
 
     def pids(self) -> Pids:
         return pids_of(self.process.pid)
@@ -76,7 +77,7 @@ class ServerProcess(LiveServer):
     def ended(self) -> tuple[int, str]:
         """(exit code, all that was printed) once all of its processes are gone."""
         self.wait_until(lambda: self._closed)
-        return self.process.wait(TIMEOUT_S), self.output
+        return self.process.wait(BOUND_S), self.output
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -124,4 +125,4 @@ def running(
 
 def run_to_its_end(folder: Path, **options: object) -> subprocess.CompletedProcess[str]:
     """Start a server that ends by itself."""
-    return subprocess.run(command(folder, **options), cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    return subprocess.run(command(folder, **options), cwd=ROOT, capture_output=True, text=True, timeout=BOUND_S)
