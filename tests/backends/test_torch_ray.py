@@ -15,7 +15,7 @@ from driver import finish, new_id, random_datum, stepping
 from skyrl.algorithms.objective import ForwardOnly
 from skyrl.backends.operations import CreateModel, ForwardBackward
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
-from skyrl.backends.torch.workers.ray_cluster import CONNECTION, PATIENCE, patience
+from skyrl.backends.torch.workers.ray_cluster import CONNECTION, PATIENCE, Connection, patience
 from skyrl.errors import BackendLost, RequestError
 from skyrl.types import ErrorResponse, LoraConfig, OptimStepOutput
 from tests.rays import actors, ray_cluster
@@ -83,6 +83,12 @@ def step_until_lost(backend: TorchBackend) -> BackendLost:
     return lost.value
 
 
+def test_a_cluster_that_is_not_there_is_refused_by_its_address():
+    # The first test: none has connected this process yet.
+    with pytest.raises(RequestError, match=r"ray_address=127\.0\.0\.1:1: cannot connect"):
+        Connection().join("127.0.0.1:1", 1)
+
+
 def test_ranks_are_numbered_node_by_node(apart):
     first, second = apart.group.places
     assert first.node < second.node
@@ -113,6 +119,11 @@ def test_an_exception_of_one_rank_is_its_requests_error_and_the_log_has_its_rank
     assert isinstance(failed, ErrorResponse) and failed.status == "server"
     assert "rank " in caplog.text and "in __call__" in caplog.text and "too long for me" in caplog.text
     assert not isinstance(finish(apart, a_pass(created(apart))), ErrorResponse)
+
+
+def test_another_cluster_than_the_one_of_this_process_is_refused(apart, address, tiny_model):
+    with pytest.raises(RequestError, match=f"ray_address=127.0.0.1:1: this process is connected to {address} and has"):
+        opened(tiny_model, workers="ray", ray_address="127.0.0.1:1")
 
 
 def test_each_rank_has_a_gpu_of_its_own_where_the_cluster_has_some(on_gpus):
@@ -214,11 +225,6 @@ def test_without_ray_the_error_says_what_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(RequestError, match=r"it needs ray, .* pip install 'skyrl\[train\]'"):
         CONNECTION.join(None, 1)
-
-
-def test_a_cluster_that_is_not_there_is_refused_by_its_address(tiny_model):
-    with pytest.raises(RequestError, match=r"ray_address=127\.0\.0\.1:1"):
-        opened(tiny_model, workers="ray", ray_address="127.0.0.1:1")
 
 
 @pytest.mark.parametrize(

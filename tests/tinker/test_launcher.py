@@ -17,7 +17,7 @@ import pytest
 
 from skyrl.tinker.local_server import LocalServer, Pids, pids_of, reserve_port
 from skyrl.tinker.processes import launcher
-from tests.tinker.processes import ROOT, TIMEOUT_S, command, run_to_its_end, running, started
+from tests.tinker.processes import ROOT, command, run_to_its_end, running, started
 from tests.waiting import BOUND_S, until
 
 AGAIN = "serving again at"
@@ -365,4 +365,4 @@ def test_local_server_whose_process_ends_in_its_answer_is_not_healthy(tmp_path, 
         with connection:
             connection.recv(65536)
             connection.sendall(answer)
-        assert healthy.result(TIMEOUT_S) is False
+        assert healthy.result(BOUND_S) is False

@@ -59,6 +59,8 @@ class Connection:
         self._lock = threading.Lock()
         self._members = 0
         self._is_ours = False
+        self._address: str | None = None
+        """Address that a connection of ours was made with."""
         self._folder: ScratchFolder | None = None
         """Files of a cluster of our own."""
 
@@ -70,7 +72,7 @@ class Connection:
             cpus: CPUs that a cluster of our own has at least, whatever the machine has.
 
         Raises:
-            RequestError: Ray is not installed, or there is no such cluster.
+            RequestError: Ray is not installed, there is no such cluster, or this process is connected to another one.
         """
         try:
             import ray
@@ -82,7 +84,12 @@ class Connection:
         with self._lock:
             if not self._members and not ray.is_initialized():
                 self._connect(address, cpus)
-                self._is_ours = True
+                self._is_ours, self._address = True, address
+            elif self._is_ours and address not in (None, self._address, (own := ray.get_runtime_context().gcs_address)):
+                raise RequestError(
+                    f"workers=ray, ray_address={address}: this process is connected to {own} and has one connection; "
+                    "use that address, or another process"
+                )
             self._members += 1
 
     def leave(self) -> None:
