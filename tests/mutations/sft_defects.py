@@ -150,4 +150,16 @@ SFT_DEFECTS = [
         ],
         ["tests/train/test_environment_check.py::test_a_row_in_the_middle_that_lacks_a_column_is_named"],
     ),
+    Defect(
+        "SFT.15",
+        "a message of weight 0 is trained on",
+        [
+            Edit(
+                SFT + "conversations.py",
+                'for number in said if messages[number].get("weight", 1)]',
+                "for number in said]",
+            )
+        ],
+        [MASKS + "test_a_message_of_weight_0_is_not_trained_on"],
+    ),
 ]

@@ -157,6 +157,8 @@ REFUSED = [
         {**CALLED, "tool_calls": [call("f", "[1]")]},
         r"\[1\]\.tool_calls\[0\]\.function\.arguments=\[1\]: give an object",
     ),
+    ({**ANSWER, "weight": 0.5}, r"\[1\]\.weight=0.5: give 0 or 1"),
+    ({"role": "user", "content": "a", "weight": 0}, r"\[1\]\.weight=0: .*the assistant's messages only"),
     ({**ANSWER, "content": "\ud800"}, r"\[1\]\.content='.*half of a surrogate pair"),
 ]
 

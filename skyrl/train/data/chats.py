@@ -108,6 +108,8 @@ def _message(given: Any, at: str) -> Message:
         raise ConfigError(f"{at}.role={short(role)}: known: {', '.join(ROLES)}{near}")
     if "function_call" in message:
         raise ConfigError(f"{at}.function_call: templates do not read it; write the call as one of tool_calls")
+    if message.get("weight", 1) not in (0, 1) or ("weight" in message and role != "assistant"):
+        raise ConfigError(f"{at}.weight={short(message['weight'])}: give 0 or 1, in the assistant's messages only")
     calls = message.pop("tool_calls", None)
     if calls is not None and calls != []:
         message["tool_calls"] = _calls(calls, role, f"{at}.tool_calls")

@@ -32,6 +32,11 @@ class Masked(NamedTuple):
     """Flag of each token: it is trained on."""
 
 
+def _said(messages: Sequence[Message]) -> list[int]:
+    """Numbers of the assistant's messages."""
+    return [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
+
+
 class Conversations:
     """Conversations as tokens, with the chat template of a tokenizer or another one."""
 
@@ -78,6 +83,7 @@ class Conversations:
         shown, chosen = list(tools) if tools else None, self._chosen(messages, completion)
         try:
             if self._what == "all_tokens":
+                self._check_weights(messages)
                 token_ids = self._encode(self._text(messages, shown))
                 return Masked(token_ids, [True] * len(token_ids))
             if _MARKER.search(self._tokenizer.get_chat_template(self._template, tools=shown)):
@@ -117,16 +123,25 @@ class Conversations:
         return f"the chat template cannot be rendered with chat_template_kwargs={self._variables}: {told}"
 
     def _chosen(self, messages: Sequence[Message], completion: int | None) -> list[int]:
-        """Numbers of the messages that are trained on."""
-        said = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
+        """Numbers of the messages that are trained on, of which none has `weight` 0."""
+        said = _said(messages)
         if completion is not None:
-            return [number for number in said if number >= len(messages) - completion]
-        if self._what == "last_assistant_message":
-            return said[-1:]
-        if self._what == "last_assistant_turn":
+            said = [number for number in said if number >= len(messages) - completion]
+        elif self._what == "last_assistant_message":
+            said = said[-1:]
+        elif self._what == "last_assistant_turn":
             asked = [number for number, message in enumerate(messages) if message.get("role") == "user"]
-            return [number for number in said if number > max(asked, default=-1)]
-        return said
+            said = [number for number in said if number > max(asked, default=-1)]
+        return [number for number in said if messages[number].get("weight", 1)]
+
+    def _check_weights(self, messages: Sequence[Message]) -> None:
+        """Raise ConfigError for a weight that `all_tokens` contradicts."""
+        for number, message in enumerate(messages):
+            if not message.get("weight", 1):
+                raise ConfigError(
+                    f"messages[{number}].weight=0 contradicts train_on_what=all_tokens; leave weights out, or set "
+                    "train_on_what=all_assistant_messages"
+                )
 
     def _marked(self, messages: Sequence[Message], tools: list[Any] | None, chosen: list[int]) -> Masked:
         """By the template's own markers."""
@@ -135,19 +150,23 @@ class Conversations:
             **self._options,
         )  # fmt: skip
         token_ids, marked = list(rendered["input_ids"]), [bool(one) for one in rendered["assistant_masks"]]
-        said = sum(message.get("role") == "assistant" for message in messages)
-        if len(chosen) == said:
+        said = _said(messages)
+        if chosen == said:
             return Masked(token_ids, marked)
         starts = [at for at, one in enumerate(marked) if one and not (at and marked[at - 1])]
-        if len(starts) != said:
+        if len(starts) != len(said):
             raise ConfigError(
                 f"the chat template marks {len(starts)} stretches of tokens as an assistant's, in a conversation with "
-                f"{said} messages of assistants, so that the {len(chosen)} that are trained on cannot be told from the "
-                "rest; train on all (train_on_what=all_assistant_messages), or set a chat_template that marks each "
-                "message once"
+                f"{len(said)} messages of assistants, so that the {len(chosen)} that are trained on cannot be told "
+                "from the rest; train on all (train_on_what=all_assistant_messages), or set a chat_template that marks "
+                "each message once"
             )
-        first = starts[-len(chosen)] if chosen else len(marked)
-        return Masked(token_ids, [one and at >= first for at, one in enumerate(marked)])
+        ends = [*starts[1:], len(marked)]
+        mask = [False] * len(marked)
+        for number, start, end in zip(said, starts, ends, strict=True):
+            if number in chosen:
+                mask[start:end] = marked[start:end]
+        return Masked(token_ids, mask)
 
     def _by_prefixes(self, messages: Sequence[Message], tools: list[Any] | None, chosen: list[int]) -> Masked:
         """By what each message adds to the prompt for it."""

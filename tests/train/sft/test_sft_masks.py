@@ -113,6 +113,19 @@ def test_the_last_of_several_marked_messages_is_trained_on():
     assert got("marked", TWO_TURNS, "last_assistant_message") == golden("marked", expected)
 
 
+@pytest.mark.parametrize(("family", "thought"), [("chatml", ""), ("marked", "<think>\n\n</think>\n\n")])
+def test_a_message_of_weight_0_is_not_trained_on(family, thought):
+    turns = [*TWO_TURNS[:3], user("More."), {**assistant("Two."), "weight": 0}, user("Last."), assistant("Three.")]
+    asked = ASKED + SAID.format("One.") + bubble("user", "More.") + bubble("assistant", "Two.")
+    expected = asked + bubble("user", "Last.") + SAID.format(f"{thought}Three.")
+    assert got(family, turns, "all_assistant_messages") == golden(family, expected)
+
+
+def test_a_weight_that_all_tokens_contradict_is_refused():
+    with pytest.raises(ConfigError, match=r"messages\[1\]\.weight=0 contradicts train_on_what=all_tokens"):
+        got("chatml", [user("Go."), {**assistant("One."), "weight": 0}], "all_tokens")
+
+
 def test_marks_that_are_more_than_messages_are_refused_where_one_message_is_meant():
     mark = "{% generation %}{{ m.content }}{% endgeneration %}"
     twice = "{% for m in messages %}{% if m.role == 'assistant' %}" + mark + "-" + mark + "{% endif %}-{% endfor %}"
