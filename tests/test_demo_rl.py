@@ -130,6 +130,11 @@ def test_training_and_heldout_problems_are_different_ones(ended):
     assert not shown & heldout
 
 
+def test_the_demo_goes_through_on_torch_too(tmp_path, capsys):
+    assert main(["--output", str(tmp_path / "out")], dataclasses.replace(SMALL, backend="skyrl_train")) == 0
+    assert "Held-out sums right: " in capsys.readouterr().out
+
+
 def test_a_folder_that_is_in_use_is_left_alone(tmp_path, capsys):
     (tmp_path / "mine").write_text("")
     assert main(["--output", str(tmp_path)], SMALL) == 1

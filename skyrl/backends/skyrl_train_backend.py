@@ -1,21 +1,30 @@
 """The documented names of the torch backend (`--backend skyrl_train`, `fsdp2` or `fsdp`)."""
 
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from pydantic import model_validator
 
-from skyrl.backends.common.models.checkpoint_folder import TRAINING_STATE, TRAINING_TENSORS
+from skyrl.algorithms.objective import ForwardOnly, ValueObjective
+from skyrl.backends.common.models.checkpoint_folder import IN_MEMORY, TRAINING_STATE, TRAINING_TENSORS
 from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.operations import ForwardBackward, Publish
+from skyrl.backends.prepared import version_of
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
+from skyrl.backends.torch.models.state import TorchState
 from skyrl.backends.torch.overrides import native
+from skyrl.backends.torch.training.passes import ENTROPY_LOSS, PG_LOSS
 from skyrl.errors import RequestError
 from skyrl.types import LoraConfig
-from skyrl.utils.files.atomic_folders import MANIFEST, TEMPORARY, local_path
+from skyrl.utils.files.atomic_folders import MANIFEST, TEMPORARY, local_path, write_folder
 from skyrl.utils.files.tar_folder import pack_folder, unpack_folder
 
 __all__ = ["SkyRLTrainBackend", "SkyRLTrainBackendOverrides"]
@@ -37,12 +46,15 @@ CHECKPOINT = (MANIFEST, TRAINING_STATE, TRAINING_TENSORS)
 """Files of a training checkpoint."""
 HEADERS = 2**20
 """Bytes of a checkpoint beside its numbers at most."""
+NOT_A_POLICYS = ForwardOnly, ValueObjective
+"""Objectives that have neither a policy's loss nor an entropy."""
 
 
 class SkyRLTrainBackend(TorchBackend):
-    """`TorchBackend` by its documented name, whose documented methods keep a training checkpoint in one file.
+    """`TorchBackend` by its documented name, methods and metrics.
 
-    Operations keep folders, as everywhere. Raises `RequestError` if the base model cannot be loaded.
+    Its documented methods keep a training checkpoint in one file; operations keep folders, as everywhere. Raises
+    `RequestError` if the base model cannot be loaded.
     """
 
     def __init__(
@@ -52,6 +64,63 @@ class SkyRLTrainBackend(TorchBackend):
         progress: Callable[[str], None] = lambda message: None,
     ):
         super().__init__(base_model, config, progress)
+        self._in_memory: dict[str, None] = {}
+        """Versions that are not on disk and never will be, oldest first."""
+
+    def build_models(self, base_model: str | None = None) -> None:
+        """Do nothing: the base model is loaded, and workers run, once there is a backend.
+
+        Raises `RequestError` for another base model, or for classes of workers.
+        """
+        if base_model not in (None, self.base_model):
+            raise RequestError(
+                f"build_models({base_model}): this backend has workers of its own, which hold "
+                f"base_model={self.base_model}; leave it out, or make a backend of another base model"
+            )
+
+    def init_weight_sync_state(self, inference_engine_client: Any = None) -> None:
+        """Do nothing: what is published reaches the sampler of this process in memory, and engines by their folder.
+
+        Raises `RequestError` for a client of engines.
+        """
+        if inference_engine_client is not None:
+            raise RequestError(
+                f"inference_engine_client={inference_engine_client}: this backend finds its engines by address; leave "
+                "it out, and name them in the configuration as engines.urls"
+            )
+
+    def run_pass(self, operation: ForwardBackward, state: TorchState):
+        output, gradients = yield from super().run_pass(operation, state)
+        loss = output.metrics["loss:sum"]
+        terms = {} if isinstance(operation.loss_fn, NOT_A_POLICYS) else {PG_LOSS: loss, ENTROPY_LOSS: 0.0}
+        return replace(output, metrics={"total_loss:sum": loss, **terms, **output.metrics}), gradients
+
+    def save_sampler_checkpoint(self, output_path: str, model_id: str, persist: bool = True) -> None:
+        """Make the current weights samplable as checkpoint id = the last part of `output_path`.
+
+        With `persist=False` the folder holds a marker alone. The weights are in the memory of this process until it
+        ends, or until more of their kind than `version_memory_gib` has room for: then the oldest go.
+
+        Raises `RequestError` for an unknown model.
+        """
+        path = str(output_path)
+        version = version_of(model_id, path.rstrip("/").rsplit("/", 1)[-1])
+        if persist:
+            super().save_sampler_checkpoint(path, model_id)
+            self._in_memory.pop(version, None)
+            return
+        self._run(Publish(request_id=uuid4().hex, model_id=model_id, version=version, path=None))
+        self._writer.forget_version(version)
+        marker = {IN_MEMORY: json.dumps({"model_id": model_id, "version": version}).encode()}
+        self._writer.submit(model_id, path, partial(write_folder, path, marker)).result()
+        self._in_memory.pop(version, None)
+        self._in_memory[version] = None
+        while self._versions.excess_bytes > 0 and len(self._in_memory) > 1:
+            self.drop_version(next(iter(self._in_memory)))
+
+    def drop_version(self, version: str) -> None:
+        self._in_memory.pop(version, None)
+        super().drop_version(version)
 
     def save_checkpoint(self, output_path: str, model_id: str) -> None:
         """Write a training checkpoint (weights and optimizer) to `output_path`, as one uncompressed tar."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from skyrl.backends.registry import BACKENDS
 from skyrl.demos.rl_report import Files, write_sample
 from skyrl.train.commands import REPORTED
 from skyrl.utils.arguments import ArgumentParser
@@ -46,6 +47,8 @@ class Settings:
 
     seed: int = 0
     """Of problems, weights and everything drawn."""
+    backend: str = "jax"
+    """By which models are trained and sampled."""
     largest: int = 49
     """Operands are from 10 to this."""
     training_problems: int = 1280
@@ -127,11 +130,22 @@ def template_options(prefix: str, files: Files) -> list[str]:
     return [f"{prefix}chat_template.source=file", f"{prefix}chat_template.name_or_path={files.folder}/template.jinja"]
 
 
+def backend_options(settings: Settings) -> tuple[str, str]:
+    """Options of either trainer that choose the backend, without the section in front of them."""
+    from skyrl.train.strategy.registry import SERVED
+
+    name = next(name for name, each in SERVED.items() if settings.backend in (name, each.backend))
+    section = SERVED[name].name
+    options = "train_tile_tokens: 512, sample_max_num_sequences: 128"
+    return f"strategy={name}", f"{section}={{{options}{', warm_up: false' if section == 'jax' else ''}}}"
+
+
 def rl_options(settings: Settings, files: Files, model: Path) -> list[str]:
     """Arguments of `skyrl train rl`."""
+    strategy, options = backend_options(settings)
     return [
         f"trainer.policy.model.path={model}",
-        "trainer.strategy=jax",
+        f"trainer.{strategy}",
         f"data.train_data=[{files.data('problems')}]",
         f"data.val_data=[{files.data('heldout')}]",
         "environment.env_class=arithmetic",
@@ -143,7 +157,7 @@ def rl_options(settings: Settings, files: Files, model: Path) -> list[str]:
         f"trainer.policy_mini_batch_size={settings.batch_size}",
         f"trainer.critic_mini_batch_size={settings.batch_size}",
         f"trainer.micro_train_batch_size_per_gpu={min(64, settings.batch_size * settings.samples)}",
-        "trainer.jax={warm_up: false, train_tile_tokens: 512, sample_max_num_sequences: 128}",
+        f"trainer.{options}",
         f"trainer.policy.optimizer_config.lr={settings.learning_rate}",
         "trainer.algorithm.use_kl_loss=false",
         f"trainer.epochs={settings.epochs}",
@@ -181,7 +195,7 @@ async def warm_start(settings: Settings, files: Files) -> None:
             f"optimizer_config.lr={settings.warm_learning_rate}",
             "max_length=16",
             f"seed={settings.seed}",
-            "jax={train_tile_tokens: 512, sample_max_num_sequences: 128}",
+            *backend_options(settings),
         ]
     ).resolve()
     tried = SkyRLTrainConfig.from_cli_overrides(rl_options(settings, files, files.model)).resolve()
@@ -274,6 +288,7 @@ def main(argv: Sequence[str] = (), settings: Settings | None = None) -> int:
     """Run the demo with `settings`, or the defaults and the seed of `argv`. Returns the exit code."""
     parser = ArgumentParser(prog="skyrl demo-rl", description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument("--output", type=Path, default=Path("skyrl-demo-rl"), metavar="FOLDER", help="what it leaves")
+    parser.add_argument("--backend", default="jax", choices=list(BACKENDS), help="what trains and samples")
     parser.add_argument("--seed", type=int, default=0, help="of problems, weights and everything drawn")
     options = parser.parse_args(argv)
     files = Files(options.output.resolve())
@@ -290,7 +305,7 @@ def main(argv: Sequence[str] = (), settings: Settings | None = None) -> int:
         )
         return 1
     try:
-        run(settings or Settings(seed=options.seed), files)
+        run(settings or Settings(seed=options.seed, backend=options.backend), files)
     except (DemoError, *REPORTED) as error:
         print(f"The demo failed: {error}", file=sys.stderr)
         return 1

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from skyrl.backends.registry import BACKENDS
 from skyrl.tinker.local_server import LocalServer, close_client
 from skyrl.utils.arguments import ArgumentParser
 
@@ -185,10 +186,10 @@ def summary(learners: list[Learner], seconds: float) -> str:
     return "\n".join(lines)
 
 
-def run(folder: Path) -> None:
+def run(folder: Path, backend: str = "jax") -> None:
     """The whole demo, with the server's state in `folder`."""
     start = time.monotonic()
-    server = LocalServer(folder)
+    server = LocalServer(folder, options={} if backend == "jax" else {"backend": backend})
     try:
         print("1. Start a server with the built-in model", flush=True)
         server.start()
@@ -205,7 +206,9 @@ def run(folder: Path) -> None:
 
 def main(argv: Sequence[str] = ()) -> int:
     """Run the demo in a temporary folder. Returns the exit code."""
-    ArgumentParser(prog="skyrl demo", description=(__doc__ or "").split("\n\n")[1]).parse_args(argv)
+    parser = ArgumentParser(prog="skyrl demo", description=(__doc__ or "").split("\n\n")[1])
+    parser.add_argument("--backend", default="jax", choices=list(BACKENDS), help="what the server computes with")
+    options = parser.parse_args(argv)
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     try:
         import tinker  # noqa: F401
@@ -215,7 +218,7 @@ def main(argv: Sequence[str] = ()) -> int:
         return 1
     with tempfile.TemporaryDirectory(prefix="skyrl-demo-") as folder:
         try:
-            run(Path(folder))
+            run(Path(folder), options.backend)
         except DemoError as error:
             print(f"The demo failed: {error}", file=sys.stderr)
             return 1

@@ -563,7 +563,7 @@ DEFECTS = [
     Defect(
         "versions-without-limit",
         "versions stay in memory whatever they take",
-        [Edit(VERSIONS, "        excess = self.held_bytes - self._max_bytes\n", "        excess = 0\n")],
+        [Edit(VERSIONS, "        excess = self.excess_bytes\n", "        excess = 0\n")],
         ["tests/backends/test_sampler_versions.py::test_versions_that_are_stored_keep_to_the_bytes_that_they_may_take"],
     ),
     Defect(

@@ -7,6 +7,7 @@ SHARDED = "tests/backends/test_torch_sharded.py::"
 WORKER = "tests/backends/test_torch_worker.py::"
 SAMPLING = "tests/backends/test_torch_sampling.py::"
 COLLECTIVES = "tests/backends/test_torch_collectives.py::test_ranks_do_the_same_collectives_in_any_plan[two-40]"
+NAMES = "tests/backends/test_skyrl_train_names.py::"
 FAULTS = "tests/backends/test_torch_faults.py::"
 
 TORCH_DEFECTS = [
@@ -111,5 +112,23 @@ TORCH_DEFECTS = [
             )
         ],
         [FAULTS + "test_an_exception_on_one_rank_loses_the_group_that_meets_in_collectives[forward]"],
+    ),
+    Defect(
+        "T11",
+        "what is not persisted stays in memory without limit",
+        [
+            Edit(
+                "skyrl/backends/skyrl_train_backend.py",
+                "while self._versions.excess_bytes > 0 and",
+                "while False and",
+            )
+        ],
+        [NAMES + "test_the_oldest_of_what_is_in_memory_alone_goes_when_there_are_too_many"],
+    ),
+    Defect(
+        "T12",
+        "the whole loss counts as the policy's term",
+        [Edit(TORCH + "training/passes.py", 'PG_LOSS: terms["policy"]', "PG_LOSS: sum(terms.values())")],
+        [NAMES + "test_terms_of_an_objective_are_those_of_its_formula"],
     ),
 ]

@@ -241,6 +241,11 @@ class VersionPool(Generic[Handle]):
         """Memory of all versions, with the copies that are in slots."""
         return sum(self._sizes.values()) + sum(slot.nbytes for slot in self._slots.values())
 
+    @property
+    def excess_bytes(self) -> int:
+        """Memory that all versions take beyond what they may; below 0 if there is room."""
+        return self.held_bytes - self._max_bytes
+
     def _slot_of(self, version: str) -> int | None:
         return next((slot for slot, held in self._slots.items() if held.version == version), None)
 
@@ -295,7 +300,7 @@ class VersionPool(Generic[Handle]):
 
     def _shed(self) -> None:
         """Let stored versions go that are not in use, least recently used first, while all take too much memory."""
-        excess = self.held_bytes - self._max_bytes
+        excess = self.excess_bytes
         if excess <= 0:
             return
         slots = {held.version: slot for slot, held in self._slots.items() if held.version is not None}

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.config.machinery.help import FieldHelp, describe_fields
-from skyrl.train.strategy.registry import SERVED
+from skyrl.train.strategy.registry import NEEDS_OF_MEGATRON, SERVED
 from skyrl.train.strategy.support import Status, Support, find
 
-INTRODUCTION = """\
+INTRODUCTION = f"""\
 # Configuration of training
 
 Every field of `SkyRLTrainConfig`, as an override on the command line or in a file names it. This page is written by
@@ -28,7 +28,7 @@ known, not installed or not served here is refused by `skyrl.train.strategy.vali
 decides what computes:
 
 - `jax` and `fsdp2` (or `fsdp`) are served. The last columns say what becomes of a field with each.
-- `megatron` is not served yet.
+- `megatron` is not served yet. It would need {NEEDS_OF_MEGATRON}.
 """
 
 STRATEGIES = tuple(name for name, strategy in SERVED.items() if name == strategy.name)

@@ -7,6 +7,7 @@ from skyrl.train.strategy.strategy import Strategy
 from skyrl.train.strategy.torch_backend import TorchStrategy
 
 _TORCH = TorchStrategy()
+NEEDS_OF_MEGATRON = "megatron-core, megatron-bridge and transformer-engine, which need CUDA and Python 3.12"
 SERVED: dict[str, Strategy] = {"jax": JaxStrategy(), "fsdp2": _TORCH, "fsdp": _TORCH}
 
 
@@ -23,6 +24,6 @@ def check_strategy(config: SkyRLTrainConfig | SFTConfig) -> None:
     )
     if owner.is_given("strategy") and owner.strategy not in SERVED:
         raise ConfigError(
-            f"{field}={owner.strategy} is not served yet; set {field}=jax, or leave it out, to train and sample with "
-            f"JAX on CPU, GPU and TPU, or {field}=fsdp2, with torch"
+            f"{field}={owner.strategy} is not served yet: it would need {NEEDS_OF_MEGATRON}; set {field}=fsdp2 to "
+            f"train and sample with torch, or {field}=jax, or leave it out, with JAX on CPU, GPU and TPU"
         )

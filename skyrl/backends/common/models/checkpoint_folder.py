@@ -15,6 +15,8 @@ from skyrl.utils.files.atomic_folders import open_folder, read_folder
 
 TRAINING_TENSORS, TRAINING_STATE = "training_state.safetensors", "training_state.json"
 PEFT_TENSORS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+IN_MEMORY = "in_memory.json"
+"""File of a folder that stands for weights which only the process that published them has, in memory."""
 FORMAT = 1
 
 
@@ -33,6 +35,11 @@ def pack_header(kind: Kind, base_model: str, step: int, sequences: int | None) -
 
 def header_of(files: Mapping[str, bytes], path: str) -> dict[str, Any]:
     """The header among a folder's files. Raises as `stored_kind`."""
+    if IN_MEMORY in files:
+        raise RequestError(
+            f"path={path}: its weights were published with persist=False and are, at most, in the memory of the "
+            "process that did; save the weights again with persist=True"
+        )
     if TRAINING_STATE not in files:
         raise RequestError(f"path={path} is no training checkpoint; use one that save_weights (save_state) made")
     header = json.loads(files[TRAINING_STATE])

@@ -1,6 +1,8 @@
 """A training pass over one tile, and an optimizer step: what a worker computes of a model, as functions of tensors."""
 
+import operator
 from collections.abc import Sequence
+from functools import reduce
 from math import prod
 
 import numpy as np
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 
 from skyrl.algorithms.losses import LOSSES, LossInputs
-from skyrl.algorithms.objective import Objective, Output
+from skyrl.algorithms.objective import Objective, Output, PolicyObjective
 from skyrl.algorithms.traced.objective import measured
 from skyrl.backends.common.adamw import AdamScalars
 from skyrl.backends.common.dimuon import DimuonScalars, matrix_sign
@@ -18,6 +20,9 @@ from skyrl.backends.torch.base_model.attention import Packed
 from skyrl.backends.torch.base_model.lora import VALUE_HEAD
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.training.scores import token_scores
+
+PG_LOSS, ENTROPY_LOSS = "pg_loss:sum", "entropy_loss:sum"
+"""Metrics of a policy's objective: its policy term, and the entropies times their tokens' weights."""
 
 
 def run_tile(
@@ -173,7 +178,7 @@ def _scores(
 def _losses(
     model: LoadedModel, scores: dict[Output, Tensor], tile: TileArrays, objective: Objective | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss `[tokens]` of the cells in use, and a traced loss's metrics `[sequences]`."""
+    """Loss `[tokens]` of the cells in use, and metrics: a traced loss's `[sequences]`, a policy's `[1]`."""
     used = int(tile.read)
     segments = tile.segments[:used]
     weights = _placed(model, tile.weights, used)
@@ -194,6 +199,12 @@ def _losses(
         named=named,
         **{name: value[None] for name, value in fields.items()},
     )
+    if isinstance(objective, PolicyObjective):
+        terms = objective.terms(x)
+        entropy = x.weights.new_zeros(1) if x.entropy is None else x.weights * x.entropy
+        metrics = {PG_LOSS: terms["policy"], ENTROPY_LOSS: entropy}
+        total = reduce(operator.add, terms.values())
+        return total[0], {name: values.detach().sum()[None] for name, values in metrics.items()}
     if objective is not None:
         losses, metrics = measured(objective, x)
         return losses[0], {name: values[0] for name, values in metrics.items()}
