@@ -28,6 +28,8 @@ CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True),
 }
 """By model type: fused qkv, partial rotation and biases, norms after, windows and soft caps, scaled logits, tied."""
+REFUSED = {"gpt2": lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=None)}
+"""By model type: no linear maps."""
 
 
 def make_model(folder: Path, kind: str, **options) -> Path:
@@ -38,7 +40,7 @@ def make_model(folder: Path, kind: str, **options) -> Path:
         "eos_token_id": tokenizer.token_to_id(END),
         "pad_token_id": tokenizer.token_to_id(PAD),
     }
-    config = CONFIGS[kind]()
+    config = (CONFIGS | REFUSED)[kind]()
     config.update({**special, **options})
     with torch.random.fork_rng():
         torch.manual_seed(0)
