@@ -29,8 +29,8 @@ CONFIGS = {
     "qwen2": lambda: transformers.Qwen2Config(**GROUPED),
     "gemma3_text": lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=6),
 }
-"""By model type: fused qkv, partial rotation and biases, norms after, windows and soft caps, scaled logits, tied, biases
-of qkv, rotations and windows by layer."""
+"""By model type: fused qkv, partial rotation and biases, norms after, windows and soft caps, scaled logits, tied,
+biases of qkv, rotations and windows by layer."""
 REFUSED = {"gpt2": lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=None)}
 """By model type: no linear maps."""
 
