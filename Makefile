@@ -72,7 +72,7 @@ test-vllm: $(STAMP)
 	$(BIN)/python -m tests.backends.engines.vllm_server $(if $(VLLM_PYTHON),--python $(VLLM_PYTHON))
 
 matrix: $(STAMP)
-	$(BIN)/python -m tests.compat.run --torch "$(TORCH)" $(if $(SDK),--sdk $(SDK) --out build/matrix-part.json)
+	$(BIN)/python -m tests.compat.run --torch "$(TORCH)" $(if $(SDK),--sdk $(SDK) --out build/matrix-part.json) $(if $(BACKEND),--backend $(BACKEND))
 
 cookbook: $(STAMP)
 	$(BIN)/python -m tests.cookbook.run --torch "$(TORCH)"

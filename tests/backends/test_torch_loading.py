@@ -62,6 +62,16 @@ def test_files_of_another_shape_are_refused(tmp_path):
         fill(model)
 
 
+@pytest.mark.parametrize("how", [load, load_by_layers])
+@pytest.mark.parametrize("random_weights", [False, True])
+def test_a_model_without_linear_maps_is_refused_by_name_before_weights_are_read(tmp_path, how, random_weights):
+    """The folder has no weights, of which transformers would complain."""
+    transformers.GPT2Config(vocab_size=64, n_embd=24, n_layer=2, n_head=2).save_pretrained(tmp_path)
+    refusal = r"blocks of GPT2LMHeadModel have no nn.Linear \(c_attn is Conv1D, c_proj is Conv1D, c_fc is Conv1D\)"
+    with pytest.raises(RequestError, match=refusal):
+        how(tmp_path, CPU, LoadOptions(random_weights=random_weights))
+
+
 # Models that have been published, by the sizes of their config.json
 
 LLAMA = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rms_norm_eps": 1e-5, "vocab_size": 128_256}

@@ -1,4 +1,4 @@
-"""Small random models of architectures that the JAX backend does not have, written by transformers."""
+"""Small random models of several architectures, written by transformers."""
 
 from pathlib import Path
 
@@ -26,8 +26,13 @@ CONFIGS = {
     "gemma2": lambda: transformers.Gemma2Config(**GROUPED, head_dim=8, sliding_window=6),
     "granite": lambda: transformers.GraniteConfig(**GROUPED, logits_scaling=3.0),
     "llama": lambda: transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True),
+    "qwen2": lambda: transformers.Qwen2Config(**GROUPED),
+    "gemma3_text": lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=6),
 }
-"""By model type: fused qkv, partial rotation and biases, norms after, windows and soft caps, scaled logits, tied."""
+"""By model type: fused qkv, partial rotation and biases, norms after, windows and soft caps, scaled logits, tied,
+biases of qkv, rotations and windows by layer."""
+REFUSED = {"gpt2": lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=None)}
+"""By model type: no linear maps."""
 
 
 def make_model(folder: Path, kind: str, **options) -> Path:
@@ -38,7 +43,7 @@ def make_model(folder: Path, kind: str, **options) -> Path:
         "eos_token_id": tokenizer.token_to_id(END),
         "pad_token_id": tokenizer.token_to_id(PAD),
     }
-    config = CONFIGS[kind]()
+    config = (CONFIGS | REFUSED)[kind]()
     config.update({**special, **options})
     with torch.random.fork_rng():
         torch.manual_seed(0)

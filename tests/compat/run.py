@@ -1,9 +1,9 @@
 """Runs the conformance script with every SDK against one live server, and compares what they found.
 
-Run: `python -m tests.compat.run [--sdk VERSION ...]` in the project's folder; `make matrix` does. Writes
-`build/matrix.json`, from which `table.py` makes the table of docs/compatibility.md. Exits with status 1 if a check of
-any SDK fails, if two SDKs got different numbers, if an SDK lacks what it is known to have, or if the server logged an
-error.
+Run: `python -m tests.compat.run [--sdk VERSION ...] [--backend NAME]` in the project's folder; `make matrix` does.
+Writes `build/matrix.json`, from which `table.py` makes the table of docs/compatibility.md, or `build/matrix-NAME.json`
+for a backend that is named. Exits with status 1 if a check of any SDK fails, if two SDKs got different numbers, if an
+SDK lacks what it is known to have, or if the server logged an error.
 """
 
 import argparse
@@ -73,6 +73,14 @@ def run_sdk(version: str, torch: str, server: LocalServer) -> dict[str, Any]:
     start = time.monotonic()
     python = environment(version, [f"tinker=={version}", torch])
     made = time.monotonic()
+    result = run_script(version, python, server)
+    result["seconds"] = {"environment": round(made - start, 1), "checks": round(time.monotonic() - made, 1)}
+    print(f"{version}: {result['seconds']}", file=sys.stderr, flush=True)
+    return result
+
+
+def run_script(version: str, python: Path, server: LocalServer) -> dict[str, Any]:
+    """The outcomes of the script, run by the Python that has this SDK. Its output is beside the server's log."""
     out = server.folder / f"{version}.json"
     command = [str(python), str(SCRIPT), "--url", server.url, "--base-model", str(server.base_model), "--out", str(out)]
     with (server.folder / f"{version}.log").open("w") as log:
@@ -85,8 +93,6 @@ def run_sdk(version: str, torch: str, server: LocalServer) -> dict[str, Any]:
             problem = f"not done after {TIMEOUT_S} s"
     result = json.loads(out.read_text()) if out.exists() else {"checks": {}, "values": {}, "split_models": []}
     result["checks"]["run"] = {"status": "failed" if problem else "ok", "detail": problem}
-    result["seconds"] = {"environment": round(made - start, 1), "checks": round(time.monotonic() - made, 1)}
-    print(f"{version}: {result['seconds']}", file=sys.stderr, flush=True)
     return result
 
 
@@ -134,6 +140,11 @@ def check_values(results: dict[str, dict[str, Any]], first_loss: float) -> None:
         result["checks"]["values"] = {"status": "failed" if problems else "ok", "detail": "; ".join(problems)[:2000]}
 
 
+def loss_before_training(model: Path) -> float:
+    """The loss of `TAUGHT` by Hugging Face's model."""
+    return -oracle.logprobs(oracle.load(model), TAUGHT).sum().item()
+
+
 def errors_of(server: LocalServer) -> list[str]:
     """What the server logged as errors, which no request may cause, each with its traceback."""
     found, inside = [], False
@@ -153,9 +164,11 @@ def errors_of(server: LocalServer) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sdk", nargs="*", choices=VERSIONS, default=VERSIONS)
+    parser.add_argument("--backend", help="of the server; jax if none is given")
     parser.add_argument("--torch", default="torch==2.13.0", help="what pip calls the torch to install")
-    parser.add_argument("--out", type=Path, default=Path("build/matrix.json"))
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    out = arguments.out or Path("build", f"matrix-{arguments.backend}.json" if arguments.backend else "matrix.json")
 
     os.environ["TINKER_TELEMETRY"] = "0"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(FOLDER / "xla"))
@@ -163,8 +176,9 @@ def main() -> int:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="matrix-") as name:
         model = make_tiny_model(Path(name) / "model" / "tiny")
-        first_loss = -oracle.logprobs(oracle.load(model), TAUGHT).sum().item()
-        with LocalServer(Path(name) / "server", str(model)) as server, ThreadPoolExecutor(AT_ONCE) as pool:
+        first_loss = loss_before_training(model)
+        options = {"backend": arguments.backend} if arguments.backend else {}
+        with LocalServer(Path(name) / "server", str(model), options) as server, ThreadPoolExecutor(AT_ONCE) as pool:
             # SDKs that do not know the type of external checkpoints fail to list one, and all here are one tenant.
             before = VERSIONS[: VERSIONS.index(SINCE["external"])]
             early = [version for version in arguments.sdk if version in before]
@@ -179,9 +193,15 @@ def main() -> int:
             errors = errors_of(server)
             logs = {version: (server.folder / f"{version}.log").read_text() for version in results}
     check_values(results, first_loss)
-    summary = {"date": date.today().isoformat(), "python": sys.version.split()[0], "sdks": results, "errors": errors}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(summary, indent=1))
+    summary = {
+        "date": date.today().isoformat(),
+        "python": sys.version.split()[0],
+        "backend": arguments.backend or "jax",
+        "sdks": results,
+        "errors": errors,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(summary, indent=1))
 
     print(as_markdown(summary))
     failed = 0

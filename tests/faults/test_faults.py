@@ -40,28 +40,32 @@ class Outcome:
     folder: Path
 
 
-@pytest.fixture
-def environment() -> dict[str, str]:
-    """Variables of servers that start quickly."""
-    paths = [str(WITHOUT_TORCH), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # A new engine compiles nothing again.
-    return {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": os.pathsep.join(paths)}
+@dataclass(frozen=True)
+class Setting:
+    """Servers of a test: their backend and base model."""
+
+    backend: str
+    model: Path
+    deterministic: bool = True
+
+    def server(self, folder: Path, **environment: str) -> LocalServer:
+        """A server that starts quickly."""
+        config = {"deterministic": self.deterministic, "max_lora_rank": 8, "max_context_length": 64}
+        if self.backend == "jax":
+            paths = [str(WITHOUT_TORCH), *filter(None, [os.environ.get("PYTHONPATH")])]
+            # A new engine compiles nothing again.
+            environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": os.pathsep.join(paths)}
+            config["warm_up"] = False
+        options = {"backend": self.backend, "backend-config": json.dumps(config), "snapshot-every-steps": "3"}
+        return LocalServer(folder, str(self.model), options, environment)
 
 
-def options(deterministic: bool) -> dict[str, str]:
-    backend = {"deterministic": deterministic, "max_lora_rank": 8, "max_context_length": 64}
-    return {"backend-config": json.dumps(backend), "snapshot-every-steps": "3"}
-
-
-def disturbed(
-    folder: Path, model: Path, environment: dict[str, str], deterministic: bool, kills: list[str], seed: int
-) -> Outcome:
+def disturbed(folder: Path, setting: Setting, kills: list[str], seed: int) -> Outcome:
     """The clients on a server whose processes are killed, one after the other."""
     points = folder.with_name("crash")
     points.mkdir(parents=True)
-    environment = {**environment, "SKYRL_CRASH_POINTS": str(points)}
-    with LocalServer(folder, str(model), options(deterministic), environment) as server:
-        run = Run(server, exact=deterministic)
+    with setting.server(folder, SKYRL_CRASH_POINTS=str(points)) as server:
+        run = Run(server, exact=setting.deterministic)
         killer = Killer(server, run.diary, points, random.Random(seed))
         run.start()
         try:
@@ -76,12 +80,10 @@ def disturbed(
     return Outcome(run.diary, server.folder)
 
 
-def undisturbed(
-    folder: Path, model: Path, environment: dict[str, str], deterministic: bool, rounds: dict[str, int]
-) -> Outcome:
+def undisturbed(folder: Path, setting: Setting, rounds: dict[str, int]) -> Outcome:
     """The clients on a server of their own, for so many rounds each."""
-    with LocalServer(folder, str(model), options(deterministic), environment) as server:
-        run = Run(server, deterministic, rounds)
+    with setting.server(folder) as server:
+        run = Run(server, setting.deterministic, rounds)
         run.start()
         run.join(FINISH_S + sum(rounds.values()))
     return Outcome(run.diary, folder)
@@ -115,13 +117,11 @@ def _outcomes(folder: Path, model: str) -> list[tuple[str, str]]:
     return [(kind, status) for _, kind, status, _ in left_behind.requests(folder)[model]]
 
 
-def check_kills(
-    folder: Path, model: Path, environment: dict[str, str], deterministic: bool, kills: list[str], seed: int
-) -> None:
+def check_kills(folder: Path, setting: Setting, kills: list[str], seed: int) -> None:
     """A disturbed run and an undisturbed one of as many rounds see the same."""
-    outcome = disturbed(folder / "disturbed", model, environment, deterministic, kills, seed)
-    reference = undisturbed(folder / "undisturbed", model, environment, deterministic, outcome.diary.rounds)
-    check_same(outcome, reference, 0 if deterministic else ROUNDING)
+    outcome = disturbed(folder / "disturbed", setting, kills, seed)
+    reference = undisturbed(folder / "undisturbed", setting, outcome.diary.rounds)
+    check_same(outcome, reference, 0 if setting.deterministic else ROUNDING)
 
 
 def plan(chance: random.Random, points: Sequence[str], others: int) -> list[str]:
@@ -132,36 +132,44 @@ def plan(chance: random.Random, points: Sequence[str], others: int) -> list[str]
 
 
 POINTS = sorted(name for name in CRASH_POINTS if name.startswith(("api: ", "engine: ", "storage: ")))
+OF_ENGINE = ["hang", "engine: optimizer step computed, not kept", "engine", "engine: quantum done, result not sent"]
+"""Kills of the engine alone."""
 
 
-@pytest.mark.timeout(900)
-def test_kills_everywhere_change_nothing_bit_for_bit(tmp_path, tiny_model, environment):
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("backend", ["jax", pytest.param("skyrl_train", marks=pytest.mark.slow)])
+def test_kills_everywhere_change_nothing_bit_for_bit(tmp_path, tiny_model, backend):
     """Each kind of kill, and each third of the named points, on two servers side by side: mostly, one waits."""
-    kills = [plan(random.Random(1), PROCESSES, 0), plan(random.Random(2), POINTS[::3], 0)]
-    with ThreadPoolExecutor(len(kills)) as pool:
+    plans = [plan(random.Random(1), PROCESSES, 0), plan(random.Random(2), POINTS[::3], 0)]
+    with ThreadPoolExecutor(len(plans)) as pool:
         runs = [
-            pool.submit(check_kills, tmp_path / str(seed), tiny_model, environment, True, some, seed)
-            for seed, some in enumerate(kills)
+            pool.submit(check_kills, tmp_path / str(seed), Setting(backend, tiny_model), kills, seed)
+            for seed, kills in enumerate(plans)
         ]
         for run in runs:
             run.result()
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kills", [["engine"], OF_ENGINE], ids=["once", "again and again"])
+def test_kills_of_a_torch_engine_change_nothing_bit_for_bit(tmp_path, tiny_model, kills):
+    check_kills(tmp_path, Setting("skyrl_train", tiny_model), kills, seed=0)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_kills_change_nothing_beyond_rounding_where_work_is_batched(tmp_path, tiny_model, environment):
-    check_kills(tmp_path, tiny_model, environment, False, list(PROCESSES), seed=2)
+def test_kills_change_nothing_beyond_rounding_where_work_is_batched(tmp_path, tiny_model):
+    check_kills(tmp_path, Setting("jax", tiny_model, deterministic=False), list(PROCESSES), seed=2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("deterministic", "share"), [(True, 3), (False, 1)])
-def test_hundreds_of_kills_change_nothing(tmp_path, tiny_model, environment, deterministic, share):
+def test_hundreds_of_kills_change_nothing(tmp_path, tiny_model, deterministic, share):
     """`FAULTS_SEED` repeats a run's plan, `FAULTS_KILLS` makes it longer."""
     seed = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
     print(f"FAULTS_SEED={seed}")
     count = int(os.environ.get("FAULTS_KILLS", "200")) * share // 4
     points = POINTS * max(1, count // (2 * len(POINTS)))
-    check_kills(
-        tmp_path, tiny_model, environment, deterministic, plan(random.Random(seed), points, count - len(points)), seed
-    )
+    kills = plan(random.Random(seed), points, count - len(points))
+    check_kills(tmp_path, Setting("jax", tiny_model, deterministic), kills, seed)

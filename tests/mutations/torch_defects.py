@@ -131,4 +131,13 @@ TORCH_DEFECTS = [
         [Edit(TORCH + "training/passes.py", 'PG_LOSS: terms["policy"]', "PG_LOSS: sum(terms.values())")],
         [NAMES + "test_terms_of_an_objective_are_those_of_its_formula"],
     ),
+    Defect(
+        "T13",
+        "weights are read of a model that no adapter can be on",
+        [Edit(TORCH + "base_model/loading.py", "    check_linear(skeleton(folder, device, options), folder)\n", "")],
+        [
+            "tests/backends/test_torch_loading.py::"
+            "test_a_model_without_linear_maps_is_refused_by_name_before_weights_are_read[False-load]"
+        ],
+    ),
 ]

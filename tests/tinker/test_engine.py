@@ -50,6 +50,7 @@ from skyrl.types import (
     SamplingParams,
     SaveOutput,
 )
+from tests.backends.torch_models import make_model
 from tests.fakes import POISON, FakeBackend, FakeConfig
 from tests.waiting import BOUND_S
 
@@ -346,6 +347,13 @@ def test_a_backend_can_be_named_by_module_and_attribute():
 def test_a_bad_backend_or_option_is_refused_by_name(options, message):
     with pytest.raises(RequestError, match=message):
         opened(base_model="x", **options)
+
+
+def test_a_base_model_without_linear_maps_is_refused_before_its_weights_are_read(tmp_path):
+    model = make_model(tmp_path, "gpt2")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(RequestError, match=r"decoder blocks of GPT2LMHeadModel have no nn\.Linear"):
+        opened(base_model=str(model), backend="skyrl_train")
 
 
 def test_a_model_that_cannot_be_loaded_is_reported_in_one_line(config):

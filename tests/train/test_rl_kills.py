@@ -95,6 +95,7 @@ def command(kind: str, strategy: str, data: Path, model: Path, folder: Path) -> 
     [
         pytest.param("grpo", TWICE, "fsdp2", id="grpo, twice"),
         pytest.param("grpo beside", WHILE_WRITING, "fsdp2", id="grpo, while checkpoints are written"),
+        pytest.param("ppo", TWICE, "fsdp2", id="ppo on torch, twice"),
         pytest.param("sft", TWICE, "jax", id="sft, twice"),
         pytest.param("grpo", [TAKEN], "jax", id="grpo on JAX, once", marks=pytest.mark.slow),
         pytest.param(

@@ -68,6 +68,15 @@ def test_a_model_that_jax_does_not_have_is_fine_tuned_and_its_export_is_one_of_t
         asyncio.run(train_sft(SFTConfig.from_cli_overrides(["strategy=jax", *given]).resolve()))
 
 
+def test_a_model_without_linear_maps_is_refused_before_its_weights_are_read(tmp_path):
+    model = make_model(tmp_path / "gpt2", "gpt2")
+    (model / "model.safetensors").unlink()
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1]}))
+    given = [f"model.path={model}", f"train_datasets=[{tmp_path}/rows.jsonl]", "batch_size=1"]
+    with pytest.raises(ConfigError, match=r"decoder blocks of GPT2LMHeadModel have no nn\.Linear"):
+        asyncio.run(train_sft(SFTConfig.from_cli_overrides(["strategy=fsdp2", *given]).resolve()))
+
+
 def test_fields_of_adapters_and_of_the_models_configuration_reach_the_workers(rows, tiny_model, tmp_path):
     lora = [
         f"policy.model.lora.{one}"

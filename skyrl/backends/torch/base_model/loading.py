@@ -35,6 +35,7 @@ def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:
     """A model with all its weights as they are to be on a device, where random ones are already."""
     from transformers import AutoModelForCausalLM
 
+    check_linear(skeleton(folder, device, options), folder)
     config, dtype = _settings(folder, device, options)
     model: Any
     try:
@@ -56,6 +57,7 @@ def load_by_layers(folder: Path, device: torch.device, options: LoadOptions) -> 
     """
     if not options.random_weights:
         model = skeleton(folder, device, options)
+        check_linear(model, folder)
         files = WeightFiles(folder, model)
         if files.fit:
             files.fill_buffers()
@@ -77,15 +79,38 @@ def skeleton(folder: Path, device: torch.device, options: LoadOptions) -> Any:
     return model.eval()
 
 
+def check_linear(model: Any, folder: Path) -> None:
+    """Raise `RequestError` for a model that has no linear map in its layers. Its skeleton is enough."""
+    layers = _layers(model) or [model.base_model]
+    modules = [(name.rpartition(".")[2], module) for layer in layers for name, module in layer.named_modules()]
+    if any(isinstance(module, nn.Linear) for _, module in modules):
+        return
+    others = {
+        name: f"{name} is {type(module).__name__}"
+        for name, module in modules
+        if any(weight.dim() == 2 for weight in module.parameters(recurse=False))
+    }
+    raise RequestError(
+        f"base_model={folder}: the decoder blocks of {type(model).__name__} have no nn.Linear "
+        f"({', '.join(others.values()) or 'nor another matrix'}), so no adapter can be on them; use a model whose "
+        "blocks have"
+    )
+
+
 def layers_of(model: Any, folder: Path) -> Sequence[nn.Module]:
     """Modules that are gathered one at a time where weights are shared. Raises `RequestError` if there are none."""
-    count = int(model.config.num_hidden_layers)
-    for module in model.base_model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
+    if layers := _layers(model):
+        return layers
     raise RequestError(
         f"base_model={folder}: {model.config.model_type} has no list of layers to shard; leave fsdp_size at 1"
     )
+
+
+def _layers(model: Any) -> Sequence[nn.Module]:
+    """Decoder blocks of a model; none where it has no list of them."""
+    count = int(model.config.num_hidden_layers)
+    lists = (module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
+    return next((list(module) for module in lists if len(module) == count), [])
 
 
 class WeightFiles:
