@@ -33,7 +33,7 @@ NUMBERS = (
 """Of those files, one test of each kind."""
 BACKEND_TESTS = (
     "tests/backends/test_memory.py",
-    "tests/backends/test_contract.py",
+    "tests/conformance",
     "tests/backends/test_jax_backend.py",
     "tests/backends/test_jax_tenants.py",
     "tests/backends/test_defaults.py",

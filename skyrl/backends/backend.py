@@ -7,7 +7,7 @@ different models, and samples, interleave. The documented synchronous methods (`
 member that the engine, the trainers and the contract tests use.
 
 To add a backend, subclass `skyrl.backends.executor.Executor`, which implements the primitives from a few hooks
-(`docs/add-a-backend.md`); `tests/backends/test_contract.py` says what is missing.
+(`docs/add-a-backend.md`); the kit in `tests/conformance` says what is missing.
 """
 
 from abc import ABC, abstractmethod

@@ -14,7 +14,7 @@ from skyrl.backends.executor.phases import Phases
 from skyrl.errors import BackendLost
 from skyrl.types import LoraConfig
 from tests.backends.clock import Clock, sleeps
-from tests.backends.test_contract import a_pass, a_sample, a_step
+from tests.conformance.operations import a_pass, a_sample, a_step
 from tests.fakes import FakeBackend, FakeConfig
 from tests.remote import RemoteBackend
 from tests.remote_worker import RemoteConfig

@@ -19,7 +19,7 @@ from skyrl.errors import BackendLost
 from skyrl.types import ErrorResponse, ForwardBackwardOutput, LoraConfig, SampleOutput, SamplingParams, SaveOutput
 from tests import waiting
 from tests.backends.clock import Clock, sleeps
-from tests.backends.test_contract import (
+from tests.conformance.operations import (
     a_pass,
     a_revival,
     a_sample,

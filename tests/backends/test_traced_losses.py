@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from test_contract import open_jax, open_torch, open_torch_processes
 
 import driver
 from driver import clear, create, finish, forward_backward, load, new_id, random_datum, save
@@ -13,13 +12,14 @@ from skyrl.algorithms.checks.traced import check_traced_data
 from skyrl.backends.backend import ForwardBackward, OptimStep
 from skyrl.types import Datum, DimuonParams, ErrorResponse, ForwardBackwardOutput, OptimStepOutput
 from tests.algorithms.traced_losses import OF_TARGETS, OF_TOKENS, data_for, masked_mean, torch_result, trace
+from tests.conformance.openers import open_jax, open_torch, open_torch_processes
 
 DIMUON = DimuonParams(learning_rate=0.02)
 
 
 @pytest.fixture(scope="module", params=[open_jax, open_torch], ids=["jax", "torch"])
-def shared(request, tmp_path_factory):
-    backend = request.param(tmp_path_factory.mktemp("model") / "tiny")
+def shared(request, tiny_model):
+    backend = request.param(tiny_model)
     yield backend
     backend.close()
 
@@ -140,8 +140,8 @@ def test_dimuon_steps_are_orthogonal_and_go_on_from_a_checkpoint(backend, tmp_pa
 
 
 @pytest.mark.slow
-def test_dimuon_steps_are_orthogonal_on_two_workers(tmp_path):
-    backend = open_torch_processes(tmp_path / "model")
+def test_dimuon_steps_are_orthogonal_on_two_workers(tiny_model, tmp_path):
+    backend = open_torch_processes(tiny_model)
     check_dimuon(backend, tmp_path)
     backend.close()
 

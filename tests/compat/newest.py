@@ -20,7 +20,7 @@ UNTESTED = 77
 """As automake's tests say that they were skipped."""
 TESTS = (
     # The contract of backends, and of one in other processes.
-    "tests/backends/test_contract.py",
+    "tests/conformance",
     "tests/backends/test_remote.py",
     # Parity with transformers, PEFT, torch and NumPy.
     "tests/algorithms/test_losses.py",

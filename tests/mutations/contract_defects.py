@@ -11,7 +11,7 @@ PROGRAMS = "skyrl/backends/jax/sampling/programs.py"
 REST = "tests/backends/test_rest.py::"
 SAMPLING = "skyrl/tx/sampling.py"
 SEQUENCES = "skyrl/backends/common/sampling/sequences.py"
-CONTRACT = "tests/backends/test_contract.py::"
+SAMPLES = "tests/conformance/test_samples.py::"
 VERSIONS = "skyrl/backends/common/versions.py"
 OPTIONS = "tests/backends/test_sampler_options.py::"
 
@@ -20,7 +20,7 @@ CONTRACT_DEFECTS = [
         "K1.1",
         "a sampling option that the backend does not serve is left out without a word",
         [Edit(CHECK, "if name not in facts.sampling_options:", "if False:")],
-        [CONTRACT + "test_a_sampling_option_is_served_or_refused_by_its_name[fake-min_p]"],
+        [SAMPLES + "test_a_sampling_option_is_served_or_refused_by_its_name[fake-min_p]"],
     ),
     Defect(
         "K1.2",

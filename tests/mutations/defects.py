@@ -286,7 +286,7 @@ DEFECTS = [
             )
         ],
         [
-            "tests/backends/test_contract.py::"
+            "tests/conformance/test_saved_state.py::"
             "test_a_model_revived_from_its_snapshot_elsewhere_goes_on_bit_for_bit[jax-with pending gradients]"
         ],
     ),

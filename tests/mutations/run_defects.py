@@ -31,7 +31,7 @@ RUN_DEFECTS = [
         "T3.1",
         "a version is dropped under the samples that wait for it",
         [Edit(VERSIONS, "if version in self._claims and version in {", "if False and version in {")],
-        ["tests/backends/test_contract.py::test_samples_that_wait_are_drawn_from_the_version_that_they_asked_for"],
+        ["tests/conformance/test_versions.py::test_samples_that_wait_are_drawn_from_the_version_that_they_asked_for"],
     ),
     Defect(
         "T3.2",

@@ -1,0 +1,83 @@
+"""Backends of this repository that are put through the kit, and the one that `SKYRL_CONFORMANCE` names instead.
+
+An opener takes the folder of a small Hugging Face model and returns a backend of it: adapters up to rank 8, contexts
+of at least 64 tokens, at most `ROWS` sequences sampled at once.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from skyrl.backends.backend import AbstractBackend
+from tests.conformance.__main__ import VARIABLE
+from tests.conformance.operations import ROWS
+
+Opener = Callable[[Path], AbstractBackend]
+
+SIZES = {"max_lora_rank": 8, "max_lora_adapters": 4, "max_context_length": 64, "sample_max_num_sequences": ROWS}
+
+
+def open_fake(model: Path) -> AbstractBackend:
+    from tests.fakes import FakeBackend, FakeConfig
+
+    return FakeBackend("fake", FakeConfig(rows=ROWS))
+
+
+def open_jax(model: Path) -> AbstractBackend:
+    from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+
+    return JaxBackend(str(model), JaxBackendConfig(**SIZES))
+
+
+def open_remote(model: Path) -> AbstractBackend:
+    from tests.remote import RemoteBackend
+    from tests.remote_worker import RemoteConfig
+
+    return RemoteBackend("remote", RemoteConfig(samples=ROWS, in_flight=2))
+
+
+def open_torch(model: Path, **options) -> AbstractBackend:
+    from skyrl.backends.torch import TorchBackend, TorchBackendConfig
+
+    return TorchBackend(str(model), TorchBackendConfig(**SIZES, **options))
+
+
+def open_torch_processes(model: Path) -> AbstractBackend:
+    return open_torch(model, workers="processes", num_workers=2)
+
+
+def open_torch_sharded(model: Path) -> AbstractBackend:
+    return open_torch(model, workers="processes", num_workers=2, fsdp_size=2)
+
+
+def open_torch_ray(model: Path) -> AbstractBackend:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", tempfile.mkdtemp())  # where Ray leaves a token
+        patch.delenv("RAY_ADDRESS", raising=False)
+        return open_torch(model, workers="ray", num_workers=2, ray_resources={"CPU": 0.25})
+
+
+OURS = [open_fake, open_jax, open_remote, open_torch, open_torch_sharded]
+SLOW = [open_torch_processes, open_torch_ray]
+
+
+def openers() -> list:
+    """Parameters of the kit."""
+    if named := os.environ.get(VARIABLE):
+        return [opener_of(named)]
+    return [*OURS, *(pytest.param(opener, marks=pytest.mark.slow) for opener in SLOW)]
+
+
+def opener_of(named: str) -> Opener:
+    """Import `module:function`. Raises pytest's UsageError if there is none."""
+    module, _, name = named.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise pytest.UsageError(
+            f"{VARIABLE}={named}: {error}; name a function as my_package.my_module:open_backend"
+        ) from error
