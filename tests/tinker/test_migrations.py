@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,6 +117,7 @@ def first_state(engine: Engine, tmp_path: Path) -> Path:
                 "status": "done",
                 "result": b'{"a":1}',
                 "result_type": "application/json",
+                "finished_at": time.time(),  # older results are deleted, as soon as the server starts
             },
             {"request_id": "optim_step-2", "seq_id": 2, "status": "pending"},
         ],
