@@ -383,7 +383,7 @@ class BackendInfo:
         """Raise `RequestError` for a base model that is trained only."""
         if not self.samples:
             raise RequestError(
-                f"base_model={self.base_model}: {self.architecture} is trained here and not sampled, as not all of its "
-                "layers have attention of transformers' interface with a plain cache of keys and values; save the "
-                "weights, and sample them elsewhere"
+                f"base_model={self.base_model}: {self.architecture} is trained here and not sampled, as it needs more "
+                "of earlier tokens than a plain cache of keys and values (attention of transformers' interface in all "
+                "layers, and no other state); save the weights, and sample them elsewhere"
             )

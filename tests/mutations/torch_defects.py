@@ -182,4 +182,10 @@ TORCH_DEFECTS = [
             "test_a_backend_that_only_trains_refuses_samples_in_a_line_that_names_the_model"
         ],
     ),
+    Defect(
+        "T17",
+        "a model is sampled without the state that it keeps beside keys and values",
+        [Edit(TORCH + "base_model/model.py", "if self._by_itself or not self.packs:", "if self._by_itself:")],
+        ["tests/backends/test_torch_unsampled.py::test_samples_are_refused_with_the_models_name[falcon_h1]"],
+    ),
 ]

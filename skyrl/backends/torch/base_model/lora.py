@@ -71,7 +71,7 @@ class Layout:
 def targets_of(model: nn.Module, unembedding: str) -> list[Target]:
     """Linear maps of a model, in the order of its modules; `unembedding` is the vocabulary projection's name.
 
-    Left out are those on which an adapter would change nothing, or nothing with some kernels; PEFT refuses them too.
+    Left out are those on which an adapter would change nothing, at least with some kernels.
     """
     uncalled = READ_UNCALLED if getattr(model.config, "model_type", None) in STATE_SPACE else frozenset()
     targets = []

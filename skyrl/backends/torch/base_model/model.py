@@ -1,8 +1,8 @@
 """A causal language model of transformers as workers compute with it: hidden states, logits, adapters, own weights.
 
-Any architecture is trained whose logits are its vocabulary projection's, perhaps scaled. Sequences of a row are kept
-apart, and sampled, where its attention goes through transformers' interface with keys and values of every layer; others
-compute by themselves, a sequence at a time. All of this is tried on loading, against the model's own forward pass.
+Any architecture is trained whose logits are its vocabulary projection's, perhaps scaled. Sequences share a row, and are
+sampled, where tokens meet in attention of transformers' interface alone; others are computed one at a time, and trained
+only. All of this is tried on loading, against the model's own forward pass.
 """
 
 import logging
@@ -58,7 +58,7 @@ class LoadedModel:
     """
 
     packs: bool
-    """True if several sequences may be in one row."""
+    """True if several sequences may be in one row, as tokens meet in the attention here and nowhere else."""
     cache_shapes: tuple[tuple[int, int, int], ...]
     """(key heads, key width, value width) of each layer on this rank; empty for a model that is not sampled."""
 
@@ -178,8 +178,8 @@ class LoadedModel:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _cache_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """Those of all layers, or none if a layer has no keys and values here."""
-        if self._by_itself:
+        """Those of all layers; none if keys and values here are not all that a token needs of those before it."""
+        if self._by_itself or not self.packs:
             return ()
         self.attention.recorded = recorded = {}
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
