@@ -3,7 +3,7 @@
 Run: `python benchmarks/bench_torch.py`. In one process, without a server: a random tiny Qwen3, adapters of rank 32 on
 all linear layers but the vocabulary projection, float32. What is compared is run in turn, and the ratio is
 that of the medians. With `--ray`: two workers as Ray actors beside two local processes, and the driver's share
-of a processor. Prints one JSON line per case.
+of a processor. With `--beside-jax`: torch and JAX, each in a process of its own. Prints one JSON line per case.
 """
 
 import argparse
@@ -12,6 +12,8 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,14 +30,22 @@ from skyrl.types import AdamParams, Datum, LoraConfig, SamplingParams
 NUMBERS = itertools.count()
 ADAM = AdamParams(learning_rate=1e-4)
 NEW, PROMPT, ROWS = 64, 64, 32
+EVEN = [(PROMPT, NEW)] * ROWS
+"""Tokens of each prompt, and of what follows it."""
+MIXED = [(int(prompt), int(new)) for prompt, new in np.random.default_rng(1).integers((16, 8), (129, 129), (ROWS, 2))]
 
 
 class Ours:
-    """A backend with models that train and versions that are sampled."""
+    """A backend, torch or jax, with models that train and versions that are sampled."""
 
-    def __init__(self, folder: Path, models: int, **options):
-        config = TorchBackendConfig(max_lora_rank=RANK, sample_max_num_sequences=ROWS, **options)
-        self.backend = TorchBackend(str(folder), config)
+    def __init__(self, folder: Path, models: int, kind: str = "torch", **options):
+        sizes = {"max_lora_rank": RANK, "sample_max_num_sequences": ROWS, **options}
+        if kind == "torch":
+            self.backend = TorchBackend(str(folder), TorchBackendConfig(**sizes))
+        else:
+            from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+
+            self.backend = JaxBackend(str(folder), JaxBackendConfig(**sizes))
         for number in range(models):
             config = LoraConfig(rank=RANK, seed=number, train_unembed=False)  # as PEFT
             self.run(CreateModel(request_id=_name(), model_id=str(number), lora_config=config))
@@ -64,11 +74,19 @@ class Ours:
             ]
         self.run(*operations)
 
-    def sample(self, count: int) -> None:
-        """So many samples at once, of fresh prompts."""
-        params = SamplingParams(max_tokens=NEW, seed=0, stop=[])
-        prompts = [np.asarray(sequence(PROMPT, next(NUMBERS)), np.int32) for _ in range(count)]
-        self.run(*(Sample(request_id=_name(), version="0", prompt=x, params=params, num_samples=1) for x in prompts))
+    def sample(self, sizes: list[tuple[int, int]]) -> None:
+        """Samples of fresh prompts at once: tokens of each prompt, and of what follows it."""
+        self.run(
+            *(
+                Sample(
+                    request_id=_name(),
+                    version="0",
+                    prompt=np.asarray(sequence(prompt, next(NUMBERS)), np.int32),
+                    params=SamplingParams(max_tokens=new, seed=0, stop=[]),
+                )
+                for prompt, new in sizes
+            )
+        )
 
 
 class Plain:
@@ -102,16 +120,64 @@ class Plain:
         self.optimizer.zero_grad()
 
     @torch.no_grad()
-    def sample(self, count: int) -> None:
-        """One batch of equal prompts by `generate`, which is what is fastest without a server."""
-        prompts = torch.tensor([sequence(PROMPT, next(NUMBERS)) for _ in range(count)])
+    def sample(self, sizes: list[tuple[int, int]]) -> None:
+        """One batch by `generate`: prompts are padded on the left, and all go on for as long as the longest."""
+        longest, new = (max(numbers) for numbers in zip(*sizes, strict=True))
+        prompts = torch.zeros(len(sizes), longest, dtype=torch.int64)
+        mask = torch.zeros_like(prompts)
+        for row, (length, _) in enumerate(sizes):
+            prompts[row, longest - length :] = torch.tensor(sequence(length, next(NUMBERS)))
+            mask[row, longest - length :] = 1
         self.model.generate(
-            input_ids=prompts,
-            attention_mask=torch.ones_like(prompts),
-            do_sample=True,
-            max_new_tokens=NEW,
-            min_new_tokens=NEW,
+            input_ids=prompts, attention_mask=mask, do_sample=True, max_new_tokens=new, min_new_tokens=new
         )
+
+
+class Apart:
+    """`Ours` in a process of its own, which says how long a call took."""
+
+    def __init__(self, folder: Path, kind: str):
+        context = get_context("spawn")
+        self._pipe, its = context.Pipe()
+        self._process = context.Process(target=_serve, args=(its, folder, kind), daemon=True)
+        self._process.start()
+        its.close()
+
+    def seconds(self, method: str, *arguments: object) -> float:
+        """Seconds of a call."""
+        self._pipe.send((method, arguments))
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join()
+
+
+def _serve(pipe: Connection, folder: Path, kind: str) -> None:
+    ours = Ours(folder, models=1, kind=kind)
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            ours.backend.close()
+            return
+        pipe.send(timed(lambda method=method, arguments=arguments: getattr(ours, method)(*arguments)))
+
+
+def compare_backends(folder: Path) -> None:
+    """Print rates of torch, and how many times as fast as JAX it is, for the same work in turn."""
+    cases = {
+        f"{folder.name}: 16 x 256 beside JAX": (16 * 256, "train", [256] * 16),
+        f"{folder.name}: 32 samples beside JAX": (ROWS * NEW, "sample", EVEN),
+    }
+    torch_, jax_ = Apart(folder, "torch"), Apart(folder, "jax")
+    for case, (tokens, *call) in cases.items():
+        pairs = [(torch_.seconds(*call), jax_.seconds(*call)) for _ in range(7)][2:]  # JAX compiles in the first ones
+        ours, its = (statistics.median(times) for times in zip(*pairs, strict=True))
+        emit(benchmark="torch", case=case, tokens_per_s=round(tokens / ours), times_as_fast=round(its / ours, 2))
+    torch_.close()
+    jax_.close()
 
 
 def _name() -> str:
@@ -166,6 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=sorted(flops.SHAPES), default="tiny")
     parser.add_argument("--ray", action="store_true", help="compare Ray actors with local processes, and nothing else")
+    parser.add_argument("--beside-jax", action="store_true", help="compare with the JAX backend, and nothing else")
     options = parser.parse_args()
     name = options.model
     mixed = np.random.default_rng(0).integers(16, 513, 32).tolist()
@@ -174,6 +241,9 @@ def main() -> None:
         make_model(folder, arch="qwen3", **asdict(flops.SHAPES[name]), seed=0)
         if options.ray:
             compare_executors(folder)
+            return
+        if options.beside_jax:
+            compare_backends(folder)
             return
         ours, plain = Ours(folder, models=4), Plain(folder)
         even, each = [256] * 16, [256] * 64
@@ -190,12 +260,17 @@ def main() -> None:
             "32 samples at once beside one by one",
             32 * NEW,
             5.0,
-            lambda: ours.sample(32),
-            lambda: [ours.sample(1) for _ in range(32)],
+            lambda: ours.sample(EVEN),
+            lambda: [ours.sample([one]) for one in EVEN],
         )
-        compare(
-            "32 samples beside one batch of generate", 32 * NEW, 1.5, lambda: ours.sample(32), lambda: plain.sample(32)
-        )
+        for what, sizes in (("equal", EVEN), ("mixed", MIXED)):
+            compare(
+                f"32 samples of {what} lengths beside one left-padded batch of generate",
+                sum(new for _, new in sizes),
+                1.5,
+                lambda sizes=sizes: ours.sample(sizes),
+                lambda sizes=sizes: plain.sample(sizes),
+            )
         ours.backend.close()
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from skyrl.errors import RequestError
 from skyrl.utils.adapters.fitting import Features
 
 LORA_ALPHA = 32.0
@@ -373,5 +374,16 @@ class BackendInfo:
     """Parameters of the base model that a token passes through; None where its weights have no files."""
     adaptable: Mapping[str, Features] = field(default_factory=dict)
     """Linear maps that adapters may be on, by their names in Hugging Face's models. Empty: none are imported."""
+    samples: bool = True
+    """False if models are trained only: their layers cannot read earlier tokens from the backend's cache."""
     colocated: bool = False
     """True if training and sampling need devices that only one of them can use at a time, and so take turns."""
+
+    def check_samples(self) -> None:
+        """Raise `RequestError` for a base model that is trained only."""
+        if not self.samples:
+            raise RequestError(
+                f"base_model={self.base_model}: {self.architecture} is trained here and not sampled, as it needs more "
+                "of earlier tokens than a plain cache of keys and values (attention of transformers' interface in all "
+                "layers, and no other state); save the weights, and sample them elsewhere"
+            )

@@ -90,6 +90,8 @@ class FakeConfig(BaseModel):
     """Seconds that a burst of sampling takes."""
     rows: int | None = None
     """Samples that run at a time; None: all."""
+    samples: bool = True
+    """False: models are trained only."""
     die_before_ready: bool = False
     """The process dies while it loads, without a word."""
 
@@ -190,6 +192,7 @@ class FakeBackend(Executor):
             tokenizer_path="",
             active_parameters=ACTIVE_PARAMETERS,
             adaptable=ADAPTABLE,
+            samples=self.config.samples,
         )
 
     def has_model(self, model_id: str) -> bool:

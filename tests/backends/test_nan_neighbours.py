@@ -61,6 +61,7 @@ def test_training_beside_it_is_as_alone(backend):
 CONTEXTS = [64, 192, *np.random.default_rng(0).integers(65, 1000, 3).tolist()]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("context", [400, *(pytest.param(context, marks=pytest.mark.slow) for context in CONTEXTS)])
 @pytest.mark.parametrize("kind", OPENERS)
 def test_samples_and_prompt_scores_are_the_same_in_a_context_of_any_length(kind, context, tiny_model, tmp_path):

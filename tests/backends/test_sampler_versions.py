@@ -1,6 +1,5 @@
 """Published versions: frozen, apart from each other, and a cache over what is on disk."""
 
-import dataclasses
 import gc
 
 import jax
@@ -95,30 +94,6 @@ def test_a_row_that_held_nan_serves_the_next_request_as_ever(rig):
     rig.versions.publish("nan", jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), rig.adapter(0)))
     run(rig.sampler, request(PROMPT, "nan", n=4, max_tokens=3), request(PROMPT, max_tokens=40))
     assert same(sequence(rig.sampler, PROMPT, max_tokens=20), expected)
-
-
-CONTEXTS = [64, 192, *np.random.default_rng(0).integers(65, 1000, 3).tolist()]
-
-
-@pytest.mark.parametrize("context", [400, *(pytest.param(context, marks=pytest.mark.slow) for context in CONTEXTS)])
-def test_nan_weights_reach_no_neighbour_in_a_context_of_any_length(rig, context):
-    """Prompts whose padding overruns their pages leave NaN in the page that idle rows write to."""
-    pool = rig.pool()
-    pool.publish("nan", jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), rig.adapter(0)))
-    pool.publish("fine", rig.adapter(1))
-    sampler = rig.make_sampler(pool, max_context_length=context)
-    asked = [
-        request(prompt_of(length, length), version, scores=True, max_tokens=4, tenant="other")
-        for length in sorted({context - 4, context // 2, 60})
-        for version in ("fine", None)
-    ]
-    clean = run(sampler, *asked)
-    for length in {context - 4, 72 % context, 40}:
-        run(sampler, request(prompt_of(length, 1), "nan", max_tokens=2, tenant="nan"))
-    beside = run(sampler, *(dataclasses.replace(one, tenant="another") for one in asked))
-    for expected, result in zip(clean, beside, strict=True):
-        assert same(result.sequences[0], expected.sequences[0])
-        np.testing.assert_allclose(result.prompt_logprobs, expected.prompt_logprobs, atol=1e-5)
 
 
 def test_a_smaller_rank_is_padded_with_zeros(rig):

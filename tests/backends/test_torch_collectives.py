@@ -1,4 +1,4 @@
-"""Ranks that share base weights do the same collectives, whatever of which models meets in a dispatch.
+"""Ranks of a group do the same collectives, whatever of which models meets in a dispatch.
 
 One that does another, or one more, waits for ever or mixes up numbers, and on several GPUs that is hard to look into.
 Here ranks do not wait: each says what it would have done.
@@ -55,22 +55,31 @@ def folder(tmp_path_factory) -> Path:
         {"num_workers": 2},
         pytest.param({"num_workers": 3, "reshard_after_forward": False}, marks=pytest.mark.slow),
         pytest.param({"num_workers": 4, "fsdp_size": 2, "gradient_checkpointing": True}, marks=pytest.mark.slow),
+        {"num_workers": 2, "fsdp_size": 1},
+        pytest.param({"num_workers": 2, "fsdp_size": 1, "sequence_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"num_workers": 2, "fsdp_size": 1, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
     ],
-    ids=["two", "three that keep layers", "hybrid"],
+    ids=["two", "three that keep layers", "hybrid", "replicas", "sequences shared", "matrices shared"],
 )
 def backend(folder, request):
     sizes = {"max_lora_rank": 8, "max_context_length": 128, "train_tile_tokens": 32, "loss_chunk_size": 8}
     config = TorchBackendConfig(workers="processes", **{"fsdp_size": -1} | sizes | request.param)
     backend = RecordedBackend(str(folder), config)
-    for name, (lora, value_head) in MODELS.items():
+    for name, (lora, value_head) in models_of(backend).items():
         finish(backend, CreateModel(request_id=new_id(), model_id=name, lora_config=lora, value_head=value_head))
     yield backend
     backend.close()
 
 
-def some_pass(rng: np.random.Generator) -> ForwardBackward:
+def models_of(backend: RecordedBackend) -> dict[str, tuple[LoraConfig, bool]]:
+    """Those of `MODELS` that there can be: ranks that share matrices train adapters only."""
+    whole = backend.group.facts.trains_whole
+    return {name: model for name, model in MODELS.items() if whole or model[0].rank > 0}
+
+
+def some_pass(rng: np.random.Generator, models: list[str]) -> ForwardBackward:
     """A pass of a model, with as many micro-batches as it happens to have."""
-    model = str(rng.choice(list(MODELS)))
+    model = str(rng.choice(models))
     data = [random_datum(int(n), int(n), vocab=VOCAB) for n in rng.integers(1, 50, rng.integers(1, 6))]
     loss_fn: object = rng.choice(["cross_entropy", "entropy", "fails"])
     loss_fn = {"entropy": ForwardOnly(("logprobs", "entropy")), "fails": Fails(("logprobs",))}.get(
@@ -95,9 +104,10 @@ def test_ranks_do_the_same_collectives_in_any_plan(backend, plans):
     rng = np.random.default_rng(plans)
     told = backend.group.told
     told.clear()
+    facts, models = backend.group.facts, list(models_of(backend))
     seen = mixed = idle = failed = 0
     while seen < plans:
-        passes = [some_pass(rng) for _ in range(rng.integers(1, 6))]
+        passes = [some_pass(rng, models) for _ in range(rng.integers(1, 6))]
         results = finish_all(backend, passes)
         failed += sum(isinstance(result, ErrorResponse) for result in results.values())
         stepped = sorted({x.model_id for x in passes if not x.forward_only})
@@ -107,9 +117,34 @@ def test_ranks_do_the_same_collectives_in_any_plan(backend, plans):
             assert all(each == collectives[0] for each in collectives), plans_of
             tiles = [command for plan in plans_of for command in plan if command[0] == "tile"]
             if tiles:
-                assert len(tiles) == backend.group.world and collectives[0], plans_of
+                meets = facts.is_sharded or facts.tile_ranks > 1
+                assert bool(collectives[0]) == meets and (not meets or len(tiles) == len(plans_of)), plans_of
                 seen += 1
                 mixed += len({command[1:4] for command in tiles}) > 1
                 idle += any(command[-1] is True for command in tiles)
         told.clear()
-    assert min(mixed, idle, failed) > plans // 20  # it is what the test is about
+    several = [mixed, idle] if facts.is_sharded else [mixed] if facts.tile_ranks == 1 else []
+    assert min(*several, failed) > plans // 20  # it is what the test is about
+
+
+@pytest.mark.parametrize("model", ["all", "attn", "critic"])
+def test_gradients_of_adapters_are_added_up_once_for_all_passes_of_a_step(backend, model):
+    """Micro-batches move base weights and activations at most."""
+    told = backend.group.told
+    told.clear()
+    loss_fn: object = "cross_entropy"
+    data = [random_datum(length, length, vocab=VOCAB) for length in (30, 20, 31, 9)]
+    if model == "critic":
+        loss_fn = ValueObjective(value_clip=None)
+        data = [Datum(x.tokens, x.loss_fn_inputs | {"returns": np.ones(len(x.tokens), np.float32)}) for x in data]
+    for _ in range(2):
+        finish(backend, ForwardBackward(request_id=new_id(), model_id=model, data=data, loss_fn=loss_fn))
+    size = backend._models.peek(model).weights.size
+    moved = [sizes for dispatch in told for _, collectives in dispatch for _, sizes in collectives]
+    assert not any(size in sizes for sizes in moved)
+    told.clear()
+    finish(backend, stepping(model))
+    (plan, collectives), *_ = told[-1]
+    assert [command[0] for command in plan] == ["step"], plan
+    assert [name for name, _ in collectives] == ["c10d.allreduce_.default", "c10d.allgather_.default"]
+    assert collectives[0][1] == (size,)

@@ -1,5 +1,6 @@
 """Workers of the torch backend: passes and steps of every architecture are those of transformers, PEFT and torch."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
-from torch_models import CONFIGS, VOCAB, make_model
+from torch_models import CONFIGS, UNSAMPLED, VOCAB, make_model
 
 import oracle
 from skyrl.algorithms.objective import ForwardOnly
@@ -16,7 +17,6 @@ from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.packing import TileShape, make_tiles
 from skyrl.backends.torch.base_model.loading import LoadOptions
 from skyrl.backends.torch.workers.worker import Worker, WorkerOptions
-from skyrl.errors import RequestError
 from skyrl.types import AdamParams, Datum, LoraConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")]
@@ -27,7 +27,7 @@ SMALL = TileShape(32)
 LENGTHS = (5, 9, 20, 31, 1)
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
+@pytest.fixture(scope="module", params=sorted(CONFIGS | UNSAMPLED))
 def folder(request, tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -59,10 +59,15 @@ def trained(worker: Worker, kind: Kind, handle: int = 1) -> dict[str, torch.Tens
     return layout.views(torch.tensor(worker.get(handle, layout.size, "replicated")))
 
 
+def fitting(worker: Worker, shape: TileShape) -> TileShape:
+    """Size of tiles that a worker can compute, with a sequence each if it has to be."""
+    return shape if worker.model.packs else replace(shape, sequences=1)
+
+
 def a_pass(worker: Worker, data: list[Datum], kind: Kind, sums: int | None = 9, shape=SMALL):
     """Losses of each datum, gradients in the buffer `sums`."""
     losses = {}
-    for tile in make_tiles(data, "cross_entropy", {}, shape):
+    for tile in make_tiles(data, "cross_entropy", {}, fitting(worker, shape)):
         (output,) = worker.execute([("tile", kind, 1, sums, tile.arrays, None)])
         if isinstance(output, Exception):
             raise output
@@ -146,14 +151,14 @@ def test_entropies_at_a_temperature_are_those_of_the_distribution(folder, worker
     for datum in data:
         datum.loss_fn_inputs["temperature"] = np.full(len(datum.tokens), 0.7, np.float32)
     objective = ForwardOnly(("logprobs", "entropy"))
-    (tile,) = make_tiles(data, objective, {}, TileShape(256))
-    (output,) = worker.execute([("tile", KIND, None, None, tile.arrays, objective)])
     model = oracle.load(folder)
-    for place in tile.placements:
-        rows = torch.log_softmax(oracle.logits(model, data[place.datum].tokens.tolist()).double() / 0.7, -1)
-        wanted = -(rows.exp() * rows).sum(-1).detach().numpy()
-        cells = slice(place.start, place.start + place.length)
-        np.testing.assert_allclose(output.scores["entropy"][cells], wanted, rtol=1e-4, atol=1e-4)
+    for tile in make_tiles(data, objective, {}, fitting(worker, TileShape(256))):
+        (output,) = worker.execute([("tile", KIND, None, None, tile.arrays, objective)])
+        for place in tile.placements:
+            rows = torch.log_softmax(oracle.logits(model, data[place.datum].tokens.tolist()).double() / 0.7, -1)
+            wanted = -(rows.exp() * rows).sum(-1).detach().numpy()
+            cells = slice(place.start, place.start + place.length)
+            np.testing.assert_allclose(output.scores["entropy"][cells], wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_steps_are_those_of_torchs_adamw(worker):
@@ -185,7 +190,7 @@ def test_a_failed_tile_leaves_the_sums_of_its_pass(worker, data):
     a_pass(worker, data, KIND)
     size = worker.model.layout(KIND).size
     before = worker.get(9, size, "partial")
-    (tile,) = make_tiles(data, "cross_entropy", {}, TileShape(256))
+    tile = next(make_tiles(data, "cross_entropy", {}, fitting(worker, TileShape(256))))
     broken = tile.arrays._replace(tokens=np.full_like(tile.arrays.tokens, VOCAB + 1))
     (failure,) = worker.execute([("tile", KIND, 1, 9, broken, None)])
     assert isinstance(failure, Exception)
@@ -193,10 +198,6 @@ def test_a_failed_tile_leaves_the_sums_of_its_pass(worker, data):
     worker.free(9)
 
 
-def test_a_model_whose_layers_are_no_attention_is_refused(tmp_path):
-    import transformers
-
-    config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(RequestError, match="mamba is not served by torch"):
-        Worker(WorkerOptions(tmp_path, LoadOptions(), loss_chunk_size=0))
+def test_models_of_other_attention_are_trained_one_sequence_at_a_time_and_not_sampled(worker):
+    facts, usual = worker.facts(), worker.model.config.model_type in CONFIGS
+    assert (facts.packs, bool(facts.cache_shapes)) == (usual, usual)

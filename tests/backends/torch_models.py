@@ -17,7 +17,9 @@ SIZES = {
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
 }
+UNROTATED = {"vocab_size": VOCAB, "initializer_range": 0.2}
 GROUPED = {**SIZES, "num_key_value_heads": 2}
+STATES = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
 
 CONFIGS = {
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES),
@@ -31,6 +33,12 @@ CONFIGS = {
 }
 """By model type: fused qkv, partial rotation and biases, norms after, windows and soft caps, scaled logits, tied,
 biases of qkv, rotations and windows by layer."""
+UNSAMPLED = {
+    "bloom": lambda: transformers.BloomConfig(**UNROTATED, hidden_size=32, n_layer=2, n_head=4),
+    "falcon_h1": lambda: transformers.FalconH1Config(**GROUPED, **STATES, head_dim=8),
+    "mamba": lambda: transformers.MambaConfig(**UNROTATED, hidden_size=32, num_hidden_layers=2),
+}
+"""By model type: attention of its own, with biases for distances; a state beside attention; no attention."""
 REFUSED = {"gpt2": lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=None)}
 """By model type: no linear maps."""
 
@@ -43,7 +51,7 @@ def make_model(folder: Path, kind: str, **options) -> Path:
         "eos_token_id": tokenizer.token_to_id(END),
         "pad_token_id": tokenizer.token_to_id(PAD),
     }
-    config = (CONFIGS | REFUSED)[kind]()
+    config = (CONFIGS | UNSAMPLED | REFUSED)[kind]()
     config.update({**special, **options})
     with torch.random.fork_rng():
         torch.manual_seed(0)

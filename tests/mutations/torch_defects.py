@@ -140,4 +140,71 @@ TORCH_DEFECTS = [
             "test_a_model_without_linear_maps_is_refused_by_name_before_weights_are_read[False-load]"
         ],
     ),
+    Defect(
+        "T12",
+        "an adapter that is not finite is computed with in the rows of others",
+        [
+            Edit(
+                TORCH + "base_model/lora.py",
+                "finite = all(bool(x.isfinite().all()) for x in tensors.values())",
+                "finite = True",
+            )
+        ],
+        [
+            "tests/backends/test_nan_neighbours.py::"
+            "test_samples_and_prompt_scores_are_the_same_in_a_context_of_any_length[torch-400]"
+        ],
+    ),
+    Defect(
+        "T13",
+        "ranks add up gradients of an adapter after each micro-batch",
+        [
+            Edit(
+                TORCH + "workers/worker.py",
+                "                view += gradients[name]\n",
+                "                dist.all_reduce(gradients[name])\n                view += gradients[name]\n",
+            )
+        ],
+        [
+            "tests/backends/test_torch_collectives.py::"
+            "test_gradients_of_adapters_are_added_up_once_for_all_passes_of_a_step[replicas-all]"
+        ],
+    ),
+    Defect(
+        "T14",
+        "sequences that see each other are packed, where a model has attention of its own",
+        [
+            Edit(
+                TORCH + "base_model/model.py", "            return wanted, False\n", "            return wanted, True\n"
+            )
+        ],
+        [WORKER + "test_losses_and_gradients_of_packed_sequences_are_those_of_peft[bloom]"],
+    ),
+    Defect(
+        "T15",
+        "adapters are on matrices that the layers of Mamba read by themselves",
+        [
+            Edit(
+                TORCH + "base_model/lora.py",
+                'isinstance(module, nn.Linear) and name.rpartition(".")[2] not in uncalled',
+                "isinstance(module, nn.Linear)",
+            )
+        ],
+        ["tests/backends/test_torch_unsampled.py::test_peft_computes_what_the_trained_adapter_does[mamba]"],
+    ),
+    Defect(
+        "T16",
+        "the API accepts samples of a model that is trained only",
+        [Edit("skyrl/tinker/operations/sampling.py", "    service.info.check_samples()\n", "")],
+        [
+            "tests/tinker/test_api_sampling.py::"
+            "test_a_backend_that_only_trains_refuses_samples_in_a_line_that_names_the_model"
+        ],
+    ),
+    Defect(
+        "T17",
+        "a model is sampled without the state that it keeps beside keys and values",
+        [Edit(TORCH + "base_model/model.py", "if self._by_itself or not self.packs:", "if self._by_itself:")],
+        ["tests/backends/test_torch_unsampled.py::test_samples_are_refused_with_the_models_name[falcon_h1]"],
+    ),
 ]

@@ -232,6 +232,18 @@ def test_named_and_ephemeral_at_once_is_refused(server):
     assert failure["category"] == "user" and "sampling_session_seq_id" in failure["error"]
 
 
+def test_a_backend_that_only_trains_refuses_samples_in_a_line_that_names_the_model(tmp_path):
+    with LiveServer(tmp_path, backend_config={"samples": False}) as server:
+        wait_until_ready(server)
+        session, model, seq_id = trained(server)
+        path = server.result(publish(server, model, seq_id, path="a"))["path"]
+        for number, of in enumerate(({"base_model": BASE_MODEL}, {"model_path": path})):
+            sampler = server.sampler(session, number, **of)
+            failure = server.failure(server.submit_sample(sampler, 0)["request_id"])
+            assert failure["category"] == "user"
+            assert failure["error"].startswith(f"base_model={BASE_MODEL}: Fake is trained here and not sampled")
+
+
 def test_a_sample_that_waits_for_others_says_so_and_one_that_runs_does_not(tmp_path):
     options = {"burst_s": 0.005, "rows": 1, "max_context_length": 10**9}
     with LiveServer(tmp_path, backend_config=options) as server:

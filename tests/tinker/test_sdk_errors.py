@@ -1,10 +1,13 @@
 """Requests that cannot be served as sent: each fails alone, says what to change, and the client goes on."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import tinker
 
-from live import ADAM, datum, logprobs, new_trainer, sample, sequence, step, supervised
+from live import ADAM, datum, logprobs, new_trainer, sample, sequence, service, step, supervised
+from skyrl.tinker.local_server import LocalServer
 
 TOKENS = sequence(10)
 
@@ -92,7 +95,23 @@ def test_an_image_in_a_prompt_is_refused(service_client, live_server):
         sampler.sample(tinker.ModelInput(chunks=[chunk]), 1, params).result()
 
 
-def test_a_tenant_with_nan_weights_changes_nothing_for_another(service_client, live_server):
+@pytest.fixture(scope="module", params=["jax", "skyrl_train"])
+def either(request, tiny_model, tmp_path_factory) -> Iterator[LocalServer]:
+    """The live server that tests share, or one of the torch backend."""
+    if request.param == "jax":
+        yield request.getfixturevalue("live_server")
+        return
+    with LocalServer(tmp_path_factory.mktemp("torch"), str(tiny_model), {"backend": request.param}) as server:
+        yield server
+
+
+@pytest.fixture
+def client(either) -> Iterator[tinker.ServiceClient]:
+    with service(either) as client:
+        yield client
+
+
+def test_a_tenant_with_nan_weights_changes_nothing_for_another(client, either):
     data = [supervised(TOKENS)]
 
     def losses(trainer, neighbour) -> list[float]:
@@ -104,20 +123,20 @@ def test_a_tenant_with_nan_weights_changes_nothing_for_another(service_client, l
                 assert not np.isfinite(beside.result().metrics["loss:sum"])
         return found
 
-    broken = new_trainer(service_client, live_server, seed=1)
+    broken = new_trainer(client, either, seed=1)
     for _ in range(2):
         step(broken, data, tinker.AdamParams(learning_rate=3e38))
     assert not np.isfinite(logprobs(broken, TOKENS)).all()
-    together = losses(new_trainer(service_client, live_server), broken)
-    np.testing.assert_allclose(together, losses(new_trainer(service_client, live_server), None), rtol=1e-5)
+    together = losses(new_trainer(client, either), broken)
+    np.testing.assert_allclose(together, losses(new_trainer(client, either), None), rtol=1e-5)
 
 
-def test_a_sample_beside_a_nan_version_is_unchanged(service_client, live_server):
-    broken = new_trainer(service_client, live_server)
+def test_a_sample_beside_a_nan_version_is_unchanged(client, either):
+    broken = new_trainer(client, either)
     for _ in range(2):
         step(broken, [supervised(TOKENS)], tinker.AdamParams(learning_rate=3e38))
     bad = broken.save_weights_and_get_sampling_client().result()
-    base = service_client.create_sampling_client(base_model=live_server.base_model).result()
+    base = client.create_sampling_client(base_model=either.base_model).result()
     alone = sample(base, TOKENS, seed=1, stop=[]).sequences[0]
     prompt, params = tinker.ModelInput.from_ints(TOKENS), tinker.SamplingParams(max_tokens=8, seed=1, stop=[])
     futures = [sampler.sample(prompt, 1, params) for sampler in (bad, base, bad)]

@@ -43,6 +43,7 @@ def steps(trainer: tinker.TrainingClient, count: int) -> list[float]:
     return losses
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("kind", ["gpt_neox", "phi", "olmo2", "llama", "qwen2", "gemma3_text"])
 def test_an_architecture_is_trained_sampled_and_exported_as_transformers_and_peft_have_it(tmp_path, kind):
     model = make_model(tmp_path / "model", kind)

@@ -113,7 +113,10 @@ IN_SLOW_SUITE = ("grpo", "clip_cov, whole", "one step off")
         ("ppo", "fsdp2"),
         ("one step off", "fsdp2"),
         pytest.param("clip_cov, whole", "fsdp2", marks=pytest.mark.slow),
-        pytest.param("ppo", "fsdp2 on two workers", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, "fsdp2 on two workers", marks=pytest.mark.slow)
+            for name in ("grpo", "ppo", "one step off")
+        ),
     ],
 )
 def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(data, tiny_model, tmp_path, algorithm, strategy):
@@ -147,9 +150,14 @@ def test_one_step_off_rollouts_are_one_step_old(data, tiny_model):
 
 
 @pytest.mark.parametrize(
-    "policy", ["block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("drop", "mask"))]
+    ("policy", "strategy"),
+    [
+        ("block", "fsdp2"),
+        *(pytest.param(name, "fsdp2", marks=pytest.mark.slow) for name in ("drop", "mask")),
+        pytest.param("block", "fsdp2 on two workers", marks=pytest.mark.slow),
+    ],
 )
-def test_rollouts_beside_training_are_as_old_as_they_may_be(data, tiny_model, policy):
+def test_rollouts_beside_training_are_as_old_as_they_may_be(data, tiny_model, policy, strategy):
     config = configured(
         data,
         tiny_model,
@@ -160,6 +168,7 @@ def test_rollouts_beside_training_are_as_old_as_they_may_be(data, tiny_model, po
         f"trainer.fully_async.staleness_policy={policy}",
         "trainer.epochs=2",
         "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+        strategy=strategy,
     )
     reports = run(config)
     ages = [metrics["async/staleness_max"] for step, metrics in reports if step > 0]

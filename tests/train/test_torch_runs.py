@@ -13,6 +13,7 @@ from skyrl.errors import ConfigError
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
 from skyrl.train.rl.run import train_rl
 from skyrl.train.sft.run import train_sft
+from skyrl.train.strategy.registry import find_strategy
 from skyrl.train.tracking.tracker import read_metrics
 from tests.backends.torch_models import make_model
 
@@ -54,8 +55,9 @@ def test_the_documented_defaults_train_all_weights_without_a_gpu(rows, tiny_mode
     assert "device cpu, base weights in float32" in said
 
 
-def test_a_model_that_jax_does_not_have_is_fine_tuned_and_its_export_is_one_of_transformers(tmp_path):
-    model = make_model(tmp_path / "neox", "gpt_neox")
+@pytest.mark.parametrize(("kind", "name"), [("gpt_neox", "GPTNeoXForCausalLM"), ("mamba", "MambaForCausalLM")])
+def test_a_model_that_jax_does_not_have_is_fine_tuned_and_its_export_is_one_of_transformers(tmp_path, kind, name):
+    model = make_model(tmp_path / kind, kind)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1]}))
     given = [f"model.path={model}", f"train_datasets=[{tmp_path}/rows.jsonl]", f"export_path={tmp_path}/exports"]
     given += ["num_steps=2", "batch_size=1", "hf_save_interval=2", "model.lora.rank=4", "optimizer_config.lr=1e-2"]
@@ -64,8 +66,14 @@ def test_a_model_that_jax_does_not_have_is_fine_tuned_and_its_export_is_one_of_t
     with torch.no_grad():
         trained, base = (oracle.logprobs(oracle.load(path), [5, 6, 7, 8]).mean() for path in (folder, model))
     assert trained > base
-    with pytest.raises(ConfigError, match=r"GPTNeoXForCausalLM, which is not implemented .* or strategy=fsdp2"):
+    with pytest.raises(ConfigError, match=rf"{name}, which is not implemented .* or strategy=fsdp2"):
         asyncio.run(train_sft(SFTConfig.from_cli_overrides(["strategy=jax", *given]).resolve()))
+
+
+def test_a_run_of_rl_on_a_model_that_cannot_be_sampled_is_refused_before_its_first_step(rows, tmp_path):
+    config = rl(rows, make_model(tmp_path / "bloom", "bloom"), "policy.model.lora.rank=4")
+    with pytest.raises(ConfigError, match=r"policy.model.path: base_model=.* BloomForCausalLM is .* not sampled"):
+        find_strategy(config).rl_loader(config)()
 
 
 def test_a_model_without_linear_maps_is_refused_before_its_weights_are_read(tmp_path):

@@ -21,6 +21,7 @@ from skyrl.backends.common.models.store import Storage
 from skyrl.backends.common.offload import MemoryBudget, ModelOffload
 from skyrl.backends.common.packing import TileShape, make_tiles
 from skyrl.backends.common.pass_output import PassOutputs
+from skyrl.backends.common.sampling.no_sampler import NoSampler
 from skyrl.backends.common.sampling.sampler import SAMPLING_OPTIONS, Sampler
 from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.engines.adapter_folder import AdapterFolder, Exports
@@ -95,18 +96,21 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             else "whole on each worker"
         )
         how = "packed" if facts.packs else "one by one"
+        how += "" if facts.cache_shapes else " and not sampled"
         if config.sequence_parallel_size > 1:
             how += f", each on {config.sequence_parallel_size} workers"
         progress(f"device {facts.device}, base weights in {facts.dtype}, {where}; sequences {how}")
         for note in self.group.notes:
             progress(note)
-        if config.max_context_length > facts.longest:
+        if facts.longest is not None and config.max_context_length > facts.longest:
             self.group.close()
             raise RequestError(
                 f"max_context_length={config.max_context_length} is above the {facts.longest} tokens that the base "
                 f"model was made for; use at most {facts.longest}, or 0"
             )
-        self._max_context_length = config.max_context_length or min(facts.longest, LONGEST_DEFAULT_CONTEXT)
+        self._max_context_length = config.max_context_length or min(
+            facts.longest or LONGEST_DEFAULT_CONTEXT, LONGEST_DEFAULT_CONTEXT
+        )
         self._active_parameters = active_parameters(self._computed)
         self._shape, self._forward_shape = self._shapes()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -140,16 +144,34 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             check=self.check_kind,
             unwritten_bytes=max(1, version_bytes // 2),
         )
+        self._engines: EngineSampler[TorchVersion] | None = None
+        self.sampler = self._own_sampler() if facts.cache_shapes else NoSampler(self.info)
+        if config.engines.urls:
+            try:
+                self.info().check_samples()  # with whose scores those of engines are compared
+                assert isinstance(self.sampler, Sampler)
+                self.sampler = self._engines = self._engine_sampler(self.sampler)
+                self._engines.open(progress)
+            except RequestError:
+                self.group.close()
+                raise
+        if config.workers != "in_process":
+            self.deadline_s = self.group.timeout_s = config.dispatch_timeout_s
+            self.in_flight = 2
+
+    def _own_sampler(self) -> Sampler[TorchVersion]:
+        config, facts = self.config, self.group.facts
         itemsize = 4 if facts.dtype == "float32" else 2
-        sampler = Sampler(
-            TorchRunner(
-                self.group,
-                self._versions,
-                token_bytes=itemsize * sum(heads * (key + value) for heads, key, value in facts.cache_shapes),
-                max_rows=config.sample_max_num_sequences,
-                deterministic=config.deterministic,
-                max_tokens=config.sample_max_num_batched_tokens,
-            ),
+        runner = TorchRunner(
+            self.group,
+            self._versions,
+            token_bytes=itemsize * sum(heads * (key + value) for heads, key, value in facts.cache_shapes),
+            max_rows=config.sample_max_num_sequences,
+            deterministic=config.deterministic,
+            max_tokens=config.sample_max_num_batched_tokens,
+        )
+        return Sampler(
+            runner,
             self._versions,
             self.tokenizer,
             max_context_length=self._max_context_length,
@@ -159,17 +181,6 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             prefix_caching=config.prefix_caching,
             chunked_prefill=config.chunked_prefill,
         )
-        self._engines = self._engine_sampler(sampler) if config.engines.urls else None
-        self.sampler = self._engines or sampler
-        if self._engines is not None:
-            try:
-                self._engines.open(progress)
-            except RequestError:
-                self.group.close()
-                raise
-        if config.workers != "in_process":
-            self.deadline_s = self.group.timeout_s = config.dispatch_timeout_s
-            self.in_flight = 2
 
     def _engine_sampler(self, sampler: Sampler[TorchVersion]) -> EngineSampler[TorchVersion]:
         options = self.config.engines
@@ -259,6 +270,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             ),
             sampling_options=SAMPLING_OPTIONS,
             adaptable=self._adaptable,
+            samples=bool(facts.cache_shapes),
         )
 
     # -- what the executor asks for -----------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ async def sample(admission: Admission, given: SampleInput) -> Accepted:
     request, prompt, cells = given.request, given.prompt, given.targets
     refuse_unserved(request)
     service, sampler = admission.service, admission.sampler
+    service.info.check_samples()
     version, folder = sampler.version, sampler.folder
     if sampler.kind == "inflight":
         assert sampler.model_id is not None

@@ -51,7 +51,15 @@ class BackendModels:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the backend and its thread."""
         self._client.close()
+
+    def check_samples(self) -> None:
+        """Raise `RequestError` for a base model that is trained only."""
+        self._client.backend.info().check_samples()
 
     def learner(self, model_id: str) -> "BackendLearner":
         return BackendLearner(self._client, model_id)

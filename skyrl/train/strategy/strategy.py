@@ -91,7 +91,18 @@ class Strategy(ABC):
         It, and what it returns, raise ConfigError for what cannot be as asked.
         """
         log.info("%s", self.where_available(config))
-        return self._loader(config.trainer.policy.model.path, self.rl_backend_config(config), f"trainer.{self.name}")
+        load = self._loader(config.trainer.policy.model.path, self.rl_backend_config(config), f"trainer.{self.name}")
+
+        def load_sampled() -> BackendModels:
+            models = load()
+            try:
+                models.check_samples()
+            except RequestError as error:
+                models.close()
+                raise ConfigError(f"trainer.policy.model.path: {error}") from error
+            return models
+
+        return load_sampled
 
     def reference_loader(self, config: SkyRLTrainConfig, longest: int) -> Callable[[], BackendModels]:
         """Loader of a reference with base weights of its own: another backend, which samples nothing.

@@ -28,6 +28,11 @@ HEAD_STREAM = zlib.crc32(b"value_head")
 """Tells the draws of a value head from others of the same seed."""
 
 
+STATE_SPACE = frozenset({"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"})
+"""Types of models whose layers read the weights of the maps below without calling them."""
+READ_UNCALLED = frozenset({"dt_proj", "out_proj"})
+
+
 class Target(NamedTuple):
     """A linear map that can be adapted."""
 
@@ -64,10 +69,14 @@ class Layout:
 
 
 def targets_of(model: nn.Module, unembedding: str) -> list[Target]:
-    """Linear maps of a model, in the order of its modules; `unembedding` is the vocabulary projection's name."""
+    """Linear maps of a model, in the order of its modules; `unembedding` is the vocabulary projection's name.
+
+    Left out are those on which an adapter would change nothing, at least with some kernels.
+    """
+    uncalled = READ_UNCALLED if getattr(model.config, "model_type", None) in STATE_SPACE else frozenset()
     targets = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in uncalled:
             group: ModuleGroup = "unembed" if name == unembedding else "attn" if is_attention(name) else "mlp"
             targets.append(Target(name, group, module.in_features, module.out_features))
     return targets

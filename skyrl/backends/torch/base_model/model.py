@@ -1,11 +1,12 @@
 """A causal language model of transformers as workers compute with it: hidden states, logits, adapters, own weights.
 
-Any architecture is served whose attention goes through transformers' interface and whose logits are its vocabulary
-projection's, perhaps scaled: both are tried when it is loaded, against the model's own forward pass.
+Any architecture is trained whose logits are its vocabulary projection's, perhaps scaled. Sequences share a row, and are
+sampled, where tokens meet in attention of transformers' interface alone; others are computed one at a time, and trained
+only. All of this is tried on loading, against the model's own forward pass.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,9 +58,9 @@ class LoadedModel:
     """
 
     packs: bool
-    """True if several sequences may be in one row."""
+    """True if several sequences may be in one row, as tokens meet in the attention here and nowhere else."""
     cache_shapes: tuple[tuple[int, int, int], ...]
-    """(key heads, key width, value width) of each layer on this rank."""
+    """(key heads, key width, value width) of each layer on this rank; empty for a model that is not sampled."""
 
     def __init__(
         self,
@@ -73,6 +74,8 @@ class LoadedModel:
         self.device = torch.device("cpu") if in_parts else device  # which may have no room for the whole of it
         self.attention = Attention()
         self.attention.register()
+        self._by_itself = False
+        """True if its attention is transformers', not the one here."""
         self.hf: Any
         if shards.fsdp_size > 1:
             self.hf, fill = load_by_layers(folder, device, options)
@@ -109,7 +112,7 @@ class LoadedModel:
                 self.device, self.base = device, InParts(self.hf, self.tensor_ranks, shapes)
             if self.tile_ranks > 1:
                 self._try_together(folder, wanted)
-            self.cache_shapes = self.base.run(lambda: self._cache_shapes(folder))
+            self.cache_shapes = self.base.run(self._cache_shapes)
         if options.gradient_checkpointing:
             renamed = getattr(self.hf, "activation_checkpointing_enable", None)  # its name since transformers 5
             (renamed or self.hf.gradient_checkpointing_enable)({"use_reentrant": False})
@@ -161,6 +164,8 @@ class LoadedModel:
 
     def hidden(self, tokens: Tensor, positions: Tensor, view: Packed | Paged) -> Tensor:
         """Final hidden states `[rows, tokens, hidden]` of `tokens` int64 `[rows, tokens]`. Within `base.run`."""
+        if self._by_itself:
+            return self.hf.base_model(input_ids=tokens, use_cache=False, return_dict=True).last_hidden_state
         self.attention.view = view
         output = self.hf.base_model(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True)
         return output.last_hidden_state
@@ -172,50 +177,55 @@ class LoadedModel:
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _cache_shapes(self, folder: Path) -> tuple[tuple[int, int, int], ...]:
+    def _cache_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Those of all layers; none if keys and values here are not all that a token needs of those before it."""
+        if self._by_itself or not self.packs:
+            return ()
         self.attention.recorded = recorded = {}
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self.hidden(token, token, Packed([1]))
         self.attention.recorded = None
         layers = range(int(self.config.num_hidden_layers))
-        if sorted(recorded) != list(layers):
-            missing = f"{len(layers) - len(recorded)} of its {len(layers)} layers"
-            raise RequestError(
-                f"base_model={folder}: {self.config.model_type} is not served by torch: {missing} have no attention of "
-                "transformers' interface; use another model"
-            )
-        return tuple(recorded[layer] for layer in layers)
+        return tuple(recorded[layer] for layer in layers) if sorted(recorded) == list(layers) else ()
 
     def _try(self, folder: Path) -> tuple[Tensor, bool]:
         """Logits of transformers' own forward pass, with which those of this one are compared.
 
         Returns also whether packed sequences are computed as alone. Within `base.run`, as `_cache_shapes`.
+        Raises `RequestError` for a model whose logits are not what is computed here, with any attention.
         """
         rows, places = self._tried()
         self.hf.set_attn_implementation("eager")
-        try:
-            wanted = [self.hf(input_ids=row, use_cache=False).logits[0].float() for row in rows]
-        finally:
-            self.hf.set_attn_implementation(self.attention.name)
-        try:
-            alone = [
-                self.logits(self.hidden(row, place, Packed([row.shape[1]])))[0].float()
-                for row, place in zip(rows, places, strict=True)
-            ]
-        except (ValueError, TypeError, AttributeError, AssertionError) as error:
-            raise RequestError(
-                f"base_model={folder}: {self.config.model_type} is not served by torch: {error}"
-            ) from error
-        if not self._agree(torch.cat(wanted), torch.cat(alone)):
-            raise RequestError(
-                f"base_model={folder}: {self.config.model_type} is not served by torch: its logits are not what "
-                "transformers computes; use another model, or report this architecture"
-            )
-        packed = self.logits(self.hidden(torch.cat(rows, 1), torch.cat(places, 1), Packed(TRIED)))[0].float()
-        agree = self._agree(torch.cat(wanted), packed)
+        wanted = torch.cat([self.hf(input_ids=row, use_cache=False).logits[0].float() for row in rows])
+        why = self._why_not_here(rows, places, wanted)
+        if why:
+            log.warning("%s computes attention by itself and is not sampled: %s", self.config.model_type, why)
+            self._by_itself = True
+            self.hf.set_attn_implementation("eager")
+            longer = [torch.cat([row, rows[0]], 1) for row in rows]  # as with padding after them
+            own = torch.cat([self._logits_of(row, row, ())[: -TRIED[0]] for row in longer])
+            if not self._agree(wanted, own):
+                raise RequestError(
+                    f"base_model={folder}: {self.config.model_type} is not served by torch: its logits are not what "
+                    "transformers computes; use another model, or report this architecture"
+                )
+            return wanted, False
+        agree = self._agree(wanted, self._logits_of(torch.cat(rows, 1), torch.cat(places, 1), TRIED))
         if not agree:
             log.warning("sequences of %s are not packed: they would see each other", self.config.model_type)
-        return torch.cat(wanted), agree
+        return wanted, agree
+
+    def _why_not_here(self, rows: list[Tensor], places: list[Tensor], wanted: Tensor) -> str:
+        """Reason why a model cannot use the attention of this backend; empty if it can, which it is left with."""
+        try:
+            self.hf.set_attn_implementation(self.attention.name)
+            here = [self._logits_of(row, place, row.shape[1:]) for row, place in zip(rows, places, strict=True)]
+        except (ValueError, TypeError, AttributeError, AssertionError) as error:
+            return str(error)
+        return "" if self._agree(wanted, torch.cat(here)) else "its logits change"
+
+    def _logits_of(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
+        return self.logits(self.hidden(tokens, positions, Packed(lengths)))[0].float()
 
     def _try_together(self, folder: Path, wanted: Tensor) -> None:
         """Compare with what ranks compute that share sequences or matrices."""

@@ -7,6 +7,7 @@ import numpy as np
 from skyrl.backends.common.models.kind import Kind, check_selects
 from skyrl.backends.common.offload import ModelInfo
 from skyrl.backends.torch.base_model.lora import Layout, lora_layout, whole_layout
+from skyrl.backends.torch.base_model.tensor_ranks import is_attention
 from skyrl.backends.torch.workers.group import Buffer, WorkerGroup
 from skyrl.backends.torch.workers.worker import ModelFacts
 from skyrl.errors import RequestError
@@ -80,7 +81,10 @@ def layout_of(facts: ModelFacts, kind: Kind) -> Layout:
         return whole_layout(facts.parameters, kind, facts.hidden_size)
     config = kind.lora_config
     check_selects(config, [(target.module, target.group) for target in facts.targets], facts.architecture)
+    has_attention = any(is_attention(name) for name in facts.parameters)
     for name, group in (("train_attn", "attn"), ("train_mlp", "mlp"), ("train_unembed", "unembed")):
+        if group == "attn" and not has_attention:
+            continue  # nothing is left out that was asked for
         if getattr(config, name) and not any(target.group == group for target in facts.targets):
             raise RequestError(
                 f"lora_config.{name}=True: {facts.architecture} has no linear map there that an adapter could be on; "

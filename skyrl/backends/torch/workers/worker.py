@@ -60,8 +60,8 @@ class ModelFacts(NamedTuple):
     architecture: str
     vocab_size: int
     hidden_size: int
-    longest: int
-    """Tokens of the longest sequence that it was made for."""
+    longest: int | None
+    """Tokens of the longest sequence that it was made for; None: any."""
     targets: tuple[Target, ...]
     parameters: dict[str, tuple[int, ...]]
     """Shapes by Hugging Face's names."""
@@ -77,7 +77,7 @@ class ModelFacts(NamedTuple):
     trains_whole: bool
     """True if models can be trained as a whole."""
     cache_shapes: tuple[tuple[int, int, int], ...]
-    """(key heads, key width, value width) of each layer."""
+    """(key heads, key width, value width) of each layer; empty if it is not sampled."""
 
 
 class Worker:
@@ -123,7 +123,7 @@ class Worker:
             architecture=(config.architectures or [type(model.hf).__name__])[0],
             vocab_size=model.vocab_size,
             hidden_size=model.hidden_size,
-            longest=int(config.max_position_embeddings),
+            longest=getattr(config, "max_position_embeddings", None),
             targets=tuple(model.targets),
             parameters=model.base.shapes,
             embedding=model.embedding,
