@@ -52,6 +52,7 @@ from skyrl.types import (
     LoraConfig,
     ModelOutput,
     OptimStepOutput,
+    Origin,
     SampleOutput,
     SaveOutput,
     TokenTable,
@@ -173,6 +174,7 @@ class FakeBackend(Executor):
         self.sampler = FakeSampler(self)
         self.journal: list[str | tuple[str, ...]] = []
         """Requests as they come to be queued here, and those of each call that computes."""
+        self.base_id = "base of the fake"
         self.gate: threading.Semaphore | None = None
         """Where each call that computes has to pass."""
 
@@ -190,6 +192,7 @@ class FakeBackend(Executor):
             tokenizer_path="",
             active_parameters=ACTIVE_PARAMETERS,
             adaptable=ADAPTABLE,
+            base_id=self.base_id,
         )
 
     def has_model(self, model_id: str) -> bool:
@@ -401,6 +404,7 @@ class FakeSampler:
                 np.full(len(tokens), -1.0, np.float32),
                 "stop" if tokens[-1] in stop_tokens(request) else "length",
                 table(len(tokens), request.topk_sample_logprobs),
+                (Origin(0, request.version, self._backend.base_id),),
             )
             for tokens in running.sequences
         ]

@@ -42,6 +42,7 @@ from skyrl.types import (
     ModelOutput,
     OptimStepInput,
     OptimStepOutput,
+    Origin,
     PreparedModelPassBatch,
     PreparedSampleBatch,
     Result,
@@ -714,7 +715,10 @@ def test_samples_that_wait_are_drawn_from_the_version_that_they_asked_for(backen
         backend.drop_version(version)
     while len(results) <= len(waiting):
         results |= {completion.request_id: completion.result for completion in backend.step()}
-    assert drawn([results[operation.request_id] for operation in waiting]) == expected
+    ended = [results[operation.request_id] for operation in waiting]
+    assert drawn(ended) == expected
+    stamps = {origin for output in ended for sequence in output.sequences for origin in sequence.origins}
+    assert stamps == {Origin(0, version, backend.info().base_id)}
     assert drawn(done(backend, *(a_sample(later.version, seed=seed) for seed in seeds))) != expected
     if not republish:
         assert f"version={version} is not known here" in failure(backend, a_sample(version))
@@ -826,6 +830,16 @@ def test_a_sample_ends_at_its_limit_with_a_logprob_per_token(backend):
     (sequence,) = output.sequences
     assert sequence.tokens.shape == sequence.logprobs.shape == (5,)
     assert sequence.stop_reason == "length"
+
+
+def test_samples_are_stamped_with_the_version_and_the_base_that_they_were_drawn_from(backend, model):
+    names = [fresh("version") for _ in range(6)]
+    done(backend, *(a_publish(model, name, None) for name in names))
+    asked = [None, *names, *names, None]
+    for version, output in zip(asked, done(backend, *(a_sample(one, num_samples=2) for one in asked)), strict=True):
+        assert isinstance(output, SampleOutput)
+        for sequence in output.sequences:
+            assert sequence.origins == (Origin(0, version, backend.info().base_id),)
 
 
 def test_a_sample_ends_with_its_stop_token(backend):

@@ -122,7 +122,13 @@ class Exports(Generic[Version]):
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
         self._names: dict[int, str] = {}
         """By the id of a version, as long as that lives."""
+        self._versions: weakref.WeakValueDictionary[str, Version] = weakref.WeakValueDictionary()
+        """By name."""
         self._lock = threading.Lock()
+
+    def version(self, name: str) -> Version | None:
+        """Version that was written under a name; None where nobody has it any more."""
+        return self._versions.get(name)
 
     def pinned(self, version: Version) -> "Future[str]":
         """Name of a version in the folder, where it stays until `folder.unpin`. Fails with `StorageError`."""
@@ -143,4 +149,5 @@ class Exports(Generic[Version]):
             if id(version) not in self._names:
                 weakref.finalize(version, self._names.pop, id(version), None)
             self._names[id(version)] = name
+            self._versions[name] = version
             return name

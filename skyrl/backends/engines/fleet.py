@@ -8,13 +8,22 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import uvloop
 
 from skyrl.backends.engines.config import EngineOptions
-from skyrl.backends.engines.protocol import Drawn, Engine, EngineDown, EngineFailed, Refused
+from skyrl.backends.engines.protocol import (
+    Admitted,
+    Drawn,
+    Engine,
+    EngineDown,
+    EngineFailed,
+    Mismatch,
+    Refused,
+    Unserved,
+)
 from skyrl.backends.engines.router import Load, Router, Start, Ticket
+from skyrl.backends.engines.sync_check import Check, Checks
 from skyrl.errors import RequestError
 from skyrl.utils.async_tasks import Tasks
 from skyrl.utils.backoff import pause_s
@@ -25,24 +34,6 @@ ATTEMPTS = 8
 """Engines that are lost, or fail, with a sample until it fails itself."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 """Seconds between two tries to admit an engine."""
-
-
-class Mismatch(Exception):
-    """The engine is well, but does not serve what we train. The message says why that may be."""
-
-
-class Unserved(Exception):
-    """No engine is there that could draw the sample."""
-
-
-@dataclass(frozen=True)
-class Admitted:
-    """Facts found of an engine that may be used."""
-
-    longest: int
-    features: frozenset[str]
-    adapters: list[str]
-    """Of ours that it has."""
 
 
 Outcome = Drawn | Exception
@@ -57,6 +48,7 @@ class Fleet:
         admit: Proves that an engine may be used. Raises `EngineDown`, `EngineFailed`, `Mismatch`.
         path: Folder of an adapter.
         tidy: Called in the thread, when an adapter was loaded, with all that engines have.
+        check: Compares a version on an engine with ours, before its first sample there. Raises `Mismatch`.
         tell: Called in the thread with a ticket and what became of it.
         changed: Called in the thread when an engine has joined or left, or could not join.
     """
@@ -70,6 +62,7 @@ class Fleet:
         path: Callable[[str], str],
         tidy: Callable[[set[str]], None],
         tell: Callable[[Ticket, Outcome], None],
+        check: Check | None = None,
         changed: Callable[[], None] = lambda: None,
     ):
         self.router = Router()
@@ -94,6 +87,7 @@ class Fleet:
         """Of engines in use: set when one is found to be gone."""
         self._loading: dict[str, set[asyncio.Task[None]]] = {}
         """Adapters that are on their way, by engine."""
+        self._checks = None if check is None else Checks(check, path)
         self._tasks = Tasks()
         self._pumping = False
         self._stop = asyncio.Event()
@@ -199,6 +193,8 @@ class Fleet:
         del self._gone[engine.name], self.engines[engine.name]
         for task in self._loading.pop(engine.name, set()):
             task.cancel()
+        if self._checks is not None:
+            self._checks.forget(engine.name)
         for ticket in self.router.leave(engine.name):
             self._drawing.pop(ticket.request.request_id).cancel()
             self._count(ticket, engine.name, self.troubles[engine.name])
@@ -279,6 +275,8 @@ class Fleet:
         engine, well = self._engines[load.engine], False
         try:
             if load.instead_of is not None:
+                if self._checks is not None:
+                    self._checks.forget(engine.name, load.instead_of)
                 await engine.unload_adapter(load.instead_of)
             await engine.load_adapter(load.adapter, self._path(load.adapter))
             well = True
@@ -297,13 +295,16 @@ class Fleet:
     async def _sample(self, start: Start) -> None:
         ticket, engine = start.ticket, self._engines[start.engine]
         try:
+            if self._checks is not None:
+                await self._checks.passed(engine, ticket, self.engines[engine.name])
             drawn = await engine.generate(ticket.draw)
+            self._check_stamp(engine, drawn, ticket)
         except EngineDown as error:
             self._is_gone(engine, error)
         except Refused as error:
             self._end(ticket, RequestError(f"the sampling engine refuses it: {error}"))
         except Exception as error:
-            if not isinstance(error, EngineFailed):
+            if not isinstance(error, EngineFailed | Mismatch):
                 log.exception("sampling engine %s answers what nobody understands", engine.name)
             await self._pause(ticket.attempts + 1)
             del self._drawing[ticket.request.request_id]
@@ -313,6 +314,16 @@ class Fleet:
             self.router.ended(ticket, len(drawn.tokens), drawn.cached)
             self._end(ticket, drawn)
         self._pump()
+
+    def _check_stamp(self, engine: Engine, drawn: Drawn, ticket: Ticket) -> None:
+        """Raise `EngineDown` if a sample is of other weights than those that it was asked of."""
+        asked = ticket.adapter, self.engines[engine.name].base
+        for origin in drawn.origins:
+            if (origin.version, origin.base) != asked:
+                raise EngineDown(
+                    f"{engine.name} has drawn a sample from adapter={origin.version} on base={origin.base}, not from "
+                    f"adapter={asked[0]} on base={asked[1]}; it is not used until it is proved again"
+                )
 
     async def _pause(self, attempts: int) -> None:
         """Wait before an engine is asked for the same again: not for the first time, and not while others may do it."""

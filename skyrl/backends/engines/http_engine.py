@@ -7,11 +7,13 @@ disk again at each step, and keeps what its older weights have left in the prefi
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import numpy as np
 
+from skyrl.backends.base_id import base_id
 from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.protocol import (
     AdapterMissing,
@@ -23,7 +25,7 @@ from skyrl.backends.engines.protocol import (
     EngineFailed,
     Refused,
 )
-from skyrl.types import TokenTable
+from skyrl.types import Origin, TokenTable
 
 TOKEN = "token_id:"
 """Prefix of a token's id where tokens are keys."""
@@ -56,7 +58,7 @@ class HttpEngine(Engine):
         )
 
     async def facts(self) -> EngineFacts:
-        self._base = self._fingerprint = None
+        self._base, self._fingerprint, self.base_id = None, None, ""
         served = (await self._call("GET", "/v1/models", self._options.timeout_s))["data"]
         version = (await self._call("GET", "/version", self._options.timeout_s))["version"]
         base = next((card for card in served if card.get("parent") is None), None)
@@ -72,13 +74,18 @@ class HttpEngine(Engine):
     async def generate(self, draw: Draw) -> Drawn:
         assert self._base is not None, self.name
         limit_s = self._options.timeout_s + draw.max_tokens * self._options.token_timeout_s
+        before = self.base_id
         body = _body(draw) | {"model": draw.adapter or self._base}
         answer = await self._call("POST", "/v1/completions", limit_s, body=body)
         fingerprint = answer.get("system_fingerprint")
         if self._fingerprint not in (None, fingerprint):
             raise EngineDown(f"{self.name} was started again: its fingerprint is {fingerprint}")
         self._fingerprint = fingerprint
-        return _drawn(answer, draw, self.name)
+        if self.base_id != before:
+            raise EngineFailed(f"{self.name} was given other base weights while it drew a sample")
+        model = answer.get("model")
+        origin = Origin(0, None if model == self._base else model, before, self.name)
+        return _drawn(answer, draw, origin)
 
     async def load_adapter(self, name: str, path: str) -> None:
         body = {"lora_name": name, "lora_path": path}
@@ -100,9 +107,11 @@ class HttpEngine(Engine):
             return
 
     async def update_base(self, path: str) -> None:
+        self.base_id = ""
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await self._development("/collective_rpc", body=body)
         await self.reset_prefix_cache()
+        self.base_id = await asyncio.to_thread(base_id, Path(path))
 
     async def pause(self, mode: Literal["abort", "wait", "keep"]) -> None:
         await self._development("/pause", mode=mode)
@@ -179,15 +188,15 @@ def _body(draw: Draw) -> dict[str, Any]:
     }
 
 
-def _drawn(answer: Any, draw: Draw, name: str) -> Drawn:
+def _drawn(answer: Any, draw: Draw, origin: Origin) -> Drawn:
     """Sample in a completion. Raises `EngineFailed` if it was given up, or is not what was asked for."""
     choice = answer["choices"][0]
     if choice["finish_reason"] not in ("stop", "length"):
-        raise EngineFailed(f"{name} has given a sample up ({choice['finish_reason']})")
+        raise EngineFailed(f"{origin.engine} has given a sample up ({choice['finish_reason']})")
     tokens, told = choice.get("token_ids"), choice.get("logprobs")
     if tokens is None or told is None or len(told["token_logprobs"]) != len(tokens):
         raise EngineFailed(
-            f"{name} answers without token ids and their log-probabilities; vLLM 0.20 and later has them"
+            f"{origin.engine} answers without token ids and their log-probabilities; vLLM 0.20 and later has them"
         )
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     return Drawn(
@@ -196,6 +205,7 @@ def _drawn(answer: Any, draw: Draw, name: str) -> Drawn:
         choice["finish_reason"] == "stop",
         _top(told["top_logprobs"], draw.top) if draw.top else None,
         details.get("cached_tokens") or 0,
+        (origin,),
     )
 
 

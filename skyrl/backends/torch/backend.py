@@ -14,6 +14,7 @@ from typing import Any
 
 from skyrl.backends.active_parameters import active_parameters
 from skyrl.backends.base_folder import model_folder, overridden
+from skyrl.backends.base_id import base_id
 from skyrl.backends.common.dimuon import DimuonScalars
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.models.operations import ModelBackend, StepScalars
@@ -108,6 +109,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             )
         self._max_context_length = config.max_context_length or min(facts.longest, LONGEST_DEFAULT_CONTEXT)
         self._active_parameters = active_parameters(self._computed)
+        self._base_id = base_id(self._computed, random=config.load_format == "dummy")
         self._shape, self._forward_shape = self._shapes()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self._models = ModelOffload[TorchState](
@@ -153,6 +155,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             self._versions,
             self.tokenizer,
             max_context_length=self._max_context_length,
+            base=self._base_id,
             cache_bytes=int(config.kv_cache_gib * GIB),
             max_rows=config.sample_max_num_sequences,
             deterministic=config.deterministic,
@@ -259,6 +262,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             ),
             sampling_options=SAMPLING_OPTIONS,
             adaptable=self._adaptable,
+            base_id=self._base_id,
         )
 
     # -- what the executor asks for -----------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """`PretendEngine` behind vLLM's HTTP protocol, as a process: `python -m tests.backends.engines.engine_server FD JSON`.
 
-What `/fault` sets is what becomes of the samples that follow: die, hang, refuse, reset (the connection).
+What `/fault` sets is what becomes of the samples that follow: die, hang, refuse, reset (the connection), mixed (with
+the weights of another adapter, as the answer says), silent (the same, and it does not).
 """
 
 import asyncio
@@ -114,7 +115,9 @@ def app_of(engine: PretendEngine) -> FastAPI:
             "finish_reason": "stop" if drawn.stopped else "length",
             "token_ids": drawn.tokens.tolist(),
         }
-        return JSONResponse({"choices": [choice], "usage": {}, "system_fingerprint": engine.fingerprint})
+        model = drawn.origins[0].version or engine.base
+        told = {"model": model, "choices": [choice], "usage": {}, "system_fingerprint": engine.fingerprint}
+        return JSONResponse(told)
 
     @app.post("/fault")
     async def fault(request: Request) -> Response:

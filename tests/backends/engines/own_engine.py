@@ -21,6 +21,7 @@ class OwnEngine(Engine):
     def __init__(self, backend: TorchBackend):
         self.name = "own"
         self.backend = backend
+        self.base_id = backend.info().base_id
         self.paths: dict[str, str] = {}
         self._numbers = count()
         self._results: dict[str, Result] = {}
@@ -74,9 +75,9 @@ class OwnEngine(Engine):
             raise EngineFailed(result.error)
         assert isinstance(result, SampleOutput)
         (sequence,) = result.sequences
-        return Drawn(
-            np.asarray(sequence.tokens), sequence.logprobs, sequence.stop_reason == "stop", sequence.topk_logprobs
-        )
+        tokens = np.asarray(sequence.tokens)
+        stopped = sequence.stop_reason == "stop"
+        return Drawn(tokens, sequence.logprobs, stopped, sequence.topk_logprobs, origins=sequence.origins)
 
     async def update_base(self, path: str) -> None:
         raise EngineFailed("a backend trains its base itself")

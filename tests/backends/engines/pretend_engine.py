@@ -6,13 +6,14 @@ Adapters that are loaded but in no slot are read from disk again when they are s
 import asyncio
 import os
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
 import numpy as np
 
+from skyrl.backends.base_id import base_id
 from skyrl.backends.engines.protocol import (
     AdapterMissing,
     Draw,
@@ -23,9 +24,10 @@ from skyrl.backends.engines.protocol import (
     EngineFailed,
     Refused,
 )
+from skyrl.types import Origin
 from tests.backends.engines.numpy_models import Adapter, Model, NumpyQwen3, log_softmax, softmax
 
-Fault = Literal["die", "hang", "refuse", "reset"]
+Fault = Literal["die", "hang", "refuse", "reset", "mixed", "silent"]
 MODES = ("raw", "processed")
 
 
@@ -97,7 +99,10 @@ class PretendEngine(Engine):
             raise EngineFailed(f"{self.name} is asleep")
         if len(draw.prompt) + draw.max_tokens > self.sizes.longest:
             raise Refused(f"{len(draw.prompt)} + {draw.max_tokens} tokens are above {self.sizes.longest}")
-        adapter = None if draw.adapter is None else self._adapter(draw.adapter)
+        told, adapter = draw.adapter, None if draw.adapter is None else self._adapter(draw.adapter)
+        if fault in ("mixed", "silent"):
+            other, adapter = next((held for held in self.slots.items() if held[0] != told), (None, None))
+            told = other if fault == "mixed" else told
         if adapter is None and self.sizes.wraps and len(self.slots) == self.sizes.max_loras:
             adapter = next(reversed(self.slots.values()))
         incarnation = self.fingerprint
@@ -105,7 +110,8 @@ class PretendEngine(Engine):
         self.drawn += 1
         self.most_at_once = max(self.most_at_once, self.running)
         try:
-            return await self._draw(draw, adapter)
+            drawn = await self._draw(draw, adapter)
+            return replace(drawn, origins=(Origin(0, told, self.base_id, self.name),))
         finally:
             if self.fingerprint == incarnation:
                 self.running -= 1
@@ -180,7 +186,7 @@ class PretendEngine(Engine):
             raise EngineDown(f"{self.name} is dead")
 
     async def update_base(self, path: str) -> None:
-        self.model = NumpyQwen3(Path(path))
+        self.model, self.base_id = NumpyQwen3(Path(path)), base_id(Path(path))
 
     async def pause(self, mode: Literal["abort", "wait", "keep"]) -> None:
         self.awake.clear()

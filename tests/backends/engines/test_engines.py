@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl.backends.base_id import base_id
 from skyrl.backends.engines.adapter_folder import AdapterFolder
 from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.http_engine import HttpEngine
@@ -247,6 +248,31 @@ def test_a_cancelled_sample_leaves_room_for_others(engine, run):
         await engine.generate(draw())
 
     run(cancelled())
+
+
+def test_samples_are_stamped_with_what_they_were_drawn_from(engine, run, model, adapters, tmp_path):
+    (one, path), (two, other) = adapters["attn"], adapters["mlp"]
+
+    async def stamps() -> list[tuple[str | None, str]]:
+        await engine.load_adapter(one, path)
+        await engine.load_adapter(two, other)
+        drawn = await asyncio.gather(*(engine.generate(draw(name)) for name in (one, None, two)))
+        for name in (one, two):
+            await engine.unload_adapter(name)
+        assert all(origin.first == 0 for each in drawn for origin in each.origins)
+        return [(origin.version, origin.base) for each in drawn for origin in each.origins]
+
+    assert run(stamps()) == [(name, engine.base_id) for name in (one, None, two)]
+    if isinstance(engine, OwnEngine):
+        assert engine.base_id == base_id(model)
+        return
+    make_model(tmp_path / "other", **SIZES, seed=1)
+    run(engine.update_base(str(tmp_path / "other")))
+    try:
+        assert run(stamps()) == [(name, base_id(tmp_path / "other")) for name in (one, None, two)]
+    finally:
+        run(engine.update_base(str(model)))
+    assert run(stamps()) == [(name, base_id(model)) for name in (one, None, two)]
 
 
 @pytest.mark.parametrize("kind", ["attn", "mlp", "unembed", "all"])
