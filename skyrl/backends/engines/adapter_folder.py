@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from skyrl.backends.common.models.store import ModelFormat
 from skyrl.types import LoraConfig
+from skyrl.utils.failpoints import crash_point
 from skyrl.utils.files.atomic_folders import Content, folder_bytes, remove_folder, tidy, write_folder
 
 PREFIX = "skyrl-"
@@ -65,6 +66,7 @@ class AdapterFolder:
         incoming = self._path / f"{INCOMING}{uuid4().hex}"
         written = write_folder(incoming, files)
         name = PREFIX + written.digest[:DIGITS]
+        crash_point("publish: adapter written, not in place")
         with self._lock:
             if name in self._sizes:
                 remove_folder(incoming)

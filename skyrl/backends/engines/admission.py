@@ -7,6 +7,7 @@ all slots: vLLM 0.32 takes the last slot's for it on CPUs. Which log-probabiliti
 """
 
 import asyncio
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import numpy as np
 
 from skyrl.backends.engines.adapter_folder import PREFIX, AdapterFolder
 from skyrl.backends.engines.config import EngineOptions
+from skyrl.backends.engines.continuation import rest
 from skyrl.backends.engines.fixed_prompt import FixedPrompt
-from skyrl.backends.engines.needs import BASE, PROCESSED, RAW, adapter_feature
+from skyrl.backends.engines.needs import BASE, BY_PLACE, PROCESSED, RAW, adapter_feature
 from skyrl.backends.engines.probes import Probes
 from skyrl.backends.engines.protocol import (
     Admitted,
@@ -116,7 +118,7 @@ class Admission:
             troubles.append(f"the base model beside adapters: log-probabilities differ by {off:.3g} on average")
         for trouble in troubles:
             log.warning("sampling engine %s: %s; such samples are drawn here", engine.name, trouble)
-        return features | {await self._mode(engine)}, largest
+        return features | {await self._mode(engine)} | await self._seeds(engine), largest
 
     async def _adapted(self, engine: Engine, name: str) -> Drawn:
         try:
@@ -142,6 +144,14 @@ class Admission:
         ours = await self._prompt.scores(drawn, None)
         certain = np.abs(drawn.logprobs).max() < CERTAIN < np.abs(ours).max()
         return PROCESSED if certain else RAW
+
+    async def _seeds(self, engine: Engine) -> set[str]:
+        """The feature that tokens are drawn by seed and place, if the second half of a sample is drawn again so."""
+        whole = self._prompt.draw()
+        drawn = await engine.generate(whole)
+        half = dataclasses.replace(drawn, tokens=drawn.tokens[: len(drawn.tokens) // 2])
+        again = await engine.generate(rest(whole, half, keeps_seed=True))
+        return {BY_PLACE} if np.array_equal(again.tokens, drawn.tokens[len(half.tokens) :]) else set()
 
     async def _base_beside(self, engine: Engine, name: str) -> Drawn:
         """A sample of the base model while copies of an adapter are everywhere, and are sampled."""

@@ -66,6 +66,10 @@ class EngineOptions(BaseModel):
     """Mean difference of log-probabilities, in nats, past which that fails. None: ten times what was found of the base
     model and of random adapters when the engine was admitted, but 0.001 at least and logprob_bound at most."""
 
+    stream: bool = True
+    """Take tokens as they are drawn, so that samples of an engine that is lost are gone on with elsewhere and not begun
+    anew. Start vLLM with --stream-interval 16 or so: each piece costs some 50 microseconds here."""
+
     connect_timeout_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
     """Seconds to connect to an engine, and for its sign of life."""
 

@@ -1,10 +1,11 @@
 """The engines of a backend: a thread whose event loop admits them, draws samples on them and notices when one is gone.
 
 Everything in here happens in that thread; `submit`, `cancel` and `close` are called from others. An engine that does
-not answer joins when it does, however often it leaves. What is drawn of a lost engine is drawn again on another.
+not answer joins when it does, however often it leaves. Samples of a lost engine are gone on with on another.
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,8 +13,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import uvloop
 
 from skyrl.backends.engines.config import EngineOptions
+from skyrl.backends.engines.continuation import can_go_on, ended, is_whole, rest, together
+from skyrl.backends.engines.needs import BY_PLACE
 from skyrl.backends.engines.protocol import (
     Admitted,
+    Draw,
     Drawn,
     Engine,
     EngineDown,
@@ -27,6 +31,7 @@ from skyrl.backends.engines.sync_check import Check, Checks
 from skyrl.errors import RequestError
 from skyrl.utils.async_tasks import Tasks
 from skyrl.utils.backoff import pause_s
+from skyrl.utils.failpoints import crash_point
 
 log = logging.getLogger(__name__)
 
@@ -190,14 +195,15 @@ class Fleet:
         self._changed()
 
     def _lose(self, engine: Engine) -> None:
-        del self._gone[engine.name], self.engines[engine.name]
         for task in self._loading.pop(engine.name, set()):
             task.cancel()
         if self._checks is not None:
             self._checks.forget(engine.name)
         for ticket in self.router.leave(engine.name):
             self._drawing.pop(ticket.request.request_id).cancel()
+            self._keep(engine, ticket)
             self._count(ticket, engine.name, self.troubles[engine.name])
+        del self._gone[engine.name], self.engines[engine.name]
         self._look_for_unserved()
         self._changed()
         self._pump()
@@ -278,7 +284,9 @@ class Fleet:
                 if self._checks is not None:
                     self._checks.forget(engine.name, load.instead_of)
                 await engine.unload_adapter(load.instead_of)
+            crash_point("publish: adapter in place, not loaded")
             await engine.load_adapter(load.adapter, self._path(load.adapter))
+            crash_point("publish: adapter loaded, not sampled")
             well = True
         except EngineDown as error:
             self._is_gone(engine, error)
@@ -297,7 +305,7 @@ class Fleet:
         try:
             if self._checks is not None:
                 await self._checks.passed(engine, ticket, self.engines[engine.name])
-            drawn = await engine.generate(ticket.draw)
+            drawn = await engine.generate(self._rest(engine, ticket), ticket.pieces)
             self._check_stamp(engine, drawn, ticket)
         except EngineDown as error:
             self._is_gone(engine, error)
@@ -306,14 +314,36 @@ class Fleet:
         except Exception as error:
             if not isinstance(error, EngineFailed | Mismatch):
                 log.exception("sampling engine %s answers what nobody understands", engine.name)
+            self._keep(engine, ticket)
             await self._pause(ticket.attempts + 1)
             del self._drawing[ticket.request.request_id]
             self.router.again(ticket)
             self._count(ticket, engine.name, error)
         else:
+            drawn = together([ticket.delivered, drawn] if ticket.delivered else [drawn])
             self.router.ended(ticket, len(drawn.tokens), drawn.cached)
             self._end(ticket, drawn)
         self._pump()
+
+    def _rest(self, engine: Engine, ticket: Ticket) -> Draw:
+        """What an engine is asked for of a sample."""
+        ticket.pieces.clear()
+        by_place = BY_PLACE in self.engines[engine.name].features
+        if ticket.delivered is None:
+            ticket.by_place = by_place
+            return ticket.draw
+        ticket.by_place = ticket.by_place and by_place
+        return rest(ticket.draw, ticket.delivered, ticket.by_place)
+
+    def _keep(self, engine: Engine, ticket: Ticket) -> None:
+        """Keep what an engine has sent of a sample that it does not end."""
+        pieces, ticket.pieces = ticket.pieces, []
+        if not pieces or not can_go_on(ticket.draw):
+            return
+        sent = together(pieces)
+        with contextlib.suppress(EngineDown):  # of other weights
+            self._check_stamp(engine, sent, ticket)
+            ticket.delivered = together([ticket.delivered, sent] if ticket.delivered else [sent])
 
     def _check_stamp(self, engine: Engine, drawn: Drawn, ticket: Ticket) -> None:
         """Raise `EngineDown` if a sample is of other weights than those that it was asked of."""
@@ -341,7 +371,11 @@ class Fleet:
         """A sample was not drawn, for no fault of its own that is known. It waits for another engine, if it may."""
         ticket.attempts += 1
         ticket.avoid.add(engine)
-        if ticket.attempts >= ATTEMPTS:
+        if ticket.delivered is not None and is_whole(ticket.draw, ticket.delivered):
+            whole = ended(ticket.draw, ticket.delivered)
+            self.router.ended(ticket, len(whole.tokens), whole.cached)
+            self._end(ticket, whole)
+        elif ticket.attempts >= ATTEMPTS:
             self._end(ticket, error)
 
     def _end(self, ticket: Ticket, outcome: Outcome) -> None:

@@ -134,8 +134,13 @@ class Engine(ABC):
         """Raise `EngineDown` if it is not well."""
 
     @abstractmethod
-    async def generate(self, draw: Draw) -> Drawn:
-        """Draw and stamp a sequence. Raises `EngineDown`, `EngineFailed`, `Refused`. Cancelling ends it there, too."""
+    async def generate(self, draw: Draw, pieces: list[Drawn] | None = None) -> Drawn:
+        """Draw and stamp a sequence. Raises `EngineDown`, `EngineFailed`, `Refused`. Cancelling ends it there, too.
+
+        Args:
+            draw: What is asked for.
+            pieces: Where consecutive pieces of the sequence are put as they come, if the engine sends such.
+        """
 
     @abstractmethod
     async def load_adapter(self, name: str, path: str) -> None:

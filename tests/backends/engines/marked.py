@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,10 +22,10 @@ BASE = "marked base"
 OPTIONS = EngineOptions(
     urls=("http://nowhere",),
     folder="nowhere",
-    connect_timeout_s=5,
-    timeout_s=30,
+    connect_timeout_s=60,
+    timeout_s=120,
     health_interval_s=0.1,
-    absent_timeout_s=30,
+    absent_timeout_s=120,
 )
 
 
@@ -113,6 +113,7 @@ def fleet_of(
     options: EngineOptions = OPTIONS,
     wait: bool = True,
     check: Check | None = None,
+    admit: Callable[[Engine], Awaitable[Admitted]] = admit,
 ) -> Iterator[tuple[Fleet, Answers]]:
     """A fleet of engines, all of which are in use."""
     answers = Answers()

@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 
 from skyrl.backends.engines.protocol import Draw, Drawn, Engine, EngineFacts, EngineFailed, Refused
+from skyrl.backends.executor import Executor
 from skyrl.backends.operations import Sample
-from skyrl.backends.torch import TorchBackend
 from skyrl.types import ErrorResponse, Result, SampleOutput, SamplingParams
 
 
@@ -18,7 +18,7 @@ class OwnEngine(Engine):
 
     max_requests, max_loras, max_logprobs = 32, 4, 20
 
-    def __init__(self, backend: TorchBackend):
+    def __init__(self, backend: Executor):
         self.name = "own"
         self.backend = backend
         self.base_id = backend.info().base_id
@@ -39,7 +39,7 @@ class OwnEngine(Engine):
         self.paths.pop(name, None)
         self.backend.drop_version(name)
 
-    async def generate(self, draw: Draw) -> Drawn:
+    async def generate(self, draw: Draw, pieces: list[Drawn] | None = None) -> Drawn:
         if len(draw.prompt) + draw.max_tokens > self.backend.info().max_context_length:
             raise Refused("too long")  # which the doors of a backend see to
         params = SamplingParams(

@@ -59,6 +59,7 @@ def opened(model: Path, folder: Path, *processes: EngineProcess, **engines: Any)
         "max_loras": 2,
         "max_requests": 8,
         "health_interval_s": 0.2,
+        "connect_timeout_s": 60,
     }
     config = TorchBackendConfig.model_validate(
         {"max_lora_rank": 4, "max_context_length": LONGEST, "engines": given | engines}

@@ -145,6 +145,21 @@ def test_a_version_that_differs_though_it_was_loaded_again_fails_its_own_samples
     assert "has other weights" in caplog.text
 
 
+def test_a_version_that_comes_back_is_compared_again(folder):
+    compared: list[str | None] = []
+
+    async def check(engine, ticket, admitted) -> None:
+        compared.append(ticket.adapter)
+
+    engine = PretendEngine("one", MarkerModel(), sizes=Sizes(max_loras=2))
+    first, *others = markers(folder, 3)
+    with fleet_of([engine], folder, check=check) as (fleet, answers):
+        for number, name in enumerate((first, first, *others, first)):
+            fleet.submit([ticket(str(number), name)])
+            answers.wait(number + 1)
+    assert compared == [first, *others, first]
+
+
 def test_an_engine_whose_base_was_replaced_is_left_until_it_is_proved_again(folder):
     engine = PretendEngine("one", MarkerModel())
     with fleet_of([engine], folder) as (fleet, answers):
@@ -288,7 +303,7 @@ class _Unreliable(PretendEngine):
         self.chance = chance
         self.restarts = 0
 
-    async def generate(self, draw):
+    async def generate(self, draw, pieces=None):
         number = self.chance.random()
         if number < 0.004:
             self.restart()
@@ -298,7 +313,7 @@ class _Unreliable(PretendEngine):
             self.restart()
         elif number < 0.02:
             raise EngineFailed(f"{self.name} fails")
-        return await super().generate(draw)
+        return await super().generate(draw, pieces)
 
 
 def _random_history(tmp_path: Path, steps: int) -> None:
