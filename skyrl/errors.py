@@ -33,5 +33,9 @@ class BackendLost(Exception):
         self.request_ids = request_ids
 
 
+class WrongWeights(Exception):
+    """A sample was drawn from other weights than those that it was asked of. The message names both."""
+
+
 class ConfigError(ValueError):
     """A configuration cannot be used as written. The message names each field, its value, the rule and a way out."""

@@ -226,6 +226,20 @@ class OptimStepOutput:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Weights that a run of generated tokens was drawn from, stamped by the sampler that drew them."""
+
+    first: int
+    """Place of the run's first token in its sequence. It ends where the next run begins."""
+    version: str | None
+    """Published version; None is the base model."""
+    base: str
+    """Content id of the base weights below it, as `BackendInfo.base_id`."""
+    engine: str | None = None
+    """Address of the engine that drew them; None: the backend itself."""
+
+
+@dataclass(frozen=True)
 class GeneratedSequence:
     """One sample. `tokens` int32 `[n]` includes the stop token; `logprobs` float32 `[n]` are untempered, in nats."""
 
@@ -234,6 +248,8 @@ class GeneratedSequence:
     stop_reason: StopReason
     topk_logprobs: TokenTable | None = None
     """The k most likely tokens at each place `[n, k]`, most likely first, untempered."""
+    origins: tuple[Origin, ...] = ()
+    """Weights that each run of its tokens was drawn from, in the order of the runs. Not sent to the API's clients."""
 
 
 @dataclass(frozen=True)
@@ -376,6 +392,8 @@ class BackendInfo:
     """Linear maps that adapters may be on, by their names in Hugging Face's models. Empty: none are imported."""
     samples: bool = True
     """False if models are trained only: their layers cannot read earlier tokens from the backend's cache."""
+    base_id: str = ""
+    """Content id of the base weights: equal for equal configurations and numbers, wherever they are stored."""
     colocated: bool = False
     """True if training and sampling need devices that only one of them can use at a time, and so take turns."""
 

@@ -52,6 +52,7 @@ from skyrl.types import (
     LoraConfig,
     ModelOutput,
     OptimStepOutput,
+    Origin,
     SampleOutput,
     SaveOutput,
     TokenTable,
@@ -175,6 +176,7 @@ class FakeBackend(Executor):
         self.sampler = FakeSampler(self)
         self.journal: list[str | tuple[str, ...]] = []
         """Requests as they come to be queued here, and those of each call that computes."""
+        self.base_id = "base of the fake"
         self.gate: threading.Semaphore | None = None
         """Where each call that computes has to pass."""
 
@@ -193,6 +195,7 @@ class FakeBackend(Executor):
             active_parameters=ACTIVE_PARAMETERS,
             adaptable=ADAPTABLE,
             samples=self.config.samples,
+            base_id=self.base_id,
         )
 
     def has_model(self, model_id: str) -> bool:
@@ -404,6 +407,7 @@ class FakeSampler:
                 np.full(len(tokens), -1.0, np.float32),
                 "stop" if tokens[-1] in stop_tokens(request) else "length",
                 table(len(tokens), request.topk_sample_logprobs),
+                (Origin(0, request.version, self._backend.base_id),),
             )
             for tokens in running.sequences
         ]

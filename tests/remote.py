@@ -24,7 +24,7 @@ from skyrl.backends.operations import Completion, ModelOperation, Progress, Samp
 from skyrl.backends.statistics import Statistics
 from skyrl.errors import BackendLost, RequestError
 from skyrl.types import BackendInfo, ForwardBackwardOutput, LoraConfig, ModelOutput, OptimStepOutput, Result, SaveOutput
-from tests.remote_worker import TILE, Adapter, RemoteConfig
+from tests.remote_worker import BASE_ID, TILE, Adapter, RemoteConfig
 
 UNSERVED = ["tempered_logprobs", "topk_sample_logprobs", "topk_prompt_logprobs", "prompt_alt_tokens_k"]
 UNSERVED += ["target_prompt_logprobs", "prompt_logprobs_last_n", "top_k", "top_p"]
@@ -194,7 +194,7 @@ class RemoteBackend(Executor):
         self.sampling.tell("configure", config)
 
     def info(self) -> BackendInfo:
-        return BackendInfo(self.base_model, "Bigram", self.config.vocab_size, 1024, MAX_RANK, tokenizer_path="")
+        return BackendInfo(self.base_model, "Bigram", self.config.vocab_size, 1024, MAX_RANK, "", base_id=BASE_ID)
 
     def has_model(self, model_id: str) -> bool:
         return model_id in self.models

@@ -24,10 +24,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from skyrl.backends.operations import Progress, Sample
-from skyrl.types import AdamParams, Datum, GeneratedSequence, LoraConfig, SampleOutput, SaveOutput
+from skyrl.types import AdamParams, Datum, GeneratedSequence, LoraConfig, Origin, SampleOutput, SaveOutput
 from skyrl.utils.files.atomic_folders import read_folder, write_folder
 from tests.fakes import break_on, stop_tokens
 
+BASE_ID = "base of the remote"
 PR_SET_PDEATHSIG = 1
 TILE = "tile"
 """The command whose quanta share a dispatch, and their kind."""
@@ -205,9 +206,14 @@ class Worker:
             own = logprobs(self.base, adapter, request.prompt[:-1])
             own = np.take_along_axis(own, request.prompt[1:, None], -1)[:, 0]
             prompt = np.concatenate([[np.nan], own]).astype(np.float32)
+        origin = Origin(0, request.version, BASE_ID)
         drawn = [(np.asarray(x, float).reshape(-1, 2), _reason(request, x)) for x in sequences]
         return SampleOutput(
-            [GeneratedSequence(x[:, 0].astype(np.int32), x[:, 1].astype(np.float32), why) for x, why in drawn], prompt
+            [
+                GeneratedSequence(x[:, 0].astype(np.int32), x[:, 1].astype(np.float32), why, None, (origin,))
+                for x, why in drawn
+            ],
+            prompt,
         )
 
 

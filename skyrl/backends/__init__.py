@@ -7,7 +7,7 @@
     prepared                 prepared batches as operations
     async_client             a backend for asyncio, in a thread (the trainers')
     statistics               what a backend tells of its work
-    base_folder              a base model's folder, from a path or a hub id
+    base_folder, base_id     a base model's folder, from a path or a hub id, and the content id of what is in it
     jax                      the embedded backend
     torch                    any model of transformers, on workers in this process or in others
     skyrl_train_backend      its documented names

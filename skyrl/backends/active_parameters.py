@@ -6,11 +6,12 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+from skyrl.utils.files.tensor_file import read_header
+
 PROJECTION, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "top_k_experts")
 """Names in config.json of how many experts a layer has, and how many of them a token goes to."""
-LENGTH = struct.Struct("<Q")
 
 
 def active_parameters(folder: Path) -> int | None:
@@ -36,11 +37,8 @@ def active_parameters(folder: Path) -> int | None:
 
 
 def _sizes(path: Path) -> Iterator[tuple[str, int]]:
-    """Name and number of elements of each tensor, from the file's header
-    (https://huggingface.co/docs/safetensors/index#format)."""
+    """Name and number of elements of each tensor of a file."""
     with path.open("rb") as file:
-        (length,) = LENGTH.unpack(file.read(LENGTH.size))
-        header = json.loads(file.read(length))
+        header, _ = read_header(file)
     for name, tensor in header.items():
-        if name != "__metadata__":
-            yield name, math.prod(tensor["shape"])
+        yield name, math.prod(tensor["shape"])

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from skyrl.types import ErrorResponse, Result, SaveOutput
+from skyrl.types import ErrorResponse, Origin, Result, SampleOutput, SaveOutput
 from tests.conformance.operations import (
     ROWS,
     a_pass,
@@ -60,7 +60,10 @@ def test_samples_that_wait_are_drawn_from_the_version_that_they_asked_for(backen
         backend.drop_version(version)
     while len(results) <= len(waiting):
         results |= {completion.request_id: completion.result for completion in backend.step()}
-    assert drawn([results[operation.request_id] for operation in waiting]) == expected
+    ended = [results[operation.request_id] for operation in waiting]
+    assert drawn(ended) == expected
+    stamps = {origin for output in ended for sequence in output.sequences for origin in sequence.origins}
+    assert stamps == {Origin(0, version, backend.info().base_id)}
     assert drawn(done(backend, *(a_sample(later.version, seed=seed) for seed in seeds))) != expected
     if not republish:
         assert f"version={version} is not known here" in failure(backend, a_sample(version))
@@ -133,3 +136,13 @@ def test_an_unknown_version_is_refused_by_name(backend):
 
 def test_publishing_a_model_that_does_not_exist_is_refused(backend, tmp_path):
     assert "model_id=nobody is not loaded" in failure(backend, a_publish("nobody", "v", tmp_path / "v"))
+
+
+def test_samples_are_stamped_with_the_version_and_the_base_that_they_were_drawn_from(backend, model):
+    names = [fresh("version") for _ in range(6)]
+    done(backend, *(a_publish(model, name, None) for name in names))
+    asked = [None, *names, *names, None]
+    for version, output in zip(asked, done(backend, *(a_sample(one, num_samples=2) for one in asked)), strict=True):
+        assert isinstance(output, SampleOutput)
+        for sequence in output.sequences:
+            assert sequence.origins == (Origin(0, version, backend.info().base_id),)

@@ -24,6 +24,7 @@ from answer_defects import ANSWER_DEFECTS
 from config_defects import CONFIG_DEFECTS
 from contract_defects import CONTRACT_DEFECTS
 from defects import DEFECTS, Defect
+from engine_defects import ENGINE_DEFECTS
 from env_defects import ENV_DEFECTS
 from fair_defects import FAIR_DEFECTS
 from family_defects import FAMILY_DEFECTS
@@ -53,6 +54,7 @@ KNOWN = (
     SOURCE_DEFECTS,
     SMALL_DEFECTS,
     TORCH_DEFECTS,
+    ENGINE_DEFECTS,
 )
 ROOT = Path(__file__).parents[2]
 PROGRAMS = "programs"

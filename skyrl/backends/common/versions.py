@@ -32,6 +32,8 @@ READ_AT_ONCE = 4
 class _Slot(Generic[Handle]):
     version: str | None = None
     """None: free."""
+    published: str | None = None
+    """Name under which that was published."""
     pins: int = 0
     adapter: Handle | None = None
     content: int = 0
@@ -91,8 +93,8 @@ class VersionPool(Generic[Handle]):
         self._readings: dict[str, tuple[str, Future[Handle]]] = {}
         """(folder, what is being read from it) by version."""
         self._claims: dict[str, list[Claim]] = {}
-        self._dropped: set[str] = set()
-        """Names that nobody can ask for, of versions that were dropped while they were claimed."""
+        self._dropped: dict[str, str] = {}
+        """Names that nobody can ask for, of versions that were dropped while they were claimed; the published ones."""
         self._lock = threading.RLock()
 
     def adapter(self, slot: int) -> Handle | None:
@@ -102,6 +104,10 @@ class VersionPool(Generic[Handle]):
     def content(self, slot: int) -> int:
         """A number for what is in a slot, which no other adapter ever has; 0 for the base model."""
         return 0 if slot == BASE_SLOT else self._slots[slot].content
+
+    def published(self, slot: int) -> str | None:
+        """Name under which the content of a slot was published; None in the base model's."""
+        return None if slot == BASE_SLOT else self._slots[slot].published
 
     def publish(self, version: str, adapter: Handle) -> None:
         """Make `adapter` samplable as `version`. The handle is kept, so no program may be given its arrays as donated.
@@ -155,7 +161,7 @@ class VersionPool(Generic[Handle]):
             if not self._claims[version]:
                 del self._claims[version]
                 if version in self._dropped:
-                    self._dropped.remove(version)
+                    del self._dropped[version]
                     self.drop(version)
 
     def at_hand(self, claim: Claim) -> bool:
@@ -196,6 +202,11 @@ class VersionPool(Generic[Handle]):
             self._resident.move_to_end(claim.version)
             return self._resident[claim.version]
 
+    def name(self, claim: Claim) -> str | None:
+        """Name under which a claimed version was published; None is the base model."""
+        version = claim.version
+        return None if version is None else self._dropped.get(version, version)
+
     def acquire(self, claim: Claim) -> int | None:
         """Pin a version and return its slot. None (for now) if it is not at hand, or samples run on every slot.
 
@@ -215,7 +226,7 @@ class VersionPool(Generic[Handle]):
                 own = self._resident[version]
                 adapter = self._fitted(own)
                 copied = 0 if adapter is own else self._nbytes(adapter)
-                self._slots[slot] = _Slot(version, 0, adapter, next(self._contents), copied)
+                self._slots[slot] = _Slot(version, self.name(claim), 0, adapter, next(self._contents), copied)
             self._slots[slot].pins += 1
             self._slots.move_to_end(slot)
             self._resident.move_to_end(version)
@@ -280,7 +291,7 @@ class VersionPool(Generic[Handle]):
     def _set_aside(self, version: str) -> None:
         """Keep a version for those who have claimed it."""
         aside = f"{version} (dropped, {next(self._contents)})"
-        self._dropped.add(aside)
+        self._dropped[aside] = self._dropped.get(version, version)
         path = self._paths.pop(version, None)
         if version in self._resident:  # and stays there, as its files may go
             self._resident[aside], self._sizes[aside] = self._resident.pop(version), self._sizes.pop(version)

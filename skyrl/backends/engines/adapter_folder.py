@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from skyrl.backends.common.models.store import ModelFormat
 from skyrl.types import LoraConfig
+from skyrl.utils.failpoints import crash_point
 from skyrl.utils.files.atomic_folders import Content, folder_bytes, remove_folder, tidy, write_folder
 
 PREFIX = "skyrl-"
@@ -65,6 +66,7 @@ class AdapterFolder:
         incoming = self._path / f"{INCOMING}{uuid4().hex}"
         written = write_folder(incoming, files)
         name = PREFIX + written.digest[:DIGITS]
+        crash_point("publish: adapter written, not in place")
         with self._lock:
             if name in self._sizes:
                 remove_folder(incoming)
@@ -122,7 +124,13 @@ class Exports(Generic[Version]):
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
         self._names: dict[int, str] = {}
         """By the id of a version, as long as that lives."""
+        self._versions: weakref.WeakValueDictionary[str, Version] = weakref.WeakValueDictionary()
+        """By name."""
         self._lock = threading.Lock()
+
+    def version(self, name: str) -> Version | None:
+        """Version that was written under a name; None where nobody has it any more."""
+        return self._versions.get(name)
 
     def pinned(self, version: Version) -> "Future[str]":
         """Name of a version in the folder, where it stays until `folder.unpin`. Fails with `StorageError`."""
@@ -143,4 +151,5 @@ class Exports(Generic[Version]):
             if id(version) not in self._names:
                 weakref.finalize(version, self._names.pop, id(version), None)
             self._names[id(version)] = name
+            self._versions[name] = version
             return name

@@ -7,8 +7,8 @@ all slots: vLLM 0.32 takes the last slot's for it on CPUs. Which log-probabiliti
 """
 
 import asyncio
+import dataclasses
 import logging
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,24 @@ import numpy as np
 
 from skyrl.backends.engines.adapter_folder import PREFIX, AdapterFolder
 from skyrl.backends.engines.config import EngineOptions
-from skyrl.backends.engines.fleet import Admitted, Mismatch
-from skyrl.backends.engines.needs import BASE, PROCESSED, RAW, adapter_feature
-from skyrl.backends.engines.probes import Probes, Score
-from skyrl.backends.engines.protocol import Draw, Drawn, Engine, EngineDown, EngineFacts, EngineFailed, Refused
+from skyrl.backends.engines.continuation import rest
+from skyrl.backends.engines.fixed_prompt import FixedPrompt
+from skyrl.backends.engines.needs import BASE, BY_PLACE, PROCESSED, RAW, adapter_feature
+from skyrl.backends.engines.probes import Probes
+from skyrl.backends.engines.protocol import (
+    Admitted,
+    Drawn,
+    Engine,
+    EngineDown,
+    EngineFacts,
+    EngineFailed,
+    Mismatch,
+    Refused,
+)
 from skyrl.types import BackendInfo
 
 log = logging.getLogger(__name__)
 
-PROMPT, DRAWN = 16, 32
-"""Tokens of the fixed prompt, and those that are drawn after it."""
 COPIES = 16
 """Names under which an adapter is loaded at the same time, at least, so that it is in all slots that there may be."""
 CERTAIN = 1e-5
@@ -39,7 +47,7 @@ class Admission:
         options: With the bound.
         info: Facts about the backend.
         folder: Where adapters go.
-        score: The backend's own sampler.
+        prompt: What is drawn.
         probes: Adapters to try.
     """
 
@@ -48,12 +56,10 @@ class Admission:
         options: EngineOptions,
         info: BackendInfo,
         folder: AdapterFolder,
-        score: Score,
+        prompt: FixedPrompt,
         probes: Probes[Any],
     ):
-        self._options, self._info, self._folder, self._score, self._probes = options, info, folder, score, probes
-        self._salts = count()
-        self._prompt = np.random.default_rng(0).integers(info.vocab_size, size=PROMPT).astype(np.int32)
+        self._options, self._info, self._folder, self._prompt, self._probes = options, info, folder, prompt, probes
 
     async def __call__(self, engine: Engine) -> Admitted:
         """Raises `EngineDown`, `EngineFailed`, `Mismatch`."""
@@ -64,8 +70,8 @@ class Admission:
             for name in ours:
                 if name not in kept:
                     await engine.unload_adapter(name)
-            off = await self._difference(await engine.generate(self._draw()), None)
-            features = await self._features(engine, off, facts)
+            off = await self._prompt.difference(await engine.generate(self._prompt.draw()), None)
+            features, difference = await self._features(engine, off, facts)
         except Refused as error:
             raise EngineFailed(f"sampling engine {engine.name} refuses what all engines take: {error}") from error
         if facts.longest < self._info.max_context_length:
@@ -74,15 +80,19 @@ class Admission:
                 "start it with a larger --max-model-len",
                 *(engine.name, facts.longest, self._info.max_context_length),
             )
-        return Admitted(facts.longest, frozenset(features), kept)
+        engine.base_id = self._info.base_id  # which is proved by now
+        return Admitted(facts.longest, frozenset(features), kept, engine.base_id, difference)
 
-    async def _features(self, engine: Engine, off: float, facts: EngineFacts) -> set[str]:
-        """Features of an engine. `off` is the distance of its base model from ours."""
-        features, troubles = set[str](), []
+    async def _features(self, engine: Engine, off: float, facts: EngineFacts) -> tuple[set[str], float]:
+        """Features of an engine, and the largest difference where it has what we have.
+
+        `off` is the distance of its base model from ours.
+        """
+        features, troubles, largest = set[str](), [], 0.0
         probes = await self._probes()
         for group, (version, name) in probes.items():
             try:
-                difference = await self._difference(await self._adapted(engine, name), version)
+                difference = await self._prompt.difference(await self._adapted(engine, name), version)
             except EngineDown:
                 raise
             except (EngineFailed, Refused) as error:
@@ -90,6 +100,7 @@ class Admission:
                 continue
             if difference <= self._options.logprob_bound:
                 features.add(adapter_feature(group))
+                largest = max(largest, difference)
             else:
                 troubles.append(f"adapters on {group}: log-probabilities differ by {difference:.3g} on average")
         well = off <= self._options.logprob_bound
@@ -99,19 +110,20 @@ class Admission:
             raise EngineFailed(f"sampling engine {engine.name} has none of our adapters: {'; '.join(troubles)}")
         if well:
             last = next(name for group, (_, name) in reversed(probes.items()) if adapter_feature(group) in features)
-            off = await self._difference(await self._base_beside(engine, last), None)
+            off = await self._prompt.difference(await self._base_beside(engine, last), None)
         if off <= self._options.logprob_bound:
             features.add(BASE)
+            largest = max(largest, off)
         else:
             troubles.append(f"the base model beside adapters: log-probabilities differ by {off:.3g} on average")
         for trouble in troubles:
             log.warning("sampling engine %s: %s; such samples are drawn here", engine.name, trouble)
-        return features | {await self._mode(engine)}
+        return features | {await self._mode(engine)} | await self._seeds(engine), largest
 
     async def _adapted(self, engine: Engine, name: str) -> Drawn:
         try:
             await engine.load_adapter(name, self._folder.path(name))
-            return await engine.generate(self._draw(adapter=name))
+            return await engine.generate(self._prompt.draw(adapter=name))
         finally:
             await engine.unload_adapter(name)
 
@@ -128,10 +140,18 @@ class Admission:
 
     async def _mode(self, engine: Engine) -> str:
         """Kind of log-probabilities that it tells: after a filter that leaves one token, that one is certain."""
-        drawn = await engine.generate(self._draw(top_k=1))
-        ours = await self._scores(drawn, None)
+        drawn = await engine.generate(self._prompt.draw(top_k=1))
+        ours = await self._prompt.scores(drawn, None)
         certain = np.abs(drawn.logprobs).max() < CERTAIN < np.abs(ours).max()
         return PROCESSED if certain else RAW
+
+    async def _seeds(self, engine: Engine) -> set[str]:
+        """The feature that tokens are drawn by seed and place, if the second half of a sample is drawn again so."""
+        whole = self._prompt.draw()
+        drawn = await engine.generate(whole)
+        half = dataclasses.replace(drawn, tokens=drawn.tokens[: len(drawn.tokens) // 2])
+        again = await engine.generate(rest(whole, half, keeps_seed=True))
+        return {BY_PLACE} if np.array_equal(again.tokens, drawn.tokens[len(half.tokens) :]) else set()
 
     async def _base_beside(self, engine: Engine, name: str) -> Drawn:
         """A sample of the base model while copies of an adapter are everywhere, and are sampled."""
@@ -139,28 +159,9 @@ class Admission:
         try:
             for copy in copies:
                 await engine.load_adapter(copy, self._folder.path(name))
-            beside = [engine.generate(self._draw(adapter=copy)) for copy in copies[-engine.max_loras :]]
-            base, *_ = await asyncio.gather(engine.generate(self._draw()), *beside)
+            beside = [engine.generate(self._prompt.draw(adapter=copy)) for copy in copies[-engine.max_loras :]]
+            base, *_ = await asyncio.gather(engine.generate(self._prompt.draw()), *beside)
             return base
         finally:
             for copy in copies:
                 await engine.unload_adapter(copy)
-
-    def _draw(self, adapter: str | None = None, top_k: int = 0) -> Draw:
-        tokens = min(DRAWN, self._info.max_context_length - PROMPT - 1)
-        return Draw(
-            prompt=self._prompt,
-            adapter=adapter,
-            max_tokens=tokens,
-            seed=1,
-            temperature=1.0,
-            top_k=top_k,
-            salt=f"admission {next(self._salts)}",  # nothing is left over from before
-        )
-
-    async def _difference(self, drawn: Drawn, version: str | None) -> float:
-        return float(np.abs(drawn.logprobs - await self._scores(drawn, version)).mean())
-
-    async def _scores(self, drawn: Drawn, version: str | None) -> np.ndarray:
-        scores = await self._score(version, np.concatenate([self._prompt, drawn.tokens]))
-        return scores[PROMPT - 1 :]

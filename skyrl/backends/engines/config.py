@@ -59,6 +59,17 @@ class EngineOptions(BaseModel):
     """Mean difference, in nats, of an engine's log-probabilities from ours past which it does not count as the same
     model. In float32 on both sides it is below 0.001; in bfloat16 some 0.01."""
 
+    check_every_sync: bool = True
+    """Compare each version on each engine with ours before its first sample there: 32 tokens after a fixed prompt."""
+
+    sync_logprob_bound: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Mean difference of log-probabilities, in nats, past which that fails. None: ten times what was found of the base
+    model and of random adapters when the engine was admitted, but 0.001 at least and logprob_bound at most."""
+
+    stream: bool = True
+    """Take tokens as they are drawn, so that samples of an engine that is lost are gone on with elsewhere and not begun
+    anew. Start vLLM with --stream-interval 16 or so: each piece costs some 50 microseconds here."""
+
     connect_timeout_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
     """Seconds to connect to an engine, and for its sign of life."""
 

@@ -1,23 +1,37 @@
 """The engines of a backend: a thread whose event loop admits them, draws samples on them and notices when one is gone.
 
 Everything in here happens in that thread; `submit`, `cancel` and `close` are called from others. An engine that does
-not answer joins when it does, however often it leaves. What is drawn of a lost engine is drawn again on another.
+not answer joins when it does, however often it leaves. Samples of a lost engine are gone on with on another.
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import uvloop
 
 from skyrl.backends.engines.config import EngineOptions
-from skyrl.backends.engines.protocol import Drawn, Engine, EngineDown, EngineFailed, Refused
+from skyrl.backends.engines.continuation import can_go_on, ended, is_whole, rest, together
+from skyrl.backends.engines.needs import BY_PLACE
+from skyrl.backends.engines.protocol import (
+    Admitted,
+    Draw,
+    Drawn,
+    Engine,
+    EngineDown,
+    EngineFailed,
+    Mismatch,
+    Refused,
+    Unserved,
+)
 from skyrl.backends.engines.router import Load, Router, Start, Ticket
+from skyrl.backends.engines.sync_check import Check, Checks
 from skyrl.errors import RequestError
 from skyrl.utils.async_tasks import Tasks
 from skyrl.utils.backoff import pause_s
+from skyrl.utils.failpoints import crash_point
 
 log = logging.getLogger(__name__)
 
@@ -25,24 +39,6 @@ ATTEMPTS = 8
 """Engines that are lost, or fail, with a sample until it fails itself."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 """Seconds between two tries to admit an engine."""
-
-
-class Mismatch(Exception):
-    """The engine is well, but does not serve what we train. The message says why that may be."""
-
-
-class Unserved(Exception):
-    """No engine is there that could draw the sample."""
-
-
-@dataclass(frozen=True)
-class Admitted:
-    """Facts found of an engine that may be used."""
-
-    longest: int
-    features: frozenset[str]
-    adapters: list[str]
-    """Of ours that it has."""
 
 
 Outcome = Drawn | Exception
@@ -57,6 +53,7 @@ class Fleet:
         admit: Proves that an engine may be used. Raises `EngineDown`, `EngineFailed`, `Mismatch`.
         path: Folder of an adapter.
         tidy: Called in the thread, when an adapter was loaded, with all that engines have.
+        check: Compares a version on an engine with ours, before its first sample there. Raises `Mismatch`.
         tell: Called in the thread with a ticket and what became of it.
         changed: Called in the thread when an engine has joined or left, or could not join.
     """
@@ -70,6 +67,7 @@ class Fleet:
         path: Callable[[str], str],
         tidy: Callable[[set[str]], None],
         tell: Callable[[Ticket, Outcome], None],
+        check: Check | None = None,
         changed: Callable[[], None] = lambda: None,
     ):
         self.router = Router()
@@ -94,6 +92,7 @@ class Fleet:
         """Of engines in use: set when one is found to be gone."""
         self._loading: dict[str, set[asyncio.Task[None]]] = {}
         """Adapters that are on their way, by engine."""
+        self._checks = None if check is None else Checks(check, path)
         self._tasks = Tasks()
         self._pumping = False
         self._stop = asyncio.Event()
@@ -196,12 +195,15 @@ class Fleet:
         self._changed()
 
     def _lose(self, engine: Engine) -> None:
-        del self._gone[engine.name], self.engines[engine.name]
         for task in self._loading.pop(engine.name, set()):
             task.cancel()
+        if self._checks is not None:
+            self._checks.forget(engine.name)
         for ticket in self.router.leave(engine.name):
             self._drawing.pop(ticket.request.request_id).cancel()
+            self._keep(engine, ticket)
             self._count(ticket, engine.name, self.troubles[engine.name])
+        del self._gone[engine.name], self.engines[engine.name]
         self._look_for_unserved()
         self._changed()
         self._pump()
@@ -279,8 +281,12 @@ class Fleet:
         engine, well = self._engines[load.engine], False
         try:
             if load.instead_of is not None:
+                if self._checks is not None:
+                    self._checks.forget(engine.name, load.instead_of)
                 await engine.unload_adapter(load.instead_of)
+            crash_point("publish: adapter in place, not loaded")
             await engine.load_adapter(load.adapter, self._path(load.adapter))
+            crash_point("publish: adapter loaded, not sampled")
             well = True
         except EngineDown as error:
             self._is_gone(engine, error)
@@ -297,22 +303,57 @@ class Fleet:
     async def _sample(self, start: Start) -> None:
         ticket, engine = start.ticket, self._engines[start.engine]
         try:
-            drawn = await engine.generate(ticket.draw)
+            if self._checks is not None:
+                await self._checks.passed(engine, ticket, self.engines[engine.name])
+            drawn = await engine.generate(self._rest(engine, ticket), ticket.pieces)
+            self._check_stamp(engine, drawn, ticket)
         except EngineDown as error:
             self._is_gone(engine, error)
         except Refused as error:
             self._end(ticket, RequestError(f"the sampling engine refuses it: {error}"))
         except Exception as error:
-            if not isinstance(error, EngineFailed):
+            if not isinstance(error, EngineFailed | Mismatch):
                 log.exception("sampling engine %s answers what nobody understands", engine.name)
+            self._keep(engine, ticket)
             await self._pause(ticket.attempts + 1)
             del self._drawing[ticket.request.request_id]
             self.router.again(ticket)
             self._count(ticket, engine.name, error)
         else:
+            drawn = together([ticket.delivered, drawn] if ticket.delivered else [drawn])
             self.router.ended(ticket, len(drawn.tokens), drawn.cached)
             self._end(ticket, drawn)
         self._pump()
+
+    def _rest(self, engine: Engine, ticket: Ticket) -> Draw:
+        """What an engine is asked for of a sample."""
+        ticket.pieces.clear()
+        by_place = BY_PLACE in self.engines[engine.name].features
+        if ticket.delivered is None:
+            ticket.by_place = by_place
+            return ticket.draw
+        ticket.by_place = ticket.by_place and by_place
+        return rest(ticket.draw, ticket.delivered, ticket.by_place)
+
+    def _keep(self, engine: Engine, ticket: Ticket) -> None:
+        """Keep what an engine has sent of a sample that it does not end."""
+        pieces, ticket.pieces = ticket.pieces, []
+        if not pieces or not can_go_on(ticket.draw):
+            return
+        sent = together(pieces)
+        with contextlib.suppress(EngineDown):  # of other weights
+            self._check_stamp(engine, sent, ticket)
+            ticket.delivered = together([ticket.delivered, sent] if ticket.delivered else [sent])
+
+    def _check_stamp(self, engine: Engine, drawn: Drawn, ticket: Ticket) -> None:
+        """Raise `EngineDown` if a sample is of other weights than those that it was asked of."""
+        asked = ticket.adapter, self.engines[engine.name].base
+        for origin in drawn.origins:
+            if (origin.version, origin.base) != asked:
+                raise EngineDown(
+                    f"{engine.name} has drawn a sample from adapter={origin.version} on base={origin.base}, not from "
+                    f"adapter={asked[0]} on base={asked[1]}; it is not used until it is proved again"
+                )
 
     async def _pause(self, attempts: int) -> None:
         """Wait before an engine is asked for the same again: not for the first time, and not while others may do it."""
@@ -330,7 +371,11 @@ class Fleet:
         """A sample was not drawn, for no fault of its own that is known. It waits for another engine, if it may."""
         ticket.attempts += 1
         ticket.avoid.add(engine)
-        if ticket.attempts >= ATTEMPTS:
+        if ticket.delivered is not None and is_whole(ticket.draw, ticket.delivered):
+            whole = ended(ticket.draw, ticket.delivered)
+            self.router.ended(ticket, len(whole.tokens), whole.cached)
+            self._end(ticket, whole)
+        elif ticket.attempts >= ATTEMPTS:
             self._end(ticket, error)
 
     def _end(self, ticket: Ticket, outcome: Outcome) -> None:

@@ -6,12 +6,16 @@ disk again at each step, and keeps what its older weights have left in the prefi
 """
 
 import asyncio
-from collections.abc import Mapping
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
-import numpy as np
 
+from skyrl.backends.base_id import base_id
+from skyrl.backends.engines.completions import Reading
 from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.protocol import (
     AdapterMissing,
@@ -23,10 +27,8 @@ from skyrl.backends.engines.protocol import (
     EngineFailed,
     Refused,
 )
-from skyrl.types import TokenTable
+from skyrl.types import Origin
 
-TOKEN = "token_id:"
-"""Prefix of a token's id where tokens are keys."""
 LONGEST_MESSAGE = 500
 IDLE_S = 2.0
 """Seconds after which an idle connection is not used again: servers close theirs after 5, as uvicorn does."""
@@ -56,7 +58,7 @@ class HttpEngine(Engine):
         )
 
     async def facts(self) -> EngineFacts:
-        self._base = self._fingerprint = None
+        self._base, self._fingerprint, self.base_id = None, None, ""
         served = (await self._call("GET", "/v1/models", self._options.timeout_s))["data"]
         version = (await self._call("GET", "/version", self._options.timeout_s))["version"]
         base = next((card for card in served if card.get("parent") is None), None)
@@ -69,16 +71,30 @@ class HttpEngine(Engine):
     async def health(self) -> None:
         await self._call("GET", "/health", self._options.connect_timeout_s)
 
-    async def generate(self, draw: Draw) -> Drawn:
+    async def generate(self, draw: Draw, pieces: list[Drawn] | None = None) -> Drawn:
         assert self._base is not None, self.name
         limit_s = self._options.timeout_s + draw.max_tokens * self._options.token_timeout_s
         body = _body(draw) | {"model": draw.adapter or self._base}
-        answer = await self._call("POST", "/v1/completions", limit_s, body=body)
-        fingerprint = answer.get("system_fingerprint")
-        if self._fingerprint not in (None, fingerprint):
+        if self._options.stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        reading = Reading(draw, Origin(0, draw.adapter, self.base_id, self.name), [] if pieces is None else pieces)
+        path = "/v1/completions"
+        async with self._talking(path, limit_s), self._client.stream("POST", path, json=body) as answer:
+            if not answer.is_success:
+                await answer.aread()
+                raise self._failure(path, answer)
+            async for chunk in _chunks(answer):
+                self._check_server(chunk.get("system_fingerprint"), reading.origin.base)
+                reading.read(chunk, self._base)
+        return reading.drawn()
+
+    def _check_server(self, fingerprint: str | None, base_id: str) -> None:
+        """Raise if the server was started again, or its base weights were replaced, while it drew."""
+        if fingerprint is not None and self._fingerprint not in (None, fingerprint):
             raise EngineDown(f"{self.name} was started again: its fingerprint is {fingerprint}")
-        self._fingerprint = fingerprint
-        return _drawn(answer, draw, self.name)
+        self._fingerprint = fingerprint or self._fingerprint
+        if self.base_id != base_id:
+            raise EngineFailed(f"{self.name} was given other base weights while it drew a sample")
 
     async def load_adapter(self, name: str, path: str) -> None:
         body = {"lora_name": name, "lora_path": path}
@@ -100,9 +116,11 @@ class HttpEngine(Engine):
             return
 
     async def update_base(self, path: str) -> None:
+        self.base_id = ""
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await self._development("/collective_rpc", body=body)
         await self.reset_prefix_cache()
+        self.base_id = await asyncio.to_thread(base_id, Path(path))
 
     async def pause(self, mode: Literal["abort", "wait", "keep"]) -> None:
         await self._development("/pause", mode=mode)
@@ -133,25 +151,46 @@ class HttpEngine(Engine):
         self, method: str, path: str, limit_s: float, *, query: Mapping[str, str | int] | None = None, body: Any = None
     ) -> Any:
         """The JSON that it answers; None if that is something else."""
-        try:
-            async with asyncio.timeout(limit_s):
-                answer = await self._client.request(method, path, params=query, json=body)
-        except TimeoutError:
-            raise EngineDown(f"{self.name} has not answered {path} within {limit_s:g} s") from None
-        except Exception as error:  # of httpx, or what its parts raise where a connection ends at a bad moment
-            raise EngineDown(f"{self.name} is not there ({path}: {str(error) or type(error).__name__})") from error
+        async with self._talking(path, limit_s):
+            answer = await self._client.request(method, path, params=query, json=body)
         if answer.is_success:
             return _json(answer)
+        raise self._failure(path, answer)
+
+    @asynccontextmanager
+    async def _talking(self, path: str, limit_s: float) -> AsyncIterator[None]:
+        """Turn what may happen on the way into `EngineDown`."""
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError:
+            raise EngineDown(f"{self.name} has not answered {path} within {limit_s:g} s") from None
+        except (EngineDown, EngineFailed, Refused):
+            raise
+        except Exception as error:  # of httpx, or what its parts raise where a connection ends at a bad moment
+            raise EngineDown(f"{self.name} is not there ({path}: {str(error) or type(error).__name__})") from error
+
+    def _failure(self, path: str, answer: httpx.Response) -> Exception:
+        """Meaning of an answer that is no success."""
         if answer.status_code in REFUSED:
-            raise Refused(_message(answer))  # which the sender may read
+            return Refused(_message(answer))  # which the sender may read
         message = f"{self.name} answers {path} with {answer.status_code}: {_message(answer)}"
         if answer.status_code in (401, 403):
-            raise EngineFailed(f"{message}; give it the key that it was started with (api_key, or VLLM_API_KEY)")
+            return EngineFailed(f"{message}; give it the key that it was started with (api_key, or VLLM_API_KEY)")
         if answer.status_code == 404:
-            raise AdapterMissing(message)
-        if answer.status_code == 503:
-            raise EngineDown(message)
-        raise EngineFailed(message)
+            return AdapterMissing(message)
+        return EngineDown(message) if answer.status_code == 503 else EngineFailed(message)
+
+
+async def _chunks(answer: httpx.Response) -> AsyncIterator[Any]:
+    """JSON objects of a stream of events, or the only one."""
+    if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+        yield json.loads(await answer.aread())
+        return
+    async for line in answer.aiter_lines():
+        data = line.removeprefix("data:").strip()
+        if line.startswith("data:") and data != "[DONE]":
+            yield json.loads(data)
 
 
 def _body(draw: Draw) -> dict[str, Any]:
@@ -177,35 +216,6 @@ def _body(draw: Draw) -> dict[str, Any]:
         "skip_special_tokens": False,
         "cache_salt": draw.salt,
     }
-
-
-def _drawn(answer: Any, draw: Draw, name: str) -> Drawn:
-    """Sample in a completion. Raises `EngineFailed` if it was given up, or is not what was asked for."""
-    choice = answer["choices"][0]
-    if choice["finish_reason"] not in ("stop", "length"):
-        raise EngineFailed(f"{name} has given a sample up ({choice['finish_reason']})")
-    tokens, told = choice.get("token_ids"), choice.get("logprobs")
-    if tokens is None or told is None or len(told["token_logprobs"]) != len(tokens):
-        raise EngineFailed(
-            f"{name} answers without token ids and their log-probabilities; vLLM 0.20 and later has them"
-        )
-    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-    return Drawn(
-        np.asarray(tokens, np.int32),
-        np.asarray(told["token_logprobs"], np.float32),
-        choice["finish_reason"] == "stop",
-        _top(told["top_logprobs"], draw.top) if draw.top else None,
-        details.get("cached_tokens") or 0,
-    )
-
-
-def _top(places: list[dict[str, float]], count: int) -> TokenTable:
-    """The most likely tokens at each place; what is told beside them is the one that was drawn."""
-    ids, logprobs = np.zeros((len(places), count), np.int32), np.zeros((len(places), count), np.float32)
-    for row, place in enumerate(places):
-        told = sorted((-logprob, int(token.removeprefix(TOKEN))) for token, logprob in place.items())[:count]
-        ids[row], logprobs[row] = [token for _, token in told], [-logprob for logprob, _ in told]
-    return ids, logprobs
 
 
 def _json(answer: httpx.Response) -> Any:

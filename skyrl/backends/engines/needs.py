@@ -9,6 +9,8 @@ from skyrl.backends.operations import Sample
 from skyrl.types import LoraConfig
 
 RAW, PROCESSED = "logprobs:raw", "logprobs:processed"
+BY_PLACE = "seeds by place"
+"""A token follows from the seed, its place and what is before it: samples can be gone on with elsewhere, to the bit."""
 BASE = "base model"
 """Samples of the base model stay its own while adapters are there."""
 GROUPS = ("attn", "mlp", "unembed")

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from skyrl.types import SamplingOptions, TokenTable
+from skyrl.types import Origin, SamplingOptions, TokenTable
 
 
 class EngineDown(Exception):
@@ -28,6 +28,14 @@ class AdapterMissing(EngineDown):
 
 class Refused(Exception):
     """The engine does not take the request as it is. The message is the engine's."""
+
+
+class Mismatch(Exception):
+    """The engine is well, but does not serve what we train. The message says why that may be."""
+
+
+class Unserved(Exception):
+    """No engine is there that could draw the sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +78,8 @@ class Drawn:
     """`[n, top]`."""
     cached: int = 0
     """Tokens of the prompt that were not computed, where the engine tells."""
+    origins: tuple[Origin, ...] = ()
+    """As the engine has stamped it, where `version` is the name of the adapter that it says it has drawn with."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,20 @@ class EngineFacts:
     """Path of each adapter that is loaded, by name."""
 
 
+@dataclass(frozen=True)
+class Admitted:
+    """Facts found of an engine that may be used."""
+
+    longest: int
+    features: frozenset[str]
+    adapters: list[str]
+    """Of ours that it has."""
+    base: str = ""
+    """Content id of its base weights."""
+    difference: float = 0.0
+    """Largest mean difference of its log-probabilities from ours, where it has what we have."""
+
+
 class Engine(ABC):
     """One engine. Its methods are called in one thread's event loop."""
 
@@ -98,6 +122,8 @@ class Engine(ABC):
     """Adapters that it holds at a time."""
     max_logprobs: int
     """Largest `Draw.top`."""
+    base_id: str = ""
+    """Content id of its base weights, once they were proved or replaced from here. Empty: not known."""
 
     @abstractmethod
     async def facts(self) -> EngineFacts:
@@ -108,8 +134,13 @@ class Engine(ABC):
         """Raise `EngineDown` if it is not well."""
 
     @abstractmethod
-    async def generate(self, draw: Draw) -> Drawn:
-        """Draw a sequence. Raises `EngineDown`, `EngineFailed`, `Refused`. Cancelling ends it there, too."""
+    async def generate(self, draw: Draw, pieces: list[Drawn] | None = None) -> Drawn:
+        """Draw and stamp a sequence. Raises `EngineDown`, `EngineFailed`, `Refused`. Cancelling ends it there, too.
+
+        Args:
+            draw: What is asked for.
+            pieces: Where consecutive pieces of the sequence are put as they come, if the engine sends such.
+        """
 
     @abstractmethod
     async def load_adapter(self, name: str, path: str) -> None:

@@ -56,12 +56,16 @@ class EngineRequest:
         if self.hits is None:
             self.hits = drawn.cached
         sequence = Sequence(self.job, self.tickets[ticket], tokenizer, [], [])
+        version = self.job.request.version  # which the adapter of that name on engines is
+        sequence.origins = tuple(dataclasses.replace(origin, version=version) for origin in drawn.origins)
         for place, (token, logprob) in enumerate(zip(drawn.tokens, drawn.logprobs, strict=True)):
             top = None if drawn.top is None else (drawn.top[0][place], drawn.top[1][place])
             if sequence.push(int(token), float(logprob), top):
                 return
         reason = "stop" if drawn.stopped else "length"  # for a reason that only the engine knows
-        self.job.finished[sequence.index] = GeneratedSequence(drawn.tokens, drawn.logprobs, reason, drawn.top)
+        self.job.finished[sequence.index] = GeneratedSequence(
+            drawn.tokens, drawn.logprobs, reason, drawn.top, sequence.origins
+        )
 
     def output(self) -> SampleOutput:
         """The result, once all samples, and the scores if they were asked for, are there."""

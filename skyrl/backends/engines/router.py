@@ -15,7 +15,7 @@ from hashlib import blake2b
 from itertools import chain
 from typing import Literal, NamedTuple
 
-from skyrl.backends.engines.protocol import Draw
+from skyrl.backends.engines.protocol import Draw, Drawn
 from skyrl.backends.executor.fair_line import FairLine
 from skyrl.backends.operations import Sample
 
@@ -45,6 +45,12 @@ class Ticket:
     """Engines that were lost, or failed, with it."""
     avoid: set[str] = field(default_factory=set)
     """Engines that could not do it, which are asked again only if no other is there."""
+    delivered: Drawn | None = None
+    """What engines that were lost have drawn of it."""
+    pieces: list[Drawn] = field(default_factory=list)
+    """What the engine that draws it has sent of the rest."""
+    by_place: bool = True
+    """True if all that was delivered is of engines that draw by seed and place."""
     passed_by: int = 0
     """Samples behind it that began while it found no slot."""
 

@@ -24,13 +24,15 @@ from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.engines.adapter_folder import Exports
 from skyrl.backends.engines.admission import Admission
 from skyrl.backends.engines.config import EngineOptions
-from skyrl.backends.engines.fleet import Fleet, Mismatch, Outcome, Unserved
+from skyrl.backends.engines.fixed_prompt import FixedPrompt
+from skyrl.backends.engines.fleet import Fleet, Outcome
 from skyrl.backends.engines.http_engine import HttpEngine
 from skyrl.backends.engines.needs import has_scores, needs_of, needs_of_adapter
 from skyrl.backends.engines.probes import Probes
-from skyrl.backends.engines.protocol import Drawn
+from skyrl.backends.engines.protocol import Drawn, Mismatch, Unserved
 from skyrl.backends.engines.requests import EngineRequest
 from skyrl.backends.engines.router import Ticket
+from skyrl.backends.engines.sync_check import SyncCheck
 from skyrl.backends.executor import failure
 from skyrl.backends.operations import Completion, Sample
 from skyrl.backends.statistics import Statistics
@@ -89,10 +91,12 @@ class EngineSampler(Generic[Version]):
         self._told: set[str] = set()
         """Reasons that were logged for which requests are sampled here."""
         probes = Probes(probe, exports, versions, self._score, info, options.logprob_bound)
+        prompt = FixedPrompt(info, self._score)
         self.fleet = Fleet(
             [HttpEngine(url, options) for url in options.urls],
             options,
-            admit=Admission(options, info, exports.folder, self._score, probes),
+            admit=Admission(options, info, exports.folder, prompt, probes),
+            check=SyncCheck(options, prompt, exports, versions) if options.check_every_sync else None,
             path=exports.folder.path,
             tidy=exports.folder.shed,
             tell=lambda ticket, outcome: self._hear(partial(self._take_in, ticket, outcome)),

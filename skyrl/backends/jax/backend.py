@@ -24,6 +24,7 @@ from skyrl.backends.backend import (
     ForwardBackward,
 )
 from skyrl.backends.base_folder import config_of, model_folder, overridden
+from skyrl.backends.base_id import base_id
 from skyrl.backends.common.dimuon import DimuonScalars
 from skyrl.backends.common.models.kind import Kind, check_selects
 from skyrl.backends.common.models.operations import ModelBackend, StepScalars
@@ -112,6 +113,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             )
         self._max_context_length = config.max_context_length or min(made_for, LONGEST_DEFAULT_CONTEXT)
         self._active_parameters = active_parameters(self._computed)
+        self._base_id = base_id(self._computed, random=config.load_format == "dummy")
         self.tokenizer = Tokenizer(self._folder)
         if disagreement := self.tokenizer.disagreement:
             progress(disagreement)
@@ -194,6 +196,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             self._versions,
             self.tokenizer,
             max_context_length=self._max_context_length,
+            base=self._base_id,
             cache_bytes=defaults.cache_bytes,
             max_rows=defaults.rows,
             deterministic=config.deterministic,
@@ -255,6 +258,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             active_parameters=self._active_parameters,
             sampling_options=SAMPLING_OPTIONS,
             adaptable=self._adaptable,
+            base_id=self._base_id,
         )
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 
 from skyrl.backends.active_parameters import active_parameters
 from skyrl.backends.base_folder import model_folder, overridden
+from skyrl.backends.base_id import base_id
 from skyrl.backends.common.dimuon import DimuonScalars
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.models.operations import ModelBackend, StepScalars
@@ -112,6 +113,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             facts.longest or LONGEST_DEFAULT_CONTEXT, LONGEST_DEFAULT_CONTEXT
         )
         self._active_parameters = active_parameters(self._computed)
+        self._base_id = base_id(self._computed, random=config.load_format == "dummy")
         self._shape, self._forward_shape = self._shapes()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self._models = ModelOffload[TorchState](
@@ -175,6 +177,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             self._versions,
             self.tokenizer,
             max_context_length=self._max_context_length,
+            base=self._base_id,
             cache_bytes=int(config.kv_cache_gib * GIB),
             max_rows=config.sample_max_num_sequences,
             deterministic=config.deterministic,
@@ -271,6 +274,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             sampling_options=SAMPLING_OPTIONS,
             adaptable=self._adaptable,
             samples=bool(facts.cache_shapes),
+            base_id=self._base_id,
         )
 
     # -- what the executor asks for -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Awaitable, Sequence
+from functools import cached_property
 from itertools import count
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ from skyrl.backends.operations import (
     Sample,
     SaveCheckpoint,
 )
+from skyrl.errors import WrongWeights
 from skyrl.train.config import SamplingParams as SamplingConfig
 from skyrl.train.policies.sampling_options import options_of
 from skyrl.train.rollouts.sampler import Sampled
@@ -30,6 +32,7 @@ from skyrl.types import (
     BackendInfo,
     Datum,
     ForwardBackwardOutput,
+    GeneratedSequence,
     LoraConfig,
     OptimStepOutput,
     SampleOutput,
@@ -181,12 +184,29 @@ class BackendPolicy(BackendLearner):
             tempered_logprobs=True,
         )
         (sequence,) = (await self._expect(operation, SampleOutput)).sequences
+        self._check_stamp(version, sequence)
         return Sampled(
             sequence.tokens.tolist(),
             None if params.logprobs is None else sequence.logprobs.tolist(),
             sequence.stop_reason,
             version,
+            sequence.origins,
         )
+
+    def _check_stamp(self, version: int, sequence: GeneratedSequence) -> None:
+        """Raise `WrongWeights` if a sample is of other weights than those that it was asked of."""
+        asked = self._name(version), self._base_id
+        for origin in sequence.origins:
+            if (origin.version, origin.base) != asked:
+                raise WrongWeights(
+                    f"a sample was asked of version={asked[0]} on base={asked[1]}, and drawn from "
+                    f"version={origin.version} on base={origin.base} by {origin.engine or 'the backend itself'}; "
+                    "what is trained on such samples is worth nothing, so the run ends"
+                )
+
+    @cached_property
+    def _base_id(self) -> str:
+        return self.info().base_id
 
     def _name(self, version: int) -> str:
         return f"{self._model_id}/{version}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from skyrl.envs.env import Env, EnvError, Message, StepResult
-from skyrl.errors import ConfigError
+from skyrl.errors import ConfigError, WrongWeights
 from skyrl.train.config import GeneratorConfig, SamplingParams
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.history import history_class
@@ -19,7 +19,7 @@ from skyrl.train.rollouts.trajectory import TrajectoryStopReason, Turn, checked_
 
 Stage = Literal["environment", "template", "sampler", "generator"]
 
-FATAL = (ConfigError, ImportError, NotImplementedError)
+FATAL = (ConfigError, ImportError, NotImplementedError, WrongWeights)
 """Errors of the program or its configuration: another attempt would fail again, and so would the other trajectories."""
 
 

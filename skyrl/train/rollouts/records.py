@@ -5,6 +5,7 @@ from typing import Any
 
 from skyrl.train.rollouts.sampler import Sampled
 from skyrl.train.rollouts.trajectory import Failure, Trajectory, TrajectoryId, Turn
+from skyrl.types import Origin
 
 
 def as_record(trajectory: Trajectory) -> dict[str, Any]:
@@ -74,5 +75,6 @@ def _turn(turn: Turn) -> dict[str, Any]:
 
 def _restored(turn: dict[str, Any], prompt_ids: list[int]) -> Turn:
     names = ("closing_ids", "reward", "action", "observations", "metrics", "sampler_s", "env_s")
-    sampled = Sampled(turn["token_ids"], turn["logprobs"], turn["stop_reason"], turn["policy_version"])
+    origins = tuple(Origin(**origin) for origin in turn.get("origins", ()))
+    sampled = Sampled(turn["token_ids"], turn["logprobs"], turn["stop_reason"], turn["policy_version"], origins)
     return Turn(prompt_ids, sampled, **{name: turn[name] for name in names}, token_rewards=turn.get("token_rewards"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from skyrl.train.config import SamplingParams
+from skyrl.types import Origin
 
 StopReason = Literal["stop", "length"]
 
@@ -27,6 +28,9 @@ class Sampled:
 
     policy_version: int
     """Version of the weights that sampled."""
+
+    origins: Sequence[Origin] = ()
+    """Weights and engine of each run of tokens, as they were stamped where they were drawn. Empty: nobody did."""
 
     def __post_init__(self) -> None:
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):

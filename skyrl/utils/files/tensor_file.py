@@ -6,6 +6,7 @@ known by shape and type, made when its turn comes and forgotten after it.
 
 import json
 import math
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
@@ -30,6 +31,8 @@ TYPES = {
 }
 """Names of types in a file, in the order in which their tensors are in it."""
 ALIGNMENT = 8
+LENGTH = struct.Struct("<Q")
+"""Of the header, which a file begins with (https://huggingface.co/docs/safetensors/index#format)."""
 
 
 class Tensor(NamedTuple):
@@ -51,6 +54,17 @@ def read_tensors(data: bytes) -> dict[str, np.ndarray]:
         name: np.frombuffer(found["data"], np.dtype(types[found["dtype"]])).reshape(found["shape"])
         for name, found in deserialize(data)
     }
+
+
+def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Entries of a file's tensors by name (dtype, shape, data_offsets), and the offset at which data begins.
+
+    Raises ValueError, KeyError or struct.error for other files.
+    """
+    (length,) = LENGTH.unpack(file.read(LENGTH.size))
+    header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return header, LENGTH.size + length
 
 
 def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Callable[[BinaryIO], None]:
@@ -78,4 +92,4 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
         entries[name] = {"dtype": TYPES[dtype.name], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    return LENGTH.pack(len(text)) + text

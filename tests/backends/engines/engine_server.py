@@ -1,15 +1,17 @@
 """`PretendEngine` behind vLLM's HTTP protocol, as a process: `python -m tests.backends.engines.engine_server FD JSON`.
 
-What `/fault` sets is what becomes of the samples that follow: die, hang, refuse, reset (the connection).
+What `/fault` sets is what becomes of the samples that follow: die, hang, refuse, reset (the connection), mixed (with
+the weights of another adapter, as the answer says), silent (the same, and it does not).
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,10 @@ import httpx
 import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from skyrl.backends.engines.protocol import AdapterMissing, Draw, EngineFailed, Refused
+from skyrl.backends.engines.continuation import together
+from skyrl.backends.engines.protocol import AdapterMissing, Draw, Drawn, EngineDown, EngineFailed, Refused
 from skyrl.types import SamplingOptions
 from skyrl.utils.parent_death import die_with_parent
 from tests.backends.engines.numpy_models import MarkerModel, NumpyQwen3
@@ -28,6 +31,24 @@ from tests.backends.engines.pretend_engine import PretendEngine, Sizes, facts_of
 
 SECRET = "a secret of this test"
 ROOT = Path(__file__).parents[3]
+
+
+class Pieces(list[Drawn]):
+    """Pieces of a sample, and news of more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = asyncio.Event()
+
+    def append(self, piece: Drawn) -> None:
+        super().append(piece)
+        self.more.set()
+
+    async def wait(self) -> None:
+        """Wait for more, or for a moment, after which its client may be gone."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.more.wait(), 0.05)
+        self.more.clear()
 
 
 def app_of(engine: PretendEngine) -> FastAPI:
@@ -82,54 +103,80 @@ def app_of(engine: PretendEngine) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await request.json()
+        body = {"stream": False} | body
         draw = _draw(body, engine.base)
         if engine.fault == "reset":
             os._exit(1)
-        drawing = asyncio.create_task(engine.generate(draw))
-        while not drawing.done():
-            await asyncio.wait([drawing], timeout=0.05)
+        pieces = Pieces()
+        drawing = asyncio.create_task(engine.generate(draw, pieces))
+        drawing.add_done_callback(lambda _: pieces.more.set())
+        while not drawing.done() and not (pieces and body["stream"]):
+            await pieces.wait()
             if engine.dead:
                 os._exit(1)
             if await request.is_disconnected():
                 drawing.cancel()
                 return Response()
-        try:
-            drawn = drawing.result()
-        except AdapterMissing as problem:
-            return error(404, problem)
-        except Refused as problem:
-            return error(400, problem)
-        except EngineFailed as problem:
-            return error(500, problem)
+        if not pieces:
+            problem = drawing.exception()
+            known = [(AdapterMissing, 404), (Refused, 400), (EngineFailed, 500), (EngineDown, 503)]
+            return error(next(status for kind, status in known if isinstance(problem, kind)), str(problem))
+        if body["stream"]:
+            return StreamingResponse(stream(drawing, pieces), media_type="text/event-stream")
+        drawn = drawing.result()
+        return JSONResponse({**told(drawn, "stop" if drawn.stopped else "length"), "usage": {}})
+
+    def told(drawn: Drawn, reason: str | None) -> dict[str, Any]:
         names = [f"token_id:{token}" for token in drawn.tokens]
         tops = [{name: float(logprob)} for name, logprob in zip(names, drawn.logprobs, strict=True)]
         if drawn.top:
             for place, ids, logprobs in zip(tops, *drawn.top, strict=True):
                 place.update({f"token_id:{token}": float(x) for token, x in zip(ids, logprobs, strict=True)})
-        told = {"tokens": names, "token_logprobs": drawn.logprobs.tolist(), "top_logprobs": tops, "text_offset": []}
-        choice = {
-            "index": 0,
-            "text": "",
-            "logprobs": told,
-            "finish_reason": "stop" if drawn.stopped else "length",
-            "token_ids": drawn.tokens.tolist(),
-        }
-        return JSONResponse({"choices": [choice], "usage": {}, "system_fingerprint": engine.fingerprint})
+        logprobs = {"tokens": names, "token_logprobs": drawn.logprobs.tolist(), "top_logprobs": tops, "text_offset": []}
+        choice = {"index": 0, "text": "", "logprobs": logprobs, "finish_reason": reason}
+        model = (drawn.origins[0].version if drawn.origins else None) or engine.base
+        choice["token_ids"] = drawn.tokens.tolist()
+        return {"model": model, "choices": [choice], "system_fingerprint": engine.fingerprint}
+
+    async def stream(drawing: "asyncio.Task[Drawn]", pieces: "Pieces") -> AsyncIterator[str]:
+        """Events of a sample, with all tokens that have come meanwhile in each."""
+        sent = 0
+        try:
+            while not (drawing.done() and sent == len(pieces)):
+                if sent == len(pieces):
+                    await pieces.wait()
+                if sent < len(pieces):
+                    new = together(pieces[sent:])
+                    sent = len(pieces)
+                    yield f"data: {json.dumps(told(new, None))}\n\n"
+                elif engine.dead:
+                    os._exit(1)
+            problem = drawing.exception()
+            if problem is not None:
+                yield f"data: {json.dumps({'error': {'message': str(problem), 'code': 500}})}\n\n"
+                return
+            nothing = Drawn(np.zeros(0, np.int32), np.zeros(0, np.float32), False, origins=pieces[0].origins)
+            yield f"data: {json.dumps(told(nothing, 'stop' if drawing.result().stopped else 'length'))}\n\n"
+            yield f"data: {json.dumps({'choices': [], 'usage': {}})}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:
+            drawing.cancel()
 
     @app.post("/fault")
     async def fault(request: Request) -> Response:
-        engine.fault = (await request.json())["fault"]
+        body = await request.json()
+        engine.fault, engine.after = body["fault"], body.get("after", 0)
         return Response()
 
     @app.post("/anew")
     async def anew(request: Request) -> Response:
         engine.restart()
-        engine.fault, engine.most_at_once, engine.most_adapters = None, 0, 0
+        engine.fault, engine.after, engine.most_at_once, engine.most_adapters = None, 0, 0, 0
         engine.sizes = Sizes(**await request.json())
         return Response()
 
     @app.get("/told")
-    async def told() -> Any:
+    async def facts() -> Any:
         return facts_of(engine)
 
     @app.post("/pause")
@@ -204,11 +251,11 @@ class EngineProcess:
         self._link = ours
 
     def tell(self, path: str, **body: Any) -> None:
-        httpx.post(f"{self.url}{path}", json=body, timeout=20, trust_env=False).raise_for_status()
+        httpx.post(f"{self.url}{path}", json=body, timeout=120, trust_env=False).raise_for_status()
 
     def ask(self, path: str = "/told") -> Any:
         headers = {"Authorization": f"Bearer {SECRET}"}
-        return httpx.get(f"{self.url}{path}", headers=headers, timeout=20, trust_env=False).json()
+        return httpx.get(f"{self.url}{path}", headers=headers, timeout=120, trust_env=False).json()
 
     def anew(self, **sizes: Any) -> "EngineProcess":
         """The same, running, as if it had just been started."""

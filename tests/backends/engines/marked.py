@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,19 +11,21 @@ from safetensors.numpy import save
 
 from skyrl.backends.engines.adapter_folder import PREFIX, AdapterFolder
 from skyrl.backends.engines.config import EngineOptions
-from skyrl.backends.engines.fleet import Admitted, Fleet, Outcome
-from skyrl.backends.engines.protocol import Draw, Drawn, Engine
+from skyrl.backends.engines.fleet import Fleet, Outcome
+from skyrl.backends.engines.protocol import Admitted, Draw, Drawn, Engine
 from skyrl.backends.engines.router import Ticket
+from skyrl.backends.engines.sync_check import Check
 from skyrl.backends.operations import Sample
 from skyrl.types import SamplingParams
 
+BASE = "marked base"
 OPTIONS = EngineOptions(
     urls=("http://nowhere",),
     folder="nowhere",
-    connect_timeout_s=5,
-    timeout_s=30,
+    connect_timeout_s=60,
+    timeout_s=120,
     health_interval_s=0.1,
-    absent_timeout_s=30,
+    absent_timeout_s=120,
 )
 
 
@@ -56,7 +58,8 @@ async def admit(engine: Engine) -> Admitted:
     ours = [name for name in facts.adapters if name.startswith(PREFIX)]
     for name in ours[engine.max_loras :]:
         await engine.unload_adapter(name)
-    return Admitted(facts.longest, frozenset(), ours[: engine.max_loras])
+    engine.base_id = BASE
+    return Admitted(facts.longest, frozenset(), ours[: engine.max_loras], BASE)
 
 
 class Answers:
@@ -90,17 +93,27 @@ class Answers:
         with self._changed:
             assert self._changed.wait_for(lambda: engines() == wanted, timeout_s), engines()
 
-    def marker(self, name: str) -> int:
-        """Number that the samples of a ticket reveal."""
+    def drawn(self, name: str) -> Drawn:
+        """Sample of a ticket."""
         drawn = self.outcomes[name]
         assert isinstance(drawn, Drawn), drawn
+        return drawn
+
+    def marker(self, name: str) -> int:
+        """Number that the samples of a ticket reveal."""
+        drawn = self.drawn(name)
         assert len(set(drawn.tokens.tolist())) == 1, "one sample of several versions"
         return int(drawn.tokens[0])
 
 
 @contextmanager
 def fleet_of(
-    engines: list[Any], folder: AdapterFolder, options: EngineOptions = OPTIONS, wait: bool = True
+    engines: list[Any],
+    folder: AdapterFolder,
+    options: EngineOptions = OPTIONS,
+    wait: bool = True,
+    check: Check | None = None,
+    admit: Callable[[Engine], Awaitable[Admitted]] = admit,
 ) -> Iterator[tuple[Fleet, Answers]]:
     """A fleet of engines, all of which are in use."""
     answers = Answers()
@@ -112,6 +125,7 @@ def fleet_of(
         tidy=folder.shed,
         tell=answers.tell,
         changed=lambda: answers.note(fleet),
+        check=check,
     )
     fleet.start()
     try:

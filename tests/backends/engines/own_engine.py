@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 
 from skyrl.backends.engines.protocol import Draw, Drawn, Engine, EngineFacts, EngineFailed, Refused
+from skyrl.backends.executor import Executor
 from skyrl.backends.operations import Sample
-from skyrl.backends.torch import TorchBackend
 from skyrl.types import ErrorResponse, Result, SampleOutput, SamplingParams
 
 
@@ -18,9 +18,10 @@ class OwnEngine(Engine):
 
     max_requests, max_loras, max_logprobs = 32, 4, 20
 
-    def __init__(self, backend: TorchBackend):
+    def __init__(self, backend: Executor):
         self.name = "own"
         self.backend = backend
+        self.base_id = backend.info().base_id
         self.paths: dict[str, str] = {}
         self._numbers = count()
         self._results: dict[str, Result] = {}
@@ -38,7 +39,7 @@ class OwnEngine(Engine):
         self.paths.pop(name, None)
         self.backend.drop_version(name)
 
-    async def generate(self, draw: Draw) -> Drawn:
+    async def generate(self, draw: Draw, pieces: list[Drawn] | None = None) -> Drawn:
         if len(draw.prompt) + draw.max_tokens > self.backend.info().max_context_length:
             raise Refused("too long")  # which the doors of a backend see to
         params = SamplingParams(
@@ -74,9 +75,9 @@ class OwnEngine(Engine):
             raise EngineFailed(result.error)
         assert isinstance(result, SampleOutput)
         (sequence,) = result.sequences
-        return Drawn(
-            np.asarray(sequence.tokens), sequence.logprobs, sequence.stop_reason == "stop", sequence.topk_logprobs
-        )
+        tokens = np.asarray(sequence.tokens)
+        stopped = sequence.stop_reason == "stop"
+        return Drawn(tokens, sequence.logprobs, stopped, sequence.topk_logprobs, origins=sequence.origins)
 
     async def update_base(self, path: str) -> None:
         raise EngineFailed("a backend trains its base itself")

@@ -6,13 +6,15 @@ Adapters that are loaded but in no slot are read from disk again when they are s
 import asyncio
 import os
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
 import numpy as np
 
+from skyrl.backends.base_id import base_id
+from skyrl.backends.engines.continuation import together
 from skyrl.backends.engines.protocol import (
     AdapterMissing,
     Draw,
@@ -23,9 +25,10 @@ from skyrl.backends.engines.protocol import (
     EngineFailed,
     Refused,
 )
+from skyrl.types import Origin
 from tests.backends.engines.numpy_models import Adapter, Model, NumpyQwen3, log_softmax, softmax
 
-Fault = Literal["die", "hang", "refuse", "reset"]
+Fault = Literal["die", "hang", "refuse", "reset", "mixed", "silent"]
 MODES = ("raw", "processed")
 
 
@@ -41,6 +44,8 @@ class Sizes:
     mode: str = "raw"
     token_s: float = 0.0
     """Seconds for each token."""
+    by_place: bool = True
+    """Whether a token is drawn by seed and place alone."""
 
 
 class PretendEngine(Engine):
@@ -51,6 +56,8 @@ class PretendEngine(Engine):
         self.sizes = sizes or Sizes()
         self.max_requests, self.max_loras, self.max_logprobs = max_requests, self.sizes.max_loras, 20
         self.fault: Fault | None = None
+        self.after = 0
+        """Tokens of a sample after which it dies, where that is the fault."""
         self.most_at_once = 0
         """Sequences that were drawn at the same time at most."""
         self.most_adapters = 0
@@ -61,7 +68,7 @@ class PretendEngine(Engine):
         self.fingerprint = uuid4().hex
         self.registered: dict[str, str] = {}
         self.slots: OrderedDict[str, Adapter] = OrderedDict()
-        self.loads = self.drawn = self.running = 0
+        self.loads = self.drawn = self.running = self.tokens = 0
         self.awake, self.dead = asyncio.Event(), False
         self.awake.set()
         self.sleeping: int | None = None
@@ -86,7 +93,7 @@ class PretendEngine(Engine):
         self._check()
         self.registered.pop(name, None)
 
-    async def generate(self, draw: Draw) -> Drawn:
+    async def generate(self, draw: Draw, pieces: list[Drawn] | None = None) -> Drawn:
         self._check()
         fault = self.fault
         if fault == "refuse":
@@ -97,7 +104,10 @@ class PretendEngine(Engine):
             raise EngineFailed(f"{self.name} is asleep")
         if len(draw.prompt) + draw.max_tokens > self.sizes.longest:
             raise Refused(f"{len(draw.prompt)} + {draw.max_tokens} tokens are above {self.sizes.longest}")
-        adapter = None if draw.adapter is None else self._adapter(draw.adapter)
+        told, adapter = draw.adapter, None if draw.adapter is None else self._adapter(draw.adapter)
+        if fault in ("mixed", "silent"):
+            other, adapter = next((held for held in self.slots.items() if held[0] != told), (None, None))
+            told = other if fault == "mixed" else told
         if adapter is None and self.sizes.wraps and len(self.slots) == self.sizes.max_loras:
             adapter = next(reversed(self.slots.values()))
         incarnation = self.fingerprint
@@ -105,36 +115,41 @@ class PretendEngine(Engine):
         self.drawn += 1
         self.most_at_once = max(self.most_at_once, self.running)
         try:
-            return await self._draw(draw, adapter)
+            pieces = [] if pieces is None else pieces
+            return await self._draw(draw, adapter, pieces, (Origin(0, told, self.base_id, self.name),))
         finally:
             if self.fingerprint == incarnation:
                 self.running -= 1
 
-    async def _draw(self, draw: Draw, adapter: Adapter | None) -> Drawn:
+    async def _draw(
+        self, draw: Draw, adapter: Adapter | None, pieces: list[Drawn], origins: tuple[Origin, ...]
+    ) -> Drawn:
         numbers = np.random.default_rng(draw.seed)
-        tokens, logprobs, top = list(draw.prompt), [], ([], [])
+        tokens = list(draw.prompt)
         incarnation, before = self.fingerprint, len(tokens)
         while len(tokens) - before < draw.max_tokens:
             await self.awake.wait()
             await asyncio.sleep(self.sizes.token_s)
-            if self.fault == "die" or self.fingerprint != incarnation:
-                self.dead = self.dead or self.fault == "die"
+            dies = self.fault == "die" and len(tokens) - before >= self.after
+            if dies or self.dead or self.fingerprint != incarnation:
+                self.dead = self.dead or dies
                 raise EngineDown(f"{self.name} has died")
             logits = self.model.logits(np.asarray(tokens), adapter)
             kept = self._kept(logits, draw, tokens[before:])
             greedy = draw.temperature == 0
+            if self.sizes.by_place:
+                numbers = np.random.default_rng([draw.seed, len(tokens)])
             token = int(kept.argmax()) if greedy else int(numbers.choice(len(kept), p=softmax(kept.astype(np.float64))))
             told = log_softmax(kept if self.sizes.mode == "processed" else logits)
             best = np.argsort(-told, kind="stable")[: draw.top]
-            top[0].append(best)
-            top[1].append(told[best])
+            table = (best[None].astype(np.int32), told[best][None].astype(np.float32)) if draw.top else None
             tokens.append(token)
-            logprobs.append(told[token])
+            self.tokens += 1
+            own = np.asarray([token], np.int32), np.asarray([told[token]], np.float32)
+            pieces.append(Drawn(*own, False, table, origins=origins))
             if token in draw.stop_ids and len(tokens) - before > draw.options.min_tokens:
                 break
-        drawn = np.asarray(tokens[before:], np.int32)
-        table = (np.asarray(top[0], np.int32), np.asarray(top[1], np.float32)) if draw.top else None
-        return Drawn(drawn, np.asarray(logprobs, np.float32), int(drawn[-1]) in draw.stop_ids, table)
+        return replace(together(pieces), stopped=tokens[-1] in draw.stop_ids)
 
     def _kept(self, logits: np.ndarray, draw: Draw, drawn: list[int]) -> np.ndarray:
         """Logits after temperature, filters and what must not stop yet."""
@@ -180,7 +195,7 @@ class PretendEngine(Engine):
             raise EngineDown(f"{self.name} is dead")
 
     async def update_base(self, path: str) -> None:
-        self.model = NumpyQwen3(Path(path))
+        self.model, self.base_id = NumpyQwen3(Path(path)), base_id(Path(path))
 
     async def pause(self, mode: Literal["abort", "wait", "keep"]) -> None:
         self.awake.clear()
@@ -209,6 +224,7 @@ def facts_of(engine: PretendEngine) -> dict[str, Any]:
         "most_adapters": engine.most_adapters,
         "loads": engine.loads,
         "drawn": engine.drawn,
+        "tokens": engine.tokens,
         "sleeping": engine.sleeping,
         "paused": engine.paused,
     }

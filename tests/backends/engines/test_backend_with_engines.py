@@ -1,6 +1,7 @@
 """The torch backend with engines that draw its samples, against its own sampler, which scores what they drew."""
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from skyrl.backends.base_id import base_id
 from skyrl.backends.operations import (
     CreateModel,
     ForwardBackward,
@@ -24,6 +26,7 @@ from skyrl.types import (
     Datum,
     ErrorResponse,
     LoraConfig,
+    Origin,
     SampleOutput,
     SamplingOptions,
     SamplingParams,
@@ -56,6 +59,7 @@ def opened(model: Path, folder: Path, *processes: EngineProcess, **engines: Any)
         "max_loras": 2,
         "max_requests": 8,
         "health_interval_s": 0.2,
+        "connect_timeout_s": 60,
     }
     config = TorchBackendConfig.model_validate(
         {"max_lora_rank": 4, "max_context_length": LONGEST, "engines": given | engines}
@@ -124,11 +128,13 @@ def check(backend: TorchBackend, version: str | None, result: Any) -> None:
         np.testing.assert_allclose(sequence.logprobs, scores(backend, version, sequence.tokens), atol=CLOSE)
 
 
-def test_samples_are_drawn_by_the_engine_from_the_version_that_was_asked_for(backend, process):
+def test_samples_are_drawn_by_the_engine_from_the_version_that_was_asked_for(backend, process, model):
     before = process.ask()["drawn"]
     names = [None, "one", "two", "three", "one"]
     for name, result in zip(names, done(backend, *(sample(name) for name in names)), strict=True):
         check(backend, name, result)
+        for sequence in result.sequences:
+            assert sequence.origins == (Origin(0, name, base_id(model), process.url),)
     assert process.ask()["drawn"] - before >= 2 * len(names)
 
 
@@ -140,6 +146,7 @@ def test_what_is_drawn_depends_on_seed_and_number_alone(backend):
 
 
 def test_prompts_are_scored_here_while_the_engine_draws(backend, process):
+    done(backend, sample("two"))
     before = process.ask()["drawn"]
     asked = {"prompt_logprobs": True, "topk_prompt_logprobs": 3, "topk_sample_logprobs": 2}
     (result,) = done(backend, sample("two", **asked))
@@ -259,7 +266,7 @@ def test_adapters_that_an_engine_lacks_are_sampled_here(model, process, tmp_path
         (here,) = done(backend, sample("with"))
         assert process.ask()["drawn"] == before
         (there,) = done(backend, sample("without"))
-        assert process.ask()["drawn"] == before + 2
+        assert process.ask()["drawn"] == before + 1 + 2, "it is compared, and then drawn"
         check(backend, "with", here)
         check(backend, "without", there)
     process.anew()
@@ -273,6 +280,40 @@ def test_an_engine_that_takes_an_adapter_for_none_does_not_draw_from_the_base_mo
         (result,) = done(backend, sample(None))
         assert process.ask()["drawn"] == before
         check(backend, None, result)
+    process.anew()
+
+
+def test_a_version_is_compared_once_on_each_engine_that_has_it(model, process, tmp_path):
+    process.anew()
+    with opened(model, tmp_path / "engines", process) as backend:
+        for number, name in enumerate(("one", "two")):
+            train(backend, name, number)
+            done(backend, Publish(request_id=f"p {name}", model_id=name, version=name, path=None))
+        before = process.ask()["drawn"]
+        done(backend, *(sample(name) for name in ("one", "two", "one")))
+        done(backend, sample("two"))
+        assert process.ask()["drawn"] == before + 2 + 4 * 2
+
+
+def test_a_version_that_an_engine_has_wrong_is_found_before_it_is_sampled(model, process, tmp_path, caplog):
+    process.anew()
+    with opened(model, tmp_path / "engines", process) as backend:
+        for number, name in enumerate(("one", "two")):
+            train(backend, name, number)
+            done(backend, Publish(request_id=f"p {name}", model_id=name, version=name, path=None))
+        done(backend, sample("one"))
+        process.tell("/fault", fault="silent")
+        asked = sample("two")
+        backend.submit(asked)
+        while "version=two" not in caplog.text:
+            backend.wait(10)
+            assert not backend.step()
+        process.tell("/fault", fault=None)
+        while asked.request_id not in (results := {one.request_id: one.result for one in backend.step()}):
+            backend.wait(10)
+        check(backend, "two", results[asked.request_id])
+        differs = r"draws from version=two \(skyrl-\w+\) with log-probabilities that differ from ours by [\d.]+"
+        assert re.search(f"{process.url} {differs} on average, past the bound of 0.001", caplog.text)
     process.anew()
 
 

@@ -121,7 +121,7 @@ def test_the_sdk_samples_what_it_trained_through_an_engine(tmp_path):
             before = process.ask()["drawn"]
             params = tinker.SamplingParams(max_tokens=4, seed=1, stop=[])
             answer = sampler.sample(text(tokens[:4]), num_samples=2, sampling_params=params).result()
-            assert process.ask()["drawn"] == before + 2
+            assert process.ask()["drawn"] == before + 1 + 2, "it is compared, and then drawn"
             for sequence in answer.sequences:
                 scored = sampler.compute_logprobs(text([*tokens[:4], *sequence.tokens])).result()
                 assert sequence.logprobs == pytest.approx(scored[4:], abs=1e-3)

@@ -1,7 +1,7 @@
 """What every sampling engine promises, against transformers and PEFT in float32.
 
-The engines: a server of our own for tests, the torch backend's own sampler, and vLLM where one is running
-(`make test-vllm`).
+The engines: a server of our own for tests, the own samplers of the torch backend and of the JAX backend, and vLLM where
+one is running (`make test-vllm`).
 """
 
 import asyncio
@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl.backends.base_id import base_id
 from skyrl.backends.engines.adapter_folder import AdapterFolder
 from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.http_engine import HttpEngine
 from skyrl.backends.engines.protocol import Draw, Drawn, Engine, EngineDown, EngineFailed, Refused
+from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.tx.synthetic.make_model import make_model
 from skyrl.types import SamplingOptions
@@ -38,7 +40,8 @@ LONGEST = 256
 CLOSE = 2e-3
 """Nats of one log-probability in float32."""
 PROMPT = np.asarray([5, 900, 33, 7, 1200, 2, 77, 41], np.int32)
-ENGINES = ["http", "own", pytest.param("vllm", marks=pytest.mark.skipif(not VLLM, reason="make test-vllm"))]
+NO_VLLM = pytest.mark.skipif(not VLLM, reason="make test-vllm")
+ENGINES = ["http", "own torch", "own jax", pytest.param("vllm", marks=NO_VLLM)]
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +62,12 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request, model, loop) -> Iterator[Engine]:
-    if request.param == "own":
-        config = TorchBackendConfig(max_lora_rank=8, max_lora_adapters=4, max_context_length=LONGEST)
-        backend = TorchBackend(str(model), config)
+    if request.param.startswith("own"):
+        sizes = {"max_lora_rank": 8, "max_lora_adapters": 4, "max_context_length": LONGEST}
+        if request.param == "own torch":
+            backend = TorchBackend(str(model), TorchBackendConfig.model_validate(sizes))
+        else:
+            backend = JaxBackend(str(model), JaxBackendConfig.model_validate({**sizes, "warm_up": False}))
         yield OwnEngine(backend)
         backend.close()
         return
@@ -247,6 +253,31 @@ def test_a_cancelled_sample_leaves_room_for_others(engine, run):
         await engine.generate(draw())
 
     run(cancelled())
+
+
+def test_samples_are_stamped_with_what_they_were_drawn_from(engine, run, model, adapters, tmp_path):
+    (one, path), (two, other) = adapters["attn"], adapters["mlp"]
+
+    async def stamps() -> list[tuple[str | None, str]]:
+        await engine.load_adapter(one, path)
+        await engine.load_adapter(two, other)
+        drawn = await asyncio.gather(*(engine.generate(draw(name)) for name in (one, None, two)))
+        for name in (one, two):
+            await engine.unload_adapter(name)
+        assert all(origin.first == 0 for each in drawn for origin in each.origins)
+        return [(origin.version, origin.base) for each in drawn for origin in each.origins]
+
+    assert run(stamps()) == [(name, engine.base_id) for name in (one, None, two)]
+    if isinstance(engine, OwnEngine):
+        assert engine.base_id == base_id(model)
+        return
+    make_model(tmp_path / "other", **SIZES, seed=1)
+    run(engine.update_base(str(tmp_path / "other")))
+    try:
+        assert run(stamps()) == [(name, base_id(tmp_path / "other")) for name in (one, None, two)]
+    finally:
+        run(engine.update_base(str(model)))
+    assert run(stamps()) == [(name, base_id(model)) for name in (one, None, two)]
 
 
 @pytest.mark.parametrize("kind", ["attn", "mlp", "unembed", "all"])

@@ -5,20 +5,21 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from skyrl.backends.engines import fleet as fleet_module
 from skyrl.backends.engines.adapter_folder import AdapterFolder
 from skyrl.backends.engines.config import EngineOptions
-from skyrl.backends.engines.fleet import Unserved
 from skyrl.backends.engines.http_engine import HttpEngine
-from skyrl.backends.engines.protocol import Drawn, EngineDown, EngineFailed
+from skyrl.backends.engines.protocol import Drawn, EngineDown, EngineFailed, Mismatch, Unserved
 from skyrl.errors import RequestError
 from tests.backends.engines.engine_server import SECRET, EngineProcess, engine_process
-from tests.backends.engines.marked import OPTIONS, fleet_of, ticket, write_marker
+from tests.backends.engines.marked import BASE, OPTIONS, fleet_of, ticket, write_marker
 from tests.backends.engines.numpy_models import MarkerModel
 from tests.backends.engines.pretend_engine import PretendEngine, Sizes
 
@@ -100,6 +101,73 @@ def test_an_engine_that_fails_while_it_draws_is_left(one, two, folder, fault):
         answers.wait(40)
         assert {answers.marker(str(number)) for number in range(40)} == {marker}
         assert set(answers.troubles) == {one.url}
+
+
+def test_an_engine_that_draws_with_the_weights_of_others_is_left(one, two, folder):
+    versions = markers(folder, 2)
+    options = options_of(one, two)
+    with fleet_of(http(options), folder, options) as (fleet, answers):
+        names = {f"{number} {name}": name for number in range(8) for name in versions}
+        fleet.submit([ticket(each, name) for each, name in names.items()])
+        answers.wait(len(names))
+        one.tell("/fault", fault="mixed")
+        more = {f"mixed {each}": name for each, name in names.items()}
+        fleet.submit([ticket(each, name) for each, name in more.items()])
+        answers.wait(len(names) + len(more))
+        assert all(answers.marker(each) == versions[name] for each, name in (names | more).items())
+        assert "has drawn a sample from adapter=" in answers.troubles[one.url]
+        for each, name in (names | more).items():
+            (origin,) = answers.drawn(each).origins
+            assert (origin.version, origin.base) == (name, BASE) and origin.engine in options.urls
+
+
+def test_a_version_that_differs_though_it_was_loaded_again_fails_its_own_samples_alone(folder, monkeypatch, caplog):
+    monkeypatch.setattr(fleet_module, "ATTEMPTS", 2)
+    wrong, right = markers(folder, 2)
+    compared: list[str | None] = []
+
+    async def check(engine, ticket, admitted) -> None:
+        compared.append(ticket.adapter)
+        if ticket.adapter == wrong:
+            raise Mismatch(f"{engine.name} has other weights")
+
+    engine = PretendEngine("one", MarkerModel())
+    with fleet_of([engine], folder, check=check) as (fleet, answers):
+        fleet.submit([ticket(f"{number} {name}", name) for number in range(4) for name in (wrong, right, None)])
+        answers.wait(12)
+        assert set(fleet.engines) == {"one"} and not fleet.troubles
+    for number in range(4):
+        assert isinstance(answers.outcomes[f"{number} {wrong}"], Mismatch)
+        assert (answers.marker(f"{number} {right}"), answers.marker(f"{number} None")) == (2, 0)
+    tried = Counter(compared)
+    assert tried[wrong] >= 4 and tried == {wrong: tried[wrong], right: 1}
+    assert engine.loads == 1 + 1 + tried[wrong] // 2, "it is loaded again in between"
+    assert "has other weights" in caplog.text
+
+
+def test_a_version_that_comes_back_is_compared_again(folder):
+    compared: list[str | None] = []
+
+    async def check(engine, ticket, admitted) -> None:
+        compared.append(ticket.adapter)
+
+    engine = PretendEngine("one", MarkerModel(), sizes=Sizes(max_loras=2))
+    first, *others = markers(folder, 3)
+    with fleet_of([engine], folder, check=check) as (fleet, answers):
+        for number, name in enumerate((first, first, *others, first)):
+            fleet.submit([ticket(str(number), name)])
+            answers.wait(number + 1)
+    assert compared == [first, *others, first]
+
+
+def test_an_engine_whose_base_was_replaced_is_left_until_it_is_proved_again(folder):
+    engine = PretendEngine("one", MarkerModel())
+    with fleet_of([engine], folder) as (fleet, answers):
+        engine.base_id = "another"
+        fleet.submit([ticket("1")])
+        answers.wait(1)
+        assert "on base=another, not from adapter=None on base=" in answers.troubles["one"]
+        assert answers.drawn("1").origins[0].base == BASE
 
 
 def test_an_engine_that_is_stopped_is_noticed_by_its_silence(one, two, folder):
@@ -235,7 +303,7 @@ class _Unreliable(PretendEngine):
         self.chance = chance
         self.restarts = 0
 
-    async def generate(self, draw):
+    async def generate(self, draw, pieces=None):
         number = self.chance.random()
         if number < 0.004:
             self.restart()
@@ -245,7 +313,7 @@ class _Unreliable(PretendEngine):
             self.restart()
         elif number < 0.02:
             raise EngineFailed(f"{self.name} fails")
-        return await super().generate(draw)
+        return await super().generate(draw, pieces)
 
 
 def _random_history(tmp_path: Path, steps: int) -> None:

@@ -29,7 +29,7 @@ from skyrl.backends.executor import failure
 from skyrl.backends.operations import Completion, Sample
 from skyrl.backends.statistics import Statistics
 from skyrl.errors import RequestError
-from skyrl.types import Result, SamplingOptions
+from skyrl.types import Origin, Result, SamplingOptions
 from skyrl.utils.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class Sampler(Generic[Version]):
         max_context_length: Most tokens of prompt and continuation together.
         cache_bytes: Memory for keys, values and states at most.
         max_rows: Sequences decoded at once.
+        base: Content id of the base model, for stamps.
         deterministic: Nothing is shared, so that what is read does not depend on what else runs.
         prefix_caching: Whether requests share what they begin with. The samples of one always do.
         chunked_prefill: Whether running sequences go on between the chunks of a long prompt.
@@ -68,6 +69,7 @@ class Sampler(Generic[Version]):
         max_context_length: int,
         cache_bytes: int,
         max_rows: int,
+        base: str = "",
         deterministic: bool = False,
         prefix_caching: bool = True,
         chunked_prefill: bool = True,
@@ -75,6 +77,7 @@ class Sampler(Generic[Version]):
         self._runner: ModelRunner[Any] = runner
         self._versions = versions
         self._tokenizer = tokenizer
+        self._base = base
         # A state is that after the last token that was read: no other prompt can begin from it.
         self._shares = prefix_caching and not deterministic and not runner.state_bytes
         self._reads_in_parts = chunked_prefill
@@ -277,6 +280,7 @@ class Sampler(Generic[Version]):
         if job.slot is None:
             job.lacks_room = True
             return
+        job.origins = (Origin(0, self._versions.published(job.slot), self._base),)
         prompt = Prompt(job, self._owner(job), self._pages, self._runner)
         self._reading.append(prompt)
         reserved = self._reserve(pages_to_begin(job), self._states.to_begin(job))  # when nothing can fail any more

@@ -11,7 +11,7 @@ from skyrl.backends.common.sampling.prompt_logprobs import PromptScores
 from skyrl.backends.common.sampling.random_numbers import seed_words
 from skyrl.backends.common.versions import Claim
 from skyrl.backends.operations import Sample
-from skyrl.types import GeneratedSequence, SampleOutput, StopReason, TokenTable
+from skyrl.types import GeneratedSequence, Origin, SampleOutput, StopReason, TokenTable
 from skyrl.utils.tokenizer import StopStrings, Tokenizer
 
 
@@ -50,6 +50,8 @@ class Job:
     """Of its version, from arrival to the end."""
     slot: int | None = None
     """Slot of its version, pinned from admission to the end."""
+    origins: tuple[Origin, ...] = ()
+    """Weights in that slot, as the samples are stamped."""
     lacks_room: bool = False
     """True if there was no room when it was to begin, or to start its next sample."""
     passed_by: int = 0
@@ -120,6 +122,7 @@ class Sequence:
         self.shared = shared
         self.pages = pages
         self.state = state
+        self.origins = job.origins
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[TokenTable] = []
@@ -159,5 +162,6 @@ class Sequence:
         top = None
         if self.top:
             top = np.stack([ids for ids, _ in self.top]), np.stack([logprobs for _, logprobs in self.top])
-        self.job.finished[self.index] = GeneratedSequence(ids, logprobs, reason, top)
+        origins = tuple(origin for origin in self.origins if origin.first < len(ids))
+        self.job.finished[self.index] = GeneratedSequence(ids, logprobs, reason, top, origins)
         return True

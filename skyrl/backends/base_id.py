@@ -1,0 +1,59 @@
+"""Content id of a base model: equal for equal configurations and weights, however many files hold them.
+
+Large tensors are sampled, at places that follow from their sizes alone, so that an id takes about as long as opening
+the files. Training changes all numbers of a tensor, so two models that differ do so at those places.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from skyrl.utils.files.tensor_file import read_header
+
+PIECES, PIECE = 16, 4096
+"""Pieces of a tensor that are read, and bytes of each. A tensor that has no more is read whole."""
+DIGITS = 16
+"""Hexadecimal digits of an id."""
+BESIDE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Entries of config.json that change nothing of what is computed."""
+
+
+def base_id(folder: Path, random: bool = False) -> str:
+    """Content id of the model in a folder.
+
+    Args:
+        folder: With config.json and weights in safetensors files.
+        random: True if the weights are not read, but drawn.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    told: dict[str, Any] = {name: value for name, value in config.items() if name not in BESIDE}
+    tensors: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError, KeyError, struct.error):  # of which loading them says more
+        paths = () if random else sorted(folder.glob("*.safetensors"))
+        tensors = dict(one for path in paths for one in _tensors(path))
+    text = json.dumps([told, "random" if random else sorted(tensors.items())], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, list[Any]]]:
+    """Name, and type, shape and hash of each tensor of a file."""
+    with path.open("rb") as file:
+        header, begin = read_header(file)
+        for name, tensor in header.items():
+            first, end = (begin + offset for offset in tensor["data_offsets"])
+            yield name, [tensor["dtype"], tensor["shape"], _hash(file, first, end)]
+
+
+def _hash(file: BinaryIO, first: int, end: int) -> str:
+    size = end - first
+    if size <= PIECES * PIECE:
+        return hashlib.sha256(os.pread(file.fileno(), size, first)).hexdigest()
+    hashed = hashlib.sha256()
+    for number in range(PIECES):
+        hashed.update(os.pread(file.fileno(), PIECE, first + number * (size - PIECE) // (PIECES - 1)))
+    return hashed.hexdigest()

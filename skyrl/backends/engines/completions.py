@@ -1,0 +1,79 @@
+"""A sample as vLLM's completions endpoint tells it, in one answer or in a stream of pieces."""
+
+from typing import Any
+
+import numpy as np
+
+from skyrl.backends.engines.continuation import together
+from skyrl.backends.engines.protocol import Draw, Drawn, EngineDown, EngineFailed
+from skyrl.types import Origin, TokenTable
+
+TOKEN = "token_id:"
+"""Prefix of a token's id where tokens are keys."""
+
+
+class Reading:
+    """A sample while it comes.
+
+    Args:
+        draw: What was asked for.
+        origin: Weights and engine that it was asked of. Stamps have the model that the answer names.
+        pieces: Where its pieces are put.
+    """
+
+    def __init__(self, draw: Draw, origin: Origin, pieces: list[Drawn]):
+        self.origin = origin
+        self._draw, self._pieces = draw, pieces
+        self._reason: str | None = None
+        self._cached = 0
+
+    def read(self, chunk: Any, base: str) -> None:
+        """Take in an answer, or part of one. `base` is the base model's name.
+
+        Raises `EngineFailed` if the sample was given up, or is not what was asked for.
+        """
+        name = self.origin.engine
+        if "error" in chunk:
+            error = chunk["error"]
+            raise EngineFailed(f"{name} has failed at a sample: {error.get('message', error)}")
+        details = (chunk.get("usage") or {}).get("prompt_tokens_details") or {}
+        self._cached = details.get("cached_tokens") or self._cached
+        if not chunk["choices"]:
+            return
+        choice = chunk["choices"][0]
+        self._reason = choice["finish_reason"]
+        if self._reason not in (None, "stop", "length"):
+            raise EngineFailed(f"{name} has given a sample up ({self._reason})")
+        tokens, told = choice.get("token_ids"), choice.get("logprobs")
+        if not tokens and self._reason is not None and self._pieces:
+            return
+        if tokens is None or told is None or len(told["token_logprobs"]) != len(tokens):
+            raise EngineFailed(
+                f"{name} answers without token ids and their log-probabilities; vLLM 0.20 and later has them"
+            )
+        model = chunk.get("model")
+        self._pieces.append(
+            Drawn(
+                np.asarray(tokens, np.int32),
+                np.asarray(told["token_logprobs"], np.float32),
+                False,
+                _top(told["top_logprobs"], self._draw.top) if self._draw.top else None,
+                origins=(Origin(0, None if model == base else model, self.origin.base, name),),
+            )
+        )
+
+    def drawn(self) -> Drawn:
+        """The whole sample. Raises `EngineDown` if it has not come to its end."""
+        if self._reason is None or not self._pieces:
+            raise EngineDown(f"{self.origin.engine} has ended a stream in the middle of a sample")
+        whole = together(self._pieces)
+        return Drawn(whole.tokens, whole.logprobs, self._reason == "stop", whole.top, self._cached, whole.origins)
+
+
+def _top(places: list[dict[str, float]], count: int) -> TokenTable:
+    """The most likely tokens at each place; what is told beside them is the one that was drawn."""
+    ids, logprobs = np.zeros((len(places), count), np.int32), np.zeros((len(places), count), np.float32)
+    for row, place in enumerate(places):
+        told = sorted((-logprob, int(token.removeprefix(TOKEN))) for token, logprob in place.items())[:count]
+        ids[row], logprobs[row] = [token for _, token in told], [-logprob for logprob, _ in told]
+    return ids, logprobs

@@ -1,0 +1,74 @@
+"""Going on with a sample on another engine, from the tokens that one has delivered before it was lost.
+
+What is left is drawn after prompt and delivered tokens as if these were the prompt, so it has the distribution that it
+would have had. It has the same tokens too where engines draw each token by seed and place alone; elsewhere the rest has
+a seed of its own, as random numbers must not be used twice.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from skyrl.backends.engines.protocol import Draw, Drawn
+from skyrl.types import Origin
+
+
+def together(pieces: Sequence[Drawn]) -> Drawn:
+    """One sample of consecutive pieces, at least one."""
+    first, last = pieces[0], pieces[-1]
+    if len(pieces) == 1:
+        return first
+    origins: list[Origin] = []
+    begin = 0
+    for piece in pieces:
+        for origin in piece.origins:
+            if not origins or dataclasses.replace(origin, first=origins[-1].first) != origins[-1]:
+                origins.append(dataclasses.replace(origin, first=begin + origin.first))
+        begin += len(piece.tokens)
+    tables = [piece.top for piece in pieces if piece.top is not None]
+    top = (np.concatenate([ids for ids, _ in tables]), np.concatenate([x for _, x in tables])) if tables else None
+    return Drawn(
+        np.concatenate([piece.tokens for piece in pieces]),
+        np.concatenate([piece.logprobs for piece in pieces]),
+        last.stopped,
+        top,
+        first.cached,
+        tuple(origins),
+    )
+
+
+def can_go_on(draw: Draw) -> bool:
+    """Return False if it matters which tokens were generated and which were given: such a sample begins anew."""
+    return not (draw.options.presence_penalty or draw.options.frequency_penalty)
+
+
+def rest(draw: Draw, delivered: Drawn, keeps_seed: bool) -> Draw:
+    """What is left of a sample. `keeps_seed`: all its engines draw by seed and place."""
+    count = len(delivered.tokens)
+    options = dataclasses.replace(draw.options, min_tokens=max(0, draw.options.min_tokens - count))
+    return dataclasses.replace(
+        draw,
+        prompt=np.concatenate([draw.prompt, delivered.tokens]).astype(np.int32),
+        max_tokens=draw.max_tokens - count,
+        seed=draw.seed if keeps_seed else _seed(draw.seed, count),
+        options=options,
+    )
+
+
+def is_whole(draw: Draw, delivered: Drawn) -> bool:
+    """Return True if nothing is left to draw: only the news of the end was lost."""
+    count = len(delivered.tokens)
+    stopped = count > draw.options.min_tokens and int(delivered.tokens[-1]) in draw.stop_ids
+    return stopped or count >= draw.max_tokens
+
+
+def ended(draw: Draw, delivered: Drawn) -> Drawn:
+    """A whole sample, told why it ended."""
+    return dataclasses.replace(delivered, stopped=int(delivered.tokens[-1]) in draw.stop_ids)
+
+
+def _seed(seed: int, count: int) -> int:
+    digest = blake2b(np.asarray([seed, count], np.uint64).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1

@@ -1,0 +1,116 @@
+"""Check of each version on each engine, before its first sample there: the engine draws, and our own sampler scores.
+
+Whatever has gone wrong on the way of an adapter (a load that fails silently, a slot that has another's weights, files
+that are not what they were) shows here, and not in what is trained on.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from itertools import count
+from typing import Generic, TypeVar
+
+from skyrl.backends.common.versions import VersionPool
+from skyrl.backends.engines.adapter_folder import Exports
+from skyrl.backends.engines.config import EngineOptions
+from skyrl.backends.engines.fixed_prompt import FixedPrompt
+from skyrl.backends.engines.protocol import Admitted, Engine, Mismatch
+from skyrl.backends.engines.router import Ticket
+
+log = logging.getLogger(__name__)
+
+Version = TypeVar("Version")
+Check = Callable[[Engine, Ticket, Admitted], Awaitable[None]]
+"""Compares the version that a sample is asked of, on an engine, with ours. Raises `Mismatch`, or as `generate`."""
+
+TIMES = 10
+"""A version may differ so many times more than base model and probes did when the engine was admitted."""
+LEAST = 1e-3
+"""Nats that it may differ in any case."""
+
+
+class SyncCheck(Generic[Version]):
+    """Compares versions on engines with ours.
+
+    Args:
+        options: With the bound.
+        prompt: What is drawn.
+        exports: Knows versions by their names on engines.
+        versions: Holds them, for our own sampler.
+    """
+
+    def __init__(
+        self, options: EngineOptions, prompt: FixedPrompt, exports: Exports[Version], versions: VersionPool[Version]
+    ):
+        self._options, self._prompt, self._exports, self._versions = options, prompt, exports, versions
+        self._numbers = count()
+
+    def bound(self, admitted: Admitted) -> float:
+        """Mean difference of log-probabilities that a version on an engine may have."""
+        if self._options.sync_logprob_bound is not None:
+            return self._options.sync_logprob_bound
+        return min(max(TIMES * admitted.difference, LEAST), self._options.logprob_bound)
+
+    async def __call__(self, engine: Engine, ticket: Ticket, admitted: Admitted) -> None:
+        """Compare the version that a sample is asked of. Raises `Mismatch`, or as `Engine.generate`."""
+        assert ticket.adapter is not None
+        version = self._exports.version(ticket.adapter)
+        if version is None:  # its requests are gone, so nothing is drawn from it
+            return
+        name = f"check {next(self._numbers)} of {ticket.adapter}"
+        self._versions.publish(name, version)
+        try:
+            drawn = await engine.generate(self._prompt.draw(ticket.adapter))
+            difference = await self._prompt.difference(drawn, name)
+        finally:
+            self._versions.drop(name)
+        bound = self.bound(admitted)
+        if not difference <= bound:
+            raise Mismatch(
+                f"sampling engine {engine.name} draws from version={ticket.request.version} ({ticket.adapter}) with "
+                f"log-probabilities that differ from ours by {difference:.3g} on average, past the bound of "
+                f"{bound:.3g}; it has other weights under that name; if they are the same, raise "
+                "engines.sync_logprob_bound"
+            )
+
+
+class Checks:
+    """Versions that were compared on engines, each once as long as an engine has it.
+
+    Args:
+        check: Compares one.
+        path: Folder of an adapter.
+    """
+
+    def __init__(self, check: Check, path: Callable[[str], str]):
+        self._check, self._path = check, path
+        self._begun: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """By engine and adapter."""
+
+    async def passed(self, engine: Engine, ticket: Ticket, admitted: Admitted) -> None:
+        """Wait until a sample's version was compared on its engine. Raises as `Check`, and is tried anew after that."""
+        if ticket.adapter is None:  # which admission has compared
+            return
+        key = engine.name, ticket.adapter
+        if key not in self._begun:
+            self._begun[key] = asyncio.create_task(self._compare(engine, ticket, ticket.adapter, admitted))
+        await asyncio.shield(self._begun[key])
+
+    def forget(self, engine: str, adapter: str | None = None) -> None:
+        """An engine is about to lose an adapter, or was lost with all of them."""
+        for key in [key for key in self._begun if key[0] == engine and adapter in (None, key[1])]:
+            self._begun.pop(key).cancel()
+
+    async def _compare(self, engine: Engine, ticket: Ticket, adapter: str, admitted: Admitted) -> None:
+        """Compare a version; where it differs, load it again, and fail if it differs then too."""
+        try:
+            try:
+                await self._check(engine, ticket, admitted)
+            except Mismatch as error:
+                log.error("%s", error)
+                await engine.unload_adapter(adapter)
+                await engine.load_adapter(adapter, self._path(adapter))
+                await self._check(engine, ticket, admitted)
+        except Exception:
+            del self._begun[engine.name, adapter]
+            raise

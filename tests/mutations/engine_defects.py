@@ -1,0 +1,168 @@
+"""Defects of sampling engines, as in `defects.py`: samples of other weights than those that they were asked of."""
+
+from defects import Defect, Edit
+
+ENGINES = "skyrl/backends/engines/"
+FLEET = "tests/backends/engines/test_fleet.py::"
+BACKEND = "tests/backends/engines/test_backend_with_engines.py::"
+
+ROUTER = "tests/backends/engines/test_router.py::"
+CONTINUATION = "tests/backends/engines/test_continuation.py::"
+
+ENGINE_DEFECTS = [
+    Defect(
+        "EN1",
+        "nobody looks at the stamps of an engine's answers",
+        [
+            Edit(
+                ENGINES + "fleet.py",
+                "            if (origin.version, origin.base) != asked:\n",
+                "            if False:\n",
+            )
+        ],
+        [
+            FLEET + "test_an_engine_that_draws_with_the_weights_of_others_is_left",
+            FLEET + "test_an_engine_whose_base_was_replaced_is_left_until_it_is_proved_again",
+        ],
+    ),
+    Defect(
+        "EN2",
+        "versions on engines are not compared with ours",
+        [Edit(ENGINES + "sync_check.py", "        if not difference <= bound:\n", "        if False:\n")],
+        [BACKEND + "test_a_version_that_an_engine_has_wrong_is_found_before_it_is_sampled"],
+    ),
+    Defect(
+        "EN3",
+        "a trainer trains on samples of other weights",
+        [
+            Edit(
+                "skyrl/train/policies/on_backend.py",
+                "            if (origin.version, origin.base) != asked:\n",
+                "            if False:\n",
+            )
+        ],
+        ["tests/train/test_sample_stamps.py::test_a_sample_of_other_weights_ends_the_run_with_both_named"],
+    ),
+    Defect(
+        "EN4",
+        "samples are stamped with what was asked for first, not with what is in the slot",
+        [
+            Edit(
+                "skyrl/backends/common/versions.py",
+                "return None if slot == BASE_SLOT else self._slots[slot].published",
+                "return None if slot == BASE_SLOT else next(iter(self._slots.values())).published",
+            )
+        ],
+        [
+            "tests/backends/test_contract.py::test_samples_are_stamped_with_the_version_and_the_base_that_they_were_drawn_from"
+        ],
+    ),
+    Defect(
+        "EN5",
+        "each adapter has the path and the name of the first",
+        [
+            Edit(
+                ENGINES + "adapter_folder.py",
+                "name = PREFIX + written.digest[:DIGITS]",
+                'name = PREFIX + "0" * DIGITS',
+            )
+        ],
+        [
+            FLEET + "test_forty_versions_share_four_slots",
+            BACKEND + "test_samples_are_drawn_by_the_engine_from_the_version_that_was_asked_for",
+        ],
+    ),
+    Defect(
+        "EN6",
+        "an adapter is unloaded while it is sampled",
+        [Edit(ENGINES + "router.py", 'if held.state == "loaded" and not held.running)', 'if held.state == "loaded")')],
+        [ROUTER + "test_an_adapter_that_is_sampled_is_never_unloaded"],
+    ),
+    Defect(
+        "EN7",
+        "a version that was unloaded counts as compared when it comes back",
+        [
+            Edit(
+                ENGINES + "sync_check.py",
+                "if key[0] == engine and adapter in (None, key[1])]:",
+                "if key[0] == engine and adapter is None]:",
+            )
+        ],
+        [FLEET + "test_a_version_that_comes_back_is_compared_again"],
+    ),
+    Defect(
+        "EN8",
+        "all samples of a request are drawn with one seed",
+        [Edit(ENGINES + "requests.py", "seed=_seed(self.job.seed, index),", "seed=_seed(self.job.seed, 0),")],
+        [BACKEND + "test_what_is_drawn_depends_on_seed_and_number_alone"],
+    ),
+    Defect(
+        "EN9",
+        "tenants share cached prefixes on engines",
+        [
+            Edit(
+                ENGINES + "requests.py",
+                "salt=blake2b(request.tenant.encode(), digest_size=16).hexdigest(),",
+                'salt="all",',
+            )
+        ],
+        ["tests/backends/engines/test_sync_check.py::test_requests_of_two_tenants_share_no_salt"],
+    ),
+    Defect(
+        "EN10",
+        "samples of a lost engine are forgotten",
+        [Edit(ENGINES + "router.py", "            self._again.appendleft(ticket)\n", "")],
+        [ROUTER + "test_samples_of_a_lost_engine_go_before_all_others"],
+    ),
+    Defect(
+        "EN11",
+        "the rest of a sample is drawn with the random numbers of its beginning",
+        [
+            Edit(
+                ENGINES + "continuation.py",
+                "seed=draw.seed if keeps_seed else _seed(draw.seed, count),",
+                "seed=draw.seed,",
+            )
+        ],
+        [CONTINUATION + "test_samples_that_were_interrupted_have_the_models_distribution"],
+    ),
+    Defect(
+        "EN12",
+        "what a lost engine has delivered is drawn again",
+        [Edit(ENGINES + "fleet.py", "        if not pieces or not can_go_on(ticket.draw):\n", "        if True:\n")],
+        [CONTINUATION + "test_what_was_delivered_before_a_kill_is_kept_and_nothing_is_drawn_twice"],
+    ),
+    Defect(
+        "EN13",
+        "generated tokens that another engine is given as a prompt cost no penalty",
+        [
+            Edit(
+                ENGINES + "continuation.py",
+                "return not (draw.options.presence_penalty or draw.options.frequency_penalty)",
+                "return True",
+            )
+        ],
+        [CONTINUATION + "test_a_sample_that_pays_for_what_it_has_generated_begins_anew"],
+    ),
+    Defect(
+        "EN14",
+        "what a killed driver had half written stays",
+        [Edit(ENGINES + "adapter_folder.py", "            remove_folder(left)\n", "            pass\n")],
+        [
+            "tests/backends/engines/test_interrupted_sync.py::"
+            "test_a_sync_that_is_killed_leaves_neither_parts_nor_wrong_weights[publish: adapter written, not in place]"
+        ],
+    ),
+    Defect(
+        "EN15",
+        "engines are admitted though they ignore adapters",
+        [
+            Edit(
+                ENGINES + "admission.py",
+                "            if difference <= self._options.logprob_bound:\n",
+                "            if True:\n",
+            )
+        ],
+        [BACKEND + "test_adapters_that_an_engine_lacks_are_sampled_here[ignored]"],
+    ),
+]
