@@ -7,6 +7,7 @@ SHARDED = "tests/backends/test_torch_sharded.py::"
 WORKER = "tests/backends/test_torch_worker.py::"
 SAMPLING = "tests/backends/test_torch_sampling.py::"
 COLLECTIVES = "tests/backends/test_torch_collectives.py::test_ranks_do_the_same_collectives_in_any_plan[two-40]"
+MOVED = "tests/backends/test_moved_models.py::"
 FAULTS = "tests/backends/test_torch_faults.py::"
 
 TORCH_DEFECTS = [
@@ -111,5 +112,47 @@ TORCH_DEFECTS = [
             )
         ],
         [FAULTS + "test_an_exception_on_one_rank_loses_the_group_that_meets_in_collectives[forward]"],
+    ),
+    Defect(
+        "T11",
+        "a model that moves to JAX has its first moment in the place of the second",
+        [
+            Edit(
+                "skyrl/backends/jax/models/checkpoint_format.py",
+                'state.second_moment = self._tree(stored, "second_moment")',
+                'state.second_moment = self._tree(stored, "first_moment")',
+            )
+        ],
+        [MOVED + "test_the_next_step_after_a_move_is_the_one_without_it[untied-torch-jax-critic]"],
+    ),
+    Defect(
+        "T12",
+        "matrices of a model trained as a whole are moved as they are stored on JAX",
+        [
+            Edit(
+                "skyrl/backends/jax/models/tensor_names.py",
+                "return np.swapaxes(tensor, -1, -2) if turned else tensor",
+                "return tensor.reshape(tensor.shape[::-1]) if turned else tensor",
+            )
+        ],
+        [MOVED + "test_the_next_step_after_a_move_is_the_one_without_it[untied-torch-jax-whole]"],
+    ),
+    Defect(
+        "T13",
+        "a model that moves to torch counts its steps from 0",
+        [Edit(TORCH + "models/checkpoints.py", "            stored.step,\n", "            0,\n")],
+        [MOVED + "test_the_next_step_after_a_move_is_the_one_without_it[untied-jax-torch-critic]"],
+    ),
+    Defect(
+        "T14",
+        "checkpoints of JAX from before there was one layout are not read",
+        [
+            Edit(
+                "skyrl/backends/jax/models/tensor_names.py",
+                'return any("/" in name for name in tensors)',
+                "return False",
+            )
+        ],
+        [MOVED + "test_checkpoints_of_format_1_stay_readable[untied-jax-adapter-stacked]"],
     ),
 ]
