@@ -6,7 +6,7 @@ because the gradient of a column of A is proportional to the same row of B, and 
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +162,22 @@ def _by_layer(targets: Sequence[LoraTarget], weights: dict[str, Any]) -> dict[st
         for group, count in groups.items()
     }
     return weights | lists
+
+
+def stacked_pairs(
+    targets: Iterable[LoraTarget], matrices: Mapping[str, tuple[np.ndarray, np.ndarray]], rank: int
+) -> list[tuple[LoraTarget, dict[str, np.ndarray]]]:
+    """Pairs of all targets, padded to `rank`, of modules' A `[in, rank]` and B `[rank, out]`; others are zero."""
+    pairs = []
+    for target in targets:
+        pair = zero_pair(target, rank)
+        for place, module in target.modules:
+            if module in matrices:
+                a, b = matrices[module]
+                pair["lora_A"][place][:, : a.shape[1]] = a
+                pair["lora_B"][place][: b.shape[0]] = b
+        pairs.append((target, pair))
+    return pairs
 
 
 def zero_pair(target: LoraTarget, rank: int) -> dict[str, np.ndarray]:

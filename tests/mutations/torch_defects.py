@@ -8,6 +8,7 @@ WORKER = "tests/backends/test_torch_worker.py::"
 SAMPLING = "tests/backends/test_torch_sampling.py::"
 COLLECTIVES = "tests/backends/test_torch_collectives.py::test_ranks_do_the_same_collectives_in_any_plan[two-40]"
 NAMES = "tests/backends/test_skyrl_train_names.py::"
+MOVED = "tests/backends/test_moved_models.py::"
 FAULTS = "tests/backends/test_torch_faults.py::"
 
 TORCH_DEFECTS = [
@@ -114,7 +115,7 @@ TORCH_DEFECTS = [
         [FAULTS + "test_an_exception_on_one_rank_loses_the_group_that_meets_in_collectives[forward]"],
     ),
     Defect(
-        "T11",
+        "N1",
         "what is not persisted stays in memory without limit",
         [
             Edit(
@@ -126,13 +127,13 @@ TORCH_DEFECTS = [
         [NAMES + "test_the_oldest_of_what_is_in_memory_alone_goes_when_there_are_too_many"],
     ),
     Defect(
-        "T12",
+        "N2",
         "the whole loss counts as the policy's term",
         [Edit(TORCH + "training/passes.py", 'PG_LOSS: terms["policy"]', "PG_LOSS: sum(terms.values())")],
         [NAMES + "test_terms_of_an_objective_are_those_of_its_formula"],
     ),
     Defect(
-        "T13",
+        "T11",
         "weights are read of a model that no adapter can be on",
         [Edit(TORCH + "base_model/loading.py", "    check_linear(skeleton(folder, device, options), folder)\n", "")],
         [
@@ -206,5 +207,47 @@ TORCH_DEFECTS = [
         "a model is sampled without the state that it keeps beside keys and values",
         [Edit(TORCH + "base_model/model.py", "if self._by_itself or not self.packs:", "if self._by_itself:")],
         ["tests/backends/test_torch_unsampled.py::test_samples_are_refused_with_the_models_name[falcon_h1]"],
+    ),
+    Defect(
+        "M1",
+        "a model that moves to JAX has its first moment in the place of the second",
+        [
+            Edit(
+                "skyrl/backends/jax/models/checkpoint_format.py",
+                'state.second_moment = self._tree(stored, "second_moment")',
+                'state.second_moment = self._tree(stored, "first_moment")',
+            )
+        ],
+        [MOVED + "test_the_next_step_after_a_move_is_the_one_without_it[untied-torch-jax-critic]"],
+    ),
+    Defect(
+        "M2",
+        "matrices of a model trained as a whole are moved as they are stored on JAX",
+        [
+            Edit(
+                "skyrl/backends/jax/models/tensor_names.py",
+                "return np.swapaxes(tensor, -1, -2) if turned else tensor",
+                "return tensor.reshape(tensor.shape[::-1]) if turned else tensor",
+            )
+        ],
+        [MOVED + "test_the_next_step_after_a_move_is_the_one_without_it[untied-torch-jax-whole]"],
+    ),
+    Defect(
+        "M3",
+        "a model that moves to torch counts its steps from 0",
+        [Edit(TORCH + "models/checkpoints.py", "            stored.step,\n", "            0,\n")],
+        [MOVED + "test_the_next_step_after_a_move_is_the_one_without_it[untied-jax-torch-critic]"],
+    ),
+    Defect(
+        "M4",
+        "checkpoints of JAX from before there was one layout are not read",
+        [
+            Edit(
+                "skyrl/backends/jax/models/tensor_names.py",
+                'return any("/" in name for name in tensors)',
+                "return False",
+            )
+        ],
+        [MOVED + "test_checkpoints_of_format_1_stay_readable[untied-jax-adapter-stacked]"],
     ),
 ]

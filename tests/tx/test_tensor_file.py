@@ -17,7 +17,7 @@ from safetensors.numpy import load, load_file, save
 
 from skyrl.backends.common.models.checkpoint_folder import TRAINING_STATE, TRAINING_TENSORS
 from skyrl.backends.common.models.kind import Kind
-from skyrl.backends.jax.models.checkpoint_format import pack_training
+from skyrl.backends.jax.models.checkpoint_format import training_content
 from skyrl.backends.jax.models.state import ModelState, empty_adapter
 from skyrl.tx.io.export import model_files
 from skyrl.tx.io.host_arrays import on_host, tensor_of
@@ -94,9 +94,9 @@ def whole(model) -> ModelState:
 
 def test_a_whole_models_checkpoint_takes_the_memory_of_no_second_model(model, tmp_path):
     state, path = whole(model), tmp_path / "state"
-    peak_bytes(path, lambda: pack_training(state, "base"))
+    peak_bytes(path, lambda: training_content(state, "base", model.config))
     bound = total_bytes(path / TRAINING_TENSORS) / 5
-    assert least(lambda: peak_bytes(path, lambda: pack_training(state, "base")), bound) < bound
+    assert least(lambda: peak_bytes(path, lambda: training_content(state, "base", model.config)), bound) < bound
     assert json.loads((tmp_path / "state" / TRAINING_STATE).read_text())["base_model"] == "base"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from skyrl.errors import RequestError
 from skyrl.tx.design.parameters import LoraTarget
 from skyrl.tx.layers.adapter import Adapter
-from skyrl.tx.lora import adapted, adapter_of, lora_targets, pair_at, zero_pair
+from skyrl.tx.lora import adapted, adapter_of, lora_targets, pair_at, stacked_pairs
 from skyrl.types import LoraConfig
 from skyrl.utils.adapters.fitting import Features, fitted_adapter
 from skyrl.utils.adapters.naming import PREFIX
@@ -72,15 +72,8 @@ def adapter_from_peft(
     fitted, true_rank, alpha = fitted_adapter(tensors, adapter_config, adaptable(targets))
     if true_rank > rank:
         raise RequestError(f"adapter_config.json: r={true_rank} is above the largest rank {rank}; raise max_lora_rank")
-    pairs, groups = [], set()
-    for target in targets:
-        pair = zero_pair(target, rank)
-        for place, module in target.modules:
-            if module in fitted:
-                pair["lora_A"][place][:, :true_rank] = fitted[module].a.T
-                pair["lora_B"][place][:true_rank] = fitted[module].b.T
-                groups.add(target.group)
-        pairs.append((target, pair))
+    pairs = stacked_pairs(targets, {module: (pair.a.T, pair.b.T) for module, pair in fitted.items()}, rank)
+    groups = {target.group for target in targets if any(module in fitted for _, module in target.modules)}
     return adapter_of(pairs, alpha / true_rank), LoraConfig.of_groups(true_rank, alpha, groups)
 
 

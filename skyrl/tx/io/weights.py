@@ -5,7 +5,7 @@ Tensors are read, cast and placed one at a time, so that host memory holds one s
 """
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -99,10 +99,7 @@ def with_weights(model: Decoder, path: str | Path, beside: Collection[str] = ())
     graph, state = nnx.split(model)
     with ExitStack() as stack:
         tensors = _Tensors(path, stack)
-        loaded = [
-            (path, variable.replace(_load(tensors, table, path, variable)))
-            for path, variable in nnx.to_flat_state(state)
-        ]
+        loaded = state_of(state, table, tensors.take)
         # Checkpoints of tied models may hold the projection although it repeats the embedding.
         copies = {param.name for param in table.values() if not param.stored}
         unused = {name for name in tensors.names if not name.startswith(model.design.unread)}
@@ -112,7 +109,31 @@ def with_weights(model: Decoder, path: str | Path, beside: Collection[str] = ())
             f"{path}: {len(unused)} tensors have no place in {model.config.architecture}, such as {min(unused)}; "
             "check that config.json belongs to these weights"
         )
-    return nnx.merge(graph, nnx.from_flat_state(loaded))
+    return nnx.merge(graph, loaded)
+
+
+def state_of(
+    like: Any,
+    table: Mapping[tuple[str, ...], Param],
+    take: Callable[[str, tuple[int, ...], bool], np.ndarray],
+    dtype: Any = None,
+) -> Any:
+    """Parameters in the structure of `like`, the inverse of `skyrl.tx.io.export.named_tensors`.
+
+    Args:
+        like: Parameters of a split model, or their shapes.
+        table: Of the model, by path.
+        take: A tensor by its Hugging Face name, of the given shape, transposed if the last argument is True.
+        dtype: Of the arrays; None: those of `like`.
+    """
+    loaded = []
+    for path, variable in nnx.to_flat_state(like):
+        layer, param = next((part for part in path if isinstance(part, int)), None), table[_without_layer(path)]
+        array = np.empty(variable.shape, dtype or variable.dtype)
+        for place, name in param.stack.names(param.name, layer):
+            array[place] = take(name, param.shape, param.transposed)
+        loaded.append((path, variable.replace(jnp.asarray(array))))
+    return nnx.from_flat_state(loaded)
 
 
 def with_random_weights(model: Decoder) -> Decoder:
@@ -162,15 +183,6 @@ def _base_dtype(asked: str | None, stored: str | None) -> jnp.dtype:
     if name not in known:
         raise ValueError(f"dtype={name!r} is not a dtype of base weights (known: {', '.join(known)}); choose one")
     return jnp.dtype(name)
-
-
-def _load(tensors: "_Tensors", table: dict[tuple[str, ...], Param], path: tuple[Any, ...], variable: Any) -> jax.Array:
-    """One parameter: of one layer, or stacked over layers where its path has no number."""
-    layer, param = next((part for part in path if isinstance(part, int)), None), table[_without_layer(path)]
-    array = np.empty(variable.shape, variable.dtype)
-    for place, name in param.stack.names(param.name, layer):
-        array[place] = tensors.take(name, param.shape, param.transposed)
-    return jnp.asarray(array)
 
 
 def _text_names(names: Iterable[str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Folders of checkpoints and snapshots: names of their files, and the header that says which model they hold.
 
-Both kinds are self-describing and committed by a hash manifest (`skyrl.utils.files.atomic_folders`). Which tensors
-there are is a backend's matter.
+Both kinds are self-describing and committed by a hash manifest (`skyrl.utils.files.atomic_folders`). What a training
+checkpoint holds beside its header is in `training_files`.
 """
 
 import json
@@ -17,7 +17,9 @@ TRAINING_TENSORS, TRAINING_STATE = "training_state.safetensors", "training_state
 PEFT_TENSORS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 IN_MEMORY = "in_memory.json"
 """File of a folder that stands for weights which only the process that published them has, in memory."""
-FORMAT = 1
+FORMAT = 2
+"""Of training checkpoints. The tensors of format 1 are the same on torch, and stacked and padded on JAX."""
+READABLE = (1, FORMAT)
 
 
 def pack_header(kind: Kind, base_model: str, step: int, sequences: int | None) -> bytes:
@@ -43,24 +45,9 @@ def header_of(files: Mapping[str, bytes], path: str) -> dict[str, Any]:
     if TRAINING_STATE not in files:
         raise RequestError(f"path={path} is no training checkpoint; use one that save_weights (save_state) made")
     header = json.loads(files[TRAINING_STATE])
-    if header["format"] != FORMAT:
-        raise StorageError(f"{path} has format {header['format']}; this version reads format {FORMAT}")
+    if header["format"] not in READABLE:
+        raise StorageError(f"{path} has format {header['format']}; this version reads formats up to {FORMAT}")
     return header
-
-
-def holds_weights_alone(files: Mapping[str, bytes], path: str, load_optimizer: bool) -> bool:
-    """Return whether a training checkpoint is an adapter that was uploaded: the header, and what PEFT saves.
-
-    Raises RequestError if the state of its optimizer is asked for.
-    """
-    if PEFT_TENSORS not in files:
-        return False
-    if load_optimizer:
-        raise RequestError(
-            f"path={path} was uploaded and has no optimizer state; load it with optimizer=false "
-            "(create_training_client_from_state)"
-        )
-    return True
 
 
 def kind_of(header: Mapping[str, Any]) -> Kind:
@@ -68,11 +55,6 @@ def kind_of(header: Mapping[str, Any]) -> Kind:
     given = header["lora_config"]
     config = LoraConfig if given.keys() <= LoraConfig.model_fields.keys() else AdapterConfig
     return Kind(config(**given), header.get("value_head", False))
-
-
-def stored_sequences(header: Mapping[str, Any]) -> int | None:
-    """Sequences whose gradients are in a folder's sums. None: files of versions that did not count them."""
-    return header.get("sequences")
 
 
 def stored_kind(path: str, digest: str | None = None) -> Kind:

@@ -1,5 +1,6 @@
 """Kinds of models: what one is, apart from its numbers."""
 
+import zlib
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -7,6 +8,10 @@ from skyrl.backends.common.offload import ModelInfo
 from skyrl.errors import RequestError
 from skyrl.types import AdapterConfig, LoraConfig, ModuleGroup
 
+VALUE_HEAD = "value_head"
+"""Name of a critic's head among what is trained."""
+HEAD_STREAM = zlib.crc32(VALUE_HEAD.encode())
+"""Tells the draws of a value head from others of the same seed."""
 SELECTING = ("target_modules", "exclude_modules")
 """Selectors of modules that `AdapterConfig` alone has."""
 

@@ -1,1 +1,1 @@
-"""Models of the JAX backend: their arrays (`state`, `padding`) and their files (`checkpoint_format`)."""
+"""Models of the JAX backend: their arrays (`state`, `padding`), and files (`checkpoint_format`, `tensor_names`)."""

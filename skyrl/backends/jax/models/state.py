@@ -5,7 +5,6 @@ never changed, only replaced as a whole, so a checkpoint or a published version 
 moment.
 """
 
-import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.common.models.kind import HEAD_STREAM, VALUE_HEAD, Kind
 from skyrl.backends.common.offload import ModelInfo
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.lora import init_adapter, lora_targets, padded_rank, zero_adapter, zero_pair
@@ -28,8 +27,6 @@ COPIES = 4
 """Trees that a model has at most: weights, gradient sums and two moments."""
 NEW_IN_A_STEP = 3
 """Weights and two moments: what optim_step makes beside those that are there."""
-HEAD_STREAM = zlib.crc32(b"value_head")
-"""Tells the draws of a value head from others of the same seed."""
 
 
 @dataclass
@@ -129,7 +126,7 @@ def fresh_adapter(
     if value_head is None:
         hidden = model_config.hidden_size
         value_head = np.random.default_rng([seed % 2**64, HEAD_STREAM]).normal(0, 1 / (hidden + 1), hidden)
-    return adapter._replace(weights=adapter.weights | {"value_head": jnp.asarray(value_head, jnp.float32)})
+    return adapter._replace(weights=adapter.weights | {VALUE_HEAD: jnp.asarray(value_head, jnp.float32)})
 
 
 def empty_adapter(model_config: "ModelConfig", base: Any, kind: Kind) -> Adapter:

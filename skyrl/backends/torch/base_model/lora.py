@@ -18,14 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.common.models.kind import HEAD_STREAM, VALUE_HEAD, Kind
 from skyrl.backends.common.packing import DropoutArrays
 from skyrl.backends.torch.base_model.tensor_ranks import TensorRanks, is_attention
 from skyrl.types import AdapterConfig, LoraConfig, ModuleGroup
-
-VALUE_HEAD = "value_head"
-HEAD_STREAM = zlib.crc32(b"value_head")
-"""Tells the draws of a value head from others of the same seed."""
 
 
 STATE_SPACE = frozenset({"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"})

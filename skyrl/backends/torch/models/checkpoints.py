@@ -13,21 +13,18 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load
 
-from skyrl.backends.common.models.checkpoint_folder import (
-    PEFT_CONFIG,
-    PEFT_TENSORS,
-    TRAINING_STATE,
-    TRAINING_TENSORS,
-    check_served_rank,
-    header_of,
-    holds_weights_alone,
-    kind_of,
-    pack_header,
-    stored_sequences,
-)
-from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.common.models.checkpoint_folder import PEFT_CONFIG, PEFT_TENSORS, check_served_rank
+from skyrl.backends.common.models.kind import VALUE_HEAD, Kind
 from skyrl.backends.common.models.store import ModelFormat
-from skyrl.backends.torch.base_model.lora import VALUE_HEAD, Layout
+from skyrl.backends.common.models.training_files import (
+    Arrays,
+    BufferName,
+    TrainingFiles,
+    pack_training,
+    read_training,
+    training_files,
+)
+from skyrl.backends.torch.base_model.lora import Layout
 from skyrl.backends.torch.models.state import TorchState, TorchVersion, adaptable, layout_of
 from skyrl.backends.torch.workers.group import Buffer, WorkerGroup
 from skyrl.backends.torch.workers.worker import Spread
@@ -64,53 +61,50 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         return version.weights.nbytes
 
     def pack_training(self, state: TorchState) -> dict[str, Content]:
-        parts = {"weights": state.weights, "first_moment": state.first_moment, "second_moment": state.second_moment}
-        if state.gradient_sums is not None:
-            parts["gradient_sums"] = state.gradient_sums
-        layout, read = self._layout(state.kind), _Newest()
-        tensors: dict[str, Tensor] = {}
-        for name, buffer in parts.items():
-            start = 0
-            for part in layout.parts:
-                size = int(np.prod(part.shape))
-                make = partial(_piece, read, buffer, start, part.shape)
-                tensors[f"{name}/{part.name}"] = Tensor(part.shape, FLOAT32, make)
-                start += size
-        return {
-            TRAINING_TENSORS: tensor_file(tensors),
-            TRAINING_STATE: pack_header(state.kind, self.base_model, state.step, state.sequences),
+        found: dict[BufferName, Buffer] = {
+            "weights": state.weights,
+            "first_moment": state.first_moment,
+            "second_moment": state.second_moment,
         }
+        if state.gradient_sums is not None:
+            found["gradient_sums"] = state.gradient_sums
+        layout, read = self._layout(state.kind), _Newest()
+        starts = _starts(layout)
+        buffers: dict[BufferName, dict[str, Tensor]] = {
+            name: {
+                part.name: Tensor(part.shape, FLOAT32, partial(_piece, read, buffer, start, part.shape))
+                for part, start in zip(layout.parts, starts, strict=True)
+            }
+            for name, buffer in found.items()
+        }
+        return pack_training(state.kind, self.base_model, state.step, state.sequences, buffers)
 
     def load_training(
         self, path: str, check: Callable[[Kind], None], *, load_optimizer: bool = True, digest: str | None = None
     ) -> TorchState:
-        files = read_folder(path, digest)
-        header = header_of(files, path)
-        kind = kind_of(header)
-        check(kind)
-        zeros = partial(self.group.zeros, self._layout(kind).size, self.group.spreads(kind).moments)
-        if holds_weights_alone(files, path, load_optimizer):
+        stored = read_training(path, check, load_optimizer=load_optimizer, digest=digest)
+        kind = stored.kind
+        spreads, layout = self.group.spreads(kind), self._layout(kind)
+        zeros = partial(self.group.zeros, layout.size, spreads.moments)
+        if stored.is_uploaded:
+            files = stored.files
             version = self._from_peft(read_tensors(files[PEFT_TENSORS]), json.loads(files[PEFT_CONFIG]), path)
             return TorchState(kind, version.weights, zeros(), zeros())
-        layout, tensors = self._layout(kind), load(files[TRAINING_TENSORS])
-        if {name: x.shape for name, x in _named(tensors, "weights").items()} != dict(layout.parts):
-            raise RequestError(
-                f"path={path}: this checkpoint was trained on base model {header['base_model']!r}, whose layers have "
-                "other shapes than the one served here, or by another backend; serve what it was trained on to load it"
-            )
-        spreads = self.group.spreads(kind)
 
-        def put(name: str, spread: Spread) -> Buffer:
-            return self.group.put(_flat(layout, _named(tensors, name)), spread)
+        def put(name: BufferName, spread: Spread) -> Buffer:
+            _check_fits(stored, stored.buffers[name], layout)
+            return self.group.put(_flat(layout, stored.buffers[name]), spread)
 
-        state = TorchState(kind, put("weights", spreads.weights), zeros(), zeros())
-        if load_optimizer:
-            state.first_moment = put("first_moment", spreads.moments)
-            state.second_moment = put("second_moment", spreads.moments)
-            state.step = header["step"]
-        if _named(tensors, "gradient_sums"):
-            state.gradient_sums = put("gradient_sums", spreads.sums)
-            state.sequences = stored_sequences(header)
+        has_moments = "first_moment" in stored.buffers
+        state = TorchState(
+            kind,
+            put("weights", spreads.weights),
+            put("first_moment", spreads.moments) if has_moments else zeros(),
+            put("second_moment", spreads.moments) if has_moments else zeros(),
+            stored.step,
+        )
+        if "gradient_sums" in stored.buffers:
+            state.gradient_sums, state.sequences = put("gradient_sums", spreads.sums), stored.sequences
         return state
 
     def version_of(self, state: TorchState) -> TorchVersion:
@@ -148,11 +142,15 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
             kind = Kind(LoraConfig(rank=0))
             tensors = {name: x.astype(np.float32) for name, x in load(files[WEIGHTS]).items()}
             return self._version(kind, tensors, path)
-        kind = kind_of(header_of(files, path))
-        check_served_rank(kind.lora_config.rank, self.max_lora_rank, path)
-        tensors = _named(load(files[TRAINING_TENSORS]), "weights")
+
+        def check(kind: Kind) -> None:
+            check_served_rank(kind.lora_config.rank, self.max_lora_rank, path)
+
+        stored = training_files(files, path, check, load_optimizer=False)
+        tensors, kind = dict(stored.buffers["weights"]), Kind(stored.kind.lora_config)
         tensors.pop(VALUE_HEAD, None)
-        return self._version(Kind(kind.lora_config), tensors, path)
+        _check_fits(stored, tensors, self._layout(kind))
+        return self._version(kind, tensors, path)
 
     def _from_peft(self, tensors: dict[str, np.ndarray], config: dict[str, Any], path: str) -> TorchVersion:
         """An adapter that PEFT or any backend saved. Modules and layers without tensors are zero."""
@@ -247,9 +245,14 @@ def _starts(layout: Layout) -> list[int]:
     return [0, *np.cumsum(sizes)[:-1].tolist()]
 
 
-def _named(tensors: Mapping[str, np.ndarray], group: str) -> dict[str, np.ndarray]:
-    """Tensors of one buffer by their names in the layout."""
-    return {name.removeprefix(f"{group}/"): x for name, x in tensors.items() if name.startswith(f"{group}/")}
+def _check_fits(stored: TrainingFiles, found: Arrays, layout: Layout) -> None:
+    """Raise `RequestError` unless these tensors have the names and shapes of the layout."""
+    if any("/" in name for name in found):
+        raise RequestError(
+            f"path={stored.path}: the JAX backend of an earlier version saved this checkpoint, in a layout of its own; "
+            "load and save it there with this version, then it goes on here"
+        )
+    stored.check_fits(found, dict(layout.parts))
 
 
 def _flat(layout: Layout, tensors: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -14,10 +14,10 @@ from skyrl.algorithms.objective import Objective, Output, PolicyObjective
 from skyrl.algorithms.traced.objective import measured
 from skyrl.backends.common.adamw import AdamScalars
 from skyrl.backends.common.dimuon import DimuonScalars, matrix_sign
+from skyrl.backends.common.models.kind import VALUE_HEAD
 from skyrl.backends.common.packing import TileArrays
 from skyrl.backends.common.pass_output import PassOutput
 from skyrl.backends.torch.base_model.attention import Packed
-from skyrl.backends.torch.base_model.lora import VALUE_HEAD
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.training.scores import token_scores
 

@@ -21,13 +21,13 @@ from torch import Tensor
 from skyrl.algorithms.objective import Objective
 from skyrl.backends.common.adamw import AdamScalars
 from skyrl.backends.common.dimuon import DimuonScalars
-from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.common.models.kind import VALUE_HEAD, Kind
 from skyrl.backends.common.packing import TileArrays
 from skyrl.backends.common.pass_output import PassOutput
 from skyrl.backends.common.sampling.model_runner import Drawn, Rows
 from skyrl.backends.torch.base_model.base_weights import WHOLE, ShardOptions
 from skyrl.backends.torch.base_model.loading import LoadOptions
-from skyrl.backends.torch.base_model.lora import VALUE_HEAD, Layout, Target, initial_lora, initial_value_head
+from skyrl.backends.torch.base_model.lora import Layout, Target, initial_lora, initial_value_head
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.sampling.sampling_worker import SamplingWorker
 from skyrl.backends.torch.training.passes import adamw, dimuon, run_tile

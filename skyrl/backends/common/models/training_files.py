@@ -1,0 +1,117 @@
+"""Training checkpoints and snapshots: the same files from every backend, so that a model goes on on another one.
+
+`training_state.safetensors` holds float32 tensors named `BUFFER/NAME`. Buffers are the weights, AdamW's two moments
+and, in a snapshot, gradient sums. Names are Hugging Face's: `<module>.lora_A` `[in, rank]` and `<module>.lora_B`
+`[rank, out]` of each adapted module, the parameters of a model trained as a whole, `value_head` `[hidden]` of a critic.
+Ranks are not padded, and layers and experts have tensors of their own. `training_state.json` is the header.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from safetensors.numpy import load
+
+from skyrl.backends.common.models.checkpoint_folder import (
+    PEFT_TENSORS,
+    TRAINING_STATE,
+    TRAINING_TENSORS,
+    header_of,
+    kind_of,
+    pack_header,
+)
+from skyrl.backends.common.models.kind import Kind
+from skyrl.errors import RequestError
+from skyrl.utils.files.atomic_folders import Content, read_folder
+from skyrl.utils.files.tensor_file import Tensor, tensor_file
+
+BufferName = Literal["weights", "first_moment", "second_moment", "gradient_sums"]
+MOMENTS = ("first_moment", "second_moment")
+Arrays = Mapping[str, np.ndarray]
+"""A buffer's tensors by name."""
+
+
+@dataclass(frozen=True)
+class TrainingFiles:
+    """Contents of a training checkpoint or snapshot."""
+
+    path: str
+    kind: Kind
+    base_model: str
+    """Name of the model that it was trained on."""
+    step: int
+    """Optimizer steps taken; 0 without the optimizer's state."""
+    sequences: int | None
+    """Sequences whose gradients are in the sums; None: written by a version that did not count them."""
+    buffers: Mapping[BufferName, Arrays]
+    """By name: the weights, moments if they were asked for, gradient sums if there are any. Empty for an adapter that
+    was uploaded."""
+    files: Mapping[str, bytes]
+    """Of the folder, but for the tensors: those of an uploaded adapter."""
+
+    @property
+    def is_uploaded(self) -> bool:
+        """True for an adapter in PEFT's layout, which has no optimizer state."""
+        return PEFT_TENSORS in self.files
+
+    def check_fits(self, found: Arrays, wanted: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise `RequestError` unless these tensors are those of a model of the served base model."""
+        shapes = {name: x.shape for name, x in found.items()}
+        if shapes == wanted:
+            return
+        name = min(name for name in {*shapes, *wanted} if shapes.get(name) != wanted.get(name))
+        here, there = (list(x[name]) if name in x else "missing" for x in (wanted, shapes))
+        raise RequestError(
+            f"path={self.path}: this checkpoint was trained on base model {self.base_model!r}, whose layers have other "
+            f"shapes than the one served here ({name} is {there} there and {here} here); serve that base model to load "
+            "it"
+        )
+
+
+def pack_training(
+    kind: Kind, base_model: str, step: int, sequences: int | None, buffers: Mapping[BufferName, Mapping[str, Tensor]]
+) -> dict[str, Content]:
+    """Files of a training checkpoint or snapshot. Tensors are made one by one, as they are written.
+
+    Args:
+        kind: Of the model.
+        base_model: Name of its base model.
+        step: Optimizer steps taken.
+        sequences: Sequences whose gradients are in the sums.
+        buffers: Tensors by buffer and name.
+    """
+    tensors = {f"{buffer}/{name}": x for buffer, named in buffers.items() for name, x in named.items()}
+    return {
+        TRAINING_TENSORS: tensor_file(tensors),
+        TRAINING_STATE: pack_header(kind, base_model, step, sequences),
+    }
+
+
+def read_training(
+    path: str, check: Callable[[Kind], None], *, load_optimizer: bool = True, digest: str | None = None
+) -> TrainingFiles:
+    """The inverse of `pack_training`. Arguments and errors are those of `ModelFormat.load_training`."""
+    return training_files(read_folder(path, digest), path, check, load_optimizer=load_optimizer)
+
+
+def training_files(
+    files: dict[str, bytes], path: str, check: Callable[[Kind], None], *, load_optimizer: bool
+) -> TrainingFiles:
+    """`read_training` of files that have been read, from which it takes the tensors."""
+    header = header_of(files, path)
+    kind = kind_of(header)
+    check(kind)
+    if PEFT_TENSORS in files and load_optimizer:
+        raise RequestError(
+            f"path={path} was uploaded and has no optimizer state; load it with optimizer=false "
+            "(create_training_client_from_state)"
+        )
+    buffers: dict[Any, dict[str, np.ndarray]] = {}
+    if PEFT_TENSORS not in files:
+        for name, tensor in load(files.pop(TRAINING_TENSORS)).items():
+            buffer, _, tensor_name = name.partition("/")
+            if load_optimizer or buffer not in MOMENTS:
+                buffers.setdefault(buffer, {})[tensor_name] = tensor
+    step = header["step"] if load_optimizer else 0
+    return TrainingFiles(path, kind, header["base_model"], step, header.get("sequences"), buffers, files)
