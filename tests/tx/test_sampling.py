@@ -5,6 +5,7 @@ import pytest
 
 from skyrl.backends.common.sampling.random_numbers import seed_words
 from skyrl.tx.sampling import sample_tokens, uniforms, without_tokens
+from tests.backends.reference_draw import distribution
 
 pytestmark = pytest.mark.gpu
 
@@ -30,26 +31,6 @@ def some_logits(seed=0, vocab=VOCAB):
     return np.random.default_rng(seed).normal(0, 2, vocab).astype(np.float32)
 
 
-def softmax(z):
-    weights = np.exp(np.asarray(z, np.float64) - np.max(z))
-    return weights / weights.sum()
-
-
-def kept(logits, temperature, top_k, top_p, min_p=0.0):
-    """The filtered distribution, by sorting in float64."""
-    probs = softmax(np.asarray(logits, np.float64) / temperature)
-    order = np.argsort(-probs, kind="stable")
-    if top_k > 0:
-        order = order[:top_k]
-    shares = np.cumsum(probs[order]) / probs[order].sum()
-    if top_p < 1:
-        order = order[: np.searchsorted(shares, top_p) + 1]
-    order = order[probs[order] >= min_p * probs.max()]
-    out = np.zeros_like(probs)
-    out[order] = probs[order]
-    return out / out.sum()
-
-
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [
@@ -65,7 +46,7 @@ def kept(logits, temperature, top_k, top_p, min_p=0.0):
 def test_evenly_spaced_uniforms_reproduce_the_exact_distribution(temperature, top_k, top_p, min_p):
     logits, count = some_logits(), 20000
     tokens = draw(logits, (np.arange(count) + 0.5) / count, temperature, top_k, top_p, min_p)
-    expected = kept(logits, temperature, top_k, top_p, min_p or 0.0)
+    expected = distribution(logits, temperature, top_k, top_p, min_p or 0.0)
     np.testing.assert_allclose(np.bincount(tokens, minlength=VOCAB) / count, expected, atol=1.5 / count)
 
 
@@ -102,7 +83,7 @@ def test_draws_of_the_generator_pass_a_chi_square_test(top_k, top_p):
     words = jnp.broadcast_to(jnp.asarray(seed_words(7), jnp.uint32), (count, 2))
     numbers = uniforms(words, jnp.zeros(count, jnp.int32), jnp.arange(count, dtype=jnp.int32))
     tokens = draw(logits, numbers, 1.0, top_k, top_p)
-    expected = kept(logits, 1.0, top_k, top_p) * count
+    expected = distribution(logits, 1.0, top_k, top_p) * count
     seen = np.bincount(tokens, minlength=40)
     assert not seen[expected == 0].any()
     common = expected > 5
