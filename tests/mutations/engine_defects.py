@@ -54,7 +54,7 @@ ENGINE_DEFECTS = [
             )
         ],
         [
-            "tests/backends/test_contract.py::test_samples_are_stamped_with_the_version_and_the_base_that_they_were_drawn_from"
+            "tests/conformance/test_versions.py::test_samples_are_stamped_with_the_version_and_the_base_that_they_were_drawn_from"
         ],
     ),
     Defect(

@@ -23,7 +23,6 @@ from skyrl.backends.common.packing import DropoutArrays
 from skyrl.backends.torch.base_model.tensor_ranks import TensorRanks, is_attention
 from skyrl.types import AdapterConfig, LoraConfig, ModuleGroup
 
-
 STATE_SPACE = frozenset({"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"})
 """Types of models whose layers read the weights of the maps below without calling them."""
 READ_UNCALLED = frozenset({"dt_proj", "out_proj"})
