@@ -149,7 +149,7 @@ def app_of(engine: PretendEngine) -> FastAPI:
                     new = together(pieces[sent:])
                     sent = len(pieces)
                     yield f"data: {json.dumps(told(new, None))}\n\n"
-                elif engine.dead:
+                elif engine.dead and (sent or not engine.after):  # clients have what was drawn until then
                     os._exit(1)
             problem = drawing.exception()
             if problem is not None:
