@@ -112,7 +112,7 @@ def app_of(engine: PretendEngine) -> FastAPI:
         drawing.add_done_callback(lambda _: pieces.more.set())
         while not drawing.done() and not (pieces and body["stream"]):
             await pieces.wait()
-            if engine.dead:
+            if engine.dead and not engine.after:  # else a stream ends it, once it has delivered
                 os._exit(1)
             if await request.is_disconnected():
                 drawing.cancel()

@@ -12,7 +12,7 @@ import pytest
 from skyrl.backends.engines.adapter_folder import AdapterFolder
 from skyrl.backends.engines.continuation import is_whole, rest, together
 from skyrl.backends.engines.needs import BY_PLACE
-from skyrl.backends.engines.protocol import Admitted, Draw, Drawn, Engine, EngineDown
+from skyrl.backends.engines.protocol import Admitted, Draw, Drawn, Engine, EngineDown, EngineFacts
 from skyrl.backends.engines.router import Ticket
 from skyrl.types import Origin, SamplingOptions
 from tests.backends.engines.engine_server import EngineProcess, engine_process
@@ -38,12 +38,18 @@ class Fragile(PretendEngine):
 
     def __init__(self, by_place: bool, after: int):
         super().__init__("fragile", Chain(), sizes=Sizes(by_place=by_place), max_requests=64)
-        self.breaks_after = after
+        self.breaks_after, self.broken = after, False
+
+    async def facts(self) -> EngineFacts:
+        if self.broken:  # so it does not come back
+            raise EngineDown(f"{self.name} has died")
+        return await super().facts()
 
     async def generate(self, draw: Draw, pieces: list[Drawn] | None = None) -> Drawn:
         pieces = [] if pieces is None else pieces
         await super().generate(draw, pieces)
         del pieces[self.breaks_after :]
+        self.broken = True
         raise EngineDown(f"{self.name} has died")
 
 
@@ -88,10 +94,11 @@ def test_what_was_delivered_before_a_kill_is_kept_and_nothing_is_drawn_twice(pro
     one, two = (process.anew(max_loras=2) for process in processes)
     options = options_of(one, two, health_interval_s=60)
     with fleet_of(http(options), folder, options) as (fleet, answers):
+        answers.until(lambda: set(fleet.engines), {one.url, two.url})
         one.tell("/fault", fault="die", after=7)
-        fleet.submit([ticket(str(number), prompt=(number,), max_tokens=20) for number in range(8)])
-        answers.wait(8)
-        assert set(answers.troubles) == {one.url}
+        fleet.submit([ticket(str(number), prompt=(number,), max_tokens=20) for number in range(24)])
+        answers.wait(24)
+        answers.until(lambda: set(answers.troubles), {one.url})
     kept = 0
     for drawn in map(answers.drawn, answers.outcomes):
         assert drawn.tokens.tolist() == [0] * 20 and len(drawn.logprobs) == 20
@@ -99,7 +106,7 @@ def test_what_was_delivered_before_a_kill_is_kept_and_nothing_is_drawn_twice(pro
             assert [origin.engine for origin in drawn.origins] == [one.url, two.url]
             kept += drawn.origins[1].first
     assert 7 <= kept <= 7 * 8
-    assert two.ask()["tokens"] == 8 * 20 - kept
+    assert two.ask()["tokens"] == 24 * 20 - kept
 
 
 def test_seeded_samples_are_the_same_where_engines_draw_by_place(folder):
