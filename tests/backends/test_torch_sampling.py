@@ -13,6 +13,7 @@ from skyrl.backends.common.sampling.random_numbers import seed_words, uniforms
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.operations import ForwardBackward, OptimStep, Publish, Sample
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
+from skyrl.backends.torch.sampling import sampling_worker
 from skyrl.backends.torch.sampling.drawing import draw
 from skyrl.types import AdamParams, Datum, LoraConfig, OptimStepOutput, SampleOutput, SamplingOptions, SamplingParams
 from tests.live import make_tiny_model
@@ -108,6 +109,17 @@ def test_greedy_tokens_and_all_scores_are_those_of_transformers(family):
         scored = np.take_along_axis(rows[: first - 1], request.prompt[1:, None], -1)[:, 0]
         np.testing.assert_allclose(output.prompt_logprobs[1:], scored, rtol=0, atol=2e-4)
         assert np.isnan(output.prompt_logprobs[0])
+
+
+def test_rows_that_are_too_long_to_be_kept_side_by_side_are_read_from_the_cache(both, monkeypatch):
+    requests = [
+        asked(PROMPT * (number + 1), str(number), max_tokens=3 + number, temperature=0.0) for number in range(4)
+    ]
+    held = run(both[0], *requests)
+    monkeypatch.setattr(sampling_worker, "HELD_BYTES", 0)
+    for output, other in zip(held, run(both[0], *requests), strict=True):
+        np.testing.assert_array_equal(output.sequences[0].tokens, other.sequences[0].tokens)
+        np.testing.assert_allclose(output.sequences[0].logprobs, other.sequences[0].logprobs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

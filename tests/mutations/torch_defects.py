@@ -250,4 +250,16 @@ TORCH_DEFECTS = [
         ],
         [MOVED + "test_checkpoints_of_format_1_stay_readable[untied-jax-adapter-stacked]"],
     ),
+    Defect(
+        "T18",
+        "a burst's rows do not see the tokens of its earlier steps",
+        [
+            Edit(
+                TORCH + "base_model/attention.py",
+                "            held[self._rows, :, self.positions[:, 0]] = new\n",
+                "            held[self._rows, :, self.positions[:, 0]] = 0\n",
+            )
+        ],
+        [SAMPLING + "test_greedy_tokens_and_all_scores_are_those_of_transformers"],
+    ),
 ]

@@ -47,6 +47,11 @@ class PagedCache:
         self.keys = [torch.zeros(cells, heads, width, dtype=dtype, device=device) for heads, width, _ in shapes]
         self.values = [torch.zeros(cells, heads, width, dtype=dtype, device=device) for heads, _, width in shapes]
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers."""
+        return sum(cells[0].nbytes for cells in (*self.keys, *self.values))
+
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy pages, int64 `[n]` each."""
         offsets = torch.arange(self.page_size, device=sources.device)
@@ -76,6 +81,13 @@ class Paged:
         self.written = torch.gather(self.cells, 1, positions).reshape(-1)
         self.positions = positions
 
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep new keys and values `[rows, heads, tokens, width]`. Returns all, `[rows, heads, context, width]`."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        for cells, new in ((keys, key), (values, value)):
+            cells[self.written] = new.transpose(1, 2).reshape(-1, *cells.shape[1:])
+        return keys[self.cells].transpose(1, 2), values[self.cells].transpose(1, 2)
+
     def seen(self, window: int | None) -> Tensor:
         """bool `[rows, 1, tokens, context]`: which positions each new token sees."""
         context = torch.arange(self.cells.shape[1], device=self.cells.device)
@@ -83,6 +95,37 @@ class Paged:
         if window is not None:
             seen &= context[None, None] > self.positions[:, :, None] - window
         return seen[:, None]
+
+
+class Burst(Paged):
+    """Rows that go on by one token at a time, whose keys and values are read from the cache once and kept side by side.
+
+    Args:
+        cache: Where keys and values are.
+        table: int64 `[rows, blocks]`.
+        positions: int64 `[rows, 1]` of the first new token of each.
+        reach: Positions that are looked at, above those of all steps.
+    """
+
+    def __init__(self, cache: PagedCache, table: Tensor, positions: Tensor, reach: int):
+        super().__init__(cache, table, positions, reach)
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rows = torch.arange(len(table), device=table.device)
+
+    def to(self, positions: Tensor) -> None:
+        """Go on to these positions, int64 `[rows, 1]`."""
+        self.positions, self.written = positions, torch.gather(self.cells, 1, positions).reshape(-1)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if layer not in self._held:
+            keys, values = super().write(layer, key, value)
+            self._held[layer] = keys.contiguous(), values.contiguous()
+            return self._held[layer]
+        cached = self.cache.keys[layer], self.cache.values[layer]
+        for cells, held, new in zip(cached, self._held[layer], (key[:, :, 0], value[:, :, 0]), strict=True):
+            cells[self.written] = new
+            held[self._rows, :, self.positions[:, 0]] = new
+        return self._held[layer]
 
 
 class Attention:
@@ -174,15 +217,13 @@ def _packed(call: Attend, query: Tensor, key: Tensor, value: Tensor, view: Packe
 def _paged(
     call: Attend, query: Tensor, key: Tensor, value: Tensor, view: Paged, layer: int, window: int | None
 ) -> Tensor:
-    keys, values = view.cache.keys[layer], view.cache.values[layer]
-    for cells, new in ((keys, key), (values, value)):
-        cells[view.written] = new.transpose(1, 2).reshape(-1, *cells.shape[1:])
+    keys, values = view.write(layer, key, value)
     rows, heads, tokens, width = query.shape
-    groups = heads // key.shape[1]
+    groups = heads // keys.shape[1]
     # Queries that share keys are rows of one product, so keys are not repeated.
-    query = query.reshape(rows, key.shape[1], groups * tokens, width)
+    query = query.reshape(rows, keys.shape[1], groups * tokens, width)
     mask = view.seen(window)
     if tokens > 1:
         mask = mask.repeat(1, 1, groups, 1)
-    output = call(query, keys[view.cells].transpose(1, 2), values[view.cells].transpose(1, 2), mask)
+    output = call(query, keys, values, mask)
     return output.reshape(rows, heads, tokens, -1).transpose(1, 2).contiguous()

@@ -19,13 +19,17 @@ from skyrl.backends.common.sampling.model_runner import (
     Rows,
 )
 from skyrl.backends.common.sampling.random_numbers import uniforms
-from skyrl.backends.torch.base_model.attention import Paged, PagedCache
+from skyrl.backends.torch.base_model.attention import Burst, Paged, PagedCache
 from skyrl.backends.torch.base_model.lora import Bank, bank_of
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.sampling.drawing import Occurrences, draw, draw_many, likeliest, logprobs_of, penalised
 
 BANKS = 8
 """Banks that are kept; the least recently used one goes."""
+HELD_BYTES = 2**30
+"""Keys and values of a burst's rows that are kept side by side at most. More are read from the cache at each step."""
+SPARE = 0.25
+"""Share of a burst's rows that may have ended before the rest go on without them."""
 
 
 class SamplingWorker:
@@ -135,12 +139,14 @@ class SamplingWorker:
         if rows.options is not None and (penalties := rows.options.penalties) is not None:
             before, prompt = self._on_device(penalties.before), self._on_device(penalties.prompt)
             occurred = Occurrences.of(before, prompt, model.vocab_size)
+        at, view = (np.arange(count) if fixed else alive), None
         with model.using(own):
             for step in range(steps):
-                at = np.arange(count) if fixed else alive
+                if not fixed and len(alive) < (1 - SPARE) * len(at):
+                    at, view = alive, None
                 here = self._on_device(at)
                 places = self._on_device(positions[at])[:, None]
-                view = Paged(self._paged, table[here], places, reach)
+                view = self._view(view, table[here], places, reach)
                 with nullcontext() if bank is None else model.hooks.bank(bank, slots[here]):
                     logits = self._next(self._on_device(tokens[at])[:, None], places, view)
                 found, logprobs, best = self._draw(logits, rows, at, step, width, occurred)
@@ -155,6 +161,14 @@ class SamplingWorker:
                 if not len(alive):
                     break
         return drawn
+
+    def _view(self, view: Paged | None, table: Tensor, positions: Tensor, reach: int) -> Paged:
+        """What the rows see at these positions, after `view` at the positions before."""
+        if isinstance(view, Burst):
+            view.to(positions)
+            return view
+        fits = len(table) * reach * self._paged.token_bytes <= HELD_BYTES
+        return (Burst if fits else Paged)(self._paged, table, positions, reach)
 
     def _next(self, tokens: Tensor, positions: Tensor, view: Paged) -> Tensor:
         """Logits float32 `[rows, vocab]` of what follows one token in each row."""
