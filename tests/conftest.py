@@ -93,7 +93,7 @@ def _close_clients() -> None:
     """Close clients of the SDK that are still referred to: at the interpreter's end they would print tracebacks."""
     if (module := sys.modules.get("tinker.lib.internal_client_holder")) is not None:
         gc.unfreeze()  # those that a test has frozen are not listed
-        for holder in [one for one in gc.get_objects() if isinstance(one, module.InternalClientHolder)]:
+        for holder in [one for one in gc.get_objects() if type(one) is module.InternalClientHolder]:
             holder.close()
 
 
