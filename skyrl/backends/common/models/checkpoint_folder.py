@@ -11,15 +11,47 @@ from typing import Any
 from skyrl.backends.common.models.kind import Kind
 from skyrl.errors import RequestError, StorageError
 from skyrl.types import AdapterConfig, LoraConfig
-from skyrl.utils.files.atomic_folders import open_folder, read_folder
+from skyrl.utils.files.atomic_folders import Content, open_folder, read_folder
 
 TRAINING_TENSORS, TRAINING_STATE = "training_state.safetensors", "training_state.json"
 PEFT_TENSORS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+README = "README.md"
+ON_TIED = """# LoRA adapter on a tied vocabulary projection
+
+The base model's vocabulary projection shares its weights with the embedding, and this adapter changes the projection
+alone. Loaded by PEFT and not merged, it is right. PEFT's `merge_and_unload` adds it to both, and the merged model is
+wrong. Two ways are right: `skyrl adapter merge`, or weights of the projection's own before PEFT merges:
+
+```python
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("base")
+base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach().clone())
+base.config.tie_word_embeddings = False
+merged = PeftModel.from_pretrained(base, "adapter").merge_and_unload()
+```
+
+Adapters that are trained with `train_unembed=False` leave the projection as it is.
+"""
 IN_MEMORY = "in_memory.json"
 """File of a folder that stands for weights which only the process that published them has, in memory."""
 FORMAT = 2
 """Of training checkpoints. The tensors of format 1 are the same on torch, and stacked and padded on JAX."""
 READABLE = (1, FORMAT)
+
+
+def peft_files(tensors: Content, config: Mapping[str, Any], on_tied: bool) -> dict[str, Content]:
+    """Files of an adapter in PEFT's format.
+
+    Args:
+        tensors: The safetensors file.
+        config: What adapter_config.json says.
+        on_tied: Whether it changes a vocabulary projection that is tied to the embedding. A README says so.
+    """
+    files: dict[str, Content] = {PEFT_TENSORS: tensors, PEFT_CONFIG: json.dumps(config, indent=1).encode()}
+    return files | ({README: ON_TIED.encode()} if on_tied else {})
 
 
 def pack_header(kind: Kind, base_model: str, step: int, sequences: int | None) -> bytes:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from safetensors.numpy import save
 
-from skyrl.backends.common.models.checkpoint_folder import PEFT_CONFIG, PEFT_TENSORS, check_served_rank
+from skyrl.backends.common.models.checkpoint_folder import PEFT_CONFIG, PEFT_TENSORS, check_served_rank, peft_files
 from skyrl.backends.common.models.kind import VALUE_HEAD, Kind
 from skyrl.backends.common.models.store import ModelFormat
 from skyrl.backends.common.models.training_files import (
@@ -105,7 +105,8 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
         if version.own_base is not None:
             return self._model_files(version)
         tensors, config = adapter_to_peft(version, lora_config, self.model.config)
-        return {PEFT_TENSORS: save(tensors), PEFT_CONFIG: json.dumps(config, indent=1).encode()}
+        on_tied = self.model.config.tie_word_embeddings and lora_config.selects("lm_head", "unembed")
+        return peft_files(save(tensors), config, on_tied)
 
     def pack_model(self, state: ModelState) -> dict[str, Content]:
         return self._model_files(state.adapter)

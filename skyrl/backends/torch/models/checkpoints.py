@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load
 
-from skyrl.backends.common.models.checkpoint_folder import PEFT_CONFIG, PEFT_TENSORS, check_served_rank
+from skyrl.backends.common.models.checkpoint_folder import PEFT_CONFIG, PEFT_TENSORS, check_served_rank, peft_files
 from skyrl.backends.common.models.kind import VALUE_HEAD, Kind
 from skyrl.backends.common.models.store import ModelFormat
 from skyrl.backends.common.models.training_files import (
@@ -123,7 +123,10 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
             )
             start += int(np.prod(part.shape))
         config = peft_config(self.base_model, lora_config, self._peft_modules(layout))
-        return {PEFT_TENSORS: tensor_file(tensors), PEFT_CONFIG: json.dumps(config, indent=1).encode()}
+        adapted = {part.name for part in layout.parts}
+        targets = [target.module for target in self.group.facts.targets if f"{target.module}.lora_A" in adapted]
+        on_tied = any(f"{module}.weight" not in self.group.facts.parameters for module in targets)
+        return peft_files(tensor_file(tensors), config, on_tied)
 
     def pack_model(self, state: TorchState) -> dict[str, Content]:
         return self._model_files(state.kind, state.weights)
