@@ -124,7 +124,7 @@ def test_ranks_do_the_same_collectives_in_any_plan(backend, plans):
                 idle += any(command[-1] is True for command in tiles)
         told.clear()
     several = [mixed, idle] if facts.is_sharded else [mixed] if facts.tile_ranks == 1 else []
-    assert min(*several, failed) > plans // 20  # it is what the test is about
+    assert min([*several, failed]) > plans // 20  # it is what the test is about
 
 
 @pytest.mark.parametrize("model", ["all", "attn", "critic"])
@@ -145,6 +145,6 @@ def test_gradients_of_adapters_are_added_up_once_for_all_passes_of_a_step(backen
     told.clear()
     finish(backend, stepping(model))
     (plan, collectives), *_ = told[-1]
-    assert [command[0] for command in plan] == ["step"], plan
+    assert plan[-1][0] == "step", plan
     assert [name for name, _ in collectives] == ["c10d.allreduce_.default", "c10d.allgather_.default"]
     assert collectives[0][1] == (size,)

@@ -133,7 +133,7 @@ TORCH_DEFECTS = [
         [NAMES + "test_terms_of_an_objective_are_those_of_its_formula"],
     ),
     Defect(
-        "T11",
+        "T31",
         "weights are read of a model that no adapter can be on",
         [Edit(TORCH + "base_model/loading.py", "    check_linear(skeleton(folder, device, options), folder)\n", "")],
         [
@@ -142,7 +142,7 @@ TORCH_DEFECTS = [
         ],
     ),
     Defect(
-        "T12",
+        "T32",
         "an adapter that is not finite is computed with in the rows of others",
         [
             Edit(
@@ -157,7 +157,7 @@ TORCH_DEFECTS = [
         ],
     ),
     Defect(
-        "T13",
+        "T33",
         "ranks add up gradients of an adapter after each micro-batch",
         [
             Edit(
@@ -172,17 +172,17 @@ TORCH_DEFECTS = [
         ],
     ),
     Defect(
-        "T14",
+        "T34",
         "sequences that see each other are packed, where a model has attention of its own",
         [
             Edit(
                 TORCH + "base_model/model.py", "            return wanted, False\n", "            return wanted, True\n"
             )
         ],
-        [WORKER + "test_losses_and_gradients_of_packed_sequences_are_those_of_peft[bloom]"],
+        [WORKER + "test_losses_and_gradients_of_packed_sequences_are_those_of_peft[gpt_oss]"],
     ),
     Defect(
-        "T15",
+        "T35",
         "adapters are on matrices that the layers of Mamba read by themselves",
         [
             Edit(
@@ -194,7 +194,7 @@ TORCH_DEFECTS = [
         ["tests/backends/test_torch_unsampled.py::test_peft_computes_what_the_trained_adapter_does[mamba]"],
     ),
     Defect(
-        "T16",
+        "T36",
         "the API accepts samples of a model that is trained only",
         [Edit("skyrl/tinker/operations/sampling.py", "    service.info.check_samples()\n", "")],
         [
@@ -203,7 +203,7 @@ TORCH_DEFECTS = [
         ],
     ),
     Defect(
-        "T17",
+        "T37",
         "a model is sampled without the state that it keeps beside keys and values",
         [Edit(TORCH + "base_model/model.py", "if self._by_itself or not self.packs:", "if self._by_itself:")],
         ["tests/backends/test_torch_unsampled.py::test_samples_are_refused_with_the_models_name[falcon_h1]"],

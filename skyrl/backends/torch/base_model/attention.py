@@ -1,8 +1,8 @@
 """One attention function for every model of transformers: over packed sequences, or over pages of a KV cache.
 
 Models of transformers call a registered function with queries, keys and values that are rotated already, so where keys
-come from and which of them a query sees is decided here, for all architectures alike. What an architecture asks for
-and this function does not compute (sinks, biases of positions) is refused when the model is loaded.
+come from and which of them a query sees is decided here, for all architectures alike. An architecture that asks for
+what this function does not compute (sinks, biases of positions) is left to its own attention, and trained only.
 """
 
 import itertools
