@@ -12,6 +12,7 @@ from pydantic import model_validator
 from skyrl.backends.common.models.checkpoint_folder import TRAINING_STATE, TRAINING_TENSORS
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
+from skyrl.backends.torch.models.state import layout_of, state_bytes
 from skyrl.backends.torch.overrides import native
 from skyrl.errors import RequestError
 from skyrl.types import LoraConfig
@@ -69,7 +70,8 @@ class SkyRLTrainBackend(TorchBackend):
         if archive.is_dir():
             super().load_checkpoint(checkpoint_path, model_id)
             return
-        largest = max(self.nbytes_of(Kind(LoraConfig(rank=rank), True)) for rank in (0, self.max_lora_rank))
+        kinds = [Kind(LoraConfig(rank=rank), True) for rank in (0, self.max_lora_rank)]
+        largest = max(state_bytes(kind, layout_of(self.group.facts, kind).size) for kind in kinds)
         with _beside(Path(self.config.offload_folder or tempfile.gettempdir())) as folder:
             unpack_folder(archive, folder, CHECKPOINT, largest + HEADERS)
             try:

@@ -7,6 +7,7 @@ SHARDED = "tests/backends/test_torch_sharded.py::"
 WORKER = "tests/backends/test_torch_worker.py::"
 SAMPLING = "tests/backends/test_torch_sampling.py::"
 COLLECTIVES = "tests/backends/test_torch_collectives.py::test_ranks_do_the_same_collectives_in_any_plan[two-40]"
+MEMORY = "tests/backends/test_torch_memory.py::"
 MOVED = "tests/backends/test_moved_models.py::"
 FAULTS = "tests/backends/test_torch_faults.py::"
 
@@ -154,5 +155,35 @@ TORCH_DEFECTS = [
             )
         ],
         [MOVED + "test_checkpoints_of_format_1_stay_readable[untied-jax-adapter-stacked]"],
+    ),
+    Defect(
+        "T15",
+        "workers share the base weights although each has room for a copy",
+        [Edit(TORCH + "base_model/memory.py", "else (1, world)", "else (world,)")],
+        [MEMORY + "test_weights_are_replicated_where_they_fit_and_shared_where_not[80-1]"],
+    ),
+    Defect(
+        "T16",
+        "layers that are gathered are not planned for",
+        [Edit(TORCH + "base_model/memory.py", "GATHERED_AT_ONCE * max(layers)", "0")],
+        [MEMORY + "test_a_share_of_the_weights_is_planned_with_what_is_gathered[8]"],
+    ),
+    Defect(
+        "T17",
+        "a model that does not fit is loaded all the same",
+        [Edit("skyrl/backends/common/memory_plan.py", "if self.left >= self.model:", "if True:")],
+        [MEMORY + "test_an_explicit_share_that_does_not_fit_is_refused"],
+    ),
+    Defect(
+        "T18",
+        "a whole model is in the host's memory before it is on the device",
+        [
+            Edit(
+                TORCH + "base_model/loading.py",
+                "        files = WeightFiles(folder, model, where)\n        if files.fit:",
+                "        files = WeightFiles(folder, load(folder, device, options), where)\n        if files.fit:",
+            )
+        ],
+        ["tests/backends/test_torch_loading.py::test_a_load_takes_the_memory_of_the_model_and_of_one_tensor[float32]"],
     ),
 ]
