@@ -105,6 +105,11 @@ def test_an_explicit_share_is_kept(model_8b, fsdp_size):
     assert plan_for(model_8b, 80, 4, ShardOptions(fsdp_size=fsdp_size)).fsdp_size == fsdp_size
 
 
+@pytest.mark.parametrize("how", [{"cpu_offload": True}, {"reshard_after_forward": False}])
+def test_who_says_how_weights_are_shared_has_them_shared(model_8b, how):
+    assert plan_for(model_8b, 80, 4, ShardOptions(fsdp_size=0, **how)).fsdp_size == 4
+
+
 def test_an_explicit_share_that_does_not_fit_is_refused(model_8b):
     with pytest.raises(RequestError, match=r"does not fit into memory: base weights 14\.96 GiB"):
         plan_for(model_8b, 24, 4, ShardOptions(fsdp_size=1))

@@ -140,20 +140,20 @@ def decided(
     Raises:
         RequestError: It does not fit, or cannot be cut.
     """
-    world = place.world
     sizes = Sizes(model, folder, place, shards, chunk, options)
-    sizes_to_try = _sizes_to_try(shards, world)
+    may_share = _may_share(shards, place.world)
+    fsdp_size = 1 if may_share else _asked_size(shards, place.world)
+    plan, again = sizes.plan(fsdp_size, asked)
     notes = []
-    for fsdp_size in sizes_to_try:
-        plan, again = sizes.plan(fsdp_size, asked)
-        if plan.left >= plan.model:
-            break
-    if len(sizes_to_try) > 1:
-        whole, limit = sizes.plan(1, asked)[0], size_of(plan.usable)
-        needed = size_of(whole.usable - whole.left + whole.model)
-        how = f"shared by all {world} workers" if fsdp_size > 1 else "whole on each worker"
-        fits = "more than the" if fsdp_size > 1 else "within the"
-        notes.append(f"fsdp_size=0: base weights are {how}: a copy each takes {needed} with all else, {fits} {limit}")
+    if may_share:
+        fits, needed = plan.left >= plan.model, size_of(plan.usable - plan.left + plan.model)
+        if not fits:
+            fsdp_size = place.world
+            plan, again = sizes.plan(fsdp_size, asked)
+        notes.append(
+            f"fsdp_size=0: base weights are {'whole on each worker' if fits else 'shared by all workers'}: a copy each "
+            f"takes {needed} with all else, {'within' if fits else 'more than'} the {size_of(plan.usable)}"
+        )
     tokens = tile_tokens(options.tile_tokens, place.device.type)
     plan.check(WAYS_OUT, f"a training call of {tokens} tokens")
     if asked == "auto" and again:
@@ -169,14 +169,16 @@ def decided(
     return Decided(plan, fsdp_size, again, tuple(notes))
 
 
-def _sizes_to_try(shards: ShardOptions, world: int) -> tuple[int, ...]:
-    """Ranks that may share a copy of the base weights, the first one first that fits."""
-    if shards.fsdp_size != AUTO:
-        return (shards.fsdp_size,)
-    if world == 1 or shards.tensor_parallel_size > 1:
-        return (1,)
+def _may_share(shards: ShardOptions, world: int) -> bool:
+    """Return whether ranks share the base weights if, and only if, memory has no room for a copy each."""
     says_how = shards.cpu_offload or shards.reshard_after_forward is not True
-    return (world,) if says_how else (1, world)
+    return shards.fsdp_size == AUTO and world > 1 and shards.tensor_parallel_size == 1 and not says_how
+
+
+def _asked_size(shards: ShardOptions, world: int) -> int:
+    if shards.fsdp_size != AUTO:
+        return shards.fsdp_size
+    return 1 if shards.tensor_parallel_size > 1 else world  # who says how weights are shared wants them shared
 
 
 class Sizes:
