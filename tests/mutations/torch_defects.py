@@ -181,7 +181,7 @@ TORCH_DEFECTS = [
             Edit(
                 TORCH + "base_model/loading.py",
                 "        files = WeightFiles(folder, model, where)\n        if files.fit:",
-                "        files = WeightFiles(folder, load(folder, device, options), where)\n        if files.fit:",
+                "        files = WeightFiles(folder, model, where)\n        if False:",
             )
         ],
         ["tests/backends/test_torch_loading.py::test_a_load_takes_the_memory_of_the_model_and_of_one_tensor[float32]"],
