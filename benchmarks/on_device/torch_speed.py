@@ -14,6 +14,7 @@ import torch
 
 import flops
 from common import RANK, timed
+from skyrl.backends.common.memory_plan import GIB, KEPT_FREE
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 
 from .loaded import SHAPES, Loaded, make_folder
@@ -54,7 +55,12 @@ class LoadedTorch(Loaded):
 
     def peak(self) -> dict[str, object]:
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-        return {"peak_gib": None if peak is None else round(peak / 2**30, 3)}
+        return {"peak_gib": None if peak is None else round(peak / GIB, 3)}
+
+    def planned_gib(self, adapters: int) -> float:
+        """Memory that was planned for training so many adapters."""
+        plan = self.backend.group.facts.decided.plan
+        return (plan.base + plan.training + adapters * plan.model) / GIB
 
 
 def train(process: dict[str, Any], *, shape: str, adapters: int) -> dict[str, object]:
@@ -72,8 +78,11 @@ def train(process: dict[str, Any], *, shape: str, adapters: int) -> dict[str, ob
     peak = _products_per_s(256 if loaded.tiny else 8192)
     mfu = flops.forward_backward(loaded.shape, RANK, length) / length * rate / peak
     figures = {"tokens_per_s": rate, "mfu": mfu, "step_s": seconds, "device": loaded.device, **loaded.peak()}
-    lowest = LOWEST_MFU.get(shape, 0.0)
-    return figures | ({"problems": [f"mfu {mfu:.3f} is below {lowest}"]} if mfu < lowest else {})
+    lowest, planned = LOWEST_MFU.get(shape, 0.0), loaded.planned_gib(adapters)
+    problems = [f"mfu {mfu:.3f} is below {lowest}"] if mfu < lowest else []
+    if torch.cuda.is_available() and (taken := torch.cuda.max_memory_allocated() / GIB) > planned / (1 - KEPT_FREE):
+        problems.append(f"training takes {taken:.2f} GiB where {planned:.2f} GiB were planned")
+    return figures | {"planned_gib": round(planned, 3)} | ({"problems": problems} if problems else {})
 
 
 def decode(process: dict[str, Any], *, shape: str) -> dict[str, object]:

@@ -19,7 +19,7 @@ from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.operations import ForwardBackward, Publish
 from skyrl.backends.prepared import version_of
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
-from skyrl.backends.torch.models.state import TorchState
+from skyrl.backends.torch.models.state import TorchState, layout_of, state_bytes
 from skyrl.backends.torch.overrides import native
 from skyrl.backends.torch.training.passes import ENTROPY_LOSS, PG_LOSS
 from skyrl.errors import RequestError
@@ -138,7 +138,8 @@ class SkyRLTrainBackend(TorchBackend):
         if archive.is_dir():
             super().load_checkpoint(checkpoint_path, model_id)
             return
-        largest = max(self.nbytes_of(Kind(LoraConfig(rank=rank), True)) for rank in (0, self.max_lora_rank))
+        kinds = [Kind(LoraConfig(rank=rank), True) for rank in (0, self.max_lora_rank)]
+        largest = max(state_bytes(kind, layout_of(self.group.facts, kind).size) for kind in kinds)
         with _beside(Path(self.config.offload_folder or tempfile.gettempdir())) as folder:
             unpack_folder(archive, folder, CHECKPOINT, largest + HEADERS)
             try:

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from skyrl.backends.common.memory_plan import GIB
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.jax.compile_cache import DETERMINISTIC_ON_GPU
 from skyrl.backends.jax.defaults import CACHE_SHARE, resolved
-from skyrl.backends.jax.memory_plan import GIB
 from skyrl.errors import RequestError
 from skyrl.tx.synthetic.make_model import make_model
 

@@ -7,17 +7,9 @@ from pathlib import Path
 import jax
 import pytest
 
+from skyrl.backends.common.memory_plan import GIB, KEPT_FREE, TRAINING_SHARE, Plan
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.backends.jax.memory_plan import (
-    GIB,
-    KEPT_FREE,
-    MODES,
-    STACKS,
-    TRAINING_SHARE,
-    Plan,
-    choose_modes,
-    choose_stacks,
-)
+from skyrl.backends.jax.memory_plan import MODES, STACKS, choose_modes, choose_stacks
 from skyrl.errors import RequestError
 from skyrl.tx.synthetic.make_model import make_model
 from skyrl.utils.machine import available_memory, host_memory

@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from torch_models import CONFIGS, make_model
 
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.torch.base_model.base_weights import Sharded, ShardOptions
-from skyrl.backends.torch.base_model.loading import LoadOptions, layers_of, load, load_by_layers, skeleton
+from skyrl.backends.torch.base_model.loading import LoadOptions, layers_of, load, load_by_layers, load_onto, skeleton
 from skyrl.backends.torch.base_model.lora import lora_layout, targets_of, whole_layout
 from skyrl.backends.torch.models.state import state_bytes
 from skyrl.errors import RequestError
@@ -34,6 +36,14 @@ def test_a_model_filled_layer_by_layer_is_that_of_transformers(folder):
     for layer in layers_of(model, folder):
         fill(layer)
     fill(model)
+    for kind in ("named_parameters", "named_buffers"):
+        found, wanted = dict(getattr(model, kind)()), dict(getattr(whole, kind)())
+        assert found.keys() == wanted.keys()
+        assert all(found[name].dtype == x.dtype and torch.equal(found[name], x) for name, x in wanted.items())
+
+
+def test_a_model_read_tensor_by_tensor_is_that_of_transformers(folder):
+    whole, model = load(folder, CPU, LoadOptions()), load_onto(CPU, folder, CPU, LoadOptions())
     for kind in ("named_parameters", "named_buffers"):
         found, wanted = dict(getattr(model, kind)()), dict(getattr(whole, kind)())
         assert found.keys() == wanted.keys()
@@ -70,6 +80,41 @@ def test_a_model_without_linear_maps_is_refused_by_name_before_weights_are_read(
     refusal = r"blocks of GPT2LMHeadModel have no nn.Linear \(c_attn is Conv1D, c_proj is Conv1D, c_fc is Conv1D\)"
     with pytest.raises(RequestError, match=refusal):
         how(tmp_path, CPU, LoadOptions(random_weights=random_weights))
+
+
+LOADING = """
+import sys
+from pathlib import Path
+import torch
+from skyrl.backends.torch.base_model.loading import LoadOptions, load_onto
+from skyrl.utils.machine import resident_memory
+import os, transformers.models.llama.modeling_llama
+before = resident_memory(os.getpid())
+Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+model = load_onto(torch.device("cpu"), Path(sys.argv[1]), torch.device("cpu"), LoadOptions(sys.argv[2]))
+lines = Path("/proc/self/status").read_text().splitlines()
+peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+print(peak - before, sum(x.nbytes for x in model.parameters()), max(x.nbytes for x in model.parameters()))
+"""
+ROOM = 24 * 2**20
+"""Bytes for what torch makes beside weights."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_load_takes_the_memory_of_the_model_and_of_one_tensor(tmp_path, dtype):
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 8000}
+    folder = make_model(tmp_path / "model", "llama", **sizes, tie_word_embeddings=False)
+    child = subprocess.run([sys.executable, "-c", LOADING, folder, dtype], capture_output=True, text=True, check=True)
+    grown, model, largest = map(int, child.stdout.split())
+    in_file = 4 * largest // (4 if dtype == "float32" else 2)  # float32
+    assert grown < model + largest + in_file + ROOM
+
+
+def test_a_file_that_is_cut_off_is_refused_by_its_name(tmp_path):
+    file = make_model(tmp_path, "llama") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(RequestError, match=r"model\.safetensors cannot be read"):
+        load_onto(CPU, tmp_path, CPU, LoadOptions())
 
 
 # Models that have been published, by the sizes of their config.json

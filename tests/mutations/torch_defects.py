@@ -8,6 +8,7 @@ WORKER = "tests/backends/test_torch_worker.py::"
 SAMPLING = "tests/backends/test_torch_sampling.py::"
 COLLECTIVES = "tests/backends/test_torch_collectives.py::test_ranks_do_the_same_collectives_in_any_plan[two-40]"
 NAMES = "tests/backends/test_skyrl_train_names.py::"
+MEMORY = "tests/backends/test_torch_memory.py::"
 MOVED = "tests/backends/test_moved_models.py::"
 FAULTS = "tests/backends/test_torch_faults.py::"
 
@@ -261,5 +262,35 @@ TORCH_DEFECTS = [
             )
         ],
         [SAMPLING + "test_greedy_tokens_and_all_scores_are_those_of_transformers"],
+    ),
+    Defect(
+        "M5",
+        "workers share the base weights although each has room for a copy",
+        [Edit(TORCH + "base_model/memory.py", "        if not fits:\n", "        if True:\n")],
+        [MEMORY + "test_weights_are_replicated_where_they_fit_and_shared_where_not[80-1]"],
+    ),
+    Defect(
+        "M6",
+        "layers that are gathered are not planned for",
+        [Edit(TORCH + "base_model/memory.py", "GATHERED_AT_ONCE * max(layers)", "0")],
+        [MEMORY + "test_a_share_of_the_weights_is_planned_with_what_is_gathered[8]"],
+    ),
+    Defect(
+        "M7",
+        "a model that does not fit is loaded all the same",
+        [Edit("skyrl/backends/common/memory_plan.py", "if self.left >= self.model:", "if True:")],
+        [MEMORY + "test_an_explicit_share_that_does_not_fit_is_refused"],
+    ),
+    Defect(
+        "M8",
+        "a whole model is in the host's memory before it is on the device",
+        [
+            Edit(
+                TORCH + "base_model/loading.py",
+                "        files = WeightFiles(folder, model, where)\n        if files.fit:",
+                "        files = WeightFiles(folder, model, where)\n        if False:",
+            )
+        ],
+        ["tests/backends/test_torch_loading.py::test_a_load_takes_the_memory_of_the_model_and_of_one_tensor[float32]"],
     ),
 ]

@@ -71,7 +71,7 @@ def test_a_server_takes_nodes_and_gpus_in_any_order(names):
 
 def test_models_trained_as_a_whole_are_sharded_and_adapters_have_the_base_model_on_each_worker():
     assert options().fsdp_size == -1
-    assert options("trainer.policy.model.lora.rank=8").fsdp_size == 1
+    assert options("trainer.policy.model.lora.rank=8").fsdp_size == 0
 
 
 def test_a_size_that_is_given_is_kept_though_it_is_the_default():

@@ -6,8 +6,8 @@ have been chosen by arithmetic, not by measurement; `benchmarks/accelerator.py` 
 
 from typing import Literal, NamedTuple
 
+from skyrl.backends.common.memory_plan import GIB
 from skyrl.backends.jax.config import JaxBackendConfig
-from skyrl.backends.jax.memory_plan import GIB
 
 Precision = Literal["default", "high", "highest"]
 

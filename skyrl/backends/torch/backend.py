@@ -3,7 +3,6 @@
 What is computed is done by a group of workers; here is what each is told, and which handles belong to which model.
 """
 
-import os
 import shutil
 import weakref
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from skyrl.backends.active_parameters import active_parameters
 from skyrl.backends.base_folder import model_folder, overridden
 from skyrl.backends.base_id import base_id
 from skyrl.backends.common.dimuon import DimuonScalars
+from skyrl.backends.common.memory_plan import GIB
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.models.operations import ModelBackend, StepScalars
 from skyrl.backends.common.models.store import Storage
@@ -32,6 +32,7 @@ from skyrl.backends.operations import ForwardBackward
 from skyrl.backends.torch.base_model.base_weights import ShardOptions
 from skyrl.backends.torch.base_model.loading import LoadOptions
 from skyrl.backends.torch.base_model.lora import is_trained
+from skyrl.backends.torch.base_model.memory import MemoryOptions, longest_of, tile_tokens
 from skyrl.backends.torch.config import TorchBackendConfig
 from skyrl.backends.torch.models.checkpoints import TorchFormat
 from skyrl.backends.torch.models.state import (
@@ -54,13 +55,6 @@ from skyrl.types import BackendInfo
 from skyrl.utils.adapters.fitting import Features
 from skyrl.utils.tokenizer import Tokenizer
 
-GIB = 2**30
-LONGEST_DEFAULT_CONTEXT = 8192
-"""Limit of sequence length unless `max_context_length` asks for more."""
-CPU_TILE, GPU_TILE = 1024, 8192
-"""Tokens of a training micro-batch."""
-MODELS_SHARE, VERSIONS_SHARE = 1 / 4, 1 / 8
-"""Parts of the machine's memory for models and for published versions."""
 TILE = "tile"
 """Command for a micro-batch, of which each rank computes another at once."""
 
@@ -92,7 +86,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         self.group = self._open()
         facts = self.group.facts
         where = (
-            f"shared by {max(self._fsdp_size, config.tensor_parallel_size)} workers"
+            f"shared by {max(facts.decided.fsdp_size, config.tensor_parallel_size)} workers"
             if facts.is_sharded
             else "whole on each worker"
         )
@@ -101,7 +95,8 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         if config.sequence_parallel_size > 1:
             how += f", each on {config.sequence_parallel_size} workers"
         progress(f"device {facts.device}, base weights in {facts.dtype}, {where}; sequences {how}")
-        for note in self.group.notes:
+        plan = facts.decided.plan
+        for note in (str(plan), *facts.decided.notes, *self.group.notes):
             progress(note)
         if facts.longest is not None and config.max_context_length > facts.longest:
             self.group.close()
@@ -109,15 +104,18 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
                 f"max_context_length={config.max_context_length} is above the {facts.longest} tokens that the base "
                 f"model was made for; use at most {facts.longest}, or 0"
             )
-        self._max_context_length = config.max_context_length or min(
-            facts.longest or LONGEST_DEFAULT_CONTEXT, LONGEST_DEFAULT_CONTEXT
-        )
+        self._max_context_length = longest_of(config.max_context_length, facts.longest)
         self._active_parameters = active_parameters(self._computed)
         self._base_id = base_id(self._computed, random=config.load_format == "dummy")
         self._shape, self._forward_shape = self._shapes()
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        try:
+            room = plan.on_device(config.adapter_memory_gib)
+            version_bytes = plan.versions(config.version_memory_gib, (room, 0))
+        except RequestError:
+            self.group.close()
+            raise
         self._models = ModelOffload[TorchState](
-            MemoryBudget(int(config.adapter_memory_gib * GIB) or int(memory * MODELS_SHARE), 0),
+            MemoryBudget(room, 0),
             lambda path, state: self._storage.write_state(path, state),
             lambda path: self._storage.read_state(path),
             config.offload_folder,
@@ -130,7 +128,6 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             value_head=config.value_head,
             max_lora_rank=config.max_lora_rank,
         )
-        version_bytes = int(config.version_memory_gib * GIB) or int(memory * VERSIONS_SHARE)
         self._versions = VersionPool[TorchVersion](
             slots=config.max_lora_adapters,
             nbytes=self._format.version_bytes,
@@ -222,23 +219,26 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         config = self.config
         load = LoadOptions(config.dtype, config.load_format == "dummy", config.gradient_checkpointing)
         shards = ShardOptions(
-            self._fsdp_size,
+            config.num_workers if config.fsdp_size == -1 else config.fsdp_size,
             config.reshard_after_forward,
             config.cpu_offload,
             config.sequence_parallel_size,
             config.tensor_parallel_size,
         )
-        return WorkerOptions(self._computed, load, config.loss_chunk_size, config.device, shards)
-
-    @property
-    def _fsdp_size(self) -> int:
-        """Workers among which FSDP2 shards a copy of the base weights."""
-        return self.config.num_workers if self.config.fsdp_size == -1 else self.config.fsdp_size
+        memory = MemoryOptions(
+            int(config.memory_limit_gib * GIB),
+            int(config.kv_cache_gib * GIB),
+            config.sample_max_num_sequences,
+            config.max_context_length,
+            config.train_tile_tokens,
+            config.max_lora_rank,
+        )
+        return WorkerOptions(self._computed, load, config.loss_chunk_size, config.device, shards, memory)
 
     def _shapes(self) -> tuple[TileShape, TileShape]:
         """Sizes of micro-batches: with gradients, and without."""
         config, facts = self.config, self.group.facts
-        tokens = config.train_tile_tokens or (CPU_TILE if facts.device == "cpu" else GPU_TILE)
+        tokens = tile_tokens(config.train_tile_tokens, facts.device.partition(":")[0])
         rows = config.train_micro_batch_size if facts.packs else 1
         forward = config.forward_micro_batch_size or rows if facts.packs else 1
         return TileShape(tokens, rows), TileShape(tokens, forward)
@@ -308,7 +308,8 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         layout_of(self.group.facts, kind)
 
     def nbytes_of(self, kind: Kind) -> int:
-        return state_bytes(kind, layout_of(self.group.facts, kind).size)
+        weights, moments, _ = map(self.group.parts, self.group.spreads(kind))
+        return state_bytes(kind, layout_of(self.group.facts, kind).size, weights, moments)
 
     def fresh_state(self, kind: Kind, seed: int) -> TorchState:
         return fresh_state(self.group, kind, seed)

@@ -8,6 +8,7 @@ from skyrl.backends.common.adamw import GradientReduction
 from skyrl.backends.common.packing import SHORTEST_TILE
 from skyrl.backends.common.sampling.model_runner import check_call_tokens
 from skyrl.backends.engines.config import EngineOptions
+from skyrl.backends.torch.base_model.loading import Checkpointing
 
 Workers = Literal["in_process", "processes", "ray"]
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
@@ -60,9 +61,10 @@ class TorchBackendConfig(BaseModel):
     ray_env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of workers on Ray, such as GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME."""
 
-    fsdp_size: int = Field(default=1, ge=-1)
+    fsdp_size: int = Field(default=0, ge=-1)
     """Ranks that share one copy of the base weights, as FSDP2 shards them. -1: all do. 1: each rank has a copy of its
-    own. What shares weights computes and samples together."""
+    own. 0: a copy each where memory has room for that, else all share one. What shares weights computes and samples
+    together."""
 
     reshard_after_forward: bool | int = True
     """Gather a layer's weights that are shared again for the backward pass, instead of keeping them. A number: from so
@@ -92,8 +94,9 @@ class TorchBackendConfig(BaseModel):
     train_tile_tokens: int = Field(default=0, ge=0)
     """Tokens per training micro-batch, from 32 on; a longer sequence has one of its own. 0: 1024 on CPU, else 8192."""
 
-    gradient_checkpointing: bool = False
-    """Compute layers again in the backward pass instead of keeping them, which takes a third more time."""
+    gradient_checkpointing: Checkpointing = "auto"
+    """Compute layers again in the backward pass instead of keeping them, which takes a third more time. `auto`: where a
+    micro-batch has no room else."""
 
     gradient_reduction: GradientReduction = "sum"
     """Reduction by optim_step of the gradients since the last one: their sum, or `mean`, which divides it by the number
@@ -123,13 +126,17 @@ class TorchBackendConfig(BaseModel):
     max_context_length: int = Field(default=0, ge=0)
     """Longest sequence (tokens) to train on or sample, at most what the model was made for. 0: that, 8192 at most."""
 
+    memory_limit_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Memory, in GiB, that base model, cache, training and models share on a worker. 0: what its device has, or its
+    part of the machine's memory."""
+
     adapter_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """GiB for the weights, gradient sums and moments of models. More are moved to disk. 0: a quarter of the machine's
-    memory."""
+    """GiB on a worker for the weights, gradient sums and moments of models. More are moved to disk. 0: as planned from
+    what is left."""
 
     version_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """GiB for published versions. Those that are on disk leave memory, least recently used first. 0: an eighth of the
-    machine's memory."""
+    """GiB for published versions. Those that are on disk leave memory, least recently used first. 0: as planned from
+    what is left."""
 
     engines: EngineOptions = EngineOptions()
     """Sampling engines that were started elsewhere: {"urls": [...], "folder": "..."}. They draw samples of adapters and
@@ -155,17 +162,17 @@ class TorchBackendConfig(BaseModel):
             )
         check_call_tokens(self.sample_max_num_batched_tokens, self.sample_max_num_sequences)
         self._check_ray()
-        if self.fsdp_size == 0 or self.num_workers % max(1, self.fsdp_size):
+        if self.num_workers % max(1, self.fsdp_size):
             raise ValueError(
-                f"fsdp_size={self.fsdp_size} does not divide num_workers={self.num_workers}; use a divisor of it, or "
-                "-1 for all workers"
+                f"fsdp_size={self.fsdp_size} does not divide num_workers={self.num_workers}; use a divisor of it, -1 "
+                "for all workers, or 0 for as many as memory asks for"
             )
         self._check_sharing()
         for name in ("sequence_parallel_size", "tensor_parallel_size"):
             if self.num_workers % (size := getattr(self, name)):
                 raise ValueError(f"{name}={size} does not divide num_workers={self.num_workers}; use a divisor of it")
         for name in ("sequence_parallel_size", "fsdp_size"):
-            if self.tensor_parallel_size > 1 and (size := getattr(self, name)) != 1:
+            if self.tensor_parallel_size > 1 and (size := getattr(self, name)) not in (0, 1):
                 raise ValueError(
                     f"tensor_parallel_size={self.tensor_parallel_size} with {name}={size}: matrices are shared in one "
                     "way, by ranks that have all tokens; set one of them to 1"
@@ -173,7 +180,7 @@ class TorchBackendConfig(BaseModel):
         return self
 
     def _check_sharing(self) -> None:
-        ranks = self.num_workers if self.fsdp_size == -1 else self.fsdp_size
+        ranks = self.num_workers if self.fsdp_size in (-1, 0) else self.fsdp_size
         if self.cpu_offload and ranks == 1:
             raise ValueError(
                 "cpu_offload=True with fsdp_size=1: no weights are shared, so all are used where they are; leave it "

@@ -117,7 +117,7 @@ class TorchStrategy(Strategy):
             said.append(f"trainer.{MICRO_TRAIN}: as many sequences as fill a tile")
         if not trainer.policy.fsdp_config.is_given(SHARDING) and trainer.gpus("policy") > 1:
             rank = trainer.policy.model.lora.rank
-            whose = "each worker has all base weights" if rank else "all workers share the base weights"
+            whose = "all workers share the base weights" + (", unless memory has room for a copy each" if rank else "")
             said.append(f"trainer.policy.fsdp_config.{SHARDING}: {whose}")
         if urls := _urls(config.generator.inference_engine):
             said.append(f"num_engines: samples are drawn by those at {', '.join(urls)}, which are not started here")
@@ -150,8 +150,8 @@ def _sharing(trainer: TrainerConfig) -> Iterator[str]:
     fsdp, path = trainer.policy.fsdp_config, "trainer.policy.fsdp_config"
     again, workers = fsdp.reshard_after_forward, max(1, trainer.gpus("policy"))
     shares = fsdp.is_given(SHARDING) or not trainer.policy.model.lora.rank
-    asked = trainer.fsdp2.get(SHARDING, fsdp.fsdp_size if shares else 1)
-    ranks = workers if asked == -1 else asked
+    asked = trainer.fsdp2.get(SHARDING, fsdp.fsdp_size if shares else 0)
+    ranks = workers if asked in (-1, 0) else asked
     if fsdp.cpu_offload and ranks == 1:
         yield (
             f"{path}.cpu_offload=True, and no ranks share weights: all are used where they are; leave it out, or give "

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from skyrl.backends.common.memory_plan import COPIES, NEW_IN_A_STEP
 from skyrl.backends.common.models.kind import HEAD_STREAM, VALUE_HEAD, Kind
 from skyrl.backends.common.offload import ModelInfo
 from skyrl.tx.layers.adapter import Adapter
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 
 Tree = dict[str, Any]
 """Arrays in the structure of `Adapter.weights`."""
-COPIES = 4
-"""Trees that a model has at most: weights, gradient sums and two moments."""
-NEW_IN_A_STEP = 3
-"""Weights and two moments: what optim_step makes beside those that are there."""
 
 
 @dataclass

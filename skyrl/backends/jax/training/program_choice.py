@@ -8,25 +8,26 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from skyrl.backends.common.memory_plan import COPIES, GIB, KEPT_FREE, NEW_IN_A_STEP, Device, Plan
 from skyrl.backends.common.packing import TileShape
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.defaults import Defaults, resolved
 from skyrl.backends.jax.memory_plan import (
-    GIB,
-    KEPT_FREE,
     MODES,
     Mode,
-    Plan,
     choose_modes,
     choose_stacks,
     memory_limit,
     stack_bytes,
 )
-from skyrl.backends.jax.models.state import COPIES, NEW_IN_A_STEP
 from skyrl.backends.jax.training.programs import TrainingPrograms
 from skyrl.errors import RequestError
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.models.types import KVCache, ModelForCausalLM
+
+SMALLER_CACHE = "a smaller kv_cache_gib"
+SMALLER_CALLS = f"{SMALLER_CACHE}, a smaller max_context_length or loss_chunk_size, gradient_checkpointing=true"
+"""Ways out of too little memory."""
 
 
 def defaults_for(model: ModelForCausalLM, config: JaxBackendConfig) -> Defaults:
@@ -77,14 +78,15 @@ def planned(
         return of_mode[mode].temporary_bytes(base, widest, length) + 2 * widest_bytes
 
     widest_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(widest))
-    plan = Plan(_limit(config), _bytes(base), cache, training=0, model=COPIES * widest_bytes)
-    plan.check()
+    device: Device = "host" if jax.default_backend() == "cpu" else "accelerator"
+    plan = Plan(_limit(config), _bytes(base), cache, training=0, model=COPIES * widest_bytes, device=device)
+    plan.check(SMALLER_CACHE)
     asked, typical = config.gradient_checkpointing, shape.tokens
     modes, taken = choose_modes(asked, lengths, typical, plan.for_training, training_bytes)
     stacks = choose_stacks(plan.for_training - taken, widest_bytes)
     calls = taken + stack_bytes(stacks[-1], widest_bytes), NEW_IN_A_STEP * widest_bytes
     plan = plan._replace(training=max(calls))
-    plan.check(longest)
+    plan.check(SMALLER_CALLS, f"a training call of {longest} tokens")
     used = set(modes.values())
     mixed = TrainingPrograms(lambda length: graphs[modes[length]], *options)
     return of_mode[used.pop()] if len(used) == 1 else mixed, plan, stacks

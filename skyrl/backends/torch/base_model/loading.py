@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -18,7 +18,11 @@ from skyrl.errors import RequestError
 
 log = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
+
 Dtype = Literal["auto", "float32", "bfloat16"]
+Checkpointing = bool | Literal["auto"]
+"""Whether layers are computed again in the backward pass; "auto": where memory asks for it."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,8 @@ class LoadOptions:
 
     dtype: Dtype = "auto"
     random_weights: bool = False
-    gradient_checkpointing: bool = False
-    """Compute layers again in the backward pass instead of keeping them."""
+    gradient_checkpointing: Checkpointing = False
+    """Compute layers again in the backward pass instead of keeping them. To be decided before a model is loaded."""
 
 
 def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:
@@ -48,6 +52,21 @@ def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise RequestError(f"base_model={folder}: transformers cannot load it ({error})") from error
     return model.eval()
+
+
+def load_onto(where: torch.device, folder: Path, device: torch.device, options: LoadOptions) -> Any:
+    """A model as `load` makes it for a device, whose weights are read onto `where`, one tensor after the other.
+
+    Where files have other names than the model, all of it is in the host's memory first.
+    """
+    if not options.random_weights:
+        model = skeleton(folder, device, options)
+        files = WeightFiles(folder, model, where)
+        if files.fit:
+            files.fill_buffers()
+            files.fill(model)
+            return model.to(where)
+    return load(folder, device, options).to(where)
 
 
 def load_by_layers(folder: Path, device: torch.device, options: LoadOptions) -> tuple[Any, Callable[[nn.Module], None]]:
@@ -119,13 +138,19 @@ class WeightFiles:
     Args:
         folder: The model's.
         model: Its skeleton.
+        device: Where its weights are to be.
     """
 
-    def __init__(self, folder: Path, model: nn.Module):
+    def __init__(self, folder: Path, model: nn.Module, device: torch.device = CPU):
+        self._device = device
+        self._quantised = getattr(getattr(model, "config", None), "quantization_config", None) is not None
         self._places: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                self._places |= dict.fromkeys(file.keys(), path)
+            try:
+                with safe_open(path, "pt") as file:
+                    self._places |= dict.fromkeys(file.keys(), path)
+            except SafetensorError as error:
+                raise RequestError(f"base_model={folder}: {path.name} cannot be read: {error}; fetch it") from error
         self._names: dict[int, str] = {}
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         """Modules of a parameter, of which a tied one has several."""
@@ -139,8 +164,8 @@ class WeightFiles:
 
     @property
     def fit(self) -> bool:
-        """True if files have the model's own names; transformers renames or joins those of some architectures."""
-        return set(self._names.values()) <= self._places.keys()
+        """True if files have the model's own names and numbers; transformers renames, joins or dequantises others."""
+        return not self._quantised and set(self._names.values()) <= self._places.keys()
 
     def fill(self, module: nn.Module) -> None:
         """Give a module its weights, as far as it has none."""
@@ -155,7 +180,7 @@ class WeightFiles:
         """Give buffers what files have of them."""
         for name, buffer in self._buffers.items():
             if name in self._places:
-                buffer.copy_(self._read(name, buffer))
+                buffer.copy_(self._read(name, buffer))  # which stays where it is until the model moves
 
     def _read(self, name: str, like: Tensor) -> Tensor:
         with safe_open(self._places[name], "pt") as file:  # a file that stays open stays in memory
@@ -165,7 +190,7 @@ class WeightFiles:
                 f"base_model: {name} has shape {tuple(values.shape)} in its files and {tuple(like.shape)} by its "
                 "config.json; use files that belong together"
             )
-        return values.to(like.dtype)
+        return torch.empty(values.shape, dtype=like.dtype, device=self._device).copy_(values)  # not the file's memory
 
 
 class _Unfilled(TorchFunctionMode):

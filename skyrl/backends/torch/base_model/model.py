@@ -20,7 +20,7 @@ from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.packing import DropoutArrays
 from skyrl.backends.torch.base_model.attention import Attention, Packed, Paged
 from skyrl.backends.torch.base_model.base_weights import WHOLE, BaseWeights, InParts, Sharded, ShardOptions, Whole
-from skyrl.backends.torch.base_model.loading import LoadOptions, layers_of, load, load_by_layers
+from skyrl.backends.torch.base_model.loading import LoadOptions, layers_of, load_by_layers, load_onto
 from skyrl.backends.torch.base_model.lora import Hooks, Layout, lora_layout, targets_of, whole_layout
 from skyrl.backends.torch.base_model.sequence_ranks import looks_at_longest, sequence_ranks
 from skyrl.backends.torch.base_model.tensor_ranks import tensor_ranks
@@ -80,7 +80,7 @@ class LoadedModel:
         if shards.fsdp_size > 1:
             self.hf, fill = load_by_layers(folder, device, options)
         else:
-            self.hf, fill = load(folder, device, options).to(self.device), None
+            self.hf, fill = load_onto(self.device, folder, device, options), None
         self.config = self.hf.config
         self._head: nn.Module = self.hf.get_output_embeddings()
         if self._head is None:

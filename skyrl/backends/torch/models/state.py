@@ -13,11 +13,6 @@ from skyrl.backends.torch.workers.worker import ModelFacts
 from skyrl.errors import RequestError
 from skyrl.utils.adapters.fitting import Features
 
-COPIES = 4
-"""Buffers that a model has at most: weights, gradient sums and two moments."""
-NEW_IN_A_STEP = 3
-"""Buffers that a step makes beside those that are there."""
-
 
 @dataclass
 class TorchState:
@@ -41,8 +36,8 @@ class TorchState:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all buffers, gradient sums included whether they are there or not."""
-        return state_bytes(self.kind, self.weights.size)
+        """Memory of all buffers on a worker, gradient sums included whether they are there or not."""
+        return state_bytes(self.kind, self.weights.size, self.weights.parts, self.first_moment.parts)
 
     def to_host(self) -> "TorchState":
         """The same model: what has no room where workers compute goes to disk."""
@@ -65,9 +60,18 @@ class TorchVersion:
     weights: Buffer
 
 
-def state_bytes(kind: Kind, size: int) -> int:
-    """`TorchState.nbytes` of a model of so many numbers; of a whole one what a step takes is included."""
-    return 4 * size * (COPIES + NEW_IN_A_STEP if kind.is_whole else COPIES)
+def state_bytes(kind: Kind, size: int, parts: int = 1, parts_of_moments: int = 1) -> int:
+    """`TorchState.nbytes` of a model of so many numbers; of a whole one what a step takes is included.
+
+    Args:
+        kind: Of the model.
+        size: Numbers of its weights.
+        parts: Workers among which weights and gradient sums are shared.
+        parts_of_moments: The same for each moment.
+    """
+    weights, moment = 4 * -(-size // parts), 4 * -(-size // parts_of_moments)
+    step = weights + 2 * moment if kind.is_whole else 0
+    return 2 * weights + 2 * moment + step
 
 
 def layout_of(facts: ModelFacts, kind: Kind) -> Layout:

@@ -38,6 +38,11 @@ class Buffer:
         """Memory of all ranks but for replicas."""
         return 4 * self.size
 
+    @property
+    def parts(self) -> int:
+        """Ranks that hold a part each; 1 where each holds all of it."""
+        return self._group.parts(self.spread)
+
     def read(self) -> Any:
         """Its numbers on the host, float32 `[size]`. From any thread."""
         return self._group.wait(self._group.run("get", self.handle, self.size, self.spread), "get")
@@ -126,6 +131,10 @@ class WorkerGroup(ABC):
         if self.facts.is_sharded and kind.is_whole:
             return Spreads("by_parameter", "by_parameter", "by_parameter")
         return Spreads("replicated", "sharded", "partial")
+
+    def parts(self, spread: Spread) -> int:
+        """Ranks that hold a part each of a buffer; 1 where each holds all of it."""
+        return {"sharded": self.world, "by_parameter": self.facts.decided.fsdp_size}.get(spread, 1)
 
     @property
     def tiles_at_once(self) -> int:

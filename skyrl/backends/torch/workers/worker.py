@@ -8,7 +8,7 @@ whole where the base weights are sharded, each holds weights, moments and sums o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,8 +26,9 @@ from skyrl.backends.common.packing import TileArrays
 from skyrl.backends.common.pass_output import PassOutput
 from skyrl.backends.common.sampling.model_runner import Drawn, Rows
 from skyrl.backends.torch.base_model.base_weights import WHOLE, ShardOptions
-from skyrl.backends.torch.base_model.loading import LoadOptions
+from skyrl.backends.torch.base_model.loading import LoadOptions, skeleton
 from skyrl.backends.torch.base_model.lora import Layout, Target, initial_lora, initial_value_head
+from skyrl.backends.torch.base_model.memory import DEFAULTS, Decided, MemoryOptions, Place, decided
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.sampling.sampling_worker import SamplingWorker
 from skyrl.backends.torch.training.passes import adamw, dimuon, run_tile
@@ -52,6 +53,8 @@ class WorkerOptions:
     device: str | None = None
     """None: a GPU of its own if there is one, else the CPU."""
     shards: ShardOptions = WHOLE
+    memory: MemoryOptions = DEFAULTS
+    """What is to have room beside the base weights."""
 
 
 class ModelFacts(NamedTuple):
@@ -78,6 +81,8 @@ class ModelFacts(NamedTuple):
     """True if models can be trained as a whole."""
     cache_shapes: tuple[tuple[int, int, int], ...]
     """(key heads, key width, value width) of each layer; empty if it is not sampled."""
+    decided: Decided
+    """Plan of a rank's memory, and what it left to the workers."""
 
 
 class Worker:
@@ -98,7 +103,20 @@ class Worker:
         self.device = torch.device(name)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.model = LoadedModel(options.folder, self.device, options.load, options.shards, world)
+        place = Place.of(self.device, world, options.memory.limit)
+        load, shards = options.load, options.shards
+        self._decided = decided(
+            skeleton(options.folder, self.device, load),
+            options.folder,
+            place,
+            shards,
+            load.gradient_checkpointing,
+            options.loss_chunk_size,
+            options.memory,
+        )
+        load = replace(load, gradient_checkpointing=self._decided.gradient_checkpointing)
+        shards = replace(shards, fsdp_size=self._decided.fsdp_size)
+        self.model = LoadedModel(options.folder, self.device, load, shards, world)
         self._chunk = options.loss_chunk_size
         self._buffers: dict[int, Tensor] = {}
         self.sampling = SamplingWorker(self.model)
@@ -134,6 +152,7 @@ class Worker:
             tile_ranks=model.tile_ranks,
             trains_whole=model.tensor_ranks.size == 1,
             cache_shapes=model.cache_shapes,
+            decided=self._decided,
         )
 
     def parameter(self, name: str) -> np.ndarray | None:

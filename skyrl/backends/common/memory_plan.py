@@ -1,0 +1,129 @@
+"""Plan of memory, made at start: base weights, keys and values, one training call, models.
+
+The numbers are those of the machine and of the model, not of the moment, so that a server that is started again decides
+the same. How a call's bytes are known is a backend's matter.
+"""
+
+from typing import Literal, NamedTuple
+
+from skyrl.errors import RequestError
+from skyrl.utils.machine import host_memory
+
+KEPT_FREE = 0.1
+"""Share of the memory that is not planned for."""
+
+TRAINING_SHARE = 0.4
+"""Share of what base weights and cache leave that a training call may take before more is computed again."""
+
+COPIES = 4
+"""Copies that a model has at most: weights, gradient sums and two moments."""
+
+NEW_IN_A_STEP = 3
+"""Weights and two moments: what optim_step makes beside those that are there."""
+
+GIB = 2**30
+
+Device = Literal["host", "accelerator"]
+
+
+class Plan(NamedTuple):
+    """Bytes by purpose, on one device."""
+
+    total: int
+    base: int
+    cache: int
+    training: int
+    """Of the largest call."""
+    model: int
+    """Of a model of the largest rank."""
+    device: Device = "host"
+    """Whose memory it is. Models share the host's with copies that are kept there."""
+
+    @property
+    def usable(self) -> int:
+        """Bytes that are planned for."""
+        return int(self.total * (1 - KEPT_FREE))
+
+    @property
+    def left(self) -> int:
+        """Bytes left for models and published versions."""
+        return self.usable - self.base - self.cache - self.training
+
+    @property
+    def for_training(self) -> int:
+        """Bytes that a training call should do with."""
+        return int(self.left * TRAINING_SHARE)
+
+    def models(self, device: float, host: float) -> tuple[int, int]:
+        """Bytes on the device and in host memory for models that are open, of which the other half is versions'.
+
+        Args:
+            device: GiB as configured; 0 leaves it to the plan.
+            host: Likewise. Where the device is the host, they share.
+
+        Raises:
+            RequestError: What is configured is not there.
+        """
+        shared = self.device == "host"
+        on_device = self.on_device(device)
+        beside = self.left - on_device if shared else host_memory()
+        _check_room("adapter_host_memory_gib", host, beside)
+        return on_device, int(host * GIB) or (min(self.left // 4, beside // 2) if shared else beside // 4)
+
+    def on_device(self, gib: float) -> int:
+        """The first of `models`."""
+        _check_room("adapter_memory_gib", gib, self.left)
+        return int(gib * GIB) or max(self.left // (4 if self.device == "host" else 2), self.model)
+
+    def versions(self, gib: float, models: tuple[int, int]) -> int:
+        """Bytes for published versions in memory.
+
+        Args:
+            gib: As configured; 0 leaves it to the plan, all that models leave.
+            models: Bytes for these on the device and in host memory.
+
+        Raises:
+            RequestError: What is configured is not there.
+        """
+        device, host = models
+        left = max(0, self.left - device - (host if self.device == "host" else 0))
+        _check_room("version_memory_gib", gib, left)
+        return int(gib * GIB) or left
+
+    def check(self, ways_out: str, call: str = "") -> None:
+        """Raise `RequestError` unless one model fits beside the rest.
+
+        Args:
+            ways_out: Options to change.
+            call: The largest training call, once it is known what one takes.
+        """
+        if self.left >= self.model:
+            return
+        parts = f"base weights {size_of(self.base)}, keys and values {size_of(self.cache)}"
+        if call:
+            parts += f", {call} {size_of(self.training)}"
+        needed = self.base + self.cache + self.training + self.model
+        raise RequestError(
+            f"the model does not fit into memory: {parts}, one adapter with its moments {size_of(self.model)}, "
+            f"together {size_of(needed)}, more than {1 - KEPT_FREE:.0%} of {size_of(self.total)} (memory_limit_gib); "
+            f"use {ways_out}, a smaller max_lora_rank or base model, or a machine with more memory"
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"memory {size_of(self.total)}: base weights {size_of(self.base)}, keys and values {size_of(self.cache)}, "
+            f"a training call {size_of(self.training)} at most, for models {size_of(self.left)}"
+        )
+
+
+def size_of(nbytes: int) -> str:
+    """A number of bytes as people read it."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
+
+
+def _check_room(field: str, gib: float, left: int) -> None:
+    if gib * GIB > left:
+        raise RequestError(
+            f"{field}={gib:g} is more than the {size_of(left)} that are left for it beside all else; use less, or 0 "
+            "for a part of what is left"
+        )

@@ -1,0 +1,216 @@
+"""Memory of workers is planned before weights are read: what does not fit is refused, shared or computed again."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch_models import GROUPED, VOCAB, make_model
+
+from driver import create, finish, forward_backward, new_id, random_datum, sampling, stepping, train
+from skyrl.backends.common.memory_plan import COPIES, GIB, KEPT_FREE
+from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.operations import ForwardBackward, Publish
+from skyrl.backends.torch import TorchBackend, TorchBackendConfig
+from skyrl.backends.torch.base_model.base_weights import ShardOptions
+from skyrl.backends.torch.base_model.loading import LoadOptions, skeleton
+from skyrl.backends.torch.base_model.memory import IN_A_STEP, MemoryOptions, Place, decided
+from skyrl.errors import RequestError
+from skyrl.tx.synthetic.make_tokenizer import make_tokenizer
+from skyrl.types import ErrorResponse, LoraConfig
+
+GPU = torch.device("cuda:0")
+CPU = torch.device("cpu")
+OPTIONS = MemoryOptions(cache=2 * GIB, max_context_length=8192)
+LLAMA_8B = transformers.LlamaConfig(
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=14_336,
+    vocab_size=128_256,
+    max_position_embeddings=8192,
+)
+WEIGHTS_8B = 2 * 8_030_261_248
+"""Bytes in bfloat16."""
+
+
+@pytest.fixture(scope="module")
+def folder_8b(tmp_path_factory) -> Path:
+    """Configuration and tokenizer of a model of 8 billion parameters, without weights."""
+    folder = tmp_path_factory.mktemp("8b")
+    LLAMA_8B.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(make_tokenizer(VOCAB).to_str())
+    return folder
+
+
+@pytest.fixture
+def model_8b(folder_8b):
+    return skeleton(folder_8b, CPU, LoadOptions(dtype="bfloat16")).to("meta")
+
+
+def plan_for(model, total: float, world: int = 1, shards: ShardOptions | None = None, asked="auto", options=OPTIONS):
+    """What is decided on GPUs of so many GiB."""
+    place = Place(GPU, int(total * GIB), world)
+    return decided(model, Path("model"), place, shards or ShardOptions(fsdp_size=0), asked, 1024, options)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_there_are_weights(folder_8b):
+    options = {"memory_limit_gib": 1, "dtype": "bfloat16"}
+    with pytest.raises(RequestError) as refused:
+        TorchBackend(str(folder_8b), TorchBackendConfig(**options))
+    for part in ("base weights 14.96 GiB", "more than 90% of 1.00 GiB (memory_limit_gib)", "kv_cache_gib", "fsdp_size"):
+        assert part in str(refused.value)
+
+
+def test_bytes_of_the_base_weights_are_those_of_the_published_model(model_8b):
+    assert plan_for(model_8b, 80).plan.base == WEIGHTS_8B
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_a_share_of_the_weights_is_planned_with_what_is_gathered(model_8b, world):
+    plan = plan_for(model_8b, 80, world, ShardOptions(fsdp_size=world)).plan
+    layer = 2 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14_336 + 2 * 4096)
+    outside = 2 * (2 * 128_256 * 4096 + 4096)
+    assert plan.base == pytest.approx(WEIGHTS_8B / world + 2 * layer + outside, abs=world * 1e4)
+
+
+def test_matrices_that_ranks_share_are_planned_by_their_parts(model_8b):
+    plan = plan_for(model_8b, 80, 2, ShardOptions(tensor_parallel_size=2)).plan
+    whole = 2 * (2 * 128_256 * 4096 + 65 * 4096)
+    assert plan.base == (WEIGHTS_8B - whole) / 2 + whole
+
+
+def test_keys_and_values_are_twice_what_all_rows_take_or_what_is_given(model_8b):
+    token = 2 * 2 * 32 * 8 * 128
+    rows = MemoryOptions(cache=100 * GIB, rows=4, max_context_length=1000)
+    assert plan_for(model_8b, 80, options=rows).plan.cache == 2 * 4 * 1000 * token
+    assert plan_for(model_8b, 80).plan.cache == 2 * GIB
+
+
+@pytest.mark.parametrize(("total", "fsdp_size"), [(80, 1), (24, 4)])
+def test_weights_are_replicated_where_they_fit_and_shared_where_not(model_8b, total, fsdp_size):
+    found = plan_for(model_8b, total, 4)
+    assert found.fsdp_size == fsdp_size
+    (note,) = [note for note in found.notes if "fsdp_size" in note]
+    assert "GiB" in note
+    assert f"{total * (1 - KEPT_FREE):.2f} GiB" in note
+
+
+@pytest.mark.parametrize("fsdp_size", [1, 2, 4])
+def test_an_explicit_share_is_kept(model_8b, fsdp_size):
+    assert plan_for(model_8b, 80, 4, ShardOptions(fsdp_size=fsdp_size)).fsdp_size == fsdp_size
+
+
+@pytest.mark.parametrize("how", [{"cpu_offload": True}, {"reshard_after_forward": False}])
+def test_who_says_how_weights_are_shared_has_them_shared(model_8b, how):
+    assert plan_for(model_8b, 80, 4, ShardOptions(fsdp_size=0, **how)).fsdp_size == 4
+
+
+def test_an_explicit_share_that_does_not_fit_is_refused(model_8b):
+    with pytest.raises(RequestError, match=r"does not fit into memory: base weights 14\.96 GiB"):
+        plan_for(model_8b, 24, 4, ShardOptions(fsdp_size=1))
+
+
+def test_layers_are_computed_again_only_where_memory_asks_for_it(model_8b):
+    assert plan_for(model_8b, 80).gradient_checkpointing
+    assert not plan_for(model_8b, 400).gradient_checkpointing
+    assert not plan_for(model_8b, 400, asked=False).gradient_checkpointing
+    assert plan_for(model_8b, 400, asked=True).gradient_checkpointing
+
+
+def test_a_sequence_that_would_not_fit_is_said(model_8b):
+    longer = MemoryOptions(cache=GIB, max_context_length=1_000_000)
+    assert any("max_context_length=1000000" in note for note in plan_for(model_8b, 80, options=longer).notes)
+    assert not any("max_context_length" in note for note in plan_for(model_8b, 80).notes)
+
+
+# Predictions against what torch allocates
+
+KIND = Kind(LoraConfig(rank=8))
+MEDIUM = GROUPED | {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "vocab_size": VOCAB}
+
+
+class Allocations(torch.utils._python_dispatch.TorchDispatchMode):
+    """Bytes of the tensors that operators make and that are still there, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves((args, kwargs)) if _is_tensor(x)}
+        for x in filter(_is_tensor, torch.utils._pytree.tree_leaves(result)):
+            storage = x.untyped_storage()
+            if storage._cdata not in self._known | given:
+                self._add(storage)
+        return result
+
+    def _add(self, storage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+        def gone() -> None:
+            self._known.discard(key)
+            self.now -= size
+
+        weakref.finalize(storage, gone)
+
+
+def _is_tensor(x) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+@pytest.fixture(scope="module")
+def medium(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("medium"), "llama", **MEDIUM)
+
+
+@contextmanager
+def opened(folder: Path, **options) -> Iterator[TorchBackend]:
+    """A backend with a model of rank 8 that has been trained."""
+    sizes = {"train_tile_tokens": 512, "max_context_length": 256, "sample_max_num_sequences": 16, "max_lora_rank": 8}
+    with closing(TorchBackend(str(folder), TorchBackendConfig(**sizes, **options))) as backend:
+        create(backend, rank=8)
+        train(backend)
+        yield backend
+
+
+def taken_by(backend, operation) -> int:
+    """Most bytes that there are beside those from before an operation."""
+    with Allocations() as found:
+        result = finish(backend, operation)
+    assert not isinstance(result, ErrorResponse), result
+    return found.most
+
+
+def a_pass() -> ForwardBackward:
+    data = [random_datum(256, seed, VOCAB) for seed in (0, 1)]
+    return ForwardBackward(request_id=new_id(), model_id="model", data=data, loss_fn="cross_entropy")
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+def test_what_a_training_call_takes_is_what_was_planned(medium, again):
+    with opened(medium, gradient_checkpointing=again) as backend:
+        planned = backend.group.facts.decided.plan.training
+        assert planned / 1.3 < taken_by(backend, a_pass()) < planned * 1.3
+
+
+def test_other_phases_take_no_more_than_what_was_planned(medium, tmp_path):
+    with opened(medium) as backend:
+        plan, adapter = backend.group.facts.decided.plan, backend.nbytes_of(KIND) // COPIES
+        base = backend.group.worker.model.hf
+        assert plan.base == sum(x.nbytes for x in base.parameters())
+        assert plan.model == COPIES * adapter
+        forward_backward(backend, [random_datum(20, 0, VOCAB)])
+        assert IN_A_STEP * adapter / 1.3 < taken_by(backend, stepping()) < IN_A_STEP * adapter * 1.3
+        assert taken_by(backend, Publish(request_id=new_id(), model_id="model", version="v", path=None)) == 0
+        taken = taken_by(backend, sampling("v", max_tokens=8))
+        assert plan.cache / 1.3 < taken < plan.cache * 1.3
