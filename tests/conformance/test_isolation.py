@@ -20,11 +20,15 @@ from tests.conformance.operations import (
     done,
     fresh,
     logprobs,
-    state,
 )
 
 RUIN = ADAM.model_copy(update={"learning_rate": 3e37, "weight_decay": 0.0})
 """A step after which products of weights are no finite numbers."""
+
+
+@pytest.fixture
+def backend(network):
+    return network.backend
 
 
 @pytest.fixture
@@ -53,7 +57,7 @@ def test_a_version_is_sampled_and_scored_beside_one_of_nan_as_alone(backend, mod
     done(backend, a_publish(model, fine, None), a_publish(ruined, broken, None))
 
     def asked(version: str | None, seed: int):
-        prompt = np.random.default_rng(seed).integers(0, 256, length).astype(np.int32)
+        prompt = np.random.default_rng(seed).integers(0, 10, length).astype(np.int32)
         sample = a_sample(version, max_tokens=10, num_samples=2, prompt_logprobs=True)
         return dataclasses.replace(sample, prompt=prompt)
 
@@ -67,24 +71,6 @@ def test_a_version_is_sampled_and_scored_beside_one_of_nan_as_alone(backend, mod
         for one, other in zip(expected.sequences, found.sequences, strict=True):
             np.testing.assert_array_equal(other.tokens, one.tokens)
             np.testing.assert_allclose(other.logprobs, one.logprobs, rtol=0, atol=1e-5)
-
-
-def test_a_step_of_one_model_leaves_every_bit_of_another(backend, new_model, tmp_path):
-    one, other = new_model(), new_model()
-    done(backend, a_pass(other), a_step(other), a_pass(other))
-    before = state(backend, other, tmp_path)
-    decay = ADAM.model_copy(update={"weight_decay": 0.5})
-    for _ in range(3):
-        done(backend, a_pass(one), OptimStep(request_id=fresh("decay"), model_id=one, adam_params=decay))
-    assert state(backend, other, tmp_path) == before
-
-
-def test_a_model_that_is_made_again_has_no_gradients_of_its_predecessor(backend, new_model, tmp_path):
-    model, plain = new_model(), new_model()
-    done(backend, a_pass(model))
-    backend.delete_model(model)
-    backend.create_model(model, LoraConfig(rank=4, seed=7))
-    assert state(backend, model, tmp_path) == state(backend, plain, tmp_path)
 
 
 def test_ranks_losses_and_rates_side_by_side_are_as_alone(backend):

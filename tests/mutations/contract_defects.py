@@ -150,7 +150,7 @@ CONTRACT_DEFECTS = [
         "K6.3",
         "rows of a version that is not finite reach others in a decode call",
         [Edit(LORA, "finite = all(bool(x.isfinite().all()) for x in tensors.values())", "finite = True")],
-        [ISOLATION + "test_a_version_is_sampled_and_scored_beside_one_of_nan_as_alone[torch-17]"],
+        [ISOLATION + "test_a_version_is_sampled_and_scored_beside_one_of_nan_as_alone[torch-untied-17]"],
     ),
     Defect(
         "K6.4",
@@ -181,5 +181,17 @@ CONTRACT_DEFECTS = [
         "a number that is the border between two tokens draws the first, which a filter may have left out",
         [Edit("skyrl/backends/torch/sampling/drawing.py", "target, right=True)", "target)")],
         ["tests/backends/test_draws.py::test_tokens_are_those_that_are_written_down[torch]"],
+    ),
+    Defect(
+        "K6.7",
+        "the rest of a page, which may hold NaN of its last owner, is read under a mask",
+        [
+            Edit(
+                "skyrl/backends/torch/base_model/attention.py",
+                "torch.where(context <= positions.amax(1, keepdim=True), cells, cells[:, :1])",
+                "cells",
+            )
+        ],
+        [ISOLATION + "test_a_version_is_sampled_and_scored_beside_one_of_nan_as_alone[torch-untied-17]"],
     ),
 ]

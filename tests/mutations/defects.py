@@ -31,7 +31,7 @@ PASSES = "skyrl/backends/jax/training/microbatches.py"
 CHECKS = "skyrl/algorithms/checks/requests.py"
 JAX_TESTS = "tests/backends/test_jax_backend.py::"
 GRADIENTS = "tests/conformance/test_gradients.py::"
-ISOLATION = "tests/conformance/test_isolation.py::"
+TRAINING = "tests/conformance/test_training.py::"
 TENANTS = "tests/backends/test_jax_tenants.py::"
 SAMPLER = "skyrl/backends/common/sampling/sampler.py"
 VERSIONS = "skyrl/backends/common/versions.py"
@@ -104,7 +104,7 @@ DEFECTS = [
                 "                    other.adapter = other.adapter._replace(weights=decayed)\n",
             )
         ],
-        [ISOLATION + "test_a_step_of_one_model_leaves_every_bit_of_another[jax]"],
+        [TRAINING + "test_a_step_of_one_model_leaves_every_bit_of_another[jax]"],
     ),
     Defect(
         "C1.4",
@@ -124,7 +124,7 @@ DEFECTS = [
                 "            self._models.put(model_id, state)\n",
             ),
         ],
-        [ISOLATION + "test_a_model_that_is_made_again_has_no_gradients_of_its_predecessor[jax]"],
+        [TRAINING + "test_a_model_that_is_made_again_has_no_gradients_of_its_predecessor[jax]"],
     ),
     Defect(
         "C1.5",
