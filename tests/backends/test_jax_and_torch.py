@@ -12,7 +12,7 @@ import oracle
 from skyrl.algorithms.losses import LOSSES
 from skyrl.backends.backend import AbstractBackend
 from tests.conformance.loss_formulas import CONFIG, datum_for
-from tests.conformance.numbers import (
+from tests.conformance.networks import (
     MODULES,
     applied_gradient,
     assert_same_gradient,

@@ -11,7 +11,7 @@ import pytest
 from skyrl.backends.backend import AbstractBackend
 from skyrl.types import LoraConfig
 from tests.conformance.__main__ import VARIABLE
-from tests.conformance.numbers import Network, write_base
+from tests.conformance.networks import Network, write_base
 from tests.conformance.openers import Opener, openers
 from tests.conformance.operations import fresh
 

@@ -6,7 +6,7 @@ import torch
 
 import oracle
 from skyrl.types import SampleOutput
-from tests.conformance.numbers import MODULES, loaded, plain_datum, published, scored, target_logprobs, write_adapter
+from tests.conformance.networks import MODULES, loaded, plain_datum, published, scored, target_logprobs, write_adapter
 from tests.conformance.operations import TOKENS, a_sample, done, fresh
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")

@@ -7,7 +7,7 @@ import torch
 import oracle
 from skyrl.types import Datum
 from tests.conformance.loss_formulas import CONFIG, FORMULAS, datum_for, losses_of
-from tests.conformance.numbers import (
+from tests.conformance.networks import (
     EVERYWHERE,
     MODULES,
     PLAIN,

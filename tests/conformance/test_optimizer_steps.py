@@ -6,7 +6,7 @@ import torch
 
 import oracle
 from skyrl.types import AdamParams, Datum
-from tests.conformance.numbers import EVERYWHERE, loaded, published, scored, stepped, target_logprobs, write_adapter
+from tests.conformance.networks import EVERYWHERE, loaded, published, scored, stepped, target_logprobs, write_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 SETTINGS = [
