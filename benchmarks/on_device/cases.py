@@ -24,10 +24,11 @@ NUMBER_TESTS = (
     "tests/backends/test_jax_backend.py",
     "tests/backends/test_jax_tenants.py",
     "tests/backends/test_sampler.py",
+    "tests/conformance/test_gradients.py",
 )
 NUMBERS = (
     "(scanned and (logits_equal or prefill_in_chunks or slot_of_a_bank_gives)) or (trainers_forward_pass and v0)"
-    " or logprobs_of_the_base_model or mixed_batch_equal_torch or deterministic_run"
+    " or logprobs_of_the_base_model or jax-untied-cross_entropy or deterministic_run"
     " or stack_of_models or hyper_parameters_compile_nothing or nan_weights"
 )
 """Of those files, one test of each kind."""
@@ -38,6 +39,8 @@ BACKEND_TESTS = (
     "tests/backends/test_jax_tenants.py",
     "tests/backends/test_defaults.py",
 )
+IN_ONE_PROCESS = "not (torch_sharded or torch_hybrid or torch_sequences or torch_tensors or test_gradients)"
+"""Of the kit. Its gradients are among the numbers above."""
 SAMPLER_TESTS = (
     "tests/backends/test_sampler.py",
     "tests/backends/test_sampler_batching.py",
@@ -72,7 +75,7 @@ def _all() -> Iterator[Case]:
     for shape in ("0.6B", "4B"):
         yield from _torch(shape)
     yield _tests("torch", TORCH_TESTS, 60, 300)
-    yield _tests("backend", BACKEND_TESTS, 150, 400)
+    yield _tests("backend", BACKEND_TESTS, 150, 400, only=IN_ONE_PROCESS)
     yield _tests("sampler", SAMPLER_TESTS, 100, 300)
     yield _tests("models", MODEL_TESTS, 100, 300)
     yield Case("skyrl demo", "server", partial(run, function="server:demo"), 90, 240)

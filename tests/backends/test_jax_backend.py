@@ -7,15 +7,13 @@ import threading
 import jax
 import numpy as np
 import pytest
-import torch
 
 import driver
-import oracle
 from driver import create, datum, forward_backward, optim_step, publish, random_datum, sample, train
 from skyrl.backends.backend import LoadCheckpoint
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.errors import RequestError
-from skyrl.types import ErrorResponse, PreparedSampleBatch, SampleOutput, SamplingParams, SaveOutput
+from skyrl.types import ErrorResponse, PreparedSampleBatch, SampleOutput, SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -54,109 +52,7 @@ def assert_close(left: list[np.ndarray], right: list[np.ndarray]) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * max(1.0, float(np.abs(b).max())))
 
 
-def peft_gradients(backend, tiny_model, folder, objective) -> dict[str, np.ndarray]:
-    """torch's gradients of `objective(model)` at the backend's current weights."""
-    assert isinstance(publish(backend, f"v-{folder.name}", folder / "adapter"), SaveOutput)
-    model = oracle.load(tiny_model, folder / "adapter")
-    objective(model).backward()
-    return oracle.gradients(model)
-
-
-def our_gradients(backend, rank: int = 4) -> dict[str, np.ndarray]:
-    """The gradient sums under their names in a PEFT file (`[rank, in]` and `[out, rank]`)."""
-    found = {}
-    tree = backend.accumulated_grads["model"]
-    for block, modules in tree["layers"].items():
-        for module, pair in modules.items():
-            for layer in range(pair["lora_A"].shape[0]):
-                prefix = f"base_model.model.model.layers.{layer}.{block}.{module}"
-                found[f"{prefix}.lora_A.weight"] = np.asarray(pair["lora_A"][layer, :, :rank]).T
-                found[f"{prefix}.lora_B.weight"] = np.asarray(pair["lora_B"][layer, :rank]).T
-    found["base_model.model.lm_head.lora_A.weight"] = np.asarray(tree["lm_head"]["lora_A"][:, :rank]).T
-    found["base_model.model.lm_head.lora_B.weight"] = np.asarray(tree["lm_head"]["lora_B"][:rank]).T
-    return found
-
-
-def assert_gradients_equal_peft(backend, expected: dict[str, np.ndarray]) -> None:
-    ours = our_gradients(backend)
-    assert ours.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-4 * max(1, np.abs(value).max()), err_msg=name)
-
-
-def hf_logprobs(model, item) -> torch.Tensor:
-    """Differentiable log-probabilities of the datum's targets, `[tokens]`."""
-    rows = torch.log_softmax(oracle.logits(model, item.tokens.tolist()), -1)
-    targets = torch.tensor(item.loss_fn_inputs["target_tokens"], dtype=torch.int64)
-    return rows.gather(-1, targets.reshape(len(targets), -1)).reshape(targets.shape)
-
-
 # -- numbers -----------------------------------------------------------------------------------------------------------
-
-
-def test_cross_entropy_gradients_of_a_mixed_batch_equal_torch(backend, tiny_model, tmp_path):
-    create(backend)
-    train(backend, steps=2)
-    random = np.random.default_rng(0)
-    data = [datum(random.integers(0, 256, n), weights=random.normal(size=n)) for n in (3, 40, 17, 9, 64)]
-    expected = peft_gradients(
-        backend,
-        tiny_model,
-        tmp_path,
-        lambda model: -sum((torch.tensor(d.loss_fn_inputs["weights"]) * hf_logprobs(model, d)).sum() for d in data),
-    )
-    forward_backward(backend, data)
-    assert_gradients_equal_peft(backend, expected)
-
-
-def test_gradients_of_several_targets_per_token_equal_torch(backend, tiny_model, tmp_path):
-    create(backend)
-    train(backend, steps=2)
-    random = np.random.default_rng(1)
-    item = datum(random.integers(0, 256, 7), random.integers(0, 256, (7, 3)), weights=random.random((7, 3)))
-    expected = peft_gradients(
-        backend,
-        tiny_model,
-        tmp_path,
-        lambda model: -(torch.tensor(item.loss_fn_inputs["weights"]) * hf_logprobs(model, item)).sum(),
-    )
-    output = forward_backward(backend, [item])
-    assert_gradients_equal_peft(backend, expected)
-    assert output.loss_fn_outputs[0]["logprobs"].shape == (7, 3)
-
-
-def test_a_custom_loss_of_the_client_gets_exactly_its_gradient(backend, tiny_model, tmp_path):
-    """The SDK's forward_backward_custom: cross_entropy with weights = -dC/dlogprob is the gradient of C."""
-    create(backend)
-    train(backend, steps=2)
-    chosen, rejected = random_datum(12, 5), random_datum(15, 6)
-
-    def dpo(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return -torch.nn.functional.logsigmoid(0.3 * (a.sum() - b.sum()))
-
-    expected = peft_gradients(
-        backend, tiny_model, tmp_path, lambda model: dpo(hf_logprobs(model, chosen), hf_logprobs(model, rejected))
-    )
-    outputs = forward_backward(backend, [chosen, rejected], forward_only=True).loss_fn_outputs
-    leaves = [torch.tensor(output["logprobs"], requires_grad=True) for output in outputs]
-    dpo(*leaves).backward()
-    surrogate = [
-        datum(d.tokens, d.loss_fn_inputs["target_tokens"], weights=-leaf.grad.numpy())
-        for d, leaf in zip([chosen, rejected], leaves, strict=True)
-    ]
-    forward_backward(backend, surrogate)
-    assert_gradients_equal_peft(backend, expected)
-
-
-def test_logprobs_come_back_in_request_order_and_equal_hugging_face(backend, tiny_model, tmp_path):
-    create(backend)
-    train(backend, steps=2)
-    publish(backend, "logprobs", tmp_path / "adapter")
-    model = oracle.load(tiny_model, tmp_path / "adapter")
-    data = [random_datum(n, n) for n in (5, 33, 2, 90, 5)]
-    outputs = forward_backward(backend, data, forward_only=True).loss_fn_outputs
-    for item, output in zip(data, outputs, strict=True):
-        np.testing.assert_allclose(output["logprobs"], hf_logprobs(model, item).detach().numpy(), atol=1e-4)
 
 
 def test_the_loss_metric_is_the_sum_over_tokens(backend):
@@ -286,45 +182,6 @@ def test_losses_their_settings_and_hyper_parameters_compile_nothing(backend):
 
 
 # -- isolation ---------------------------------------------------------------------------------------------------------
-
-
-def test_weight_decay_of_one_tenant_leaves_another_untouched(backend):
-    create(backend, "a")
-    create(backend, "b", seed=1)
-    train(backend, "b")
-    before = weights(backend, "b")
-    train(backend, "a", steps=3, weight_decay=0.5)
-    assert_equal(before, weights(backend, "b"))
-
-
-def test_a_recreated_model_has_no_gradients_of_its_predecessor(backend):
-    create(backend, "a")
-    forward_backward(backend, [random_datum(9)], "a")
-    driver.delete(backend, "a")
-    create(backend, "a")
-    before = weights(backend, "a")
-    optim_step(backend, "a", weight_decay=0.0)
-    assert_equal(before, weights(backend, "a"))
-
-
-def test_a_neighbour_with_nan_weights_changes_nothing(backend, tmp_path):
-    create(backend, "good")
-    create(backend, "twin")
-    create(backend, "bad", seed=1)
-    optim_step(backend, "bad")
-    forward_backward(backend, [datum([1, 2, 3], weights=[1e30] * 3)], "bad")
-    optim_step(backend, "bad", learning_rate=1e38)
-    train(backend, "bad")
-    assert not all(np.isfinite(leaf).all() for leaf in weights(backend, "bad"))
-    train(backend, "twin", steps=2)
-
-    forward_backward(backend, [random_datum(12, 0)], "good")
-    forward_backward(backend, [random_datum(12, 0)], "bad")
-    optim_step(backend, "good")
-    forward_backward(backend, [random_datum(12, 1)], "bad")
-    forward_backward(backend, [random_datum(12, 1)], "good")
-    optim_step(backend, "good")
-    assert_equal(weights(backend, "twin"), weights(backend, "good"))
 
 
 def test_stacked_adapters_do_not_mix(backend):

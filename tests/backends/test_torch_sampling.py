@@ -186,19 +186,6 @@ def test_an_adapter_that_one_backend_has_published_is_sampled_by_the_other(both,
     np.testing.assert_array_equal(outputs[0].sequences[0].tokens, outputs[1].sequences[0].tokens)
 
 
-def test_a_version_that_is_not_finite_harms_no_other(both):
-    backend = both[0]
-    fine = train(backend, "fine", 5)
-    backend.create_model("broken", LoraConfig(rank=4, seed=1))
-    state = backend._models.peek("broken")
-    state.weights = backend.group.put(np.full(state.weights.size, np.nan, np.float32), "replicated")
-    backend._run(Publish(request_id="publish-broken", model_id="broken", version="broken/v", path=None))
-    wanted = run(backend, asked(PROMPT, "alone", fine, seed=2))[0].sequences[0]
-    beside, broken = run(backend, asked(PROMPT, "beside", fine, seed=2), asked(PROMPT, "broken", "broken/v", seed=2))
-    np.testing.assert_array_equal(beside.sequences[0].tokens, wanted.tokens)
-    assert np.isnan(broken.sequences[0].logprobs).all()
-
-
 def test_deterministic_samples_do_not_depend_on_what_else_runs(qwen):
     backend = TorchBackend(str(qwen), TorchBackendConfig(deterministic=True, **SIZES))
     versions = [train(backend, f"fixed-{seed}", seed) for seed in range(2)]

@@ -12,12 +12,11 @@ from torch_models import CONFIGS, UNSAMPLED, VOCAB, make_model
 
 import oracle
 from skyrl.algorithms.objective import ForwardOnly
-from skyrl.backends.common.adamw import AdamScalars
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.packing import TileShape, make_tiles
 from skyrl.backends.torch.base_model.loading import LoadOptions
 from skyrl.backends.torch.workers.worker import Worker, WorkerOptions
-from skyrl.types import AdamParams, Datum, LoraConfig
+from skyrl.types import Datum, LoraConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")]
 
@@ -159,30 +158,6 @@ def test_entropies_at_a_temperature_are_those_of_the_distribution(folder, worker
             wanted = -(rows.exp() * rows).sum(-1).detach().numpy()
             cells = slice(place.start, place.start + place.length)
             np.testing.assert_allclose(output.scores["entropy"][cells], wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_steps_are_those_of_torchs_adamw(worker):
-    kind, params = KIND, AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=0.5)
-    worker.fresh(1, kind, SEED, None)
-    size = worker.model.layout(kind).size
-    weights = torch.nn.Parameter(torch.tensor(worker.get(1, size, "replicated")))
-    optimizer = torch.optim.AdamW(
-        [weights], lr=1e-2, betas=(params.beta1, params.beta2), eps=params.eps, weight_decay=0.1
-    )
-    worker.zeros(2, size, "sharded"), worker.zeros(3, size, "sharded")
-    rng = np.random.default_rng(2)
-    handles = (1, 2, 3)
-    for step in range(1, 4):
-        gradients = rng.standard_normal(size).astype(np.float32)
-        worker.put(4, gradients, "partial")
-        after = tuple(10 * step + number for number in range(3))
-        norm = worker.step(size, "replicated", (handles[0], 4, *handles[1:]), after, AdamScalars.of(params, step))
-        handles = after
-        weights.grad = torch.tensor(gradients)
-        wanted = torch.nn.utils.clip_grad_norm_([weights], 0.5)
-        optimizer.step()
-        assert norm == pytest.approx(float(wanted), rel=1e-5)
-    np.testing.assert_allclose(worker.get(handles[0], size, "replicated"), weights.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_failed_tile_leaves_the_sums_of_its_pass(worker, data):

@@ -1,7 +1,9 @@
 """The backend that a test of the kit is about, opened twice, and models in it."""
 
+import json
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from skyrl.backends.backend import AbstractBackend
 from skyrl.types import LoraConfig
 from tests.conformance.__main__ import VARIABLE
+from tests.conformance.networks import Network, write_base
 from tests.conformance.openers import Opener, openers
 from tests.conformance.operations import fresh
 
@@ -18,16 +21,30 @@ def lifetime(fixture_name: str, config: pytest.Config) -> str:
     return "session" if os.environ.get(VARIABLE) else "module"
 
 
+@pytest.hookimpl(tryfirst=True)  # names of cases begin with the backend
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test on every backend, those of a network's numbers on every one that computes a network."""
+    if "opener" in metafunc.fixturenames:
+        them = openers(toys="network" not in metafunc.fixturenames)
+        scope = lifetime("opener", metafunc.config)
+        metafunc.parametrize(
+            "opener", them, ids=lambda it: it.__name__.removeprefix("open_"), indirect=True, scope=scope
+        )
+
+
 @pytest.fixture(scope="session")
-def base(tmp_path_factory) -> Path:
-    """The folder of a random Qwen3 of hidden size 32 with the built-in tokenizer."""
-    from skyrl.tx.synthetic.make_model import make_model
-
-    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 64}
-    return make_model(tmp_path_factory.mktemp("model") / "tiny", arch="qwen3", **sizes, seed=0)
+def make_base(tmp_path_factory) -> Callable[[bool], Path]:
+    """Folders of the base model, tied or not, each written once."""
+    return cache(lambda tied: write_base(tmp_path_factory.mktemp("model") / "tiny", tied))
 
 
-@pytest.fixture(scope=lifetime, params=openers(), ids=lambda opener: opener.__name__.removeprefix("open_"))
+@pytest.fixture(scope="session")
+def base(make_base) -> Path:
+    """The folder of the base model."""
+    return make_base(False)
+
+
+@pytest.fixture(scope=lifetime)
 def opener(request) -> Opener:
     return request.param
 
@@ -44,6 +61,19 @@ def successor(opener, base) -> Iterator[AbstractBackend]:
     """What takes over when `backend` is gone."""
     backend = opener(base)
     yield backend
+    backend.close()
+
+
+@pytest.fixture(scope=lifetime, params=["untied", "tied"])
+def network(request, opener, make_base) -> Iterator[Network]:
+    """The backend and its base model, whose vocabulary projection has weights of its own or those of the embedding."""
+    folder = make_base(request.param == "tied")
+    backend = opener(folder)
+    named = json.loads((folder / "config.json").read_text())["architectures"][0]
+    if (computed := backend.info().architecture) != named:
+        backend.close()
+        pytest.skip(f"architecture={computed} of info() is not {named}: this backend computes another model")
+    yield Network(backend, folder)
     backend.close()
 
 

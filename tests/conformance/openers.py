@@ -46,12 +46,25 @@ def open_torch(model: Path, **options) -> AbstractBackend:
     return TorchBackend(str(model), TorchBackendConfig(**SIZES, **options))
 
 
-def open_torch_processes(model: Path) -> AbstractBackend:
-    return open_torch(model, workers="processes", num_workers=2)
+def open_torch_processes(model: Path, num_workers: int = 2, **options) -> AbstractBackend:
+    return open_torch(model, workers="processes", num_workers=num_workers, **options)
 
 
 def open_torch_sharded(model: Path) -> AbstractBackend:
-    return open_torch(model, workers="processes", num_workers=2, fsdp_size=2)
+    return open_torch_processes(model, fsdp_size=2)
+
+
+def open_torch_hybrid(model: Path) -> AbstractBackend:
+    """Two copies of the weights, each of which two ranks share (HSDP)."""
+    return open_torch_processes(model, num_workers=4, fsdp_size=2)
+
+
+def open_torch_sequences(model: Path) -> AbstractBackend:
+    return open_torch_processes(model, sequence_parallel_size=2)
+
+
+def open_torch_tensors(model: Path) -> AbstractBackend:
+    return open_torch_processes(model, tensor_parallel_size=2)
 
 
 def open_torch_ray(model: Path) -> AbstractBackend:
@@ -61,15 +74,17 @@ def open_torch_ray(model: Path) -> AbstractBackend:
         return open_torch(model, workers="ray", num_workers=2, ray_resources={"CPU": 0.25})
 
 
-OURS = [open_fake, open_jax, open_remote, open_torch, open_torch_sharded]
+TOYS = [open_fake, open_remote]
+"""They keep order and state as every backend, with arithmetic of their own in place of a network."""
+NETWORKS = [open_jax, open_torch, open_torch_sharded, open_torch_hybrid, open_torch_sequences, open_torch_tensors]
 SLOW = [open_torch_processes, open_torch_ray]
 
 
-def openers() -> list:
-    """Parameters of the kit."""
+def openers(toys: bool = True) -> list:
+    """Parameters of the kit, with or without those that compute no network."""
     if named := os.environ.get(VARIABLE):
         return [opener_of(named)]
-    return [*OURS, *(pytest.param(opener, marks=pytest.mark.slow) for opener in SLOW)]
+    return [*TOYS * toys, *NETWORKS, *(pytest.param(opener, marks=pytest.mark.slow) for opener in SLOW)]
 
 
 def opener_of(named: str) -> Opener:

@@ -32,6 +32,7 @@ from tests.conformance.operations import (
     fresh,
     logprobs,
     run,
+    state,
     step,
 )
 
@@ -221,3 +222,21 @@ def test_models_that_train_at_the_same_time_do_not_change_each_other(backend, ne
     done(backend, *operations)
     assert_same(logprobs(backend, together), logprobs(backend, alone))
     assert differ(logprobs(backend, neighbour), logprobs(backend, alone))
+
+
+def test_a_step_of_one_model_leaves_every_bit_of_another(backend, new_model, tmp_path):
+    one, other = new_model(), new_model()
+    done(backend, a_pass(other), a_step(other), a_pass(other))
+    before = state(backend, other, tmp_path)
+    decay = ADAM.model_copy(update={"weight_decay": 0.5})
+    for _ in range(3):
+        done(backend, a_pass(one), OptimStep(request_id=fresh("decay"), model_id=one, adam_params=decay))
+    assert state(backend, other, tmp_path) == before
+
+
+def test_a_model_that_is_made_again_has_no_gradients_of_its_predecessor(backend, new_model, tmp_path):
+    model, plain = new_model(), new_model()
+    done(backend, a_pass(model))
+    backend.delete_model(model)
+    backend.create_model(model, LoraConfig(rank=4, seed=7))
+    assert state(backend, model, tmp_path) == state(backend, plain, tmp_path)

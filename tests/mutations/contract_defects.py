@@ -13,6 +13,10 @@ SAMPLING = "skyrl/tx/sampling.py"
 SEQUENCES = "skyrl/backends/common/sampling/sequences.py"
 SAMPLES = "tests/conformance/test_samples.py::"
 VERSIONS = "skyrl/backends/common/versions.py"
+LORA = "skyrl/backends/torch/base_model/lora.py"
+ADAPTERS = "tests/conformance/test_adapters.py::"
+KIT_VERSIONS = "tests/conformance/test_versions.py::"
+ISOLATION = "tests/conformance/test_isolation.py::"
 OPTIONS = "tests/backends/test_sampler_options.py::"
 
 CONTRACT_DEFECTS = [
@@ -129,5 +133,65 @@ CONTRACT_DEFECTS = [
         "a backend of which nothing is shared takes turns",
         [Edit(EXECUTOR, "Phases(self) if self.info().colocated else None", "Phases(self)")],
         [TURNS + "test_a_backend_that_shares_nothing_has_no_phases"],
+    ),
+    Defect(
+        "K6.1",
+        "adapters are trained without their scaling",
+        [Edit(LORA, "inner, b, alpha=self._scaling)", "inner, b, alpha=1.0)")],
+        ["tests/conformance/test_gradients.py::test_the_gradient_of_a_loss[torch-untied-cross_entropy-attn]"],
+    ),
+    Defect(
+        "K6.2",
+        "one kind of module is sampled without its adapter",
+        [Edit(LORA, "append((a, b) if finite", "append((a, b * (not module.endswith('o_proj'))) if finite")],
+        [ADAPTERS + "test_samples_have_the_log_probabilities_of_peft[torch-untied-attn]"],
+    ),
+    Defect(
+        "K6.3",
+        "rows of a version that is not finite reach others in a decode call",
+        [Edit(LORA, "finite = all(bool(x.isfinite().all()) for x in tensors.values())", "finite = True")],
+        [ISOLATION + "test_a_version_is_sampled_and_scored_beside_one_of_nan_as_alone[torch-untied-17]"],
+    ),
+    Defect(
+        "K6.4",
+        "weights decay by the decay alone, whatever the learning rate",
+        [
+            Edit(
+                "skyrl/backends/common/adamw.py",
+                "1.0 - params.learning_rate * params.weight_decay",
+                "1.0 - params.weight_decay",
+            )
+        ],
+        ["tests/conformance/test_optimizer_steps.py::test_three_steps_are_those_of_torch[torch-untied-betas]"],
+    ),
+    Defect(
+        "K6.5",
+        "weights that are published under a name that is there are those of before",
+        [
+            Edit(
+                VERSIONS,
+                "            self.drop(version)\n            self._keep(version, adapter)\n",
+                "            if version not in self._resident:\n                self._keep(version, adapter)\n",
+            )
+        ],
+        [KIT_VERSIONS + "test_samples_that_wait_are_drawn_from_the_version_that_they_asked_for[torch-published-again]"],
+    ),
+    Defect(
+        "K6.6",
+        "a number that is the border between two tokens draws the first, which a filter may have left out",
+        [Edit("skyrl/backends/torch/sampling/drawing.py", "target, right=True)", "target)")],
+        ["tests/backends/test_draws.py::test_tokens_are_those_that_are_written_down[torch]"],
+    ),
+    Defect(
+        "K6.7",
+        "the rest of a page, which may hold NaN of its last owner, is read under a mask",
+        [
+            Edit(
+                "skyrl/backends/torch/base_model/attention.py",
+                "torch.where(context <= positions.amax(1, keepdim=True), cells, cells[:, :1])",
+                "cells",
+            )
+        ],
+        [ISOLATION + "test_a_version_is_sampled_and_scored_beside_one_of_nan_as_alone[torch-untied-17]"],
     ),
 ]

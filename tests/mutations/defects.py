@@ -30,6 +30,8 @@ STEP = "skyrl/backends/jax/training/programs.py"
 PASSES = "skyrl/backends/jax/training/microbatches.py"
 CHECKS = "skyrl/algorithms/checks/requests.py"
 JAX_TESTS = "tests/backends/test_jax_backend.py::"
+GRADIENTS = "tests/conformance/test_gradients.py::"
+TRAINING = "tests/conformance/test_training.py::"
 TENANTS = "tests/backends/test_jax_tenants.py::"
 SAMPLER = "skyrl/backends/common/sampling/sampler.py"
 VERSIONS = "skyrl/backends/common/versions.py"
@@ -53,7 +55,7 @@ DEFECTS = [
                 "        return divided.sum(), PassOutput",
             )
         ],
-        [JAX_TESTS + "test_a_custom_loss_of_the_client_gets_exactly_its_gradient"],
+        [GRADIENTS + "test_a_loss_of_the_clients_own[jax-untied]"],
     ),
     Defect(
         "C1.1",
@@ -102,7 +104,7 @@ DEFECTS = [
                 "                    other.adapter = other.adapter._replace(weights=decayed)\n",
             )
         ],
-        [JAX_TESTS + "test_weight_decay_of_one_tenant_leaves_another_untouched"],
+        [TRAINING + "test_a_step_of_one_model_leaves_every_bit_of_another[jax]"],
     ),
     Defect(
         "C1.4",
@@ -122,7 +124,7 @@ DEFECTS = [
                 "            self._models.put(model_id, state)\n",
             ),
         ],
-        [JAX_TESTS + "test_a_recreated_model_has_no_gradients_of_its_predecessor"],
+        [TRAINING + "test_a_model_that_is_made_again_has_no_gradients_of_its_predecessor[jax]"],
     ),
     Defect(
         "C1.5",
@@ -165,7 +167,7 @@ DEFECTS = [
         ],
         [
             JAX_TESTS + "test_a_batch_in_one_request_equals_the_same_batch_in_several",
-            JAX_TESTS + "test_cross_entropy_gradients_of_a_mixed_batch_equal_torch",
+            GRADIENTS + "test_the_gradient_of_a_loss[jax-untied-cross_entropy-attn]",
         ],
     ),
     Defect(
@@ -426,7 +428,7 @@ DEFECTS = [
                 "    return (causal & (own[:, :, None] >= -1))[:, None, None]\n",
             )
         ],
-        [JAX_TESTS + "test_cross_entropy_gradients_of_a_mixed_batch_equal_torch"],
+        [GRADIENTS + "test_the_gradient_of_a_loss[jax-untied-cross_entropy-attn]"],
     ),
     Defect(
         "C3.5",
@@ -438,7 +440,7 @@ DEFECTS = [
                 "    arrays.trained[...] = trained.sum() // 2\n",
             )
         ],
-        [JAX_TESTS + "test_cross_entropy_gradients_of_a_mixed_batch_equal_torch"],
+        [GRADIENTS + "test_the_gradient_of_a_loss[jax-untied-cross_entropy-attn]"],
     ),
     Defect(
         "C3.6",

@@ -75,9 +75,11 @@ class Paged:
         self.cache = cache
         reach = int(positions.max()) + 1 if reach is None else reach
         blocks = min(-(-reach // size), table.shape[1])
-        cells = table[:, :blocks, None] * size + torch.arange(size, device=table.device)
-        self.cells = cells.reshape(len(table), -1)
-        """int64 `[rows, context]`: where each position of a row's sequence is."""
+        cells = (table[:, :blocks, None] * size + torch.arange(size, device=table.device)).reshape(len(table), -1)
+        context = torch.arange(cells.shape[1], device=table.device)
+        # The rest of a page may hold NaN of its last owner, which masks do not keep from a row.
+        self.cells = torch.where(context <= positions.amax(1, keepdim=True), cells, cells[:, :1])
+        """int64 `[rows, context]`: where each position of a row's sequence is, and the first one's for later ones."""
         self.written = torch.gather(self.cells, 1, positions).reshape(-1)
         self.positions = positions
 
