@@ -162,7 +162,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             prefix_caching=config.prefix_caching,
             chunked_prefill=config.chunked_prefill,
         )
-        self._engines = self._engine_sampler(sampler) if config.engines.urls else None
+        self._engines = self._engine_sampler(sampler) if config.engines.count else None
         self.sampler = self._engines or sampler
         if self._engines is not None:
             try:
@@ -258,7 +258,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             active_parameters=self._active_parameters,
             samples_at_a_time=max(
                 BackendInfo.samples_at_a_time,
-                len(engines.urls) * engines.max_requests * self._max_context_length,
+                engines.count * engines.max_requests * self._max_context_length,
             ),
             sampling_options=SAMPLING_OPTIONS,
             adaptable=self._adaptable,

@@ -31,7 +31,13 @@ def test_a_sync_that_is_killed_leaves_neither_parts_nor_wrong_weights(process, t
     points.mkdir()
     (points / point).touch()
     options = options_of(process.anew())
-    command = [sys.executable, "-m", __spec__.name, str(adapters), options.model_dump_json()]
+    command = [
+        sys.executable,
+        "-m",
+        f"tests.backends.engines.{Path(__file__).stem}",
+        str(adapters),
+        options.model_dump_json(),
+    ]
     environment = {**os.environ, "SKYRL_CRASH_POINTS": str(points), "PYTHONPATH": str(ROOT)}
     killed = subprocess.run(command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=300)
     assert killed.returncode == -signal.SIGKILL and not (points / point).exists()
