@@ -102,7 +102,7 @@ class EngineSampler(Generic[Version]):
         probes = Probes(probe, exports, versions, self._score, info, options.logprob_bound)
         prompt = FixedPrompt(info, self._score)
         self.fleet = Fleet(
-            [HttpEngine(url, self._options_of(url)) for url in options.urls],
+            [HttpEngine(url, self.options_of(url)) for url in options.urls],
             options,
             admit=Admission(options, info, exports.folder, prompt, probes),
             check=SyncCheck(options, prompt, exports, versions) if options.check_every_sync else None,
@@ -139,7 +139,7 @@ class EngineSampler(Generic[Version]):
         ended = [] if self._launcher is None else self._launcher.troubles
         return "; ".join([self.fleet.why_absent(), *ended])
 
-    def _options_of(self, url: str) -> EngineOptions:
+    def options_of(self, url: str) -> EngineOptions:
         """Options for an engine; those that were started from here have a key of their own."""
         ours = self._launcher is not None and url in self._launcher.urls
         return self._options.model_copy(update={"api_key": self._launcher.key}) if ours else self._options

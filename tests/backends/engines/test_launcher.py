@@ -18,9 +18,13 @@ from skyrl.backends.engines.adapter_folder import AdapterFolder
 from skyrl.backends.engines.config import EngineOptions, LaunchOptions
 from skyrl.backends.engines.http_engine import HttpEngine
 from skyrl.backends.engines.launcher import Launcher
+from skyrl.backends.operations import Publish
+from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.utils.process_identity import ProcessIdentity
 from tests.backends.engines.engine_server import ROOT
 from tests.backends.engines.marked import OPTIONS, fleet_of, ticket, write_marker
+from tests.backends.engines.test_backend_with_engines import check, done, sample, train
+from tests.live import make_tiny_model
 
 SERVER = [sys.executable, "-m", "tests.backends.engines.engine_server", "{port}"]
 SERVER += [json.dumps({"model": None, "base": "base", "sizes": {"max_loras": 2}})]
@@ -139,3 +143,24 @@ def test_a_command_without_a_port_is_refused():
 def test_engines_that_are_started_here_count_as_engines():
     options = EngineOptions(urls=("http://a",), folder="/shared", launch=LaunchOptions(command=("x{port}",), count=3))
     assert options.count == 4 and EngineOptions().count == 0
+
+
+def test_a_backend_samples_with_engines_that_it_has_started(tmp_path):
+    model = make_tiny_model(tmp_path / "tiny")
+    served = {"model": str(model), "base": str(model), "sizes": {"longest": 64}}
+    launch = {"command": [*SERVER[:4], json.dumps(served)], "env": ALONE}
+    engines = {"launch": launch, "folder": str(tmp_path / "adapters"), "max_loras": 2, "connect_timeout_s": 60}
+    sizes = {"max_lora_rank": 4, "max_context_length": 64, "engines": engines}
+    backend = TorchBackend(str(model), TorchBackendConfig.model_validate(sizes))
+    try:
+        train(backend, "one", 0)
+        done(backend, Publish(request_id="p", model_id="one", version="one", path=None))
+        (result,) = done(backend, sample("one"))
+        check(backend, "one", result)
+        ((origin,),) = {sequence.origins for sequence in result.sequences}
+        assert origin.engine is not None and origin.engine.startswith("http://127.0.0.1:")
+        (process,) = processes(tmp_path / "adapters.engines").values()
+        assert process.runs
+    finally:
+        backend.close()
+    assert not process.runs
