@@ -243,7 +243,7 @@ class EngineSampler(Generic[Version]):
         elif not self._versions.at_hand(claim):
             self._unread[request.request_id] = request
         else:
-            version = self._versions.held(claim)
+            request.version = version = self._versions.held(claim)
             config = self._exports.lora_of(version)
             request.needs |= needs_of_adapter(config)
             why = (
