@@ -190,13 +190,14 @@ class Launcher:
         engine.identity = ProcessIdentity.of(engine.child.pid)
 
     def _end(self, engine: _Launched) -> None:
-        """End an engine's whole group. A child that was not waited for keeps its number, and so the group's."""
+        """End an engine's whole group, once. A child that was not waited for keeps its number, which is the group's."""
         if engine.child is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(engine.child.pid, signal.SIGKILL)
             engine.child.wait()
         elif engine.identity is not None:
             end_group(engine.identity)
+        engine.child = engine.identity = None
 
     @property
     def _hash(self) -> str:
