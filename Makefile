@@ -102,6 +102,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_rl.py
 	$(BIN)/python benchmarks/bench_trainer.py
 	$(BIN)/python benchmarks/bench_codec.py
+	$(BIN)/python benchmarks/bench_engines.py
 	$(BIN)/python benchmarks/bench_memory.py
 	$(BIN)/python benchmarks/bench_start.py
 	$(BIN)/python benchmarks/bench_load.py

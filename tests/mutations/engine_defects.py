@@ -67,10 +67,7 @@ ENGINE_DEFECTS = [
                 'name = PREFIX + "0" * DIGITS',
             )
         ],
-        [
-            FLEET + "test_forty_versions_share_four_slots",
-            BACKEND + "test_samples_are_drawn_by_the_engine_from_the_version_that_was_asked_for",
-        ],
+        [FLEET + "test_forty_versions_share_four_slots"],
     ),
     Defect(
         "EN6",

@@ -1,9 +1,9 @@
-"""Options of sampling engines that were started elsewhere."""
+"""Options of sampling engines, which were started elsewhere or are started from here."""
 
 import os
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from skyrl.errors import RequestError
 
@@ -28,14 +28,43 @@ def _addresses(value: object) -> object:
     return urls
 
 
+class LaunchOptions(BaseModel):
+    """Engines that we start ourselves, on this machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    command: tuple[str, ...] = Field(min_length=1)
+    """Command of an engine, such as [/opt/vllm/bin/python, -m, vllm.entrypoints.openai.api_server, --model, MODEL,
+    --host, 127.0.0.1, --port, "{port}", --enable-lora]. `{port}` stands for a free port, which each has for ever, and
+    `{number}` for its number from 0. Its environment has our key as VLLM_API_KEY, and
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
+
+    count: int = Field(default=1, ge=1)
+    """Engines to start."""
+
+    env: dict[str, str] = {}
+    """Environment beside ours."""
+
+    @field_validator("command")
+    @classmethod
+    def _has_a_port(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        if not any("{port}" in part for part in command):
+            raise ValueError(f"engines.launch.command={' '.join(command)} has no {{port}}; add --port {{port}}")
+        return command
+
+
 class EngineOptions(BaseModel):
-    """Options of sampling engines. Without `urls` there are none, and the backend samples by itself."""
+    """Options of sampling engines. Without `urls` and `launch` there are none, and the backend samples by itself."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     urls: Annotated[tuple[str, ...], BeforeValidator(_addresses)] = ()
     """Address of each engine, such as http://10.0.0.5:8000: a server of vLLM's OpenAI API. Those that do not answer
     yet join when they do."""
+
+    launch: LaunchOptions | None = None
+    """Engines to start, beside those at `urls`. They end with us, are started again where they end, and are taken over
+    by the next of us if we are killed. Records and logs are beside `folder`, in FOLDER.engines."""
 
     api_key: str | None = Field(default=None, repr=False)
     """Key that the engines ask for. None: the environment's VLLM_API_KEY, if it is set."""
@@ -90,12 +119,18 @@ class EngineOptions(BaseModel):
 
     def check(self) -> None:
         """Raise `RequestError` if something is missing."""
-        if self.urls and not self.folder:
+        if self.count and not self.folder:
+            given = f"engines.urls={', '.join(self.urls)}" if self.urls else "engines.launch"
             raise RequestError(
-                f"engines.urls={', '.join(self.urls)} without engines.folder: published adapters reach the engines "
+                f"{given} without engines.folder: published adapters reach the engines "
                 "through a folder that they see at the same path; name it, on a disk that all machines have if engines "
                 "are elsewhere"
             )
+
+    @property
+    def count(self) -> int:
+        """Engines that there are to be. 0: the backend samples by itself."""
+        return len(self.urls) + (0 if self.launch is None else self.launch.count)
 
     @property
     def key(self) -> str | None:

@@ -29,6 +29,8 @@ class EngineRequest:
     """Of its version."""
     needs: frozenset[str]
     """What an engine must be able to do."""
+    version: object = None
+    """Weights of its version here, which stay in memory as long as engines may be compared with them."""
     adapter: str | None = None
     """Name of its adapter, once it is pinned."""
     tickets: dict[Ticket, int] = field(default_factory=dict)

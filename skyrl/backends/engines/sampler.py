@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.fixed_prompt import FixedPrompt
 from skyrl.backends.engines.fleet import Fleet, Outcome
 from skyrl.backends.engines.http_engine import HttpEngine
+from skyrl.backends.engines.launcher import Launcher
 from skyrl.backends.engines.needs import has_scores, needs_of, needs_of_adapter
 from skyrl.backends.engines.probes import Probes
 from skyrl.backends.engines.protocol import Drawn, Mismatch, Unserved
@@ -74,6 +76,13 @@ class EngineSampler(Generic[Version]):
         tokenizer: Tokenizer,
         notify: Callable[[], None],
     ):
+        self._launcher = None
+        if options.launch is not None:
+            assert options.folder is not None
+            folder = Path(options.folder).expanduser().absolute()
+            self._launcher = Launcher(options.launch, folder.with_name(f"{folder.name}.engines"))
+            urls = self._launcher.start()
+            options = options.model_copy(update={"urls": (*options.urls, *urls)})
         self._options, self._own, self._versions, self._exports = options, own, versions, exports
         self._tokenizer, self._notify = tokenizer, notify
         self._requests: dict[str, EngineRequest] = {}
@@ -93,7 +102,7 @@ class EngineSampler(Generic[Version]):
         probes = Probes(probe, exports, versions, self._score, info, options.logprob_bound)
         prompt = FixedPrompt(info, self._score)
         self.fleet = Fleet(
-            [HttpEngine(url, options) for url in options.urls],
+            [HttpEngine(url, self.options_of(url)) for url in options.urls],
             options,
             admit=Admission(options, info, exports.folder, prompt, probes),
             check=SyncCheck(options, prompt, exports, versions) if options.check_every_sync else None,
@@ -117,7 +126,7 @@ class EngineSampler(Generic[Version]):
             if mismatch is not None or time.monotonic() > until:
                 self.close()
                 raise RequestError(
-                    str(mismatch or f"no sampling engine is there after start_timeout_s: {self.fleet.why_absent()}")
+                    str(mismatch or f"no sampling engine is there after start_timeout_s: {self._why_absent()}")
                 )
             if self.fleet.engines and {*list(self.fleet.engines), *list(self.fleet.troubles)} >= set(urls):
                 return
@@ -125,6 +134,15 @@ class EngineSampler(Generic[Version]):
                 assert not self.burst(), "no request before it is open"
             self._heard.wait(1.0)
             self._heard.clear()
+
+    def _why_absent(self) -> str:
+        ended = [] if self._launcher is None else self._launcher.troubles
+        return "; ".join([self.fleet.why_absent(), *ended])
+
+    def options_of(self, url: str) -> EngineOptions:
+        """Options for an engine; those that were started from here have a key of their own."""
+        ours = self._launcher is not None and url in self._launcher.urls
+        return self._options.model_copy(update={"api_key": self._launcher.key}) if ours else self._options
 
     # -- SamplerLoop --------------------------------------------------------------------------------------------------
 
@@ -195,8 +213,10 @@ class EngineSampler(Generic[Version]):
         return completions
 
     def close(self) -> None:
-        """Leave the engines, with what they have loaded."""
+        """Leave the engines, with what they have loaded, and end those that were started from here."""
         self.fleet.close()
+        if self._launcher is not None:
+            self._launcher.close()
         self._exports.close()
 
     # -- requests that engines draw -----------------------------------------------------------------------------------
@@ -223,7 +243,7 @@ class EngineSampler(Generic[Version]):
         elif not self._versions.at_hand(claim):
             self._unread[request.request_id] = request
         else:
-            version = self._versions.held(claim)
+            request.version = version = self._versions.held(claim)
             config = self._exports.lora_of(version)
             request.needs |= needs_of_adapter(config)
             why = (

@@ -14,7 +14,7 @@ from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.engines.adapter_folder import Exports
 from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.fixed_prompt import FixedPrompt
-from skyrl.backends.engines.protocol import Admitted, Engine, Mismatch
+from skyrl.backends.engines.protocol import Admitted, Engine, EngineFailed, Mismatch
 from skyrl.backends.engines.router import Ticket
 
 log = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class SyncCheck(Generic[Version]):
         """Compare the version that a sample is asked of. Raises `Mismatch`, or as `Engine.generate`."""
         assert ticket.adapter is not None
         version = self._exports.version(ticket.adapter)
-        if version is None:  # its requests are gone, so nothing is drawn from it
-            return
+        if version is None:
+            raise EngineFailed(f"version={ticket.request.version} is not in memory any more: its requests are gone")
         name = f"check {next(self._numbers)} of {ticket.adapter}"
         self._versions.publish(name, version)
         try:

@@ -145,7 +145,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         )
         self._engines: EngineSampler[TorchVersion] | None = None
         self.sampler = self._own_sampler() if facts.cache_shapes else NoSampler(self.info)
-        if config.engines.urls:
+        if config.engines.count:
             try:
                 self.info().check_samples()  # with whose scores those of engines are compared
                 assert isinstance(self.sampler, Sampler)
@@ -269,7 +269,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             active_parameters=self._active_parameters,
             samples_at_a_time=max(
                 BackendInfo.samples_at_a_time,
-                len(engines.urls) * engines.max_requests * self._max_context_length,
+                engines.count * engines.max_requests * self._max_context_length,
             ),
             sampling_options=SAMPLING_OPTIONS,
             adaptable=self._adaptable,

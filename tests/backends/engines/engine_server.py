@@ -1,4 +1,6 @@
-"""`PretendEngine` behind vLLM's HTTP protocol, as a process: `python -m tests.backends.engines.engine_server FD JSON`.
+"""`PretendEngine` behind vLLM's HTTP protocol, as a process.
+
+`python -m tests.backends.engines.engine_server FD JSON FD`, or `PORT JSON` with its key in VLLM_API_KEY.
 
 What `/fault` sets is what becomes of the samples that follow: die, hang, refuse, reset (the connection), mixed (with
 the weights of another adapter, as the answer says), silent (the same, and it does not).
@@ -51,12 +53,12 @@ class Pieces(list[Drawn]):
         self.more.clear()
 
 
-def app_of(engine: PretendEngine) -> FastAPI:
+def app_of(engine: PretendEngine, key: str = SECRET) -> FastAPI:
     app = FastAPI()
 
     @app.middleware("http")
     async def authenticate(request: Request, call: Any) -> Response:
-        if request.url.path.startswith("/v1") and request.headers.get("authorization") != f"Bearer {SECRET}":
+        if request.url.path.startswith("/v1") and request.headers.get("authorization") != f"Bearer {key}":
             return JSONResponse({"error": "Unauthorized"}, 401)
         return await call(request)
 
@@ -279,13 +281,23 @@ def engine_process(model: Path | None = None, **options: Any) -> Iterator[Engine
         process.kill()
 
 
-def main(handle: int, arguments: dict[str, Any], link: int) -> None:
-    die_with_parent(socket.socket(fileno=link))
+def serve(listening: socket.socket, arguments: dict[str, Any], key: str) -> None:
     model = MarkerModel() if arguments["model"] is None else NumpyQwen3(Path(arguments["model"]))
     engine = PretendEngine("pretend", model, arguments["base"], Sizes(**arguments["sizes"]))
-    config = uvicorn.Config(app_of(engine), log_level="error", access_log=False)
-    asyncio.run(uvicorn.Server(config).serve([socket.socket(fileno=handle)]))
+    config = uvicorn.Config(app_of(engine, key), log_level="error", access_log=False)
+    asyncio.run(uvicorn.Server(config).serve([listening]))
+
+
+def main(first: int, arguments: dict[str, Any], link: int | None = None) -> None:
+    if link is not None:
+        die_with_parent(socket.socket(fileno=link))
+        serve(socket.socket(fileno=first), arguments, SECRET)
+        return
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind(("127.0.0.1", first))
+    serve(listening, arguments, os.environ["VLLM_API_KEY"])
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]))
+    main(int(sys.argv[1]), json.loads(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -91,7 +91,7 @@ def drawn_with_losses(folder: AdapterFolder, by_place: bool, tickets: list[Ticke
 
 
 def test_what_was_delivered_before_a_kill_is_kept_and_nothing_is_drawn_twice(processes, folder):
-    one, two = (process.anew(max_loras=2) for process in processes)
+    one, two = (process.anew(token_s=0.02) for process in processes)
     options = options_of(one, two, health_interval_s=60)
     with fleet_of(http(options), folder, options) as (fleet, answers):
         answers.until(lambda: set(fleet.engines), {one.url, two.url})
@@ -105,7 +105,7 @@ def test_what_was_delivered_before_a_kill_is_kept_and_nothing_is_drawn_twice(pro
         if len(drawn.origins) == 2:
             assert [origin.engine for origin in drawn.origins] == [one.url, two.url]
             kept += drawn.origins[1].first
-    assert 7 <= kept <= 7 * 8
+    assert 5 <= kept <= 7 * 8
     assert two.ask()["tokens"] == 24 * 20 - kept
 
 

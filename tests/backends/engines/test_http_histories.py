@@ -70,7 +70,7 @@ def disturb(process: EngineProcess, how: str, answers: Answers, after: int) -> N
 
 
 def test_a_random_history_over_http_is_answered_by_the_right_versions(processes, tmp_path):
-    history(processes, tmp_path, 300, seed=0)
+    history(processes, tmp_path, 200, seed=0)
 
 
 @pytest.mark.slow

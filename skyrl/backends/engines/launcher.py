@@ -1,0 +1,241 @@
+"""Engines that are started from here: found again after a restart of the driver, replaced when they end, ended with us.
+
+An engine is a command with a port of this machine. Its record (identity of its process, port, key, hash of the command)
+is a file: a driver that finds the record of an engine that still runs, started with the same command, takes it over, as
+loading a model takes minutes; it ends any other that a killed driver has left.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl.backends.engines.config import API_KEY_VARIABLE, LaunchOptions
+from skyrl.utils.backoff import pause_s
+from skyrl.utils.files.atomic_folders import replace_file
+from skyrl.utils.process_identity import ProcessIdentity, end_group
+
+log = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
+"""Seconds between two starts of an engine that ends."""
+STEADY_S = 60.0
+"""Seconds after which an engine that ends counts as one that had been well."""
+TAIL = 2000
+"""Characters of an engine's log that a message has."""
+
+
+@dataclass
+class _Launched:
+    """One engine, from the first start to the last."""
+
+    number: int
+    port: int
+    folder: Path
+    identity: ProcessIdentity | None = None
+    child: "subprocess.Popen[bytes] | None" = None
+    """None: a driver before this one has started it."""
+    failures: int = 0
+    """Ends in a row, soon after a start."""
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def record(self) -> Path:
+        return self.folder / f"engine-{self.number}.json"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"engine-{self.number}.log"
+
+
+class Launcher:
+    """Engines of one driver.
+
+    Args:
+        options: Command and number.
+        folder: For records and logs. One driver at a time has it.
+    """
+
+    def __init__(self, options: LaunchOptions, folder: Path):
+        self._options, self._folder = options, folder
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.key = secrets.token_hex(16)
+        """Key that the engines ask for."""
+        self._stop, self._stopped = os.pipe()
+        """Its reading end is readable once all are to end."""
+        self._closing = False
+        self._lock = threading.Lock()
+        self._engines: list[_Launched] = []
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> list[str]:
+        """Take over engines that run, start the others, and keep all running. Returns their addresses."""
+        records = {path: _record(path) for path in sorted(self._folder.glob("engine-*.json"))}
+        usable = [record for record in records.values() if self._is_ours(record)][: self._options.count]
+        if usable:
+            self.key = usable[0]["key"]
+            usable = [record for record in usable if record["key"] == self.key]
+        for path, record in records.items():
+            if record not in usable:
+                _end(record)
+                path.unlink()
+        taken = {record["number"]: record for record in usable}
+        for number in range(self._options.count):
+            record = taken.get(number)
+            engine = _Launched(number, _free_port() if record is None else record["port"], self._folder)
+            if record is not None:
+                engine.identity = _identity(record)
+                log.info("sampling engine %s is taken over (process %d)", engine.url, record["pid"])
+            else:
+                self._launch(engine)
+            self._engines.append(engine)
+            self._threads.append(threading.Thread(target=self._watch, args=[engine], daemon=True))
+        for thread in self._threads:
+            thread.start()
+        return self.urls
+
+    def close(self) -> None:
+        """End all engines."""
+        with self._lock:
+            self._closing = True
+        os.write(self._stopped, b"x")
+        for thread in self._threads:
+            thread.join()
+        for engine in self._engines:
+            self._end(engine)
+            engine.record.unlink(missing_ok=True)
+        os.close(self._stop)
+        os.close(self._stopped)
+
+    @property
+    def urls(self) -> list[str]:
+        """Their addresses."""
+        return [engine.url for engine in self._engines]
+
+    @property
+    def troubles(self) -> list[str]:
+        """What is wrong with engines that end soon after they are started."""
+        return [
+            f"{engine.url} has ended {engine.failures} times; the end of {engine.log}: "
+            f"{engine.log.read_text(errors='replace')[-TAIL:]}"
+            for engine in self._engines
+            if engine.failures
+        ]
+
+    def _watch(self, engine: _Launched) -> None:
+        """Start an engine again whenever it ends, until all are to end."""
+        while True:
+            begun = time.monotonic()
+            if self._wait_for_end(engine):
+                return
+            self._end(engine)  # with what is left of its group
+            engine.failures = engine.failures + 1 if time.monotonic() - begun < STEADY_S else 0
+            log.warning("sampling engine %s has ended (log: %s) and is started again", engine.url, engine.log)
+            pause = pause_s(engine.failures - 1, FIRST_PAUSE_S, LONGEST_PAUSE_S) if engine.failures else 0.0
+            if self._closes_within(pause):
+                return
+            with self._lock:
+                if self._closing:
+                    return
+                self._launch(engine)
+
+    def _closes_within(self, seconds: float) -> bool:
+        return bool(select.select([self._stop], [], [], seconds)[0])
+
+    def _wait_for_end(self, engine: _Launched) -> bool:
+        """Wait until an engine ends, or until all are to end: True."""
+        handle = None if engine.identity is None else engine.identity.handle()
+        if handle is None:
+            return False
+        try:
+            readable, _, _ = select.select([handle, self._stop], [], [])
+        finally:
+            os.close(handle)
+        return self._stop in readable
+
+    def _launch(self, engine: _Launched) -> None:
+        start = secrets.token_hex(8)
+        facts = {"number": engine.number, "port": engine.port, "key": self.key, "command": self._hash, "start": start}
+        replace_file(engine.record, json.dumps(facts).encode())
+        places = {"{port}": str(engine.port), "{number}": str(engine.number)}
+        command = [_filled(part, places) for part in self._options.command]
+        environment = {**os.environ, **self._options.env, API_KEY_VARIABLE: self.key}
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        with engine.log.open("ab") as output:
+            engine.child = subprocess.Popen(
+                [sys.executable, "-m", "skyrl.backends.engines.launched", str(engine.record), start, *command],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        engine.identity = ProcessIdentity.of(engine.child.pid)
+
+    def _end(self, engine: _Launched) -> None:
+        """End an engine's whole group, once. A child that was not waited for keeps its number, which is the group's."""
+        if engine.child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(engine.child.pid, signal.SIGKILL)
+            engine.child.wait()
+        elif engine.identity is not None:
+            end_group(engine.identity)
+        engine.child = engine.identity = None
+
+    @property
+    def _hash(self) -> str:
+        """Of all that an engine is started with."""
+        text = json.dumps([self._options.command, dict(self._options.env)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _is_ours(self, record: Mapping[str, Any]) -> bool:
+        """Return True for an engine that runs, started with the command of now."""
+        identity = _identity(record)
+        same = record.get("command") == self._hash and record["number"] < self._options.count
+        return same and identity is not None and identity.runs
+
+
+def _filled(part: str, places: Mapping[str, str]) -> str:
+    for name, value in places.items():
+        part = part.replace(name, value)
+    return part
+
+
+def _record(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except ValueError:  # it was being written
+        return {}
+
+
+def _identity(record: Mapping[str, Any]) -> ProcessIdentity | None:
+    """The process of a record; None where none was started."""
+    return ProcessIdentity(record["pid"], record["start_time"], record["boot_id"]) if "pid" in record else None
+
+
+def _end(record: Mapping[str, Any]) -> None:
+    if (identity := _identity(record)) is not None:
+        end_group(identity)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        return free.getsockname()[1]

@@ -1,0 +1,166 @@
+"""Engines that we start: they serve, are ended with us, replaced when they end, and found again by the next of us."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from skyrl.backends.engines.adapter_folder import AdapterFolder
+from skyrl.backends.engines.config import EngineOptions, LaunchOptions
+from skyrl.backends.engines.http_engine import HttpEngine
+from skyrl.backends.engines.launcher import Launcher
+from skyrl.backends.operations import Publish
+from skyrl.backends.torch import TorchBackend, TorchBackendConfig
+from skyrl.utils.process_identity import ProcessIdentity
+from tests.backends.engines.engine_server import ROOT
+from tests.backends.engines.marked import OPTIONS, fleet_of, ticket, write_marker
+from tests.backends.engines.test_backend_with_engines import check, done, sample, train
+from tests.live import make_tiny_model
+
+SERVER = [sys.executable, "-m", "tests.backends.engines.engine_server", "{port}"]
+SERVER += [json.dumps({"model": None, "base": "base", "sizes": {"max_loras": 2}})]
+ALONE = {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+SLEEPS = ["sh", "-c", "echo {port} engine {number}; exec sleep 1000"]
+
+
+@contextmanager
+def launched(folder: Path, command: list[str], count: int = 1) -> Iterator[Launcher]:
+    launcher = Launcher(LaunchOptions(command=tuple(command), count=count, env=ALONE), folder)
+    launcher.start()
+    try:
+        yield launcher
+    finally:
+        launcher.close()
+
+
+def options_of(launcher: Launcher, **changes: Any) -> EngineOptions:
+    given = OPTIONS.model_dump() | {"urls": launcher.urls, "api_key": launcher.key, "max_loras": 2, "max_requests": 8}
+    return EngineOptions.model_validate(given | changes)
+
+
+def processes(folder: Path) -> dict[int, ProcessIdentity]:
+    """Processes in the records, by number of the engine."""
+    facts = [json.loads(path.read_text()) for path in folder.glob("engine-*.json")]
+    return {
+        one["number"]: ProcessIdentity(one["pid"], one["start_time"], one["boot_id"]) for one in facts if "pid" in one
+    }
+
+
+def until(true: Callable[[], object]) -> None:
+    begun = time.monotonic()
+    while not true():
+        assert time.monotonic() - begun < 240
+        time.sleep(0.02)
+
+
+def test_engines_that_we_start_serve_and_end_with_us(tmp_path):
+    folder = AdapterFolder(str(tmp_path / "adapters"), 2**30)
+    versions = {write_marker(folder, marker): marker for marker in (1, 2, 3)}
+    with launched(tmp_path / "engines", SERVER, 2) as launcher:
+        options = options_of(launcher)
+        with fleet_of([HttpEngine(url, options) for url in options.urls], folder, options, wait=False) as (
+            fleet,
+            answers,
+        ):
+            answers.until(lambda: set(fleet.engines), set(launcher.urls), 240)
+            fleet.submit([ticket(f"{number} {name}", name) for number in range(5) for name in versions])
+            answers.wait(15)
+            assert all(answers.marker(f"0 {name}") == marker for name, marker in versions.items())
+            running = processes(tmp_path / "engines")
+            os.kill(running[0].pid, signal.SIGKILL)
+            answers.until(lambda: set(fleet.engines), {launcher.urls[1]}, 240)
+            fleet.submit([ticket(f"after {number}", name) for number, name in enumerate(versions)])
+            answers.wait(18)
+            answers.until(lambda: set(fleet.engines), set(launcher.urls), 240)
+        replaced = processes(tmp_path / "engines")
+        assert replaced[0] != running[0] and replaced[1] == running[1]
+    assert not any(process.runs for process in replaced.values())
+    assert not list((tmp_path / "engines").glob("*.json"))
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same command", "another command"])
+def test_engines_of_a_driver_that_was_killed_are_taken_over_or_ended(tmp_path, same):
+    program = (
+        "import os, signal, sys; from pathlib import Path; from skyrl.backends.engines.launcher import *;"
+        f"launcher = Launcher(LaunchOptions(command={tuple(SLEEPS)}, count=2, env={ALONE}), Path(sys.argv[1]));"
+        "launcher.start(); print(launcher.key, *launcher.urls, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    environment = {**os.environ, **ALONE}
+    with subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdout is not None
+        key, *urls = driver.stdout.readline().split()
+        until(lambda: len(processes(tmp_path)) == 2)
+        before = processes(tmp_path)
+        driver.kill()
+    assert all(process.runs for process in before.values())
+    with launched(tmp_path, SLEEPS if same else [*SLEEPS, "other"], 2) as launcher:
+        until(lambda: len(processes(tmp_path)) == 2)
+        assert (processes(tmp_path) == before) is same
+        assert (launcher.key == key, launcher.urls == urls) == (same, same)
+        assert all(process.runs is same for process in before.values())
+        now = processes(tmp_path)
+        os.kill(now[0].pid, signal.SIGKILL)
+        until(lambda: processes(tmp_path).get(0, now[0]) != now[0])
+        now |= processes(tmp_path)
+    assert not any(process.runs for process in (*before.values(), *now.values()))
+
+
+def test_all_processes_of_an_engine_end_with_it(tmp_path):
+    inner = tmp_path / "inner"
+    command = ["sh", "-c", f"sleep 1000 & echo $! > {inner}; : {{port}}; wait"]
+    with launched(tmp_path / "engines", command):
+        until(lambda: inner.exists() and inner.read_text().strip())
+        child = ProcessIdentity.of(int(inner.read_text()))
+        assert child is not None
+    until(lambda: not child.runs)
+
+
+def test_an_engine_that_does_not_start_is_named_with_the_end_of_its_log(tmp_path):
+    with launched(tmp_path, ["sh", "-c", "echo no such model at {port}; exit 3"]) as launcher:
+        until(lambda: launcher.troubles)
+        (trouble,) = launcher.troubles
+        until(lambda: "no such model" in launcher.troubles[0])
+        assert launcher.urls[0] in trouble and str(tmp_path / "engine-0.log") in trouble
+
+
+def test_a_command_without_a_port_is_refused():
+    with pytest.raises(ValidationError, match=r"has no \{port\}; add --port"):
+        LaunchOptions(command=("vllm", "serve"))
+
+
+def test_engines_that_are_started_here_count_as_engines():
+    options = EngineOptions(urls=("http://a",), folder="/shared", launch=LaunchOptions(command=("x{port}",), count=3))
+    assert options.count == 4 and EngineOptions().count == 0
+
+
+def test_a_backend_samples_with_engines_that_it_has_started(tmp_path):
+    model = make_tiny_model(tmp_path / "tiny")
+    served = {"model": str(model), "base": str(model), "sizes": {"longest": 64}}
+    launch = {"command": [*SERVER[:4], json.dumps(served)], "env": ALONE}
+    engines = {"launch": launch, "folder": str(tmp_path / "adapters"), "max_loras": 2, "connect_timeout_s": 60}
+    sizes = {"max_lora_rank": 4, "max_context_length": 64, "engines": engines}
+    backend = TorchBackend(str(model), TorchBackendConfig.model_validate(sizes))
+    try:
+        train(backend, "one", 0)
+        done(backend, Publish(request_id="p", model_id="one", version="one", path=None))
+        (result,) = done(backend, sample("one"))
+        check(backend, "one", result)
+        ((origin,),) = {sequence.origins for sequence in result.sequences}
+        assert origin.engine is not None and origin.engine.startswith("http://127.0.0.1:")
+        (process,) = processes(tmp_path / "adapters.engines").values()
+        assert process.runs
+    finally:
+        backend.close()
+    assert not process.runs
