@@ -4,7 +4,8 @@ from skyrl.train.strategy.common_fields import COMMON_SUPPORT
 from skyrl.train.strategy.jax_fields import JAX_SUPPORT
 from skyrl.train.strategy.support import Status, Support, consumed, refused, where_available
 
-OPTIONS = consumed("skyrl.train.strategy.torch_backend")
+OPTIONS = consumed("skyrl.train.strategy.torch_options")
+RULES = consumed("skyrl.train.strategy.torch_backend")
 WHERE_AVAILABLE = where_available("skyrl.train.strategy.torch_backend")
 
 ONE_BASE = refused("all models share the policy's base weights; set it for trainer.policy, or leave it out")
@@ -18,9 +19,19 @@ ON_TORCH = {
     "trainer.placement.colocate_all": WHERE_AVAILABLE,
     "trainer.placement.colocate_policy_ref": WHERE_AVAILABLE,
     "trainer.placement.policy_num_nodes": OPTIONS,
-    **{f"trainer.placement.{model}_num_gpus_per_node": OPTIONS for model in ("policy", "critic", "ref")},
+    "trainer.placement.policy_num_gpus_per_node": OPTIONS,
+    **{f"trainer.placement.{model}_num_gpus_per_node": RULES for model in ("critic", "ref")},
     "trainer.flash_attn": WHERE_AVAILABLE,
     **{f"trainer.{model}.optimizer_config.offload_after_step": WHERE_AVAILABLE for model in ("policy", "critic")},
+    **{f"trainer.{model}.model.path": RULES for model in ("policy", "critic", "ref")},
+    **{
+        f"generator.{field}": RULES
+        for field in (
+            "max_input_length",
+            "sampling_params.max_generate_length",
+            "eval_sampling_params.max_generate_length",
+        )
+    },
     "trainer.gradient_checkpointing": OPTIONS,
     "trainer.gradient_checkpointing_use_reentrant": refused(
         "what is sharded by FSDP2 and adapted by hooks is computed again in the non-reentrant way; leave it at False"
@@ -32,8 +43,10 @@ ON_TORCH = {
     "trainer.policy.fsdp_config.cpu_offload": OPTIONS,
     "trainer.policy.fsdp_config.fsdp_size": WHERE_AVAILABLE,
     "trainer.policy.fsdp_config.mixed_precision": ONE_FORMAT,
+    "trainer.policy.fsdp_config.mixed_precision.param_dtype": OPTIONS,
     "trainer.policy.fsdp_config.reshard_after_forward": OPTIONS,
-    **{f"trainer.{model}.sequence_parallel_size": OPTIONS for model in ("policy", "critic", "ref")},
+    "trainer.policy.sequence_parallel_size": OPTIONS,
+    **{f"trainer.{model}.sequence_parallel_size": RULES for model in ("critic", "ref")},
     "trainer.policy.model.lora.lora_sync_path": OPTIONS,
     "generator.inference_engine.max_num_seqs": OPTIONS,
     **{
