@@ -159,7 +159,7 @@ CONFIG_DEFECTS = [
             Edit(
                 "skyrl/train/strategy/torch_options.py",
                 '"gradient_checkpointing": trainer.gradient_checkpointing,',
-                '"gradient_checkpointing": trainer.gradient_checkpointing and trainer.is_given("gradient_checkpointing"),',
+                '"gradient_checkpointing": trainer.is_given("gradient_checkpointing"),',
             )
         ],
         ["tests/train/test_torch_options.py::test_layers_are_computed_again_as_documented_unless_it_is_switched_off"],

@@ -214,7 +214,9 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             config.sequence_parallel_size,
             config.tensor_parallel_size,
         )
-        return WorkerOptions(self._computed, load, config.loss_chunk_size, config.device, shards)
+        return WorkerOptions(
+            self._computed, load, config.loss_chunk_size, config.device, shards, config.start_timeout_s
+        )
 
     @property
     def _fsdp_size(self) -> int:

@@ -12,7 +12,29 @@ ONE_BASE = refused("all models share the policy's base weights; set it for train
 ONE_FORMAT = refused("base weights have one format, and what is trained is float32: see trainer.bf16; leave it out")
 BY_LAYER = refused("each layer is a unit of its own; leave it out")
 ONE_GROUP = refused("the policy's workers serve every model; leave it at 1")
+NOT_STARTED = refused(
+    "engines are not started here, and how one computes is said where it is started; leave it out, and give addresses "
+    "of running ones as external_server_urls"
+)
+IN_FILES = refused(
+    "engines load published adapters from trainer.policy.model.lora.lora_sync_path, and no weights are sent to them; "
+    "leave it out"
+)
+NO_ENDPOINT = refused("no OpenAI-compatible API is served; leave it out, and ask engines by their own addresses")
 ON_TORCH = {
+    "generator.inference_engine": NOT_STARTED,
+    **{
+        f"generator.inference_engine.{field}": IN_FILES
+        for field in (
+            "weight_sync_backend",
+            "weight_transfer_threshold_cuda_ipc_GB",
+            "override_existing_update_group",
+        )
+    },
+    **{
+        f"generator.inference_engine.{field}": NO_ENDPOINT
+        for field in ("enable_http_endpoint", "http_endpoint_host", "http_endpoint_port", "served_model_name")
+    },
     "trainer.jax": refused("these are options of the JAX backend; set trainer.fsdp2, or trainer.strategy=jax"),
     "trainer.fsdp2": OPTIONS,
     "trainer.placement": ONE_GROUP,
@@ -48,6 +70,7 @@ ON_TORCH = {
     "trainer.policy.sequence_parallel_size": OPTIONS,
     **{f"trainer.{model}.sequence_parallel_size": RULES for model in ("critic", "ref")},
     "trainer.policy.model.lora.lora_sync_path": OPTIONS,
+    "trainer.critic.model.lora.lora_sync_path": refused("a critic is not sampled; leave it out"),
     "generator.inference_engine.max_num_seqs": OPTIONS,
     **{
         f"generator.inference_engine.{field}": OPTIONS

@@ -52,6 +52,8 @@ class WorkerOptions:
     device: str | None = None
     """None: a GPU of its own if there is one, else the CPU."""
     shards: ShardOptions = WHOLE
+    start_timeout_s: float = 600.0
+    """Seconds that workers in other processes have to start and load."""
 
 
 class ModelFacts(NamedTuple):
