@@ -20,6 +20,12 @@ LAYERS = [
     {"types"},
     {"train.config.machinery", "train.tracking"},
     {"train.config"},
+    # What fields of a trainer's configuration mean, which a server of the torch backend asks too.
+    {"train.strategy.support", "train.strategy.shared_options"},
+    {"train.strategy.common_fields"},
+    {"train.strategy.jax_fields"},
+    {"train.strategy.torch_fields"},
+    {"train.strategy.torch_options"},
     {"tx.design"},
     {"algorithms", "envs", "tx.families", "tx.layers"},
     {"algorithms.traced", "envs.services", "tx.models"},

@@ -21,7 +21,6 @@ from driver import create, finish, new_id, random_datum, sampling, stepping
 from skyrl.algorithms.objective import ForwardOnly
 from skyrl.backends.operations import ForwardBackward, Publish, SaveCheckpoint, SaveSnapshot
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
-from skyrl.backends.torch.workers import processes
 from skyrl.errors import BackendLost
 
 TIMEOUT_S = 4
@@ -100,9 +99,10 @@ def folder(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def opened(folder: Path) -> TorchBackend:
+def opened(folder: Path, **options) -> TorchBackend:
     sizes = {"max_lora_rank": 8, "max_context_length": 64, "train_tile_tokens": 64, "kv_cache_gib": 0.01}
-    config = TorchBackendConfig(workers="processes", num_workers=2, fsdp_size=-1, dispatch_timeout_s=TIMEOUT_S, **sizes)
+    workers = {"workers": "processes", "num_workers": 2, "fsdp_size": -1, "dispatch_timeout_s": TIMEOUT_S}
+    config = TorchBackendConfig(**{**workers, **sizes, **options})
     return TorchBackend(str(folder), config)
 
 
@@ -155,17 +155,23 @@ def test_an_exception_on_one_rank_loses_the_group_that_meets_in_collectives(back
     assert "tile failed on rank 1: ArithmeticError: sprung" in str(loss_of(backend, a_pass(), 5))
 
 
+def test_workers_that_take_longer_than_they_may_to_load_are_given_up_by_the_name_of_the_option(folder):
+    before = set(psutil.Process().children())
+    with pytest.raises(BackendLost, match=r"loading the base model \(start_timeout_s=0\.01\) .* within 0\.01 s"):
+        opened(folder, start_timeout_s=0.01)
+    assert set(psutil.Process().children()) <= before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_a_rank_that_dies_or_stops_while_it_loads_is_noticed(folder, tmp_path, monkeypatch, how):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(processes, "START_S", TIMEOUT_S)
     before = set(psutil.Process().children())
     caught: list[BaseException] = []
 
     def open_it() -> None:
         try:
-            opened(folder)
+            opened(folder, start_timeout_s=TIMEOUT_S)
         except BaseException as error:
             caught.append(error)
 

@@ -139,4 +139,29 @@ CONFIG_DEFECTS = [
         [Edit("docs/config.md", "| `colocate_policy_ref` |", "| `colocate_critic_reward` |")],
         [TRAIN_TESTS + "test_config_page.py::test_the_page_is_what_its_command_writes"],
     ),
+    Defect(
+        "server-takes-defaults",
+        "a server that is given one field of a trainer's configuration takes the defaults of all others",
+        [
+            Edit(
+                "skyrl/train/strategy/torch_options.py", "in followed.items() if name in names}", "in followed.items()}"
+            )
+        ],
+        [
+            "tests/train/test_torch_options.py::"
+            "test_a_server_takes_from_a_field_what_follows_from_it_and_nothing_else[trainer.rope_theta]"
+        ],
+    ),
+    Defect(
+        "checkpointing-when-given",
+        "gradient checkpointing is off unless it is given",
+        [
+            Edit(
+                "skyrl/train/strategy/torch_options.py",
+                '"gradient_checkpointing": trainer.gradient_checkpointing,',
+                '"gradient_checkpointing": trainer.is_given("gradient_checkpointing"),',
+            )
+        ],
+        ["tests/train/test_torch_options.py::test_layers_are_computed_again_as_documented_unless_it_is_switched_off"],
+    ),
 ]

@@ -1,5 +1,7 @@
 """Fields of a training configuration as options of the torch backend, for trainers and for servers."""
 
+import re
+
 import peft
 import pytest
 import torch
@@ -11,10 +13,12 @@ from skyrl.train.config import ConfigError, SFTConfig, SkyRLTrainConfig
 from skyrl.train.strategy.strategy import critic_adapter, policy_adapter
 from skyrl.train.strategy.support import unsupported
 from skyrl.train.strategy.torch_backend import TorchStrategy
+from skyrl.train.strategy.torch_options import FOLLOWING, server_options
 from skyrl.types import AdapterConfig, LoraConfig
 
 pytestmark = pytest.mark.usefixtures("no_cluster")
 
+LORA = "trainer.policy.model.lora."
 FSDP = "trainer.policy.fsdp_config."
 GPUS = "trainer.placement.policy_num_gpus_per_node"
 
@@ -136,12 +140,86 @@ def test_a_server_takes_the_same_fields():
     assert config.sequence_parallel_size == 2
 
 
-def test_a_server_refuses_a_field_that_means_nothing_to_it():
-    with pytest.raises(ValueError, match=r"trainer\.epochs: it has no meaning for a server"):
-        SkyRLTrainBackendOverrides.model_validate({"trainer.epochs": 2})
+ENGINE = "generator.inference_engine."
+URLS = {"urls": ["http://a:1"], "folder": "~/ckpts/lora"}
+SERVED = {
+    "trainer.placement.policy_num_nodes": (2, {"workers": "ray", "num_workers": 2, "ray_workers_per_node": 1}),
+    "trainer.placement.policy_num_gpus_per_node": (2, {"workers": "processes", "num_workers": 2}),
+    "trainer.policy.model.lora.rank": (8, {"max_lora_rank": 8}),
+    "trainer.critic.model.lora.rank": (8, {"max_lora_rank": 8}),
+    "trainer.policy.model.lora.lora_sync_path": ("/adapters", {}),
+    "trainer.policy.model_config_kwargs": ({"rope_theta": 5e5}, {"config_overrides": {"rope_theta": 5e5}}),
+    "trainer.rope_theta": (5e5, {"config_overrides": {"rope_theta": 5e5}}),
+    "trainer.rope_scaling": ({"factor": 2}, {"config_overrides": {"rope_scaling": {"factor": 2}}}),
+    f"{FSDP}fsdp_size": (2, {"fsdp_size": 2}),
+    f"{FSDP}reshard_after_forward": (False, {"reshard_after_forward": False}),
+    f"{FSDP}cpu_offload": (True, {"cpu_offload": True}),
+    f"{FSDP}mixed_precision.param_dtype": ("bf16", {"dtype": "bfloat16"}),
+    "trainer.policy.sequence_parallel_size": (2, {"sequence_parallel_size": 2}),
+    "trainer.gradient_checkpointing": (True, {"gradient_checkpointing": True}),
+    "trainer.bf16": (False, {"dtype": "float32"}),
+    "trainer.use_sample_packing": (False, {"train_micro_batch_size": 1, "forward_micro_batch_size": 1}),
+    "trainer.micro_train_batch_size_per_gpu": (3, {"train_micro_batch_size": 3}),
+    "trainer.micro_forward_batch_size_per_gpu": (3, {"forward_micro_batch_size": 3}),
+    "trainer.algorithm.value_head_prefix": ("score", {"value_head": "score"}),
+    f"{ENGINE}model_dtype": ("bfloat16", {"dtype": "bfloat16"}),
+    f"{ENGINE}enable_prefix_caching": (False, {"prefix_caching": False}),
+    f"{ENGINE}enable_chunked_prefill": (False, {"chunked_prefill": False}),
+    f"{ENGINE}max_num_batched_tokens": (8192, {"sample_max_num_batched_tokens": 8192}),
+    f"{ENGINE}max_num_seqs": (7, {"sample_max_num_sequences": 7}),
+    f"{ENGINE}run_engines_locally": (True, {}),
+    f"{ENGINE}remote_urls": ([], {}),
+    f"{ENGINE}external_server_urls": (["http://a:1"], {"engines": URLS}),
+    f"{ENGINE}external_proxy_url": ("http://a:1", {"engines": URLS}),
+}
+"""A value of each field that a server takes, and the options that it asks for."""
 
 
-LORA = "trainer.policy.model.lora."
+@pytest.mark.parametrize("path", FOLLOWING)
+def test_a_server_takes_from_a_field_what_follows_from_it_and_nothing_else(path):
+    value, wanted = SERVED[path]
+    folder = SkyRLTrainConfig().trainer.policy.model.lora.lora_sync_path
+    wanted = {name: {**each, "folder": folder} if name == "engines" else each for name, each in wanted.items()}
+    assert server_options({path: value}) == wanted
+
+
+def test_fields_together_ask_a_server_for_what_they_ask_a_trainer_for():
+    given = {f"{ENGINE}max_num_seqs": 7, f"{LORA}lora_sync_path": "/adapters", "trainer.fsdp2.kv_cache_gib": 1}
+    given |= {f"{ENGINE}external_proxy_url": "http://a:1"}
+    config = SkyRLTrainBackendOverrides.model_validate({**given, "engines": {"max_loras": 3}, "max_lora_rank": 8})
+    assert (config.sample_max_num_sequences, config.kv_cache_gib, config.max_lora_rank) == (7, 1, 8)
+    engines = config.engines
+    assert (engines.urls, engines.folder, engines.max_requests) == (("http://a:1",), "/adapters", 7)
+    assert engines.max_loras == 3
+
+
+@pytest.mark.parametrize(
+    "field", ["trainer.strategy=fsdp", "trainer.flash_attn=True", "trainer.policy.use_torch_compile=False"]
+)
+def test_a_server_takes_what_it_has_nothing_to_do_for(field):
+    path, _, value = field.partition("=")
+    assert server_options({path: value if value == "fsdp" else value == "True"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "why"),
+    [
+        ("trainer.epochs", 2, "about a run of a trainer, and a server has none"),
+        ("trainer.policy.optimizer_config.lr", 1e-3, "with each optim_step"),
+        ("trainer.policy.model.lora.alpha", 3, "each client of a server chooses its adapters"),
+        ("trainer.policy.model.path", "a/model", "its --base-model"),
+        ("trainer.algorithm.eps_clip_low", 0.3, "with each pass"),
+        ("generator.sampling_params.temperature", 0.5, "with each sample"),
+        ("generator.rope_theta", 1e4, "set trainer.rope_theta alone"),
+        ("trainer.strategy", "jax", "start it with --backend jax"),
+        ("trainer.strategy", "megatron", "it would need megatron-core"),
+        ("trainer.ref.fsdp_config.cpu_offload", True, "share the policy's base weights"),
+        ("data.train_data", ["a"], "about a run of a trainer"),
+    ],
+)
+def test_a_server_refuses_a_field_that_it_cannot_honour_by_its_name_and_says_why(path, value, why):
+    with pytest.raises(ValueError, match=rf"{re.escape(f'{path}={value}')}.*{why}"):
+        SkyRLTrainBackendOverrides.model_validate({path: value})
 
 
 def test_an_adapter_is_as_it_is_asked_for():
@@ -217,6 +295,19 @@ def test_rollouts_with_other_positions_than_training_are_refused():
     assert problems("generator.rope_theta=1e4") != []
 
 
+def test_layers_are_computed_again_as_documented_unless_it_is_switched_off():
+    assert options().gradient_checkpointing
+    assert not options("trainer.gradient_checkpointing=false").gradient_checkpointing
+
+
+def test_base_weights_are_in_the_format_that_fsdp_asks_for():
+    field = f"{FSDP}mixed_precision.param_dtype"
+    assert [options(f"{field}={name}").dtype for name in ("bf16", "fp32")] == ["bfloat16", "float32"]
+    assert problems(f"{field}=fp32", "trainer.bf16=false") == []
+    (problem,) = problems(f"{field}=fp32", "trainer.bf16=true")
+    assert problem.startswith(f"{field}=fp32 and trainer.bf16, which asks for bfloat16: ")
+
+
 def test_sequences_that_are_not_packed_are_computed_one_by_one():
     apart = options("trainer.use_sample_packing=false")
     assert (apart.train_micro_batch_size, apart.forward_micro_batch_size) == (1, 1)
@@ -231,8 +322,14 @@ def test_sequences_that_are_not_packed_are_computed_one_by_one():
         ("trainer.gradient_checkpointing_use_reentrant=true", "non-reentrant"),
         ("trainer.policy.use_torch_compile=true", "nothing is compiled"),
         ("trainer.policy.record_memory=true", "no snapshots of memory"),
-        ("trainer.policy.fsdp_config.mixed_precision.param_dtype=fp16", "trainer.bf16"),
+        ("trainer.policy.fsdp_config.mixed_precision.param_dtype=fp16", "base weights are in bf16 or fp32"),
+        ("trainer.policy.fsdp_config.mixed_precision.reduce_dtype=bf16", "what is trained is float32"),
         ("trainer.policy.fsdp_config.wrap_policy={transformer_layer_cls_to_wrap: Block}", "each layer is a unit"),
+        ("generator.inference_engine.fully_sharded_loras=true", "give addresses of running ones"),
+        ("generator.inference_engine.engine_init_kwargs={a: 1}", "said where it is started"),
+        ("generator.inference_engine.weight_sync_backend=gloo", "engines load published adapters from"),
+        ("generator.inference_engine.enable_http_endpoint=true", "no OpenAI-compatible API is served"),
+        ("trainer.critic.model.lora.lora_sync_path=there", "a critic is not sampled"),
         ("trainer.ref.fsdp_config.cpu_offload=true", "share the policy's base weights"),
         ("trainer.critic.fsdp_config.fsdp_size=2", "share the policy's base weights"),
         ("trainer.critic.model_config_kwargs={a: 1}", "share the policy's base weights"),

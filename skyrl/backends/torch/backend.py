@@ -233,7 +233,9 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             config.train_tile_tokens,
             config.max_lora_rank,
         )
-        return WorkerOptions(self._computed, load, config.loss_chunk_size, config.device, shards, memory)
+        return WorkerOptions(
+            self._computed, load, config.loss_chunk_size, config.device, shards, memory, config.start_timeout_s
+        )
 
     def _shapes(self) -> tuple[TileShape, TileShape]:
         """Sizes of micro-batches: with gradients, and without."""

@@ -85,6 +85,10 @@ class TorchBackendConfig(BaseModel):
     """Seconds after which a micro-batch or an optimizer step of workers in other processes is given up, and the engine
     started again."""
 
+    start_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    """Seconds that workers in other processes have to start, and to load the base model. More for large models on slow
+    disks."""
+
     train_micro_batch_size: int = Field(default=0, ge=0)
     """Sequences per training micro-batch at most. 0: as many as fit into `train_tile_tokens`."""
 

@@ -21,6 +21,9 @@ STRATEGIES = {
 }
 
 
+NEEDS_OF_MEGATRON = "megatron-core, megatron-bridge and transformer-engine, which need CUDA and Python 3.12"
+
+
 def default_strategy() -> str:
     """Strategy of who names none: torch's where torch sees a GPU, else JAX's."""
     return "fsdp2" if torch_sees_gpu() else "jax"

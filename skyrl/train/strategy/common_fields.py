@@ -4,7 +4,8 @@ read the table.
 
 from skyrl.train.strategy.support import Support, consumed
 
-ADAPTER = ENGINE = MODEL = consumed("skyrl.train.strategy.strategy")
+ADAPTER = RULES = consumed("skyrl.train.strategy.strategy")
+ENGINE = MODEL = consumed("skyrl.train.strategy.shared_options")
 ADVANTAGES = consumed("skyrl.algorithms.advantages")
 CORRECTIONS = consumed("skyrl.algorithms.corrections")
 COVARIANCE = consumed("skyrl.algorithms.covariance")
@@ -81,11 +82,12 @@ COMMON_SUPPORT: dict[str, Support] = {
     "trainer.algorithm.value_clip": UPDATE,
     "trainer.fully_async": SETUP,
     "trainer.one_step_off": SETUP,
-    **{f"trainer.{model}.model_config_kwargs": MODEL for model in ("policy", "critic", "ref")},
+    "trainer.policy.model_config_kwargs": MODEL,
+    **{f"trainer.{model}.model_config_kwargs": RULES for model in ("critic", "ref")},
     "trainer.rope_scaling": MODEL,
     "trainer.rope_theta": MODEL,
-    "generator.rope_scaling": MODEL,
-    "generator.rope_theta": MODEL,
+    "generator.rope_scaling": RULES,
+    "generator.rope_theta": RULES,
     "trainer.seed": ADAPTER,
     "trainer.epochs": RUN,
     "trainer.update_epochs_per_batch": UPDATE,

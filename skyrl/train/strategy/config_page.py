@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.config.machinery.help import FieldHelp, describe_fields
-from skyrl.train.strategy.registry import NEEDS_OF_MEGATRON, SERVED
+from skyrl.train.config.strategies import NEEDS_OF_MEGATRON
+from skyrl.train.strategy.registry import SERVED
 from skyrl.train.strategy.support import Status, Support, find
 
 INTRODUCTION = f"""\

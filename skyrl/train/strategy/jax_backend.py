@@ -12,13 +12,8 @@ from typing import Any
 from skyrl.backends.registry import find_backend
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
 from skyrl.train.strategy.jax_fields import JAX_SUPPORT
-from skyrl.train.strategy.strategy import (
-    Strategy,
-    base_dtype,
-    config_overrides,
-    sampler_options,
-    shared_problems,
-)
+from skyrl.train.strategy.shared_options import base_dtype, config_overrides, sampler_options
+from skyrl.train.strategy.strategy import Strategy, shared_problems
 
 CHECKPOINTING, MICRO_TRAIN = "gradient_checkpointing", "micro_train_batch_size_per_gpu"
 

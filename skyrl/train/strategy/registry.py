@@ -2,12 +2,12 @@
 
 from skyrl.errors import ConfigError
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
+from skyrl.train.config.strategies import NEEDS_OF_MEGATRON
 from skyrl.train.strategy.jax_backend import JaxStrategy
 from skyrl.train.strategy.strategy import Strategy
 from skyrl.train.strategy.torch_backend import TorchStrategy
 
 _TORCH = TorchStrategy()
-NEEDS_OF_MEGATRON = "megatron-core, megatron-bridge and transformer-engine, which need CUDA and Python 3.12"
 SERVED: dict[str, Strategy] = {"jax": JaxStrategy(), "fsdp2": _TORCH, "fsdp": _TORCH}
 
 

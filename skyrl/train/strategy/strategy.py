@@ -20,6 +20,7 @@ from skyrl.errors import ConfigError, RequestError
 from skyrl.train.config import SFTConfig, SkyRLLoraConfig, SkyRLTrainConfig
 from skyrl.train.policies import BackendModels
 from skyrl.train.policies.sampling_options import options_of as sampling_options_of
+from skyrl.train.strategy.shared_options import config_overrides
 from skyrl.train.strategy.support import Support
 from skyrl.types import AdapterConfig, LoraConfig
 from skyrl.utils.expected import expected
@@ -151,32 +152,6 @@ class Strategy(ABC):
                 raise ConfigError(f"{error} (options of the backend are set as {section}.<option>)") from error
 
         return load
-
-
-def config_overrides(config: SkyRLTrainConfig) -> dict[str, Any]:
-    """Values in the place of those in the policy's config.json."""
-    trainer = config.trainer
-    rope = {"rope_scaling": trainer.rope_scaling, "rope_theta": trainer.rope_theta}
-    given = {name: value for name, value in rope.items() if value is not None}
-    return {**given, **trainer.policy.model_config_kwargs}
-
-
-def base_dtype(config: SkyRLTrainConfig) -> str:
-    """Type of the base weights, by which the policy is trained and sampled: `dtype` of a backend."""
-    engine = config.generator.inference_engine
-    if engine.is_given("model_dtype"):
-        return engine.model_dtype
-    return "auto" if config.trainer.bf16 else "float32"
-
-
-def sampler_options(config: SkyRLTrainConfig) -> dict[str, Any]:
-    """Options of a backend that samples itself, from those of inference engines."""
-    engine = config.generator.inference_engine
-    return {
-        "prefix_caching": engine.enable_prefix_caching,
-        "chunked_prefill": engine.enable_chunked_prefill,
-        "sample_max_num_batched_tokens": engine.max_num_batched_tokens,
-    }
 
 
 def shared_problems(config: SkyRLTrainConfig) -> Iterator[str]:

@@ -7,20 +7,20 @@ jax: the backend is imported when it is asked for.
 from collections.abc import Iterator
 from typing import Any
 
-from skyrl.train.config import InferenceEngineConfig, SFTConfig, SkyRLTrainConfig, TrainerConfig
-from skyrl.train.config.strategies import worker_options
-from skyrl.train.strategy.strategy import (
-    Strategy,
-    base_dtype,
-    config_overrides,
-    sampler_options,
-    shared_problems,
-)
+from skyrl.train.config import SFTConfig, SkyRLTrainConfig, TrainerConfig
+from skyrl.train.strategy.strategy import Strategy, shared_problems
 from skyrl.train.strategy.torch_fields import TORCH_SUPPORT
+from skyrl.train.strategy.torch_options import (
+    MICRO_TRAIN,
+    PARAM_DTYPES,
+    RESHARDING,
+    SEQUENCES,
+    SHARDING,
+    param_dtype,
+    torch_options,
+    urls_of,
+)
 
-CHECKPOINTING, MICRO_TRAIN = "gradient_checkpointing", "micro_train_batch_size_per_gpu"
-SHARDING, RESHARDING = "fsdp_size", "reshard_after_forward"
-SEQUENCES = "sequence_parallel_size"
 OF_ENGINES = ("model_dtype", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens")
 """What a sampler of this process is told, and engines are started with."""
 
@@ -32,43 +32,12 @@ class TorchStrategy(Strategy):
     support = TORCH_SUPPORT
 
     def rl_options(self, config: SkyRLTrainConfig) -> dict[str, Any]:
-        trainer, generator = config.trainer, config.generator
+        generator = config.generator
         eval_sampling_params = generator.eval_sampling_params
         assert generator.max_input_length is not None and eval_sampling_params is not None  # derived by `resolve`
         response = max(generator.sampling_params.max_generate_length, eval_sampling_params.max_generate_length)
-        options: dict[str, Any] = {
-            "dtype": base_dtype(config),
-            "max_context_length": generator.max_input_length + response,
-            "value_head": trainer.algorithm.value_head_prefix,
-            SEQUENCES: trainer.policy.sequence_parallel_size,
-            **sampler_options(config),
-            **worker_options(trainer.placement.policy_num_nodes, trainer.placement.policy_num_gpus_per_node),
-        }
-        if overrides := config_overrides(config):
-            options["config_overrides"] = overrides
-        fsdp = trainer.policy.fsdp_config
-        if fsdp.is_given(SHARDING) or not trainer.policy.model.lora.rank:
-            options["fsdp_size"] = fsdp.fsdp_size
-        if fsdp.is_given(RESHARDING):
-            options["reshard_after_forward"] = fsdp.reshard_after_forward
-        if fsdp.cpu_offload:
-            options["cpu_offload"] = True
-        if trainer.is_given(CHECKPOINTING):
-            options["gradient_checkpointing"] = trainer.gradient_checkpointing
-        if rank := max(trainer.policy.model.lora.rank, trainer.critic.model.lora.rank):
-            options["max_lora_rank"] = rank
-        if trainer.is_given(MICRO_TRAIN):
-            options["train_micro_batch_size"] = trainer.micro_train_batch_size_per_gpu
-        if not trainer.use_sample_packing:
-            options["train_micro_batch_size"] = options["forward_micro_batch_size"] = 1
-        elif trainer.is_given("micro_forward_batch_size_per_gpu"):
-            options["forward_micro_batch_size"] = trainer.micro_forward_batch_size_per_gpu
-        if generator.inference_engine.is_given("max_num_seqs"):
-            options["sample_max_num_sequences"] = generator.inference_engine.max_num_seqs
-        given = dict(trainer.fsdp2)
-        if generator.inference_engine.external:
-            options["engines"] = _engines(config) | given.pop("engines", {})
-        return options | given
+        context = {"max_context_length": generator.max_input_length + response}
+        return context | torch_options(config)
 
     def sft_options(self, config: SFTConfig) -> dict[str, Any]:
         options: dict[str, Any] = {"max_context_length": config.max_length or 0}
@@ -92,6 +61,7 @@ class TorchStrategy(Strategy):
                 "or leave the engines out"
             )
         yield from _sharing(config.trainer)
+        yield from _param_dtype_problems(config)
         yield from _other_models(config.trainer)
         policy, critic = (getattr(config.trainer, name).model.path for name in ("policy", "critic"))
         if critic not in (None, policy):
@@ -111,38 +81,17 @@ class TorchStrategy(Strategy):
             said.append("trainer.bf16: base weights in the checkpoint's type on a GPU, in float32 on CPU")
         if not config.generator.inference_engine.is_given("model_dtype"):
             said.append("generator.inference_engine.model_dtype: that of the weights that are trained")
-        if not trainer.is_given(CHECKPOINTING):
-            said.append(f"trainer.{CHECKPOINTING}: nothing is computed again")
         if not trainer.is_given(MICRO_TRAIN):
             said.append(f"trainer.{MICRO_TRAIN}: as many sequences as fill a tile")
         if not trainer.policy.fsdp_config.is_given(SHARDING) and trainer.gpus("policy") > 1:
             rank = trainer.policy.model.lora.rank
             whose = "all workers share the base weights" + (", unless memory has room for a copy each" if rank else "")
             said.append(f"trainer.policy.fsdp_config.{SHARDING}: {whose}")
-        if urls := _urls(config.generator.inference_engine):
+        if urls := urls_of(config.generator.inference_engine):
             said.append(f"num_engines: samples are drawn by those at {', '.join(urls)}, which are not started here")
         else:
             said.append("trainer.placement, num_engines: the same workers train and sample, and hold every model")
         return f"trainer.strategy={trainer.strategy}: " + "; ".join(said)
-
-
-def _urls(engines: InferenceEngineConfig) -> list[str]:
-    """Addresses of engines that were started elsewhere; of a router in front of them if no more is known."""
-    if engines.external_server_urls:
-        return engines.external_server_urls
-    if engines.external_proxy_url:
-        return [engines.external_proxy_url]
-    return [] if engines.run_engines_locally else engines.remote_urls
-
-
-def _engines(config: SkyRLTrainConfig) -> dict[str, Any]:
-    """Options of the engines that sample."""
-    engines = config.generator.inference_engine
-    options: dict[str, Any] = {
-        "urls": _urls(engines),
-        "folder": config.trainer.policy.model.lora.lora_sync_path,
-    }
-    return options | ({"max_requests": engines.max_num_seqs} if engines.is_given("max_num_seqs") else {})
 
 
 def _sharing(trainer: TrainerConfig) -> Iterator[str]:
@@ -162,6 +111,25 @@ def _sharing(trainer: TrainerConfig) -> Iterator[str]:
             f"{path}.{RESHARDING}={again} is no divisor between 1 and the {ranks} rank(s) that share weights "
             f"({path}.{SHARDING}); use one, or true or false"
         )
+
+
+def _param_dtype_problems(config: SkyRLTrainConfig) -> Iterator[str]:
+    """Number formats that base weights cannot be in, or are asked not to be in by another field."""
+    if (asked := param_dtype(config)) is None:
+        return
+    field = f"trainer.policy.fsdp_config.mixed_precision.param_dtype={asked}"
+    if (ours := PARAM_DTYPES.get(asked)) is None:
+        yield f"{field}: base weights are in {' or '.join(PARAM_DTYPES)}; set it to one of them"
+        return
+    others = (
+        {"trainer.bf16": "bfloat16" if config.trainer.bf16 else "float32"} if config.trainer.is_given("bf16") else {}
+    )
+    engine = config.generator.inference_engine
+    if engine.is_given("model_dtype"):
+        others["generator.inference_engine.model_dtype"] = engine.model_dtype
+    for name, theirs in others.items():
+        if theirs not in (ours, "auto"):
+            yield f"{field} and {name}, which asks for {theirs}: base weights have one format; leave one of them out"
 
 
 def _other_models(trainer: TrainerConfig) -> Iterator[str]:

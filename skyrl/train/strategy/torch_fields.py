@@ -4,23 +4,56 @@ from skyrl.train.strategy.common_fields import COMMON_SUPPORT
 from skyrl.train.strategy.jax_fields import JAX_SUPPORT
 from skyrl.train.strategy.support import Status, Support, consumed, refused, where_available
 
-OPTIONS = consumed("skyrl.train.strategy.torch_backend")
+OPTIONS = consumed("skyrl.train.strategy.torch_options")
+RULES = consumed("skyrl.train.strategy.torch_backend")
 WHERE_AVAILABLE = where_available("skyrl.train.strategy.torch_backend")
 
 ONE_BASE = refused("all models share the policy's base weights; set it for trainer.policy, or leave it out")
 ONE_FORMAT = refused("base weights have one format, and what is trained is float32: see trainer.bf16; leave it out")
 BY_LAYER = refused("each layer is a unit of its own; leave it out")
 ONE_GROUP = refused("the policy's workers serve every model; leave it at 1")
+NOT_STARTED = refused(
+    "engines are not started here, and how one computes is said where it is started; leave it out, and give addresses "
+    "of running ones as external_server_urls"
+)
+IN_FILES = refused(
+    "engines load published adapters from trainer.policy.model.lora.lora_sync_path, and no weights are sent to them; "
+    "leave it out"
+)
+NO_ENDPOINT = refused("no OpenAI-compatible API is served; leave it out, and ask engines by their own addresses")
 ON_TORCH = {
+    "generator.inference_engine": NOT_STARTED,
+    **{
+        f"generator.inference_engine.{field}": IN_FILES
+        for field in (
+            "weight_sync_backend",
+            "weight_transfer_threshold_cuda_ipc_GB",
+            "override_existing_update_group",
+        )
+    },
+    **{
+        f"generator.inference_engine.{field}": NO_ENDPOINT
+        for field in ("enable_http_endpoint", "http_endpoint_host", "http_endpoint_port", "served_model_name")
+    },
     "trainer.jax": refused("these are options of the JAX backend; set trainer.fsdp2, or trainer.strategy=jax"),
     "trainer.fsdp2": OPTIONS,
     "trainer.placement": ONE_GROUP,
     "trainer.placement.colocate_all": WHERE_AVAILABLE,
     "trainer.placement.colocate_policy_ref": WHERE_AVAILABLE,
     "trainer.placement.policy_num_nodes": OPTIONS,
-    **{f"trainer.placement.{model}_num_gpus_per_node": OPTIONS for model in ("policy", "critic", "ref")},
+    "trainer.placement.policy_num_gpus_per_node": OPTIONS,
+    **{f"trainer.placement.{model}_num_gpus_per_node": RULES for model in ("critic", "ref")},
     "trainer.flash_attn": WHERE_AVAILABLE,
     **{f"trainer.{model}.optimizer_config.offload_after_step": WHERE_AVAILABLE for model in ("policy", "critic")},
+    **{f"trainer.{model}.model.path": RULES for model in ("policy", "critic", "ref")},
+    **{
+        f"generator.{field}": RULES
+        for field in (
+            "max_input_length",
+            "sampling_params.max_generate_length",
+            "eval_sampling_params.max_generate_length",
+        )
+    },
     "trainer.gradient_checkpointing": OPTIONS,
     "trainer.gradient_checkpointing_use_reentrant": refused(
         "what is sharded by FSDP2 and adapted by hooks is computed again in the non-reentrant way; leave it at False"
@@ -32,9 +65,12 @@ ON_TORCH = {
     "trainer.policy.fsdp_config.cpu_offload": OPTIONS,
     "trainer.policy.fsdp_config.fsdp_size": WHERE_AVAILABLE,
     "trainer.policy.fsdp_config.mixed_precision": ONE_FORMAT,
+    "trainer.policy.fsdp_config.mixed_precision.param_dtype": OPTIONS,
     "trainer.policy.fsdp_config.reshard_after_forward": OPTIONS,
-    **{f"trainer.{model}.sequence_parallel_size": OPTIONS for model in ("policy", "critic", "ref")},
+    "trainer.policy.sequence_parallel_size": OPTIONS,
+    **{f"trainer.{model}.sequence_parallel_size": RULES for model in ("critic", "ref")},
     "trainer.policy.model.lora.lora_sync_path": OPTIONS,
+    "trainer.critic.model.lora.lora_sync_path": refused("a critic is not sampled; leave it out"),
     "generator.inference_engine.max_num_seqs": OPTIONS,
     **{
         f"generator.inference_engine.{field}": OPTIONS

@@ -29,7 +29,7 @@ class LocalProcesses(RemoteWorkers):
     """
 
     def __init__(self, options: WorkerOptions, world: int, lost: Callable[[BackendLost], None]):
-        super().__init__(world, lost)
+        super().__init__(world, options.start_timeout_s, lost)
         self._folder = tempfile.mkdtemp(prefix="skyrl-workers-")
         self._ranks = [self._start(rank) for rank in range(world)]
         self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(world)]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from skyrl.backends.torch.workers.ray_cluster import CONNECTION, RayOptions, reserved, resources_of
-from skyrl.backends.torch.workers.remote import START_S, RemoteWorker, RemoteWorkers
+from skyrl.backends.torch.workers.remote import RemoteWorker, RemoteWorkers
 from skyrl.backends.torch.workers.worker import Command, WorkerOptions
 from skyrl.errors import BackendLost, RequestError
 
@@ -56,7 +56,7 @@ class RayActors(RemoteWorkers):
     """
 
     def __init__(self, options: WorkerOptions, world: int, lost: Callable[[BackendLost], None], room: RayOptions):
-        super().__init__(world, lost)
+        super().__init__(world, options.start_timeout_s, lost)
         self._actors: list[Any] = []
         self._placed: Any = None
         """Placement group."""
@@ -114,7 +114,7 @@ class RayActors(RemoteWorkers):
             )
         for rank, actor in enumerate(self._actors):
             self._expect(rank, None, actor.stay.options(concurrency_group="life").remote())
-        (meeting,) = self._start([self._actors[0].meet.remote(self.world)])
+        (meeting,) = self._start([self._actors[0].meet.remote(self.world, self._start_timeout_s)])
         nodes = Counter(place.node for place in self.places)
         for rank, (actor, place) in enumerate(zip(self._actors, self.places, strict=True)):
             neighbours = 0 if THREADS in room.environment else nodes[place.node]
@@ -125,7 +125,7 @@ class RayActors(RemoteWorkers):
         from ray.exceptions import RayError
 
         try:
-            return ray.get(answers, timeout=START_S)
+            return ray.get(answers, timeout=self._start_timeout_s)
         except RayError as error:
             raise BackendLost(f"workers do not start on Ray: {_cause(error)}") from error
 
@@ -198,14 +198,15 @@ class RankActor:
         """Never end: that this is answered tells that the actor has died."""
         threading.Event().wait()
 
-    def meet(self, world: int) -> tuple[str, int]:
-        """Open a place for all ranks to meet, at a port that is free."""
+    def meet(self, world: int, timeout_s: float) -> tuple[str, int]:
+        """Open a place for all ranks to meet within so many seconds, at a port that is free."""
         import ray
 
         host = ray.util.get_node_ip_address()
         door = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         meeting = host, door.getsockname()[1]
-        self.store = _store(meeting, world, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
+        own = {"is_master": True, "wait_for_workers": False, "master_listen_fd": door.detach()}
+        self.store = _store(meeting, world, timeout_s, **own)
         return meeting
 
     def open(self, options: WorkerOptions, rank: int, world: int, meeting: tuple[str, int], neighbours: int) -> None:
@@ -215,7 +216,7 @@ class RankActor:
         if neighbours:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // neighbours))
         if rank > 0:
-            self.store = _store(meeting, world)
+            self.store = _store(meeting, world, options.start_timeout_s)
         self.worker = RemoteWorker(options, rank, world, store=self.store)
 
     def execute(self, plan: bytes) -> bytes:
@@ -223,8 +224,8 @@ class RankActor:
         return pickle.dumps(self.worker.execute(pickle.loads(plan)), pickle.HIGHEST_PROTOCOL)
 
 
-def _store(meeting: tuple[str, int], world: int, **options: Any) -> Any:
+def _store(meeting: tuple[str, int], world: int, timeout_s: float, **options: Any) -> Any:
     """Meeting point of ranks."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    return TCPStore(*meeting, world, timeout=timedelta(seconds=START_S), **options)
+    return TCPStore(*meeting, world, timeout=timedelta(seconds=timeout_s), **options)

@@ -15,10 +15,6 @@ from skyrl.backends.torch.workers.group import WorkerGroup
 from skyrl.backends.torch.workers.worker import Command, Worker, WorkerOptions
 from skyrl.errors import BackendLost, RequestError
 
-START_S = 600.0
-"""Seconds that loading the base model may take."""
-
-
 CAUSE_S = 1.0
 """Seconds in which the end of a process may be seen after another rank's collective has failed because of it."""
 
@@ -28,11 +24,18 @@ class WorkerError(RuntimeError):
 
 
 class RemoteWorkers(WorkerGroup):
-    """A process for each rank. A process that ends loses the group at once."""
+    """A process for each rank. A process that ends loses the group at once.
 
-    def __init__(self, world: int, lost: Callable[[BackendLost], None]):
+    Args:
+        world: Ranks there are.
+        start_timeout_s: Seconds that starting, and loading the base model, may take each.
+        lost: Called once if the group is lost.
+    """
+
+    def __init__(self, world: int, start_timeout_s: float, lost: Callable[[BackendLost], None]):
         super().__init__()
         self.world = world
+        self._start_timeout_s = start_timeout_s
         self._lost = lost
         self._closing = False
         self._end: BackendLost | None = None
@@ -51,8 +54,8 @@ class RemoteWorkers(WorkerGroup):
 
     def _load(self) -> None:
         """Have all load the base model, and wait until they have."""
-        self.timeout_s = START_S
-        self.facts = self.wait(self.run("facts"), "loading the base model")
+        self.timeout_s = self._start_timeout_s
+        self.facts = self.wait(self.run("facts"), f"loading the base model (start_timeout_s={self.timeout_s:g})")
         self.timeout_s = None
 
     def lost(self, error: BackendLost) -> None:

@@ -55,6 +55,8 @@ class WorkerOptions:
     shards: ShardOptions = WHOLE
     memory: MemoryOptions = DEFAULTS
     """What is to have room beside the base weights."""
+    start_timeout_s: float = 600.0
+    """Seconds that workers in other processes have to start and load."""
 
 
 class ModelFacts(NamedTuple):

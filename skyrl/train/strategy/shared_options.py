@@ -1,0 +1,31 @@
+"""Options of a backend of any kind that follow from fields of a training configuration."""
+
+from typing import Any
+
+from skyrl.train.config import SkyRLTrainConfig
+
+
+def config_overrides(config: SkyRLTrainConfig) -> dict[str, Any]:
+    """Values in the place of those in the policy's config.json."""
+    trainer = config.trainer
+    rope = {"rope_scaling": trainer.rope_scaling, "rope_theta": trainer.rope_theta}
+    given = {name: value for name, value in rope.items() if value is not None}
+    return {**given, **trainer.policy.model_config_kwargs}
+
+
+def base_dtype(config: SkyRLTrainConfig) -> str:
+    """Type of the base weights, by which the policy is trained and sampled: `dtype` of a backend."""
+    engine = config.generator.inference_engine
+    if engine.is_given("model_dtype"):
+        return engine.model_dtype
+    return "auto" if config.trainer.bf16 else "float32"
+
+
+def sampler_options(config: SkyRLTrainConfig) -> dict[str, Any]:
+    """Options of a backend that samples itself, from those of inference engines."""
+    engine = config.generator.inference_engine
+    return {
+        "prefix_caching": engine.enable_prefix_caching,
+        "chunked_prefill": engine.enable_chunked_prefill,
+        "sample_max_num_batched_tokens": engine.max_num_batched_tokens,
+    }

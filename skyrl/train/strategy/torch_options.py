@@ -1,0 +1,185 @@
+"""Options of the torch backend that fields of a training configuration ask for, in trainers and in servers alike.
+
+A trainer takes all that follows from its configuration (`torch_options`), a server what follows from the fields that it
+is given (`server_options`), which `FOLLOWING` names.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from skyrl.errors import ConfigError
+from skyrl.train.config import InferenceEngineConfig, SkyRLTrainConfig
+from skyrl.train.config.strategies import NEEDS_OF_MEGATRON, worker_options
+from skyrl.train.strategy.shared_options import base_dtype, config_overrides, sampler_options
+from skyrl.train.strategy.support import Status, find
+from skyrl.train.strategy.torch_fields import TORCH_SUPPORT
+
+MICRO_TRAIN = "micro_train_batch_size_per_gpu"
+SHARDING, RESHARDING = "fsdp_size", "reshard_after_forward"
+SEQUENCES = "sequence_parallel_size"
+NAMES = ("fsdp2", "fsdp")
+OWN = "trainer.fsdp2"
+PARAM_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def torch_options(config: SkyRLTrainConfig) -> dict[str, Any]:
+    """Options that follow from a configuration, resolved or not, and over them those of its own section."""
+    trainer, generator = config.trainer, config.generator
+    options: dict[str, Any] = {
+        "dtype": _dtype(config),
+        "value_head": trainer.algorithm.value_head_prefix,
+        "gradient_checkpointing": trainer.gradient_checkpointing,
+        SEQUENCES: trainer.policy.sequence_parallel_size,
+        **sampler_options(config),
+        **worker_options(trainer.placement.policy_num_nodes, trainer.placement.policy_num_gpus_per_node),
+    }
+    if overrides := config_overrides(config):
+        options["config_overrides"] = overrides
+    fsdp = trainer.policy.fsdp_config
+    if fsdp.is_given(SHARDING) or not trainer.policy.model.lora.rank:
+        options["fsdp_size"] = fsdp.fsdp_size
+    if fsdp.is_given(RESHARDING):
+        options["reshard_after_forward"] = fsdp.reshard_after_forward
+    if fsdp.cpu_offload:
+        options["cpu_offload"] = True
+    if rank := max(trainer.policy.model.lora.rank, trainer.critic.model.lora.rank):
+        options["max_lora_rank"] = rank
+    if trainer.is_given(MICRO_TRAIN):
+        options["train_micro_batch_size"] = trainer.micro_train_batch_size_per_gpu
+    if not trainer.use_sample_packing:
+        options["train_micro_batch_size"] = options["forward_micro_batch_size"] = 1
+    elif trainer.is_given("micro_forward_batch_size_per_gpu"):
+        options["forward_micro_batch_size"] = trainer.micro_forward_batch_size_per_gpu
+    if generator.inference_engine.is_given("max_num_seqs"):
+        options["sample_max_num_sequences"] = generator.inference_engine.max_num_seqs
+    given = dict(trainer.fsdp2)
+    if generator.inference_engine.external:
+        options["engines"] = _engines(config) | given.pop("engines", {})
+    return options | given
+
+
+def _dtype(config: SkyRLTrainConfig) -> str:
+    asked = param_dtype(config)
+    if asked is not None and not config.generator.inference_engine.is_given("model_dtype"):
+        return PARAM_DTYPES.get(asked, asked)
+    return base_dtype(config)
+
+
+def param_dtype(config: SkyRLTrainConfig) -> str | None:
+    """Format of base weights that FSDP's section asks for; None if it is not given."""
+    precision = config.trainer.policy.fsdp_config.mixed_precision
+    return precision.param_dtype if precision is not None and precision.is_given("param_dtype") else None
+
+
+def urls_of(engines: InferenceEngineConfig) -> list[str]:
+    """Addresses of engines that were started elsewhere; of a router in front of them if no more is known."""
+    if engines.external_server_urls:
+        return engines.external_server_urls
+    if engines.external_proxy_url:
+        return [engines.external_proxy_url]
+    return [] if engines.run_engines_locally else engines.remote_urls
+
+
+def _engines(config: SkyRLTrainConfig) -> dict[str, Any]:
+    """Options of the engines that sample."""
+    engines = config.generator.inference_engine
+    options: dict[str, Any] = {
+        "urls": urls_of(engines),
+        "folder": config.trainer.policy.model.lora.lora_sync_path,
+    }
+    return options | ({"max_requests": engines.max_num_seqs} if engines.is_given("max_num_seqs") else {})
+
+
+ENGINE, FSDP = "generator.inference_engine.", "trainer.policy.fsdp_config."
+WORKERS = ("workers", "num_workers", "ray_workers_per_node", "device")
+FOLLOWING: dict[str, tuple[str, ...]] = {
+    "trainer.placement.policy_num_nodes": WORKERS,
+    "trainer.placement.policy_num_gpus_per_node": WORKERS,
+    "trainer.policy.model.lora.rank": ("max_lora_rank",),
+    "trainer.critic.model.lora.rank": ("max_lora_rank",),
+    "trainer.policy.model.lora.lora_sync_path": ("engines",),
+    "trainer.policy.model_config_kwargs": ("config_overrides",),
+    "trainer.rope_theta": ("config_overrides",),
+    "trainer.rope_scaling": ("config_overrides",),
+    f"{FSDP}fsdp_size": ("fsdp_size",),
+    f"{FSDP}reshard_after_forward": ("reshard_after_forward",),
+    f"{FSDP}cpu_offload": ("cpu_offload",),
+    f"{FSDP}mixed_precision.param_dtype": ("dtype",),
+    "trainer.policy.sequence_parallel_size": (SEQUENCES,),
+    "trainer.gradient_checkpointing": ("gradient_checkpointing",),
+    "trainer.bf16": ("dtype",),
+    "trainer.use_sample_packing": ("train_micro_batch_size", "forward_micro_batch_size"),
+    "trainer.micro_train_batch_size_per_gpu": ("train_micro_batch_size",),
+    "trainer.micro_forward_batch_size_per_gpu": ("forward_micro_batch_size",),
+    "trainer.algorithm.value_head_prefix": ("value_head",),
+    f"{ENGINE}model_dtype": ("dtype",),
+    f"{ENGINE}enable_prefix_caching": ("prefix_caching",),
+    f"{ENGINE}enable_chunked_prefill": ("chunked_prefill",),
+    f"{ENGINE}max_num_batched_tokens": ("sample_max_num_batched_tokens",),
+    f"{ENGINE}max_num_seqs": ("sample_max_num_sequences", "engines"),
+    f"{ENGINE}run_engines_locally": ("engines",),
+    f"{ENGINE}remote_urls": ("engines",),
+    f"{ENGINE}external_server_urls": ("engines",),
+    f"{ENGINE}external_proxy_url": ("engines",),
+}
+"""Options that follow from a field, or from one below it."""
+OF_TRAINERS = {
+    "": "it is about a run of a trainer, and a server has none; leave it out",
+    "trainer.policy.model.path": "a server's base model is its --base-model; leave it out",
+    "trainer.critic.model.path": "all models of a server share its --base-model; leave it out",
+    "trainer.ref.model.path": "all models of a server share its --base-model; leave it out",
+    "trainer.policy.model.lora": "each client of a server chooses its adapters; leave it out",
+    "trainer.critic.model.lora": "each client of a server chooses its adapters; leave it out",
+    "trainer.policy.optimizer_config": "clients of a server send it with each optim_step; leave it out",
+    "trainer.critic.optimizer_config": "clients of a server send it with each optim_step; leave it out",
+    "trainer.algorithm": "clients of a server send losses and their settings with each pass; leave it out",
+    "generator.sampling_params": "clients of a server send it with each sample; leave it out",
+    "generator.eval_sampling_params": "clients of a server send it with each sample; leave it out",
+    "generator.rope_theta": "a server samples with the weights that it trains; set trainer.rope_theta alone",
+    "generator.rope_scaling": "a server samples with the weights that it trains; set trainer.rope_scaling alone",
+}
+"""Why a server takes no such field, though a trainer does."""
+
+
+def server_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that dotted overrides of the trainer's configuration ask of a server.
+
+    Raises `ConfigError` for fields that there are not, values of other types, and fields that no server can honour.
+    """
+    config = SkyRLTrainConfig.from_cli_overrides(dict(given))
+    problems = [problem for path in given for problem in _problems(config, path)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    followed = torch_options(config)
+    names = {name for path in given for name in _following(path)} | set(config.trainer.fsdp2)
+    return {name: value for name, value in followed.items() if name in names}
+
+
+def _following(path: str) -> tuple[str, ...]:
+    known = (where for where in FOLLOWING if path == where or path.startswith(f"{where}."))
+    return FOLLOWING.get(next(known, ""), ())
+
+
+def _problems(config: SkyRLTrainConfig, path: str) -> Iterator[str]:
+    """Why a server does not honour the field that it is given, if it does not."""
+    support = find(TORCH_SUPPORT, path)[1]
+    value, default = _at(config, path), _at(SkyRLTrainConfig(), path)
+    if path == "trainer.strategy" and value == "megatron":
+        yield f"{path}={value} is not served yet: it would need {NEEDS_OF_MEGATRON}; leave it out"
+    elif path == "trainer.strategy" and value not in NAMES:
+        yield f"{path}={value}, and this server computes with torch; leave it out, or start it with --backend {value}"
+    elif support.status is Status.REFUSED and value != default:
+        yield f"{path}={value}: {support.by}"
+    elif support.status is Status.CONSUMED and not _following(path) and not path.startswith(("trainer.strategy", OWN)):
+        where = max((where for where in OF_TRAINERS if f"{path}.".startswith(f"{where}.") or not where), key=len)
+        yield f"{path}={value} has no meaning for a server: {OF_TRAINERS[where]}"
+
+
+def _at(config: SkyRLTrainConfig, path: str) -> Any:
+    """Value of a field; that of the mapping which it is an entry of, or None of a section that is not there."""
+    value: Any = config
+    for name in path.split("."):
+        if value is None or isinstance(value, Mapping):
+            break
+        value = getattr(value, name)
+    return value
