@@ -76,11 +76,13 @@ class Paged:
         reach = int(positions.max()) + 1 if reach is None else reach
         blocks = min(-(-reach // size), table.shape[1])
         cells = (table[:, :blocks, None] * size + torch.arange(size, device=table.device)).reshape(len(table), -1)
+        self._pages = cells
+        """int64 `[rows, reach]`: where each position is or will be."""
         context = torch.arange(cells.shape[1], device=table.device)
         # The rest of a page may hold NaN of its last owner, which masks do not keep from a row.
         self.cells = torch.where(context <= positions.amax(1, keepdim=True), cells, cells[:, :1])
         """int64 `[rows, context]`: where each position of a row's sequence is, and the first one's for later ones."""
-        self.written = torch.gather(self.cells, 1, positions).reshape(-1)
+        self.written = torch.gather(cells, 1, positions).reshape(-1)
         self.positions = positions
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +118,7 @@ class Burst(Paged):
 
     def to(self, positions: Tensor) -> None:
         """Go on to these positions, int64 `[rows, 1]`."""
-        self.positions, self.written = positions, torch.gather(self.cells, 1, positions).reshape(-1)
+        self.positions, self.written = positions, torch.gather(self._pages, 1, positions).reshape(-1)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self._held:
