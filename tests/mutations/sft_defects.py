@@ -108,7 +108,7 @@ SFT_DEFECTS = [
     Defect(
         "SFT.9",
         "arguments of calls that are JSON text stay text",
-        [Edit(DATA + "chats.py", "        arguments = _parsed(arguments, place)\n", "        pass\n")],
+        [Edit(DATA + "chats.py", "        arguments = parsed(arguments, place)\n", "        pass\n")],
         [
             CHATS + "test_forms_of_an_answer_are_trained_on_as_what_they_mean",
             CHATS + "test_arguments_are_trained_on_as_an_object",

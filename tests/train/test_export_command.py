@@ -139,7 +139,7 @@ def test_what_is_no_checkpoint_is_refused_with_what_to_name(run_of, tmp_path, ca
     weights = tmp_path / "damaged" / "global_step_2" / "policy" / "training_state.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     cases = {
-        (str(tmp_path / "nowhere"),): "holds no checkpoint (no latest_ckpt_global_step.txt): name the ckpt_path",
+        (str(tmp_path / "nowhere"),): "there is no such folder; name the ckpt_path of a run",
         (str(tmp_path / "done"),): f"its model is in {tmp_path}/done/model",
         (f"{tmp_path}/damaged/global_step_2",): "policy is missing or is not what was saved there",
         (str(run), "--output", str(run / "model")): f"--output {run}/model is there already; name a new folder",

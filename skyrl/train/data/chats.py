@@ -34,7 +34,7 @@ def read_chat(value: Any, column: str) -> list[Message]:
         value: Of the column.
         column: Its name, for messages.
     """
-    value = _parsed(value, column) if isinstance(value, str) and value.lstrip().startswith("[") else value
+    value = parsed(value, column) if isinstance(value, str) and value.lstrip().startswith("[") else value
     if not isinstance(value, list | tuple) or not value:
         raise ConfigError(
             f'{column}={short(value)}: give a list of messages, such as [{{"role": "user", "content": "..."}}]'
@@ -47,7 +47,7 @@ def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
 
     Raises ConfigError for anything else.
     """
-    value = _parsed(value, column) if isinstance(value, str) and value.strip() else value
+    value = parsed(value, column) if isinstance(value, str) and value.strip() else value
     if value is None or value == "" or value == []:
         return None
     if not isinstance(value, list | tuple):
@@ -55,7 +55,7 @@ def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
     tools = []
     for number, tool in enumerate(value):
         at = f"{column}[{number}]"
-        tool = _parsed(tool, at) if isinstance(tool, str) else tool
+        tool = parsed(tool, at) if isinstance(tool, str) else tool
         if not isinstance(tool, Mapping) or not tool:
             raise ConfigError(f"{at}={short(tool)}: give a JSON schema of the tool, as an object or as JSON text")
         tools.append(without_padding(tool, at))
@@ -159,7 +159,7 @@ def _with_reasoning(message: Message, at: str) -> Message:
 
 
 def _calls(value: Any, role: str, at: str) -> list[dict[str, Any]]:
-    value = _parsed(value, at) if isinstance(value, str) else value
+    value = parsed(value, at) if isinstance(value, str) else value
     if not isinstance(value, list):
         raise ConfigError(f"{at}={short(value)}: give a list of calls")
     if role != "assistant":
@@ -177,7 +177,7 @@ def _call(call: Any, at: str) -> dict[str, Any]:
     place = f"{at}.function.arguments" if inner is not call else f"{at}.arguments"
     arguments = inner.get("arguments")
     if isinstance(arguments, str) and arguments.strip():
-        arguments = _parsed(arguments, place)
+        arguments = parsed(arguments, place)
     arguments = {} if arguments is None or arguments == "" else arguments
     if not isinstance(arguments, Mapping):
         raise ConfigError(f"{place}={short(arguments)}: give an object, or JSON text of one")
@@ -185,7 +185,8 @@ def _call(call: Any, at: str) -> dict[str, Any]:
     return {**call, "function": inner} if "function" in call else inner
 
 
-def _parsed(text: str, at: str) -> Any:
+def parsed(text: str, at: str) -> Any:
+    """Return what JSON text says. Raises ConfigError for other text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -118,6 +118,8 @@ def _checkpoint_of(run: Path) -> Path:
     step = CheckpointStore(run, identity={}).marked_step()
     if step is not None:
         return run / f"global_step_{step}"
+    if not run.is_dir():
+        raise ConfigError(f"RUN={run}: there is no such folder; name the ckpt_path of a run")
     left = run / RESULT
     there = f"; its model is in {left}" if left.is_dir() else ""
     raise ConfigError(

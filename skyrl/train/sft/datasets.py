@@ -81,6 +81,10 @@ class Dataset(Generic[E]):
         parts = [f"{self.name}: {len(self.examples)} of {self.rows} rows used, {trained} tokens trained on"]
         if self.truncated:
             parts.append(f"{self.truncated} cut to max_length")
+        if calls := sum(one.untrained_calls for example in self.examples for one in example.sequences):
+            parts.append(
+                f"{calls} messages with tool calls are not trained on (they are with train_on_what=last_assistant_turn)"
+            )
         for reason, rows in self.left_out.items():
             named = ", ".join(map(str, rows[:NAMED])) + (", ..." if len(rows) > NAMED else "")
             parts.append(f"{len(rows)} left out that {reason} (row {named})")

@@ -5,8 +5,9 @@ What a row is, its columns say: `input_ids` with `labels` or `loss_mask` (tokens
 or `text`. To add a kind, add a branch to `RowReader.example`. Pairs of answers are in `skyrl.train.sft.pairs`.
 """
 
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
 from skyrl.train.config.machinery.fields import did_you_mean
-from skyrl.train.data.chats import checked_text, columns_of, read_chat, read_tools, short
+from skyrl.train.data.chats import checked_text, columns_of, parsed, read_chat, read_tools, short
 from skyrl.train.sft.conversations import Conversations, Masked
 
 IGNORED = -100
@@ -22,6 +23,9 @@ IGNORED = -100
 
 SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 """Names of ShareGPT, and their roles."""
+CALLS = "function_call"
+TOOLS = {CALLS: "assistant", "observation": "tool"}
+"""Its names with tools. The value of a call is JSON text of `{"name": ..., "arguments": {...}}`, or of a list."""
 
 NO_ANSWER = "do not end with an assistant's message"
 NOTHING_TRAINED = "have nothing that is trained on"
@@ -39,6 +43,8 @@ class Example:
     """bool `[tokens]`: whether each token is trained on. The first never is: nothing comes before it."""
     truncated: bool = False
     """True if tokens at the end were cut off."""
+    untrained_calls: int = 0
+    """Messages with tool calls since the last question that are not trained on."""
 
     @property
     def sequences(self) -> "tuple[Example, ...]":
@@ -71,7 +77,7 @@ class RowReader:
         elif row.get(self.messages_key) is not None:
             return self._conversation(self._chat(row[self.messages_key], self.messages_key), row)
         elif row.get("conversations") is not None:
-            return self._conversation(_shared(row["conversations"]), row)
+            return self._conversation(self._chat(_shared(row["conversations"]), "conversations"), row)
         elif row.get("prompt") is not None and row.get("completion") is not None:
             return self.answered(row["prompt"], row["completion"], row, "completion")
         elif row.get("instruction") is not None and row.get("output") is not None:
@@ -111,7 +117,11 @@ class RowReader:
         if self.train_on_what != "all_tokens" and messages[-1]["role"] != "assistant":
             return NO_ANSWER
         tools = read_tools(row.get(self.tools_key), self.tools_key)
-        return self._cut(self.conversations.masked(messages, tools, completion))
+        example = self._cut(self.conversations.masked(messages, tools, completion))
+        if isinstance(example, str) or completion is not None or self.train_on_what != "last_assistant_message":
+            return example
+        turn = itertools.takewhile(lambda message: message["role"] != "user", reversed(messages[:-1]))
+        return replace(example, untrained_calls=sum("tool_calls" in message for message in turn))
 
     def _cut(self, masked: Masked) -> Example | str:
         token_ids = np.asarray(masked.token_ids, np.int32)
@@ -147,11 +157,20 @@ def _shared(given: Any) -> list[Message]:
                 f"{at}={short(one)}: give {{'from': ..., 'value': '...'}} with one of "
                 f"{', '.join(SPEAKERS)}; messages with role and content belong in a column messages"
             )
-        role = SPEAKERS.get(str(one["from"]))
+        known = SPEAKERS | TOOLS
+        role = known.get(str(one["from"]))
         if role is None:
-            near = did_you_mean(str(one["from"]), SPEAKERS)
-            raise ConfigError(f"{at}.from={short(one['from'])}: known: {', '.join(SPEAKERS)}{near}")
-        messages.append({"role": role, "content": _text(one.get("value"), f"{at}.value")})
+            raise ConfigError(
+                f"{at}.from={short(one['from'])}: known: {', '.join(known)}{did_you_mean(str(one['from']), known)}"
+            )
+        said = _text(one.get("value"), f"{at}.value")
+        if one["from"] == CALLS:
+            calls = parsed(said, f"{at}.value")
+            messages.append(
+                {"role": role, "content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
+            )
+        else:
+            messages.append({"role": role, "content": said})
     return messages
 
 

@@ -38,6 +38,34 @@ def test_an_alpaca_row_without_input_is_the_instruction_alone():
     assert plain(example(row)) == golden("chatml", QUESTION.format("Speak.", "Hi."))
 
 
+CALL = {"name": "weather", "arguments": {"city": "Paris"}}
+CALLED = [
+    user("Rain?"),
+    {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]},
+    {"role": "tool", "content": '{"rain": true}'},
+    assistant("It rains."),
+]
+
+
+@pytest.mark.parametrize("calls", [CALL, [CALL]], ids=["one", "list"])
+def test_calls_and_observations_of_sharegpt_are_those_of_messages(calls):
+    shared = [
+        {"from": "human", "value": "Rain?"},
+        {"from": "function_call", "value": json.dumps(calls)},
+        {"from": "observation", "value": '{"rain": true}'},
+        {"from": "gpt", "value": "It rains."},
+    ]
+    what = {"what": "last_assistant_turn"}
+    assert plain(example({"conversations": shared}, **what)) == plain(example({"messages": CALLED}, **what))
+
+
+def test_the_summary_says_how_many_calls_are_not_trained_on():
+    rows = [{"messages": CALLED}, {"messages": [*CALLED, *TALK]}, {"messages": TALK}]
+    summary = read_dataset("rows", rows, reader()).summary()
+    assert "1 messages with tool calls are not trained on (they are with train_on_what=last_assistant_turn)" in summary
+    assert "tool calls" not in read_dataset("rows", rows, reader(what="last_assistant_turn")).summary()
+
+
 def test_the_names_of_sharegpt_are_roles():
     row = {
         "conversations": [{"from": "human", "value": "Go."}, {"from": "gpt", "value": "One."}],
@@ -196,6 +224,10 @@ def test_a_row_that_is_refused_is_named():
         ({"prompt": [user("Go.")], "completion": "One."}, "prompt=.*may both be lists of messages"),
         ({"conversations": [{"from": "bot", "value": "Go."}]}, r"conversations\[0\].from='bot': known: system, human"),
         ({"conversations": [user("Go.")]}, "a column messages"),
+        (
+            {"conversations": [{"from": "function_call", "value": "f(1)"}]},
+            r"conversations\[0\].value='f\(1\)': .* not JSON",
+        ),
         ({"messages": []}, r"messages=\[\]: give a list of messages"),
         ({"messages": [system("A"), *TALK], "system": "B"}, "the messages begin with a system message"),
         ({"messages": TALK, "tools": "{"}, "tools='{': this text is not JSON"),
