@@ -215,7 +215,13 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             config.tensor_parallel_size,
         )
         return WorkerOptions(
-            self._computed, load, config.loss_chunk_size, config.device, shards, config.start_timeout_s
+            self._computed,
+            load,
+            config.loss_chunk_size,
+            config.device,
+            shards,
+            config.start_timeout_s,
+            config.compile_scores,
         )
 
     @property
