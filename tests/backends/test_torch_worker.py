@@ -8,10 +8,11 @@ import pytest
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
+from torch._dynamo.utils import counters
 from torch_models import CONFIGS, UNSAMPLED, VOCAB, make_model
 
 import oracle
-from skyrl.algorithms.objective import ForwardOnly
+from skyrl.algorithms.objective import ForwardOnly, policy_objective
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.packing import TileShape, make_tiles
 from skyrl.backends.torch.base_model.loading import LoadOptions
@@ -22,6 +23,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Model has `tie
 
 RANK, SEED = 4, 3
 KIND = Kind(LoraConfig(rank=RANK, alpha=8, seed=SEED))
+ALGORITHM = {
+    "policy_loss_type": "regular",
+    "eps_clip_low": 0.2,
+    "eps_clip_high": 0.2,
+    "use_kl_loss": False,
+    "kl_loss_coef": 0.0,
+    "kl_estimator_type": "k3",
+    "entropy_loss_coef": 0.05,
+}
 SMALL = TileShape(32)
 LENGTHS = (5, 9, 20, 31, 1)
 
@@ -107,6 +117,38 @@ def test_losses_and_gradients_of_packed_sequences_are_those_of_peft(folder, work
             own = name.removeprefix("base_model.model.").removesuffix(".default.weight")
             scale = parameter.grad.abs().max().item()
             np.testing.assert_allclose(gradients[own], parameter.grad.T, rtol=1e-4, atol=1e-4 * scale, err_msg=own)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.timeout(900)
+def test_what_torch_compiles_scores_tokens_as_what_it_does_not(tmp_path):
+    folder = make_model(tmp_path, "llama")
+    rng = np.random.default_rng(0)
+    data = [
+        Datum(
+            rng.integers(0, VOCAB, n).astype(np.int32),
+            {
+                "target_tokens": rng.integers(0, VOCAB, n),
+                "weights": rng.random(n).astype(np.float32),
+                "advantages": np.ones(n, np.float32),
+                "temperature": np.full(n, 0.7, np.float32),
+            },
+        )
+        for n in LENGTHS
+    ]
+    objective = policy_objective({**ALGORITHM, "use_entropy_loss": True}, on_policy=True)
+    answers = []
+    for compiled in (False, True):
+        worker = Worker(WorkerOptions(folder, LoadOptions(), 7, compile_scores=compiled))
+        trained(worker, KIND)
+        before = counters["stats"]["unique_graphs"]
+        for tile in make_tiles(data, objective, {}, TileShape(256)):
+            (output,) = worker.execute([("tile", KIND, 1, 9, tile.arrays, objective)])
+        assert (counters["stats"]["unique_graphs"] > before) == compiled
+        gradients = worker.get(9, worker.model.layout(KIND).size, "partial")
+        answers.append([output.losses, *output.scores.values(), gradients])
+    for plain, fast in zip(*answers, strict=True):
+        np.testing.assert_allclose(fast, plain, rtol=1e-4, atol=1e-5)
 
 
 def test_packed_sequences_are_computed_as_alone(worker, data):

@@ -156,6 +156,7 @@ SERVED = {
     f"{FSDP}cpu_offload": (True, {"cpu_offload": True}),
     f"{FSDP}mixed_precision.param_dtype": ("bf16", {"dtype": "bfloat16"}),
     "trainer.policy.sequence_parallel_size": (2, {"sequence_parallel_size": 2}),
+    "trainer.policy.use_torch_compile": (True, {"compile_scores": True}),
     "trainer.gradient_checkpointing": (True, {"gradient_checkpointing": True}),
     "trainer.bf16": (False, {"dtype": "float32"}),
     "trainer.use_sample_packing": (False, {"train_micro_batch_size": 1, "forward_micro_batch_size": 1}),
@@ -194,7 +195,7 @@ def test_fields_together_ask_a_server_for_what_they_ask_a_trainer_for():
 
 
 @pytest.mark.parametrize(
-    "field", ["trainer.strategy=fsdp", "trainer.flash_attn=True", "trainer.policy.use_torch_compile=False"]
+    "field", ["trainer.strategy=fsdp", "trainer.flash_attn=True", "trainer.policy.record_memory=False"]
 )
 def test_a_server_takes_what_it_has_nothing_to_do_for(field):
     path, _, value = field.partition("=")
@@ -320,7 +321,6 @@ def test_sequences_that_are_not_packed_are_computed_one_by_one():
     ("given", "why"),
     [
         ("trainer.gradient_checkpointing_use_reentrant=true", "non-reentrant"),
-        ("trainer.policy.use_torch_compile=true", "nothing is compiled"),
         ("trainer.policy.record_memory=true", "no snapshots of memory"),
         ("trainer.policy.fsdp_config.mixed_precision.param_dtype=fp16", "base weights are in bf16 or fp32"),
         ("trainer.policy.fsdp_config.mixed_precision.reduce_dtype=bf16", "what is trained is float32"),

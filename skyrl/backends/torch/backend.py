@@ -234,7 +234,14 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             config.max_lora_rank,
         )
         return WorkerOptions(
-            self._computed, load, config.loss_chunk_size, config.device, shards, memory, config.start_timeout_s
+            self._computed,
+            load,
+            config.loss_chunk_size,
+            config.device,
+            shards,
+            memory,
+            config.start_timeout_s,
+            config.compile_scores,
         )
 
     def _shapes(self) -> tuple[TileShape, TileShape]:

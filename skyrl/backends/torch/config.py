@@ -110,6 +110,10 @@ class TorchBackendConfig(BaseModel):
     """Tokens whose logits are in memory at once. A longer micro-batch computes them again in its backward pass. 0: all
     tokens of a micro-batch."""
 
+    compile_scores: bool = False
+    """Let torch.compile make one kernel of what follows logits: log-probabilities and entropies. Takes a minute once,
+    and a C++ compiler."""
+
     sample_max_num_sequences: int = Field(default=32, ge=1)
     """Sequences decoded at once."""
 

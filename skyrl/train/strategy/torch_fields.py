@@ -58,7 +58,7 @@ ON_TORCH = {
     "trainer.gradient_checkpointing_use_reentrant": refused(
         "what is sharded by FSDP2 and adapted by hooks is computed again in the non-reentrant way; leave it at False"
     ),
-    "trainer.policy.use_torch_compile": refused("nothing is compiled; leave it at False"),
+    "trainer.policy.use_torch_compile": OPTIONS,
     "trainer.policy.record_memory": refused("no snapshots of memory are written; leave it at False"),
     **{f"trainer.{model}.fsdp_config": ONE_BASE for model in ("critic", "ref")},
     "trainer.policy.fsdp_config": BY_LAYER,

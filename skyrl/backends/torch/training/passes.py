@@ -19,7 +19,7 @@ from skyrl.backends.common.packing import TileArrays
 from skyrl.backends.common.pass_output import PassOutput
 from skyrl.backends.torch.base_model.attention import Packed
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
-from skyrl.backends.torch.training.scores import token_scores
+from skyrl.backends.torch.training.scores import Scoring, token_scores
 
 PG_LOSS, ENTROPY_LOSS = "pg_loss:sum", "entropy_loss:sum"
 """Metrics of a policy's objective: its policy term, and the entropies times their tokens' weights."""
@@ -31,7 +31,7 @@ def run_tile(
     tile: TileArrays,
     objective: Objective | None,
     forward_only: bool,
-    chunk: int,
+    scoring: Scoring,
     idle: bool = False,
 ) -> tuple[PassOutput | Exception, dict[str, Tensor]]:
     """Outputs of a tile, and the gradients of this rank's weights by their names; none if it goes forward only.
@@ -44,7 +44,7 @@ def run_tile(
         tile: Sequences, one after the other from the first cell on.
         objective: None is a loss of the protocol, which the tile names.
         forward_only: Whether there are no gradients.
-        chunk: As in `token_scores`.
+        scoring: As in `token_scores`.
         idle: Whether this rank only takes part, with gradients of zero.
     """
     leaves: dict[str, Tensor] = {}
@@ -68,7 +68,7 @@ def run_tile(
         hidden = _hidden(model, tile, share)
         total = _zero(model, hidden) if model.meets_others else hidden.new_zeros(())
         try:
-            scores = _scores_of_all(model, hidden, head, tile, share, outputs, chunk)
+            scores = _scores_of_all(model, hidden, head, tile, share, outputs, scoring)
             losses, of_sequences = _losses(model, scores, tile, objective)
             metrics.update(of_sequences)
         except Exception as error:
@@ -121,15 +121,15 @@ def _scores_of_all(
     tile: TileArrays,
     share: TileArrays,
     outputs: Sequence[Output],
-    chunk: int,
+    scoring: Scoring,
 ) -> dict[Output, Tensor]:
     """Scores of all cells in use, of which each rank computes those of its share."""
     if model.ranks.size == 1:
-        return _scores(model, hidden, value_head, share, outputs, chunk)
+        return _scores(model, hidden, value_head, share, outputs, scoring)
     widths = [share.targets.shape[1] if name == "logprobs" else 1 for name in outputs]
     failure = None
     try:
-        scores = _scores(model, hidden, value_head, share, outputs, chunk)
+        scores = _scores(model, hidden, value_head, share, outputs, scoring)
         columns = torch.cat([scores[name].view(len(hidden), -1) for name in outputs], 1)
     except Exception as error:  # the others are waiting; what they make of it fails with this
         failure = error
@@ -147,7 +147,7 @@ def _scores(
     value_head: Tensor | None,
     tile: TileArrays,
     outputs: Sequence[Output],
-    chunk: int,
+    scoring: Scoring,
 ) -> dict[Output, Tensor]:
     """Inputs of the loss of the cells in use."""
     used, trained = int(tile.read), int(tile.trained)
@@ -163,7 +163,7 @@ def _scores(
             with torch.set_grad_enabled(with_gradient and torch.is_grad_enabled()):
                 some = None if temperature is None else temperature[cells]
                 parts.append(
-                    token_scores(model.logits, hidden[cells], targets[cells], some, "entropy" in outputs, chunk)
+                    token_scores(model.logits, hidden[cells], targets[cells], some, "entropy" in outputs, scoring)
                 )
         back = torch.argsort(order)
         scores["logprobs"] = torch.cat([part.logprobs for part in parts])[back]

@@ -7,6 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from skyrl.errors import RequestError
+
+OfLogits = Callable[[Tensor, Tensor, Tensor | None, bool], tuple[Tensor, ...]]
+
 
 class Scores(NamedTuple):
     """Scores of tokens, float32, in nats."""
@@ -17,13 +21,51 @@ class Scores(NamedTuple):
     """Of the distribution over what follows each token, `[tokens]`. None where nobody asked."""
 
 
+def scores_of_logits(logits: Tensor, targets: Tensor, temperature: Tensor | None, entropy: bool) -> tuple[Tensor, ...]:
+    """Log-probabilities of targets, and entropies if they are asked for, of logits `[tokens, vocabulary]`."""
+    logits = logits.float()
+    if temperature is not None:
+        logits = logits / temperature[:, None]
+    normaliser = torch.logsumexp(logits, -1, keepdim=True)
+    logprobs = logits.gather(-1, targets) - normaliser
+    if not entropy:
+        return (logprobs,)
+    # A token that cannot come, at minus infinity, adds nothing.
+    weighted = torch.softmax(logits, -1) * logits.clamp_min(torch.finfo(logits.dtype).min)
+    return logprobs, normaliser[:, 0] - weighted.sum(-1)
+
+
+def compiled_scores(device: torch.device) -> OfLogits:
+    """`scores_of_logits` as torch compiles it, for any number of tokens.
+
+    Raises `RequestError` where torch cannot compile.
+    """
+    compiled = torch.compile(scores_of_logits, dynamic=True, fullgraph=True)
+    try:
+        compiled(torch.zeros(3, 5, device=device), torch.zeros(3, 1, dtype=torch.int64, device=device), None, False)
+    except Exception as error:
+        why = str(error).strip().splitlines()[0]
+        raise RequestError(
+            f"compile_scores=True: torch cannot compile on {device} ({why}); install a C++ compiler, or leave it out"
+        ) from error
+    return compiled
+
+
+class Scoring(NamedTuple):
+    """How tokens are scored."""
+
+    chunk: int = 0
+    """Tokens whose logits are in memory at once, computed again in the backward pass if there are more. 0: all."""
+    of_logits: OfLogits = scores_of_logits
+
+
 def token_scores(
     project: Callable[[Tensor], Tensor],
     hidden: Tensor,
     targets: Tensor,
     temperature: Tensor | None,
     entropy: bool,
-    chunk: int,
+    scoring: Scoring,
 ) -> Scores:
     """Scores of hidden states `[tokens, hidden]`, differentiable in all that `project` uses.
 
@@ -33,22 +75,13 @@ def token_scores(
         targets: int64 `[tokens, K]`.
         temperature: float32 `[tokens]` that logits are divided by; None is 1.
         entropy: Whether entropies are asked for.
-        chunk: Tokens whose logits are in memory at once, computed again in the backward pass if there are more. 0: all.
+        scoring: Of how many of them at once, and by what.
     """
 
     def of_chunk(hidden: Tensor, targets: Tensor, temperature: Tensor | None) -> tuple[Tensor, ...]:
-        logits = project(hidden).float()
-        if temperature is not None:
-            logits = logits / temperature[:, None]
-        normaliser = torch.logsumexp(logits, -1, keepdim=True)
-        logprobs = logits.gather(-1, targets) - normaliser
-        if not entropy:
-            return (logprobs,)
-        # A token that cannot come, at minus infinity, adds nothing.
-        weighted = torch.softmax(logits, -1) * logits.clamp_min(torch.finfo(logits.dtype).min)
-        return logprobs, normaliser[:, 0] - weighted.sum(-1)
+        return scoring.of_logits(project(hidden), targets, temperature, entropy)
 
-    size = chunk or max(1, len(hidden))
+    size = scoring.chunk or max(1, len(hidden))
     if len(hidden) <= size:
         parts = [of_chunk(hidden, targets, temperature)]
     else:

@@ -32,6 +32,7 @@ from skyrl.backends.torch.base_model.memory import DEFAULTS, Decided, MemoryOpti
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.sampling.sampling_worker import SamplingWorker
 from skyrl.backends.torch.training.passes import adamw, dimuon, run_tile
+from skyrl.backends.torch.training.scores import Scoring, compiled_scores, scores_of_logits
 from skyrl.errors import BackendLost, RequestError
 from skyrl.types import LoraConfig
 
@@ -57,6 +58,7 @@ class WorkerOptions:
     """What is to have room beside the base weights."""
     start_timeout_s: float = 600.0
     """Seconds that workers in other processes have to start and load."""
+    compile_scores: bool = False
 
 
 class ModelFacts(NamedTuple):
@@ -119,7 +121,8 @@ class Worker:
         load = replace(load, gradient_checkpointing=self._decided.gradient_checkpointing)
         shards = replace(shards, fsdp_size=self._decided.fsdp_size)
         self.model = LoadedModel(options.folder, self.device, load, shards, world)
-        self._chunk = options.loss_chunk_size
+        of_logits = compiled_scores(self.device) if options.compile_scores else scores_of_logits
+        self._scoring = Scoring(options.loss_chunk_size, of_logits)
         self._buffers: dict[int, Tensor] = {}
         self.sampling = SamplingWorker(self.model)
 
@@ -239,7 +242,7 @@ class Worker:
             idle: Whether this rank has no tile, and only takes part in this one of another.
         """
         used = None if weights is None else self._weights((kind, weights))
-        output, gradients = run_tile(self.model, used, tile, objective, sums is None, self._chunk, idle)
+        output, gradients = run_tile(self.model, used, tile, objective, sums is None, self._scoring, idle)
         is_common = self.model.base.is_sharded and kind.is_whole
         if is_common and VALUE_HEAD in gradients:  # FSDP has added up the others
             dist.all_reduce(gradients[VALUE_HEAD])
