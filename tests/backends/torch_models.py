@@ -36,9 +36,12 @@ biases of qkv, rotations and windows by layer."""
 UNSAMPLED = {
     "bloom": lambda: transformers.BloomConfig(**UNROTATED, hidden_size=32, n_layer=2, n_head=4),
     "falcon_h1": lambda: transformers.FalconH1Config(**GROUPED, **STATES, head_dim=8),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **GROUPED, head_dim=8, sliding_window=6, num_local_experts=2, num_experts_per_tok=1
+    ),
     "mamba": lambda: transformers.MambaConfig(**UNROTATED, hidden_size=32, num_hidden_layers=2),
 }
-"""By model type: attention of its own, with biases for distances; a state beside attention; no attention."""
+"""By model type: attention of its own, with biases for distances; a state beside attention; sinks; no attention."""
 REFUSED = {"gpt2": lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=None)}
 """By model type: no linear maps."""
 
