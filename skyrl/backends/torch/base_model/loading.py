@@ -190,7 +190,7 @@ class WeightFiles:
                 f"base_model: {name} has shape {tuple(values.shape)} in its files and {tuple(like.shape)} by its "
                 "config.json; use files that belong together"
             )
-        return torch.empty(values.shape, dtype=like.dtype, device=self._device).copy_(values)  # not the file's memory
+        return values.to(self._device, like.dtype)  # the file's memory, where nothing has to be changed
 
 
 class _Unfilled(TorchFunctionMode):
