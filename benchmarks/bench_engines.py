@@ -94,7 +94,7 @@ def opened(model: Path, folder: Path, **engines: Any) -> Iterator[TorchBackend]:
 
 def sync(backend: TorchBackend, folder: Path, rank: int, repeats: int) -> dict[str, Any]:
     """Seconds from publishing to the first token."""
-    times, model = [], f"rank {rank} {time.monotonic()}"
+    times, model, new = [], f"rank {rank} {time.monotonic()}", list[Path]()
     run(backend, CreateModel(request_id="create", model_id=model, lora_config=LoraConfig(rank=rank, seed=rank)))
     for number in range(repeats + 1):
         version = f"{model}/{number}"

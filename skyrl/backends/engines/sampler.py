@@ -141,9 +141,10 @@ class EngineSampler(Generic[Version]):
 
     def options_of(self, url: str) -> EngineOptions:
         """Options for an engine; those that were started from here have a key of their own."""
-        if self._launcher is None or url not in self._launcher.urls:
+        launcher = self._launcher
+        if launcher is None or url not in launcher.urls:
             return self._options
-        return self._options.model_copy(update={"api_key": self._launcher.key})
+        return self._options.model_copy(update={"api_key": launcher.key})
 
     # -- SamplerLoop --------------------------------------------------------------------------------------------------
 
