@@ -32,6 +32,7 @@ from skyrl.tinker.database.database import Database, migration_config
 from skyrl.tinker.database.fence import SERVER_LOCK, Superseded
 from skyrl.tinker.database.tables import SessionRow
 from skyrl.tinker.local_server import reserve_port
+from skyrl.utils.locks.lease import InUse
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.processes import running
 from tests.tinker.test_db import written_together
@@ -420,8 +421,15 @@ def test_a_server_that_does_nothing_finds_out_that_another_has_its_database(url,
     monkeypatch.setattr(fence, "WATCH_S", 0.2)
     first, told = Database(url), threading.Event()
     first.fence.on_superseded = lambda _: told.set()
-    end_the_locks_connection(url)
-    second = Database(url)
+
+    def opened() -> Database | None:
+        end_the_locks_connection(url)
+        try:
+            return Database(url)
+        except InUse:  # the first one has taken the lock again
+            return None
+
+    second = until(opened, "the second server has the lock")
     until(told.is_set, "the first server has found out")
     first.close()
     second.close()
