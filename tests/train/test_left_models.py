@@ -1,7 +1,6 @@
 """The model that a finished run leaves, as transformers and PEFT read it."""
 
 import json
-import logging
 import re
 from pathlib import Path
 
@@ -20,16 +19,6 @@ TOKENS = [5, 6, 7, 8, 9, 10]
 HASHED = "environment.env_class=rewarding:Hashed"
 SHORT = ["num_steps=2", "batch_size=2", "optimizer_config.lr=1e-2"]
 STRATEGIES = ["fsdp2", "jax"]
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before():
-    """A command sets up the logging of its process."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """`skyrl train`, as people call it: what it prints, where it stops, and what it leaves."""
 
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -15,16 +14,6 @@ from skyrl.train.strategy.registry import SERVED
 from skyrl.train.strategy.support import Status, find
 
 SFT = ["optimizer_config.lr=1e-2", "model.lora.rank=4", "num_epochs=2", "batch_size=2", "ckpt_interval=1"]
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before():
-    """A command sets up the logging of its process."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The commands and programs of the guides run as they stand: transformers, PEFT and servers agree on the result."""
 
-import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,16 +22,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 TOKENS = [5, 6, 7, 8, 9, 10]
 TORCH = {"backend": "skyrl_train"}
 """A server that has nothing to compile."""
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before():
-    """A command sets up the logging of its process."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def section(page: str, title: str = "Use the result") -> str:

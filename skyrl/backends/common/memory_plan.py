@@ -37,7 +37,7 @@ class Plan(NamedTuple):
     model: int
     """Of a model of the largest rank."""
     device: Device = "host"
-    """Whose memory it is. Models share the host's with copies that are kept there."""
+    """Kind of memory. Models share the host's with copies that are kept there."""
 
     @property
     def usable(self) -> int:

@@ -45,7 +45,7 @@ def can_go_on(draw: Draw) -> bool:
 
 
 def rest(draw: Draw, delivered: Drawn, keeps_seed: bool) -> Draw:
-    """What is left of a sample. `keeps_seed`: all its engines draw by seed and place."""
+    """Rest of a sample. `keeps_seed`: all its engines draw by seed and place."""
     count = len(delivered.tokens)
     options = dataclasses.replace(draw.options, min_tokens=max(0, draw.options.min_tokens - count))
     return dataclasses.replace(

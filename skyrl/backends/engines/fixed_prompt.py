@@ -26,7 +26,7 @@ class FixedPrompt:
         self._prompt = np.random.default_rng(0).integers(info.vocab_size, size=PROMPT).astype(np.int32)
 
     def draw(self, adapter: str | None = None, top_k: int = 0) -> Draw:
-        """What an engine is asked for."""
+        """Request to an engine."""
         return Draw(
             prompt=self._prompt,
             adapter=adapter,

@@ -326,7 +326,7 @@ class Fleet:
         self._pump()
 
     def _rest(self, engine: Engine, ticket: Ticket) -> Draw:
-        """What an engine is asked for of a sample."""
+        """Request to an engine for a sample."""
         ticket.pieces.clear()
         by_place = BY_PLACE in self.engines[engine.name].features
         if ticket.delivered is None:

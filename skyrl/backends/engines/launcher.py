@@ -131,7 +131,7 @@ class Launcher:
 
     @property
     def troubles(self) -> list[str]:
-        """What is wrong with engines that end soon after they are started."""
+        """Messages about engines that end soon after they are started."""
         return [
             f"{engine.url} has ended {engine.failures} times; the end of {engine.log}: "
             f"{engine.log.read_text(errors='replace')[-TAIL:]}"

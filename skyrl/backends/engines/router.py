@@ -38,7 +38,7 @@ class Ticket:
     request: Sample
     """Of one sample; its id is the ticket's own."""
     draw: Draw
-    """What an engine is asked for."""
+    """Request to an engine."""
     needs: frozenset[str] = frozenset()
     """What an engine must be able to do."""
     attempts: int = 0
@@ -46,9 +46,9 @@ class Ticket:
     avoid: set[str] = field(default_factory=set)
     """Engines that could not do it, which are asked again only if no other is there."""
     delivered: Drawn | None = None
-    """What engines that were lost have drawn of it."""
+    """Tokens of it that lost engines have drawn."""
     pieces: list[Drawn] = field(default_factory=list)
-    """What the engine that draws it has sent of the rest."""
+    """Tokens of the rest that the engine has sent."""
     by_place: bool = True
     """True if all that was delivered is of engines that draw by seed and place."""
     passed_by: int = 0

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Checkpointing = bool | Literal["auto"]
-"""Whether layers are computed again in the backward pass; "auto": where memory asks for it."""
+"""Activation checkpointing of layers; "auto": where memory asks for it."""
 
 
 @dataclass(frozen=True)

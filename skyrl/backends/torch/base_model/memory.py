@@ -44,7 +44,7 @@ WAYS_OUT = (
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """What is to have room on a device beside the base weights."""
+    """Sizes of what a device holds beside the base weights."""
 
     limit: int = 0
     """Bytes to plan with; 0: what the device has."""
@@ -63,7 +63,7 @@ DEFAULTS = MemoryOptions()
 
 
 class Place(NamedTuple):
-    """Where a rank computes."""
+    """Device of a rank."""
 
     device: torch.device
     total: int

@@ -163,7 +163,7 @@ class SamplingWorker:
         return drawn
 
     def _view(self, view: Paged | None, table: Tensor, positions: Tensor, reach: int) -> Paged:
-        """What the rows see at these positions, after `view` at the positions before."""
+        """View of the rows at these positions, after `view` at the positions before."""
         if isinstance(view, Burst):
             view.to(positions)
             return view
