@@ -23,6 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from skyrl.tinker.identity.ids import KEY_PREFIX, is_key_name, tenant_of_key
 from skyrl.utils.arguments import ArgumentParser
+from skyrl.utils.expected import expected
 from skyrl.utils.fairness import HEAVIEST, LIGHTEST
 from skyrl.utils.files.paths import data_folder
 from skyrl.utils.log import LogFormat
@@ -511,7 +512,7 @@ def describe(error: ValidationError, origins: Mapping[str, str] | None = None, k
         else:
             # A check of several options names them itself.
             value = "" if not path else f"{name}: " if path in SECRET else f"{name}={problem['input']}: "
-            problems.append(value + problem["msg"].removeprefix("Value error, "))
+            problems.append(value + expected([problem]))
     return "; ".join(problems)
 
 

@@ -8,13 +8,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
+from skyrl.train.config.machinery.base import field_paths
 from skyrl.train.config.machinery.help import render_values
+from skyrl.train.config.machinery.other_names import fields_meant
 from skyrl.train.interruption import Interrupted
 from skyrl.train.rollouts.attempts import RolloutError
 from skyrl.train.strategy.registry import check_strategy, find_strategy
@@ -32,6 +34,27 @@ PROCESS = "train"
 
 REPORTED = (ConfigError, RequestError, RolloutError, StorageError)
 """Errors that end a run with their message alone; everything else keeps its traceback."""
+
+
+class FieldParser(ArgumentParser):
+    """Parser that takes `key.path=value`, and says so where a field is given as an option (`--resume PATH`).
+
+    Args:
+        fields_of: Configuration whose fields can be set.
+    """
+
+    def __init__(self, fields_of: type[SkyRLTrainConfig | SFTConfig], **kwargs: Any):
+        super().__init__(**kwargs)
+        self._fields = list(field_paths(fields_of))
+
+    def suggestion(self, unknown: Sequence[str]) -> str:
+        """Field that the first unknown option stands for, or the options that are most like the unknown ones."""
+        for option in unknown:
+            name = option.partition("=")[0].lstrip("-")
+            same = [field for field in self._fields if name.replace("-", "_") in (field, field.rpartition(".")[2])]
+            if meant := next(iter([*same, *fields_meant(name, self._fields)]), None):
+                return f"; fields are set without dashes, as {meant}=VALUE"
+        return super().suggestion(unknown)
 
 
 def rl(argv: Sequence[str]) -> int:
@@ -82,8 +105,8 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
     Returns the exit status. What a user can mend is one message.
     """
     what = (description or "").strip()
-    parser = ArgumentParser(
-        prog=prog, description=f"{what[:1].upper()}{what[1:]}; --fields lists what can be set", allow_abbrev=False
+    parser = FieldParser(
+        cls, prog=prog, description=f"{what[:1].upper()}{what[1:]}; --fields lists what can be set", allow_abbrev=False
     )
     parser.add_argument("--config", metavar="FILE", help="YAML, JSON or TOML file; overrides are laid over it")
     parser.add_argument(

@@ -162,4 +162,24 @@ SFT_DEFECTS = [
         ],
         [MASKS + "test_a_message_of_weight_0_is_not_trained_on"],
     ),
+    Defect(
+        "late-data-check",
+        "changed data are refused only after the model was loaded",
+        [Edit("skyrl/train/sft/run.py", "    check_resumed_data(config, train)\n", "")],
+        [
+            "tests/train/test_train_commands.py::test_other_data_in_the_folder_of_a_run_are_refused_before_weights_are_read"
+        ],
+    ),
+    Defect(
+        "no-other-names",
+        "names of other trainers lead to no field",
+        [
+            Edit(
+                "skyrl/train/config/machinery/base.py",
+                "for path in fields_meant(name, field_paths(cls))]",
+                "for path in ()]",
+            )
+        ],
+        ["tests/train/test_other_names.py::test_a_name_of_trl_leads_to_the_field_that_the_page_pairs_it_with"],
+    ),
 ]

@@ -230,14 +230,14 @@ def test_folders_are_absolute(tmp_path, monkeypatch):
         (["--nope", "1"], "unrecognized arguments: --nope"),
         (["--bakend", "jax"], "unrecognized arguments: --bakend ...; did you mean --backend?"),
         (["--base", "x"], "unrecognized arguments: --base ..."),
-        (["--port", "many"], "--port=many: Input should be a valid integer"),
-        (["--port", "70000"], "--port=70000: Input should be less than or equal to 65535"),
-        (["--log-level", "loud"], "--log-level=loud: Input should be 'debug', 'info', 'warning' or 'error'"),
+        (["--port", "many"], "--port=many: give a whole number"),
+        (["--port", "70000"], "--port=70000: give 65535 or less"),
+        (["--log-level", "loud"], "--log-level=loud: give 'debug', 'info', 'warning' or 'error'"),
         (["--backend-config", "{"], "--backend-config={: not JSON"),
-        (["--tenant-weights", "[1]"], "--tenant-weights: Input should be a valid dictionary"),
-        (["--backend-config", "[1]"], "--backend-config=[1]: Input should be a valid dictionary"),
+        (["--tenant-weights", "[1]"], "--tenant-weights: give a mapping, such as {name: value}"),
+        (["--backend-config", "[1]"], "--backend-config=[1]: give a mapping, such as {name: value}"),
         (["--checkpoints-base", "s3://b"], "--checkpoints-base=s3://b: only local folders are served"),
-        (["--session-timeout-sec", "-2"], "--session-timeout-sec=-2: Input should be greater than or equal to -1"),
+        (["--session-timeout-sec", "-2"], "--session-timeout-sec=-2: give -1 or more"),
         (
             ["--external-inference-url", "http://x"],
             "external_inference_url=http://x without external_inference_lora_base",
@@ -249,7 +249,7 @@ def test_a_bad_option_gives_one_line_that_names_it(capsys, argv, message):
 
 
 def test_a_bad_environment_variable_is_named_as_it_was_set(capsys):
-    assert "TX_PORT=many: Input should be a valid integer" in refusal(capsys, TX_PORT="many")
+    assert "TX_PORT=many: give a whole number" in refusal(capsys, TX_PORT="many")
 
 
 def test_help_explains_every_option(capsys):

@@ -340,7 +340,7 @@ def test_a_backend_can_be_named_by_module_and_attribute():
         ),
         (
             {"backend": "tests.fakes:FakeBackend", "backend_config": {"vocab_size": "many"}},
-            "backend_config: vocab_size=many: Input should be a valid integer",
+            "backend_config: vocab_size=many: give a whole number",
         ),
     ],
 )

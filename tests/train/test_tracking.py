@@ -263,15 +263,23 @@ def test_a_tracker_is_made_called_and_ended_in_one_thread(tmp_path):
 # -- the trackers -----------------------------------------------------------------------------------------------------
 
 
-def test_the_console_shows_a_line_per_group(capsys):
-    console = TRACKERS["console"](RUN)
-    details = {"generate/std_num_tokens": 1.0, "generate/trajectory_time_llm_p90": 2.0, "eval/unknown/score": 1.0}
-    console.log({"policy/loss": 0.123456, "policy/kl": 1e-9, "epoch": 2, "eval/all/score": 1.0, **details}, 7)
-    assert capsys.readouterr().out.splitlines() == [
+METRICS = {"policy/loss": 0.123456, "policy/kl": 1e-9, "epoch": 2.0, "eval/all/score": 1.0}
+DETAILS = {"generate/std_num_tokens": 1.0, "generate/trajectory_time_llm_p90": 2.0, "eval/unknown/score": 1.0}
+
+
+def test_the_console_shows_a_step_of_few_metrics_in_one_line(capsys):
+    TRACKERS["console"](RUN).log(METRICS | DETAILS, 7)
+    assert capsys.readouterr().out == "step 7: epoch 2 | eval all/score 1 | policy kl 1e-09, loss 0.1235\n"
+
+
+def test_the_console_shows_a_step_of_many_metrics_by_groups(capsys):
+    many = {f"policy/metric_{number}": 1.0 for number in range(20)}
+    TRACKERS["console"](RUN).log(METRICS | DETAILS | many, 7)
+    assert capsys.readouterr().out.splitlines()[:4] == [
         "step 7",
         "          epoch 2",
         "  eval    all/score 1",
-        "  policy  kl 1e-09  loss 0.1235",
+        "  policy  kl 1e-09  loss 0.1235  " + "  ".join(f"{name[7:]} 1" for name in sorted(many)),
     ]
 
 

@@ -1,6 +1,7 @@
 """`skyrl train`, as people call it: what it prints, where it stops, and what it leaves."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,8 +53,11 @@ def test_fine_tuning_begins_anew_where_that_is_asked_for(examples, tmp_path, cap
     assert (tmp_path / "ckpts" / "metrics.1.jsonl").is_file()
 
 
-def test_other_data_in_the_folder_of_a_run_are_refused_with_what_to_set(examples, tmp_path, capfd):
+def test_other_data_in_the_folder_of_a_run_are_refused_before_weights_are_read(examples, tmp_path, tiny_model, capfd):
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    examples.append(f"model.path={model}")
     assert main(examples) == 0
+    (model / "model.safetensors").unlink()
     rows = (tmp_path / "rows.jsonl").read_text().splitlines()
     (tmp_path / "rows.jsonl").write_text("\n".join(rows[::-1]))
     assert main(examples) == 1
@@ -95,7 +99,7 @@ def test_a_file_is_the_configuration_and_overrides_win(examples, tmp_path, capfd
     ("arguments", "words"),
     [
         (["rl", "trainer.epochs=x"], ["trainer.epochs=x: give a whole number"]),
-        (["rl", "trainer.epoch=1"], ["epoch", "did you mean epochs?"]),
+        (["rl", "trainer.epoch=1"], ["epoch", "did you mean trainer.epochs?"]),
         (["rl", "trainer.strategy=megatron", "generator.batched=true"], ["strategy=megatron", "not served yet"]),
         (["rl", "--config", "/nowhere.yaml"], ["/nowhere.yaml"]),
         (["sft", "train_datasets=[x.jsonl]", "model.lora.lora_sync_path=/x"], ["lora_sync_path=/x", "leave it out"]),

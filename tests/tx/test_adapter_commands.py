@@ -195,6 +195,19 @@ def test_what_cannot_be_fused_exactly_is_refused(folder, tmp_path, capsys):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Setting `save_embedding_layers`", "ignore:Model (has|with) `tie_word_embeddings=True`"
+)
+@pytest.mark.parametrize("base", ["tied", "untied"])
+def test_an_adapter_on_a_tied_projection_is_described_as_one_that_peft_merges_wrongly(folder, tmp_path, capsys, base):
+    theirs = saved(folder(base), tmp_path / "adapter", target_modules=["lm_head", "o_proj"])
+    right = logits(theirs)
+    wrong = not np.allclose(logits(theirs.merge_and_unload()), right, atol=1e-3)
+    capsys.readouterr()
+    assert main(["adapter", "inspect", str(tmp_path / "adapter")]) == 0
+    assert ("unusual     lm_head: the base model ties" in capsys.readouterr().out) == wrong == (base == "tied")
+
+
 def test_an_adapter_is_described_in_a_folder_and_in_a_tar(folder, tmp_path, capsys):
     saved(folder("untied"), tmp_path / "adapter", use_rslora=True, rank_pattern={"q_proj": 2})
     with tarfile.open(tmp_path / "adapter.tar.gz", "w:gz") as tar:

@@ -133,11 +133,11 @@ class PromptOrder:
         """State that `restore` goes on from."""
         return self._state.copy()
 
-    def restore(self, state: OrderState) -> None:
-        """Go on where the order was that gave `state`.
+    def check(self, state: OrderState) -> None:
+        """Check that `state` is one of this order.
 
         Raises:
-            ConfigError: It was the order of other data, of other batches, or of another seed.
+            ConfigError: It is of other data, of other batches, or of another seed.
         """
         names = {
             "rows": "prompts of data.train_data",
@@ -147,6 +147,10 @@ class PromptOrder:
         }
         saved, mine = ({name: values[field] for field, name in names.items()} for values in (state, self._state))
         check_same_order(saved, mine, "train anew with trainer.resume_mode=none")
+
+    def restore(self, state: OrderState) -> None:
+        """Go on where the order was that gave `state`. Raises as `check`."""
+        self.check(state)
         self._state = state.copy()
 
 

@@ -299,6 +299,8 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: Re
     await check_environments(config, [*prompts.rows, *evaluation])
     store = setup.store
     checkpoint = store.resume(settings.resume_mode, settings.resume_path)
+    if checkpoint is not None:
+        prompts.order.check(checkpoint.state["source"]["order"])  # before models are loaded
     initial = store.initial(settings.init_from, INIT_FROM) if settings.init_from and checkpoint is None else None
     models = stack.enter_context(setup.load())
     policy = models.policy(POLICY, settings.seed)

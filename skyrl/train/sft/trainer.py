@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 RESUME_MODES = {"": "none", "none": "none", "latest": "latest"}
 FIELDS = Fields(ckpt_path="ckpt_path", own_folder="ckpt_path", resume_path="resume_from", anew="resume_from=none")
+ANEW = "train anew with resume_from=none and a ckpt_path of its own"
 ADAPTER = "policy_adapter"
 """The folder of its adapter in an export."""
 SUMMED_UP = ("/loss", "rewards/accuracies")
@@ -97,16 +98,8 @@ class SFTTrainer:
         info = learner.info()
         check_lengths((*train, *evaluation), config, info.max_context_length)
         check_token_ids((*train, *evaluation), config, info.vocab_size)
-        sizes = [len(dataset.examples) for dataset in train]
-        self.order = EpochOrder(sizes, config.batch_size, config.seed, config.train_dataset_weights)
-        self._state: dict[str, Any] = {
-            "batch_size": config.batch_size,
-            "seed": config.seed,
-            "shuffle of train_datasets": SHUFFLE,
-            "rows of train_datasets": self.order.sizes,
-            "rows of train_datasets in an epoch": self.order.counts,
-            "contents of train_datasets": _fingerprint(train),
-        }
+        self.order = order_of(config, train)
+        self._state = order_state(config, train, self.order)
         self.total_steps = config.steps(self.order.steps_per_epoch)
         """Optimizer steps of the whole run."""
         self.steps_per_epoch = self.order.steps_per_epoch
@@ -244,12 +237,40 @@ class SFTTrainer:
         found = self._checkpoints.resume(*resume_mode(wanted))
         if found is None:
             return None
-        check_same_order(found.state, self._state, "train anew with resume_from=none and a ckpt_path of its own")
+        check_same_order(found.state, self._state, ANEW)
         await self._learner.load(found.model_path(MODEL))
         await self._method.restore(found)
         self.global_step = found.step
         self._begun_at = found.step
         return found.step
+
+
+def order_of(config: SFTConfig, train: Sequence[Dataset[Any]]) -> EpochOrder:
+    """Order in which a run takes the rows of its data sets."""
+    sizes = [len(dataset.examples) for dataset in train]
+    return EpochOrder(sizes, config.batch_size, config.seed, config.train_dataset_weights)
+
+
+def order_state(config: SFTConfig, train: Sequence[Dataset[Any]], order: EpochOrder) -> dict[str, Any]:
+    """Values that a checkpoint and the run that resumes from it must share, by names that users know."""
+    return {
+        "batch_size": config.batch_size,
+        "seed": config.seed,
+        "shuffle of train_datasets": SHUFFLE,
+        "rows of train_datasets": order.sizes,
+        "rows of train_datasets in an epoch": order.counts,
+        "contents of train_datasets": _fingerprint(train),
+    }
+
+
+def check_resumed_data(config: SFTConfig, train: Sequence[Dataset[Any]]) -> None:
+    """Check the data against the checkpoint that a run resumes from, before its model is loaded.
+
+    Raises as `SFTTrainer.resume`.
+    """
+    found = checkpoint_store(config).find(*resume_mode(config.resume_from)) if config.ckpt_path else None
+    if found is not None:
+        check_same_order(found.state, order_state(config, train, order_of(config, train)), ANEW)
 
 
 def resume_mode(resume_from: str) -> tuple[str, str]:

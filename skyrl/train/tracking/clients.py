@@ -49,8 +49,15 @@ DETAILS = re.compile(r"(^|/)(std|min)_|_(std|min|p90)$|_time_|per_turn|stop_reas
 """Metrics that the console leaves out."""
 
 
+LINE = 160
+"""Characters of a step that is printed in one line, at most."""
+
+
 class Console:
-    """Prints each step: a line per group of metrics, what stands before their first slash; details are left out."""
+    """Prints each step by groups of metrics (the part of a name before its first slash), without details.
+
+    A step is one line if it fits into `LINE` characters, else a line per group.
+    """
 
     needs = None
 
@@ -66,7 +73,8 @@ class Console:
             groups.setdefault(group if rest else "", []).append(f"{rest or name} {_short(value)}")
         width = max(map(len, groups), default=0)
         lines = [f"  {group:<{width}}  {'  '.join(parts)}" for group, parts in groups.items()]
-        tqdm.write("\n".join([f"step {step}", *lines]))
+        line = f"step {step}: " + " | ".join(f"{group} {', '.join(parts)}".strip() for group, parts in groups.items())
+        tqdm.write(line if len(line) <= LINE else "\n".join([f"step {step}", *lines]))
         sys.stdout.flush()
 
     def finish(self) -> None:

@@ -1,7 +1,9 @@
 """Description of an adapter, line by line."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 from skyrl.utils.adapters.layouts import FUSED, INTERLEAVED, named_weights
 from skyrl.utils.adapters.naming import Names, Pairs, pairs_of
@@ -53,5 +55,16 @@ def _unusual(config: dict, pairs: Pairs, ranks: Counter[int]) -> Iterator[str]:
     fused = {module.rpartition(".")[2] for module in pairs} & {*FUSED, *INTERLEAVED}
     if fused:
         yield f"fused modules: {', '.join(sorted(fused))}"
+    if any(module.endswith("lm_head") for module in pairs) and _is_tied(config.get("base_model_name_or_path")):
+        yield (
+            "lm_head: the base model ties its vocabulary projection to the embedding, so PEFT's merge_and_unload "
+            "would change both; skyrl adapter merge changes the projection alone"
+        )
     if not any(pair.b.any() for pair in pairs.values()):
         yield "lora_B is zero everywhere: this adapter changes nothing"
+
+
+def _is_tied(base_model: object) -> bool:
+    """Return True if a base model that is a local folder shares one matrix between embedding and projection."""
+    file = Path(str(base_model)) / "config.json"
+    return file.is_file() and bool(json.loads(file.read_text()).get("tie_word_embeddings"))

@@ -133,8 +133,8 @@ def test_a_configuration_shares_nothing_with_the_mapping_it_came_from():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.epoch=2", "trainer.epoch: TrainerConfig has no field 'epoch'; did you mean epochs?"),
-        ("trainer.policy.model.lora.rnk=2", "SkyRLLoraConfig has no field 'rnk'; did you mean rank?"),
+        ("trainer.epoch=2", "trainer.epoch: TrainerConfig has no field 'epoch'; did you mean trainer.epochs?"),
+        ("trainer.policy.model.lora.rnk=2", "did you mean trainer.policy.model.lora.rank?"),
         (
             "trainer.lr=1",
             "did you mean trainer.policy.optimizer_config.lr or trainer.critic.optimizer_config.lr?",

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from skyrl.errors import ConfigError
 from skyrl.train.config.machinery.fields import FieldSpec, Section, specs_of
+from skyrl.train.config.machinery.other_names import fields_meant
 from skyrl.train.config.machinery.text import dump_yaml, merged, nested, read_file, unwritten
 from skyrl.utils.spelling import nearest
 
@@ -231,10 +232,22 @@ def _plain(value: Any) -> Any:
 
 
 def _unknown(cls: type[BaseConfig], name: str, where: str) -> str:
-    known = list(specs_of(cls))
-    near = nearest(name, known) or " or ".join(_paths_to(cls, name, where.removesuffix(name)))
+    known, prefix = list(specs_of(cls)), where.removesuffix(name)
+    alike = nearest(name, known)
+    meant = [prefix + path for path in fields_meant(name, field_paths(cls))]
+    meant = meant or ([prefix + alike] if alike else list(_paths_to(cls, name, prefix)))
+    near = " or ".join(meant)
     help = f"did you mean {near}?" if near else f"it has {', '.join(known)}"
     return f"{where}: {cls.__name__} has no field {name!r}; {help}"
+
+
+def field_paths(cls: type[BaseConfig], prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all fields of `cls` and of its sections."""
+    for spec in specs_of(cls).values():
+        if spec.config_class is None:
+            yield prefix + spec.name
+        else:
+            yield from field_paths(spec.config_class, f"{prefix}{spec.name}.")
 
 
 def _paths_to(cls: type[BaseConfig], name: str, prefix: str) -> Iterator[str]:

@@ -1,0 +1,75 @@
+"""Names of settings in other trainers (TRL, verl, transformers), for the messages about unknown fields.
+
+docs/coming-from.md explains them; a key here is the last part of a name there, without regard to case.
+"""
+
+from collections.abc import Iterable, Iterator
+
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "model": ("policy.model.path", "model.path"),
+    "model_name": ("policy.model.path", "model.path"),
+    "model_name_or_path": ("policy.model.path", "model.path"),
+    "base_model": ("policy.model.path", "model.path"),
+    "peft_config": ("policy.model.lora.rank", "model.lora.rank"),
+    "lora_r": ("policy.model.lora.rank", "model.lora.rank"),
+    "lora_rank": ("policy.model.lora.rank", "model.lora.rank"),
+    "lora_alpha": ("policy.model.lora.alpha", "model.lora.alpha"),
+    "lora_dropout": ("policy.model.lora.dropout", "model.lora.dropout"),
+    "learning_rate": ("policy.optimizer_config.lr", "optimizer_config.lr"),
+    "lr_scheduler_type": ("policy.optimizer_config.scheduler", "optimizer_config.scheduler"),
+    "warmup_steps": ("policy.optimizer_config.num_warmup_steps", "optimizer_config.num_warmup_steps"),
+    "max_grad_norm": ("policy.optimizer_config.max_grad_norm", "optimizer_config.max_grad_norm"),
+    "weight_decay": ("policy.optimizer_config.weight_decay", "optimizer_config.weight_decay"),
+    "dataset": ("data.train_data", "train_datasets"),
+    "train_dataset": ("data.train_data", "train_datasets"),
+    "train_file": ("data.train_data", "train_datasets"),
+    "train_files": ("data.train_data", "train_datasets"),
+    "eval_dataset": ("data.val_data", "eval_datasets"),
+    "val_files": ("data.val_data", "eval_datasets"),
+    "generation_batch_size": ("trainer.train_batch_size",),
+    "per_device_train_batch_size": ("micro_train_batch_size_per_gpu", "batch_size"),
+    "max_seq_length": ("max_length",),
+    "max_completion_length": ("sampling_params.max_generate_length",),
+    "max_response_length": ("sampling_params.max_generate_length",),
+    "max_tokens": ("sampling_params.max_generate_length",),
+    "max_new_tokens": ("sampling_params.max_generate_length",),
+    "num_generations": ("n_samples_per_prompt",),
+    "num_iterations": ("update_epochs_per_batch",),
+    "num_train_epochs": ("trainer.epochs", "epochs", "num_epochs"),
+    "epochs": ("trainer.epochs", "num_epochs"),
+    "total_epochs": ("trainer.epochs", "epochs", "num_epochs"),
+    "max_steps": ("trainer.max_steps", "num_steps"),
+    "total_training_steps": ("trainer.max_steps", "max_steps", "num_steps"),
+    "output_dir": ("ckpt_path",),
+    "default_local_dir": ("ckpt_path",),
+    "save_steps": ("ckpt_interval",),
+    "save_freq": ("ckpt_interval",),
+    "save_total_limit": ("max_ckpts_to_keep",),
+    "eval_steps": ("eval_interval",),
+    "test_freq": ("eval_interval",),
+    "resume": ("resume_from", "resume_path"),
+    "resume_from_checkpoint": ("resume_from", "resume_path"),
+    "report_to": ("logger",),
+    "experiment_name": ("run_name",),
+    "reward_funcs": ("environment.reward",),
+    "reward_function": ("environment.reward",),
+    "reward_weights": ("environment.reward",),
+    "mask_truncated_completions": ("generator.apply_overlong_filtering",),
+    "scale_rewards": ("algorithm.grpo_norm_by_std",),
+    "adv_estimator": ("algorithm.advantage_estimator",),
+    "clip_ratio_low": ("algorithm.eps_clip_low",),
+    "clip_ratio_high": ("algorithm.eps_clip_high",),
+    "epsilon": ("algorithm.eps_clip_low",),
+    "epsilon_high": ("algorithm.eps_clip_high",),
+    "beta": ("algorithm.kl_loss_coef",),
+}
+"""Ends of the paths of our fields by names of others: the first that the configuration has is meant."""
+
+
+def fields_meant(name: str, paths: Iterable[str]) -> Iterator[str]:
+    """Those of `paths` that a setting of another trainer, such as learning_rate or lora-rank, stands for."""
+    known = list(paths)
+    for end in OTHER_NAMES.get(name.lower().replace("-", "_"), ()):
+        if found := [path for path in known if f".{path}".endswith(f".{end}")]:
+            yield from found[:1]
+            return
