@@ -3,6 +3,7 @@
 `pytest -m gpu` runs what is marked so on the accelerator that there is.
 """
 
+import ctypes
 import gc
 import logging
 import os
@@ -112,8 +113,25 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+LARGE = 2 * 2**30
+"""Bytes of a process above which it lets go of compiled programs between files: three of them share the memory."""
+
+
+def release_programs() -> None:
+    """Free the memory of programs that JAX has compiled, if this process is large. They are also on disk."""
+    pages = Path("/proc/self/statm")
+    if (
+        "jax" in sys.modules
+        and pages.exists()
+        and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") > LARGE
+    ):
+        sys.modules["jax"].clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # or glibc keeps what was freed
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol() -> Generator[None, object, object]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     """Share compiled programs, and take back what commands that a test runs in this process do to logging.
 
     Their handler would write to the test's captured output, which is closed by the time that threads of the SDK, such
@@ -128,6 +146,8 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
+        if nextitem is not None and _file(nextitem.nodeid) != _file(item.nodeid):
+            release_programs()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
