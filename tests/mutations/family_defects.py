@@ -98,4 +98,12 @@ FAMILY_DEFECTS = [
             + "test_the_torch_backend_is_recommended_where_transformers_makes_that_model[t5-T5ForConditionalGeneration]"
         ],
     ),
+    Defect(
+        "mesh of projection",
+        "lora_A of the vocabulary projection is cut as its output",
+        [Edit("skyrl/tx/design/sharding.py", "matrix if param.transposed else matrix[::-1]", "matrix")],
+        [
+            "tests/tx/test_sharding.py::test_an_adapter_has_the_input_axis_in_a_and_the_output_axis_in_b[LlamaForCausalLM]"
+        ],
+    ),
 ]
