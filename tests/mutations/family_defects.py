@@ -3,6 +3,8 @@
 from defects import Defect, Edit
 
 FAMILIES = "tests/backends/test_families.py::"
+FUSED = "tests/backends/test_fused_experts.py::"
+PAGE = "tests/tx/test_families_page.py::"
 LOGITS = FAMILIES + "test_logits_equal_those_of_transformers"
 
 FAMILY_DEFECTS = [
@@ -65,5 +67,43 @@ FAMILY_DEFECTS = [
             )
         ],
         ["tests/tx/models/test_experts.py::test_scores_that_bfloat16_cannot_tell_apart_are_told_apart"],
+    ),
+    Defect(
+        "fused B",
+        "in lora_B of fused experts, experts are the outer of the columns",
+        [Edit("skyrl/utils/adapters/experts.py", "for pair in pairs], axis=-1)", "for pair in pairs], axis=1)")],
+        [
+            FUSED + "test_peft_computes_our_logits_with_fused_experts[Qwen3MoeForCausalLM]",
+            FUSED + "test_fused_experts_are_cut_apart_into_the_same_matrices",
+        ],
+    ),
+    Defect(
+        "fused order",
+        "experts are fused in the order of their names, in which 10 comes before 2",
+        [
+            Edit(
+                "skyrl/utils/adapters/experts.py",
+                "[own[number] for number in sorted(own)]",
+                "[own[number] for number in own]",
+            )
+        ],
+        [FUSED + "test_fused_experts_are_cut_apart_into_the_same_matrices"],
+    ),
+    Defect(
+        "torch loads",
+        "the torch backend is recommended for models that it does not load",
+        [Edit("skyrl/tx/families/known.py", "if _torch_loads(config) else", "if config else")],
+        [
+            PAGE
+            + "test_the_torch_backend_is_recommended_where_transformers_makes_that_model[t5-T5ForConditionalGeneration]"
+        ],
+    ),
+    Defect(
+        "mesh of projection",
+        "lora_A of the vocabulary projection is cut as its output",
+        [Edit("skyrl/tx/design/sharding.py", "matrix if param.transposed else matrix[::-1]", "matrix")],
+        [
+            "tests/tx/test_sharding.py::test_an_adapter_has_the_input_axis_in_a_and_the_output_axis_in_b[LlamaForCausalLM]"
+        ],
     ),
 ]

@@ -330,6 +330,10 @@ def test_fused_experts_are_not_cut_without_the_model(tmp_path, capsys):
     saved(base, tmp_path / "adapter", target_parameters=parameters, target_modules=["q_proj"])
     told = error(capsys, "convert", tmp_path / "adapter", "--output", tmp_path / "out")
     assert "experts.0.gate_up_proj are gate's and then up's, or one of each in turn" in told
+    assert main(["adapter", "inspect", str(tmp_path / "adapter")]) == 0
+    told = capsys.readouterr().out
+    assert "unusual     fused experts: mlp.experts.down_proj, mlp.experts.gate_up_proj\n" in told
+    assert told.count("unusual") == 1
 
 
 def test_an_adapter_of_nothing_is_refused(folder, tmp_path, capsys):

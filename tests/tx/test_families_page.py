@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+import transformers
 
 from skyrl.tx.design.family import Size, made_config
 from skyrl.tx.design.parameters import parameters
@@ -44,8 +46,29 @@ def test_an_axis_has_one_length_in_all_parameters(architecture):
 
 @pytest.mark.parametrize("names", [["T5ForConditionalGeneration"], [], None])
 def test_an_architecture_that_is_not_there_is_refused_with_those_that_are(names):
-    with pytest.raises(ValueError, match=r"is not implemented \(known: DeepseekV3.*Qwen3_5ForCond.*\).*skyrl_train"):
+    known = r"is not implemented \(known: DeepseekV3.*Qwen3_5ForCond.*\); use a base model of a known architecture$"
+    with pytest.raises(ValueError, match=known):
         check_known({"architectures": names}, "base_model=x")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [
+        ("granite", "GraniteForCausalLM"),
+        ("gpt2", "GPT2LMHeadModel"),
+        ("t5", "T5ForConditionalGeneration"),
+        ("bert", "BertForMaskedLM"),
+    ],
+)
+def test_the_torch_backend_is_recommended_where_transformers_makes_that_model(model_type, architecture):
+    try:
+        with torch.device("meta"):
+            made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type))
+    except ValueError:
+        made = None
+    with pytest.raises(ValueError) as refusal:
+        check_known({"architectures": [architecture], "model_type": model_type}, "base_model=x")
+    assert ("--backend skyrl_train" in str(refusal.value)) == (type(made).__name__ == architecture)
 
 
 @pytest.mark.parametrize("changes", [{"scoring_func": "softmax"}, {"topk_method": "greedy"}, {"moe_layer_freq": 2}])

@@ -207,7 +207,7 @@ def _latent_attention(
 
 def _delta_net(group: LayerGroup, d: DeltaNet, hidden: int, linear: Callable[..., Iterator[Param]]) -> Iterator[Param]:
     path, prefix, stack = (group.name, "linear_attn"), "model.layers.{layer}.linear_attn.", Stack(group.numbers)
-    stream, channels, values = ("hidden", hidden), ("channels", d.channels), ("value", d.values)
+    stream, channels, values = ("hidden", hidden), ("channels", d.channels), ("memory_value", d.values)
     heads = "value_heads", d.value_heads
     yield from linear("linear_attn.in_proj_qkv", stream, channels, "attn", False)
     yield from linear("linear_attn.in_proj_z", stream, values, "attn", False)

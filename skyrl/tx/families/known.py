@@ -39,12 +39,22 @@ def check_known(config: Mapping[str, Any], where: str) -> None:
     """
     names = config.get("architectures") or ["none"]
     if names[0] not in (known := architectures()):
+        way_out = ", or the torch backend (--backend skyrl_train), which loads this one" if _torch_loads(config) else ""
         raise ValueError(
             f"{where}: architectures={names} is not implemented (known: {', '.join(known)}); use a base model of a "
-            "known architecture, or the torch backend (--backend skyrl_train), which loads what transformers has"
+            f"known architecture{way_out}"
         )
     if quantised := config.get("quantization_config"):
         raise ValueError(
             f"{where}: quantization_config.quant_method={quantised.get('quant_method')!r}: quantised "
             "base models are not served yet; use the model's bfloat16 weights"
         )
+
+
+def _torch_loads(config: Mapping[str, Any]) -> bool:
+    """Return True if transformers' AutoModelForCausalLM makes the named model. Imports transformers and torch."""
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+    except ImportError:
+        return False
+    return NAMES.get(config.get("model_type", "")) in (config.get("architectures") or [])

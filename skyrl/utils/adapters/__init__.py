@@ -2,7 +2,8 @@
 
 stored        an adapter in a folder or a tar
 naming        names of tensors, and the pairs of matrices that they make up
-layouts       modules that a model has apart, or fused: experts, query, key and value, gate and up
+layouts       modules that a model has apart, or fused: query, key and value, gate and up
+experts       experts of a layer, each by itself or fused
 plain         one rank and one scale for all modules, which is what backends load
 fitting       the same, checked against the base model that it is loaded for
 describing    what there is to say about an adapter

@@ -12,11 +12,12 @@ import numpy as np
 
 from skyrl.errors import RequestError, StorageError
 from skyrl.utils.adapters.describing import FOLDED, described
-from skyrl.utils.adapters.layouts import Rows, named_weights, together
+from skyrl.utils.adapters.experts import experts_together, is_fused, named_weights
+from skyrl.utils.adapters.layouts import Rows, together
 from skyrl.utils.adapters.merging import merge as merge_adapter
-from skyrl.utils.adapters.naming import last_names, tensors_of
+from skyrl.utils.adapters.naming import Pairs, last_names, tensors_of
 from skyrl.utils.adapters.plain import plain_adapter
-from skyrl.utils.adapters.stored import CONFIG, TENSORS, read_adapter
+from skyrl.utils.adapters.stored import CONFIG, TENSORS, StoredAdapter, read_adapter
 from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.files.atomic_folders import write_folder
 from skyrl.utils.files.tensor_file import Tensor, tensor_file
@@ -57,9 +58,10 @@ def convert(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--layout",
-        choices=["separate", "fused"],
+        choices=["separate", "fused", "fused-experts"],
         default="separate",
-        help="query, key and value, and gate and up, each by itself, or fused where they share lora_A (%(default)s)",
+        help="query, key and value, and gate and up, each by itself, or fused where they share lora_A; or all experts "
+        "of a layer fused, as PEFT's target_parameters (%(default)s)",
     )
     parser.add_argument(
         "--names",
@@ -77,17 +79,8 @@ def convert(argv: Sequence[str]) -> int:
         _check_output(given.output)
         adapter = read_adapter(given.adapter)
         rows: Rows = _nothing_known if given.base is None else _attention_rows(given.base)
-        plain = plain_adapter(adapter.tensors, adapter.config, rows, adapter.where)
-        pairs = together(plain.pairs, adapter.where) if given.layout == "fused" else plain.pairs
-        config: dict[str, Any] = {name: value for name, value in adapter.config.items() if name not in FOLDED}
-        named = named_weights(adapter.config) if given.layout != "fused" else []
-        ends = tuple(f".{name}" for name in named)
-        as_modules = {module: pair for module, pair in pairs.items() if not f".{module}.weight".endswith(ends)}
-        config |= {"r": plain.rank, "lora_alpha": plain.alpha, "target_modules": last_names(as_modules)}
-        if named:
-            config["target_parameters"] = named
-        arrays = tensors_of(pairs, bare=given.names == "bare")
-        _write(given.output, config, arrays)
+        config, pairs = _converted(adapter, given.layout, rows)
+        _write(given.output, config, tensors_of(pairs, bare=given.names == "bare"))
 
     return _told("convert", run)
 
@@ -112,6 +105,12 @@ def export(argv: Sequence[str]) -> int:
     """write the adapter of a checkpoint on a server, as PEFT reads it"""
     parser = _new_parser("export", "Fetch the adapter of a server's checkpoint and write it as PEFT reads it.")
     parser.add_argument("path", metavar="PATH", help="checkpoint, such as tinker://MODEL/sampler_weights/NAME")
+    parser.add_argument(
+        "--layout",
+        choices=["separate", "fused-experts"],
+        default="separate",
+        help="experts each by itself, or fused as PEFT's target_parameters (%(default)s)",
+    )
     _add_output(parser)
     _add_server(parser)
     given = parser.parse_args(argv)
@@ -121,7 +120,11 @@ def export(argv: Sequence[str]) -> int:
 
         _check_output(given.output)
         adapter = download(given.path, _server(given.url))
-        _write(given.output, adapter.config, adapter.tensors)
+        config, tensors = adapter.config, adapter.tensors
+        if given.layout != "separate":
+            config, pairs = _converted(adapter, given.layout, _nothing_known)
+            tensors = tensors_of(pairs)
+        _write(given.output, config, tensors)
 
     return _told("export", run)
 
@@ -165,6 +168,22 @@ def _server(url: str) -> "Server":
     from skyrl.utils.adapters.on_server import Server
 
     return Server(url, os.environ.get("TINKER_API_KEY", "tml-none"))
+
+
+def _converted(adapter: StoredAdapter, layout: str, rows: Rows) -> tuple[dict[str, Any], Pairs]:
+    """Configuration and pairs of an adapter in a layout, with one rank and one alpha for all modules."""
+    plain = plain_adapter(adapter.tensors, adapter.config, rows, adapter.where)
+    pairs, rank, parameters = plain.pairs, plain.rank, named_weights(adapter.config)
+    if layout == "fused":
+        pairs, parameters = together(pairs, adapter.where), []
+    elif layout == "fused-experts":
+        pairs, rank, parameters = experts_together(pairs, adapter.where)
+    config: dict[str, Any] = {name: value for name, value in adapter.config.items() if name not in FOLDED}
+    ends = tuple(f".{name}" for name in parameters)
+    modules = {module: pair for module, pair in pairs.items() if not f".{module}.weight".endswith(ends)}
+    modules = last_names({module: pair for module, pair in modules.items() if not is_fused(module)})
+    config |= {"r": rank, "lora_alpha": plain.alpha * (rank // plain.rank), "target_modules": modules}
+    return config | ({"target_parameters": parameters} if parameters else {}), pairs
 
 
 def _write(folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:

@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from skyrl.utils.adapters.layouts import FUSED, INTERLEAVED, named_weights
+from skyrl.utils.adapters.experts import named_experts, named_weights
+from skyrl.utils.adapters.layouts import FUSED, INTERLEAVED
 from skyrl.utils.adapters.naming import Names, Pairs, pairs_of
 from skyrl.utils.adapters.stored import StoredAdapter
 from skyrl.utils.files.hf_files import ALTERING, OFF
@@ -42,15 +43,17 @@ def _naming(names: Names) -> str:
 
 
 def _unusual(config: dict, pairs: Pairs, ranks: Counter[int]) -> Iterator[str]:
-    named = named_weights(config)
+    named = [*named_weights(config), *(experts := named_experts(config))]
     config = config | {"target_parameters": [x for x in config.get("target_parameters") or () if x not in named]}
+    if experts:
+        yield f"fused experts: {', '.join(experts)}"
     for option in FOLDED:
         if config.get(option) not in OFF:
             yield f"{option}={config[option]!r}: skyrl adapter convert writes the same adapter without it"
     for option in ALTERING:
         if config.get(option) not in OFF:
             yield f"{option}={config[option]!r}: not implemented; only PEFT computes this adapter"
-    if set(ranks) - {config.get("r")} and not config.get("target_parameters"):
+    if set(ranks) - {config.get("r")} and not experts and not config.get("target_parameters"):
         yield f"ranks of modules: {', '.join(f'{rank} ({count})' for rank, count in sorted(ranks.items()))}"
     fused = {module.rpartition(".")[2] for module in pairs} & {*FUSED, *INTERLEAVED}
     if fused:

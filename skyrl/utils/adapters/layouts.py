@@ -1,11 +1,9 @@
-"""Modules that one model has apart and another fused: query, key and value; gate and up; all experts of a layer.
+"""Modules that one model has apart and another fused: query, key and value; gate and up.
 
 To cut fused maps apart is exact: parts share A, and each has its rows of B. To fuse is exact only where parts share A.
 """
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -21,64 +19,6 @@ INTERLEAVED = ("query_key_value", "Wqkv", "c_attn", "linear_qkv", "linear_fc1")
 """Modules whose rows are mixed by heads or shards, in orders that their names do not say."""
 Rows = Callable[[str], int | None]
 """Output features of a module; None where there is no such module, or it is not known."""
-
-
-def named_weights(config: Mapping[str, Any]) -> list[str]:
-    """Those of target_parameters that are weights of linear maps, which have the pairs that they have as modules."""
-    return [name for name in config.get("target_parameters") or () if name.endswith("_proj.weight")]
-
-
-def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> Pairs:
-    """Pairs for each expert, of those that PEFT trains on a layer's fused experts (its target_parameters).
-
-    Weights of linear maps among them (`mlp.down_proj.weight`) have pairs as others have.
-
-    A is `[experts * rank, in]`, expert by expert; in B, `[out, rank * experts]`, experts are the inner of the two. Of
-    two adapted parameters of a module, the first one that it has is the `base_layer` of the other.
-
-    Source: `ParamWrapper.get_delta_weight` of PEFT 0.21.
-
-    Raises RequestError for parameters other than experts.gate_up_proj and experts.down_proj.
-    """
-    named = named_weights(config)
-    parameters = [name for name in config.get("target_parameters") or () if name not in named]
-    names = {name.rpartition(".")[2] for name in parameters}
-    if not names:
-        return pairs
-    others = sorted(name for name in parameters if not re.search(r"experts\.(gate_up|down)_proj$", name))
-    if others:
-        raise RequestError(
-            f"{where}: target_parameters has {others[0]}; only experts.gate_up_proj, experts.down_proj and weights of "
-            "linear maps are read, so merge this adapter with PEFT itself"
-        )
-    made: Pairs = {}
-    for module, pair in pairs.items():
-        experts = module.removesuffix(".base_layer")
-        if not experts.endswith(".experts"):
-            made[module] = pair
-            continue
-        is_inner = module != experts
-        parameter = "gate_up_proj" if is_inner or names == {"gate_up_proj"} else "down_proj"
-        rank = _rank_of_experts(f"{experts}.{parameter}", config)
-        count, rest = divmod(len(pair.a), rank)
-        if rest:
-            raise RequestError(
-                f"{where}: lora_A of {module} is {list(pair.a.shape)}; its first axis is experts times r={rank}"
-            )
-        a = pair.a.reshape(count, rank, -1)
-        b = pair.b.reshape(len(pair.b), rank, count)
-        for expert in range(count):
-            made[f"{experts}.{expert}.{parameter}"] = Pair(a[expert], b[:, :, expert])
-    return made
-
-
-def _rank_of_experts(parameter: str, config: Mapping[str, Any]) -> int:
-    if config.get("rank_pattern") or config.get("alpha_pattern"):
-        raise RequestError(
-            f"{parameter} is one of target_parameters, beside a rank_pattern or alpha_pattern; they are not read "
-            "together, so merge this adapter with PEFT itself"
-        )
-    return int(config["r"])
 
 
 def apart(pairs: Pairs, rows: Rows, where: object) -> Pairs:

@@ -32,6 +32,12 @@ Pairs = dict[str, Pair]
 """By module, under its name in the base model."""
 
 
+def padded(pair: Pair, rank: int) -> Pair:
+    """The same pair with zeros up to a rank."""
+    missing = rank - len(pair.a)
+    return Pair(np.pad(pair.a, ((0, missing), (0, 0))), np.pad(pair.b, ((0, 0), (0, missing)))) if missing else pair
+
+
 class Names(NamedTuple):
     """Unusual parts of names, as counts of tensors."""
 

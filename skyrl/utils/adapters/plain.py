@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from skyrl.errors import RequestError
-from skyrl.utils.adapters.layouts import Rows, apart, experts_apart
-from skyrl.utils.adapters.naming import Pair, Pairs, pairs_of
+from skyrl.utils.adapters.experts import experts_apart
+from skyrl.utils.adapters.layouts import Rows, apart
+from skyrl.utils.adapters.naming import Pair, Pairs, padded, pairs_of
 from skyrl.utils.files.hf_files import check_peft_config
 
 LARGEST = 1e6
@@ -159,9 +160,7 @@ def _plain(module: str, pair: Pair, config: Mapping[str, Any], rank: int, defaul
         )
     if scale != default:
         b = b.astype(np.float32) * np.float32(scale / default)
-    if own < rank:
-        a, b = np.pad(a, ((0, rank - own), (0, 0))), np.pad(b, ((0, 0), (0, rank - own)))
-    return Pair(a, b)
+    return padded(Pair(a, b), rank)
 
 
 def of_module(pattern: Mapping[str, float] | None, module: str, default: float) -> float:

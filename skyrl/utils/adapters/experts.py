@@ -1,0 +1,160 @@
+"""Adapters of experts, each by itself or as PEFT has those of all experts of a layer: its `target_parameters`.
+
+In the fused form A is `[experts * rank, in]`, expert by expert, and B is `[out, rank * experts]`, in which experts are
+the inner of the two. Of two adapted parameters of a module, the first one that it has is the `base_layer` of the other.
+
+Source: `ParamWrapper.get_delta_weight` of PEFT 0.21.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from skyrl.errors import RequestError
+from skyrl.utils.adapters.naming import Pair, Pairs, padded
+
+PARTS = ("gate_proj", "up_proj", "down_proj")
+"""Linear maps of an expert. Those of all experts are two parameters: gate above up, and down."""
+_PARAMETER = re.compile(r"experts\.(gate_up|down)_proj$")
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)")
+
+
+def named_weights(config: Mapping[str, Any]) -> list[str]:
+    """Those of target_parameters that are weights of linear maps, which have the pairs that they have as modules."""
+    return [name for name in config.get("target_parameters") or () if name.endswith("_proj.weight")]
+
+
+def named_experts(config: Mapping[str, Any]) -> list[str]:
+    """Those of target_parameters that are of all experts of a layer."""
+    return [name for name in config.get("target_parameters") or () if _PARAMETER.search(name)]
+
+
+def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> Pairs:
+    """Pairs for each expert, of those that PEFT trains on a layer's fused experts (its target_parameters).
+
+    Weights of linear maps among them (`mlp.down_proj.weight`) have pairs as others have.
+
+    Raises RequestError for parameters other than experts.gate_up_proj and experts.down_proj.
+    """
+    named, fused = named_weights(config), named_experts(config)
+    names = {name.rpartition(".")[2] for name in fused}
+    if others := sorted({*(config.get("target_parameters") or ())} - {*named, *fused}):
+        raise RequestError(
+            f"{where}: target_parameters has {others[0]}; only experts.gate_up_proj, experts.down_proj and weights of "
+            "linear maps are read, so merge this adapter with PEFT itself"
+        )
+    if not names:
+        return pairs
+    made: Pairs = {}
+    for module, pair in pairs.items():
+        if not is_fused(module):
+            made[module] = pair
+            continue
+        experts = module.removesuffix(".base_layer")
+        is_inner = module != experts
+        parameter = "gate_up_proj" if is_inner or names == {"gate_up_proj"} else "down_proj"
+        rank = _rank_of_experts(f"{experts}.{parameter}", config)
+        count, rest = divmod(len(pair.a), rank)
+        if rest:
+            raise RequestError(
+                f"{where}: lora_A of {module} is {list(pair.a.shape)}; its first axis is experts times r={rank}"
+            )
+        a = pair.a.reshape(count, rank, -1)
+        b = pair.b.reshape(len(pair.b), rank, count)
+        for expert in range(count):
+            made[f"{experts}.{expert}.{parameter}"] = Pair(a[expert], b[:, :, expert])
+    return made
+
+
+def _rank_of_experts(parameter: str, config: Mapping[str, Any]) -> int:
+    if config.get("rank_pattern") or config.get("alpha_pattern"):
+        raise RequestError(
+            f"{parameter} is one of target_parameters, beside a rank_pattern or alpha_pattern; they are not read "
+            "together, so merge this adapter with PEFT itself"
+        )
+    return int(config["r"])
+
+
+class FusedExperts(NamedTuple):
+    """Pairs of an adapter, those of experts fused."""
+
+    pairs: Pairs
+    rank: int
+    """Of all of them."""
+    parameters: list[str]
+    """`target_parameters` of PEFT that name them."""
+
+
+def experts_together(pairs: Pairs, where: object) -> FusedExperts:
+    """Fuse the pairs of all experts of a layer.
+
+    Gate and up share A, or together have twice the rank: A of gate above A of up, and a block of B for each. Other
+    pairs are padded with zeros, so that all have one rank. PEFT takes names such as up_proj for experts' alone, so
+    linear maps with such a name beside the experts stand among the parameters, too.
+
+    Raises RequestError for an adapter that is not on all experts of a layer, or on none.
+    """
+    experts: dict[str, dict[str, dict[int, Pair]]] = {}
+    made: Pairs = {}
+    for module, pair in pairs.items():
+        if found := _EXPERT.fullmatch(module):
+            experts.setdefault(found["experts"], {}).setdefault(found["part"], {})[int(found["number"])] = pair
+        else:
+            made[module] = pair
+    _check_whole(experts, where)
+    parameters = [f"{_last(module, 2)}.weight" for module in made if module.rpartition(".")[2] in PARTS]
+    stacks: dict[str, list[Pair]] = {}
+    for module, parts in experts.items():
+        fused = {name: [own[number] for number in sorted(own)] for name, own in parts.items()}
+        if "up_proj" in fused:
+            both = zip(fused.pop("gate_proj"), fused.pop("up_proj"), strict=True)
+            fused = {"gate_up_proj": [_above(gate, up) for gate, up in both]} | fused
+        stacks |= dict(zip([f"{module}.base_layer", module][-len(fused) :], fused.values(), strict=True))
+        parameters += [f"{_last(module, 2)}.{name}" for name in fused]
+    rank = max(len(pair.a) for pair in [*made.values(), *(stack[0] for stack in stacks.values())])
+    made = {module: padded(pair, rank) for module, pair in made.items()}
+    made |= {module: _fused(stack, rank) for module, stack in stacks.items()}
+    return FusedExperts(made, rank, list(dict.fromkeys(parameters)))
+
+
+def _check_whole(experts: Mapping[str, Mapping[str, Mapping[int, Pair]]], where: object) -> None:
+    """Raise RequestError unless all layers have the same linear maps of all experts, of the same shapes."""
+    if not experts:
+        raise RequestError(f"{where}: it is on no experts, such as mlp.experts.0.up_proj; leave the layout separate")
+    names = {name for parts in experts.values() for name in parts}
+    names |= set(PARTS[:2]) if names & set(PARTS[:2]) else set()
+    for module, parts in experts.items():
+        count = 1 + max(max(own) for own in parts.values())
+        for name in sorted(names):
+            shapes = {(pair.a.shape, pair.b.shape) for pair in parts.get(name, {}).values()}
+            missing = next((number for number in range(count) if number not in parts.get(name, {})), None)
+            if missing is not None or len(shapes) > 1:
+                reason = "have different shapes" if missing is None else f"are to be fused, and {missing} has none"
+                raise RequestError(f"{where}: {name} of {module} {reason}; leave the layout separate")
+
+
+def _above(gate: Pair, up: Pair) -> Pair:
+    """The pair of gate's rows above up's."""
+    if np.array_equal(gate.a, up.a):
+        return Pair(gate.a, np.concatenate([gate.b, up.b]))
+    (rows, rank), (more_rows, more_rank) = gate.b.shape, up.b.shape
+    blocks = np.pad(gate.b, ((0, more_rows), (0, more_rank))) + np.pad(up.b, ((rows, 0), (rank, 0)))
+    return Pair(np.concatenate([gate.a, up.a]), blocks)
+
+
+def _fused(stack: Sequence[Pair], rank: int) -> Pair:
+    """The pair of all experts: experts are the outer of A's rows, and the inner of B's columns."""
+    pairs = [padded(pair, rank) for pair in stack]
+    b = np.stack([pair.b for pair in pairs], axis=-1)
+    return Pair(np.concatenate([pair.a for pair in pairs]), b.reshape(len(b), -1))
+
+
+def _last(module: str, parts: int) -> str:
+    return ".".join(module.split(".")[-parts:])
+
+
+def is_fused(module: str) -> bool:
+    """Return True for names of pairs on all experts of a layer."""
+    return module.removesuffix(".base_layer").endswith(".experts")

@@ -1,0 +1,161 @@
+"""`skyrl adapter convert --layout fused-experts`: our adapters in the form that PEFT has on a layer's fused experts."""
+
+import json
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from test_families import RANK_4, Case
+
+from skyrl.cli import main
+from skyrl.errors import RequestError
+from skyrl.tx.io.peft import adapter_from_peft
+from skyrl.utils.adapters.experts import experts_apart, experts_together
+from skyrl.utils.adapters.naming import Pair, pairs_of, tensors_of
+
+EXPERTS = "model.layers.1.mlp.experts"
+FAMILIES = {"Qwen3MoeForCausalLM": {}, "DeepseekV3ForCausalLM": {"first_k_dense_replace": 1}}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request, tmp_path_factory) -> Case:
+    folder = tmp_path_factory.mktemp("fused")
+    case = Case(request.param, folder / "model", num_hidden_layers=2, **FAMILIES[request.param])
+    case.exported(folder / "separate")
+    assert convert(folder / "separate", folder / "fused") == 0
+    return case
+
+
+def convert(source, target) -> int:
+    return main(["adapter", "convert", str(source), "--output", str(target), "--layout", "fused-experts"])
+
+
+def read(folder):
+    config = json.loads((folder / "adapter_config.json").read_text())
+    return load_file(folder / "adapter_model.safetensors"), config
+
+
+def logits_in_peft(case: Case, folder) -> np.ndarray:
+    theirs = peft.PeftModel.from_pretrained(case.theirs(), folder)
+    with torch.no_grad():
+        return theirs(case.tokens).logits.numpy()
+
+
+def test_peft_computes_our_logits_with_fused_experts(case):
+    ours = case.logits(case.ours(), adapter=case.adapter())
+    assert np.abs(ours - case.logits(case.ours())).max() > 0.1
+    np.testing.assert_allclose(logits_in_peft(case, case.folder.parent / "fused"), ours, atol=1e-4)
+
+
+def test_an_adapter_with_fused_experts_is_loaded_here(case):
+    tensors, config = read(case.folder.parent / "fused")
+    assert (config["r"], config["lora_alpha"]) == (2 * RANK_4.rank, 2 * RANK_4.alpha)
+    adapter, _ = adapter_from_peft(tensors, config, case.ours().config, 8)
+    expected = case.logits(case.ours(), adapter=case.adapter())
+    np.testing.assert_allclose(case.logits(case.ours(), adapter=adapter), expected, atol=1e-5)
+
+
+def test_other_logits_follow_from_the_experts_in_another_order(case, tmp_path):
+    tensors, config = read(case.folder.parent / "separate")
+    order = {f"{EXPERTS}.{number}.": f"{EXPERTS}.{1 - number}." for number in (0, 1)}
+
+    def renamed(name: str) -> str:
+        found = next((old for old in order if old in name and "lora_B" in name), None)
+        return name if found is None else name.replace(found, order[found])
+
+    (tmp_path / "swapped").mkdir()
+    save_file(
+        {renamed(name): tensor for name, tensor in tensors.items()}, tmp_path / "swapped/adapter_model.safetensors"
+    )
+    (tmp_path / "swapped/adapter_config.json").write_text(json.dumps(config))
+    assert convert(tmp_path / "swapped", tmp_path / "fused") == 0
+    ours = case.logits(case.ours(), adapter=case.adapter())
+    assert np.abs(logits_in_peft(case, tmp_path / "fused") - ours).max() > 1e-2
+
+
+def some_pairs(count=3, rank=2, share=False):
+    """Pairs of a layer's experts, each of other random numbers."""
+    random = np.random.default_rng(0)
+    shapes = {"gate_proj": (5, 4), "up_proj": (5, 4), "down_proj": (4, 5)}
+    pairs = {
+        f"{EXPERTS}.{number}.{name}": Pair(random.normal(size=(rank, inner)), random.normal(size=(outer, rank)))
+        for number in range(count)
+        for name, (outer, inner) in shapes.items()
+    }
+    if share:
+        gates = {module.replace("gate", "up"): pair.a for module, pair in pairs.items() if "gate" in module}
+        pairs |= {module: Pair(a, pairs[module].b) for module, a in gates.items()}
+    return pairs
+
+
+def apart(fused):
+    """Pairs of each expert."""
+    config = {"r": fused.rank, "target_parameters": fused.parameters}
+    return experts_apart(fused.pairs, config, "adapter")
+
+
+def test_fused_experts_are_cut_apart_into_the_same_matrices():
+    pairs = dict(sorted(some_pairs(count=12).items()))  # as files have them: 0, 1, 10, 11, 2
+    fused = experts_together(pairs, "adapter")
+    assert (fused.rank, fused.parameters) == (4, ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    assert (fused.pairs[EXPERTS].a.shape, fused.pairs[EXPERTS].b.shape) == ((12 * 4, 5), (4, 4 * 12))
+    again, zeros = apart(fused), np.zeros((5, 2))
+    for number in range(12):
+        gate, up, down = (pairs[f"{EXPERTS}.{number}.{name}_proj"] for name in ("gate", "up", "down"))
+        both, single = again[f"{EXPERTS}.{number}.gate_up_proj"], again[f"{EXPERTS}.{number}.down_proj"]
+        np.testing.assert_array_equal(both.a, np.concatenate([gate.a, up.a]))
+        np.testing.assert_array_equal(both.b, np.block([[gate.b, zeros], [zeros, up.b]]))
+        np.testing.assert_array_equal(single.a, np.concatenate([down.a, np.zeros((2, 5))]))
+        np.testing.assert_array_equal(single.b, np.concatenate([down.b, np.zeros((4, 2))], axis=1))
+
+
+def test_gate_and_up_that_share_a_keep_their_rank():
+    pairs = some_pairs(share=True)
+    fused = experts_together(pairs, "adapter")
+    again = apart(fused)
+    assert fused.rank == 2
+    for number in range(3):
+        gate, up, down = (pairs[f"{EXPERTS}.{number}.{name}_proj"] for name in ("gate", "up", "down"))
+        both, single = again[f"{EXPERTS}.{number}.gate_up_proj"], again[f"{EXPERTS}.{number}.down_proj"]
+        np.testing.assert_array_equal(both.a, gate.a)
+        np.testing.assert_array_equal(both.b, np.concatenate([gate.b, up.b]))
+        np.testing.assert_array_equal(single.a, down.a)
+        np.testing.assert_array_equal(single.b, down.b)
+
+
+@pytest.mark.parametrize("names", [["down_proj"], ["gate_proj", "up_proj"]], ids=["down", "gate and up"])
+def test_experts_that_are_adapted_in_part_have_one_fused_pair(names, tmp_path):
+    case = Case("Qwen3MoeForCausalLM", tmp_path / "model", num_hidden_layers=2)
+    tensors, config = read(case.exported(tmp_path / "whole"))
+    tensors = {name: tensor for name, tensor in tensors.items() if name.split(".")[-3] in names}
+    (tmp_path / "part").mkdir()
+    save_file(tensors, tmp_path / "part/adapter_model.safetensors")
+    (tmp_path / "part/adapter_config.json").write_text(json.dumps(config | {"target_modules": names}))
+    assert convert(tmp_path / "part", tmp_path / "fused") == 0
+    adapter, _ = adapter_from_peft(tensors, config, case.ours().config, 8)
+    np.testing.assert_allclose(
+        logits_in_peft(case, tmp_path / "fused"), case.logits(case.ours(), adapter=adapter), atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("left_out", "message"),
+    [
+        ("experts.1.", "down_proj of model.layers.1.mlp.experts are to be fused, and 1 has none; leave"),
+        (".gate_proj", "gate_proj of model.layers.1.mlp.experts are to be fused, and 0 has none; leave"),
+        (".experts.", r"it is on no experts, such as mlp\.experts\.0\.up_proj; leave the layout separate"),
+    ],
+)
+def test_experts_that_would_be_incomplete_are_refused(left_out, message):
+    pairs = {module: pair for module, pair in some_pairs().items() if left_out not in module}
+    with pytest.raises(RequestError, match=message):
+        experts_together(pairs, "adapter")
+
+
+def test_names_are_those_that_pairs_are_read_by():
+    fused = experts_together(some_pairs(), "adapter").pairs
+    tensors = tensors_of(fused)
+    assert f"base_model.model.{EXPERTS}.base_layer.lora_A.weight" in tensors
+    assert pairs_of(tensors, "adapter")[0].keys() == fused.keys()
