@@ -21,6 +21,12 @@ FAMILY_DEFECTS = [
         [LOGITS + "[LlamaForCausalLM-20000-False]"],
     ),
     Defect(
+        "loaded twice",
+        "a parameter of all layers is in memory twice while it is loaded",
+        [Edit("skyrl/tx/io/weights.py", "tensors.take, place=jax.device_put)", "tensors.take)")],
+        ["tests/tx/test_loading_memory.py::test_the_peak_is_the_model_and_its_largest_tensor[qwen3-float32]"],
+    ),
+    Defect(
         "mscale",
         "scores of a DeepSeek-V3 whose context was extended are not sharpened",
         [Edit("skyrl/tx/families/deepseek_v3.py", " * score_factor(config)", "")],

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import struct
 import tracemalloc
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from skyrl.tx.synthetic.make_model import make_model
 from skyrl.types import LoraConfig
 from skyrl.utils.files.atomic_folders import write_folder
 from skyrl.utils.files.hf_files import WEIGHTS
-from skyrl.utils.files.tensor_file import TYPES, tensor_file
+from skyrl.utils.files.tensor_file import TYPES, TensorReader, tensor_file
 from tests.traced import least
 
 SIZE = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 512, "vocab": 320, "layers": 12}
@@ -49,6 +50,31 @@ def some(dtype: str, *shape: int) -> np.ndarray:
 def test_a_file_is_byte_for_byte_what_safetensors_saves(shape, metadata):
     tensors = {f"{name}.{dtype}": some(dtype, *shape) for dtype in TYPES for name in ("z", "a", 'ü "x"\n', "a\x7f/\\")}
     assert written(tensors, metadata) == save(tensors, metadata)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0, 4), (2, 3, 5)], ids=str)
+def test_tensors_are_read_one_by_one_as_safetensors_reads_them(shape, tmp_path):
+    tensors = {f"{name}.{dtype}": some(dtype, *shape) for dtype in TYPES for name in ("a", "b")}
+    (tmp_path / "file").write_bytes(save(tensors, {"format": "pt"}))
+    with TensorReader(tmp_path / "file") as reader:
+        assert reader.entries.keys() == tensors.keys()
+        for name in sorted(tensors, reverse=True):
+            found = reader.read(name)
+            assert (found.dtype, found.shape) == (tensors[name].dtype, shape)
+            np.testing.assert_array_equal(found, tensors[name])
+
+
+@pytest.mark.parametrize("left", [7, 60, -1], ids=["length", "header", "data"])
+def test_a_file_that_ends_early_is_refused_before_tensors_are_read(left, tmp_path):
+    (tmp_path / "file").write_bytes(save({"a": np.ones(100, np.float32)})[:left])
+    with pytest.raises((ValueError, struct.error)):
+        TensorReader(tmp_path / "file")
+
+
+def test_a_file_whose_header_would_be_larger_than_memory_is_refused(tmp_path):
+    (tmp_path / "file").write_bytes(b"\xff" * 64)
+    with pytest.raises(ValueError, match=r"a header of \d+ bytes, more than 100000000"):
+        TensorReader(tmp_path / "file")
 
 
 def test_an_array_that_is_not_contiguous_is_written_in_its_order():

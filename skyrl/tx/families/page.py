@@ -18,8 +18,9 @@ weights are downloaded. The [torch backend](torch.md) loads others.
 TAIL = """
 Rotary embedding is of the kinds {rotations},
 per type of layer where the family has several. Embeddings may be tied. Weights may be float32, bfloat16 or float16;
-quantised ones are refused. Of a multimodal model the text part is loaded, trained, sampled and exported as a text
-model; images are refused.
+quantised ones are refused. Tensors are read one at a time: on a CPU, loading takes the memory of the loaded model and
+of its largest tensor; on an accelerator, the host needs that of one parameter of all layers. Of a multimodal model the
+text part is loaded, trained, sampled and exported as a text model; images are refused.
 
 Adapters cover all linear maps of attention, feed-forward parts and experts (each expert has matrices of its own, of the
 adapter's rank), and the vocabulary projection, tied or not. Routers are not adapted. With experts an adapter is as many

@@ -1,12 +1,15 @@
 """Base weights from Hugging Face folders (and, from `skyrl.tx.io.peft`, adapters from and to PEFT's).
 
 Each architecture has a table of its parameters (`skyrl.tx.design.parameters`); nothing here knows any of them.
-Tensors are read, cast and placed one at a time, so that host memory holds one stacked parameter besides the model.
+Tensors are read one at a time, and each is cast and copied to its place: on a CPU loading takes the memory of the model
+and of its largest tensor; on another device the host has one parameter of all layers at a time.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
+import math
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError, safe_open
 
 from skyrl.errors import StorageError
 from skyrl.tx.design.parameters import Param, parameters
@@ -23,11 +25,14 @@ from skyrl.tx.families import check_known, text_config
 from skyrl.tx.io.peft import adapter_from_peft, adapter_to_peft
 from skyrl.tx.models.decoder import Decoder
 from skyrl.utils.files.hf_files import text_name
+from skyrl.utils.files.tensor_file import TensorReader
 
 __all__ = ["adapter_from_peft", "adapter_to_peft", "load_model"]
 
 READABLE = {"F64", "F32", "F16", "BF16"}
 """Safetensors dtypes that stand for plain numbers (others are quantised and come with scales of their own)."""
+ALIGNMENT = 64
+"""Of an array, in bytes, for JAX to take it on a CPU without a copy."""
 
 
 def abstract_model(
@@ -99,7 +104,7 @@ def with_weights(model: Decoder, path: str | Path, beside: Collection[str] = ())
     graph, state = nnx.split(model)
     with ExitStack() as stack:
         tensors = _Tensors(path, stack)
-        loaded = state_of(state, table, tensors.take)
+        loaded = state_of(state, table, tensors.take, place=jax.device_put)
         # Checkpoints of tied models may hold the projection although it repeats the embedding.
         copies = {param.name for param in table.values() if not param.stored}
         unused = {name for name in tensors.names if not name.startswith(model.design.unread)}
@@ -117,6 +122,7 @@ def state_of(
     table: Mapping[tuple[str, ...], Param],
     take: Callable[[str, tuple[int, ...], bool], np.ndarray],
     dtype: Any = None,
+    place: Callable[[np.ndarray], jax.Array] = jnp.asarray,
 ) -> Any:
     """Parameters in the structure of `like`, the inverse of `skyrl.tx.io.export.named_tensors`.
 
@@ -125,15 +131,24 @@ def state_of(
         table: Of the model, by path.
         take: A tensor by its Hugging Face name, of the given shape, transposed if the last argument is True.
         dtype: Of the arrays; None: those of `like`.
+        place: Brings an array, which nobody else has, to the device. The result of `jax.device_put` may be in the same
+            memory, into which XLA does not write where it is donated.
     """
     loaded = []
     for path, variable in nnx.to_flat_state(like):
         layer, param = next((part for part in path if isinstance(part, int)), None), table[_without_layer(path)]
-        array = np.empty(variable.shape, dtype or variable.dtype)
-        for place, name in param.stack.names(param.name, layer):
-            array[place] = take(name, param.shape, param.transposed)
-        loaded.append((path, variable.replace(jnp.asarray(array))))
+        array = _empty(variable.shape, np.dtype(dtype or variable.dtype))
+        for index, name in param.stack.names(param.name, layer):
+            array[index] = take(name, param.shape, param.transposed)
+        loaded.append((path, variable.replace(place(array))))
     return nnx.from_flat_state(loaded)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % ALIGNMENT
+    return memory[first : first + size].view(dtype).reshape(shape)
 
 
 def with_random_weights(model: Decoder) -> Decoder:
@@ -201,12 +216,12 @@ class _Tensors:
     def __init__(self, path: Path, stack: ExitStack):
         self.path, self.stack = path, stack
         self.taken: set[str] = set()
-        self.files: dict[str, Any] = {}
+        self.files: dict[str, TensorReader] = {}
         index = path / "model.safetensors.index.json"
         if index.exists():
             self.places: dict[str, str] = json.loads(index.read_text())["weight_map"]
         elif (path / "model.safetensors").exists():
-            self.places = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
+            self.places = dict.fromkeys(self._open("model.safetensors").entries, "model.safetensors")
         else:
             raise StorageError(f"{path} has neither model.safetensors nor model.safetensors.index.json; convert it")
         self.stored = _text_names(self.places)
@@ -216,25 +231,34 @@ class _Tensors:
         """The tensor, transposed if asked, of the given shape after that."""
         if name not in self.stored:
             raise StorageError(f"{self.path} has no tensor {name}; check that config.json belongs to these weights")
-        file = self._open(self.places[self.stored[name]])
-        stored = file.get_slice(self.stored[name])
-        if stored.get_dtype() not in READABLE:
-            raise ValueError(f"{self.path}: {name} is stored as {stored.get_dtype()}; use a base model in bfloat16")
+        with self._reading(self.places[self.stored[name]]):
+            stored = self._file_of(name).entries[self.stored[name]]
+        if stored["dtype"] not in READABLE:
+            raise ValueError(f"{self.path}: {name} is stored as {stored['dtype']}; use a base model in bfloat16")
         expected = list(shape[::-1] if transposed else shape)
-        if stored.get_shape() != expected:
-            raise StorageError(f"{self.path}: {name} has shape {stored.get_shape()}; config.json asks for {expected}")
+        if stored["shape"] != expected:
+            raise StorageError(f"{self.path}: {name} has shape {stored['shape']}; config.json asks for {expected}")
         self.taken.add(name)
-        tensor = file.get_tensor(self.stored[name])
+        tensor = self.whole(name)
         return tensor.T if transposed else tensor
 
     def whole(self, name: str) -> np.ndarray:
         """The tensor as it is stored."""
-        return self._open(self.places[self.stored[name]]).get_tensor(self.stored[name])
+        with self._reading(self.places[self.stored[name]]):
+            return self._file_of(name).read(self.stored[name])
 
-    def _open(self, file: str) -> Any:
+    def _file_of(self, name: str) -> TensorReader:
+        return self._open(self.places[self.stored[name]])
+
+    def _open(self, file: str) -> TensorReader:
         if file not in self.files:
-            try:
-                self.files[file] = self.stack.enter_context(safe_open(self.path / file, framework="numpy"))
-            except (SafetensorError, FileNotFoundError) as error:
-                raise StorageError(f"{self.path / file} cannot be read ({error}); fetch it again") from error
+            with self._reading(file):
+                self.files[file] = self.stack.enter_context(TensorReader(self.path / file))
         return self.files[file]
+
+    @contextmanager
+    def _reading(self, file: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+            raise StorageError(f"{self.path / file} cannot be read ({error}); fetch it again") from error

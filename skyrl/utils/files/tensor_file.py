@@ -8,6 +8,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes  # noqa: F401 (NumPy knows bfloat16 from then on)
@@ -30,9 +31,13 @@ TYPES = {
     "bool": "BOOL",
 }
 """Names of types in a file, in the order in which their tensors are in it."""
+NAMES = {code: name for name, code in TYPES.items()}
 ALIGNMENT = 8
 LENGTH = struct.Struct("<Q")
 """Of the header, which a file begins with (https://huggingface.co/docs/safetensors/index#format)."""
+
+LONGEST_HEADER = 100_000_000
+"""Bytes that safetensors reads at most."""
 
 
 class Tensor(NamedTuple):
@@ -49,9 +54,8 @@ class Tensor(NamedTuple):
 
 def read_tensors(data: bytes) -> dict[str, np.ndarray]:
     """Tensors of a file, bfloat16 ones too. Raises SafetensorError for other data, KeyError for other types."""
-    types = {code: name for name, code in TYPES.items()}
     return {
-        name: np.frombuffer(found["data"], np.dtype(types[found["dtype"]])).reshape(found["shape"])
+        name: np.frombuffer(found["data"], np.dtype(NAMES[found["dtype"]])).reshape(found["shape"])
         for name, found in deserialize(data)
     }
 
@@ -62,9 +66,43 @@ def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
     Raises ValueError, KeyError or struct.error for other files.
     """
     (length,) = LENGTH.unpack(file.read(LENGTH.size))
+    if length > LONGEST_HEADER:
+        raise ValueError(f"it begins with a header of {length} bytes, more than {LONGEST_HEADER}")
     header = json.loads(file.read(length))
     header.pop("__metadata__", None)
     return header, LENGTH.size + length
+
+
+class TensorReader:
+    """Tensors of a file, which are read one at a time: what is mapped into memory would count as the process's own.
+
+    Raises OSError, and ValueError, KeyError or struct.error for other files and those that end early.
+    """
+
+    def __init__(self, path: Path):
+        with path.open("rb") as file:
+            self.entries, self._begin = read_header(file)
+        ends = [entry["data_offsets"][1] for entry in self.entries.values()]
+        end, size = self._begin + max(ends, default=0), path.stat().st_size
+        if end > size:
+            raise ValueError(f"it has {size} bytes, and its tensors end at {end}")
+        self._file = path.open("rb")
+
+    def __enter__(self) -> "TensorReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as it is stored."""
+        entry = self.entries[name]
+        begin, end = entry["data_offsets"]
+        data = np.empty(end - begin, np.uint8)
+        self._file.seek(self._begin + begin)
+        if self._file.readinto(data.data) != data.nbytes:
+            raise ValueError(f"it ends within {name}")
+        return data.view(np.dtype(NAMES[entry["dtype"]])).reshape(entry["shape"])
 
 
 def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Callable[[BinaryIO], None]:
