@@ -2,6 +2,7 @@
 
 from defects import Defect, Edit
 
+HOSTILE = "test_a_hostile_archive_is_refused_and_the_model_stays"
 SMALL_DEFECTS = [
     Defect(
         "P7a",
@@ -58,6 +59,36 @@ SMALL_DEFECTS = [
         "pauses between attempts double without a limit",
         [Edit("skyrl/utils/backoff.py", ", longest_s)", ", math.inf)")],
         ["tests/utils/test_backoff.py::test_pauses_double_up_to_the_longest"],
+    ),
+    Defect(
+        "archive-link",
+        "links in an archive are unpacked",
+        [Edit("skyrl/utils/files/tar_folder.py", "if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or", "if")],
+        [f"tests/backends/test_tar_checkpoints.py::{HOSTILE}[link-.tar-torch]"],
+    ),
+    Defect(
+        "archive-bomb",
+        "a gzipped archive is unpacked without a limit",
+        [Edit("skyrl/utils/files/tar_folder.py", "if self._left < 0:", "if False:")],
+        ["tests/utils/test_tar_folder.py::test_zeros_without_end_after_the_files_are_not_read_to_their_end"],
+    ),
+    Defect(
+        "archive-tail",
+        "what follows the end of an archive is not looked at",
+        [Edit("skyrl/utils/files/tar_folder.py", "if reader.filled > tar.offset:", "if False:")],
+        ["tests/utils/test_tar_folder.py::test_what_follows_the_end_is_refused[a second member]"],
+    ),
+    Defect(
+        "archive-reread",
+        "a version is read again from a folder of its tar's name",
+        [
+            Edit(
+                "skyrl/backends/common/models/store.py",
+                "with self.archives.as_folder(path, is_sampled=True) as folder:",
+                "for folder in [path]:",
+            )
+        ],
+        ["tests/backends/test_tar_checkpoints.py::test_a_version_that_left_memory_is_read_from_its_tar_again[torch]"],
     ),
     Defect(
         "data-folder-ignored",
