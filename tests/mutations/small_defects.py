@@ -2,6 +2,8 @@
 
 from defects import Defect, Edit
 
+REMOTE = "skyrl/utils/files/remote_folders.py"
+REMOTE_TESTS = "tests/utils/test_remote_folders.py::"
 HOSTILE = "test_a_hostile_archive_is_refused_and_the_model_stays"
 SMALL_DEFECTS = [
     Defect(
@@ -89,6 +91,33 @@ SMALL_DEFECTS = [
             )
         ],
         ["tests/backends/test_tar_checkpoints.py::test_a_version_that_left_memory_is_read_from_its_tar_again[torch]"],
+    ),
+    Defect(
+        "bucket-manifest-first",
+        "the manifest of a folder in a bucket is sent whether another process has sent one or not",
+        [Edit(REMOTE, '"create" if older is None else older.only_this', '"overwrite"')],
+        [
+            REMOTE_TESTS + "test_the_manifest_is_sent_last_and_only_if_there_is_none",
+            REMOTE_TESTS + "test_of_two_that_send_at_once_one_is_refused_and_the_other_is_whole",
+        ],
+    ),
+    Defect(
+        "bucket-in-place",
+        "objects of the older folder are overwritten before the newer is whole",
+        [Edit(REMOTE, 'if file in older and older[file]["sha256"] != sha256:', "if False:")],
+        [REMOTE_TESTS + "test_the_older_folder_is_whole_until_the_newer_is"],
+    ),
+    Defect(
+        "bucket-again",
+        "objects that are complete are sent again",
+        [Edit(REMOTE, "(found.size, found.sha256) ==", "found is")],
+        [REMOTE_TESTS + "test_what_a_killed_sender_leaves_is_no_folder_and_is_not_sent_again"],
+    ),
+    Defect(
+        "bucket-lost-answer",
+        "a conditional put whose answer was lost counts as another process's",
+        [Edit(REMOTE, "if store.get(key) != manifest:", "if True:")],
+        [REMOTE_TESTS + "test_a_store_that_fails_at_times_loses_nothing[cut after]"],
     ),
     Defect(
         "data-folder-ignored",
