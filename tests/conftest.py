@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -172,6 +173,37 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from live import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def s3_address() -> Iterator[str]:
+    """The S3 server that tests of a process share, in a process of its own."""
+    from tests.buckets import s3_server
+
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture
+def bucket(s3_address, monkeypatch) -> str:
+    """URL of an empty bucket, which this process and those that it starts can use."""
+    from tests.buckets import environment, make_bucket
+
+    name = f"bucket-{uuid4().hex}"
+    make_bucket(s3_address, name)
+    for variable, value in environment(s3_address).items():
+        monkeypatch.setenv(variable, value)
+    return f"s3://{name}"
+
+
+@pytest.fixture
+def s3_proxy(bucket, s3_address, monkeypatch) -> Iterator:
+    """Proxy before the server of `bucket`, through which it is used from here on."""
+    from tests.buckets import proxy_before
+
+    with proxy_before(s3_address) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.address)
+        yield proxy
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ from skyrl.backends.operations import (
     SaveCheckpoint,
     SaveSnapshot,
 )
-from skyrl.backends.prepared import passes_of, samples_of, version_of
+from skyrl.backends.prepared import checkpoint_id_of, passes_of, samples_of, version_of
 from skyrl.backends.statistics import Statistics
 from skyrl.errors import RequestError
 from skyrl.types import (
@@ -236,20 +236,28 @@ class AbstractBackend(ABC):
         return self._finish(samples_of(prepared_batch, self.info()))
 
     def save_checkpoint(self, output_path: str, model_id: str) -> None:
-        """Write a training checkpoint (weights and optimizer) to the folder `output_path`."""
+        """Write a training checkpoint (weights and optimizer) to `output_path`.
+
+        That is a folder, or one tar if the path ends in .tar, .tar.gz or .tgz.
+        """
         self._run(SaveCheckpoint(request_id=_new_id(), model_id=model_id, path=str(output_path)))
 
     def load_checkpoint(self, checkpoint_path: str, model_id: str) -> None:
-        """The inverse of `save_checkpoint`, optimizer state included."""
+        """The inverse of `save_checkpoint`, optimizer state included. Reads a folder or a tar, whatever it is called.
+
+        Raises `RequestError` for a tar that holds anything but a checkpoint.
+        """
         self._run(LoadCheckpoint(request_id=_new_id(), model_id=model_id, path=str(checkpoint_path)))
 
     def save_sampler_checkpoint(self, output_path: str, model_id: str, persist: bool = True) -> None:
-        """Make the current weights samplable as checkpoint id = the last part of `output_path`.
+        """Make the current weights samplable. The last part of `output_path` is the checkpoint id.
+
+        The path is that of a folder or a tar, as in `save_checkpoint`; a tar's suffix is no part of the id.
 
         Raises `RequestError` for an unknown model. With `persist=False` it returns before the files are written.
         """
         path = str(output_path)
-        version = version_of(model_id, path.rstrip("/").rsplit("/", 1)[-1])
+        version = version_of(model_id, checkpoint_id_of(path))
         self._run(Publish(request_id=_new_id(), model_id=model_id, version=version, path=path, persist=persist))
 
     def export_model(self, output_path: str, model_id: str) -> None:

@@ -12,11 +12,17 @@ from skyrl.algorithms.checks.requests import check_pass, check_sample
 from skyrl.backends.operations import ForwardBackward, Operation, Rejected, Sample
 from skyrl.errors import RequestError
 from skyrl.types import BackendInfo, Datum, PreparedModelPassBatch, PreparedSampleBatch
+from skyrl.utils.files.tar_folder import without_suffix
 
 
 def version_of(model_id: str, checkpoint_id: str) -> str:
     """Version id of a checkpoint that was saved through the synchronous methods."""
     return f"{model_id}/{checkpoint_id}"
+
+
+def checkpoint_id_of(path: str) -> str:
+    """Checkpoint id of a sampler checkpoint at this path: its last part, without the suffix of a tar."""
+    return without_suffix(path.rstrip("/").rsplit("/", 1)[-1])
 
 
 def passes_of(batch: PreparedModelPassBatch, forward_only: bool, info: BackendInfo) -> list[Operation]:

@@ -1,31 +1,24 @@
 """The documented names of the torch backend (`--backend skyrl_train`, `fsdp2` or `fsdp`)."""
 
 import json
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from pydantic import model_validator
 
 from skyrl.algorithms.objective import ForwardOnly, ValueObjective
-from skyrl.backends.common.models.checkpoint_folder import IN_MEMORY, TRAINING_STATE, TRAINING_TENSORS
-from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.common.models.archives import write_checkpoint
+from skyrl.backends.common.models.checkpoint_folder import IN_MEMORY
 from skyrl.backends.operations import ForwardBackward, Publish
-from skyrl.backends.prepared import version_of
+from skyrl.backends.prepared import checkpoint_id_of, version_of
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
-from skyrl.backends.torch.models.state import TorchState, layout_of, state_bytes
+from skyrl.backends.torch.models.state import TorchState
 from skyrl.backends.torch.overrides import native
 from skyrl.backends.torch.training.passes import ENTROPY_LOSS, PG_LOSS
 from skyrl.errors import RequestError
-from skyrl.types import LoraConfig
-from skyrl.utils.files.atomic_folders import MANIFEST, TEMPORARY, local_path, write_folder
-from skyrl.utils.files.tar_folder import pack_folder, unpack_folder
 
 __all__ = ["SkyRLTrainBackend", "SkyRLTrainBackendOverrides"]
 
@@ -42,10 +35,6 @@ class SkyRLTrainBackendOverrides(TorchBackendConfig):
         return native(given)
 
 
-CHECKPOINT = (MANIFEST, TRAINING_STATE, TRAINING_TENSORS)
-"""Files of a training checkpoint."""
-HEADERS = 2**20
-"""Bytes of a checkpoint beside its numbers at most."""
 NOT_A_POLICYS = ForwardOnly, ValueObjective
 """Objectives that have neither a policy's loss nor an entropy."""
 
@@ -53,8 +42,7 @@ NOT_A_POLICYS = ForwardOnly, ValueObjective
 class SkyRLTrainBackend(TorchBackend):
     """`TorchBackend` by its documented name, methods and metrics.
 
-    Its documented methods keep a training checkpoint in one file; operations keep folders, as everywhere. Raises
-    `RequestError` if the base model cannot be loaded.
+    Raises `RequestError` if the base model cannot be loaded.
     """
 
     def __init__(
@@ -96,15 +84,15 @@ class SkyRLTrainBackend(TorchBackend):
         return replace(output, metrics={"total_loss:sum": loss, **terms, **output.metrics}), gradients
 
     def save_sampler_checkpoint(self, output_path: str, model_id: str, persist: bool = True) -> None:
-        """Make the current weights samplable as checkpoint id = the last part of `output_path`.
+        """Make the current weights samplable, as every backend does.
 
-        With `persist=False` the folder holds a marker alone. The weights are in the memory of this process until it
-        ends, or until more of their kind than `version_memory_gib` has room for: then the oldest go.
+        With `persist=False` the folder or tar holds a marker alone. The weights are in the memory of this process until
+        it ends, or until more of their kind than `version_memory_gib` has room for: then the oldest go.
 
         Raises `RequestError` for an unknown model.
         """
         path = str(output_path)
-        version = version_of(model_id, path.rstrip("/").rsplit("/", 1)[-1])
+        version = version_of(model_id, checkpoint_id_of(path))
         if persist:
             super().save_sampler_checkpoint(path, model_id)
             self._in_memory.pop(version, None)
@@ -112,7 +100,7 @@ class SkyRLTrainBackend(TorchBackend):
         self._run(Publish(request_id=uuid4().hex, model_id=model_id, version=version, path=None))
         self._writer.forget_version(version)
         marker = {IN_MEMORY: json.dumps({"model_id": model_id, "version": version}).encode()}
-        self._writer.submit(model_id, path, partial(write_folder, path, marker)).result()
+        self._writer.submit(model_id, path, partial(write_checkpoint, path, marker)).result()
         self._in_memory.pop(version, None)
         self._in_memory[version] = None
         while self._versions.excess_bytes > 0 and len(self._in_memory) > 1:
@@ -121,39 +109,3 @@ class SkyRLTrainBackend(TorchBackend):
     def drop_version(self, version: str) -> None:
         self._in_memory.pop(version, None)
         super().drop_version(version)
-
-    def save_checkpoint(self, output_path: str, model_id: str) -> None:
-        """Write a training checkpoint (weights and optimizer) to `output_path`, as one uncompressed tar."""
-        archive = local_path(output_path).absolute()
-        with _beside(archive.parent) as folder:
-            super().save_checkpoint(str(folder), model_id)
-            pack_folder(folder, archive)
-
-    def load_checkpoint(self, checkpoint_path: str, model_id: str) -> None:
-        """The inverse of `save_checkpoint`. A folder that an operation has saved is loaded, too.
-
-        Raises `RequestError` for a tar that holds anything but a checkpoint.
-        """
-        archive = local_path(checkpoint_path)
-        if archive.is_dir():
-            super().load_checkpoint(checkpoint_path, model_id)
-            return
-        kinds = [Kind(LoraConfig(rank=rank), True) for rank in (0, self.max_lora_rank)]
-        largest = max(state_bytes(kind, layout_of(self.group.facts, kind).size) for kind in kinds)
-        with _beside(Path(self.config.offload_folder or tempfile.gettempdir())) as folder:
-            unpack_folder(archive, folder, CHECKPOINT, largest + HEADERS)
-            try:
-                super().load_checkpoint(str(folder), model_id)
-            except (RequestError, RuntimeError) as error:  # which know another name
-                raise type(error)(f"{archive}: {error}".replace(str(folder), "the checkpoint in it")) from error
-
-
-@contextmanager
-def _beside(parent: Path) -> Iterator[Path]:
-    """A name for a folder in `parent` that is gone afterwards."""
-    parent.mkdir(parents=True, exist_ok=True)
-    around = Path(tempfile.mkdtemp(prefix=".", suffix=TEMPORARY, dir=parent))
-    try:
-        yield around / "checkpoint"
-    finally:
-        shutil.rmtree(around, ignore_errors=True)

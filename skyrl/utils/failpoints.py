@@ -33,6 +33,8 @@ CRASH_POINTS = {
     "publish: adapter in place, not loaded",
     "publish: adapter loaded, not sampled",
     "archive: half written",
+    "bucket: files half sent",
+    "bucket: folder in place",
     "trainer: step taken, not recorded",
     "trainer: models written, state not",
     "trainer: checkpoint in place, not the newest",

@@ -2,6 +2,9 @@
 
 from defects import Defect, Edit
 
+REMOTE = "skyrl/utils/files/remote_folders.py"
+REMOTE_TESTS = "tests/utils/test_remote_folders.py::"
+HOSTILE = "test_a_hostile_archive_is_refused_and_the_model_stays"
 SMALL_DEFECTS = [
     Defect(
         "P7a",
@@ -58,6 +61,63 @@ SMALL_DEFECTS = [
         "pauses between attempts double without a limit",
         [Edit("skyrl/utils/backoff.py", ", longest_s)", ", math.inf)")],
         ["tests/utils/test_backoff.py::test_pauses_double_up_to_the_longest"],
+    ),
+    Defect(
+        "archive-link",
+        "links in an archive are unpacked",
+        [Edit("skyrl/utils/files/tar_folder.py", "if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or", "if")],
+        [f"tests/backends/test_tar_checkpoints.py::{HOSTILE}[link-.tar-torch]"],
+    ),
+    Defect(
+        "archive-bomb",
+        "a gzipped archive is unpacked without a limit",
+        [Edit("skyrl/utils/files/tar_folder.py", "if self._left < 0:", "if False:")],
+        ["tests/utils/test_tar_folder.py::test_zeros_without_end_after_the_files_are_not_read_to_their_end"],
+    ),
+    Defect(
+        "archive-tail",
+        "what follows the end of an archive is not looked at",
+        [Edit("skyrl/utils/files/tar_folder.py", "if reader.filled > tar.offset:", "if False:")],
+        ["tests/utils/test_tar_folder.py::test_what_follows_the_end_is_refused[a second member]"],
+    ),
+    Defect(
+        "archive-reread",
+        "a version is read again from a folder of its tar's name",
+        [
+            Edit(
+                "skyrl/backends/common/models/store.py",
+                "with self.archives.as_folder(path, is_sampled=True) as folder:",
+                "for folder in [path]:",
+            )
+        ],
+        ["tests/backends/test_tar_checkpoints.py::test_a_version_that_left_memory_is_read_from_its_tar_again[torch]"],
+    ),
+    Defect(
+        "bucket-manifest-first",
+        "the manifest of a folder in a bucket is sent whether another process has sent one or not",
+        [Edit(REMOTE, '"create" if older is None else older.only_this', '"overwrite"')],
+        [
+            REMOTE_TESTS + "test_the_manifest_is_sent_last_and_only_if_there_is_none",
+            REMOTE_TESTS + "test_of_two_that_send_at_once_one_is_refused_and_the_other_is_whole",
+        ],
+    ),
+    Defect(
+        "bucket-in-place",
+        "objects of the older folder are overwritten before the newer is whole",
+        [Edit(REMOTE, 'if file in older and older[file]["sha256"] != sha256:', "if False:")],
+        [REMOTE_TESTS + "test_the_older_folder_is_whole_until_the_newer_is"],
+    ),
+    Defect(
+        "bucket-again",
+        "objects that are complete are sent again",
+        [Edit(REMOTE, "(found.size, found.sha256) ==", "found is")],
+        [REMOTE_TESTS + "test_what_a_killed_sender_leaves_is_no_folder_and_is_not_sent_again"],
+    ),
+    Defect(
+        "bucket-lost-answer",
+        "a conditional put whose answer was lost counts as another process's",
+        [Edit(REMOTE, "if store.get(key) != manifest:", "if True:")],
+        [REMOTE_TESTS + "test_a_store_that_fails_at_times_loses_nothing[cut after]"],
     ),
     Defect(
         "data-folder-ignored",

@@ -225,6 +225,14 @@ def test_an_adapter_is_described_in_a_folder_and_in_a_tar(folder, tmp_path, caps
     assert "unusual     use_rslora=True" in text and "unusual     ranks of modules: 2 (2), 4 (4)" in text
 
 
+def test_a_bomb_in_a_tar_is_not_read(tmp_path, capsys):
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(2**24))
+    with tarfile.open(tmp_path / "bomb.tar.gz", "w:gz") as tar:
+        tar.add(tmp_path / "adapter_model.safetensors", "adapter_model.safetensors")
+    said = error(capsys, "inspect", tmp_path / "bomb.tar.gz")
+    assert f"holds adapter_model.safetensors of {2**24}, which no weights come to" in said
+
+
 def test_a_base_model_of_another_size_is_refused(folder, tmp_path, capsys):
     saved(folder("untied"), tmp_path / "adapter")
     config = transformers.Qwen3Config.from_pretrained(folder("untied"), hidden_size=64)

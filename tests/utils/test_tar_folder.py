@@ -1,5 +1,6 @@
 """A folder as one tar: the same files again, wholly or not at all; and archives that are not what they should be."""
 
+import gzip
 import io
 import os
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from skyrl.errors import RequestError, StorageError
-from skyrl.utils.files.tar_folder import pack_folder, unpack_folder
+from skyrl.utils.files.tar_folder import Limits, pack_folder, read_member, unpack_folder
 
 FILES = {"a.json": b"{}", "b.safetensors": bytes(range(256)) * 40}
 MOST = sum(map(len, FILES.values()))
@@ -42,7 +43,7 @@ def member(name: str, **fields) -> tarfile.TarInfo:
 
 def test_a_folder_is_the_same_again(folder, tmp_path):
     pack_folder(folder, tmp_path / "packed.tar")
-    unpack_folder(tmp_path / "packed.tar", tmp_path / "again", FILES, MOST)
+    unpack_folder(tmp_path / "packed.tar", tmp_path / "again", Limits(FILES, MOST))
     assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == FILES
 
 
@@ -70,27 +71,27 @@ def test_what_does_not_belong_there_is_refused_and_not_written(tmp_path, kind):
     info, message = HOSTILE[kind]
     archive_of(tmp_path / "hostile.tar", (info, b"{}"))
     with pytest.raises(RequestError, match=message):
-        unpack_folder(tmp_path / "hostile.tar", tmp_path / "in" / "here", FILES, MOST)
+        unpack_folder(tmp_path / "hostile.tar", tmp_path / "in" / "here", Limits(FILES, MOST))
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["here", "hostile.tar", "in"]
 
 
 def test_more_bytes_than_are_expected_are_refused(folder, tmp_path):
     pack_folder(folder, tmp_path / "packed.tar")
     with pytest.raises(RequestError, match=rf"more than the {MOST - 1} bytes"):
-        unpack_folder(tmp_path / "packed.tar", tmp_path / "again", FILES, MOST - 1)
+        unpack_folder(tmp_path / "packed.tar", tmp_path / "again", Limits(FILES, MOST - 1))
 
 
 def test_a_file_that_is_far_too_large_is_not_opened(tmp_path):
     with (tmp_path / "large.tar").open("wb") as file:
         file.truncate(2**30)
     with pytest.raises(RequestError, match=rf"it has {2**30} bytes, and {MOST} are the most"):
-        unpack_folder(tmp_path / "large.tar", tmp_path / "again", FILES, MOST)
+        unpack_folder(tmp_path / "large.tar", tmp_path / "again", Limits(FILES, MOST))
 
 
 def test_the_same_name_twice_is_refused(tmp_path):
     twice = (member("a.json"), b"{}"), (member("a.json"), b"[]")
     with pytest.raises(RequestError, match=r"holds 'a.json', where \['b.safetensors'\] are left"):
-        unpack_folder(archive_of(tmp_path / "twice.tar", *twice), tmp_path / "again", FILES, MOST)
+        unpack_folder(archive_of(tmp_path / "twice.tar", *twice), tmp_path / "again", Limits(FILES, MOST))
 
 
 def test_a_sparse_file_which_is_larger_than_its_archive_is_refused(tmp_path):
@@ -99,33 +100,156 @@ def test_a_sparse_file_which_is_larger_than_its_archive_is_refused(tmp_path):
         file.write(b"x")
     subprocess.run(["tar", "--sparse", "-cf", "sparse.tar", "a.json"], cwd=tmp_path, check=True)
     with pytest.raises(RequestError, match=r"a.json in it is no plain file"):
-        unpack_folder(tmp_path / "sparse.tar", tmp_path / "again", FILES, 2**30)
+        unpack_folder(tmp_path / "sparse.tar", tmp_path / "again", Limits(FILES, 2**30))
 
 
 def test_a_file_that_is_missing_is_named(tmp_path):
     archive_of(tmp_path / "short.tar", (member("a.json"), b"{}"))
     with pytest.raises(RequestError, match=r"it lacks \['b.safetensors'\]"):
-        unpack_folder(tmp_path / "short.tar", tmp_path / "again", FILES, MOST)
+        unpack_folder(tmp_path / "short.tar", tmp_path / "again", Limits(FILES, MOST))
 
 
-@pytest.mark.parametrize("mode", ["w:gz", "w:xz"])
-def test_a_compressed_archive_is_refused(tmp_path, mode):
+@pytest.mark.parametrize("mode", ["w:bz2", "w:xz"])
+def test_an_archive_of_another_compression_is_refused(tmp_path, mode):
     archive_of(tmp_path / "packed.tar", (member("a.json"), b"{}"), mode=mode)
-    with pytest.raises(RequestError, match="no whole uncompressed tar"):
-        unpack_folder(tmp_path / "packed.tar", tmp_path / "again", FILES, MOST)
+    with pytest.raises(RequestError, match="no whole tar, plain or gzipped"):
+        unpack_folder(tmp_path / "packed.tar", tmp_path / "again", Limits(FILES, MOST))
+
+
+# -- in gzip's format -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".tar.gz", ".tgz"])
+def test_a_folder_in_a_gzipped_tar_is_the_same_again(folder, tmp_path, suffix):
+    archive = tmp_path / f"packed{suffix}"
+    pack_folder(folder, archive)
+    listed = subprocess.run(["tar", "-tzf", archive], capture_output=True, text=True, check=True)
+    assert listed.stdout.split() == sorted(FILES)
+    unpack_folder(archive, tmp_path / "again", Limits(FILES, MOST))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == FILES
+
+
+def test_what_gzip_has_made_small_is_read(folder, tmp_path):
+    subprocess.run(["tar", "-czf", tmp_path / "small.tar.gz", "-C", folder, *FILES], check=True)
+    assert (tmp_path / "small.tar.gz").stat().st_size < MOST / 4
+    unpack_folder(tmp_path / "small.tar.gz", tmp_path / "again", Limits(FILES, MOST))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == FILES
+
+
+def bomb(path: Path, info: tarfile.TarInfo) -> Path:
+    """A gigabyte of zeros after a header, in a megabyte."""
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(info.tobuf(format=tarfile.GNU_FORMAT))
+        for _ in range(64):
+            file.write(bytes(2**24))
+    return path
+
+
+@pytest.mark.parametrize("size", [2**30, 2])
+def test_a_bomb_is_not_unpacked(tmp_path, size):
+    """One whose header says what comes, and one whose zeros follow a small file."""
+    archive = bomb(tmp_path / "bomb.tar.gz", member("a.json", size=size))
+    ended = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(archive), str(tmp_path / "again")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    refusal, grown_kib = ended.stdout.split("\n")[:2]
+    assert "bytes that are the most here" in refusal or "lacks ['b.safetensors']" in refusal
+    assert int(grown_kib) < 32 * 1024
+    assert sum(path.stat().st_size for path in (tmp_path / "again").iterdir()) <= 2
+
+
+MEASURED = """
+import resource, sys, pathlib
+from skyrl.utils.files.tar_folder import Limits, unpack_folder
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    unpack_folder(*map(pathlib.Path, sys.argv[1:]), Limits({"a.json", "b.safetensors"}, 2**23))
+except Exception as error:
+    print(error)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_zeros_without_end_after_the_files_are_not_read_to_their_end(folder, tmp_path):
+    pack_folder(folder, tmp_path / "packed.tar")
+    with gzip.open(tmp_path / "bomb.tar.gz", "wb", compresslevel=1) as file:
+        file.write((tmp_path / "packed.tar").read_bytes() + bytes(2**20))
+    with pytest.raises(RequestError, match=rf"it unpacks to more than the {MOST} bytes"):
+        unpack_folder(tmp_path / "bomb.tar.gz", tmp_path / "again", Limits(FILES, MOST))
+
+
+@pytest.mark.parametrize("how", ["a second member", "bytes after the tar", "bytes after gzip"])
+def test_what_follows_the_end_is_refused(folder, tmp_path, how):
+    archive = tmp_path / "packed.tar.gz"
+    pack_folder(folder, tmp_path / "plain.tar")
+    plain, more = (tmp_path / "plain.tar").read_bytes(), b"more" * 100
+    archive.write_bytes(
+        {
+            "a second member": gzip.compress(plain) + gzip.compress(plain),
+            "bytes after the tar": gzip.compress(plain + more),
+            "bytes after gzip": gzip.compress(plain) + more,
+        }[how]
+    )
+    with pytest.raises(RequestError, match=r"something follows|no whole tar"):
+        unpack_folder(archive, tmp_path / "again", Limits(FILES, MOST))
+
+
+def test_a_gzipped_archive_whose_checksum_differs_is_refused(folder, tmp_path):
+    pack_folder(folder, tmp_path / "packed.tgz")
+    whole = bytearray((tmp_path / "packed.tgz").read_bytes())
+    whole[-8] ^= 1
+    (tmp_path / "packed.tgz").write_bytes(bytes(whole))
+    with pytest.raises(RequestError, match="no whole tar"):
+        unpack_folder(tmp_path / "packed.tgz", tmp_path / "again", Limits(FILES, MOST))
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_does_not_belong_there_is_refused_in_a_gzipped_one_too(tmp_path, kind):
+    info, message = HOSTILE[kind]
+    archive_of(tmp_path / "hostile.tgz", (info, b"{}"), mode="w:gz")
+    with pytest.raises(RequestError, match=message):
+        unpack_folder(tmp_path / "hostile.tgz", tmp_path / "again", Limits(FILES, MOST))
+
+
+# -- names that may be there, and one file alone --------------------------------------------------------------------
+
+
+def test_files_that_may_be_there_are_taken_and_others_are_not(folder, tmp_path):
+    (folder / "tokenizer.json").write_bytes(b"{}")
+    pack_folder(folder, tmp_path / "packed.tar")
+    unpack_folder(tmp_path / "packed.tar", tmp_path / "again", Limits(FILES, 2 * MOST, ["tokenizer*"]))
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == b"{}"
+    with pytest.raises(RequestError, match=r"holds 'tokenizer\.json'"):
+        unpack_folder(tmp_path / "packed.tar", tmp_path / "refused", Limits(FILES, 2 * MOST))
+
+
+def test_a_pattern_lets_no_path_through(tmp_path):
+    archive_of(tmp_path / "hostile.tar", (member("tokenizer/../../x"), b"{}"))
+    with pytest.raises(RequestError, match=r"holds 'tokenizer/\.\./\.\./x'"):
+        unpack_folder(tmp_path / "hostile.tar", tmp_path / "again", Limits((), MOST, ["tokenizer*"]))
+
+
+def test_one_file_is_read_alone(folder, tmp_path):
+    pack_folder(folder, tmp_path / "packed.tar")
+    assert read_member(tmp_path / "packed.tar", "a.json", 2, Limits(FILES, MOST)) == FILES["a.json"]
+    with pytest.raises(RequestError, match=r"b\.safetensors in it has 10240 bytes, and 100 are the most"):
+        read_member(tmp_path / "packed.tar", "b.safetensors", 100, Limits(FILES, MOST))
 
 
 def test_an_archive_that_ends_early_is_refused(folder, tmp_path):
     pack_folder(folder, tmp_path / "packed.tar")
     whole = (tmp_path / "packed.tar").read_bytes()
     (tmp_path / "packed.tar").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(RequestError, match="no whole uncompressed tar"):
-        unpack_folder(tmp_path / "packed.tar", tmp_path / "again", FILES, MOST)
+    with pytest.raises(RequestError, match="no whole tar"):
+        unpack_folder(tmp_path / "packed.tar", tmp_path / "again", Limits(FILES, MOST))
 
 
 def test_an_archive_that_is_not_there_is_a_matter_of_storage(tmp_path):
     with pytest.raises(StorageError, match=r"nowhere\.tar cannot be read"):
-        unpack_folder(tmp_path / "nowhere.tar", tmp_path / "again", FILES, MOST)
+        unpack_folder(tmp_path / "nowhere.tar", tmp_path / "again", Limits(FILES, MOST))
 
 
 def test_who_is_killed_in_the_middle_leaves_the_archive_that_was_there(folder, tmp_path):

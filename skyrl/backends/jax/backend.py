@@ -171,7 +171,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             nbytes=bytes_of,
             fitted=partial(fitted, like=zero),
             max_bytes=version_bytes,
-            load=lambda path: self._writer.read(path, partial(self.read_version, path)),
+            load=lambda path: self._writer.read(path, partial(self._storage.read_version, path)),
             notify=self.notify,
         )
         self._storage = Storage(
@@ -179,6 +179,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             writer=self._writer,
             versions=self._versions,
             check=self.check_kind,
+            archives=self.archives(config.offload_folder),
             unwritten_bytes=max(1, version_bytes // 2),
         )
         self._runner = JaxRunner(
@@ -328,6 +329,3 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
 
         return float(norm), keep  # waits for the step, so that a failure shows before anything is replaced
         yield
-
-    def read_version(self, path: str) -> Adapter:
-        return self._format.load_version(path)

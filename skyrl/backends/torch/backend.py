@@ -133,7 +133,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             nbytes=self._format.version_bytes,
             fitted=lambda version: version,
             max_bytes=version_bytes,
-            load=lambda path: self._writer.read(path, partial(self.read_version, path)),
+            load=lambda path: self._writer.read(path, partial(self._storage.read_version, path)),
             notify=self.notify,
         )
         self._storage = Storage(
@@ -141,6 +141,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             writer=self._writer,
             versions=self._versions,
             check=self.check_kind,
+            archives=self.archives(config.offload_folder),
             unwritten_bytes=max(1, version_bytes // 2),
         )
         self._engines: EngineSampler[TorchVersion] | None = None
@@ -320,6 +321,9 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         weights, moments, _ = map(self.group.parts, self.group.spreads(kind))
         return state_bytes(kind, layout_of(self.group.facts, kind).size, weights, moments)
 
+    def stored_bytes(self, kind: Kind) -> int:
+        return state_bytes(kind, layout_of(self.group.facts, kind).size)
+
     def fresh_state(self, kind: Kind, seed: int) -> TorchState:
         return fresh_state(self.group, kind, seed)
 
@@ -399,6 +403,3 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             state.step += 1
 
         return norm, keep
-
-    def read_version(self, path: str) -> TorchVersion:
-        return self._format.load_version(path)

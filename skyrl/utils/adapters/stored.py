@@ -14,6 +14,8 @@ from skyrl.utils.files.tensor_file import read_tensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
+MOST_COMPRESSED = 100
+"""Times by which a file may be larger than the archive that it is in."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ def _tar_files(archive: Path) -> dict[str, bytes]:
                     continue
                 if name in files:
                     raise RequestError(f"{archive} holds {name} more than once; give a tar of one adapter")
+                if member.size > MOST_COMPRESSED * archive.stat().st_size:
+                    raise RequestError(
+                        f"{archive} of {archive.stat().st_size} bytes holds {name} of {member.size}, which no weights "
+                        "come to; give a tar of an adapter"
+                    )
                 content = tar.extractfile(member)
                 files[name] = b"" if content is None or name == PICKLE else content.read()
     except (tarfile.TarError, EOFError, OSError) as error:

@@ -81,6 +81,16 @@ def write_files(folder: Path, files: Mapping[str, Content]) -> Written:
     return Written(sum(entry["bytes"] for entry in entries.values()), hashlib.sha256(manifest).hexdigest())
 
 
+def add_manifest(folder: Path) -> None:
+    """Add the manifest of its files to a folder that has none and that nobody else reads yet."""
+    entries = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        entries[path.name] = {"sha256": digest, "bytes": path.stat().st_size}
+    (folder / MANIFEST).write_text(json.dumps(entries, indent=1))
+
+
 def replace_file(path: Path, content: Content) -> None:
     """Put a file of this content at `path`, wholly or not at all.
 

@@ -1,24 +1,58 @@
-"""Folders as one uncompressed tar, for who moves checkpoints as files.
+"""Folders as one tar, for who moves checkpoints as files: uncompressed, or in gzip's format by the archive's suffix.
 
 A tar is written piece by piece and is at its name wholly or not at all. What is in one that is read is believed in
-nothing: its names have to be the expected ones, of plain files, and all of them together no larger than is expected.
+nothing: its names have to be the expected ones, of plain files, all of them together no larger than is expected, and
+nothing may follow. No more than that is ever decompressed.
 """
 
+import gzip
+import io
 import tarfile
-from collections.abc import Collection
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from skyrl.errors import RequestError, StorageError
 from skyrl.utils.failpoints import crash_point
 from skyrl.utils.files.atomic_folders import replace_file
 
+GZIP_SUFFIXES = (".tar.gz", ".tgz")
+TAR_SUFFIXES = (".tar", *GZIP_SUFFIXES)
+"""Ends of paths at which a checkpoint is a tar rather than a folder."""
 BLOCKS = 64 * 1024
 """Bytes that headers and padding of a few files take at most."""
+GZIP_MAGIC = b"\x1f\x8b"
+
+
+class Limits(NamedTuple):
+    """Contents that are expected of an archive."""
+
+    names: Collection[str]
+    """Files that it has to hold."""
+    max_bytes: int
+    """Of all files together."""
+    patterns: Collection[str] = ()
+    """Names, or patterns of names, of files that it may hold beside these."""
+
+
+def is_tar(path: str | Path) -> bool:
+    """Return True if a checkpoint at this path is a tar by its suffix."""
+    return str(path).endswith(TAR_SUFFIXES)
+
+
+def without_suffix(name: str) -> str:
+    """A name without the suffix of a tar, if it has one."""
+    return next((name.removesuffix(suffix) for suffix in TAR_SUFFIXES if name.endswith(suffix)), name)
 
 
 def pack_folder(folder: Path, archive: Path) -> None:
-    """Put a tar of the files of a folder at `archive`. Raises `StorageError` if the disk refuses it."""
+    """Put a tar of the files of a folder at `archive`. Raises `StorageError` if the disk refuses it.
+
+    In gzip's format nothing is made smaller: weights hardly would be, and it would take minutes.
+    """
 
     def write(file: BinaryIO) -> None:
         with tarfile.open(fileobj=file, mode="w|") as tar:
@@ -29,45 +63,116 @@ def pack_folder(folder: Path, archive: Path) -> None:
                     tar.addfile(info, content)
                 crash_point("archive: half written")
 
-    replace_file(archive, write)
+    def write_gzip(file: BinaryIO) -> None:
+        with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=0, mtime=0) as packed:
+            write(cast(BinaryIO, packed))
+
+    replace_file(archive, write_gzip if str(archive).endswith(GZIP_SUFFIXES) else write)
 
 
-def unpack_folder(archive: Path, folder: Path, names: Collection[str], max_bytes: int) -> None:
-    """Make a folder of the files in a tar.
-
-    Args:
-        archive: The tar.
-        folder: Where there is nothing yet.
-        names: Those that it has to hold, and no others.
-        max_bytes: Of all files together.
+def unpack_folder(archive: Path, folder: Path, limits: Limits) -> None:
+    """Make a folder, where there is nothing yet, of the files in a tar.
 
     Raises:
-        RequestError: It is no uncompressed tar, or holds anything else. Nothing outside `folder` was touched.
+        RequestError: It is no tar, plain or gzipped, or holds anything else. Nothing outside `folder` was touched.
         StorageError: It cannot be read, or the disk refuses a file.
     """
     folder.mkdir(parents=True)
-    left, missing = max_bytes, set(names)
-    try:
-        if archive.stat().st_size > max_bytes + BLOCKS:
-            raise _refused(archive, f"it has {archive.stat().st_size} bytes, and {max_bytes} are the most here")
-        with tarfile.open(archive, "r:") as tar:
-            for member in tar:
-                if member.name not in missing:
-                    raise _refused(archive, f"it holds {member.name!r}, where {sorted(missing)} are left to come")
-                if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.sparse is not None:
-                    raise _refused(archive, f"{member.name} in it is no plain file")
-                missing.discard(member.name)
-                left -= member.size
-                if left < 0:
-                    raise _refused(archive, f"its files have more than the {max_bytes} bytes that are the most here")
-                tar.extract(member, folder, set_attrs=False, filter="data")
-    except (tarfile.TarError, EOFError) as error:
-        raise _refused(archive, f"it is no whole uncompressed tar ({error})") from error
-    except OSError as error:
-        raise StorageError(f"{archive} cannot be read: {error.strerror or error}; use another checkpoint") from error
+    with _opened(archive, limits.max_bytes) as (tar, check_end):
+        for member in _members(archive, tar, limits):
+            tar.extract(member, folder, set_attrs=False, filter="data")
+        check_end()
+
+
+def read_member(archive: Path, name: str, max_bytes: int, limits: Limits) -> bytes:
+    """Content of one file of a tar, of at most `max_bytes`. Files after it are not looked at. As `unpack_folder`."""
+    with _opened(archive, limits.max_bytes) as (tar, _):
+        for member in _members(archive, tar, limits):
+            if member.name == name:
+                if member.size > max_bytes:
+                    raise _refused(archive, f"{name} in it has {member.size} bytes, and {max_bytes} are the most")
+                content = tar.extractfile(member)
+                return b"" if content is None else content.read()
+    raise _refused(archive, f"it lacks {[name]}")
+
+
+def _members(archive: Path, tar: tarfile.TarFile, limits: Limits) -> Iterator[tarfile.TarInfo]:
+    """Members of a tar, in their order, each checked before it is looked into."""
+    left, missing, seen = limits.max_bytes, set(limits.names), set[str]()
+    for member in tar:
+        name = member.name
+        expected = name in limits.names or any(fnmatchcase(name, pattern) for pattern in limits.patterns)
+        if name in seen or not expected or "/" in name:
+            left_to_come = sorted(missing) or [one for one in limits.patterns if one not in seen]
+            raise _refused(archive, f"it holds {name!r}, where {left_to_come} are left to come")
+        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.sparse is not None:
+            raise _refused(archive, f"{name} in it is no plain file")
+        seen.add(name)
+        missing.discard(name)
+        left -= member.size
+        if left < 0:
+            raise _refused(archive, f"its files have more than the {limits.max_bytes} bytes that are the most here")
+        yield member
     if missing:
         raise _refused(archive, f"it lacks {sorted(missing)}")
 
 
+@contextmanager
+def _opened(archive: Path, max_bytes: int) -> Iterator[tuple[tarfile.TarFile, Callable[[], None]]]:
+    """A tar to read from front to back, and a call that refuses what follows its end. Its faults are errors of ours."""
+    try:
+        with archive.open("rb") as file:
+            packed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+            size, most = file.seek(0, io.SEEK_END), max_bytes + BLOCKS
+            file.seek(0)
+            if size > most * 1.01:
+                raise _refused(archive, f"it has {size} bytes, and {max_bytes} are the most here")
+            stream = gzip.GzipFile(fileobj=file, mode="rb") if packed else file
+            reader = _Bounded(cast(BinaryIO, stream), most)
+            with tarfile.open(fileobj=cast(BinaryIO, reader), mode="r|") as tar:
+
+                def check_end() -> None:
+                    while reader.read(BLOCKS):
+                        pass
+                    if reader.filled > tar.offset:
+                        raise _refused(archive, "something follows the end of the tar in it")
+
+                yield tar, check_end
+    except _TooLarge as error:
+        raise _refused(archive, f"it unpacks to more than the {max_bytes} bytes that are the most here") from error
+    except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise _refused(archive, f"it is no whole tar, plain or gzipped ({error})") from error
+    except OSError as error:
+        raise StorageError(f"{archive} cannot be read: {error.strerror or error}; use another checkpoint") from error
+
+
+class _TooLarge(Exception):
+    """More bytes than may be read."""
+
+
+class _Bounded(io.RawIOBase):
+    """Reads a stream up to a number of bytes, and remembers where the last byte was that is not zero."""
+
+    def __init__(self, stream: BinaryIO, most: int):
+        self._stream, self._left, self._position = stream, most, 0
+        self.filled = 0
+        """Offset after that byte."""
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> Any:
+        data = self._stream.read(BLOCKS if size < 0 else size)
+        self._left -= len(data)
+        if self._left < 0:
+            raise _TooLarge
+        if kept := len(data.rstrip(b"\0")):
+            self.filled = self._position + kept
+        self._position += len(data)
+        return data
+
+
 def _refused(archive: Path, why: str) -> RequestError:
-    return RequestError(f"path={archive}: {why}; use a file that save_checkpoint has made for this model")
+    return RequestError(
+        f"path={archive}: {why}; use a file that save_checkpoint or save_sampler_checkpoint has made for this model"
+    )

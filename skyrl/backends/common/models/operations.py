@@ -7,9 +7,11 @@ models there are, where they are, who waits for room, what is refused and what i
 import contextlib
 import dataclasses
 import math
+import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from functools import singledispatchmethod
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -31,6 +33,7 @@ from skyrl.backends.backend import (
 )
 from skyrl.backends.common.adamw import AdamScalars, GradientReduction
 from skyrl.backends.common.dimuon import FORMULA, DimuonScalars
+from skyrl.backends.common.models.archives import Archives
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.models.store import Storage
 from skyrl.backends.common.offload import ModelOffload, OffloadState
@@ -41,6 +44,7 @@ from skyrl.backends.prepared import version_of
 from skyrl.errors import RequestError
 from skyrl.types import (
     ForwardBackwardOutput,
+    LoraConfig,
     ModelMetadata,
     ModelOutput,
     OptimStepOutput,
@@ -75,6 +79,10 @@ class ModelBackend(Executor, Generic[State, Version]):
     def nbytes_of(self, kind: Kind) -> int:
         """Memory of a model before there is one, as `OffloadState.nbytes`."""
 
+    def stored_bytes(self, kind: Kind) -> int:
+        """Bytes of the numbers in a checkpoint of such a model, at most. Raises `RequestError` if there can be none."""
+        return self.nbytes_of(kind)
+
     @abstractmethod
     def fresh_state(self, kind: Kind, seed: int) -> State:
         """A model that has taken no step. Raises `RequestError` for what cannot be made."""
@@ -95,10 +103,6 @@ class ModelBackend(Executor, Generic[State, Version]):
 
         Until that call the model is as it was. Yields quanta, if it does not compute at once.
         """
-
-    @abstractmethod
-    def read_version(self, path: str) -> Version:
-        """A version that is stored in a folder: a sampler's or a training checkpoint. In any thread."""
 
     # -- what the executor asks for -----------------------------------------------------------------------------------
 
@@ -141,9 +145,9 @@ class ModelBackend(Executor, Generic[State, Version]):
     # -- documented, beside the contract -----------------------------------------------------------------------------
 
     def load_sampler_checkpoint(self, model_id: str, checkpoint_id: str, checkpoint_path: str) -> None:
-        """Make the sampler or training checkpoint in a folder samplable as `checkpoint_id` of `model_id`."""
+        """Make the sampler or training checkpoint in a folder or tar samplable as `checkpoint_id` of `model_id`."""
         version = version_of(model_id, checkpoint_id)
-        weights = self.read_version(checkpoint_path)
+        weights = self._storage.read_version(checkpoint_path)
         self._versions.publish(version, weights)
         self._versions.mark_stored(version, weights, checkpoint_path)
 
@@ -187,6 +191,14 @@ class ModelBackend(Executor, Generic[State, Version]):
             model_id: ModelMetadata(index, self._models.info(model_id).lora_config)
             for index, model_id in enumerate(self._models, 1)
         }
+
+    def archives(self, scratch: str | None) -> Archives:
+        """Reader of checkpoints of any model that is served here, which unpacks tars in the folder `scratch`."""
+        largest = 0
+        for rank in (0, self.max_lora_rank):
+            with contextlib.suppress(RequestError):  # no such models here
+                largest = max(largest, self.stored_bytes(Kind(LoraConfig(rank=rank), True)))
+        return Archives(Path(scratch or tempfile.gettempdir()), largest)
 
     def _check_loaded(self, model_id: str) -> None:
         if model_id not in self._models:

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from skyrl.backends.backend import ExportModel, LoadCheckpoint, LoadSnapshot, Publish, SaveCheckpoint, SaveSnapshot
 from skyrl.backends.common.background_writer import Writer
-from skyrl.backends.common.models.checkpoint_folder import stored_kind
+from skyrl.backends.common.models.archives import Archives, write_checkpoint
 from skyrl.backends.common.models.kind import Kind, check_same_kind
 from skyrl.backends.common.offload import ModelInfo, OffloadState
 from skyrl.backends.common.versions import VersionPool
@@ -73,6 +73,15 @@ class ModelFormat(ABC, Generic[State, Version]):
         """Files of a sampler checkpoint: PEFT's layout, or Hugging Face's of a model that is trained as a whole."""
 
     @abstractmethod
+    def load_version(self, path: str) -> Version:
+        """Weights of a sampler checkpoint, or those of a training checkpoint, to sample from.
+
+        Raises:
+            StorageError: Missing or damaged files.
+            RequestError: The adapter does not fit the served base model or `max_lora_rank`.
+        """
+
+    @abstractmethod
     def pack_model(self, state: State) -> Mapping[str, Content]:
         """Files of base model and what was learned, merged, in Hugging Face format."""
 
@@ -86,6 +95,8 @@ class Storage(Generic[State, Version]):
     versions: VersionPool[Version]
     check: Callable[[Kind], None]
     """Raises `RequestError` for what is not served here."""
+    archives: Archives
+    """Reader of checkpoints, in folders and tars."""
     unwritten_bytes: int
     """Memory that may be taken by what is not on disk yet. While it is, none of these models writes more."""
 
@@ -158,7 +169,7 @@ class Storage(Generic[State, Version]):
 
     def stored_kind(self, operation: LoadCheckpoint | LoadSnapshot) -> Awaiting[Kind]:
         """Kind of model that the operation would load. Raises as `checkpoint_folder.stored_kind`."""
-        return self._in_background(operation.path, partial(stored_kind, operation.path, operation.digest))
+        return self._in_background(operation.path, partial(self.archives.stored_kind, operation.path, operation.digest))
 
     def read(self, operation: LoadCheckpoint | LoadSnapshot, loaded: ModelInfo | None) -> Awaiting[State]:
         """Read what the operation loads, a checkpoint in place of the model `loaded` if there is one.
@@ -177,8 +188,8 @@ class Storage(Generic[State, Version]):
     # -- files, in any thread -----------------------------------------------------------------------------------------
 
     def write_state(self, path: str, state: State) -> SaveOutput:
-        """All that the model is, to a folder. Raises `StorageError`."""
-        return SaveOutput(path, *write_folder(path, dict(self.format.pack_training(state))))
+        """All that the model is, to a folder or tar. Raises `StorageError`."""
+        return SaveOutput(path, *write_checkpoint(path, dict(self.format.pack_training(state))))
 
     def read_state(self, path: str) -> State:
         """The inverse. Raises as `ModelFormat.load_training`."""
@@ -194,11 +205,17 @@ class Storage(Generic[State, Version]):
                 check_same_kind(path, kind, loaded)
             self.check(kind)
 
-        return self.format.load_training(path, check, load_optimizer=operation.load_optimizer, digest=digest)
+        with self.archives.as_folder(path) as folder:
+            return self.format.load_training(folder, check, load_optimizer=operation.load_optimizer, digest=digest)
+
+    def read_version(self, path: str) -> Version:
+        """A version that is stored in a folder or tar: a sampler's or a training checkpoint."""
+        with self.archives.as_folder(path, is_sampled=True) as folder:
+            return self.format.load_version(folder)
 
     def _write_version(self, operation: Publish, path: str, version: Version, lora_config: LoraConfig) -> SaveOutput:
         """A version's files, so that it may leave memory. One that is to persist exists only from then on."""
-        saved = SaveOutput(path, *write_folder(path, dict(self.format.pack_version(version, lora_config))))
+        saved = SaveOutput(path, *write_checkpoint(path, dict(self.format.pack_version(version, lora_config))))
         if operation.persist:
             self.versions.publish(operation.version, version)
         self.versions.mark_stored(operation.version, version, path)

@@ -1,0 +1,127 @@
+"""Checkpoints as one tar: written where a path has the suffix of one, and read wherever a path names a file.
+
+A tar holds the files of the folder that would be there otherwise, manifest included. Sampler checkpoints of other
+servers, of adapter_model.safetensors and adapter_config.json alone, are read too.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl.backends.common.models.checkpoint_folder import (
+    IN_MEMORY,
+    PEFT_CONFIG,
+    PEFT_TENSORS,
+    README,
+    TRAINING_STATE,
+    TRAINING_TENSORS,
+    header_of,
+    kind_of,
+    stored_kind,
+)
+from skyrl.backends.common.models.kind import Kind
+from skyrl.errors import RequestError, StorageError
+from skyrl.utils.files.atomic_folders import (
+    MANIFEST,
+    TEMPORARY,
+    Content,
+    Written,
+    add_manifest,
+    local_path,
+    write_folder,
+)
+from skyrl.utils.files.hf_files import BESIDE, CONFIG, WEIGHTS
+from skyrl.utils.files.tar_folder import Limits, is_tar, pack_folder, read_member, unpack_folder
+
+TRAINING = (MANIFEST, TRAINING_STATE, TRAINING_TENSORS)
+"""Files of a training checkpoint."""
+SAMPLED = (*TRAINING, PEFT_TENSORS, PEFT_CONFIG, README, IN_MEMORY, WEIGHTS, CONFIG, *BESIDE)
+"""Files, and patterns of them, that may be in what is sampled: an adapter, a whole model or a training checkpoint."""
+HEADER = 2**20
+"""Bytes of a header at most."""
+BESIDE_NUMBERS = 2**26
+"""Bytes of a checkpoint beside its numbers at most: headers, and a tokenizer's files."""
+
+
+def write_checkpoint(path: str, files: Mapping[str, Content]) -> Written:
+    """Put these files at `path`, as a tar if it has the suffix of one, else as a folder.
+
+    Raises:
+        StorageError: The disk refuses a write. What was at `path` is unchanged.
+    """
+    if not is_tar(path):
+        return write_folder(path, files)
+    archive = local_path(path).absolute()
+    with _beside(archive.parent) as folder:
+        written = write_folder(folder, files)
+        pack_folder(folder, archive)
+    return written
+
+
+@dataclass(frozen=True)
+class Archives:
+    """Reader of checkpoints in folders and tars."""
+
+    scratch: Path
+    """Folder in which tars are unpacked for a moment."""
+    max_bytes: int
+    """Of the numbers in the largest checkpoint of any model here."""
+
+    def stored_kind(self, path: str, digest: str | None) -> Kind:
+        """`checkpoint_folder.stored_kind` of a folder or tar."""
+        if not (archive := local_path(path)).is_file():
+            return stored_kind(path, digest)
+        try:
+            header = read_member(archive, TRAINING_STATE, HEADER, self._limits(TRAINING))
+            return kind_of(header_of({TRAINING_STATE: header}, path))
+        except (ValueError, KeyError, TypeError):
+            with self.as_folder(path) as folder:  # to say what is wrong
+                return stored_kind(folder, digest)
+
+    @contextmanager
+    def as_folder(self, path: str, is_sampled: bool = False) -> Iterator[str]:
+        """A folder with a checkpoint's files: itself, or for a moment what is in a tar.
+
+        Args:
+            path: Folder or tar.
+            is_sampled: False for a training checkpoint, else whatever can be sampled.
+
+        Raises:
+            RequestError: The tar holds anything else.
+            StorageError: The tar cannot be read.
+        """
+        archive = local_path(path)
+        if not archive.is_file():
+            yield path
+            return
+        with _beside(self.scratch) as folder:
+            limits = self._limits((), SAMPLED) if is_sampled else self._limits(TRAINING)
+            unpack_folder(archive, folder, limits)
+            if not (folder / MANIFEST).exists():
+                add_manifest(folder)
+            try:
+                yield str(folder)
+            except (RequestError, StorageError) as error:
+                if str(folder) not in str(error):
+                    raise
+                raise type(error)(f"{archive}: {error}".replace(str(folder), "the checkpoint in it")) from error
+
+    def _limits(self, names: tuple[str, ...], patterns: tuple[str, ...] = ()) -> Limits:
+        return Limits(names, self.max_bytes + BESIDE_NUMBERS, patterns)
+
+
+@contextmanager
+def _beside(parent: Path) -> Iterator[Path]:
+    """A name for a folder in `parent` that is gone afterwards."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        around = Path(tempfile.mkdtemp(prefix=".", suffix=TEMPORARY, dir=parent))
+    except OSError as error:
+        raise StorageError(f"cannot write {parent}: {error.strerror or error}; check permissions") from error
+    try:
+        yield around / "checkpoint"
+    finally:
+        shutil.rmtree(around, ignore_errors=True)

@@ -1,0 +1,238 @@
+"""Buckets of S3, Google Cloud Storage and Azure, by URL: objects that are there wholly or not at all.
+
+    s3://bucket/prefix    gs://bucket/prefix    az://container/prefix
+
+Credentials, regions and endpoints come from where the stores' own programs look for them (`AWS_*`, `GOOGLE_*`,
+`AZURE_*`). Every request has one timeout. One that fails by an answer of 5xx, a connection that is lost, or a store
+that cannot be reached is tried again for `SKYRL_BUCKET_RETRY_S` seconds; after that the error names the store and its
+reason. Needs `pip install 'skyrl[buckets]'`.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from skyrl.errors import RequestError, StorageError
+
+if TYPE_CHECKING:
+    from obstore import PutMode
+
+SCHEMES = ("s3", "gs", "az")
+INSTALL = "pip install 'skyrl[buckets]'"
+TIMEOUT_S = 180
+"""Of one request. A part of a file is one, so a link of 50 kB/s is fast enough."""
+RETRY_S = 180.0
+"""Seconds for which a failing request is tried again by default; `SKYRL_BUCKET_RETRY_S` sets others."""
+PART_BYTES = 8 * 2**20
+"""Size of the parts in which files are sent and fetched."""
+PARTS_AT_ONCE = 4
+SHA256 = "sha256"
+"""Key of the metadata that hold an object's hash."""
+SIGNED_FOR = timedelta(hours=1)
+
+
+def is_url(path: str | Path) -> bool:
+    """Return True for a path with a scheme, such as s3://bucket/prefix. A `Path` of one counts, too."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", str(path)) is not None
+
+
+def check_url(url: str) -> None:
+    """Raise `RequestError` unless buckets of this URL are served and their library is installed."""
+    scheme, separator, rest = url.partition("://")
+    if scheme not in SCHEMES or not separator:
+        raise RequestError(f"path={url}: {scheme}:// is not served; use s3://, gs://, az:// or a folder on a disk")
+    if not rest.strip("/"):
+        raise RequestError(f"path={url} names no bucket; write {scheme}://bucket/prefix")
+    try:
+        import obstore  # noqa: F401
+    except ImportError as error:
+        raise RequestError(f"path={url}: buckets need obstore, which is not installed: {INSTALL}") from error
+
+
+class Stored(NamedTuple):
+    """Facts about an object."""
+
+    key: str
+    size: int
+    e_tag: str | None
+    version: str | None
+    """Generation, where the store counts them; `e_tag` and this name one version of the object."""
+    sha256: str | None = None
+    """Hash of its content, where it was put by a file and asked for."""
+
+    @property
+    def only_this(self) -> "PutMode":
+        """Mode of a put that takes the place of this version and of no other."""
+        named = {"e_tag": self.e_tag, "version": self.version}
+        return cast("PutMode", {name: value for name, value in named.items() if value is not None})
+
+
+class AlreadyThere(StorageError):
+    """A conditional put found another object, or another version of it."""
+
+
+class ObjectStore:
+    """Objects below the prefix of a bucket. Keys are relative to it. All methods raise `StorageError`.
+
+    Args:
+        url: Scheme, bucket and prefix.
+
+    Raises:
+        RequestError: The URL is of no bucket that is served, or obstore is not installed.
+    """
+
+    def __init__(self, url: str):
+        check_url(url)
+        from obstore.store import from_url
+
+        self.url = url.rstrip("/")
+        self._retry_s = float(os.environ.get("SKYRL_BUCKET_RETRY_S") or RETRY_S)
+        endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_ENDPOINT"))
+        client: Any = {"timeout": timedelta(seconds=TIMEOUT_S), "connect_timeout": timedelta(seconds=30)}
+        if any(endpoint.startswith("http://") for endpoint in endpoints):
+            client["allow_http"] = True
+        backoff: Any = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=10), "base": 2}
+        retry: Any = {
+            "max_retries": 1000,  # the time is what bounds them
+            "retry_timeout": timedelta(seconds=self._retry_s),
+            "backoff": backoff,
+        }
+        with self._failing("open", ""):
+            self._store: Any = from_url(self.url, client_options=client, retry_config=retry)
+
+    def put(self, key: str, data: bytes, mode: "PutMode" = "overwrite") -> Stored:
+        """Put an object. Mode "create", and that of a version, raise `AlreadyThere` if there is another one."""
+        import obstore
+
+        with self._failing("write", key):
+            result = obstore.put(self._store, key, data, mode=mode, use_multipart=False)
+            return Stored(key, len(data), result["e_tag"], result["version"])
+
+    def put_file(self, key: str, path: Path, sha256: str) -> None:
+        """Put the content of a file, in parts, with its hash."""
+        import obstore
+
+        with self._failing("write", key):
+            obstore.put(
+                self._store,
+                key,
+                path,
+                attributes={SHA256: sha256},
+                chunk_size=PART_BYTES,
+                max_concurrency=PARTS_AT_ONCE,
+            )
+
+    def get(self, key: str) -> bytes | None:
+        """Content of a small object; None if there is none."""
+        import obstore
+
+        with self._failing("read", key):
+            try:
+                return bytes(obstore.get(self._store, key).bytes())
+            except FileNotFoundError:
+                return None
+
+    def chunks(self, key: str, size: int) -> Iterator[bytes]:
+        """Content of an object of a known size, by ranges, so that no request is long."""
+        import obstore
+
+        for start in range(0, size, PART_BYTES):
+            with self._failing("read", key):
+                part = bytes(obstore.get_range(self._store, key, start=start, end=min(start + PART_BYTES, size)))
+            yield part
+
+    def get_file(self, key: str, path: Path, size: int) -> str:
+        """Write an object's content to a file. Returns its hash."""
+        digest = hashlib.sha256()
+        with path.open("wb") as file:
+            for part in self.chunks(key, size):
+                digest.update(part)
+                file.write(part)
+        return digest.hexdigest()
+
+    def find(self, key: str) -> Stored | None:
+        """Size, version and hash of an object; None if there is none."""
+        import obstore
+
+        with self._failing("read", key):
+            try:
+                result = obstore.get(self._store, key, options={"head": True})
+            except FileNotFoundError:
+                return None
+            attributes: Any = result.attributes
+            meta = result.meta
+            return Stored(key, meta["size"], meta["e_tag"], meta["version"], attributes.get(SHA256))
+
+    def list(self, prefix: str = "") -> list[Stored]:
+        """All objects whose keys begin with a prefix, which ends between two parts of a path."""
+        import obstore
+
+        with self._failing("list", prefix):
+            batches = obstore.list(self._store, prefix or None, chunk_size=1000)
+            return [_listed(one) for batch in batches for one in batch]
+
+    def copy(self, key: str, to: str) -> None:
+        """Copy an object within the store."""
+        import obstore
+
+        with self._failing("write", to):
+            obstore.copy(self._store, key, to)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects, in this order; those that are not there are passed over."""
+        import obstore
+
+        for key in keys:
+            with self._failing("delete", key):
+                try:
+                    obstore.delete(self._store, key)
+                except FileNotFoundError:
+                    continue
+
+    def sign(self, key: str) -> str | None:
+        """URL by which anybody may fetch an object for an hour; None where the store signs none."""
+        import obstore
+        from obstore.exceptions import BaseError
+
+        try:
+            return obstore.sign(self._store, "GET", key, SIGNED_FOR)
+        except (BaseError, OSError, ValueError):  # credentials that cannot sign
+            return None
+
+    @contextmanager
+    def _failing(self, verb: str, key: str) -> Iterator[None]:
+        """Errors of the library as ours, but for a file that is not there."""
+        from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+
+        where = f"{self.url}/{key}" if key else self.url
+        try:
+            yield
+        except (AlreadyExistsError, PreconditionError, FileExistsError) as error:
+            raise AlreadyThere(f"{where} was written by another process meanwhile") from error
+        except FileNotFoundError as error:
+            if verb == "read":
+                raise
+            raise StorageError(f"cannot {verb} {where}: {_reason(error)}; check the bucket's name") from error
+        except PermissionError as error:
+            raise StorageError(f"cannot {verb} {where}: {_reason(error)}; check credentials and permissions") from error
+        except (BaseError, OSError, ValueError) as error:
+            raise StorageError(
+                f"cannot {verb} {where}: {_reason(error)}; it was tried for {self._retry_s:g} s, see the store's status"
+            ) from error
+
+
+def _listed(meta: Any) -> Stored:
+    return Stored(meta["path"], meta["size"], meta["e_tag"], meta["version"])
+
+
+def _reason(error: BaseException) -> str:
+    """The store's own words, of an error whose text goes on with the request's details."""
+    text = str(error).split("\n\nDebug source:")[0]
+    message = re.search(r"<Message>(.*?)</Message>", text)
+    lines = [line for line in (part.strip() for part in text.splitlines()) if line]
+    return message[1] if message else " ".join(lines)[:300] or type(error).__name__

@@ -1,0 +1,226 @@
+"""Folders in a bucket that are either wholly there or not there at all, as `atomic_folders` are on disk.
+
+A folder is made on disk, and sent file by file. It is there when its `manifest.json` is, which is sent last and only if
+nobody else has sent one meanwhile. An object that is complete is not sent again after an interruption. A folder that
+takes the place of another one is there with its manifest, at once: files of the older one keep their objects until
+then, so those that differ are sent under other keys, which the manifest names. Folders may hold folders; one manifest
+lists the files of all.
+"""
+
+import hashlib
+import json
+import posixpath
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from skyrl.errors import StorageError
+from skyrl.utils.failpoints import crash_point
+from skyrl.utils.files.atomic_folders import MANIFEST, TEMPORARY, Written
+from skyrl.utils.files.object_store import AlreadyThere, ObjectStore, Stored
+
+OBJECT = "object"
+"""Key of a manifest's entry for a file whose object has another name."""
+Entries = Mapping[str, Mapping[str, Any]]
+
+
+def send_folder(folder: Path, store: ObjectStore, name: str) -> Written:
+    """Put a folder of the disk into a store, in the place of the folder of this name if there is one.
+
+    Args:
+        folder: With a manifest of its own, or without one.
+        store: Where it goes.
+        name: Its name there.
+
+    Raises:
+        StorageError: The store refuses it. What was at `name` is unchanged.
+    """
+    older = store.find(_key(name, MANIFEST))
+    kept = _entries(store, name) if older is not None else {}
+    objects = {_object(file, entry): entry for file, entry in kept.items()}
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    entries: dict[str, dict[str, Any]] = {}
+    there = {stored.key: stored.size for stored in store.list(name)}
+    own = paths.pop(MANIFEST, None)
+    for file, path in paths.items():
+        entries[file] = _send_file(store, name, file, path, objects, there)
+        crash_point("bucket: files half sent")
+    manifest = _manifest(entries, own)
+    _send_manifest(store, name, manifest, older)
+    crash_point("bucket: folder in place")
+    used = {_object(file, entry) for file, entry in entries.items()}
+    store.delete(_key(name, key) for key in sorted(objects.keys() - used))
+    return Written(sum(entry["bytes"] for entry in entries.values()), hashlib.sha256(manifest).hexdigest())
+
+
+def fetch_folder(store: ObjectStore, name: str, folder: Path) -> None:
+    """Make a folder of the disk, where there is nothing yet, of one that `send_folder` has put into a store.
+
+    Raises:
+        StorageError: It or one of its files is missing or damaged, or the store or the disk refuses.
+    """
+    temporary = folder.with_name(f".{uuid4().hex}{TEMPORARY}")
+    with _disk(folder):
+        temporary.mkdir(parents=True)
+        entries = _entries(store, name)
+        for file, entry in entries.items():
+            path = temporary / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                found = store.get_file(_key(name, _object(file, entry)), path, entry["bytes"])
+            except FileNotFoundError as error:
+                raise _damaged(store, name, f"{file} is missing") from error
+            if found != entry["sha256"]:
+                raise _damaged(store, name, f"the hash of {file} differs from the manifest")
+        direct = {file: _local(entry) for file, entry in entries.items() if "/" not in file}
+        (temporary / MANIFEST).write_text(json.dumps(direct, indent=1))
+        temporary.rename(folder)
+
+
+def inspect_remote(store: ObjectStore, name: str) -> Written | None:
+    """Result of `send_folder` for a folder, or None unless it is there with all its files in full length."""
+    manifest = store.get(_key(name, MANIFEST))
+    if manifest is None:
+        return None
+    there = {stored.key: stored.size for stored in store.list(name)}
+    entries = _parsed(store, name, manifest)
+    if any(there.get(_key(name, _object(file, entry))) != entry["bytes"] for file, entry in entries.items()):
+        return None
+    return Written(sum(entry["bytes"] for entry in entries.values()), hashlib.sha256(manifest).hexdigest())
+
+
+def read_remote_file(store: ObjectStore, name: str, file: str) -> bytes | None:
+    """Content of one small file of a folder, checked; None if the folder or the file is not there."""
+    manifest = store.get(_key(name, MANIFEST))
+    entry = {} if manifest is None else _parsed(store, name, manifest).get(file, {})
+    if not entry:
+        return None
+    content = store.get(_key(name, _object(file, entry)))
+    if content is None or hashlib.sha256(content).hexdigest() != entry["sha256"]:
+        raise _damaged(store, name, f"the hash of {file} differs from the manifest")
+    return content
+
+
+def remote_folders(store: ObjectStore, prefix: str = "") -> dict[str, bool]:
+    """Names of the folders right below a prefix: True for those that are there, False for what is left of others."""
+    found: dict[str, bool] = {}
+    for stored in store.list(prefix):
+        name, separator, file = stored.key[len(prefix) + 1 if prefix else 0 :].partition("/")
+        if separator:
+            found[name] = found.get(name, False) or file == MANIFEST
+    return found
+
+
+def copy_remote(store: ObjectStore, name: str, to: str) -> None:
+    """Put what a folder holds at another name too, where there is nothing yet."""
+    entries = _entries(store, name)
+    for file, entry in entries.items():
+        store.copy(_key(name, _object(file, entry)), _key(to, file))
+    _send_manifest(store, to, _manifest({file: _local(entry) for file, entry in entries.items()}, None), None)
+
+
+def remove_remote(store: ObjectStore, name: str) -> int:
+    """Remove a folder, at once as far as readers see. Returns the bytes that it took; 0 if there was none."""
+    there = store.list(name)
+    manifest = _key(name, MANIFEST)
+    store.delete([manifest] if any(stored.key == manifest for stored in there) else [])
+    store.delete(stored.key for stored in there if stored.key != manifest)
+    return sum(stored.size for stored in there)
+
+
+def remote_bytes(store: ObjectStore, name: str) -> int:
+    """Bytes of the objects of a folder."""
+    return sum(stored.size for stored in store.list(name))
+
+
+def _send_file(
+    store: ObjectStore, name: str, file: str, path: Path, older: Entries, there: Mapping[str, int]
+) -> dict[str, Any]:
+    """Put a file unless its object is there. Returns its entry. `older` are those of the folder that was there."""
+    with _disk(path), path.open("rb") as content:
+        sha256 = hashlib.file_digest(content, "sha256").hexdigest()
+    entry: dict[str, Any] = {"sha256": sha256, "bytes": path.stat().st_size}
+    if file in older and older[file]["sha256"] != sha256:
+        folder, base = posixpath.split(file)
+        entry[OBJECT] = posixpath.join(folder, f"{sha256[:16]}-{base}")
+    key = _key(name, _object(file, entry))
+    if there.get(key) == entry["bytes"]:
+        found = store.find(key)
+        if found is not None and (found.size, found.sha256) == (entry["bytes"], sha256):
+            return entry
+    store.put_file(key, path, sha256)
+    return entry
+
+
+def _send_manifest(store: ObjectStore, name: str, manifest: bytes, older: Stored | None) -> None:
+    """Put a manifest, if that in the store is still the one that it takes the place of."""
+    key = _key(name, MANIFEST)
+    try:
+        store.put(key, manifest, "create" if older is None else older.only_this)
+    except AlreadyThere:
+        if store.get(key) != manifest:  # else it was put by us, and the answer was lost
+            raise
+
+
+def _manifest(entries: Entries, own: Path | None) -> bytes:
+    """The manifest of a folder in a store: that of the disk, if it says the same."""
+    text = json.dumps(entries, indent=1).encode()
+    if own is not None:
+        given = own.read_bytes()
+        try:
+            if json.loads(given) == entries:
+                return given
+        except ValueError:
+            pass
+    return text
+
+
+def _entries(store: ObjectStore, name: str) -> Entries:
+    manifest = store.get(_key(name, MANIFEST))
+    if manifest is None:
+        raise StorageError(f"{store.url}/{name} is missing; use another checkpoint")
+    return _parsed(store, name, manifest)
+
+
+def _parsed(store: ObjectStore, name: str, manifest: bytes) -> Entries:
+    """Entries of a manifest by file. Raises `StorageError` for one that leads out of its folder."""
+    try:
+        entries = json.loads(manifest)
+        for file, entry in entries.items():
+            places = (file, _object(file, entry))
+            if any(place != posixpath.normpath(place) or place.startswith(("/", "..")) for place in places):
+                raise ValueError
+            if not isinstance(entry["sha256"], str) or not isinstance(entry["bytes"], int):
+                raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(store, name, "its manifest is incomplete") from error
+    return entries
+
+
+def _object(file: str, entry: Mapping[str, Any]) -> str:
+    return entry.get(OBJECT, file)
+
+
+def _local(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key != OBJECT}
+
+
+def _key(name: str, file: str) -> str:
+    return f"{name}/{file}"
+
+
+def _damaged(store: ObjectStore, name: str, why: str) -> StorageError:
+    return StorageError(f"{store.url}/{name} is damaged: {why}; use another checkpoint")
+
+
+@contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    """Errors of the disk as ours, but for a missing object's."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read or written: {error.strerror or error}; free space") from error
