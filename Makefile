@@ -51,7 +51,8 @@ demo-rl: $(STAMP)
 	$(BIN)/skyrl demo-rl --output build/demo-rl
 
 # Files in the order of tests/conftest.py, the longest first. By default those of few tests come last, whatever they take.
-SUITE := $(BIN)/python -m tests.run -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20
+# A process that crashes ends the run: xdist may wait forever for the one that takes its place.
+SUITE := $(BIN)/python -m tests.run -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=20
 
 test: $(STAMP)
 	$(SUITE) -m "not slow and not full"

@@ -90,8 +90,8 @@ def _tree(pairs: Sequence[tuple[LoraTarget, dict[str, Any]]]) -> dict[str, Any]:
     return tree
 
 
-def pair_at(adapter: Adapter, path: Sequence[str]) -> dict[str, jax.Array]:
-    """The `{"lora_A", "lora_B"}` pair of one linear map."""
+def pair_at(adapter: Adapter, path: Sequence[str]) -> dict[str, jax.Array] | dict[str, np.ndarray]:
+    """The `{"lora_A", "lora_B"}` pair of one linear map, on the host if the adapter is."""
     node = adapter.weights
     for part in path:
         node = node[part]

@@ -86,7 +86,7 @@ def test_ranks_losses_and_rates_side_by_side_are_as_alone(backend):
                 "advantages": random.normal(size=len(TOKENS) - 1),
             }
             inputs |= {name: value.astype(np.float32) for name, value in drawn.items()}
-        data, params = [Datum(TOKENS[:-1], inputs)], AdamParams(learning_rate=rate, eps=1e-6)
+        data, params = [Datum(TOKENS[:-1], inputs)], AdamParams(learning_rate=rate, eps=1e-3)
         return [
             ForwardBackward(request_id=fresh("pass"), model_id=model_id, data=data, loss_fn=loss_fn),
             OptimStep(request_id=fresh("step"), model_id=model_id, adam_params=params),

@@ -199,7 +199,11 @@ class Worker:
         self._buffers[handle] = torch.tensor(values, device=self.device)
 
     def get(self, handle: int, size: int, spread: Spread) -> np.ndarray | None:
-        """Values of a buffer, float32 `[size]`; None on ranks but the first."""
+        """Values of a buffer, float32 `[size]`; None on ranks but the first.
+
+        Partial sums are afterwards as `put` would make them of these values: the order in which later gradients are
+        added is that of a model restored from them, bit for bit.
+        """
         flat = self._buffers.get(handle)
         if spread == "by_parameter":
             assert flat is not None
@@ -209,6 +213,7 @@ class Worker:
             flat = self._gathered(flat, size)
         elif spread == "partial":
             flat = self._summed(flat, size)
+            self._buffers[handle] = flat if self.rank == 0 else torch.zeros_like(flat)
         assert flat is not None
         return None if self.rank > 0 else flat.cpu().numpy().copy()
 
