@@ -106,4 +106,16 @@ FAMILY_DEFECTS = [
             "tests/tx/test_sharding.py::test_an_adapter_has_the_input_axis_in_a_and_the_output_axis_in_b[LlamaForCausalLM]"
         ],
     ),
+    Defect(
+        "whole norms",
+        "queries of OLMo 2 are not normalised",
+        [
+            Edit(
+                "skyrl/tx/models/layer.py",
+                "if norm is not None and design.whole",
+                'if norm == "k_norm" and design.whole',
+            )
+        ],
+        [LOGITS + "[20000-False-Olmo2ForCausalLM]"],
+    ),
 ]

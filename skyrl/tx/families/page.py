@@ -76,6 +76,7 @@ def _attention(design: Design) -> str:
     said += ["gates"] if attention.gated else []
     said += ["biases"] if attention.bias else []
     said += ["norms of heads"] if attention.head_norms else []
+    said += ["norms of queries and keys"] if attention.whole_norms else []
     said += ["windows" if windows == {True} else "windows in some layers"] if True in windows else []
     return ", ".join(said)
 
@@ -84,7 +85,8 @@ def _layers(design: Design) -> str:
     group = design.groups[0]
     kinds = ["experts" if isinstance(each.feed_forward, Experts) else "dense" for each in design.groups]
     said = [", then ".join(kind for kind, _ in groupby(kinds))]
-    said += ["norms after each part"] if group.output_norms else []
+    if group.output_norms:
+        said += ["norms after each part" if group.input_norms else "norms after each part and not before"]
     return ", ".join(said)
 
 
