@@ -20,9 +20,9 @@ def case(tmp_path_factory) -> Case:
     return Case("Qwen3MoeForCausalLM", tmp_path_factory.mktemp("model") / "experts", num_hidden_layers=2)
 
 
-def saved(case: Case, folder, parameters):
+def saved(case: Case, folder, parameters, **options):
     torch.manual_seed(0)
-    settings = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj"], "target_parameters": list(parameters)}
+    settings = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj"], "target_parameters": list(parameters)} | options
     theirs = peft.get_peft_model(case.theirs(), peft.LoraConfig(**settings, task_type="CAUSAL_LM"))
     for name, parameter in theirs.named_parameters():
         if ".lora_" in name:
@@ -39,6 +39,14 @@ def test_adapters_on_fused_experts_give_the_same_logits(parameters, case, tmp_pa
     expected, tensors, config = saved(case, tmp_path, parameters)
     adapter, _ = adapter_from_peft(tensors, config, case.ours().config, 8)
     assert np.abs(case.logits(case.ours()) - expected).max() > 0.1
+    np.testing.assert_allclose(case.logits(case.ours(), adapter=adapter), expected, atol=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # PEFT's own, though it uses them
+def test_ranks_and_scales_of_fused_experts_are_those_of_their_patterns(case, tmp_path):
+    patterns = {"rank_pattern": {"experts.gate_up_proj": 7}, "alpha_pattern": {"experts.down_proj": 11, "q_proj": 2}}
+    expected, tensors, config = saved(case, tmp_path, BOTH, **patterns)
+    adapter, _ = adapter_from_peft(tensors, config, case.ours().config, 8)
     np.testing.assert_allclose(case.logits(case.ours(), adapter=adapter), expected, atol=2e-4)
 
 

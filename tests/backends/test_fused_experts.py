@@ -93,7 +93,7 @@ def some_pairs(count=3, rank=2, share=False):
 def apart(fused):
     """Pairs of each expert."""
     config = {"r": fused.rank, "target_parameters": fused.parameters}
-    return experts_apart(fused.pairs, config, "adapter")
+    return experts_apart(fused.pairs, config, "adapter")[0]
 
 
 def test_fused_experts_are_cut_apart_into_the_same_matrices():

@@ -4,6 +4,10 @@ from defects import Defect, Edit
 
 FAMILIES = "tests/backends/test_families.py::"
 FUSED = "tests/backends/test_fused_experts.py::"
+SAMPLING = (
+    "tests/backends/test_family_sampling.py::"
+    "test_forks_of_a_prompt_and_its_return_after_eviction_have_the_log_probabilities_of_training"
+)
 PAGE = "tests/tx/test_families_page.py::"
 LOGITS = FAMILIES + "test_logits_equal_those_of_transformers"
 
@@ -18,7 +22,7 @@ FAMILY_DEFECTS = [
         "C1.11",
         "frequencies of Llama 3.1 are not scaled",
         [Edit("skyrl/tx/design/rotations.py", '    "llama3": _llama3,\n', '    "llama3": _default,\n')],
-        [LOGITS + "[LlamaForCausalLM-20000-False]"],
+        [LOGITS + "[20000-False-LlamaForCausalLM]"],
     ),
     Defect(
         "loaded twice",
@@ -30,13 +34,13 @@ FAMILY_DEFECTS = [
         "mscale",
         "scores of a DeepSeek-V3 whose context was extended are not sharpened",
         [Edit("skyrl/tx/families/deepseek_v3.py", " * score_factor(config)", "")],
-        [LOGITS + "[DeepseekV3ForCausalLM-0-False]"],
+        [LOGITS + "[20000-False-DeepseekV3ForCausalLM]"],
     ),
     Defect(
         "correction",
         "what balances experts changes their weights, not only which are chosen",
         [Edit("skyrl/tx/models/experts.py", "if ranked is not scores:", "if ranked is None:")],
-        [LOGITS + "[DeepseekV3ForCausalLM-0-False]"],
+        [LOGITS + "[20000-False-DeepseekV3ForCausalLM]"],
     ),
     Defect(
         "absorbed",
@@ -60,7 +64,7 @@ FAMILY_DEFECTS = [
                 "jnp.arange(keys)[None, None, :] <= window",
             )
         ],
-        [LOGITS + "[MistralForCausalLM-0-False]", LOGITS + "[Gemma3ForCausalLM-0-False]"],
+        [LOGITS + "[20000-False-MistralForCausalLM]", LOGITS + "[20000-False-Gemma3ForCausalLM]"],
     ),
     Defect(
         "router",
@@ -111,5 +115,41 @@ FAMILY_DEFECTS = [
         [
             "tests/tx/test_sharding.py::test_an_adapter_has_the_input_axis_in_a_and_the_output_axis_in_b[LlamaForCausalLM]"
         ],
+    ),
+    Defect(
+        "whole norms",
+        "queries of OLMo 2 are not normalised",
+        [
+            Edit(
+                "skyrl/tx/models/layer.py",
+                "if norm is not None and design.whole",
+                'if norm == "k_norm" and design.whole',
+            )
+        ],
+        [LOGITS + "[20000-False-Olmo2ForCausalLM]"],
+    ),
+    Defect(
+        "fused rank",
+        "the rank of fused experts that a pattern names is that of the whole adapter",
+        [
+            Edit(
+                "skyrl/utils/adapters/experts.py",
+                'int(of_module(config.get("rank_pattern"), f"{experts}.{parameter}", config["r"]))',
+                'int(config["r"])',
+            )
+        ],
+        [FAMILIES + "test_pefts_adapter_here_gives_the_same_logits[Qwen3MoeForCausalLM]"],
+    ),
+    Defect(
+        "fork",
+        "a sample begins with an empty page where its prompt ends within one",
+        [
+            Edit(
+                "skyrl/backends/common/sampling/sampler.py",
+                "self._runner.copy_pages(copies)",
+                "self._runner.copy_pages([])",
+            )
+        ],
+        [SAMPLING + "[LlamaForCausalLM]"],
     ),
 ]

@@ -8,7 +8,8 @@ import pytest
 import tinker
 
 import oracle
-from live import GREEDY, datum, new_trainer, sample, service, step, text
+from live import GREEDY, datum, logprobs, new_trainer, sample, service, step, text
+from skyrl.cli import main
 from skyrl.tinker.local_server import LocalServer
 from tests.tx.family_models import write_model
 
@@ -45,3 +46,27 @@ def test_two_tenants_train_and_sample_adapters_of_their_own(tmp_path, architectu
             (found,) = drawn[own].sequences
             again = samplers[own].compute_logprobs(text([*ROWS[own][:4], *found.tokens])).result()[4:]
             np.testing.assert_allclose(found.logprobs, again, atol=1e-4)
+
+
+def test_an_adapter_whose_experts_were_fused_trains_on_where_it_was(tmp_path, capsys):
+    sizes = {"max_lora_rank": 8, "max_context_length": 128, "train_tile_tokens": 64, "warm_up": False}
+    options = {"backend": "jax", "backend-config": json.dumps(sizes)}
+    model = write_model("Qwen3MoeForCausalLM", tmp_path / "model", num_hidden_layers=2)
+    data = [datum(ROWS[0], weights=np.ones(len(ROWS[0]) - 1))]
+    with LocalServer(tmp_path / "state", str(model), options) as server, service(server) as client:
+        trainer = new_trainer(client, server, rank=4)  # 8 with gate and up fused
+        before = logprobs(trainer, ROWS[0])
+        for _ in range(3):
+            step(trainer, data)
+        path, url = trainer.save_weights_for_sampler("trained").result().path, ["--url", server.url]
+        folder = str(tmp_path / "fused")
+        assert main(["adapter", "export", path, "--layout", "fused-experts", "--output", folder, *url]) == 0
+        assert json.loads((tmp_path / "fused/adapter_config.json").read_text())["r"] == 8
+        capsys.readouterr()
+        assert main(["adapter", "import", folder, *url]) == 0
+        uploaded = client.create_training_client_from_state(capsys.readouterr().out.strip()).result()
+        after = logprobs(trainer, ROWS[0])
+        assert np.abs(after - before).max() > 0.1
+        np.testing.assert_allclose(logprobs(uploaded, ROWS[0]), after, atol=1e-4)
+        step(uploaded, data)
+        assert sum(logprobs(uploaded, ROWS[0])) > sum(after)

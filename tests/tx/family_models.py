@@ -64,6 +64,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         sliding_window=5,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
+    "Olmo2ForCausalLM": lambda: transformers.Olmo2Config(
+        **SIZES, max_position_embeddings=65_536, rope_parameters=dict(YARN) | {"rope_theta": 500_000.0}
+    ),
     "Qwen3MoeForCausalLM": lambda: transformers.Qwen3MoeConfig(
         **SIZES,
         head_dim=16,

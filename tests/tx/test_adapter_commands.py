@@ -338,10 +338,26 @@ def test_fused_experts_are_not_cut_without_the_model(tmp_path, capsys):
     saved(base, tmp_path / "adapter", target_parameters=parameters, target_modules=["q_proj"])
     told = error(capsys, "convert", tmp_path / "adapter", "--output", tmp_path / "out")
     assert "experts.0.gate_up_proj are gate's and then up's, or one of each in turn" in told
+    assert "name a base model whose experts have weights of their own (--base)" in told
     assert main(["adapter", "inspect", str(tmp_path / "adapter")]) == 0
     told = capsys.readouterr().out
     assert "unusual     fused experts: mlp.experts.down_proj, mlp.experts.gate_up_proj\n" in told
     assert told.count("unusual") == 1
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # PEFT's own, though it uses them
+def test_fused_experts_are_cut_apart_with_the_model_and_fused_again(tmp_path):
+    base, modules = experts(tmp_path), ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    expected = logits(saved(base, tmp_path / "adapter", target_modules=modules))
+    convert = ["adapter", "convert", "--base", str(base), "--output"]
+    assert main([*convert, str(tmp_path / "separate"), str(tmp_path / "adapter")]) == 0
+    assert main([*convert, str(tmp_path / "fused"), str(tmp_path / "separate"), "--layout", "fused-experts"]) == 0
+    tensors = load_file(tmp_path / "separate" / "adapter_model.safetensors")
+    assert "base_model.model.model.layers.1.mlp.experts.3.up_proj.lora_B.weight" in tensors
+    for name in ("separate", "fused"):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        found = logits(peft.PeftModel.from_pretrained(theirs, tmp_path / name))
+        np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=name)
 
 
 def test_an_adapter_of_nothing_is_refused(folder, tmp_path, capsys):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from skyrl.errors import RequestError
-from skyrl.utils.adapters.plain import LONGEST_MODULE, MOST_PARTS, MOST_PATTERNS, of_module, plain_adapter, rank_of
+from skyrl.utils.adapters.naming import of_module
+from skyrl.utils.adapters.plain import LONGEST_MODULE, MOST_PARTS, MOST_PATTERNS, plain_adapter, rank_of
 
 NAME = "model.layers.11.self_attn.q_proj"
 LIMIT_S = 2

@@ -23,6 +23,7 @@ def dense_design(
     feed_forwards: Sequence[Gated | Experts] | None = None,
     mlp_bias: bool = False,
     output_norms: bool = False,
+    input_norms: bool = True,
     rotations: tuple[Frequencies, ...] | None = None,
     **options: Any,
 ) -> Design:
@@ -35,6 +36,7 @@ def dense_design(
         feed_forwards: Of each layer; None: a gated one of `intermediate_size`.
         mlp_bias: Whether that has biases.
         output_norms: See `LayerGroup`.
+        input_norms: See `LayerGroup`.
         rotations: See `Design`; None: those that the configuration gives all layers.
         options: Other fields of `Design`.
     """
@@ -46,7 +48,7 @@ def dense_design(
         hidden=config.hidden_size,
         vocab=config.vocab_size,
         tied=config.tie_word_embeddings,
-        groups=grouped(kinds, feed_forwards, attentions, output_norms=output_norms),
+        groups=grouped(kinds, feed_forwards, attentions, output_norms=output_norms, input_norms=input_norms),
         rotations=(frequencies(config),) if rotations is None else rotations,
         norm_eps=config.rms_norm_eps,
         **options,

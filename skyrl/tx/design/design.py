@@ -31,6 +31,8 @@ class Attention:
     output_bias: bool = False
     head_norms: bool = False
     """Norms of each head's query and key, before they are rotated."""
+    whole_norms: bool = False
+    """Norms of the queries of all heads together, and of the keys, before they are rotated."""
     softcap: float | None = None
     """Scores are softcap * tanh(scores / softcap)."""
     gated: bool = False
@@ -163,7 +165,9 @@ class LayerGroup:
     attention: Mixer
     feed_forward: Gated | Experts
     output_norms: bool = False
-    """Norms of what attention and feed-forward add to the residual stream, beside those of what they read."""
+    """Norms of what attention and feed-forward add to the residual stream."""
+    input_norms: bool = True
+    """Norms of what attention and feed-forward read."""
     step: int = 1
     """From the number of a layer to that of the next one. So many groups take turns."""
 
@@ -217,16 +221,18 @@ def grouped(
     attentions: Sequence[Mixer],
     *,
     output_norms: bool,
+    input_norms: bool,
 ) -> tuple[LayerGroup, ...]:
     """Groups of layers, given each one's kind and parts. Patterns that repeat become groups that take turns."""
     groups: list[LayerGroup] = []
+    norms = {"output_norms": output_norms, "input_norms": input_norms}
     parts = list(zip(attentions, feed_forwards, strict=True))
     first = 0
     while first < len(parts):
         step, count = _longest_repetition(parts[first:])
         end = first + step * count
         for number in range(first, first + step):
-            groups.append(LayerGroup(number, tuple(kinds[number:end:step]), *parts[number], output_norms, step))
+            groups.append(LayerGroup(number, tuple(kinds[number:end:step]), *parts[number], **norms, step=step))
         first = end
     return tuple(groups)
 

@@ -155,15 +155,17 @@ def _layers(group: LayerGroup, design: Design) -> Iterator[Param]:
         yield from linear(f"{module}.up_proj", ("hidden", hidden), inner, "mlp", bias)
         yield from linear(f"{module}.down_proj", inner, ("hidden", hidden), "mlp", bias)
 
-    yield norm("input_layernorm")
+    if group.input_norms:
+        yield norm("input_layernorm")
     if isinstance(group.attention, DeltaNet):
         yield from _delta_net(group, group.attention, hidden, linear)
     else:
         attention = _latent_attention if isinstance(group.attention, LatentAttention) else _attention
         yield from attention(group.attention, hidden, norm, linear)  # pyright: ignore[reportArgumentType] (its own)
-    yield norm("post_attention_layernorm")
+    yield norm("post_attention_layernorm")  # of what feed-forward reads, if there are no output_norms
     if group.output_norms:
-        yield norm("pre_feedforward_layernorm")
+        if group.input_norms:
+            yield norm("pre_feedforward_layernorm")
         yield norm("post_feedforward_layernorm")
     if isinstance(group.feed_forward, Experts):
         yield from _experts(group, group.feed_forward, hidden)
@@ -185,6 +187,9 @@ def _attention(
     if a.head_norms:
         yield norm("self_attn.q_norm", "head_dim", a.head_dim)
         yield norm("self_attn.k_norm", "head_dim", a.head_dim)
+    if a.whole_norms:
+        yield norm("self_attn.q_norm", "query", query)
+        yield norm("self_attn.k_norm", "key_value", key_value)
 
 
 def _latent_attention(

@@ -62,6 +62,8 @@ def _stack(param: Param) -> Spec:
 def _matrix(param: Param, shard_attention_heads: bool) -> Spec:
     """Of one tensor. Norms, other vectors of the residual stream and the embedding's features are not cut by `fsdp`."""
     whole: set[str | None] = {None}
+    if param.path[-1] == "scale":
+        whole |= {"fsdp", "tp"}
     if param.axes == ("hidden",) or "vocab" in param.axes:
         whole.add("fsdp")
     if "self_attn" in param.path and not shard_attention_heads:

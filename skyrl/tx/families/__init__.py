@@ -4,7 +4,7 @@ Neither JAX nor torch nor transformers is loaded here.
 """
 
 from skyrl.tx.design.family import FAMILIES
-from skyrl.tx.families import deepseek_v3, gemma3, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
+from skyrl.tx.families import deepseek_v3, gemma3, llama, mistral, olmo2, qwen2, qwen3, qwen3_5, qwen3_moe
 from skyrl.tx.families.known import architectures, check_known, design_of, text_config
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "gemma3",
     "llama",
     "mistral",
+    "olmo2",
     "qwen2",
     "qwen3",
     "qwen3_5",

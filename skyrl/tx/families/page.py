@@ -29,15 +29,19 @@ times larger; `max_lora_rank` bounds it.
 Each family is checked on a small random model of nine layers that transformers wrote
 (`tests/backends/test_families.py`):
 
-- logits at positions from 0 and from 20,000 on, and log-probabilities, against transformers, in float32, to 1e-4;
+- logits at positions from 0 and from 20,000 on, and log-probabilities from 20,000 on, against transformers, in
+  float32, to 1e-4;
 - a prompt in chunks and decoding through the paged cache, and packed sequences, against the pass as a whole;
 - gradients of an adapter against PEFT and torch, and with gradient checkpointing;
-- our adapter in PEFT (`PeftModel.from_pretrained`), and one of PEFT's here, by logits;
+- our adapter in PEFT (`PeftModel.from_pretrained`), and one of PEFT's on all linear maps here, by logits;
 - an export: bit for bit the checkpoint without an adapter, and what the adapter computes with one merged;
 - the spread of fresh adapters, which is PEFT's;
-- greedy samples against `generate`, with shared prefixes (but see below), and rows of several adapters together.
+- greedy samples against `generate`, with shared prefixes (but see below), and rows of several adapters together;
+- several samples of a prompt, and the same prompt after its pages went to others, by log-probabilities of the pass as a
+  whole (`tests/backends/test_family_sampling.py`).
 
-Of models with experts PEFT fuses gate and up, so that their rank doubles there. Names of shared experts and of dense
+Of models with experts PEFT fuses gate and up, so that their rank doubles there; `skyrl adapter convert` writes
+[that form](adapters.md#experts) too. Names of shared experts and of dense
 layers, which it would pass over, stand in `target_parameters` of the exported `adapter_config.json`. Layers of
 DeepSeek-V3 and Qwen3.5 that predict tokens further ahead are left out on loading. To add a family:
 [Add a model](add-a-model.md).
@@ -77,6 +81,7 @@ def _attention(design: Design) -> str:
     said += ["gates"] if attention.gated else []
     said += ["biases"] if attention.bias else []
     said += ["norms of heads"] if attention.head_norms else []
+    said += ["norms of queries and keys"] if attention.whole_norms else []
     said += ["windows" if windows == {True} else "windows in some layers"] if True in windows else []
     return ", ".join(said)
 
@@ -85,7 +90,8 @@ def _layers(design: Design) -> str:
     group = design.groups[0]
     kinds = ["experts" if isinstance(each.feed_forward, Experts) else "dense" for each in design.groups]
     said = [", then ".join(kind for kind, _ in groupby(kinds))]
-    said += ["norms after each part"] if group.output_norms else []
+    if group.output_norms:
+        said += ["norms after each part" if group.input_norms else "norms after each part and not before"]
     return ", ".join(said)
 
 

@@ -48,7 +48,7 @@ class AttentionLayer(nnx.Module):
         self.k_proj = Linear(shapes["k_proj"], dtype, rngs)
         self.v_proj = Linear(shapes["v_proj"], dtype, rngs)
         self.o_proj = Linear(shapes["o_proj"], dtype, rngs)
-        if design.head_norms:
+        if design.head_norms or design.whole_norms:
             self.q_norm, self.k_norm = norm(shapes["q_norm"]), norm(shapes["k_norm"])
 
     def __call__(
@@ -57,10 +57,13 @@ class AttentionLayer(nnx.Module):
         """The output, and the layer's cache with these tokens."""
         design = self.design
 
-        def heads(name: str) -> Float[Array, "batch tokens heads head_dim"]:
-            return getattr(self, name)(x, lora and lora.at(name)).reshape(*x.shape[:2], -1, design.head_dim)
+        def heads(name: str, norm: str | None = None) -> Float[Array, "batch tokens heads head_dim"]:
+            made = getattr(self, name)(x, lora and lora.at(name))
+            if norm is not None and design.whole_norms:
+                made = getattr(self, norm)(made)
+            return made.reshape(*x.shape[:2], -1, design.head_dim)
 
-        query, key, gate = heads("q_proj"), heads("k_proj"), None
+        query, key, gate = heads("q_proj", "q_norm"), heads("k_proj", "k_norm"), None
         if design.gated:
             query, gate = jnp.split(query.reshape(*x.shape[:2], design.heads, -1), 2, axis=-1)
         if design.head_norms:
@@ -88,9 +91,10 @@ class Layer(nnx.Module):
         def norm(shapes: Shapes) -> RMSNorm:
             return RMSNorm(*shapes["scale"], eps=design.norm_eps, dtype=dtype, offset=design.norm_offset)
 
-        self.output_norms = group.output_norms
+        self.output_norms, self.input_norms = group.output_norms, group.input_norms
         self.mixer = "linear_attn" if isinstance(group.attention, DeltaNet) else "self_attn"
-        self.input_layernorm = norm(shapes["input_layernorm"])
+        if self.input_norms:
+            self.input_layernorm = norm(shapes["input_layernorm"])
         if isinstance(group.attention, DeltaNet):
             self.linear_attn = DeltaNetLayer(group.attention, shapes["linear_attn"], design.norm_eps, dtype, rngs)
         elif isinstance(group.attention, LatentAttention):
@@ -99,7 +103,8 @@ class Layer(nnx.Module):
             self.self_attn = AttentionLayer(group.attention, shapes["self_attn"], norm, dtype, rngs)
         self.post_attention_layernorm = norm(shapes["post_attention_layernorm"])
         if self.output_norms:
-            self.pre_feedforward_layernorm = norm(shapes["pre_feedforward_layernorm"])
+            if self.input_norms:
+                self.pre_feedforward_layernorm = norm(shapes["pre_feedforward_layernorm"])
             self.post_feedforward_layernorm = norm(shapes["post_feedforward_layernorm"])
         kind = ExpertsLayer if isinstance(group.feed_forward, Experts) else GatedLayer
         self.mlp = kind(group.feed_forward, shapes["mlp"], dtype, rngs)  # pyright: ignore[reportArgumentType] (its own)
@@ -109,10 +114,10 @@ class Layer(nnx.Module):
     ) -> tuple[Hidden, Cached | None]:
         """The residual stream after this layer, and its cache with these tokens."""
         mixer, own = getattr(self, self.mixer), lora and lora.at(self.mixer)
-        attended, cached = mixer(self.input_layernorm(x), context, own, cached)
+        attended, cached = mixer(self.input_layernorm(x) if self.input_norms else x, context, own, cached)
         if not self.output_norms:
             x = x + attended
             return x + self.mlp(self.post_attention_layernorm(x), lora and lora.at("mlp")), cached
         x = x + self.post_attention_layernorm(attended)
-        added = self.mlp(self.pre_feedforward_layernorm(x), lora and lora.at("mlp"))
+        added = self.mlp(self.pre_feedforward_layernorm(x) if self.input_norms else x, lora and lora.at("mlp"))
         return x + self.post_feedforward_layernorm(added), cached

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from skyrl.utils.adapters.describing import FOLDED, described
 from skyrl.utils.adapters.experts import experts_together, is_fused, named_weights
 from skyrl.utils.adapters.layouts import Rows, together
 from skyrl.utils.adapters.merging import merge as merge_adapter
+from skyrl.utils.adapters.merging import rows_of_weights
 from skyrl.utils.adapters.naming import Pairs, last_names, tensors_of
 from skyrl.utils.adapters.plain import plain_adapter
 from skyrl.utils.adapters.stored import CONFIG, TENSORS, StoredAdapter, read_adapter
@@ -70,7 +72,7 @@ def convert(argv: Sequence[str]) -> int:
         help="PEFT's names, or those without its prefix (%(default)s)",
     )
     parser.add_argument(
-        "--base", type=Path, metavar="FOLDER", help="base model, whose config.json says how to cut fused qkv_proj"
+        "--base", type=Path, metavar="FOLDER", help="base model, which says how to cut fused qkv_proj and fused experts"
     )
     _add_output(parser)
     given = parser.parse_args(argv)
@@ -78,8 +80,8 @@ def convert(argv: Sequence[str]) -> int:
     def run() -> None:
         _check_output(given.output)
         adapter = read_adapter(given.adapter)
-        rows: Rows = _nothing_known if given.base is None else _attention_rows(given.base)
-        config, pairs = _converted(adapter, given.layout, rows)
+        with ExitStack() as stack:
+            config, pairs = _converted(adapter, given.layout, _rows(given.base, stack))
         _write(given.output, config, tensors_of(pairs, bare=given.names == "bare"))
 
     return _told("convert", run)
@@ -208,6 +210,13 @@ def _told(name: str, run: Callable[[], None]) -> int:
         print(f"skyrl adapter {name}: error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _rows(base: Path | None, stack: ExitStack) -> Rows:
+    """What is known of a base model's modules: by its weights if they are there, else by its config.json."""
+    if base is None:
+        return _nothing_known
+    return rows_of_weights(base, stack) if any(base.glob("*.safetensors")) else _attention_rows(base)
 
 
 def _nothing_known(module: str) -> None:

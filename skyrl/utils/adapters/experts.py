@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from skyrl.errors import RequestError
-from skyrl.utils.adapters.naming import Pair, Pairs, padded
+from skyrl.utils.adapters.naming import Pair, Pairs, of_module, padded
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 """Linear maps of an expert. Those of all experts are two parameters: gate above up, and down."""
-_PARAMETER = re.compile(r"experts\.(gate_up|down)_proj$")
+_PARAMETER = re.compile(r"(.*experts\.)?(gate_up|down)_proj")
+"""Where target_modules are gate_proj, up_proj and down_proj, PEFT writes the last names alone."""
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)")
 
 
@@ -28,13 +29,16 @@ def named_weights(config: Mapping[str, Any]) -> list[str]:
 
 def named_experts(config: Mapping[str, Any]) -> list[str]:
     """Those of target_parameters that are of all experts of a layer."""
-    return [name for name in config.get("target_parameters") or () if _PARAMETER.search(name)]
+    return [name for name in config.get("target_parameters") or () if _PARAMETER.fullmatch(name)]
 
 
-def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> Pairs:
+def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> tuple[Pairs, dict[str, str]]:
     """Pairs for each expert, of those that PEFT trains on a layer's fused experts (its target_parameters).
 
     Weights of linear maps among them (`mlp.down_proj.weight`) have pairs as others have.
+
+    Returns:
+        The pairs, and by the module of each that was fused the parameter that rank_pattern and alpha_pattern name.
 
     Raises RequestError for parameters other than experts.gate_up_proj and experts.down_proj.
     """
@@ -46,8 +50,9 @@ def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> Pai
             "linear maps are read, so merge this adapter with PEFT itself"
         )
     if not names:
-        return pairs
+        return pairs, {}
     made: Pairs = {}
+    parts: dict[str, str] = {}
     for module, pair in pairs.items():
         if not is_fused(module):
             made[module] = pair
@@ -55,7 +60,7 @@ def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> Pai
         experts = module.removesuffix(".base_layer")
         is_inner = module != experts
         parameter = "gate_up_proj" if is_inner or names == {"gate_up_proj"} else "down_proj"
-        rank = _rank_of_experts(f"{experts}.{parameter}", config)
+        rank = int(of_module(config.get("rank_pattern"), f"{experts}.{parameter}", config["r"]))
         count, rest = divmod(len(pair.a), rank)
         if rest:
             raise RequestError(
@@ -65,16 +70,8 @@ def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> Pai
         b = pair.b.reshape(len(pair.b), rank, count)
         for expert in range(count):
             made[f"{experts}.{expert}.{parameter}"] = Pair(a[expert], b[:, :, expert])
-    return made
-
-
-def _rank_of_experts(parameter: str, config: Mapping[str, Any]) -> int:
-    if config.get("rank_pattern") or config.get("alpha_pattern"):
-        raise RequestError(
-            f"{parameter} is one of target_parameters, beside a rank_pattern or alpha_pattern; they are not read "
-            "together, so merge this adapter with PEFT itself"
-        )
-    return int(config["r"])
+            parts[f"{experts}.{expert}.{parameter}"] = f"{experts}.{parameter}"
+    return made, parts
 
 
 class FusedExperts(NamedTuple):

@@ -58,7 +58,7 @@ def _sizes(module: str, parts: Sequence[str], pair: Pair, rows: Rows, where: obj
     if None in found and ".experts." in module:
         raise RequestError(
             f"{where}: the rows of {module} are gate's and then up's, or one of each in turn, which its name does not "
-            "say; merge the adapter into its base model (skyrl adapter merge)"
+            "say; name a base model whose experts have weights of their own (--base), or merge the adapter"
         )
     if None in found and len(parts) == 2 and total % 2 == 0:
         return [total // 2] * 2

@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from skyrl.errors import RequestError
+from skyrl.utils.adapters.layouts import Rows
 from skyrl.utils.adapters.naming import Pair
 from skyrl.utils.adapters.plain import PlainAdapter, plain_adapter
 from skyrl.utils.adapters.stored import StoredAdapter
@@ -35,13 +36,7 @@ def merge(adapter: StoredAdapter, base: Path, output: Path) -> int:
     """
     with ExitStack() as stack:
         weights = _Weights(base, stack)
-        names = weights.by_text_name
-
-        def rows(module: str) -> int | None:
-            name = names.get(text_name(f"{module}.weight"))
-            return None if name is None else weights.shape(name)[0]
-
-        plain = plain_adapter(adapter.tensors, adapter.config, rows, adapter.where)
+        plain = plain_adapter(adapter.tensors, adapter.config, weights.rows, adapter.where)
         config = _config(base / CONFIG)
         products = _by_tensor(adapter.where, weights, plain.pairs)
         files, untied = _changed(weights, products, plain, config)
@@ -53,6 +48,11 @@ def merge(adapter: StoredAdapter, base: Path, output: Path) -> int:
             content[INDEX] = json.dumps(_index(files), indent=2).encode()
         write_folder(output, content)
         return len(products)
+
+
+def rows_of_weights(base: Path, stack: ExitStack) -> Rows:
+    """Output features of a base model's modules, while its files are open on the stack."""
+    return _Weights(base, stack).rows
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -159,8 +159,10 @@ class _Weights:
             raise RequestError(f"{self.path / self.places[name]} holds no tensor {name}; fetch it again") from error
         return tuple(stored.get_shape()), stored.get_dtype()
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.kind(name)[0]
+    def rows(self, module: str) -> int | None:
+        """Output features of a module; None where there is none of this name."""
+        name = self.by_text_name.get(text_name(f"{module}.weight"))
+        return None if name is None else self.kind(name)[0][0]
 
     def tensor(self, name: str) -> Tensor:
         shape, code = self.kind(name)

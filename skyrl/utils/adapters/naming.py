@@ -104,3 +104,9 @@ def tensors_of(pairs: Pairs, bare: bool = False) -> dict[str, np.ndarray]:
 def last_names(pairs: Pairs) -> list[str]:
     """Names of modules without their paths, each once."""
     return list(dict.fromkeys(module.rpartition(".")[2] for module in pairs))
+
+
+def of_module(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
+    """A pattern's value for a module: that of the first key that its name ends with, as a regular expression."""
+    found = (value for key, value in (pattern or {}).items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module))
+    return next(found, default)

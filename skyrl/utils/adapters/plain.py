@@ -14,7 +14,7 @@ import numpy as np
 from skyrl.errors import RequestError
 from skyrl.utils.adapters.experts import experts_apart
 from skyrl.utils.adapters.layouts import Rows, apart
-from skyrl.utils.adapters.naming import Pair, Pairs, padded, pairs_of
+from skyrl.utils.adapters.naming import Pair, Pairs, of_module, padded, pairs_of
 from skyrl.utils.files.hf_files import check_peft_config
 
 LARGEST = 1e6
@@ -62,8 +62,10 @@ def plain_adapter(
                 f"{where}: a module has the name {module[:LONGEST_MODULE]!r}..., and {LONGEST_MODULE} characters and "
                 f"{MOST_PARTS} parts are the most; save the adapter again"
             )
-    pairs = experts_apart(pairs, config, where)
-    pairs = {module: _plain(module, pair, config, rank, default, where) for module, pair in pairs.items()}
+    pairs, parts = experts_apart(pairs, config, where)
+    pairs = {
+        module: _plain(parts.get(module, module), pair, config, rank, default, where) for module, pair in pairs.items()
+    }
     alpha = config["lora_alpha"] if rank == config["r"] and not config.get("use_rslora") else default * rank
     return PlainAdapter(apart(pairs, rows, where), rank, alpha)
 
@@ -161,9 +163,3 @@ def _plain(module: str, pair: Pair, config: Mapping[str, Any], rank: int, defaul
     if scale != default:
         b = b.astype(np.float32) * np.float32(scale / default)
     return padded(Pair(a, b), rank)
-
-
-def of_module(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
-    """A pattern's value for a module: that of the first key that its name ends with, as a regular expression."""
-    found = (value for key, value in (pattern or {}).items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module))
-    return next(found, default)
