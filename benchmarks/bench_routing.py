@@ -33,8 +33,6 @@ ARCHITECTURES = ("qwen3_moe", "deepseek_v3")
 SIZES: dict[str, Any] = {"hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 4096}
 PROMPT, NEW = 72, 56
 """Tokens of a prompt, more than a page of the cache, and of what is sampled after it."""
-KNOWN = 8
-"""Tokens by which a sequence is recognised."""
 ADAPTERS = 2
 NUMBERS = itertools.count()
 
@@ -58,7 +56,10 @@ class Recorder:
     def __init__(self):
         self.calls: list[Call] = []
         self.routers: dict[int, tuple[Experts, np.ndarray, np.ndarray | None]] = {}
-        self._model, self._router = Decoder.__call__, Router.__call__
+        self._model: Any = Decoder.__call__
+        self._router: Any = Router.__call__
+        self._now: tuple[Any, ...] = ()
+        self._layer = itertools.count()
 
     def __enter__(self) -> "Recorder":
         Decoder.__call__, Router.__call__ = self._pass(), self._route()
@@ -105,31 +106,53 @@ class Routed(NamedTuple):
     def of(cls, calls: list[Call], sequences: list[list[int]]) -> "Routed":
         """Assemble what was recorded. Raises AssertionError if a token is missing."""
         starts = np.cumsum([0, *map(len, sequences)])
-        known = {tuple(tokens[:KNOWN]): number for number, tokens in enumerate(sequences)}
+        places = {
+            (place, *tokens[place : place + 2]): number
+            for number, tokens in enumerate(sequences)
+            for place in range(len(tokens) - 1)
+        }
         layers, tokens = 1 + max(call.layer for call in calls), starts[-1]
         x = np.full((layers, tokens, calls[0].x.shape[-1]), np.nan, np.float32)
         chosen = np.full((layers, tokens, calls[0].chosen.shape[-1]), -1)
         owners: dict[int, int | None] = {}
-        for call in calls:
+        for number, call in enumerate(calls):
             rows = call.x.reshape(*call.ids.shape, -1), call.chosen.reshape(*call.ids.shape, -1)
             for row, segment in itertools.product(range(len(call.ids)), np.unique(call.segments)):
-                places = np.flatnonzero((call.segments[row] == segment) & (segment >= 0))
-                ids, positions = call.ids[row, places], call.positions[row, places]
-                first = tuple(ids[:KNOWN].tolist()) if len(ids) and positions[0] == 0 else ()
-                owner = known.get(first)
+                own = np.flatnonzero((call.segments[row] == segment) & (segment >= 0))
+                ids, positions = call.ids[row, own], call.positions[row, own]
+                owner = places.get((int(positions[0]), *ids[:2].tolist())) if len(own) > 1 else None
                 if call.pages is not None:
                     page = int(call.pages[row])
-                    owner = owners.setdefault(page, None) if owner is None else owner
+                    if owner is None and len(own) and positions[0] == 0 and call.ids.shape[1] > 1:
+                        owner = _next_owner(calls[number + 1 :], page, places)  # a chunk of one token
+                    owner = owners.get(page) if owner is None else owner
                     owners[page] = owner
                 if owner is None:
                     continue
-                own = np.asarray(sequences[owner])
-                kept = positions < len(own)
-                kept[kept] = own[positions[kept]] == ids[kept]
+                sequence_ = np.asarray(sequences[owner])
+                kept = positions < len(sequence_)
+                kept[kept] = sequence_[positions[kept]] == ids[kept]
                 targets = starts[owner] + positions[kept]
-                x[call.layer, targets], chosen[call.layer, targets] = (array[row, places[kept]] for array in rows)
-        assert (chosen >= 0).all(), f"{(chosen < 0).any(axis=(0, 2)).sum()} of {tokens} tokens were not recorded"
+                x[call.layer, targets], chosen[call.layer, targets] = (array[row, own[kept]] for array in rows)
+        missing = (chosen < 0).any(axis=(0, 2))
+        lost = {
+            number: int(missing[start:end].sum())
+            for number, (start, end) in enumerate(itertools.pairwise(starts))
+            if missing[start:end].any()
+        }
+        assert not lost, f"tokens that were not recorded, by sequence: {lost}"
         return cls(x, np.sort(chosen, axis=-1))
+
+
+def _next_owner(calls: list[Call], page: int, places: dict[tuple[int, ...], int]) -> int | None:
+    """The sequence whose tokens are read into a page next."""
+    for call in calls:
+        if call.pages is not None and call.ids.shape[1] > 1 and page in call.pages:
+            row = int(np.flatnonzero(call.pages == page)[0])
+            owner = places.get((int(call.positions[row, 0]), *call.ids[row, :2].tolist()))
+            if owner is not None:
+                return owner
+    return None
 
 
 def gaps(x: np.ndarray, design: Experts, kernel: np.ndarray, correction: np.ndarray | None):
@@ -238,7 +261,8 @@ def measure(arch: str, dtype: str, tokens: int, folder: Path) -> dict[str, Any]:
         for number in range(ADAPTERS):
             backend.train(sequences[number::ADAPTERS], number)
         jax.effects_barrier()
-        sampled, trained = Routed.of(calls, sequences), Routed.of(recorder.calls, sequences)
+        trained = Routed.of(recorder.calls, sequences)
+        sampled = Routed.of(calls, sequences)
         backend.close()
     flipped, gap = [], []
     for layer, router in sorted(recorder.routers.items()):
