@@ -115,7 +115,7 @@ class Routed(NamedTuple):
         x = np.full((layers, tokens, calls[0].x.shape[-1]), np.nan, np.float32)
         chosen = np.full((layers, tokens, calls[0].chosen.shape[-1]), -1)
         owners: dict[int, int | None] = {}
-        for number, call in enumerate(calls):
+        for call in calls:
             rows = call.x.reshape(*call.ids.shape, -1), call.chosen.reshape(*call.ids.shape, -1)
             for row, segment in itertools.product(range(len(call.ids)), np.unique(call.segments)):
                 own = np.flatnonzero((call.segments[row] == segment) & (segment >= 0))
@@ -123,8 +123,6 @@ class Routed(NamedTuple):
                 owner = places.get((int(positions[0]), *ids[:2].tolist())) if len(own) > 1 else None
                 if call.pages is not None:
                     page = int(call.pages[row])
-                    if owner is None and len(own) and positions[0] == 0 and call.ids.shape[1] > 1:
-                        owner = _next_owner(calls[number + 1 :], page, places)  # a chunk of one token
                     owner = owners.get(page) if owner is None else owner
                     owners[page] = owner
                 if owner is None:
@@ -142,17 +140,6 @@ class Routed(NamedTuple):
         }
         assert not lost, f"tokens that were not recorded, by sequence: {lost}"
         return cls(x, np.sort(chosen, axis=-1))
-
-
-def _next_owner(calls: list[Call], page: int, places: dict[tuple[int, ...], int]) -> int | None:
-    """The sequence whose tokens are read into a page next."""
-    for call in calls:
-        if call.pages is not None and call.ids.shape[1] > 1 and page in call.pages:
-            row = int(np.flatnonzero(call.pages == page)[0])
-            owner = places.get((int(call.positions[row, 0]), *call.ids[row, :2].tolist()))
-            if owner is not None:
-                return owner
-    return None
 
 
 def gaps(x: np.ndarray, design: Experts, kernel: np.ndarray, correction: np.ndarray | None):
@@ -181,8 +168,15 @@ class Backend:
     """The JAX backend with some trained adapters."""
 
     def __init__(self, folder: Path, dtype: str):
-        options = JaxBackendConfig(
-            dtype=dtype, warm_up=False, gradient_checkpointing=False, max_lora_rank=8, max_context_length=PROMPT + NEW
+        options = JaxBackendConfig.model_validate(
+            {
+                "dtype": dtype,
+                "warm_up": False,
+                "gradient_checkpointing": False,
+                "prefix_caching": False,  # each prompt's tokens are read
+                "max_lora_rank": 8,
+                "max_context_length": PROMPT + NEW,
+            }
         )
         self._backend, self._folder = JaxBackend(str(folder), options), folder
         for number in range(ADAPTERS):
