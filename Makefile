@@ -105,6 +105,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_codec.py
 	$(BIN)/python benchmarks/bench_engines.py
 	$(BIN)/python benchmarks/bench_memory.py
+	$(BIN)/python benchmarks/bench_models.py
+	$(BIN)/python benchmarks/bench_routing.py
 	$(BIN)/python benchmarks/bench_start.py
 	$(BIN)/python benchmarks/bench_load.py
 	$(BIN)/python benchmarks/bench_large_updates.py

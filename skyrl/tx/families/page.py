@@ -7,6 +7,8 @@ from skyrl.tx.design.design import DeltaNet, Design, Experts, LatentAttention
 from skyrl.tx.design.family import Size, made_config
 from skyrl.tx.families import FAMILIES, design_of
 
+ROUTING_BOUNDS = {"float32": 1e-5, "bfloat16": 0.05}
+"""Gap of scores above which a token has the same experts in training and sampling, by the type of base weights."""
 HEAD = """# Supported models
 
 What the JAX backend loads. A model is found by `architectures` in its `config.json`; another one is refused before its

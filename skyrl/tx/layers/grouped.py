@@ -4,6 +4,7 @@ Rows are sorted by group and cut into blocks of one group each, the last of a gr
 over blocks that reads one matrix at a time: work and memory grow with the rows, not with rows times groups.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,10 @@ from jaxtyping import Array, Float, Int
 LARGEST_BLOCK = 64
 """Rows of a block at most: fewer leave less empty at the ends of groups, more are faster products."""
 
+Tokens = Float[Array, "tokens in"]
+Rows = Float[Array, "rows in"]
+Source = Int[Array, "blocks size"]
+Place = Int[Array, "rows"]
 Blocks = Float[Array, "blocks size in"]
 Products = Float[Array, "blocks size out"]
 Matrices = Float[Array, "groups in out"]
@@ -22,21 +27,51 @@ Group = Int[Array, "blocks"]
 class Grouping(NamedTuple):
     """Where rows are in blocks. A pytree."""
 
-    source: Int[Array, "blocks size"]
+    source: Source
     """Row in each place, the number of rows where there is none."""
-    place: Int[Array, "rows"]
+    place: Place
     """Place of each row, counted over all blocks."""
     group: Group
     """Of the rows of each block."""
 
-    def gather(self, rows: Float[Array, "tokens features"], each: int) -> Float[Array, "blocks size features"]:
+    def gather(self, tokens: Tokens, each: int) -> Blocks:
         """Rows in their places, zeros elsewhere. Row i of the grouping is that of token i // each."""
-        token = jnp.where(self.source < self.place.shape[0], self.source // each, rows.shape[0])
-        return rows.at[token].get(mode="fill", fill_value=0)
+        return _gathered(each, tokens, self.source, self.place)
 
-    def scatter(self, blocks: Float[Array, "blocks size features"]) -> Float[Array, "rows features"]:
+    def scatter(self, blocks: Blocks) -> Rows:
         """The inverse, for `each` = 1."""
-        return blocks.reshape(-1, blocks.shape[-1])[self.place]
+        return _scattered(blocks, self.source, self.place)
+
+
+# A gradient of either is read where the other would read it: XLA adds one row after another on a CPU.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(each: int, tokens: Tokens, source: Source, place: Place) -> Blocks:
+    token = jnp.where(source < place.shape[0], source // each, tokens.shape[0])
+    return tokens.at[token].get(mode="fill", fill_value=0)
+
+
+def _gathered_backward(each: int, place: Place, gradient: Blocks) -> tuple[Tokens, None, None]:
+    of_rows = gradient.reshape(-1, gradient.shape[-1])[place]
+    return of_rows.reshape(-1, each, gradient.shape[-1]).sum(axis=1), None, None
+
+
+_gathered.defvjp(
+    lambda each, tokens, source, place: (_gathered(each, tokens, source, place), place), _gathered_backward
+)
+
+
+@jax.custom_vjp
+def _scattered(blocks: Blocks, source: Source, place: Place) -> Rows:
+    return blocks.reshape(-1, blocks.shape[-1])[place]
+
+
+def _scattered_backward(source: Source, gradient: Rows) -> tuple[Blocks, None, None]:
+    return gradient.at[source].get(mode="fill", fill_value=0), None, None
+
+
+_scattered.defvjp(lambda blocks, source, place: (_scattered(blocks, source, place), source), _scattered_backward)
 
 
 def grouped(groups: Int[Array, "rows"], count: int) -> Grouping:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from bench_routing import gaps
 from skyrl.tx.design.design import Experts
 from skyrl.tx.models.experts import Router
 
@@ -51,3 +52,25 @@ def test_weights_are_probabilities_or_add_up_to_one(normalised):
     if normalised:
         expected /= expected.sum(1, keepdims=True)
     np.testing.assert_allclose(weights, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "design",
+    [Experts(16, 4, 8), Experts(16, 4, 8, sigmoid=True, groups=4, active_groups=2)],
+    ids=["probabilities", "sigmoids in groups"],
+)
+def test_tokens_have_the_experts_of_their_float64_scores_unless_those_are_nearly_equal(design, dtype):
+    draw, kind = np.random.default_rng(0).normal, jnp.dtype(dtype)
+    x, kernel = jnp.asarray(draw(size=(2000, 64)), kind), jnp.asarray(draw(0, 64**-0.5, (64, 16)), kind)
+    correction = jnp.asarray(draw(0, 0.1, 16), jnp.float32) if design.sigmoid else None
+    made = Router({"kernel": kernel.shape} | ({"correction": (16,)} if design.sigmoid else {}), kind, nnx.Rngs(0))
+    made.kernel[...] = kernel
+    if made.correction is not None:
+        made.correction[...] = correction
+    chosen = np.sort(made(x, design)[1])
+    wide = None if correction is None else np.asarray(correction, np.float64)
+    gap, expected = gaps(np.asarray(x, np.float64), design, np.asarray(kernel, np.float64), wide)
+    clear = gap > 1e-6
+    assert clear.mean() > 0.999
+    np.testing.assert_array_equal(chosen[clear], expected[clear])
