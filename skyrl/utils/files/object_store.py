@@ -54,6 +54,12 @@ def check_url(url: str) -> None:
         raise RequestError(f"path={url}: buckets need obstore, which is not installed: {INSTALL}") from error
 
 
+def check_path(path: str | Path) -> None:
+    """The same, if it is a URL at all."""
+    if is_url(path):
+        check_url(str(path))
+
+
 class Stored(NamedTuple):
     """Facts about an object."""
 
