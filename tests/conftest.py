@@ -182,11 +182,14 @@ def bucket(s3_address, monkeypatch, tmp_path_factory) -> Iterator[str]:
 @pytest.fixture
 def s3_proxy(bucket, s3_address, monkeypatch) -> Iterator:
     """Proxy before the server of `bucket`, through which it is used from here on."""
+    from skyrl.utils.locks.remote_claim import release_claims
     from tests.buckets import proxy_before
 
     with proxy_before(s3_address) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.address)
         yield proxy
+        proxy.trouble = lambda method, path: None
+        release_claims()
 
 
 @pytest.fixture(scope="session")

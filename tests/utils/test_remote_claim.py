@@ -97,7 +97,7 @@ def test_who_was_away_for_too_long_is_told(claim, store):
     assert store.get(LOCK) == b'{"id": "of who took it"}'
 
 
-def test_a_store_that_is_down_for_a_while_costs_nobody_the_folder(claim, store, s3_proxy: Proxy, monkeypatch):
+def test_a_store_that_is_down_for_a_while_costs_nobody_the_folder(s3_proxy: Proxy, claim, store, monkeypatch):
     monkeypatch.setenv("SKYRL_BUCKET_RETRY_S", "0.05")
     holder = claim(beat_s=0.05)
     assert holder.take()
@@ -109,7 +109,7 @@ def test_a_store_that_is_down_for_a_while_costs_nobody_the_folder(claim, store, 
     assert not holder.is_lost
 
 
-def test_a_claim_whose_answer_was_lost_is_had(claim, s3_proxy: Proxy):
+def test_a_claim_whose_answer_was_lost_is_had(s3_proxy: Proxy, claim):
     answers = iter([None, "cut after"])
     s3_proxy.trouble = lambda method, path: next(answers, None)
     assert claim().take()

@@ -62,6 +62,7 @@ class RemoteClaim:
         self._beats = 0
         self._mine: Stored | None = None
         self._ended = threading.Event()
+        self._beating: threading.Thread | None = None
         self._id = uuid4().hex
         self._is_cut_off = False
         """True while the store cannot be reached."""
@@ -80,13 +81,17 @@ class RemoteClaim:
             self._mine = self._put("create" if found is None else found.only_this)
         except AlreadyThere:
             return False
-        threading.Thread(target=self._beat, name="bucket claim", daemon=True).start()
+        self._beating = threading.Thread(target=self._beat, name="bucket claim", daemon=True)
+        self._beating.start()
         atexit.register(self.release)
         return True
 
     def release(self) -> None:
         """Let others have the folder."""
         self._ended.set()
+        atexit.unregister(self.release)
+        if self._beating is not None and not self._is_cut_off:
+            self._beating.join(self._beat_s)
         mine, self._mine = self._mine, None
         if mine is None or self.is_lost or self._is_cut_off:
             return
@@ -136,11 +141,13 @@ class RemoteClaim:
 
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_s):
-            if (mine := self._mine) is None:
-                return
+            assert self._mine is not None
             try:
-                self._mine = self._put(mine.only_this)
-                self._is_cut_off = False
+                put = self._put(self._mine.only_this)
+                if self._ended.is_set():  # it is being released, or was
+                    self._mine = self._mine and put
+                    return
+                self._mine, self._is_cut_off = put, False
             except AlreadyThere:
                 self.is_lost = not self._ended.is_set()
                 return
