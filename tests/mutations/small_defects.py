@@ -122,7 +122,10 @@ SMALL_DEFECTS = [
     Defect(
         "bucket-claim-taken",
         "a run takes a folder of a bucket from one that gives signs of life",
-        [Edit("skyrl/utils/locks/remote_claim.py", "return now is None", "return True")],
+        [
+            Edit("skyrl/utils/locks/remote_claim.py", "return now is None", "return True"),
+            Edit("skyrl/utils/locks/remote_claim.py", '"create" if found is None else found.only_this', '"overwrite"'),
+        ],
         ["tests/utils/test_remote_claim.py::test_one_of_another_machine_that_gives_signs_of_life_is_left"],
     ),
     Defect(
