@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.utils.arguments import ArgumentParser
+from skyrl.utils.files.object_store import is_url
 from skyrl.utils.subcommands import Command, print_version, run_program
 
 EXPORTS = "export"
@@ -94,7 +95,8 @@ def _parser() -> argparse.ArgumentParser:
 def _overrides(given: argparse.Namespace) -> Iterator[str]:
     """Fields of the trainer's configuration."""
     source = given.dataset if given.split is None else f"{given.dataset}:{given.split}"
-    exports = Path(given.output_dir) / EXPORTS
+    output = given.output_dir
+    exports = f"{output.rstrip('/')}/{EXPORTS}" if is_url(output) else Path(output) / EXPORTS
     # Of exports only the last one is asked for: there is one after the last step.
     fields: dict[str, Any] = {
         "strategy": "jax",

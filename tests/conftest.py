@@ -185,25 +185,31 @@ def s3_address() -> Iterator[str]:
 
 
 @pytest.fixture
-def bucket(s3_address, monkeypatch) -> str:
-    """URL of an empty bucket, which this process and those that it starts can use."""
+def bucket(s3_address, monkeypatch, tmp_path_factory) -> Iterator[str]:
+    """URL of an empty bucket, which this process and those that it starts can use, as a machine of its own."""
+    from skyrl.utils.locks.remote_claim import release_claims
     from tests.buckets import environment, make_bucket
 
     name = f"bucket-{uuid4().hex}"
     make_bucket(s3_address, name)
     for variable, value in environment(s3_address).items():
         monkeypatch.setenv(variable, value)
-    return f"s3://{name}"
+    monkeypatch.setenv("SKYRL_DATA", str(tmp_path_factory.mktemp("data")))
+    yield f"s3://{name}"
+    release_claims()
 
 
 @pytest.fixture
 def s3_proxy(bucket, s3_address, monkeypatch) -> Iterator:
     """Proxy before the server of `bucket`, through which it is used from here on."""
+    from skyrl.utils.locks.remote_claim import release_claims
     from tests.buckets import proxy_before
 
     with proxy_before(s3_address) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.address)
         yield proxy
+        proxy.trouble = lambda method, path: None
+        release_claims()
 
 
 @pytest.fixture(scope="session")

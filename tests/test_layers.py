@@ -18,6 +18,7 @@ LAYERS = [
     {"utils.files", "utils.locks", "utils.sandbox"},
     {"utils.adapters"},
     {"types"},
+    {"train.places"},
     {"train.config.machinery", "train.tracking"},
     {"train.config"},
     # What fields of a trainer's configuration mean, which a server of the torch backend asks too.
@@ -49,7 +50,7 @@ LAYERS = [
     {"backends.registry"},
     # The server and the trainers never import each other.
     {"tinker.errors", "tinker.results", "train.rollouts"},
-    {"tinker.identity", "train.callbacks", "train.data", "train.interruption", "train.ranking"},
+    {"tinker.identity", "train.callbacks", "train.data", "train.interruption", "train.ranking", "train.run_identity"},
     {"tinker.config", "tinker.wire.sharing"},
     {
         "tinker.redaction",

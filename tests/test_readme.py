@@ -33,7 +33,7 @@ def said(*arguments: str) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("asked", ["buckets", "an inference server without a shared folder"])
+@pytest.mark.parametrize("asked", ["buckets for the server", "an inference server without a shared folder"])
 def test_an_option_of_the_server_is_refused(asked):
     assert ANSWERS[asked] in said("serve", *shlex.split(WITH[asked]))
 
@@ -87,7 +87,7 @@ def test_a_second_base_model_and_an_image_are_refused(tmp_path):
 
 def test_every_row_has_its_test():
     tested = {
-        *["buckets", "an inference server without a shared folder", "Megatron"],
+        *["buckets for the server", "an inference server without a shared folder", "Megatron"],
         *["several devices on JAX", "several processes on JAX"],
         *["sorting in a traced loss", "quantised base models"],
         *["several base models per server", "images"],

@@ -44,8 +44,8 @@ class Callback:
     def on_evaluate(self, run: RunView, metrics: dict[str, float]) -> None:
         """Called after each evaluation with its metrics."""
 
-    def on_save(self, run: RunView, path: Path) -> None:
-        """Called with the folder of each checkpoint once it is written.
+    def on_save(self, run: RunView, path: Path | str) -> None:
+        """Called with the folder of each checkpoint, or its URL in a bucket, once it is written.
 
         Where they are written beside the steps (async_checkpoints), that may be steps later, and `run` is further on.
         """

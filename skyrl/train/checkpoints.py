@@ -7,8 +7,9 @@
     {ckpt_path}/global_step_N/rollouts.jsonl              what was sampled and not trained on, if there is any
     {ckpt_path}/global_step_N/manifest.json               hashes of the two
 
-A checkpoint is written under a temporary name and renamed once all of it is on disk. A run finds its own by the id that
-they hold: others' in the same folder are never removed, nor taken for the newest. One process at a time uses a folder.
+A checkpoint is written under a temporary name and renamed once all of it is on disk; in a bucket it is there with its
+manifest, which is sent last. A run finds its own by the id that they hold: others' in the same folder are never
+removed, nor taken for the newest. One process at a time uses a folder.
 """
 
 import asyncio
@@ -22,23 +23,15 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from skyrl.errors import ConfigError, RequestError, StorageError
-from skyrl.train.config import SkyRLLoraConfig, SkyRLTrainConfig
 from skyrl.train.config.machinery.changes import changes
+from skyrl.train.places import Place, Where, place_of
 from skyrl.train.ranking import Best, Ranking
+from skyrl.train.run_identity import Fields, check_identity, check_same_model
 from skyrl.train.tracking.dumps import plain
+from skyrl.train.tracking.tracker import METRICS_FILE
 from skyrl.utils.failpoints import crash_point
-from skyrl.utils.files.atomic_folders import (
-    MANIFEST,
-    inspect_folder,
-    local_path,
-    read_folder,
-    remove_folder,
-    replace_file,
-    replacing_folder,
-    tidy,
-    write_files,
-)
-from skyrl.utils.locks.claim import claim_folder
+from skyrl.utils.files.atomic_folders import MANIFEST, inspect_folder, read_folder, replacing_folder, write_files
+from skyrl.utils.files.object_store import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +54,13 @@ class Checkpoint(NamedTuple):
     """Configuration of that run; empty where an older version wrote it."""
     best: dict[str, Any] | None = None
     """The best evaluation of that run until then, where they are compared."""
+    source: Place | None = None
+    """The bucket that it was fetched from, if it was."""
+
+    @property
+    def title(self) -> str:
+        """Path or URL that it was found at."""
+        return str(self.path) if self.source is None else f"{self.source}/{self.path.name}"
 
     def model_path(self, model: str) -> str:
         """Folder of a model, such as policy. Raises StorageError if the checkpoint has none of that name."""
@@ -70,64 +70,19 @@ class Checkpoint(NamedTuple):
         return str(path)
 
 
-class Fields(NamedTuple):
-    """Names of a run's settings in messages; by default those of RL."""
-
-    ckpt_path: str = "trainer.ckpt_path"
-    own_folder: str = "trainer.run_name or a trainer.ckpt_path"
-    """Setting that gives a run a folder of its own."""
-    resume_path: str = "trainer.resume_mode=from_path and trainer.resume_path"
-    """Setting that names the checkpoint to go on from."""
-    anew: str = "trainer.resume_mode=none"
-    """Setting that goes on from none."""
-
-
-def identity_of(config: SkyRLTrainConfig) -> dict[str, Any]:
-    """Identity shared by a checkpoint and a run that goes on from it: fields of a resolved configuration by path."""
-    trainer = config.trainer
-    policy, critic, algorithm = trainer.policy.model, trainer.critic.model, trainer.algorithm
-    adapters = {"policy": policy.lora, **({"critic": critic.lora} if trainer.has_critic else {})}
-    return {
-        "trainer.policy.model.path": policy.path,
-        "trainer.critic.model.path": critic.path,
-        **({"trainer.ref.model.path": trainer.ref.model.path} if trainer.has_teacher else {}),
-        **{f"trainer.{model}.model.lora.rank": lora.rank for model, lora in adapters.items()},
-        **{f"trainer.{model}.model.lora.alpha": lora.alpha for model, lora in adapters.items()},
-        **{
-            f"trainer.{model}.model.lora.{name}": value
-            for model, lora in adapters.items()
-            for name, value in adapter_settings(lora).items()
-        },
-        "trainer.algorithm.advantage_estimator": algorithm.advantage_estimator,
-        "trainer.algorithm.policy_loss_type": algorithm.policy_loss_type,
-        "trainer.algorithm.use_kl_loss": algorithm.use_kl_loss,
-        "trainer.algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
-    }
-
-
-SET = ("target_modules", "exclude_modules", "dropout")
-"""What an identity has of an adapter only as far as it was set: checkpoints without have what it is by default."""
-
-
-def adapter_settings(lora: SkyRLLoraConfig) -> dict[str, str | list[str] | float | None]:
-    """Those of `SET` that are no defaults."""
-    given = {name: getattr(lora, name) for name in SET}
-    return {name: value for name, value in given.items() if value != getattr(SkyRLLoraConfig(), name)}
-
-
 class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
         ckpt_path: Their folder, which `resume` takes for this run.
-        identity: What this run trains, by `identity_of`.
+        identity: What this run trains, by `run_identity.identity_of`.
         max_to_keep: Newest checkpoints of this run that are kept. -1: all.
         ranking: How evaluations are compared; the checkpoint of the best is kept besides. None: they are not.
         fields: Names of the run's settings, in messages.
         settings: The whole configuration, as dictionaries: a run that goes on with another one says what has changed.
 
     Raises:
-        ConfigError: The folder is on no disk, such as s3://.
+        ConfigError: The folder is in no bucket that is served, such as ftp://.
     """
 
     def __init__(
@@ -142,9 +97,11 @@ class CheckpointStore:
     ):
         self._fields = fields or Fields()
         try:
-            self.folder = local_path(ckpt_path).expanduser()
+            self.place = place_of(ckpt_path)
         except RequestError as error:
             raise ConfigError(f"{self._fields.ckpt_path}: {error}") from None
+        self.folder = self.place.folder
+        """Folder on disk, which what goes into a bucket is in until it is sent."""
         self._identity = dict(identity)
         self._max_to_keep = max_to_keep
         self._ranking = ranking
@@ -170,14 +127,15 @@ class CheckpointStore:
                 in which nothing has been touched.
         """
         self._claim()
-        tidy(self.folder)
+        self.place.tidy()
         found = self.find(mode, path)
-        if found is not None and found.path.resolve().parent == self.folder.resolve():
+        if found is not None and self._is_own(found):
+            self.place.take_back(METRICS_FILE)
             self.run_id = found.run_id
             self.best = self._ranking and self._ranking.restored(found.best)
         self._report(-1 if found is None else found.step)
         if found is not None and (changed := changes(found.settings, self._settings)):
-            logger.info("settings that were others when %s was written: %s", found.path, "; ".join(changed))
+            logger.info("settings that were others when %s was written: %s", found.title, "; ".join(changed))
         return found
 
     def find(self, mode: str | None, path: str | None = None) -> Checkpoint | None:
@@ -187,16 +145,16 @@ class CheckpointStore:
         """
         if mode == "from_path":
             assert path is not None, "the configuration is resolved"
-            return self._load(Path(path).expanduser())
+            return self._load(path)
         step = self.marked_step() if mode == "latest" else None
-        return None if step is None else self._load(self.folder_of(step))
+        return None if step is None else self._load(f"{self.place}/{_name(step)}")
 
     def initial(self, path: str, field: str) -> Checkpoint:
         """The checkpoint whose weights a new run begins with, of RL or SFT, whatever else its run was.
 
         Raises StorageError and ConfigError as `resume` does. `field` names it in messages.
         """
-        return self._load(Path(path).expanduser(), weights_of=field)
+        return self._load(path, weights_of=field)
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Compare the evaluation after a step with those before it.
@@ -243,48 +201,74 @@ class CheckpointStore:
             crash_point("trainer: models written, state not")
             text = json.dumps({**head, "models": _digests(folder), "state": copied}, indent=1)
             write_files(folder, {STATE: text.encode(), **files})
-            self._set_aside(target)
+            self._set_aside(target.name)
+        self._claim()  # once more: in a bucket another machine may have got it meanwhile
+        self.place.send(target)
+        self.place.keep(METRICS_FILE)
         crash_point("trainer: checkpoint in place, not the newest")
-        replace_file(self.folder / MARKER, str(step).encode())
+        self.place.write(MARKER, str(step).encode())
         if best is None:
-            (self.folder / BEST).unlink(missing_ok=True)  # of another run, or of another metric
+            self.place.remove(BEST)  # of another run, or of another metric
         else:
-            replace_file(self.folder / BEST, str(best.step).encode())
+            self.place.write(BEST, str(best.step).encode())
         crash_point("trainer: newest named, older ones still there")
         self._remove_old(step, None if best is None else best.step)
 
     def folder_of(self, step: int) -> Path:
         """Folder of the checkpoint of a step, whether there is one or not."""
-        return self.folder / f"global_step_{step}"
+        return self.folder / _name(step)
+
+    def title_of(self, step: int) -> Where:
+        """The same where it ends up."""
+        return self.folder_of(step) if self.place.is_disk else f"{self.place}/{_name(step)}"
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints in the folder, whoever wrote them, in order."""
-        if not self.folder.is_dir():
-            return []
-        names = [match for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-        return sorted(int(name[1]) for name in names)
+        return sorted(int(match[1]) for name in self.place.names() if (match := _NAME.fullmatch(name)))
 
     def _claim(self) -> None:
-        if not claim_folder(self.folder):
+        if not self.place.claim():
             raise ConfigError(
-                f"{self._fields.ckpt_path}={self.folder}: another run is using this folder; wait for its end, or give "
+                f"{self._fields.ckpt_path}={self.place}: another run is using this folder; wait for its end, or give "
                 f"each run a {self._fields.own_folder} of its own"
             )
 
     def marked_step(self) -> int | None:
         """Step of the newest checkpoint; None if there is none. Raises StorageError if that cannot be read."""
-        marker = self.folder / MARKER
+        marker = f"{self.place}/{MARKER}"
         try:
-            text = marker.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
+            content = self.place.read(MARKER)
+            if content is None:
+                return None
+            text = content.decode()
         except (OSError, UnicodeDecodeError) as error:
             raise StorageError(f"{marker} cannot be read ({error}); {self._way_out()}") from error
         if not text.strip().isdecimal():
             raise StorageError(f"{marker} holds {text[:40]!r}, which is not the number of a step; {self._way_out()}")
         return int(text)
 
-    def _load(self, path: Path, weights_of: str | None = None) -> Checkpoint:
+    def _load(self, where: str, weights_of: str | None = None) -> Checkpoint:
+        """The checkpoint at a path or URL. Raises as `resume` does."""
+        if not is_url(where):
+            return self._read(Path(where).expanduser(), weights_of)
+        parent, _, name = where.rstrip("/").rpartition("/")
+        try:
+            place = self.place if parent == str(self.place) else place_of(parent)
+        except RequestError as error:
+            raise ConfigError(str(error)) from None
+        path = place.fetch(name)
+        try:
+            return self._read(path, weights_of)._replace(source=place)
+        except (ConfigError, StorageError) as error:
+            raise type(error)(str(error).replace(str(path), where)) from error
+
+    def _is_own(self, found: Checkpoint) -> bool:
+        """Return True for a checkpoint in the run's own folder."""
+        if found.source is not None:
+            return str(found.source) == str(self.place)
+        return found.path.resolve().parent == self.folder.resolve()
+
+    def _read(self, path: Path, weights_of: str | None = None) -> Checkpoint:
         way_out = self._way_out() if weights_of is None else f"name another checkpoint in {weights_of}"
         if not path.is_dir():
             raise StorageError(f"{path} is missing; {way_out}")
@@ -296,9 +280,9 @@ class CheckpointStore:
         if content["format"] != FORMAT:
             raise StorageError(f"{path} has format {content['format']}; this version reads format {FORMAT}")
         if weights_of is None:
-            self._check_identity(path, content["identity"])
+            check_identity(path, content["identity"], self._identity, self._fields)
         else:
-            self._check_same_model(path, content["identity"], weights_of)
+            check_same_model(path, content["identity"], self._identity, weights_of)
         for model, digest in content["models"].items():
             written = inspect_folder(path / model)
             if written is None or written.digest != digest:
@@ -308,105 +292,82 @@ class CheckpointStore:
         best = content.get("best")
         return Checkpoint(int(match[1]), path, content["run_id"], content["state"], rollouts, settings, best)
 
-    def _check_same_model(self, path: Path, stored: Mapping[str, Any], field: str) -> None:
-        there, here = ({_own(name): identity[name] for name in identity} for identity in (stored, self._identity))
-        names = [name for name in sorted({*there, *here}) if name.startswith("model.")]
-        if differing := [name for name in names if there.get(name) != here.get(name)]:
-            ours = {_own(name): name for name in self._identity}
-            values = "; ".join(
-                f"{ours.get(name, name)}={_value(there, name)} there and {_value(here, name)} here"
-                for name in differing
-            )
-            raise ConfigError(
-                f"{field}={path} has the weights of another model: {values}. Use the values of the checkpoint, or "
-                "another checkpoint"
-            )
-
-    def _check_identity(self, path: Path, stored: Mapping[str, Any]) -> None:
-        given = self._identity
-        differing = [name for name in sorted({*stored, *given}) if stored.get(name) != given.get(name)]
-        if differing:
-            values = "; ".join(
-                f"{name}={_value(stored, name)} there and {_value(given, name)} here" for name in differing
-            )
-            raise ConfigError(
-                f"{path} is a checkpoint of another model or algorithm: {values}. Use the values of the checkpoint, or "
-                f"train anew with {self._fields.anew} and a {self._fields.ckpt_path} of its own"
-            )
-
     def _way_out(self) -> str:
         steps = ", ".join(f"global_step_{step}" for step in self.steps()) or "nothing"
         return (
-            f"{self.folder} holds {steps}: set {self._fields.resume_path} to one, or train anew with "
-            f"{self._fields.anew}"
+            f"{self.place} holds {steps}: set {self._fields.resume_path} to one, or train anew with {self._fields.anew}"
         )
 
     def _report(self, resumed: int) -> None:
         """Say what is in the folder and not gone on from."""
-        left = [step for step in self.steps() if step > resumed or _run_of(self.folder_of(step)) != self.run_id]
+        left = [step for step in self.steps() if step > resumed or self._run_of(_name(step)) != self.run_id]
         if left:
             logger.warning(
                 "%s: this run %s and does not go on from %s, which it found there; its own checkpoints take their "
                 "names. Give each run a %s of its own, or remove what is not needed",
-                self.folder,
+                self.place,
                 "begins anew" if resumed < 0 else f"continues from step {resumed}",
                 ", ".join(f"global_step_{step}" for step in left),
                 self._fields.ckpt_path,
             )
 
-    def _set_aside(self, target: Path) -> None:
+    def _set_aside(self, name: str) -> None:
         """Give a folder of another run another name, before this run's takes its place."""
-        if target.exists() and (owner := _run_of(target)) != self.run_id:
-            aside = target.with_name(f"{target.name}.of-{(owner or 'unknown')[:8]}-{uuid4().hex[:4]}")
-            target.rename(aside)
-            logger.warning("%s was there, of another run; it is at %s now", target, aside)
+        if self.place.has(name) and (owner := self._run_of(name)) != self.run_id:
+            aside = f"{name}.of-{(owner or 'unknown')[:8]}-{uuid4().hex[:4]}"
+            self.place.move(name, aside)
+            logger.warning("%s/%s was there, of another run; it is at %s/%s now", self.place, name, self.place, aside)
+
+    def _run_of(self, name: str) -> str | None:
+        """Id of the run that wrote a checkpoint; None if that cannot be told."""
+        try:
+            return json.loads(self.place.read(f"{name}/{STATE}") or b"")["run_id"]
+        except (OSError, StorageError, ValueError, KeyError, TypeError):
+            return None
 
     def _remove_old(self, step: int, best: int | None) -> None:
         """Remove the oldest of this run's checkpoints up to `step`, the newest, beyond those that are kept."""
+        for name in self.place.leftovers():
+            if (match := _NAME.fullmatch(name)) and int(match[1]) <= step:
+                self._remove(name)
         if self._max_to_keep == -1:
             return
-        own = [old for old in self.steps() if old <= step and _run_of(self.folder_of(old)) == self.run_id]
+        own = [old for old in self.steps() if old <= step and self._run_of(_name(old)) == self.run_id]
         for old in (old for old in own[: -self._max_to_keep] if old != best):
-            try:
-                remove_folder(self.folder_of(old))
-            except OSError as error:
-                logger.warning("%s cannot be removed (%s); it stays", self.folder_of(old), error.strerror or error)
+            self._remove(_name(old))
+
+    def _remove(self, name: str) -> None:
+        try:
+            self.place.remove(name)
+        except (OSError, StorageError) as error:
+            why = getattr(error, "strerror", None) or error
+            logger.warning("%s/%s cannot be removed (%s); it stays", self.place, name, why)
 
 
 def begin_writing(
-    saving: AbstractContextManager[Path], begin: Callable[[Path], Sequence[Awaitable[object]]], folder: Path
-) -> "asyncio.Task[Path]":
+    saving: AbstractContextManager[Path], begin: Callable[[Path], Sequence[Awaitable[object]]], folder: Where
+) -> "asyncio.Task[Where]":
     """Begin to write a checkpoint, of models as they are now. Returns what ends with its folder.
 
     Args:
         saving: `CheckpointStore.saving` of it.
         begin: Begins to save each model in a folder below the one it is given.
-        folder: Where it will be.
+        folder: Where it will be. What goes to a URL takes long, and is sent in a thread.
     """
     with ExitStack() as stack:
         writes = begin(stack.enter_context(saving))
         opened = stack.pop_all()
 
-    async def written() -> Path:
-        with opened:
-            results = await asyncio.gather(*writes, return_exceptions=True)  # the folder is not removed under any
-            for error in results:
-                if isinstance(error, BaseException):
-                    raise error
+    async def written() -> Where:
+        results: list[Any] = await asyncio.gather(*writes, return_exceptions=True)  # the folder is removed under none
+        failed = next((error for error in results if isinstance(error, BaseException)), None)
+        if is_url(folder):
+            await asyncio.shield(asyncio.to_thread(_leave, opened, failed))
+        else:
+            _leave(opened, failed)
         return folder
 
     return asyncio.get_running_loop().create_task(written())
-
-
-def _value(identity: Mapping[str, Any], path: str) -> Any:
-    """What an identity says of a setting, also of one that was not set."""
-    name = path.rpartition(".")[2]
-    return identity.get(path, getattr(SkyRLLoraConfig(), name) if name in SET else None)
-
-
-def _own(name: str) -> str:
-    """Name of a setting of the policy in SFT, whose model it is."""
-    return name.removeprefix("trainer.policy.")
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -420,9 +381,13 @@ def _digests(folder: Path) -> dict[str, str]:
     return digests
 
 
-def _run_of(folder: Path) -> str | None:
-    """Id of the run that wrote a checkpoint; None if that cannot be told."""
-    try:
-        return json.loads((folder / STATE).read_text(encoding="utf-8"))["run_id"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _leave(opened: ExitStack, failed: BaseException | None) -> None:
+    """End a block, by an error if there is one."""
+    with opened:
+        if failed is not None:
+            raise failed
+
+
+def _name(step: int) -> str:
+    """Folder of the checkpoint of a step."""
+    return f"global_step_{step}"

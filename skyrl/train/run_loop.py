@@ -4,12 +4,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from skyrl.errors import ConfigError
 from skyrl.train.callbacks import Callback
 from skyrl.train.interruption import Interrupted, Interruption, drop
+from skyrl.train.places import Where
 from skyrl.train.rollouts.attempts import RolloutError
 from skyrl.train.tracking.metrics import Metrics, Report
 from skyrl.utils.failpoints import crash_point
@@ -68,7 +68,7 @@ class SteppedRun(Protocol):
         """Write the model of a run that has finished, in the form in which it is used."""
         ...
 
-    async def save(self) -> "asyncio.Task[Path] | None":
+    async def save(self) -> "asyncio.Task[Where] | None":
         """Begin to write a checkpoint of all that the run is now, whatever is done meanwhile.
 
         Returns what ends with its folder; None where there is no place for any.
@@ -108,7 +108,7 @@ class _Loop:
         self._interruption = interruption
         self._saved = run.global_step
         """Step of the newest checkpoint, or at which the run began: nothing is lost with it."""
-        self._writing: tuple[int, asyncio.Task[Path]] | None = None
+        self._writing: tuple[int, asyncio.Task[Where]] | None = None
         """The checkpoint that is being written, and its step."""
 
     async def go(self, cadence: Cadence, report: Report) -> None:
@@ -189,7 +189,7 @@ class _Loop:
             callback.on_evaluate(self.run, metrics)
         return metrics | {"timing/evaluate": time.monotonic() - begun}
 
-    async def _save(self, wait: bool = True) -> Path | None:
+    async def _save(self, wait: bool = True) -> Where | None:
         """Write a checkpoint, after the one before it. Returns its folder if it is there.
 
         Where somebody asks for the end, one that has failed does not keep the run from writing this one.
@@ -201,7 +201,7 @@ class _Loop:
         self._writing = self.run.global_step, writing
         return await self.written() if wait else None
 
-    async def written(self) -> Path | None:
+    async def written(self) -> Where | None:
         """Wait for the checkpoint that is being written, if one is. Raises what went wrong with it."""
         if self._writing is None:
             return None

@@ -122,7 +122,7 @@ RUN_DEFECTS = [
     Defect(
         "F1.12c",
         "a run goes on from a checkpoint of another model or algorithm",
-        [Edit(CHECKPOINTS, "    if differing:\n", "    if False:\n")],
+        [Edit("skyrl/train/run_identity.py", "    if differing:\n", "    if False:\n")],
         [CHECKPOINT_TESTS + "test_a_checkpoint_of_another_model_or_algorithm_is_refused_with_both_values"],
     ),
     Defect(
@@ -134,8 +134,8 @@ RUN_DEFECTS = [
     Defect(
         "F1.12e",
         "a checkpoint in a bucket is written to a local folder of that name",
-        [Edit("skyrl/utils/files/atomic_folders.py", '    if "://" in str(path):', "    if False:")],
-        [CHECKPOINT_TESTS + "test_a_bucket_is_refused_rather_than_made_a_folder"],
+        [Edit("skyrl/train/places.py", "Bucket(str(path)) if is_url(path) else ", "")],
+        [CHECKPOINT_TESTS + "test_a_store_that_is_not_served_is_refused_rather_than_made_a_folder"],
     ),
     Defect(
         "F1.12f",
@@ -144,7 +144,7 @@ RUN_DEFECTS = [
             Edit(
                 CHECKPOINTS,
                 "        with replacing_folder(target) as folder:\n",
-                "        replace_file(self.folder / MARKER, str(step).encode())\n"
+                "        self.place.write(MARKER, str(step).encode())\n"
                 "        with replacing_folder(target) as folder:\n",
             )
         ],
@@ -153,7 +153,7 @@ RUN_DEFECTS = [
     Defect(
         "F1.12g",
         "the checkpoints of another run in the same folder are removed",
-        [Edit(CHECKPOINTS, "if old <= step and _run_of(self.folder_of(old)) == self.run_id]", "if old <= step]")],
+        [Edit(CHECKPOINTS, "if old <= step and self._run_of(_name(old)) == self.run_id]", "if old <= step]")],
         [CHECKPOINT_TESTS + "test_checkpoints_of_another_run_and_folders_of_others_are_never_removed"],
     ),
     Defect(

@@ -66,7 +66,7 @@ SMALL_DEFECTS = [
         "archive-link",
         "links in an archive are unpacked",
         [Edit("skyrl/utils/files/tar_folder.py", "if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or", "if")],
-        [f"tests/backends/test_tar_checkpoints.py::{HOSTILE}[link-.tar-torch]"],
+        [f"tests/backends/test_tar_checkpoints.py::{HOSTILE}[torch-link-.tar]"],
     ),
     Defect(
         "archive-bomb",
@@ -118,6 +118,34 @@ SMALL_DEFECTS = [
         "a conditional put whose answer was lost counts as another process's",
         [Edit(REMOTE, "if store.get(key) != manifest:", "if True:")],
         [REMOTE_TESTS + "test_a_store_that_fails_at_times_loses_nothing[cut after]"],
+    ),
+    Defect(
+        "bucket-claim-taken",
+        "a run takes a folder of a bucket from one that gives signs of life",
+        [
+            Edit("skyrl/utils/locks/remote_claim.py", "return now is None", "return True"),
+            Edit("skyrl/utils/locks/remote_claim.py", '"create" if found is None else found.only_this', '"overwrite"'),
+        ],
+        ["tests/utils/test_remote_claim.py::test_one_of_another_machine_that_gives_signs_of_life_is_left"],
+    ),
+    Defect(
+        "bucket-marker-first",
+        "a checkpoint in a bucket is named the newest before it is sent",
+        [
+            Edit("skyrl/train/checkpoints.py", "        self.place.send(target)\n", ""),
+            Edit(
+                "skyrl/train/checkpoints.py",
+                "        self._remove_old(step,",
+                "        self.place.send(target)\n        self._remove_old(step,",
+            ),
+        ],
+        ["tests/train/test_bucket_checkpoints.py::test_a_bucket_that_is_down_in_mid_save_leaves_the_checkpoint_before"],
+    ),
+    Defect(
+        "bucket-metrics-lost",
+        "a run that goes on on another machine has no metrics of before",
+        [Edit("skyrl/train/checkpoints.py", "            self.place.take_back(METRICS_FILE)\n", "")],
+        ["tests/train/test_bucket_checkpoints.py::test_another_machine_goes_on"],
     ),
     Defect(
         "data-folder-ignored",

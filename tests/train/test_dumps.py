@@ -161,9 +161,9 @@ def test_a_dump_that_cannot_be_written_says_so(tmp_path):
             dump()
 
 
-def test_a_bucket_is_refused(tmp_path):
-    with pytest.raises(RequestError, match="s3:// is not served yet"):
-        dump_rollouts("s3://bucket", 1, [])
+def test_a_store_that_is_not_served_is_refused():
+    with pytest.raises(RequestError, match="ftp:// is not served"):
+        dump_rollouts("ftp://bucket", 1, [])
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------

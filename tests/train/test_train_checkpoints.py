@@ -21,10 +21,10 @@ from skyrl.train.checkpoints import (
     Checkpoint,
     CheckpointStore,
     begin_writing,
-    identity_of,
 )
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.ranking import Best, Ranking
+from skyrl.train.run_identity import identity_of
 from skyrl.utils.failpoints import CRASH_POINTS
 from skyrl.utils.files.atomic_folders import read_folder, write_folder
 from skyrl.utils.locks.claim import LOCK
@@ -178,10 +178,10 @@ def test_an_adapter_of_no_critic_is_nothing_that_a_checkpoint_is_of():
     assert identity_of(config) == identity_of(SkyRLTrainConfig())
 
 
-def test_a_bucket_is_refused_rather_than_made_a_folder(tmp_path, monkeypatch):
+def test_a_store_that_is_not_served_is_refused_rather_than_made_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"trainer\.ckpt_path: path=s3://bucket/run: s3:// is not served yet; use a"):
-        CheckpointStore("s3://bucket/run", identity=IDENTITY)
+    with pytest.raises(ConfigError, match=r"trainer\.ckpt_path: path=ftp://bucket/run: ftp:// is not served; use s3"):
+        CheckpointStore("ftp://bucket/run", identity=IDENTITY)
     assert names(tmp_path) == []
 
 

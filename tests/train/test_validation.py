@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -138,13 +139,21 @@ def test_a_setting_of_the_policy_loss_that_is_too_large_is_refused(loss, overrid
 
 
 @pytest.mark.parametrize("name", ["ckpt_path", "export_path"])
-def test_a_folder_in_a_bucket_is_refused(name):
-    assert refusal(f"trainer.{name}=s3://bucket/run") == (
-        f"trainer.{name}: path=s3://bucket/run: s3:// is not served yet; use a folder on a local or mounted disk"
+def test_a_folder_in_a_store_that_is_not_served_is_refused(name):
+    assert refusal(f"trainer.{name}=ftp://bucket/run") == (
+        f"trainer.{name}: path=ftp://bucket/run: ftp:// is not served; use s3://, gs://, az:// or a folder on a disk"
     )
-    config = SFTConfig.from_cli_overrides(["train_datasets=[x.jsonl]", f"{name}=s3://bucket/run"]).resolve()
-    with pytest.raises(ConfigError, match=f"^{name}: path=s3://bucket/run: s3:// is not served yet"):
+    config = SFTConfig.from_cli_overrides(["train_datasets=[x.jsonl]", f"{name}=ftp://bucket/run"]).resolve()
+    with pytest.raises(ConfigError, match=f"^{name}: path=ftp://bucket/run: ftp:// is not served"):
         validate_sft(config)
+
+
+@pytest.mark.parametrize("name", ["ckpt_path", "export_path"])
+def test_a_folder_in_a_bucket_without_its_library_is_refused_with_the_command_that_installs_it(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    message = refusal(f"trainer.{name}=s3://bucket/run")
+    assert message.startswith(f"trainer.{name}: path=s3://bucket/run: ")
+    assert "pip install 'skyrl[buckets]'" in message
 
 
 def install(folder: Path, *packages: str) -> None:

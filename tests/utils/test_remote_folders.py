@@ -238,7 +238,7 @@ def test_a_store_that_stays_down_is_named_with_its_reason(
     monkeypatch.setenv("SKYRL_BUCKET_RETRY_S", "0.3")
     s3_proxy.trouble = lambda method, path: trouble
     store = ObjectStore(bucket)
-    with pytest.raises(StorageError, match=rf"cannot (read|list|write) {bucket}.*({reason}).*tried for 0\.3 s"):
+    with pytest.raises(StorageError, match=rf"cannot (read|list|write) {bucket}.*({reason}).*tried again for 0\.3 s"):
         send_folder(folder, store, "x")
 
 
@@ -309,6 +309,26 @@ def test_buckets_without_their_library_are_refused_with_the_command_that_install
 def test_other_urls_are_refused(url):
     with pytest.raises(RequestError, match=r"path=.*(s3://, gs://, az://|names no bucket)"):
         ObjectStore(url)
+
+
+def test_each_kind_of_url_is_a_bucket_and_a_prefix_in_it(monkeypatch):
+    """Signed by hand-made keys: the addresses are those of the stores' own documents."""
+    keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "eu-west-1"}
+    keys |= {"AZURE_STORAGE_ACCOUNT_NAME": "account", "AZURE_STORAGE_ACCOUNT_KEY": "eHh4"}
+    for name, value in keys.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    signed = [str(ObjectStore(f"{scheme}://bucket/a/b").sign("c/d")).partition("?")[0] for scheme in ("s3", "az")]
+    assert signed == [
+        "https://s3.eu-west-1.amazonaws.com/bucket/a/b/c/d",
+        "https://account.blob.core.windows.net/bucket/a/b/c/d",
+    ]
+
+
+def test_a_store_that_lacks_settings_says_which(monkeypatch):
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(StorageError, match=r"cannot open az://bucket/x: .*Account must be specified; set what"):
+        ObjectStore("az://bucket/x")
 
 
 def test_a_bucket_that_there_is_not_is_told(bucket, folder):

@@ -102,7 +102,7 @@ class SFTConfig(BaseConfig):
     """Evaluate before the first step."""
 
     ckpt_path: str = ""
-    """Folder for checkpoints."""
+    """Folder for checkpoints, or s3://, gs:// or az:// of a bucket."""
 
     ckpt_interval: NonNegativeInt = 0
     """Steps between checkpoints; there is one after the last step too. 0: none at all."""
@@ -129,7 +129,7 @@ class SFTConfig(BaseConfig):
     well. 0: none at all."""
 
     export_path: str = ""
-    """Folder for exports."""
+    """Folder for exports, or s3://, gs:// or az:// of a bucket."""
 
     save_model: bool = True
     """Leave the model of a finished run in the folder model of export_path, else of ckpt_path, else of run_name: an

@@ -110,7 +110,8 @@ class TrainerConfig(BaseConfig):
     """Folder of a copy of the log, <project_name>/<run_name>.log. Left out: it goes to standard error alone."""
 
     ckpt_path: str = field(default_factory=lambda: os.path.expanduser("~/ckpts/"))
-    """Folder for checkpoints. One that is given is used as it is; the default gets project_name/run_name below it."""
+    """Folder for checkpoints, or s3://, gs:// or az:// of a bucket. One that is given is used as it is; the default
+    gets project_name/run_name below it."""
 
     max_ckpts_to_keep: Annotated[int, AfterValidator(all_or_some)] = -1
     """Newest checkpoints that are kept. -1: all."""
@@ -122,8 +123,8 @@ class TrainerConfig(BaseConfig):
     """Steps between exports in Hugging Face format, of adapters in PEFT's too. 0 or less: none."""
 
     export_path: str = field(default_factory=lambda: os.path.expanduser("~/exports/"))
-    """Folder for exports and dumps. One that is given is used as it is; the default gets project_name/run_name below
-    it."""
+    """Folder for exports and dumps, or s3://, gs:// or az:// of a bucket. One that is given is used as it is; the
+    default gets project_name/run_name below it."""
 
     bf16: bool = True
     """Compute in bfloat16, where that is available."""

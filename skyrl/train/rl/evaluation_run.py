@@ -42,7 +42,7 @@ async def evaluate_rl(config: SkyRLTrainConfig) -> Metrics:
         await policy.publish(step)
         rollouts = Rollouts(config.generator, config.environment, setup.tokenizer, policy)
         metrics, trajectories = await evaluate(rollouts, prompts, settings.eval_batch_size)
-    what = f"{settings.policy.model.path} as it is" if found is None else str(found.path)
+    what = f"{settings.policy.model.path} as it is" if found is None else found.title
     scores = {name: value for name, value in metrics.items() if "/generate/" not in name}
     print(closing_summary(f"{len(prompts)} prompts evaluated with {what}", {}, scores))
     if settings.dump_eval_results:

@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from skyrl.train.checkpoints import Checkpoint, CheckpointStore, begin_writing
 from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, get_config_as_dict
 from skyrl.train.interruption import Interruption
 from skyrl.train.lr_schedules import learning_rate_factor
+from skyrl.train.places import Where, place_of
 from skyrl.train.policies import Learner, Models
 from skyrl.train.results import result_in
 from skyrl.train.rl.batch import Array, Batch
@@ -189,11 +189,13 @@ class Run:
 
     async def export(self) -> None:
         """Write the models in Hugging Face format, and the policy's adapter in PEFT's if it has one."""
-        folder = Path(self.config.trainer.export_path) / f"global_step_{self.trainer.global_step}"
+        place = place_of(self.config.trainer.export_path)
+        folder = place.folder / f"global_step_{self.trainer.global_step}"
         for name, model in self._trained().items():
             await model.export(str(folder / name))
         if self.config.trainer.policy.model.lora.rank:
             await self.trainer.policy.export_adapter(str(folder / ADAPTER))
+        await asyncio.to_thread(place.send, folder)
 
     async def leave_model(self) -> None:
         """Write the policy of the finished run, unless `trainer.save_model` is false."""
@@ -204,7 +206,7 @@ class Run:
         """Return whether those of an evaluation are the best so far by `best_metric`."""
         return self._store.judge(self.global_step, metrics)
 
-    async def save(self) -> "asyncio.Task[Path]":
+    async def save(self) -> "asyncio.Task[Where]":
         """Begin to write a checkpoint of the run as it is. Returns what ends with its folder."""
         trainer, update = self.trainer, self.trainer.update
         sampling = trainer.state()
@@ -221,7 +223,7 @@ class Run:
         return begin_writing(
             self._store.saving(trainer.global_step, state, waiting),
             lambda folder: [model.begin_save(str(folder / name)) for name, model in self._trained().items()],
-            self._store.folder_of(trainer.global_step),
+            self._store.title_of(trainer.global_step),
         )
 
     def _record_memory(self) -> None:
@@ -241,7 +243,7 @@ class Run:
             if settings.algorithm.uses_reference and not settings.has_teacher:
                 trainer.update.reference = self._models.learner(REFERENCE)
                 await trainer.update.reference.load(initial.model_path(POLICY), optimizer=False)
-            log.info("beginning with the weights of %s", initial.path)
+            log.info("beginning with the weights of %s", initial.title)
         if trainer.critic is not None:
             await trainer.critic.create(critic_adapter(self.config), value_head=True)
 
@@ -265,19 +267,19 @@ class Run:
         before = f", {self._begun_at} of them before this run was resumed" if self._begun_at else ""
         return closing_summary(f"{self.global_step} of {self.total_steps} steps are taken{before}", self.places())
 
-    def places(self) -> dict[str, Path]:
+    def places(self) -> dict[str, Where]:
         """Folders and files that a run leaves, by what is there."""
         settings = self.config.trainer
-        exports, best = Path(settings.export_path), self._store.best
+        store, exports, best = self._store, place_of(settings.export_path), self._store.best
         return {
-            **({self._result.title: self._result.folder} if settings.save_model else {}),
-            "newest checkpoint": self._store.folder_of(self.global_step),
-            **({} if best is None else {"best checkpoint": self._store.folder_of(best.step)}),
-            "metrics": Path(settings.ckpt_path) / METRICS_FILE,
-            "newest export": exports / f"global_step_{self.global_step}",
-            "evaluations": exports / "dumped_evals",
-            "rollouts": exports / "dumped_rollouts",
-            "training batches": exports / "dumped_data",
+            **({self._result.title: self._result.where} if settings.save_model else {}),
+            "newest checkpoint": store.place.shown(store.folder_of(self.global_step)),
+            **({} if best is None else {"best checkpoint": store.place.shown(store.folder_of(best.step))}),
+            "metrics": store.folder / METRICS_FILE,
+            "newest export": exports.shown(exports.folder / f"global_step_{self.global_step}"),
+            "evaluations": exports.shown(exports.folder / "dumped_evals"),
+            "rollouts": exports.shown(exports.folder / "dumped_rollouts"),
+            "training batches": exports.shown(exports.folder / "dumped_data"),
         }
 
     def _trained(self) -> dict[str, Learner]:
@@ -315,7 +317,7 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: Re
     run = Run(config, models, trainer, prompts, evaluation, rollouts, store, callbacks)
     if checkpoint is not None:
         await run.restore(checkpoint)
-        log.info("going on from %s", checkpoint.path)
+        log.info("going on from %s", checkpoint.title)
     else:
         await run.begin(initial)
     await policy.publish(trainer.global_step)
@@ -374,7 +376,7 @@ def _limit(run: Run) -> str:
     return " and ".join(names)
 
 
-def _kept(dump: Callable[..., Path], *arguments: Any) -> None:
+def _kept(dump: Callable[..., Where], *arguments: Any) -> None:
     """Write a dump; a disk that refuses it is no reason to stop training."""
     try:
         dump(*arguments)

@@ -6,7 +6,7 @@ from typing import NamedTuple, cast
 
 from skyrl.envs import check_settings, env_class
 from skyrl.errors import ConfigError
-from skyrl.train.checkpoints import CheckpointStore, identity_of
+from skyrl.train.checkpoints import CheckpointStore
 from skyrl.train.config import SkyRLTrainConfig, get_config_as_dict
 from skyrl.train.policies import Models
 from skyrl.train.ranking import Ranking
@@ -17,6 +17,7 @@ from skyrl.train.rollouts.chat import Chat, ChatTokenizer
 from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.generators.generator import load_generator
 from skyrl.train.rollouts.rollouts import Rollouts, chat_of
+from skyrl.train.run_identity import identity_of
 from skyrl.train.strategy.base_model import check_base_model, check_model_given, fit_context, load_tokenizer
 from skyrl.train.strategy.registry import find_strategy
 from skyrl.train.strategy.strategy import Strategy

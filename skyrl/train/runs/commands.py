@@ -50,13 +50,13 @@ def list_runs(argv: Sequence[str]) -> int:
 def show(argv: Sequence[str]) -> int:
     """show a run: settings that are not the defaults, last metrics, checkpoints"""
     parser = _parser("show", show)
-    parser.add_argument("run", type=Path, help="its ckpt_path")
+    parser.add_argument("run", help="its ckpt_path, which may be a URL")
     parser.add_argument("--all", action="store_true", help="metrics of time and sizes too")
     given = parser.parse_args(argv)
 
     def lines() -> Iterator[str]:
-        run = RunFolder(given.run)
-        yield f"{run.path}: {run.algorithm}, {run.step} steps, written {_ago(run.seconds)}"
+        run = RunFolder.at(given.run)
+        yield f"{run.title}: {run.algorithm}, {run.step} steps, written {_ago(run.seconds)}"
         kept = ", ".join(map(str, run.checkpoints)) or "none; so its settings are not known"
         yield f"checkpoints of steps: {kept}"
         if different := run.differences():
@@ -72,7 +72,7 @@ def show(argv: Sequence[str]) -> int:
 def rollouts(argv: Sequence[str]) -> int:
     """print samples of a run with their rewards"""
     parser = _parser("rollouts", rollouts)
-    parser.add_argument("run", type=Path, help="its ckpt_path; it has to have run with trainer.dump_data_batch=true")
+    parser.add_argument("run", help="its ckpt_path; it has to have run with trainer.dump_data_batch=true")
     parser.add_argument("--step", type=int, help="default: the last one")
     parser.add_argument("--count", type=int, default=4, metavar="N", help="samples to print (default: 4)")
     order = parser.add_mutually_exclusive_group()
@@ -81,7 +81,7 @@ def rollouts(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
 
     def lines() -> Iterator[str]:
-        files = RunFolder(given.run).rollouts()
+        files = RunFolder.at(given.run).rollouts()
         step = max(files) if given.step is None else given.step
         if step not in files:
             raise ConfigError(f"--step={step}: there are rollouts of the steps {', '.join(map(str, files))}")
@@ -100,13 +100,13 @@ def rollouts(argv: Sequence[str]) -> int:
 def compare(argv: Sequence[str]) -> int:
     """compare metrics of runs at the same steps"""
     parser = _parser("compare", compare)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="run", help="ckpt_path of each")
+    parser.add_argument("runs", nargs="+", metavar="run", help="ckpt_path of each, which may be a URL")
     parser.add_argument("--metric", action="append", metavar="NAME", help="may be given several times")
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="steps of each table at most (default: 8)")
     given = parser.parse_args(argv)
 
     def lines() -> Iterator[str]:
-        runs = [RunFolder(path) for path in given.runs]
+        runs = [RunFolder.at(path) for path in given.runs]
         names = _metrics_of(runs, given.metric)
         for number, path in enumerate(given.runs, start=1):
             yield f"[{number}] {path}"
@@ -124,7 +124,7 @@ def compare(argv: Sequence[str]) -> int:
 def plot(argv: Sequence[str]) -> int:
     """draw metrics of runs over their steps, a PNG for each"""
     parser = _parser("plot", plot)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="run", help="ckpt_path of each")
+    parser.add_argument("runs", nargs="+", metavar="run", help="ckpt_path of each, which may be a URL")
     parser.add_argument("--metric", action="append", metavar="NAME", help="may be given several times")
     parser.add_argument(
         "--output", type=Path, default=Path("."), metavar="FOLDER", help="default: the working directory"
@@ -132,7 +132,7 @@ def plot(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
 
     def lines() -> Iterator[str]:
-        runs = {str(path): RunFolder(path) for path in given.runs}
+        runs = {path: RunFolder.at(path) for path in given.runs}
         for name in _metrics_of([*runs.values()], given.metric):
             points = {
                 path: [(row["step"], row[name]) for row in run.metrics if row.get(name) is not None]

@@ -20,9 +20,11 @@ from skyrl.backends.registry import find_backend, options_of
 from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.checkpoints import MARKER, STATE, Checkpoint, CheckpointStore
 from skyrl.train.config import SFTConfig
+from skyrl.train.places import Place
 from skyrl.train.results import RESULT, Result
 from skyrl.train.strategy.base_model import check_base_model
 from skyrl.train.strategy.registry import find_strategy
+from skyrl.utils.files.object_store import is_url
 
 POLICY = "policy"
 """Folder of the trained model in a checkpoint, of RL as of SFT."""
@@ -41,19 +43,22 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "run", type=Path, metavar="RUN", help="ckpt_path of a run (its newest checkpoint), or a global_step_N in it"
+        "run", metavar="RUN", help="ckpt_path of a run (its newest checkpoint), or a global_step_N in it; may be a URL"
     )
     parser.add_argument(
         "--merged", action="store_true", help="the whole model with the adapter merged into it, in Hugging Face format"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help=f"where to write; not there yet (RUN/{RESULT}_step_N)"
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help=f"where to write; not there yet (RUN/{RESULT}_step_N, or ./{RESULT}_step_N of a URL)",
     )
     parser.add_argument("--base", metavar="MODEL", help="base model, if it is not where the run found it")
     given = parser.parse_args(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
-        step, result = export(given.run.expanduser(), given.merged, given.output, given.base)
+        step, result = export(given.run, given.merged, given.output, given.base)
     except (ConfigError, RequestError, StorageError) as error:
         print(f"skyrl export: error: {error}", file=sys.stderr)
         return 1
@@ -61,24 +66,25 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def export(run: Path, is_merged: bool, output: Path | None = None, base: str | None = None) -> tuple[int, Result]:
+def export(run: str | Path, is_merged: bool, output: Path | None = None, base: str | None = None) -> tuple[int, Result]:
     """Write the model of a checkpoint. Returns its step, and what was written.
 
     Args:
-        run: Folder of a run's checkpoints, of which the newest is taken, or of one.
+        run: Folder or URL of a run's checkpoints, of which the newest is taken, or of one.
         is_merged: Write the whole model where an adapter was trained.
-        output: Where to write. None: beside the checkpoint.
+        output: Where to write. None: beside the checkpoint, or in the working directory if that is in a bucket.
         base: The base model. None: that of the run.
 
     Raises ConfigError and StorageError for what is no whole checkpoint, or cannot be written.
     """
-    path = _checkpoint_of(run)
-    stored = _state_of(path)
-    checkpoint = CheckpointStore(path.parent, identity=stored["identity"]).initial(str(path), "RUN")
+    parent, name = _checkpoint_of(run)
+    where = f"{parent}/{name}"
+    stored = _state_of(CheckpointStore(parent, identity={}).place, name)
+    checkpoint = CheckpointStore(parent, identity=stored["identity"]).initial(where, "RUN")
     settings = _settings_of(checkpoint)
     is_adapter = settings.model.lora.rank > 0 and not is_merged
     name = f"{'merged' if is_merged else RESULT}_step_{checkpoint.step}"
-    result = Result(output or path.parent / name, is_adapter)
+    result = Result(output or Path("." if is_url(where) else parent) / name, is_adapter)
     if result.folder.exists():
         raise ConfigError(f"--output {result.folder} is there already; name a new folder")
     if base is not None:
@@ -111,28 +117,34 @@ def _dtype_of(base: str) -> str:
     return "bfloat16" if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")) else "float32"
 
 
-def _checkpoint_of(run: Path) -> Path:
-    """Folder of the checkpoint that is meant."""
-    if (run / STATE).is_file():
-        return run
-    step = CheckpointStore(run, identity={}).marked_step()
+def _checkpoint_of(given: str | Path) -> tuple[str, str]:
+    """Path or URL of the folder of the checkpoint that is meant, and its name there."""
+    run = str(given).rstrip("/") if is_url(given) else str(Path(given).expanduser())
+    parent, name = run.rsplit("/", 1) if is_url(run) else (str(Path(run).parent), Path(run).name)
+    if name.startswith("global_step_") and CheckpointStore(parent, identity={}).place.has(name):
+        return parent, name
+    store = CheckpointStore(run, identity={})
+    step = store.marked_step()
     if step is not None:
-        return run / f"global_step_{step}"
-    if not run.is_dir():
-        raise ConfigError(f"RUN={run}: there is no such folder; name the ckpt_path of a run")
-    left = run / RESULT
+        return run, f"global_step_{step}"
+    if store.place.is_disk and not store.folder.is_dir():
+        raise ConfigError(f"RUN={given}: there is no such folder; name the ckpt_path of a run")
+    left = store.folder / RESULT
     there = f"; its model is in {left}" if left.is_dir() else ""
     raise ConfigError(
-        f"RUN={run} holds no checkpoint (no {MARKER}): name the ckpt_path of a run with ckpt_interval above 0, or a "
+        f"RUN={given} holds no checkpoint (no {MARKER}): name the ckpt_path of a run with ckpt_interval above 0, or a "
         f"global_step_N in it{there}"
     )
 
 
-def _state_of(path: Path) -> Mapping[str, Any]:
+def _state_of(place: Place, name: str) -> Mapping[str, Any]:
     try:
-        return json.loads((path / STATE).read_text(encoding="utf-8"))
+        content = place.read(f"{name}/{STATE}")
+        if content is None:
+            raise ValueError("it is missing")
+        return json.loads(content)
     except (OSError, ValueError) as error:
-        raise StorageError(f"{path / STATE} cannot be read ({error}); name another checkpoint") from error
+        raise StorageError(f"{place}/{name}/{STATE} cannot be read ({error}); name another checkpoint") from error
 
 
 def _settings_of(checkpoint: Checkpoint) -> SFTConfig:
@@ -141,7 +153,7 @@ def _settings_of(checkpoint: Checkpoint) -> SFTConfig:
     settings = checkpoint.settings.get("trainer", checkpoint.settings)
     if "strategy" not in settings:
         raise ConfigError(
-            f"RUN={checkpoint.path} does not say its strategy, as an older version wrote it; go on with the run for a "
+            f"RUN={checkpoint.title} does not say its strategy, as an older version wrote it; go on with the run for a "
             "step, and export that checkpoint"
         )
     model = settings["policy"]["model"] if of_rl else settings["model"]

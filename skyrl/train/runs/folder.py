@@ -1,7 +1,10 @@
 """Files of a run in its folder of checkpoints, read only: it may be going on."""
 
+import atexit
 import json
 import re
+import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,11 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from skyrl.errors import ConfigError
+from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.checkpoints import STATE
 from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig, get_config_as_dict
 from skyrl.train.config.machinery.changes import leaves
+from skyrl.train.places import place_of
 from skyrl.train.tracking.tracker import METRICS_FILE, read_metrics
+from skyrl.utils.files.object_store import is_url
 
 ROLLOUTS = "dumped_rollouts"
 _STEP = re.compile(r"global_step_(\d+)(?:\.jsonl)?")
@@ -25,15 +30,35 @@ class RunFolder:
     Raises ConfigError for a folder without metrics.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, title: str | None = None) -> None:
         self.path = path
+        self.title = title or str(path)
+        """Path or URL that it is named by."""
         if not (path / METRICS_FILE).is_file():
             raise ConfigError(
-                f"{path} holds no {METRICS_FILE}; name the ckpt_path of a run "
+                f"{self.title} holds no {METRICS_FILE}; name the ckpt_path of a run "
                 "(skyrl runs list FOLDER finds those below)"
             )
         self.metrics: list[dict[str, Any]] = read_metrics(path)
         """A row per step."""
+
+    @classmethod
+    def at(cls, where: str) -> "RunFolder":
+        """The run at a path or URL, of which its metrics and settings are fetched. Raises ConfigError."""
+        if not is_url(where):
+            return cls(Path(where))
+        try:
+            place = place_of(where.rstrip("/"))
+            folder = Path(tempfile.mkdtemp(prefix="skyrl-run-"))
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            names = [METRICS_FILE, *(f"{name}/{STATE}" for name in place.names() if _STEP.fullmatch(name))]
+            for name in names:
+                if (content := place.read(name)) is not None:
+                    (folder / name).parent.mkdir(exist_ok=True)
+                    (folder / name).write_bytes(content)
+        except (RequestError, StorageError) as error:
+            raise ConfigError(str(error)) from error
+        return cls(folder, where)
 
     @property
     def step(self) -> int:
@@ -90,6 +115,10 @@ class RunFolder:
     def rollouts(self) -> dict[int, Path]:
         """Dumped rollouts by step. Raises ConfigError where there are none."""
         exports = self.settings.get("trainer.export_path") or self.settings.get("export_path") or self.path
+        if is_url(exports):
+            raise ConfigError(
+                f"{exports}/{ROLLOUTS}: rollouts in buckets are not read; copy it to a folder on disk, a file a step"
+            )
         folder = Path(exports).expanduser() / ROLLOUTS
         found = {_step(path): path for path in folder.glob("global_step_*.jsonl")}
         if not found:

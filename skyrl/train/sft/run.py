@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from skyrl.errors import ConfigError
@@ -12,6 +11,7 @@ from skyrl.train.callbacks import load_callbacks
 from skyrl.train.config import SFTConfig, get_config_as_dict
 from skyrl.train.data.loaders import Loader, as_it_is
 from skyrl.train.interruption import Interruption
+from skyrl.train.places import place_of
 from skyrl.train.policies import Learner, Models
 from skyrl.train.sft import load_datasets
 from skyrl.train.sft.conversations import ChatTokenizer
@@ -78,7 +78,7 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
             )
         )
         summary = await trainer.run(interruption)
-    metrics = {"metrics": Path(folder) / METRICS_FILE}
+    metrics = {"metrics": place_of(folder).folder / METRICS_FILE}
     print(closing_summary(str(summary), trainer.places() | metrics))
     return summary
 
@@ -109,7 +109,7 @@ async def evaluate_sft(config: SFTConfig) -> Metrics:
             await learner.create(sft_adapter(config))
         metrics = await method.evaluate(evaluation, config.batch_size)
     print(
-        closing_summary(f"{len(evaluation)} data set(s) evaluated with {found.path if found else where}", {}, metrics)
+        closing_summary(f"{len(evaluation)} data set(s) evaluated with {found.title if found else where}", {}, metrics)
     )
     return metrics
 
@@ -144,4 +144,4 @@ async def _begin_with(path: str, config: SFTConfig, learner: Learner, method: Me
     initial = checkpoint_store(config).initial(path, "init_from")
     await learner.load(initial.model_path(MODEL), optimizer=False)
     await method.begin_with(initial)
-    log.info("beginning with the weights of %s", initial.path)
+    log.info("beginning with the weights of %s", initial.title)

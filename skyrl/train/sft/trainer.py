@@ -9,21 +9,22 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from skyrl.train.callbacks import Callback, load_callbacks
-from skyrl.train.checkpoints import CheckpointStore, Fields, adapter_settings, begin_writing
+from skyrl.train.checkpoints import CheckpointStore, begin_writing
 from skyrl.train.config.machinery.base import get_config_as_dict
 from skyrl.train.config.sft import SFTConfig
 from skyrl.train.data.epoch_order import SHUFFLE, EpochOrder, check_same_order
 from skyrl.train.interruption import Interruption
 from skyrl.train.lr_schedules import adam_params, learning_rate_factor
+from skyrl.train.places import Where, place_of
 from skyrl.train.policies import Learner
 from skyrl.train.ranking import Ranking
 from skyrl.train.results import Result, result_in
+from skyrl.train.run_identity import Fields, adapter_settings
 from skyrl.train.run_loop import WAY_ON, Cadence, run_steps
 from skyrl.train.sft.datasets import Dataset
 from skyrl.train.sft.limits import check_lengths, check_token_ids
@@ -73,7 +74,7 @@ class SFTTrainer:
         callbacks: That are told of its steps. None: those that the configuration names.
 
     Raises ConfigError for rows that are longer than the backend takes or have tokens that the model does not know,
-    weights that leave a data set no row in an epoch, and a `ckpt_path` that is on no disk.
+    weights that leave a data set no row in an epoch, and a `ckpt_path` in no bucket that is served.
     """
 
     def __init__(
@@ -186,10 +187,12 @@ class SFTTrainer:
 
     async def export(self) -> None:
         """Write the model in Hugging Face format, and its adapter in PEFT's if it has one."""
-        folder = Path(self._config.export_path) / f"global_step_{self.global_step}"
+        place = place_of(self._config.export_path)
+        folder = place.folder / f"global_step_{self.global_step}"
         await self._learner.export(str(folder / MODEL))
         if self._config.model.lora.rank:
             await self._learner.export_adapter(str(folder / ADAPTER))
+        await asyncio.to_thread(place.send, folder)
 
     async def leave_model(self) -> None:
         """Write the model of the finished run, unless `save_model` is false."""
@@ -200,28 +203,29 @@ class SFTTrainer:
         """Return whether those of an evaluation are the best so far by `best_metric`."""
         return self._checkpoints is not None and self._checkpoints.judge(self.global_step, metrics)
 
-    async def save(self) -> "asyncio.Task[Path] | None":
+    async def save(self) -> "asyncio.Task[Where] | None":
         """Begin to write a checkpoint, where there is a folder for them. Returns what ends with its own."""
         if self._checkpoints is None:
             return None
         return begin_writing(
             self._checkpoints.saving(self.global_step, self._state),
             lambda folder: [self._learner.begin_save(str(folder / MODEL)), *self._method.begin_save(folder)],
-            self._checkpoints.folder_of(self.global_step),
+            self._checkpoints.title_of(self.global_step),
         )
 
-    def places(self) -> dict[str, Path]:
+    def places(self) -> dict[str, Where]:
         """Folders and files that a run leaves, by what is there."""
-        config, places = self._config, dict[str, Path]()
+        config, places, store = self._config, dict[str, Where](), self._checkpoints
         if config.save_model:
             result = result_of(config)
-            places[result.title] = result.folder
-        if self._checkpoints is not None:
-            places["newest checkpoint"] = self._checkpoints.folder_of(self.global_step)
-            if (best := self._checkpoints.best) is not None:
-                places["best checkpoint"] = self._checkpoints.folder_of(best.step)
+            places[result.title] = result.where
+        if store is not None:
+            places["newest checkpoint"] = store.place.shown(store.folder_of(self.global_step))
+            if (best := store.best) is not None:
+                places["best checkpoint"] = store.place.shown(store.folder_of(best.step))
         if config.export_path:
-            places["newest export"] = Path(config.export_path) / f"global_step_{self.global_step}"
+            exports = place_of(config.export_path)
+            places["newest export"] = exports.shown(exports.folder / f"global_step_{self.global_step}")
         return places
 
     async def resume(self) -> int | None:

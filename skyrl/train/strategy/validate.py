@@ -24,7 +24,7 @@ from skyrl.train.lr_schedules import POLYNOMIAL_END, SCHEDULES
 from skyrl.train.strategy.registry import find_strategy
 from skyrl.train.strategy.support import unsupported, unsupported_in_sft
 from skyrl.train.tracking.availability import warn_of_trackers
-from skyrl.utils.files.atomic_folders import local_path
+from skyrl.utils.files.object_store import check_path
 from skyrl.utils.registry import Registry
 from skyrl.utils.spelling import did_you_mean
 
@@ -35,7 +35,8 @@ def validate(config: SkyRLTrainConfig) -> None:
     """Check that a resolved configuration can be run here.
 
     Warns of trackers that cannot be used, without which the run goes on. Raises ConfigError, which names every unknown
-    name, a strategy that is not served, every field that the strategy cannot honour, and folders that are on no disk.
+    name, a strategy that is not served, every field that the strategy cannot honour, and folders in buckets that are
+    not served.
     """
     trainer = config.trainer
     problems = [
@@ -102,7 +103,7 @@ def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
 def _folder_problems(section: str, config: TrainerConfig | SFTConfig) -> Iterator[str]:
     for name in ("ckpt_path", "export_path"):
         try:
-            local_path(getattr(config, name))
+            check_path(getattr(config, name))
         except RequestError as error:
             yield f"{section}{name}: {error}"
 

@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.numpy import save
 
-from skyrl.utils.files.atomic_folders import local_path, remove_folder, replace_file, replacing_folder
+from skyrl.errors import StorageError
+from skyrl.train.places import Where, place_of
+from skyrl.utils.files.atomic_folders import replace_file, replacing_folder
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class EvalRow(NamedTuple):
 
 def dump_eval_results(
     export_path: str | Path, step: int | None, rows: Iterable[EvalRow], metrics: Mapping[str, Any]
-) -> Path:
+) -> Where:
     """Write the responses of an evaluation, a file per data source, and its metrics.
 
     Args:
@@ -59,41 +61,44 @@ def dump_eval_results(
         rows: The responses.
         metrics: Of the evaluation, by name.
 
-    Returns the folder. Raises StorageError if the disk refuses it.
+    Returns the folder. Raises StorageError if the disk or the bucket refuses it.
     """
     files: dict[str, list[bytes]] = {AGGREGATED: [_line(dict(metrics))]}
     for row in rows:
         record = {**row._asdict(), "data_source": row.data_source or UNKNOWN_SOURCE}
         files.setdefault(_source_name(record["data_source"]), []).append(_line(record))
     name = "eval_only" if step is None else f"global_step_{step}_evals"
-    folder = local_path(export_path).expanduser() / "dumped_evals" / name
+    place = place_of(export_path)
+    folder = place.folder / "dumped_evals" / name
     with replacing_folder(folder) as temporary:
         for source, lines in files.items():
             (temporary / f"{source}.jsonl").write_bytes(b"".join(lines))
-    return folder
+    return place.send(folder)
 
 
-def dump_rollouts(export_path: str | Path, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
+def dump_rollouts(export_path: str | Path, step: int, records: Iterable[Mapping[str, Any]]) -> Where:
     """Write the trajectories of a step, as `rollouts.records.as_record` gives them.
 
     Returns the file. Raises StorageError if the disk refuses it.
     """
-    path = local_path(export_path).expanduser() / "dumped_rollouts" / f"global_step_{step}.jsonl"
+    place = place_of(export_path)
+    path = place.folder / "dumped_rollouts" / f"global_step_{step}.jsonl"
     replace_file(path, b"".join(_line(dict(record)) for record in records))
-    return path
+    return place.send(path)
 
 
 def dump_data_batch(
     export_path: str | Path, step: int, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]
-) -> Path:
+) -> Where:
     """Write the arrays that a step trains on, and what is no array as JSON in the file's metadata under "json".
 
     Returns the file. Raises StorageError if the disk refuses it.
     """
-    path = local_path(export_path).expanduser() / "dumped_data" / f"global_step_{step}_training_input.safetensors"
+    place = place_of(export_path)
+    path = place.folder / "dumped_data" / f"global_step_{step}_training_input.safetensors"
     whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     replace_file(path, save(whole, {"json": _line(dict(metadata)).decode().strip()}))
-    return path
+    return place.send(path)
 
 
 def remove_old_dumps(export_path: str | Path, step: int, max_to_keep: int) -> None:
@@ -101,19 +106,16 @@ def remove_old_dumps(export_path: str | Path, step: int, max_to_keep: int) -> No
 
     What cannot be removed stays, with a message in the log.
     """
+    place = place_of(export_path)
     for kind in KINDS:
-        folder = local_path(export_path).expanduser() / kind
-        dumps = [(int(found[1]), path) for path in _within(folder) if (found := _STEP.match(path.name))]
+        dumps = [(int(found[1]), name) for name in place.names(kind) if (found := _STEP.match(name))]
         steps = sorted({of for of, _ in dumps if of <= step})[:-max_to_keep]
-        for path in (path for of, path in dumps if of in steps):
+        for name in (f"{kind}/{name}" for of, name in dumps if of in steps):
             try:
-                remove_folder(path) if path.is_dir() else path.unlink()
-            except OSError as error:
-                logger.warning("%s cannot be removed (%s); it stays", path, error.strerror or error)
-
-
-def _within(folder: Path) -> list[Path]:
-    return [*folder.iterdir()] if folder.is_dir() else []
+                place.remove(name)
+            except (OSError, StorageError) as error:
+                why = getattr(error, "strerror", None) or error
+                logger.warning("%s/%s cannot be removed (%s); it stays", place, name, why)
 
 
 def _source_name(data_source: str) -> str:

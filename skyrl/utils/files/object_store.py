@@ -54,6 +54,12 @@ def check_url(url: str) -> None:
         raise RequestError(f"path={url}: buckets need obstore, which is not installed: {INSTALL}") from error
 
 
+def check_path(path: str | Path) -> None:
+    """The same, if it is a URL at all."""
+    if is_url(path):
+        check_url(str(path))
+
+
 class Stored(NamedTuple):
     """Facts about an object."""
 
@@ -88,7 +94,7 @@ class ObjectStore:
 
     def __init__(self, url: str):
         check_url(url)
-        from obstore.store import from_url
+        from obstore.store import AzureStore, GCSStore, S3Store
 
         self.url = url.rstrip("/")
         self._retry_s = float(os.environ.get("SKYRL_BUCKET_RETRY_S") or RETRY_S)
@@ -103,7 +109,10 @@ class ObjectStore:
             "backoff": backoff,
         }
         with self._failing("open", ""):
-            self._store: Any = from_url(self.url, client_options=client, retry_config=retry)
+            scheme, _, rest = self.url.partition("://")
+            bucket, _, prefix = rest.partition("/")
+            kinds: dict[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+            self._store: Any = kinds[scheme](bucket, prefix=prefix or None, client_options=client, retry_config=retry)
 
     def put(self, key: str, data: bytes, mode: "PutMode" = "overwrite") -> Stored:
         """Put an object. Mode "create", and that of a version, raise `AlreadyThere` if there is another one."""
@@ -221,9 +230,10 @@ class ObjectStore:
         except PermissionError as error:
             raise StorageError(f"cannot {verb} {where}: {_reason(error)}; check credentials and permissions") from error
         except (BaseError, OSError, ValueError) as error:
-            raise StorageError(
-                f"cannot {verb} {where}: {_reason(error)}; it was tried for {self._retry_s:g} s, see the store's status"
-            ) from error
+            way_out = f"requests that fail are tried again for {self._retry_s:g} s (SKYRL_BUCKET_RETRY_S)"
+            if verb == "open":
+                way_out = "set what the store's own programs need in the environment"
+            raise StorageError(f"cannot {verb} {where}: {_reason(error)}; {way_out}") from error
 
 
 def _listed(meta: Any) -> Stored:

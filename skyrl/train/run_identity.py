@@ -1,0 +1,90 @@
+"""Identity of a run: settings that a checkpoint and a run that goes on from it have in common."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from skyrl.errors import ConfigError
+from skyrl.train.config import SkyRLLoraConfig, SkyRLTrainConfig
+
+
+class Fields(NamedTuple):
+    """Names of a run's settings in messages; by default those of RL."""
+
+    ckpt_path: str = "trainer.ckpt_path"
+    own_folder: str = "trainer.run_name or a trainer.ckpt_path"
+    """Setting that gives a run a folder of its own."""
+    resume_path: str = "trainer.resume_mode=from_path and trainer.resume_path"
+    """Setting that names the checkpoint to go on from."""
+    anew: str = "trainer.resume_mode=none"
+    """Setting that goes on from none."""
+
+
+def identity_of(config: SkyRLTrainConfig) -> dict[str, Any]:
+    """Identity shared by a checkpoint and a run that goes on from it: fields of a resolved configuration by path."""
+    trainer = config.trainer
+    policy, critic, algorithm = trainer.policy.model, trainer.critic.model, trainer.algorithm
+    adapters = {"policy": policy.lora, **({"critic": critic.lora} if trainer.has_critic else {})}
+    return {
+        "trainer.policy.model.path": policy.path,
+        "trainer.critic.model.path": critic.path,
+        **({"trainer.ref.model.path": trainer.ref.model.path} if trainer.has_teacher else {}),
+        **{f"trainer.{model}.model.lora.rank": lora.rank for model, lora in adapters.items()},
+        **{f"trainer.{model}.model.lora.alpha": lora.alpha for model, lora in adapters.items()},
+        **{
+            f"trainer.{model}.model.lora.{name}": value
+            for model, lora in adapters.items()
+            for name, value in adapter_settings(lora).items()
+        },
+        "trainer.algorithm.advantage_estimator": algorithm.advantage_estimator,
+        "trainer.algorithm.policy_loss_type": algorithm.policy_loss_type,
+        "trainer.algorithm.use_kl_loss": algorithm.use_kl_loss,
+        "trainer.algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
+    }
+
+
+SET = ("target_modules", "exclude_modules", "dropout")
+"""What an identity has of an adapter only as far as it was set: checkpoints without have what it is by default."""
+
+
+def adapter_settings(lora: SkyRLLoraConfig) -> dict[str, str | list[str] | float | None]:
+    """Those of `SET` that are no defaults."""
+    given = {name: getattr(lora, name) for name in SET}
+    return {name: value for name, value in given.items() if value != getattr(SkyRLLoraConfig(), name)}
+
+
+def check_same_model(path: Path, stored: Mapping[str, Any], given: Mapping[str, Any], field: str) -> None:
+    """Raise ConfigError for a checkpoint of another model than that of a run, whose settings may be others else."""
+    there, here = ({_own(name): identity[name] for name in identity} for identity in (stored, given))
+    names = [name for name in sorted({*there, *here}) if name.startswith("model.")]
+    if differing := [name for name in names if there.get(name) != here.get(name)]:
+        ours = {_own(name): name for name in given}
+        values = "; ".join(
+            f"{ours.get(name, name)}={_value(there, name)} there and {_value(here, name)} here" for name in differing
+        )
+        raise ConfigError(
+            f"{field}={path} has the weights of another model: {values}. Use the values of the checkpoint, or "
+            "another checkpoint"
+        )
+
+
+def check_identity(path: Path, stored: Mapping[str, Any], given: Mapping[str, Any], fields: Fields) -> None:
+    """Raise ConfigError for a checkpoint of another model or algorithm."""
+    differing = [name for name in sorted({*stored, *given}) if stored.get(name) != given.get(name)]
+    if differing:
+        values = "; ".join(f"{name}={_value(stored, name)} there and {_value(given, name)} here" for name in differing)
+        raise ConfigError(
+            f"{path} is a checkpoint of another model or algorithm: {values}. Use the values of the checkpoint, or "
+            f"train anew with {fields.anew} and a {fields.ckpt_path} of its own"
+        )
+
+
+def _value(identity: Mapping[str, Any], path: str) -> Any:
+    """What an identity says of a setting, also of one that was not set."""
+    name = path.rpartition(".")[2]
+    return identity.get(path, getattr(SkyRLLoraConfig(), name) if name in SET else None)
+
+
+def _own(name: str) -> str:
+    """Name of a setting of the policy in SFT, whose model it is."""
+    return name.removeprefix("trainer.policy.")
