@@ -100,7 +100,11 @@ class Paged:
             cells[self.written] = new.transpose(1, 2).reshape(-1, *cells.shape[1:])
         if self.first:
             return key, value
-        return keys[self.cells].transpose(1, 2), values[self.cells].transpose(1, 2)
+        return self._read(keys).transpose(1, 2), self._read(values).transpose(1, 2)
+
+    def _read(self, cells: Tensor) -> Tensor:
+        """Keys or values `[rows, context, heads, width]` of all positions."""
+        return cells.index_select(0, self.cells.reshape(-1)).view(*self.cells.shape, *cells.shape[1:])
 
     def seen(self, window: int | None) -> Tensor:
         """bool `[rows, 1, tokens, context]`: which positions each new token sees."""
@@ -159,8 +163,7 @@ class Burst(Paged):
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self._held:
-            keys, values = super().write(layer, key, value)
-            self._held[layer] = keys.contiguous(), values.contiguous()
+            self._held[layer] = super().write(layer, key, value)
             return self._held[layer]
         for held, new in zip(self._held[layer], (key[:, :, 0], value[:, :, 0]), strict=True):
             held[self._rows, :, self.positions[:, 0]] = new

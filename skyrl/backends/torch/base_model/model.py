@@ -106,6 +106,7 @@ class LoadedModel:
         )
         with torch.no_grad():
             wanted, self.packs = self.base.run(lambda: self._try(folder))
+            self.packs = self.packs and (not self.targets or self._gradients_agree())
             if in_parts:
                 self.tensor_ranks.cut(self.hf, self.hf.tp_plan, self._head)
                 self.hf.to(device)
@@ -210,18 +211,20 @@ class LoadedModel:
                     "transformers computes; use another model, or report this architecture"
                 )
             return wanted, False
-        packed = torch.cat(rows, 1), torch.cat(places, 1)
-        agree = self._agree(wanted, self._logits_of(*packed, TRIED))
+        agree = self._agree(wanted, self._logits_of(torch.cat(rows, 1), torch.cat(places, 1), TRIED))
         if not agree:
             log.warning("sequences of %s are not packed: they would see each other", self.config.model_type)
-        elif self.targets:
-            alone = [self._slopes_of(row, place, row.shape[1:]) for row, place in zip(rows, places, strict=True)]
-            agree = self._agree(torch.stack(alone).sum(0), self._slopes_of(*packed, TRIED))
-            if not agree:
-                log.warning("sequences of %s are not packed: their gradients would mix", self.config.model_type)
         return wanted, agree
 
-    @torch.enable_grad()
+    def _gradients_agree(self) -> bool:
+        """Return whether gradients of packed sequences are the sum of those of each alone."""
+        rows, places = self._tried()
+        alone = [self._slopes_of(row, place, row.shape[1:]) for row, place in zip(rows, places, strict=True)]
+        agree = self._agree(torch.stack(alone).sum(0), self._slopes_of(torch.cat(rows, 1), torch.cat(places, 1), TRIED))
+        if not agree:
+            log.warning("sequences of %s are not packed: their gradients would mix", self.config.model_type)
+        return agree
+
     def _slopes_of(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
         """Gradient of the tokens' own log-probabilities in an adapter of rank 1 on the first linear map."""
         target = self.targets[0]
@@ -232,9 +235,11 @@ class LoadedModel:
             for name, shape in shapes.items()
         }
         slope = tensors[f"{target.module}.lora_A"].requires_grad_()
-        with self.hooks.adapter(tensors, 1.0):
-            logprobs = self._logits_of(tokens, positions, lengths).log_softmax(-1)
-            return torch.autograd.grad(logprobs.gather(-1, tokens[0, :, None]).sum(), slope)[0]
+        with self.hooks.adapter(tensors, 1.0), torch.enable_grad():
+            logprobs = self.base.run(lambda: self._logits_of(tokens, positions, lengths).log_softmax(-1))
+            logprobs.gather(-1, tokens[0, :, None]).sum().backward()
+        assert slope.grad is not None
+        return slope.grad
 
     def _why_not_here(self, rows: list[Tensor], places: list[Tensor], wanted: Tensor) -> str:
         """Reason why a model cannot use the attention of this backend; empty if it can, which it is left with."""
