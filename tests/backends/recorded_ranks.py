@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl.backends.torch import TorchBackend
 from skyrl.backends.torch.base_model.model import LoadedModel
+from skyrl.backends.torch.opening import worker_options
 from skyrl.backends.torch.workers.group import WorkerGroup
 from skyrl.backends.torch.workers.worker import Command, Worker, WorkerOptions
 from skyrl.errors import BackendLost
@@ -111,4 +112,4 @@ class RecordedBackend(TorchBackend):
     group: RecordedRanks
 
     def _open(self) -> WorkerGroup:
-        return RecordedRanks(self._worker_options(), self.config.num_workers)
+        return RecordedRanks(worker_options(self.config, self._computed), self.config.num_workers)

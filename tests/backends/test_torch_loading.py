@@ -18,6 +18,7 @@ from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.torch.base_model.base_weights import Sharded, ShardOptions
 from skyrl.backends.torch.base_model.loading import LoadOptions, layers_of, load, load_by_layers, load_onto, skeleton
 from skyrl.backends.torch.base_model.lora import lora_layout, targets_of, whole_layout
+from skyrl.backends.torch.base_model.model import LoadedModel
 from skyrl.backends.torch.models.state import state_bytes
 from skyrl.errors import RequestError
 from skyrl.types import LoraConfig
@@ -212,3 +213,25 @@ def test_each_rank_holds_its_share_of_a_published_model(published, world):
         kind = Kind(LoraConfig(rank=0))
         mine_in_training = state_bytes(kind, sum(part.numel() for part in parts))
         assert mine_in_training * world == state_bytes(kind, whole_layout(base.shapes, kind, 0).size)
+
+
+class Mixed(torch.autograd.Function):
+    """The identity, whose gradients are mixed between the tokens of a row."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + gradient.mean(1, keepdim=True)
+
+
+def test_a_model_whose_gradients_mix_where_sequences_are_packed_is_computed_one_by_one(tmp_path, monkeypatch, caplog):
+    folder = make_model(tmp_path / "llama", "llama")
+    mlp = transformers.models.llama.modeling_llama.LlamaMLP
+    forward = mlp.forward
+    assert LoadedModel(folder, CPU, LoadOptions()).packs
+    monkeypatch.setattr(mlp, "forward", lambda self, x: forward(self, Mixed.apply(x)))
+    assert not LoadedModel(folder, CPU, LoadOptions()).packs
+    assert "sequences of llama are not packed: their gradients would mix" in caplog.text

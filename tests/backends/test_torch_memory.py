@@ -91,6 +91,13 @@ def test_keys_and_values_are_twice_what_all_rows_take_or_what_is_given(model_8b)
     assert plan_for(model_8b, 80).plan.cache == 2 * GIB
 
 
+def test_weights_and_cache_take_no_more_than_the_fraction_that_is_asked_for(model_8b):
+    half = MemoryOptions(cache=100 * GIB, max_context_length=8192, utilization=0.5)
+    assert plan_for(model_8b, 80, options=half).plan.cache == 40 * GIB - WEIGHTS_8B
+    with pytest.raises(RequestError, match=r"gpu_memory_utilization=0\.5 of 24\.00 GiB is less than the base weights"):
+        plan_for(model_8b, 24, options=half)
+
+
 @pytest.mark.parametrize(("total", "fsdp_size"), [(80, 1), (24, 4)])
 def test_weights_are_replicated_where_they_fit_and_shared_where_not(model_8b, total, fsdp_size):
     found = plan_for(model_8b, total, 4)
@@ -214,3 +221,5 @@ def test_other_phases_take_no_more_than_what_was_planned(medium, tmp_path):
         assert taken_by(backend, Publish(request_id=new_id(), model_id="model", version="v", path=None)) == 0
         taken = taken_by(backend, sampling("v", max_tokens=8))
         assert plan.cache / 1.3 < taken < plan.cache * 1.3
+        every_row = taken_by(backend, sampling("v", num_samples=16, prompt=[5] * 240, max_tokens=16))
+        assert plan.decoding / 1.3 < every_row < plan.decoding * 1.3  # the cache is there

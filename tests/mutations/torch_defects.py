@@ -24,8 +24,8 @@ TORCH_DEFECTS = [
         "every rank keeps the first rank's share of moments",
         [
             Edit(
-                TORCH + "workers/worker.py",
-                "part = flat[self.rank * share : (self.rank + 1) * share]",
+                TORCH + "workers/shares.py",
+                "part = flat[self._rank * share : (self._rank + 1) * share]",
                 "part = flat[:share]",
             )
         ],

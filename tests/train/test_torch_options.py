@@ -1,5 +1,6 @@
 """Fields of a training configuration as options of the torch backend, for trainers and for servers."""
 
+import json
 import re
 
 import peft
@@ -168,6 +169,7 @@ SERVED = {
     f"{ENGINE}enable_chunked_prefill": (False, {"chunked_prefill": False}),
     f"{ENGINE}max_num_batched_tokens": (8192, {"sample_max_num_batched_tokens": 8192}),
     f"{ENGINE}max_num_seqs": (7, {"sample_max_num_sequences": 7}),
+    f"{ENGINE}gpu_memory_utilization": (0.5, {"gpu_memory_utilization": 0.5}),
     f"{ENGINE}run_engines_locally": (True, {}),
     f"{ENGINE}remote_urls": ([], {}),
     f"{ENGINE}external_server_urls": (["http://a:1"], {"engines": URLS}),
@@ -195,7 +197,7 @@ def test_fields_together_ask_a_server_for_what_they_ask_a_trainer_for():
 
 
 @pytest.mark.parametrize(
-    "field", ["trainer.strategy=fsdp", "trainer.flash_attn=True", "trainer.policy.record_memory=False"]
+    "field", ["trainer.strategy=fsdp", "trainer.flash_attn=True", "trainer.disable_fast_tokenizer=False"]
 )
 def test_a_server_takes_what_it_has_nothing_to_do_for(field):
     path, _, value = field.partition("=")
@@ -309,6 +311,15 @@ def test_base_weights_are_in_the_format_that_fsdp_asks_for():
     assert problem.startswith(f"{field}=fp32 and trainer.bf16, which asks for bfloat16: ")
 
 
+def test_a_snapshot_of_memory_lists_the_tensors_of_the_process(tmp_path):
+    held = torch.ones(1237, 1)
+    views = [held[:5], held.view(1237)]
+    TorchStrategy().record_memory(tmp_path / "memory" / "one.prof")
+    found = json.loads((tmp_path / "memory" / "one.json").read_text())
+    mine = [group for group in found["tensors"] if 1237 in group["shape"]]
+    assert [(group["dtype"], group["count"], group["bytes"]) for group in mine] == [("float32", 1, 4948)], views
+
+
 def test_sequences_that_are_not_packed_are_computed_one_by_one():
     apart = options("trainer.use_sample_packing=false")
     assert (apart.train_micro_batch_size, apart.forward_micro_batch_size) == (1, 1)
@@ -321,7 +332,7 @@ def test_sequences_that_are_not_packed_are_computed_one_by_one():
     ("given", "why"),
     [
         ("trainer.gradient_checkpointing_use_reentrant=true", "non-reentrant"),
-        ("trainer.policy.record_memory=true", "no snapshots of memory"),
+        ("trainer.policy.record_memory=true", "a snapshot is of the trainer's own process"),
         ("trainer.policy.fsdp_config.mixed_precision.param_dtype=fp16", "base weights are in bf16 or fp32"),
         ("trainer.policy.fsdp_config.mixed_precision.reduce_dtype=bf16", "what is trained is float32"),
         ("trainer.policy.fsdp_config.wrap_policy={transformer_layer_cls_to_wrap: Block}", "each layer is a unit"),
@@ -363,6 +374,7 @@ def test_the_documented_default_runs_on_one_worker_with_all_weights_shared_by_it
         ("enable_prefix_caching=false", "prefix_caching", False),
         ("enable_chunked_prefill=false", "chunked_prefill", False),
         ("max_num_batched_tokens=64", "sample_max_num_batched_tokens", 64),
+        ("gpu_memory_utilization=0.5", "gpu_memory_utilization", 0.5),
     ],
 )
 def test_options_of_engines_are_those_of_the_sampler_unless_engines_were_started_elsewhere(given, option, value):

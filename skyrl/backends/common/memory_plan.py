@@ -21,6 +21,9 @@ COPIES = 4
 NEW_IN_A_STEP = 3
 """Weights and two moments: what optim_step makes beside those that are there."""
 
+LONGEST_DEFAULT_CONTEXT = 8192
+"""Limit of sequence length unless `max_context_length` asks for more."""
+
 GIB = 2**30
 
 Device = Literal["host", "accelerator"]
@@ -38,6 +41,8 @@ class Plan(NamedTuple):
     """Of a model of the largest rank."""
     device: Device = "host"
     """Kind of memory. Models share the host's with copies that are kept there."""
+    decoding: int = 0
+    """Of the largest decode call, beside the cache. It and a training call take turns."""
 
     @property
     def usable(self) -> int:
@@ -47,7 +52,12 @@ class Plan(NamedTuple):
     @property
     def left(self) -> int:
         """Bytes left for models and published versions."""
-        return self.usable - self.base - self.cache - self.training
+        return self.usable - self.base - self.cache - self.call
+
+    @property
+    def call(self) -> int:
+        """Bytes of the largest call."""
+        return max(self.training, self.decoding)
 
     @property
     def for_training(self) -> int:
@@ -102,7 +112,9 @@ class Plan(NamedTuple):
         parts = f"base weights {size_of(self.base)}, keys and values {size_of(self.cache)}"
         if call:
             parts += f", {call} {size_of(self.training)}"
-        needed = self.base + self.cache + self.training + self.model
+        if self.decoding > self.training:
+            parts += f", a decode call {size_of(self.decoding)} (in its place)"
+        needed = self.base + self.cache + self.call + self.model
         raise RequestError(
             f"the model does not fit into memory: {parts}, one adapter with its moments {size_of(self.model)}, "
             f"together {size_of(needed)}, more than {1 - KEPT_FREE:.0%} of {size_of(self.total)} (memory_limit_gib); "
@@ -110,10 +122,16 @@ class Plan(NamedTuple):
         )
 
     def __str__(self) -> str:
+        decoding = f"a decode call {size_of(self.decoding)} at most, " if self.decoding else ""
         return (
             f"memory {size_of(self.total)}: base weights {size_of(self.base)}, keys and values {size_of(self.cache)}, "
-            f"a training call {size_of(self.training)} at most, for models {size_of(self.left)}"
+            f"a training call {size_of(self.training)} at most, {decoding}for models {size_of(self.left)}"
         )
+
+
+def longest_of(asked: int, made_for: int | None) -> int:
+    """Tokens of the longest sequence. None: the model was made for any."""
+    return asked or min(made_for or LONGEST_DEFAULT_CONTEXT, LONGEST_DEFAULT_CONTEXT)
 
 
 def size_of(nbytes: int) -> str:

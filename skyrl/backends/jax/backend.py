@@ -26,6 +26,7 @@ from skyrl.backends.backend import (
 from skyrl.backends.base_folder import config_of, model_folder, overridden
 from skyrl.backends.base_id import base_id
 from skyrl.backends.common.dimuon import DimuonScalars
+from skyrl.backends.common.memory_plan import longest_of
 from skyrl.backends.common.models.kind import Kind, check_selects
 from skyrl.backends.common.models.operations import ModelBackend, StepScalars
 from skyrl.backends.common.models.store import Storage
@@ -63,9 +64,6 @@ from skyrl.utils.tokenizer import Tokenizer
 ENDED = object()
 """Sentinel of a warm-up that has no pieces left."""
 
-LONGEST_DEFAULT_CONTEXT = 8192
-"""Limit of sequence length unless `max_context_length` asks for more."""
-
 
 class JaxBackend(ModelBackend[ModelState, Adapter]):
     """`AbstractBackend` on JAX. `base_model` is a hub id or a model folder.
@@ -99,7 +97,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
                 shard_attention_heads=config.shard_attention_heads,
                 loss_chunk_size=config.loss_chunk_size,
                 mhc_expansion_rate=config.mhc_expansion_rate,
-                max_context_length=config.max_context_length or LONGEST_DEFAULT_CONTEXT,
+                max_context_length=longest_of(config.max_context_length, None),
             )
         except ValueError as error:
             raise RequestError(str(error)) from error
@@ -111,7 +109,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
                 f"max_context_length={config.max_context_length} is above the {made_for} tokens that the base model "
                 f"was made for; use at most {made_for}, or 0"
             )
-        self._max_context_length = config.max_context_length or min(made_for, LONGEST_DEFAULT_CONTEXT)
+        self._max_context_length = longest_of(config.max_context_length, made_for)
         self._active_parameters = active_parameters(self._computed)
         self._base_id = base_id(self._computed, random=config.load_format == "dummy")
         self.tokenizer = Tokenizer(self._folder)

@@ -15,7 +15,7 @@ from skyrl.backends.active_parameters import active_parameters
 from skyrl.backends.base_folder import model_folder, overridden
 from skyrl.backends.base_id import base_id
 from skyrl.backends.common.dimuon import DimuonScalars
-from skyrl.backends.common.memory_plan import GIB
+from skyrl.backends.common.memory_plan import GIB, longest_of
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.models.operations import ModelBackend, StepScalars
 from skyrl.backends.common.models.store import Storage
@@ -29,11 +29,10 @@ from skyrl.backends.engines.adapter_folder import AdapterFolder, Exports
 from skyrl.backends.engines.sampler import EngineSampler
 from skyrl.backends.executor import Quantum
 from skyrl.backends.operations import ForwardBackward
-from skyrl.backends.torch.base_model.base_weights import ShardOptions
-from skyrl.backends.torch.base_model.loading import LoadOptions
 from skyrl.backends.torch.base_model.lora import is_trained
-from skyrl.backends.torch.base_model.memory import MemoryOptions, longest_of, tile_tokens
+from skyrl.backends.torch.base_model.memory import tile_tokens
 from skyrl.backends.torch.config import TorchBackendConfig
+from skyrl.backends.torch.memory_snapshot import write_snapshot
 from skyrl.backends.torch.models.checkpoints import TorchFormat
 from skyrl.backends.torch.models.state import (
     TorchState,
@@ -44,12 +43,9 @@ from skyrl.backends.torch.models.state import (
     random_version,
     state_bytes,
 )
+from skyrl.backends.torch.opening import open_group
 from skyrl.backends.torch.runner import TorchRunner
-from skyrl.backends.torch.workers.group import Buffer, InProcess, WorkerGroup
-from skyrl.backends.torch.workers.processes import LocalProcesses
-from skyrl.backends.torch.workers.ray_actors import RayActors
-from skyrl.backends.torch.workers.ray_cluster import RayOptions
-from skyrl.backends.torch.workers.worker import WorkerOptions
+from skyrl.backends.torch.workers.group import Buffer, WorkerGroup
 from skyrl.errors import RequestError
 from skyrl.types import BackendInfo
 from skyrl.utils.adapters.fitting import Features
@@ -159,6 +155,12 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             self.deadline_s = self.group.timeout_s = config.dispatch_timeout_s
             self.in_flight = 2
 
+    @property
+    def _cache_bytes(self) -> int:
+        """Most bytes of keys and values on a worker."""
+        asked = int(self.config.kv_cache_gib * GIB)
+        return min(asked, self.group.facts.decided.plan.cache) if self.config.gpu_memory_utilization else asked
+
     def _own_sampler(self) -> Sampler[TorchVersion]:
         config, facts = self.config, self.group.facts
         itemsize = 4 if facts.dtype == "float32" else 2
@@ -176,7 +178,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             self.tokenizer,
             max_context_length=self._max_context_length,
             base=self._base_id,
-            cache_bytes=int(config.kv_cache_gib * GIB),
+            cache_bytes=self._cache_bytes,
             max_rows=config.sample_max_num_sequences,
             deterministic=config.deterministic,
             prefix_caching=config.prefix_caching,
@@ -202,48 +204,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         )
 
     def _open(self) -> WorkerGroup:
-        config, options = self.config, self._worker_options()
-        if config.workers == "in_process":
-            return InProcess(options, self.lose)
-        if config.workers == "ray":
-            room = RayOptions(
-                config.ray_address,
-                config.ray_resources,
-                config.ray_workers_per_node,
-                config.ray_strategy,
-                config.ray_env,
-            )
-            return RayActors(options, config.num_workers, self.lose, room)
-        return LocalProcesses(options, config.num_workers, self.lose)
-
-    def _worker_options(self) -> WorkerOptions:
-        config = self.config
-        load = LoadOptions(config.dtype, config.load_format == "dummy", config.gradient_checkpointing)
-        shards = ShardOptions(
-            config.num_workers if config.fsdp_size == -1 else config.fsdp_size,
-            config.reshard_after_forward,
-            config.cpu_offload,
-            config.sequence_parallel_size,
-            config.tensor_parallel_size,
-        )
-        memory = MemoryOptions(
-            int(config.memory_limit_gib * GIB),
-            int(config.kv_cache_gib * GIB),
-            config.sample_max_num_sequences,
-            config.max_context_length,
-            config.train_tile_tokens,
-            config.max_lora_rank,
-        )
-        return WorkerOptions(
-            self._computed,
-            load,
-            config.loss_chunk_size,
-            config.device,
-            shards,
-            memory,
-            config.start_timeout_s,
-            config.compile_scores,
-        )
+        return open_group(self.config, self._computed, self.lose)
 
     def _shapes(self) -> tuple[TileShape, TileShape]:
         """Sizes of micro-batches: with gradients, and without."""
@@ -286,6 +247,11 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             samples=bool(facts.cache_shapes),
             base_id=self._base_id,
         )
+
+    @staticmethod
+    def record_memory(path: Path) -> None:
+        """Write what this process has in memory to a file, as JSON."""
+        write_snapshot(path)
 
     # -- what the executor asks for -----------------------------------------------------------------------------------
 

@@ -138,6 +138,10 @@ class TorchBackendConfig(BaseModel):
     """Memory, in GiB, that base model, cache, training and models share on a worker. 0: what its device has, or its
     part of the machine's memory."""
 
+    gpu_memory_utilization: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
+    """Fraction of that memory which base weights and the cache of keys and values take at most. 0: no such bound; that
+    of `kv_cache_gib` holds as well."""
+
     adapter_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """GiB on a worker for the weights, gradient sums and moments of models. More are moved to disk. 0: as planned from
     what is left."""

@@ -1,15 +1,18 @@
 """`ModelRunner` of the torch backend: calls of the first worker, which holds the cache."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from skyrl.backends.common.sampling.model_runner import Drawn, Group, ModelRunner, Rows, chunks_within
+from skyrl.backends.common.sampling.model_runner import Drawn, Group, ModelRunner, Piece, Rows, chunks_within
 from skyrl.backends.common.versions import BASE_SLOT, VersionPool
 from skyrl.backends.torch.models.state import TorchVersion
 from skyrl.backends.torch.workers.group import WorkerGroup
 from skyrl.backends.torch.workers.worker import Named
+
+CHUNKS_WHILE_IDLE = 4  # of 256 tokens: together a training micro-batch on a CPU
 
 
 class TorchRunner(ModelRunner[TorchVersion]):
@@ -42,6 +45,7 @@ class TorchRunner(ModelRunner[TorchVersion]):
         self.token_bytes = token_bytes
         self.row_counts = (max_rows,) if deterministic else None
         self.chunks = chunks_within(max_tokens)
+        self.reads_together, self.chunks_while_idle = not deterministic, CHUNKS_WHILE_IDLE
 
     def open(self, pages: int, blocks: int, states: int) -> None:
         self._pages = pages
@@ -59,10 +63,10 @@ class TorchRunner(ModelRunner[TorchVersion]):
         if pairs:
             self._call("copy_pages", list(pairs))
 
-    def read(
-        self, version: TorchVersion | None, table: Sequence[int], tokens: np.ndarray, start: int, state: int
-    ) -> list[int]:
-        return list(range(self._call("read", _named(version), list(table), tokens, start)))
+    def read(self, version: TorchVersion | None, pieces: Sequence[Piece]) -> list[list[int]]:
+        parts = [(list(piece.table), piece.tokens, piece.start) for piece in pieces]
+        blocks = itertools.count()
+        return [[next(blocks) for _ in range(count)] for count in self._call("read", _named(version), parts)]
 
     def project(self, version: TorchVersion | None, states: int) -> None:
         self._call("project", _named(version), states)

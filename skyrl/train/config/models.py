@@ -149,7 +149,8 @@ class PolicyConfig(BaseConfig):
     """Compile the entropy of the policy."""
 
     record_memory: bool = False
-    """Write a snapshot of the device's memory with each checkpoint, to <ckpt_path>/memory: for pprof."""
+    """Write a snapshot of the device's memory with each checkpoint, to <ckpt_path>/memory: for pprof, or JSON with
+    strategy fsdp2."""
 
     megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
     """Parallelism, with strategy megatron."""

@@ -5,8 +5,10 @@ jax: the backend is imported when it is asked for.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from skyrl.backends.registry import find_backend
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig, TrainerConfig
 from skyrl.train.strategy.strategy import Strategy, shared_problems
 from skyrl.train.strategy.torch_fields import TORCH_SUPPORT
@@ -21,7 +23,13 @@ from skyrl.train.strategy.torch_options import (
     urls_of,
 )
 
-OF_ENGINES = ("model_dtype", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens")
+OF_ENGINES = (
+    "model_dtype",
+    "gpu_memory_utilization",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "max_num_batched_tokens",
+)
 """What a sampler of this process is told, and engines are started with."""
 
 
@@ -60,6 +68,13 @@ class TorchStrategy(Strategy):
                 "external_server_urls or external_proxy_url): they are given adapters, not whole models; set a rank, "
                 "or leave the engines out"
             )
+        workers = torch_options(config).get("workers", "in_process")
+        if config.trainer.policy.record_memory and workers != "in_process":
+            yield (
+                f"trainer.policy.record_memory=True and workers that are {workers}: a snapshot is of the trainer's own "
+                "process, and theirs would have to be asked of each; leave it out, or train with one worker "
+                "(trainer.placement.policy_num_gpus_per_node of 0 or 1)"
+            )
         yield from _sharing(config.trainer)
         yield from _param_dtype_problems(config)
         yield from _other_models(config.trainer)
@@ -69,6 +84,10 @@ class TorchStrategy(Strategy):
                 f"trainer.critic.model.path={critic} is not trainer.policy.model.path={policy}: both share one base "
                 "model; set it to the policy's"
             )
+
+    def record_memory(self, path: Path) -> None:
+        backend: Any = find_backend(self.backend)
+        backend.record_memory(path.with_suffix(".json"))
 
     def where_available(self, config: SkyRLTrainConfig) -> str:
         trainer = config.trainer

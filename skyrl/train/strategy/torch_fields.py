@@ -59,7 +59,7 @@ ON_TORCH = {
         "what is sharded by FSDP2 and adapted by hooks is computed again in the non-reentrant way; leave it at False"
     ),
     "trainer.policy.use_torch_compile": OPTIONS,
-    "trainer.policy.record_memory": refused("no snapshots of memory are written; leave it at False"),
+    "trainer.policy.record_memory": RULES,
     **{f"trainer.{model}.fsdp_config": ONE_BASE for model in ("critic", "ref")},
     "trainer.policy.fsdp_config": BY_LAYER,
     "trainer.policy.fsdp_config.cpu_offload": OPTIONS,
@@ -87,9 +87,7 @@ ON_TORCH = {
         "the policy's workers sample; leave it at 1, and set trainer.fsdp2.tensor_parallel_size"
     ),
     "generator.inference_engine.enforce_eager": refused("nothing is compiled; leave it at True"),
-    "generator.inference_engine.gpu_memory_utilization": refused(
-        "memory is divided at start; set trainer.fsdp2.kv_cache_gib and trainer.fsdp2.adapter_memory_gib"
-    ),
+    "generator.inference_engine.gpu_memory_utilization": OPTIONS,
 }
 """Fields of which the torch backend makes something else."""
 JAX_MODULE = "skyrl.train.strategy.jax_backend"

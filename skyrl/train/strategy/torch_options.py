@@ -17,6 +17,7 @@ from skyrl.train.strategy.torch_fields import TORCH_SUPPORT
 MICRO_TRAIN = "micro_train_batch_size_per_gpu"
 SHARDING, RESHARDING = "fsdp_size", "reshard_after_forward"
 SEQUENCES = "sequence_parallel_size"
+UTILIZATION = "gpu_memory_utilization"
 NAMES = ("fsdp2", "fsdp")
 OWN = "trainer.fsdp2"
 PARAM_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -51,6 +52,8 @@ def torch_options(config: SkyRLTrainConfig) -> dict[str, Any]:
         options["train_micro_batch_size"] = options["forward_micro_batch_size"] = 1
     elif trainer.is_given("micro_forward_batch_size_per_gpu"):
         options["forward_micro_batch_size"] = trainer.micro_forward_batch_size_per_gpu
+    if generator.inference_engine.is_given(UTILIZATION):
+        options[UTILIZATION] = generator.inference_engine.gpu_memory_utilization
     if generator.inference_engine.is_given("max_num_seqs"):
         options["sample_max_num_sequences"] = generator.inference_engine.max_num_seqs
     given = dict(trainer.fsdp2)
@@ -119,6 +122,7 @@ FOLLOWING: dict[str, tuple[str, ...]] = {
     f"{ENGINE}enable_chunked_prefill": ("chunked_prefill",),
     f"{ENGINE}max_num_batched_tokens": ("sample_max_num_batched_tokens",),
     f"{ENGINE}max_num_seqs": ("sample_max_num_sequences", "engines"),
+    f"{ENGINE}{UTILIZATION}": (UTILIZATION,),
     f"{ENGINE}run_engines_locally": ("engines",),
     f"{ENGINE}remote_urls": ("engines",),
     f"{ENGINE}external_server_urls": ("engines",),

@@ -185,6 +185,19 @@ class Group(NamedTuple):
     """The runner's own."""
 
 
+class Piece(NamedTuple):
+    """Tokens of a prompt that are read at once."""
+
+    table: Sequence[int]
+    """Pages of the sequence, in order."""
+    tokens: np.ndarray
+    """int32 `[n]`, no more than the largest of a runner's `chunks`."""
+    start: int
+    """Position of the first."""
+    state: int
+    """Slot of the state after the tokens before, where the model has such. At 0 it may be anything."""
+
+
 class ModelRunner(ABC, Generic[Version]):
     """Computation of a sampler on one base model. Called by one thread."""
 
@@ -198,6 +211,10 @@ class ModelRunner(ABC, Generic[Version]):
     """Numbers of rows that a decode call may have, ascending; those that are left over are idle. None: any."""
     chunks: tuple[int, ...] = CHUNKS
     """Tokens of a prompt that a call may read, ascending; of the last that fits some are left over."""
+    reads_together: bool = False
+    """True if a call may read pieces of several prompts, as many tokens as the largest of `chunks` together."""
+    chunks_while_idle: int = 1
+    """Chunks of prompts that a burst reads if no sequence is decoded that would wait for it."""
 
     @abstractmethod
     def open(self, pages: int, blocks: int, states: int) -> None:
@@ -224,19 +241,14 @@ class ModelRunner(ABC, Generic[Version]):
         assert not pairs, pairs
 
     @abstractmethod
-    def read(
-        self, version: Version | None, table: Sequence[int], tokens: np.ndarray, start: int, state: int
-    ) -> list[States]:
-        """Read tokens of a prompt into pages, and into its state.
+    def read(self, version: Version | None, pieces: Sequence[Piece]) -> list[list[States]]:
+        """Read tokens of prompts into pages, and into their states.
 
         Args:
             version: Weights; None is the base model.
-            table: Pages of the sequence, in order.
-            tokens: int32 `[n]`, no more than the largest of `chunks`.
-            start: Position of the first.
-            state: Slot of the state after the tokens before, where the model has such. At 0 it may be anything.
+            pieces: Of prompts; one, unless the runner reads several together.
 
-        Returns their hidden states, `SCORED_AT_ONCE` tokens in each block, for `project`.
+        Returns the hidden states of each piece, `SCORED_AT_ONCE` tokens in each block, for `project`.
         """
 
     @abstractmethod

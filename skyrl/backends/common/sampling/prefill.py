@@ -4,13 +4,13 @@ All tokens but the last are read here; a decode step reads that one, so the firs
 own. Pages become part of the tree of prefixes as they fill, so that others find them while this one is still read.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
 from skyrl.backends.common.page_table import SCRATCH, Node, Pages
-from skyrl.backends.common.sampling.model_runner import ModelRunner
+from skyrl.backends.common.sampling.model_runner import ModelRunner, Piece, States
 from skyrl.backends.common.sampling.prompt_logprobs import PromptScores
 from skyrl.backends.common.sampling.sequences import Job
 
@@ -97,20 +97,28 @@ class Prompt:
         self._read += count
         self._keep_full()
 
-    def read_chunk(self, version: Any) -> int:
-        """Read the next tokens with a version's weights. Returns how many positions that took to compute."""
-        start, left = self._read, len(self.tokens) - self._read
-        chunks = self._runner.chunks
-        size = next((size for size in chunks if size >= left), chunks[-1])
-        count = min(size, left)
-        while len(self.table) * self._pages.size < start + count:
+    @property
+    def next_size(self) -> int:
+        """Positions that it takes to compute to read the next tokens."""
+        left, chunks = len(self.tokens) - self._read, self._runner.chunks
+        if self._runner.reads_together:
+            return min(left, chunks[-1])
+        return next((size for size in chunks if size >= left), chunks[-1])
+
+    def next_piece(self) -> Piece:
+        """The next tokens, with pages for them."""
+        start = self._read
+        tokens = self.tokens[start : start + self.next_size]
+        while len(self.table) * self._pages.size < start + len(tokens):
             self._own.append(self._take())
-        tokens = self.tokens[start : start + count]
-        hidden = self._runner.read(version, self.table, tokens, start, self.state)
-        self._scores.read(version, hidden, start, count)
+        return Piece(self.table, tokens, start, self.state)
+
+    def end_piece(self, version: Any, piece: Piece, hidden: list[States]) -> None:
+        """Score a piece that a version's weights have read, and keep its pages."""
+        count = len(piece.tokens)
+        self._scores.read(version, hidden, piece.start, count)
         self._read += count
         self._keep_full()
-        return size
 
     def _keep_full(self) -> None:
         """Hand full pages over to the tree, and the last one when all is read."""
@@ -139,6 +147,51 @@ class Prompt:
     def _drop_reservation(self) -> None:
         self._reserved -= 1
         self._pages.unreserve(1)
+
+
+def read_next(
+    runner: ModelRunner[Any], version: Any, prompts: Sequence[Prompt], in_parts: bool
+) -> tuple[int, dict[Prompt, Exception]]:
+    """Read a piece of each prompt with a version's weights, or all that is left of them.
+
+    Returns the positions that this took to compute, and the prompts that failed.
+    """
+    failed: dict[Prompt, Exception] = {}
+    for prompt in prompts:
+        try:
+            prompt.find_read()
+        except Exception as error:
+            failed[prompt] = error
+    size = 0
+    while left := [prompt for prompt in prompts if not (prompt.is_read or prompt in failed)]:
+        size += sum(prompt.next_size for prompt in left)
+        failed |= _read_pieces(runner, version, left)
+        if in_parts:
+            break
+    return size, failed
+
+
+def _read_pieces(runner: ModelRunner[Any], version: Any, prompts: Sequence[Prompt]) -> dict[Prompt, Exception]:
+    """Read the next piece of each prompt in one call. Returns those that failed.
+
+    If a call for several fails, they are read one by one, so that none fails for another.
+    """
+    failed: dict[Prompt, Exception] = {}
+    try:
+        pieces = [prompt.next_piece() for prompt in prompts]
+        states = runner.read(version, pieces)
+    except Exception as error:
+        if len(prompts) == 1:
+            return {prompts[0]: error}
+        for prompt in prompts:
+            failed |= _read_pieces(runner, version, [prompt])
+        return failed
+    for prompt, piece, hidden in zip(prompts, pieces, states, strict=True):
+        try:
+            prompt.end_piece(version, piece, hidden)
+        except Exception as error:
+            failed[prompt] = error
+    return failed
 
 
 def pages_of(job: Job, size: int) -> int:

@@ -51,9 +51,21 @@ class Reading:
         self._turns.remove(prompt)
         self._turns.append(prompt)
 
-    def next(self) -> Prompt | None:
-        """The first prompt in turn that does not wait for another."""
-        return next((prompt for prompt in self._turns if not self._waits(prompt)), None)
+    def next(self, tokens: int) -> list[Prompt]:
+        """The first prompt in turn that does not wait for another, and those that are read together with it.
+
+        Args:
+            tokens: Of all of them at most, which are of one version then; 0: one prompt alone.
+        """
+        found: list[Prompt] = []
+        for prompt in self._turns:
+            if self._waits(prompt):
+                continue
+            tokens -= prompt.next_size
+            if found and (tokens < 0 or prompt.job.slot != found[0].job.slot):
+                break
+            found.append(prompt)
+        return found
 
     def _waits(self, prompt: Prompt) -> bool:
         ahead = self._ahead[prompt]

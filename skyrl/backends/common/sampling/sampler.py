@@ -19,7 +19,7 @@ import numpy as np
 from skyrl.backends.common.page_table import PAGE_SIZE, Pages
 from skyrl.backends.common.sampling.decode import by_program, decode, push, steps_to_go
 from skyrl.backends.common.sampling.model_runner import BURST, STOP_IDS, ModelRunner
-from skyrl.backends.common.sampling.prefill import Prompt, pages_per_sample
+from skyrl.backends.common.sampling.prefill import Prompt, pages_per_sample, read_next
 from skyrl.backends.common.sampling.reads import Reading
 from skyrl.backends.common.sampling.sequences import Job, Sequence
 from skyrl.backends.common.sampling.state_slots import StateSlots
@@ -292,30 +292,30 @@ class Sampler(Generic[Version]):
     def _read_prompts(self) -> list[Completion]:
         """Read the prompts that there are by turns, one chunk's worth of tokens, or all of the first one."""
         completions = self._admit()
-        left = self._runner.chunks[-1]
-        while left > 0:
-            prompt = self._reading.next()
-            if prompt is None:
-                break
-            try:
-                prompt.find_read()
-                while not prompt.is_read:
-                    assert prompt.job.slot is not None
-                    left -= prompt.read_chunk(self._versions.adapter(prompt.job.slot))
-                    if self._reads_in_parts:
-                        break
-            except Exception as error:
+        chunk = self._runner.chunks[-1]
+        left = chunk if self._running else chunk * self._runner.chunks_while_idle
+        most = chunk if self._runner.reads_together else 0
+        while left > 0 and (prompts := self._reading.next(min(left, most))):
+            slot = prompts[0].job.slot
+            assert slot is not None
+            tokens, failed = read_next(self._runner, self._versions.adapter(slot), prompts, self._reads_in_parts)
+            left -= tokens
+            for prompt, error in failed.items():
                 completions += self._fail([prompt.job], error)
-                continue
-            if prompt.is_read:
-                self._prompt_tokens += len(prompt.job.request.prompt)
-                self._cache_hits += prompt.job.cache_hits
-                self._waiting.charge(prompt.job.request.tenant, -prompt.job.cache_hits)
-                self._reading.remove(prompt)
-                self._read.append(prompt)
-            else:
-                self._reading.end_turn(prompt)
+            for prompt in (prompt for prompt in prompts if prompt in self._reading):
+                self._end_turn(prompt)
         return completions
+
+    def _end_turn(self, prompt: Prompt) -> None:
+        """Let a prompt wait for its next turn, or for its samples to start once it is read."""
+        if not prompt.is_read:
+            self._reading.end_turn(prompt)
+            return
+        self._prompt_tokens += len(prompt.job.request.prompt)
+        self._cache_hits += prompt.job.cache_hits
+        self._waiting.charge(prompt.job.request.tenant, -prompt.job.cache_hits)
+        self._reading.remove(prompt)
+        self._read.append(prompt)
 
     def _start_samples(self) -> list[Completion]:
         """Start samples of the prompts that are read, while there are rows, pages and states.

@@ -17,6 +17,7 @@ from skyrl.backends.common.sampling.model_runner import (
     Drawn,
     Group,
     ModelRunner,
+    Piece,
     RowOptions,
     Rows,
     chunks_within,
@@ -150,9 +151,8 @@ class JaxRunner(ModelRunner[Adapter]):
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 
-    def read(
-        self, version: Adapter | None, table: Sequence[int], tokens: np.ndarray, start: int, state: int
-    ) -> list[Any]:
+    def read(self, version: Adapter | None, pieces: Sequence[Piece]) -> list[list[Any]]:
+        ((table, tokens, start, state),) = pieces
         size = next(size for size in self.chunks if size >= len(tokens))
         pages, padded = np.zeros(self._blocks, np.int32), np.zeros(size, np.int32)
         pages[: len(table)] = table
@@ -160,7 +160,7 @@ class JaxRunner(ModelRunner[Adapter]):
         weights = self._weights(version)
         where = np.int32(start), np.int32(len(tokens)), np.int32(state)
         self._pool, hidden = self._programs.prefill(*weights, self._pool, pages, padded, *where)
-        return jax.block_until_ready(hidden)  # so that a failure shows here, before other sequences depend on it
+        return [jax.block_until_ready(hidden)]  # so that a failure shows here, before other sequences depend on it
 
     def project(self, version: Adapter | None, states: Any) -> Any:
         return self._programs.project(*self._weights(version), states)

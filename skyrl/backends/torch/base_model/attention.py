@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from skyrl.backends.torch.base_model.sequence_ranks import ALONE, SequenceRanks
 
+HELD_BYTES = 2**30
+"""Keys and values of a burst's rows that are kept side by side at most. More are read from the cache at each step."""
 NAMES = itertools.count()
 SERVED = {"scaling", "dropout", "sliding_window", "softcap", "is_causal"}
 """Arguments that mean something here."""
@@ -68,9 +70,13 @@ class Paged:
         table: int64 `[rows, blocks]`: pages of each row's sequence, in order.
         positions: int64 `[rows, tokens]` of the new tokens.
         reach: Positions that are looked at, above all of these; None: as few as there have to be.
+        first: Whether the new tokens are the first ones of their sequences, all from position 0 on.
     """
 
-    def __init__(self, cache: PagedCache, table: Tensor, positions: Tensor, reach: int | None = None):
+    def __init__(
+        self, cache: PagedCache, table: Tensor, positions: Tensor, reach: int | None = None, first: bool = False
+    ):
+        self.first = first
         size = cache.page_size
         self.cache = cache
         reach = int(positions.max()) + 1 if reach is None else reach
@@ -84,21 +90,41 @@ class Paged:
         """int64 `[rows, context]`: where each position of a row's sequence is, and the first one's for later ones."""
         self.written = torch.gather(cells, 1, positions).reshape(-1)
         self.positions = positions
+        self._seen: dict[int | None, Tensor] = {}
+        """By window."""
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep new keys and values `[rows, heads, tokens, width]`. Returns all, `[rows, heads, context, width]`."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         for cells, new in ((keys, key), (values, value)):
             cells[self.written] = new.transpose(1, 2).reshape(-1, *cells.shape[1:])
-        return keys[self.cells].transpose(1, 2), values[self.cells].transpose(1, 2)
+        if self.first:
+            return key, value
+        return self._read(keys).transpose(1, 2), self._read(values).transpose(1, 2)
+
+    def _read(self, cells: Tensor) -> Tensor:
+        """Keys or values `[rows, context, heads, width]` of all positions."""
+        return cells.index_select(0, self.cells.reshape(-1)).view(*self.cells.shape, *cells.shape[1:])
 
     def seen(self, window: int | None) -> Tensor:
         """bool `[rows, 1, tokens, context]`: which positions each new token sees."""
-        context = torch.arange(self.cells.shape[1], device=self.cells.device)
-        seen = context[None, None] <= self.positions[:, :, None]
-        if window is not None:
-            seen &= context[None, None] > self.positions[:, :, None] - window
-        return seen[:, None]
+        if window not in self._seen:  # which all layers of this window share
+            context = torch.arange(self.cells.shape[1], device=self.cells.device)
+            seen = context[None, None] <= self.positions[:, :, None]
+            if window is not None:
+                seen &= context[None, None] > self.positions[:, :, None] - window
+            self._seen[window] = seen[:, None]
+        return self._seen[window]
+
+
+class PagedParts:
+    """New tokens of several sequences, one after the other in one row; each sees its own sequence."""
+
+    def __init__(self, parts: Sequence[Paged]):
+        self.parts = parts
+        self.positions = torch.cat([part.positions for part in parts], 1)
+        """int64 `[1, tokens]`."""
+        self.lengths = [part.positions.shape[1] for part in parts]
 
 
 class Burst(Paged):
@@ -115,19 +141,31 @@ class Burst(Paged):
         super().__init__(cache, table, positions, reach)
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
         self._rows = torch.arange(len(table), device=table.device)
+        self._later: list[Tensor] = []
+        """Positions that are not in the cache yet."""
 
     def to(self, positions: Tensor) -> None:
         """Go on to these positions, int64 `[rows, 1]`."""
-        self.positions, self.written = positions, torch.gather(self._pages, 1, positions).reshape(-1)
+        self.positions = positions
+        self._later.append(positions)
+        self._seen.clear()
+
+    def keep(self) -> None:
+        """Write to the cache what only this has."""
+        if not self._later:
+            return
+        positions = torch.cat(self._later, 1)
+        written, rows = torch.gather(self._pages, 1, positions), self._rows[:, None]
+        for layer, held in self._held.items():
+            for cells, own in zip((self.cache.keys[layer], self.cache.values[layer]), held, strict=True):
+                cells[written] = own[rows, :, positions]
+        self._later.clear()
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self._held:
-            keys, values = super().write(layer, key, value)
-            self._held[layer] = keys.contiguous(), values.contiguous()
+            self._held[layer] = super().write(layer, key, value)
             return self._held[layer]
-        cached = self.cache.keys[layer], self.cache.values[layer]
-        for cells, held, new in zip(cached, self._held[layer], (key[:, :, 0], value[:, :, 0]), strict=True):
-            cells[self.written] = new
+        for held, new in zip(self._held[layer], (key[:, :, 0], value[:, :, 0]), strict=True):
             held[self._rows, :, self.positions[:, 0]] = new
         return self._held[layer]
 
@@ -136,7 +174,7 @@ class Attention:
     """The attention of one loaded model. `view` says what its queries see, while the model is called."""
 
     def __init__(self) -> None:
-        self.view: Packed | Paged | None = None
+        self.view: Packed | Paged | PagedParts | None = None
         self.name = f"skyrl_{next(NAMES)}"
         """Under which transformers knows it."""
         self.recorded: dict[int, tuple[int, int, int]] | None = None
@@ -171,7 +209,11 @@ class Attention:
         call = _attend(scaling, softcap)
         if isinstance(self.view, Packed):
             return _packed(call, query, key, value, self.view, sliding_window), None
-        return _paged(call, query, key, value, self.view, module.layer_idx, sliding_window), None  # pyright: ignore
+        layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+        if isinstance(self.view, Paged):
+            return _paged(call, query, key, value, self.view, layer, sliding_window), None
+        parts = zip(self.view.parts, *(x.split(self.view.lengths, 2) for x in (query, key, value)), strict=True)
+        return torch.cat([_paged(call, q, k, v, part, layer, sliding_window) for part, q, k, v in parts], 1), None
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
@@ -223,6 +265,9 @@ def _paged(
 ) -> Tensor:
     keys, values = view.write(layer, key, value)
     rows, heads, tokens, width = query.shape
+    if view.first:
+        mask = None if window is None or window >= tokens else view.seen(window)[..., :tokens]
+        return call(query, keys, values, mask).transpose(1, 2).contiguous()
     groups = heads // keys.shape[1]
     # Queries that share keys are rows of one product, so keys are not repeated.
     query = query.reshape(rows, keys.shape[1], groups * tokens, width)

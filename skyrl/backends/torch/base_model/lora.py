@@ -144,6 +144,10 @@ class Bank(NamedTuple):
     columns: Mapping[str, Tensor]
     """By module, float32 `[slots, columns]`: the scaling of a slot's adapter in its own columns, 0 in others."""
 
+    def masks(self, slots: Tensor) -> dict[str, Tensor]:
+        """Columns of rows whose adapters are in these slots, int64 `[rows]`."""
+        return {name: columns[slots] for name, columns in self.columns.items()}
+
 
 class Hooks:
     """Hooks on a model's linear maps. What they add is set for the time of a call and its backward pass."""
@@ -172,12 +176,9 @@ class Hooks:
             self._pairs, self._scaling, self._dropout = {}, 1.0, None
 
     @contextmanager
-    def bank(self, bank: Bank | None, slots: Tensor) -> Iterator[None]:
-        """Add to each row the adapter in its slot of a bank, int64 `[rows]`."""
-        if bank is None:
-            yield
-            return
-        self._pairs, self._masks = bank.pairs, {name: columns[slots] for name, columns in bank.columns.items()}
+    def bank(self, bank: Bank, masks: Mapping[str, Tensor]) -> Iterator[None]:
+        """Add to each row the adapter of a bank that its masks select."""
+        self._pairs, self._masks = bank.pairs, masks
         try:
             yield
         finally:

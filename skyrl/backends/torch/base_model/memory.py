@@ -14,8 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from skyrl.backends.common.memory_plan import COPIES, GIB, NEW_IN_A_STEP, Device, Plan, size_of
+from skyrl.backends.common.memory_plan import (
+    COPIES,
+    GIB,
+    LONGEST_DEFAULT_CONTEXT,
+    NEW_IN_A_STEP,
+    Device,
+    Plan,
+    longest_of,
+    size_of,
+)
 from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.torch.base_model.attention import HELD_BYTES
 from skyrl.backends.torch.base_model.base_weights import ShardOptions
 from skyrl.backends.torch.base_model.loading import Checkpointing, layers_of
 from skyrl.backends.torch.base_model.lora import lora_layout, targets_of
@@ -26,12 +36,12 @@ from skyrl.utils.machine import host_memory
 
 CPU_TILE, GPU_TILE = 1024, 8192
 """Tokens of a training micro-batch, unless others are asked for."""
-LONGEST_DEFAULT_CONTEXT = 8192
-"""Limit of sequence length unless `max_context_length` asks for more."""
 GATHERED_AT_ONCE = 2
 """Layers whose shared weights a rank has at once: the one that computes, and the next."""
 LOGITS_COPIES = 5
 """Float32 arrays as large as the logits that are there at once, in a backward pass."""
+DRAWING_COPIES = 6
+"""Float32 arrays as large as the logits of all rows that drawing tokens makes, two of them in float64."""
 IN_A_STEP = NEW_IN_A_STEP + 2
 """Arrays as large as a model's weights that an optimizer step makes, divided gradients and the update included."""
 AUTO = 0
@@ -57,6 +67,8 @@ class MemoryOptions:
     tile_tokens: int = 0
     """Tokens of a micro-batch as configured."""
     max_lora_rank: int = 32
+    utilization: float = 0.0
+    """Part of the memory that base weights and cache take at most; 0: any."""
 
 
 DEFAULTS = MemoryOptions()
@@ -91,11 +103,6 @@ class Decided(NamedTuple):
 def tile_tokens(asked: int, device_type: str) -> int:
     """Tokens of a training micro-batch."""
     return asked or (CPU_TILE if device_type == "cpu" else GPU_TILE)
-
-
-def longest_of(asked: int, made_for: int | None) -> int:
-    """Tokens of the longest sequence. None: the model was made for any."""
-    return asked or min(made_for or LONGEST_DEFAULT_CONTEXT, LONGEST_DEFAULT_CONTEXT)
 
 
 def made_for(config: Any) -> int:
@@ -215,7 +222,15 @@ class Sizes:
         self._kept = 4 * (features // count + 2 * self._hidden)
         """Bytes that a layer keeps of a token."""
         self._count = count
-        self._cache = _cache_bytes(config, self._item, shards.tensor_parallel_size, options)
+        self._rows = (
+            options.rows
+            * longest_of(options.max_context_length, made_for(config))
+            * _token_bytes(config, self._item, shards.tensor_parallel_size)
+        )
+        """Keys and values of all rows, each as long as it may be."""
+        self._cache = min(options.cache, 2 * self._rows)  # as much again for prefixes
+        self._utilization = options.utilization
+        self._logits = 4 * DRAWING_COPIES * options.rows * self._vocab
 
     def base(self, fsdp_size: int) -> int:
         """Base weights: a copy, or a share of one and what is gathered of the others'."""
@@ -239,24 +254,41 @@ class Sizes:
             kept = self._count * layer + logits
         return max(kept + 2 * self._adapter, IN_A_STEP * self._adapter)
 
+    def _room_for_cache(self, base: int) -> int:
+        """Bytes that `gpu_memory_utilization` leaves beside base weights. Raises `RequestError` if there are none."""
+        if not self._utilization:
+            return self._cache
+        room = int(self._utilization * self._place.total) - base
+        if room <= 0:
+            raise RequestError(
+                f"gpu_memory_utilization={self._utilization:g} of {size_of(self._place.total)} is less than the base "
+                f"weights take, {size_of(base)}, and the cache has no room; use more, or leave it out"
+            )
+        return room
+
+    def decoding(self) -> int:
+        """A decode call: keys and values of its rows side by side, those of a layer once more, and the draw."""
+        held = min(self._rows, HELD_BYTES)
+        return held + held // self._count + self._logits
+
     def plan(self, fsdp_size: int, asked: Checkpointing) -> tuple[Plan, bool]:
         """The plan, and whether layers are computed again."""
         per_rank = self._adapter * 2 + (COPIES - 2) * -(-self._adapter // self._place.world)  # moments are shared
-        plan = Plan(self._place.total, self.base(fsdp_size), self._cache, 0, per_rank, self._device)
+        base = self.base(fsdp_size)
+        cache = min(self._cache, self._room_for_cache(base))
+        plan = Plan(self._place.total, base, cache, 0, per_rank, self._device, self.decoding())
         again = asked
         if again == "auto":
             again = self.training(self._tile, again=False) > max(plan.for_training, 0)
         return plan._replace(training=self.training(self._tile, again)), again
 
 
-def _cache_bytes(config: Any, item: int, ranks: int, options: MemoryOptions) -> int:
-    """Keys and values: twice what all rows take, or as much as is given."""
+def _token_bytes(config: Any, item: int, ranks: int) -> int:
+    """Keys and values of a token in all layers."""
     queries = int(getattr(config, "num_attention_heads", None) or 1)
     heads = int(getattr(config, "num_key_value_heads", None) or queries) // ranks
     width = int(getattr(config, "head_dim", None) or config.hidden_size // queries)
-    token = 2 * item * int(getattr(config, "num_hidden_layers", None) or 1) * heads * width
-    longest = longest_of(options.max_context_length, made_for(config))
-    return min(options.cache, 2 * options.rows * longest * token)
+    return 2 * item * int(getattr(config, "num_hidden_layers", None) or 1) * heads * width
 
 
 def _linear_maps(model: nn.Module) -> list[nn.Linear]:

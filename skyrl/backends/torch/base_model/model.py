@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.packing import DropoutArrays
-from skyrl.backends.torch.base_model.attention import Attention, Packed, Paged
+from skyrl.backends.torch.base_model.attention import Attention, Packed, Paged, PagedParts
 from skyrl.backends.torch.base_model.base_weights import WHOLE, BaseWeights, InParts, Sharded, ShardOptions, Whole
 from skyrl.backends.torch.base_model.loading import LoadOptions, layers_of, load_by_layers, load_onto
 from skyrl.backends.torch.base_model.lora import Hooks, Layout, lora_layout, targets_of, whole_layout
@@ -106,6 +106,7 @@ class LoadedModel:
         )
         with torch.no_grad():
             wanted, self.packs = self.base.run(lambda: self._try(folder))
+            self.packs = self.packs and (not self.targets or self._gradients_agree())
             if in_parts:
                 self.tensor_ranks.cut(self.hf, self.hf.tp_plan, self._head)
                 self.hf.to(device)
@@ -162,7 +163,7 @@ class LoadedModel:
             return self.base.replaced(weights.tensors, with_gradients)
         return self.hooks.adapter(weights.tensors, weights.kind.lora_config.scaling, dropout)
 
-    def hidden(self, tokens: Tensor, positions: Tensor, view: Packed | Paged) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, view: Packed | Paged | PagedParts) -> Tensor:
         """Final hidden states `[rows, tokens, hidden]` of `tokens` int64 `[rows, tokens]`. Within `base.run`."""
         if self._by_itself:
             return self.hf.base_model(input_ids=tokens, use_cache=False, return_dict=True).last_hidden_state
@@ -214,6 +215,31 @@ class LoadedModel:
         if not agree:
             log.warning("sequences of %s are not packed: they would see each other", self.config.model_type)
         return wanted, agree
+
+    def _gradients_agree(self) -> bool:
+        """Return whether gradients of packed sequences are the sum of those of each alone."""
+        rows, places = self._tried()
+        alone = [self._slopes_of(row, place, row.shape[1:]) for row, place in zip(rows, places, strict=True)]
+        agree = self._agree(torch.stack(alone).sum(0), self._slopes_of(torch.cat(rows, 1), torch.cat(places, 1), TRIED))
+        if not agree:
+            log.warning("sequences of %s are not packed: their gradients would mix", self.config.model_type)
+        return agree
+
+    def _slopes_of(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Gradient of the tokens' own log-probabilities in an adapter of rank 1 on the first linear map."""
+        target = self.targets[0]
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"lora_A": (target.in_features, 1), "lora_B": (1, target.out_features)}
+        tensors = {
+            f"{target.module}.{name}": (torch.randn(shape, generator=generator) / max(shape)).to(self.device)
+            for name, shape in shapes.items()
+        }
+        slope = tensors[f"{target.module}.lora_A"].requires_grad_()
+        with self.hooks.adapter(tensors, 1.0), torch.enable_grad():
+            logprobs = self.base.run(lambda: self._logits_of(tokens, positions, lengths).log_softmax(-1))
+            logprobs.gather(-1, tokens[0, :, None]).sum().backward()
+        assert slope.grad is not None
+        return slope.grad
 
     def _why_not_here(self, rows: list[Tensor], places: list[Tensor], wanted: Tensor) -> str:
         """Reason why a model cannot use the attention of this backend; empty if it can, which it is left with."""

@@ -22,9 +22,9 @@ def draw(
         top_p: float32 `[rows]`. Then keep the fewest tokens whose share of the tempered distribution reaches it.
         min_p: float32 `[rows]`. Then keep the tokens at least this fraction as likely as the likeliest.
     """
-    greedy, warm = logits.argmax(-1), temperature > COLDEST
+    warm = temperature > COLDEST
     if not warm.any():
-        return greedy
+        return logits.argmax(-1)
     tempered = (logits - logits.amax(-1, keepdim=True)) / torch.where(warm, temperature, 1.0)[:, None]
     weights = tempered.exp()
     kept = None
@@ -35,7 +35,8 @@ def draw(
         kept = likely if kept is None else kept & likely
     if kept is not None:
         weights = torch.where(kept, weights, 0.0)
-    return torch.where(warm & _possible(weights), invert(weights, uniforms[:, None])[:, 0], greedy)
+    drawn, is_drawn = invert(weights, uniforms[:, None])[:, 0], warm & _possible(weights)
+    return drawn if is_drawn.all() else torch.where(is_drawn, drawn, logits.argmax(-1))
 
 
 class Occurrences(NamedTuple):

@@ -1,7 +1,8 @@
 """Sampling as a worker computes it: prompts into pages of a KV cache, bursts of decoding, scores of prompts."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,15 +20,13 @@ from skyrl.backends.common.sampling.model_runner import (
     Rows,
 )
 from skyrl.backends.common.sampling.random_numbers import uniforms
-from skyrl.backends.torch.base_model.attention import Burst, Paged, PagedCache
+from skyrl.backends.torch.base_model.attention import HELD_BYTES, Burst, Paged, PagedCache, PagedParts
 from skyrl.backends.torch.base_model.lora import Bank, bank_of
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.sampling.drawing import Occurrences, draw, draw_many, likeliest, logprobs_of, penalised
 
 BANKS = 8
 """Banks that are kept; the least recently used one goes."""
-HELD_BYTES = 2**30
-"""Keys and values of a burst's rows that are kept side by side at most. More are read from the cache at each step."""
 SPARE = 0.25
 """Share of a burst's rows that may have ended before the rest go on without them."""
 
@@ -45,9 +44,10 @@ class SamplingWorker:
         self._model = model
         self._cache: PagedCache | None = None
         self._pages = 0
-        self._hidden = torch.empty(0)
+        self._blocks: list[Tensor] = []
+        """Hidden states of what was read last."""
         self._logits = torch.empty(0)
-        self._banks: dict[tuple[int, ...], Bank | None] = {}
+        self._banks: dict[tuple[int, ...], Bank] = {}
 
     def open(self, pages: int) -> None:
         """Forget what is in the cache, which has so many pages and is made when it is needed."""
@@ -66,19 +66,26 @@ class SamplingWorker:
         return self._cache
 
     @torch.no_grad()
-    def read(self, weights: Weights | None, table: Sequence[int], tokens: np.ndarray, start: int) -> int:
-        """Read tokens int32 `[n]` of a prompt, from position `start` on. Returns the number of blocks to score."""
+    def read(self, weights: Weights | None, pieces: Sequence[tuple[Sequence[int], np.ndarray, int]]) -> list[int]:
+        """Read pieces of prompts: pages, tokens int32 `[n]`, position of the first. Returns their blocks to score."""
         model = self._model
-        positions = torch.arange(start, start + len(tokens), device=model.device)[None]
-        view = Paged(self._paged, self._on_device(np.asarray([table])), positions)
+        parts = []
+        for table, tokens, start in pieces:
+            positions = torch.arange(start, start + len(tokens), device=model.device)[None]
+            pages = self._on_device(np.asarray([table]))
+            parts.append(Paged(self._paged, pages, positions, start + len(tokens), first=not start))
+        view, tokens = PagedParts(parts), np.concatenate([tokens for _, tokens, _ in pieces])
         with model.using(weights):
-            self._hidden = model.base.run(lambda: model.hidden(self._on_device(tokens[None]), positions, view)[0])
-        return -(-len(tokens) // SCORED_AT_ONCE)
+            hidden = model.base.run(lambda: model.hidden(self._on_device(tokens[None]), view.positions, view)[0])
+        states = hidden.split([len(tokens) for _, tokens, _ in pieces])
+        blocks = [piece.split(SCORED_AT_ONCE) for piece in states]
+        self._blocks = [block for some in blocks for block in some]
+        return [len(some) for some in blocks]
 
     @torch.no_grad()
     def project(self, weights: Weights | None, block: int) -> None:
         """Logits of a block of what was read last."""
-        states = self._hidden[block * SCORED_AT_ONCE : (block + 1) * SCORED_AT_ONCE]
+        states = self._blocks[block]
         with self._model.using(weights):
             self._logits = self._model.base.run(lambda: self._model.logits(states[None])[0].float())
 
@@ -123,7 +130,7 @@ class SamplingWorker:
             fixed: Whether shapes are the same whatever rows there are.
         """
         model, count = self._model, len(rows.tokens)
-        table, slots = self._on_device(rows.table), self._on_device(rows.slots)
+        table = self._on_device(rows.table)
         width = min(TOP_WIDTHS[-1], model.vocab_size) if rows.top.any() else 0
         drawn = Drawn(
             np.zeros((BURST, count), np.int32),
@@ -135,19 +142,24 @@ class SamplingWorker:
         reach = PAGE_SIZE * rows.table.shape[1] if fixed else int(positions.max()) + steps
         adapters = [version for version in versions if version is not None and not version.kind.is_whole]
         own = None if adapters or not versions else versions[0]
-        bank, occurred = self._bank(adapters, contents), None
+        occurred = None
         if rows.options is not None and (penalties := rows.options.penalties) is not None:
             before, prompt = self._on_device(penalties.before), self._on_device(penalties.prompt)
             occurred = Occurrences.of(before, prompt, model.vocab_size)
         at, view = (np.arange(count) if fixed else alive), None
+        adapted: Callable[[], AbstractContextManager[None]] = nullcontext
         with model.using(own):
             for step in range(steps):
                 if not fixed and len(alive) < (1 - SPARE) * len(at):
+                    if isinstance(view, Burst):
+                        view.keep()
                     at, view = alive, None
                 here = self._on_device(at)
+                if view is None:
+                    adapted = self._adapted(adapters, contents, rows.slots[at], fixed)
                 places = self._on_device(positions[at])[:, None]
                 view = self._view(view, table[here], places, reach)
-                with nullcontext() if bank is None else model.hooks.bank(bank, slots[here]):
+                with adapted():
                     logits = self._next(self._on_device(tokens[at])[:, None], places, view)
                 found, logprobs, best = self._draw(logits, rows, at, step, width, occurred)
                 drawn.tokens[step, at], drawn.logprobs[step, at] = found, logprobs
@@ -160,7 +172,22 @@ class SamplingWorker:
                 positions[alive] += 1
                 if not len(alive):
                     break
+        if isinstance(view, Burst):
+            view.keep()
         return drawn
+
+    def _adapted(
+        self, adapters: Sequence[Weights], contents: tuple[int, ...], slots: np.ndarray, fixed: bool
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """What adds to rows the adapters in their slots, int32 `[rows]`; -1 is none."""
+        hooks, used = self._model.hooks, set(slots.tolist())
+        if not adapters or (used == {-1} and not fixed):
+            return nullcontext
+        if len(used) == 1 and not fixed:  # without columns of others, and without masks
+            one = adapters[used.pop()]
+            return partial(hooks.adapter, one.tensors, one.kind.lora_config.scaling)
+        bank = self._bank(adapters, contents)
+        return partial(hooks.bank, bank, bank.masks(self._on_device(slots)))
 
     def _view(self, view: Paged | None, table: Tensor, positions: Tensor, reach: int) -> Paged:
         """View of the rows at these positions, after `view` at the positions before."""
@@ -200,7 +227,8 @@ class SamplingWorker:
             dist.broadcast(found, 0)  # ranks have to go on alike, whatever the last bits of their logits
         if occurred is not None:
             occurred.add(here, found)
-        scored = logits / self._on_device(rows.scale[at])[:, None]
+        scale = rows.scale[at]
+        scored = logits if (scale == 1).all() else logits / self._on_device(scale)[:, None]
         logprobs = logprobs_of(scored, found[:, None])[:, 0]
         best = None
         if width:
@@ -208,13 +236,13 @@ class SamplingWorker:
             best = ids.cpu().numpy().astype(np.int32), scores.cpu().numpy()
         return found.cpu().numpy().astype(np.int32), logprobs.cpu().numpy(), best
 
-    def _bank(self, versions: Sequence[Weights], contents: tuple[int, ...]) -> Bank | None:
+    def _bank(self, versions: Sequence[Weights], contents: tuple[int, ...]) -> Bank:
         """Adapters side by side; after them a place that changes nothing, which -1 finds."""
         if contents in self._banks:
             self._banks[contents] = self._banks.pop(contents)
         else:
             adapters = [(version.tensors, version.kind.lora_config.scaling) for version in versions]
-            self._banks[contents] = bank_of(adapters, 1) if adapters else None
+            self._banks[contents] = bank_of(adapters, 1)
             while len(self._banks) > BANKS:
                 self._banks.pop(next(iter(self._banks)))
         return self._banks[contents]

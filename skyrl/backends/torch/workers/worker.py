@@ -9,7 +9,7 @@ whole where the base weights are sharded, each holds weights, moments and sums o
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,14 +27,14 @@ from skyrl.backends.common.pass_output import PassOutput
 from skyrl.backends.common.sampling.model_runner import Drawn, Rows
 from skyrl.backends.torch.base_model.base_weights import WHOLE, ShardOptions
 from skyrl.backends.torch.base_model.loading import LoadOptions, skeleton
-from skyrl.backends.torch.base_model.lora import Layout, Target, initial_lora, initial_value_head
+from skyrl.backends.torch.base_model.lora import Target, initial_lora, initial_value_head
 from skyrl.backends.torch.base_model.memory import DEFAULTS, Decided, MemoryOptions, Place, decided
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.sampling.sampling_worker import SamplingWorker
 from skyrl.backends.torch.training.passes import adamw, dimuon, run_tile
 from skyrl.backends.torch.training.scores import Scoring, compiled_scores, scores_of_logits
+from skyrl.backends.torch.workers.shares import Shares
 from skyrl.errors import BackendLost, RequestError
-from skyrl.types import LoraConfig
 
 Command = tuple[Any, ...]
 """Name of a method of `Worker`, and its arguments."""
@@ -124,6 +124,7 @@ class Worker:
         of_logits = compiled_scores(self.device) if options.compile_scores else scores_of_logits
         self._scoring = Scoring(options.loss_chunk_size, of_logits)
         self._buffers: dict[int, Tensor] = {}
+        self._shares = Shares(self.model, rank, world)
         self.sampling = SamplingWorker(self.model)
 
     def execute(self, commands: Sequence[Command]) -> list[Any]:
@@ -185,15 +186,15 @@ class Worker:
 
     def zeros(self, handle: int, size: int, spread: Spread) -> None:
         """A buffer of so many zeros, of which this rank has its part."""
-        own = self._layouts(size)[1].size if spread == "by_parameter" else self._share(size)
+        own = self._shares.layouts(size)[1].size if spread == "by_parameter" else self._shares.share(size)
         self._buffers[handle] = torch.zeros(own, device=self.device)
 
     def put(self, handle: int, values: np.ndarray, spread: Spread) -> None:
         """A buffer with these values, float32 `[size]`."""
         if spread == "by_parameter":
-            values = self._parts(torch.from_numpy(values)).numpy()
+            values = self._shares.parts(torch.from_numpy(values)).numpy()
         elif spread == "sharded":
-            values = self._own(torch.from_numpy(values)).numpy()
+            values = self._shares.own(torch.from_numpy(values)).numpy()
         elif spread == "partial" and self.rank > 0:
             values = np.zeros_like(values)
         self._buffers[handle] = torch.tensor(values, device=self.device)
@@ -207,12 +208,12 @@ class Worker:
         flat = self._buffers.get(handle)
         if spread == "by_parameter":
             assert flat is not None
-            return self._joined(flat, size)
+            return self._shares.joined(flat, size)
         if spread == "sharded":
             assert flat is not None
-            flat = self._gathered(flat, size)
+            flat = self._shares.gathered(flat, size)
         elif spread == "partial":
-            flat = self._summed(flat, size)
+            flat = self._shares.summed(flat, size)
             self._buffers[handle] = flat if self.rank == 0 else torch.zeros_like(flat)
         assert flat is not None
         return None if self.rank > 0 else flat.cpu().numpy().copy()
@@ -285,13 +286,13 @@ class Worker:
         if spread == "by_parameter":
             return self._step_of_parts(size, before, after, scalars)
         weights, sums, first, second = before
-        gradients = None if sums is None else self._summed(self._buffers.get(sums), size)
+        gradients = None if sums is None else self._shares.summed(self._buffers.get(sums), size)
         norm = 0.0 if gradients is None else float(torch.linalg.vector_norm(gradients))
         norm /= float(scalars.gradient_divisor)
-        own = None if gradients is None else self._own(gradients)
+        own = None if gradients is None else self._shares.own(gradients)
         moments = self._buffers[first], self._buffers[second]
-        new, *new_moments = adamw(self._own(self._buffers[weights]), own, *moments, scalars, norm)
-        for handle, buffer in zip(after, (self._gathered(new, size), *new_moments), strict=True):
+        new, *new_moments = adamw(self._shares.own(self._buffers[weights]), own, *moments, scalars, norm)
+        for handle, buffer in zip(after, (self._shares.gathered(new, size), *new_moments), strict=True):
             self._buffers[handle] = buffer
         return norm
 
@@ -312,13 +313,13 @@ class Worker:
         """
         weights, sums, momentum = before
         size = sum(prod(shape) for shape in shapes)
-        gradients = self._summed(None if sums is None else self._buffers.get(sums), size)
+        gradients = self._shares.summed(None if sums is None else self._buffers.get(sums), size)
         divisor, limit = float(scalars.gradient_divisor), float(scalars.grad_clip_norm)
         norm = float(torch.linalg.vector_norm(gradients)) / divisor
         clip = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
-        share = self._own(gradients) * (clip / divisor * float(scalars.new))
+        share = self._shares.own(gradients) * (clip / divisor * float(scalars.new))
         own = self._buffers[momentum] * float(scalars.keep) + share
-        new = dimuon(self._buffers[weights], self._gathered(own, size), shapes, scalars)
+        new = dimuon(self._buffers[weights], self._shares.gathered(own, size), shapes, scalars)
         self._buffers.update(zip(after, (new, own), strict=True))
         return norm
 
@@ -330,7 +331,7 @@ class Worker:
         gradients = None if sums is None else self._buffers.get(sums)
         norm = 0.0
         if gradients is not None:
-            parts = self._layouts(size)[1].views(gradients)
+            parts = self._shares.layouts(size)[1].views(gradients)
             head = parts.pop(VALUE_HEAD, torch.zeros(1, device=self.device))
             squares = torch.stack([part.double().square().sum() for part in parts.values()]).sum()
             norm = float((self.model.base.total(squares) + head.double().square().sum()).sqrt())
@@ -348,8 +349,8 @@ class Worker:
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         self.sampling.copy(pairs)
 
-    def read(self, version: Named, table: list[int], tokens: np.ndarray, start: int) -> int:
-        return self.sampling.read(self._weights(version), table, tokens, start)
+    def read(self, version: Named, pieces: list[tuple[list[int], np.ndarray, int]]) -> list[int]:
+        return self.sampling.read(self._weights(version), pieces)
 
     def project(self, version: Named, block: int) -> None:
         self.sampling.project(self._weights(version), block)
@@ -375,58 +376,3 @@ class Worker:
             return None
         kind, handle = version
         return Weights(kind, self.model.part_layout(kind).views(self._buffers[handle]))
-
-    # -- ranks --------------------------------------------------------------------------------------------------------
-
-    def _layouts(self, size: int) -> tuple[Layout, Layout]:
-        """Layout of a model that is trained as a whole and has so many numbers, and of this rank's parts of it."""
-        has_head = size > sum(prod(shape) for shape in self.model.base.shapes.values())
-        kind = Kind(LoraConfig(rank=0), value_head=has_head)
-        return self.model.layout(kind), self.model.part_layout(kind)
-
-    def _parts(self, whole: Tensor) -> Tensor:
-        """This rank's parts of a model that is trained as a whole."""
-        views = self._layouts(len(whole))[0].views(whole)
-        parts = [view if name == VALUE_HEAD else self.model.base.cut(view) for name, view in views.items()]
-        return torch.cat([part.reshape(-1) for part in parts])
-
-    def _joined(self, parts: Tensor, size: int) -> np.ndarray | None:
-        """The whole of which each rank has parts, on the first; one parameter is joined at a time."""
-        layout, own = self._layouts(size)
-        whole = np.empty(size if self.rank == 0 else 0, np.float32)
-        start = 0
-        for (name, view), part in zip(own.views(parts).items(), layout.parts, strict=True):
-            joined = view if name == VALUE_HEAD else self.model.base.joined(view, part.shape)
-            if self.rank == 0:
-                whole[start : start + joined.numel()] = joined.reshape(-1).cpu().numpy()
-            start += joined.numel()
-        return whole if self.rank == 0 else None
-
-    def _share(self, size: int) -> int:
-        """Numbers of a sharded buffer that each rank holds."""
-        return ceil(size / self.world)
-
-    def _own(self, flat: Tensor) -> Tensor:
-        """This rank's share."""
-        if self.world == 1:
-            return flat
-        share = self._share(len(flat))
-        part = flat[self.rank * share : (self.rank + 1) * share]
-        return torch.nn.functional.pad(part, (0, share - len(part)))
-
-    def _gathered(self, share: Tensor, size: int) -> Tensor:
-        """The whole of what each rank has a share of."""
-        if self.world == 1:
-            return share
-        whole = torch.empty(self.world * len(share), device=self.device)
-        dist.all_gather(list(whole.chunk(self.world)), share)
-        return whole[:size].clone()
-
-    def _summed(self, part: Tensor | None, size: int) -> Tensor:
-        """The sum of what ranks have; a rank may have nothing."""
-        if self.world == 1 and part is not None:
-            return part
-        part = torch.zeros(size, device=self.device) if part is None else part.clone()
-        if self.world > 1:
-            dist.all_reduce(part)
-        return part

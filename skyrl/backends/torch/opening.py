@@ -1,0 +1,64 @@
+"""Workers of a torch backend as its configuration asks for them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from skyrl.backends.common.memory_plan import GIB
+from skyrl.backends.torch.base_model.base_weights import ShardOptions
+from skyrl.backends.torch.base_model.loading import LoadOptions
+from skyrl.backends.torch.base_model.memory import MemoryOptions
+from skyrl.backends.torch.config import TorchBackendConfig
+from skyrl.backends.torch.workers.group import InProcess, WorkerGroup
+from skyrl.backends.torch.workers.processes import LocalProcesses
+from skyrl.backends.torch.workers.ray_actors import RayActors
+from skyrl.backends.torch.workers.ray_cluster import RayOptions
+from skyrl.backends.torch.workers.worker import WorkerOptions
+from skyrl.errors import BackendLost
+
+
+def open_group(config: TorchBackendConfig, folder: Path, lose: Callable[[BackendLost], None]) -> WorkerGroup:
+    """Start the workers, which load the model of a folder. `lose` is told why they were lost."""
+    options = worker_options(config, folder)
+    if config.workers == "in_process":
+        return InProcess(options, lose)
+    if config.workers == "ray":
+        room = RayOptions(
+            config.ray_address,
+            config.ray_resources,
+            config.ray_workers_per_node,
+            config.ray_strategy,
+            config.ray_env,
+        )
+        return RayActors(options, config.num_workers, lose, room)
+    return LocalProcesses(options, config.num_workers, lose)
+
+
+def worker_options(config: TorchBackendConfig, folder: Path) -> WorkerOptions:
+    """What each worker is told."""
+    load = LoadOptions(config.dtype, config.load_format == "dummy", config.gradient_checkpointing)
+    shards = ShardOptions(
+        config.num_workers if config.fsdp_size == -1 else config.fsdp_size,
+        config.reshard_after_forward,
+        config.cpu_offload,
+        config.sequence_parallel_size,
+        config.tensor_parallel_size,
+    )
+    memory = MemoryOptions(
+        int(config.memory_limit_gib * GIB),
+        int(config.kv_cache_gib * GIB),
+        config.sample_max_num_sequences,
+        config.max_context_length,
+        config.train_tile_tokens,
+        config.max_lora_rank,
+        config.gpu_memory_utilization,
+    )
+    return WorkerOptions(
+        folder,
+        load,
+        config.loss_chunk_size,
+        config.device,
+        shards,
+        memory,
+        config.start_timeout_s,
+        config.compile_scores,
+    )

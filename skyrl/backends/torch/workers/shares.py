@@ -1,0 +1,83 @@
+"""Buffers as ranks hold them: all of one, a share each, numbers to add up, or parts of each parameter.
+
+Ranks call the same methods in the same order.
+"""
+
+from math import ceil, prod
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from skyrl.backends.common.models.kind import VALUE_HEAD, Kind
+from skyrl.backends.torch.base_model.lora import Layout
+from skyrl.backends.torch.base_model.model import LoadedModel
+from skyrl.types import LoraConfig
+
+
+class Shares:
+    """A rank's parts of flat buffers, and the whole of which they are parts.
+
+    Args:
+        model: The base model, whose parameters may be in parts.
+        rank: Its number.
+        world: Ranks there are.
+    """
+
+    def __init__(self, model: LoadedModel, rank: int, world: int):
+        self._model, self._device = model, model.device
+        self._rank, self._world = rank, world
+
+    def layouts(self, size: int) -> tuple[Layout, Layout]:
+        """Layout of a model that is trained as a whole and has so many numbers, and of this rank's parts of it."""
+        has_head = size > sum(prod(shape) for shape in self._model.base.shapes.values())
+        kind = Kind(LoraConfig(rank=0), value_head=has_head)
+        return self._model.layout(kind), self._model.part_layout(kind)
+
+    def parts(self, whole: Tensor) -> Tensor:
+        """This rank's parts of a model that is trained as a whole."""
+        views = self.layouts(len(whole))[0].views(whole)
+        parts = [view if name == VALUE_HEAD else self._model.base.cut(view) for name, view in views.items()]
+        return torch.cat([part.reshape(-1) for part in parts])
+
+    def joined(self, parts: Tensor, size: int) -> np.ndarray | None:
+        """The whole of which each rank has parts, on the first; one parameter is joined at a time."""
+        layout, own = self.layouts(size)
+        whole = np.empty(size if self._rank == 0 else 0, np.float32)
+        start = 0
+        for (name, view), part in zip(own.views(parts).items(), layout.parts, strict=True):
+            joined = view if name == VALUE_HEAD else self._model.base.joined(view, part.shape)
+            if self._rank == 0:
+                whole[start : start + joined.numel()] = joined.reshape(-1).cpu().numpy()
+            start += joined.numel()
+        return whole if self._rank == 0 else None
+
+    def share(self, size: int) -> int:
+        """Numbers of a sharded buffer that each rank holds."""
+        return ceil(size / self._world)
+
+    def own(self, flat: Tensor) -> Tensor:
+        """This rank's share."""
+        if self._world == 1:
+            return flat
+        share = self.share(len(flat))
+        part = flat[self._rank * share : (self._rank + 1) * share]
+        return torch.nn.functional.pad(part, (0, share - len(part)))
+
+    def gathered(self, share: Tensor, size: int) -> Tensor:
+        """The whole of what each rank has a share of."""
+        if self._world == 1:
+            return share
+        whole = torch.empty(self._world * len(share), device=self._device)
+        dist.all_gather(list(whole.chunk(self._world)), share)
+        return whole[:size].clone()
+
+    def summed(self, part: Tensor | None, size: int) -> Tensor:
+        """The sum of what ranks have; a rank may have nothing."""
+        if self._world == 1 and part is not None:
+            return part
+        part = torch.zeros(size, device=self._device) if part is None else part.clone()
+        if self._world > 1:
+            dist.all_reduce(part)
+        return part
