@@ -19,7 +19,7 @@ from tests.tinker.harness import BASE_MODEL, LiveServer, sample_request, wait_un
 README = (Path(__file__).parents[1] / "README.md").read_text()
 ROWS = [
     [cell.strip() for cell in row.strip("|").split("|")]
-    for row in README.split("| asked for | with | answer |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    for row in README.split("| feature | example | error |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
 ]
 WITH = {asked: given.strip("`") for asked, given, _ in ROWS}
 ANSWERS = {asked: answer.strip("`") for asked, _, answer in ROWS}

@@ -109,7 +109,7 @@ SECRET = "sk-very-secret"
         (["--database-url", f"postgresql://me:{SECRET}@host/db"], {}, "SKYRL_DATABASE_URL"),
         ([], {"SKYRL_API_KEYS": "a", "SKYRL_TENANT_WEIGHTS": f'{{"{SECRET}": 2}}'}, "correct it"),
         ([], {"SKYRL_API_KEYS": SECRET, "SKYRL_TENANT_WEIGHTS": f'{{"{SECRET}": 0}}'}, "from 0.001"),
-        ([], {"SKYRL_API_KEYS": SECRET, "SKYRL_TENANT_WEIGHTS": f'["{SECRET}"]'}, "dictionary"),
+        ([], {"SKYRL_API_KEYS": SECRET, "SKYRL_TENANT_WEIGHTS": f'["{SECRET}"]'}, "mapping"),
         (["--external-inference-api-key", SECRET], {}, "without external_inference_url"),
         ([f"--api-key={SECRET}"], {}, "unrecognized arguments: --api-key; did you mean --api-keys?"),
         (["--api-key", SECRET], {}, "unrecognized arguments: --api-key ..."),
