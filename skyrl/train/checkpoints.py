@@ -106,7 +106,7 @@ def identity_of(config: SkyRLTrainConfig) -> dict[str, Any]:
 
 
 SET = ("target_modules", "exclude_modules", "dropout")
-"""What an identity has of an adapter only as far as it was set: checkpoints without have what it is by default."""
+"""Adapter settings that are part of a checkpoint's identity only if they differ from their defaults."""
 
 
 def adapter_settings(lora: SkyRLLoraConfig) -> dict[str, str | list[str] | float | None]:
@@ -399,7 +399,7 @@ def begin_writing(
 
 
 def _value(identity: Mapping[str, Any], path: str) -> Any:
-    """What an identity says of a setting, also of one that was not set."""
+    """Return a setting of an identity, or its default if the identity leaves it out."""
     name = path.rpartition(".")[2]
     return identity.get(path, getattr(SkyRLLoraConfig(), name) if name in SET else None)
 

@@ -22,7 +22,7 @@ from skyrl.train.strategy.torch_options import (
 )
 
 OF_ENGINES = ("model_dtype", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens")
-"""What a sampler of this process is told, and engines are started with."""
+"""Engine fields that also configure the sampler of this process."""
 
 
 class TorchStrategy(Strategy):
