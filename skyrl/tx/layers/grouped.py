@@ -20,7 +20,7 @@ Group = Int[Array, "blocks"]
 
 
 class Grouping(NamedTuple):
-    """Where rows are in blocks. A pytree."""
+    """Places of rows in blocks. A pytree."""
 
     source: Int[Array, "blocks size"]
     """Row in each place, the number of rows where there is none."""
