@@ -1,4 +1,4 @@
-"""Whatever ends, and whenever: all requests have the outcomes, and models the weights, of an undisturbed run."""
+"""Ends of processes at any time change nothing: outcomes and weights are those of an undisturbed run."""
 
 from collections.abc import Callable
 
