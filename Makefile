@@ -91,7 +91,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest tests/test_layers.py
+	$(BIN)/python -m pytest tests/test_layers.py tests/test_docstrings.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_overhead.py

@@ -1,4 +1,4 @@
-"""What a hostile client does to a server, each attack a function that runs in a process of its own.
+"""Attacks of a hostile client on a server, each a function that runs in a process of its own.
 
 An attack prepares its bodies, calls `Attacker.begin`, and repeats itself until `Attacker.over`. It is to cost little
 processor time, so that it is the server's that is measured. Adding one means a function with `@attack(...)`.
@@ -28,7 +28,7 @@ NICENESS = 10
 
 @dataclass(frozen=True)
 class Size:
-    """How large the attacks are."""
+    """Sizes of the attacks."""
 
     result_tokens: int = 2**17
     """Prompt of the result that is polled as JSON, 16 log-probabilities each: 16 MiB as protobuf."""
@@ -52,7 +52,7 @@ SMALL = Size(2**10, (1,), 2, 1, 20, 2**10, 1, 2000, 50, 2**10, 2**10)
 
 @dataclass
 class Attacker:
-    """What an attack is given, and counts into."""
+    """Inputs of an attack, and its counters."""
 
     url: str
     base_model: str

@@ -1,4 +1,4 @@
-"""What do bodies and results cost beside the computation? A forward_backward of a million tokens, chunked by the SDK.
+"""Cost of bodies and results beside the computation, for a forward_backward of a million tokens, chunked by the SDK.
 
 Run: `python benchmarks/bench_codec.py`. The server has a backend that computes nothing (benchmarks/idle.py). Prints one
 JSON line per part (processor seconds, measured in this process on the bodies that the SDK sends), one for the server's

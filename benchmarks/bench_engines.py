@@ -1,4 +1,4 @@
-"""How long until a version is sampled on an engine, and how many samples a second go through the router?
+"""Seconds until a version is sampled on an engine, and samples a second that go through the router.
 
 Run: `python benchmarks/bench_engines.py` (engines of the tests, in NumPy: what is measured is our side), or with
 `--urls http://127.0.0.1:8001 --model MODEL` (servers of vLLM with that model, `--max-loras 16 --max-lora-rank 32`, and

@@ -1,4 +1,4 @@
-"""Whom does a small training request wait for, and for how long?
+"""Waiting time of a small training request beside large ones, and beside other clients.
 
 Run: `python benchmarks/bench_fairness.py`. The tiny model, adapters of rank 32, every client with a key of its own.
 Through the stock SDK: small requests on an idle server and while another process trains 64 sequences of 512 tokens

@@ -1,4 +1,4 @@
-"""What can one client do to another? Heartbeats and training of a client while others attack the server.
+"""Harm that one client can do to another: heartbeats and training of a client while others attack the server.
 
 Run: `python benchmarks/bench_hostile.py --seconds 10 --together 60`. A real server whose passes sleep as on a device of
 their own (benchmarks/slow_device.py), so that the training rate says what is lost on the way there. Each attack alone,
@@ -148,7 +148,7 @@ def measure(server, size: Size, names: list[str], seconds: float, link: Connecti
 def figures(
     pulse: victim.Part, training: victim.Part, reports: list[dict], mib: list[float], wall_s: float, survived: bool
 ) -> dict[str, object]:
-    """What is printed of a case.
+    """Return the printed figures of a case.
 
     Args:
         pulse: Of the victim's heartbeats.
@@ -215,7 +215,7 @@ def rows(
 
 
 def main(names: list[str], seconds: float, together: float, size: Size, pass_s: float) -> bool:
-    """Whether all goals were kept."""
+    """Run the attacks and print their figures. Return True if all goals were kept."""
     kept = True
     with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch:
         for row in rows(names, seconds, together, size, Path(scratch), pass_s):

@@ -1,4 +1,4 @@
-"""How does the server answer, and what memory does it take, while thousands of requests wait?
+"""Latency and memory of the server while thousands of requests wait.
 
 Run: `python benchmarks/bench_load.py`. Client processes of the stock SDK keep 2,000 samples waiting and 16 models
 training on the built-in model, while another process asks the cheap questions over plain HTTP. Prints one JSON line per

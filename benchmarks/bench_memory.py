@@ -1,4 +1,4 @@
-"""What does one more model cost in memory, at work and idle?
+"""Memory cost of one more model, at work and idle.
 
 Run: `python benchmarks/bench_memory.py --models medium`. In this process: models of rank 32 on all linear layers, each
 with gradient sums and both moments, first all of them on the device, then with room there for one. `per_model` is what

@@ -1,4 +1,4 @@
-"""What does a request cost beside its computation? Round trips of the smallest requests through the stock SDK.
+"""Cost of a request beside its computation: round trips of the smallest requests through the stock SDK.
 
 Run: `python benchmarks/bench_overhead.py`. The tiny model, one request at a time, after a warm-up that compiles.
 Prints one JSON line per operation; milliseconds from the call to its result.

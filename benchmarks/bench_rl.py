@@ -1,4 +1,4 @@
-"""How long does one iteration of reinforcement learning take, and where does it go?
+"""Seconds of one iteration of reinforcement learning, and of its parts.
 
 Run: `python benchmarks/bench_rl.py --models tiny`. Through the stock SDK, one adapter of rank 32: publish the weights,
 sample 8 prompts of 64 tokens 8 times each, 64 new tokens per sample, then forward_backward (importance_sampling, with

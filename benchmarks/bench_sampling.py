@@ -1,4 +1,4 @@
-"""How fast does the server sample, and whom does a sample wait for?
+"""Sampling speed of the server, and the time that samples wait for each other.
 
 Run: `python benchmarks/bench_sampling.py --models tiny medium`. Through the stock SDK unless a case says otherwise.
 Four adapters of rank 32 on all linear layers, in turn; temperature 1, log-probabilities on, prompts of 64 tokens, stops
@@ -163,7 +163,7 @@ def through_sdk(model: str, repeats: int, report: Callable[..., None]) -> None:
 
 
 def latencies(samplers: Samplers, repeats: int, report: Callable[..., None]) -> None:
-    """Who waits for whom, and for how long."""
+    """Measure the time that samples wait for each other."""
     apart = median(lambda: samplers.first_tokens(32, 32), repeats)
     for case, asked in {"32 samples of one prompt": (1, 1, 32), "32 requests of one prompt": (32, 1)}.items():
         together = median(lambda asked=asked: samplers.first_tokens(*asked), repeats)

@@ -1,4 +1,4 @@
-"""How long until a server is ready, and until it has trained its first step?
+"""Seconds until a server is ready, and until it has trained its first step.
 
 Run: `python benchmarks/bench_start.py --models tiny`. Servers as `skyrl serve` starts them, one after the other: with
 an empty cache of compiled programs, and with the cache that the first one has left. A first step is a new model of rank

@@ -1,4 +1,4 @@
-"""How long does `GET /status` take with thousands of requests waiting, and how long does it keep others waiting?
+"""Duration of `GET /status` with thousands of requests waiting, and the delay that it causes for others.
 
 Run: `python benchmarks/bench_status.py`. A server with the fake backend of the tests, whose engine stands
 still; samples of one model wait, and so many training requests of ten. Prints one JSON line per route: milliseconds

@@ -1,4 +1,4 @@
-"""How fast does the torch backend train and sample, beside PEFT in a plain loop and beside itself alone?
+"""Speed of training and sampling on the torch backend, beside PEFT in a plain loop and beside itself alone.
 
 Run: `python benchmarks/bench_torch.py`. In one process, without a server: a random tiny Qwen3, adapters of rank 32 on
 all linear layers but the vocabulary projection, float32. What is compared is run in turn, and the ratio is

@@ -1,4 +1,4 @@
-"""What do timelines of requests cost the API process: in time for each request, in memory, and for an export?
+"""Cost of request timelines in the API process: in time for each request, in memory, and for an export.
 
 Run: `python benchmarks/bench_traces.py`. Futures are those of samples of 100 sessions, each from its acceptance to its
 outcome, with and without what is noted of its timeline. Prints one JSON line per case; microseconds and milliseconds
@@ -38,7 +38,7 @@ def futures_alone(futures: Futures, some: list[tuple[str, tuple[str, int]]]) -> 
 
 
 def notes_alone(timelines: Timelines, some: list[tuple[str, tuple[str, int]]]) -> None:
-    """What is done for a timeline, without the futures that do it."""
+    """Do the work of timelines, without the futures that usually do it."""
     for request_id, (sampler, _) in some:
         timeline = Timeline(request_id, sampler)
         timeline.sent = time.monotonic()

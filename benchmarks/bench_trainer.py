@@ -1,4 +1,4 @@
-"""What does a step of the RL trainer cost beside its models: rollouts, collation, advantages, calls of the backend?
+"""Cost of a step of the RL trainer beside its models: rollouts, collation, advantages, calls of the backend.
 
 Run: `python benchmarks/bench_trainer.py`. Whole steps of `RLTrainer` with a tokenizer, a chat template, the
 environments gsm8k and gsm8k_multi_turn and the executor of every backend, but a model that answers at once with made-up
@@ -59,7 +59,7 @@ PROMPT = (
 
 
 class Case(NamedTuple):
-    """What is trained."""
+    """Environment of a case, and its settings."""
 
     env: str
     turns: int
@@ -186,7 +186,7 @@ def model_units(case: Case) -> int:
 
 
 class Step(NamedTuple):
-    """What a step cost, in seconds."""
+    """Cost of a step, in seconds."""
 
     wall: float
     processor: float

@@ -1,4 +1,4 @@
-"""How many tokens a second does the server train, and what fraction of the machine is that?
+"""Tokens a second that the server trains, and the fraction of the machine's peak that this is.
 
 Run: `python benchmarks/bench_training.py --models tiny medium`. Steps (forward_backward + optim_step, pipelined)
 through the stock SDK, rank 32 on all linear layers; the first steps, which compile, are not counted. Cases that are
@@ -24,7 +24,7 @@ ROWS, MEAN = round(sum(LENGTHS) / 256), round(sum(LENGTHS) / len(LENGTHS))
 
 @dataclass(frozen=True)
 class Case:
-    """What one round trains."""
+    """Training work of one round."""
 
     name: str
     lengths: list[list[int]]

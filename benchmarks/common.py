@@ -1,4 +1,4 @@
-"""What the benchmarks share: the models, a live server, the machine's peak, and one JSON line per case."""
+"""Shared parts of the benchmarks: the models, a live server, the machine's peak, and one JSON line per case."""
 
 import json
 import os

@@ -33,7 +33,7 @@ AT_ONCE = 256
 
 
 class Options(BaseModel):
-    """What an instant backend is told."""
+    """Options of an instant backend."""
 
     vocab_size: int
     token_s: float = 0.0
@@ -95,7 +95,7 @@ class InstantBackend(Executor):
             self.waited_s += seconds
 
     def _output(self, operation: ForwardBackward) -> ForwardBackwardOutput:
-        """What the objective is computed from, all between -1 and 0."""
+        """Return made-up inputs of the objective, all between -1 and 0."""
         assert not isinstance(operation.loss_fn, str)
         names = (*operation.loss_fn.outputs, "elementwise_loss")
         outputs = [

@@ -34,7 +34,7 @@ PROBE_PAUSE_S = 0.02
 
 @dataclass(frozen=True)
 class Load:
-    """Who does what, for how long."""
+    """Work of the clients, and its duration."""
 
     samples: int
     """Requests for samples that wait at any moment."""
@@ -52,7 +52,7 @@ class Load:
 
 @dataclass
 class Report:
-    """What came of it."""
+    """Results of a load."""
 
     latencies_s: dict[str, list[float]] = field(default_factory=dict)
     """Of each cheap call."""

@@ -27,7 +27,7 @@ AGAIN = {408, 409, 425, 429}
 
 @dataclass
 class Part:
-    """What one thread of the victim has seen."""
+    """Observations of one thread of the victim."""
 
     heartbeats_s: list[float] = field(default_factory=list)
     steps: int = 0
@@ -71,7 +71,7 @@ class Sender:
         return None
 
     def result(self, answer: bytes | None, what: str) -> bool:
-        """Whether a queued request ended well."""
+        """Return True if a queued request ended well."""
         if answer is None:
             return False
         body = json.dumps({"request_id": json.loads(answer)["request_id"]}).encode()
@@ -83,7 +83,7 @@ class Sender:
 
 @dataclass
 class Deadline:
-    """When waiting ends: never, until the end has been told."""
+    """End of waiting: never, until the end has been told."""
 
     over: Event = field(default_factory=Event)
     at: float = float("inf")

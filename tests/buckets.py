@@ -17,7 +17,7 @@ from skyrl.utils.files.object_store import ObjectStore
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
 START_S = 120
 Trouble = Literal["refuse", "cut", "cut after"] | float | None
-"""What happens to a request: 503, a connection that is cut before or after the store has it, seconds of waiting."""
+"""Fault of a request: 503, a connection that is cut before or after the store has it, seconds of waiting."""
 
 
 @contextmanager

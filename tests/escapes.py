@@ -1,4 +1,4 @@
-"""What code of a model may try against the user whose trainer runs it; and a program that tries it all.
+"""Attempts that code of a model may make against the user whose trainer runs it; and a program that tries them all.
 
 Run as a program, by the user in question, it plants things worth taking in its folder, runs each attempt in the sandbox
 and prints as JSON what came of it. An attempt is Python that raises OSError where it is refused: if it comes to its
@@ -212,7 +212,7 @@ LEGITIMATE = {
     ),
     "is it a terminal": "assert not sys.stdin.isatty()",
 }
-"""What code of good will does."""
+"""Actions of well-meaning code."""
 
 FACTS = {
     "user": "print(os.getresuid(), os.getresgid(), os.getgroups())",
@@ -267,7 +267,7 @@ def plant(home: Path) -> dict[str, object]:
 
 
 def state(folder: Path) -> dict[str, tuple[int, ...]]:
-    """What an attempt might change, of each file."""
+    """Return the properties of each file that an attempt might change."""
     found = {str(path): path.lstat() for path in folder.rglob("*")}
     return {
         path: (item.st_mode, item.st_uid, item.st_size, item.st_mtime_ns, item.st_nlink) for path, item in found.items()
@@ -286,7 +286,7 @@ class Kept(logging.Handler):
 
 
 def visitors(doors: tuple[socket.socket, ...]) -> int:
-    """How many came."""
+    """Return the number of connections that came."""
     came = 0
     for door in doors:
         door.setblocking(False)
@@ -311,7 +311,7 @@ def refuse_landlock() -> None:
 
 
 def attempt(isolation: str, planted: dict[str, object]) -> dict[str, object]:
-    """What came of everything: for each its status, the end of what it printed, and of its traceback."""
+    """Run everything. Return for each its status, the end of what it printed, and of its traceback."""
     from skyrl.utils.sandbox.run import Limits, run_code
 
     attempts = {"writes": WRITES, "reads": READS, "calls": CALLS}

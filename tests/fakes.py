@@ -178,7 +178,7 @@ class FakeBackend(Executor):
         """Requests as they come to be queued here, and those of each call that computes."""
         self.base_id = "base of the fake"
         self.gate: threading.Semaphore | None = None
-        """Where each call that computes has to pass."""
+        """Gate that each call that computes has to pass."""
 
     def submit(self, operation: Operation) -> None:
         self.journal.append(operation.request_id)

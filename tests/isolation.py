@@ -1,4 +1,4 @@
-"""What the sandbox can do on the machine that tests run on: some systems refuse user namespaces."""
+"""Abilities of the sandbox on the machine that tests run on: some systems refuse user namespaces."""
 
 import asyncio
 from functools import cache

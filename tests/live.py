@@ -1,4 +1,4 @@
-"""What tests against a live server share: a tiny model, the stock SDK's clients, small data.
+"""Shared parts of tests against a live server: a tiny model, the stock SDK's clients, small data.
 
 The model is a random Qwen3 of hidden size 32, so a pass costs milliseconds; what a test teaches it, it can learn.
 """
@@ -106,7 +106,7 @@ def sample(sampler, prompt: list[int], num_samples: int = 1, include_prompt_logp
 
 
 def adapter_folder(server: LocalServer, tinker_path: str) -> Path:
-    """Where the server keeps the PEFT adapter that it named `tinker_path`."""
+    """Return the server's folder of the PEFT adapter that it named `tinker_path`."""
     model, kind, name = tinker_path.removeprefix("tinker://").split("/")
     (found,) = (server.folder / "checkpoints" / model.replace(":", "-") / kind).glob(f"{name}@*")
     return found

@@ -44,7 +44,7 @@ class Remote:
         self._pipe, self._numbers, self._closing = Connection(ours.detach()), itertools.count(), False
         self._futures: dict[int, Future[list[Any]]] = {}
         self.gate: threading.Semaphore | None = None
-        """Where each message of the worker has to pass."""
+        """Gate that each message of the worker has to pass."""
         self._end: BackendLost | None = None
         self._lock, self._thread = threading.Lock(), threading.Thread(target=self._read, daemon=True)
         self._thread.start()

@@ -1,4 +1,4 @@
-"""What deploy/ names is there: options, extras, routes; and the programs that read its files find no fault."""
+"""Names in deploy/ exist: options, extras, routes; and the programs that read its files find no fault."""
 
 import re
 import shutil

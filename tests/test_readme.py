@@ -1,4 +1,4 @@
-"""What README says is not there yet is refused, in the words that it quotes."""
+"""Features that README says are not there yet are refused, in the words that it quotes."""
 
 import json
 import shlex
@@ -26,7 +26,7 @@ ANSWERS = {asked: answer.strip("`") for asked, _, answer in ROWS}
 
 
 def said(*arguments: str) -> str:
-    """What a command prints as it refuses its arguments."""
+    """Return the output of a command that refuses its arguments."""
     command = [sys.executable, "-c", "import sys; from skyrl.cli import main; sys.exit(main())", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0

@@ -14,7 +14,7 @@ class Case:
     """
 
     name: str
-    """What is measured, unlike the name of any other case: "4B decode, 128 rows, 16 adapters"."""
+    """Description of the measurement, unlike the name of any other case: "4B decode, 128 rows, 16 adapters"."""
 
     group: str
     """Cases of a group that follow each other share one process until one of them fails."""

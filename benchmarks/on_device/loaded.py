@@ -93,7 +93,7 @@ class Loaded:
         return float(self.rates["copy_gb_s"]) * 1e9  # pyright: ignore[reportArgumentType]
 
     def planned(self) -> dict[str, object]:
-        """What memory is for; GiB."""
+        """Return the memory plan, GiB for each purpose."""
         names = ("total", "base", "cache", "training", "model", "left")
         return {f"plan_{name}_gib": round(getattr(self.backend.plan, name) / 2**30, 3) for name in names}
 

@@ -63,7 +63,7 @@ class GroupProcess:
             del os.environ[MARK]
             its.close()
         self.usable = True
-        """Whether it can take a further case."""
+        """True while it can take a further case."""
 
     def run(self, case: Case, limit_s: float) -> Outcome:
         """Run a case, for at most `limit_s`. The process is gone afterwards unless it has returned figures."""
@@ -162,7 +162,7 @@ class GroupProcess:
 
 
 def _reason(status: int | None) -> str:
-    """How a process has ended, in words."""
+    """Describe the end of a process in words."""
     if status is None:
         return "its process closed the connection"
     if status >= 0:

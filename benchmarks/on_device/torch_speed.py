@@ -26,7 +26,7 @@ PROMPT, NEW, ROWS = 64, 128, 32
 LOWEST_MFU = {"0.6B": 0.1, "4B": 0.2}
 """Part of the machine's rate that training has at least."""
 LEAST_GAIN = 5.0
-"""How many times as fast `ROWS` samples at once are at least, beside one at a time."""
+"""Least speed of `ROWS` samples at once, as a multiple of that of one at a time."""
 CLOSE = 0.02
 """Relative difference of losses, in bfloat16, of weights that are shared and of whole ones."""
 

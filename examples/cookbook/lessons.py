@@ -26,7 +26,7 @@ TEMPLATES = [
     "{who} buys {a} {what} today and {b} tomorrow. How many {what} is that?",
 ]
 LOOP_SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
-"""What rl_loop puts behind a question."""
+"""Text that rl_loop puts behind a question."""
 
 COMMON, SHARE = 6, 0.7
 """The answer of this share of the questions; those of the others are spread evenly."""

@@ -33,7 +33,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 NAME = "Qwen/Qwen3-8B"
-"""What the cookbook takes the model for. It knows models by name, and small Qwen3 are not among them."""
+"""Name of the model for the cookbook, which knows models by name, and no small Qwen3."""
 
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXT_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
@@ -42,7 +42,7 @@ WORD = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Qwen3's tokenizer.json splits text: an empty line stays whole, which the cookbook's renderers rely on."""
+"""Pattern by which Qwen3's tokenizer.json splits text. An empty line stays whole: the cookbook's renderers need it."""
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 

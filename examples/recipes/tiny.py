@@ -40,7 +40,7 @@ def odd(response: str) -> float:
 
 
 def overrides(name: str, kind: str, stack: ExitStack) -> list[str]:
-    """What makes a part of a recipe small. Data and model are written; `stack` ends what is started for them."""
+    """Make a part of a recipe small. Data and model are written; `stack` ends what is started for them."""
     if not Path("model").exists():
         make_model("model", hidden=32, layers=2, heads=2, kv_heads=2, head_dim=16, intermediate=64, vocab=1024)
     if kind == "sft":

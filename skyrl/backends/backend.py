@@ -147,7 +147,7 @@ class AbstractBackend(ABC):
 
     @property
     def statistics(self) -> Statistics:
-        """What it has done so far, and how full it is now; see `STATISTICS`."""
+        """Counters and current load; see `STATISTICS`."""
         return {}
 
     def drop_version(self, version: str) -> None:  # noqa: B027 (a backend without versions in memory has nothing to do)

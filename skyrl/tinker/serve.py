@@ -129,7 +129,7 @@ class _HttpServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, server: TinkerServer, door: Doorstep, leave: Callable[[], None]):
         super().__init__(config)
         self.told = False
-        """Whether it was told to end."""
+        """True once it was told to end."""
         self._server = server
         self._door = door
         self._leave = leave

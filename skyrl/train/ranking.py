@@ -16,7 +16,7 @@ class Best(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """How evaluations are compared."""
+    """Order of evaluations, from worst to best."""
 
     field: str
     """Setting that names the metric, in messages."""
@@ -46,7 +46,7 @@ class Ranking(NamedTuple):
         return Best(step, float(value))
 
     def restored(self, stored: Mapping[str, Any] | None) -> Best | None:
-        """What `stored` tells of a run that was compared in the same way."""
+        """Return the best evaluation of a stored run, if that run compared them in the same way."""
         if not stored or (stored["metric"], stored["highest"]) != (self.metric, self.highest):
             return None
         return Best(stored["step"], stored["value"])

@@ -45,7 +45,7 @@ class SteppedRun(Protocol):
 
     @property
     def way_on(self) -> str:
-        """What goes on from the newest checkpoint, in words."""
+        """Way to resume from the newest checkpoint, in words."""
         ...
 
     async def step(self) -> Metrics:

@@ -75,7 +75,7 @@ class Occurrences(NamedTuple):
     """Tokens that were there before, `[rows, vocab]`."""
 
     prompted: Bool[Array, "rows vocab"]
-    """Whether a token is in the prompt."""
+    """True for tokens of the prompt."""
     generated: Int[Array, "rows vocab"]
     """Times that it was generated."""
 

@@ -1,4 +1,4 @@
-"""What a model's own chat template puts after an answer, which begins with the token that ends a turn.
+"""Text that a model's own chat template puts after an answer, which begins with the token that ends a turn.
 
 A short conversation is rendered whose answer is a marker. The template is rendered as `transformers` does, without
 importing it.

@@ -28,11 +28,11 @@ NOUNS = {
     "literal_error": "{expected}",
     "enum": "{expected}",
 }
-"""What to give, by pydantic's type of a problem."""
+"""Description of a valid value, by pydantic's type of a problem."""
 
 
 def expected(problems: Iterable[ErrorDetails]) -> str:
-    """What to give instead of a value, given the problems of one: "give a whole number", with its place in a list.
+    """Describe a valid value, given the problems of one: "give a whole number", with its place in a list.
 
     Problems of a union are alternatives. What is no matter of types or ranges has its own message.
     """

@@ -72,7 +72,7 @@ class Site:
         return ["doctor", "--json", *skipped, *(f"--{name}={value}" for name, value in given.items())]
 
     def examined(self, capsys: pytest.CaptureFixture[str]) -> list[dict[str, str]]:
-        """What it finds, whose exit status says whether there is a problem."""
+        """Return the findings. The exit status says whether there is a problem."""
         status = cli.main(self.command())
         found = json.loads(capsys.readouterr().out)
         assert status == any(one["level"] == "problem" for one in found)

@@ -54,7 +54,7 @@ def operator(monkeypatch) -> None:
 
 
 def printed(server: LiveServer, capsys: pytest.CaptureFixture[str], *command: str) -> str:
-    """What a command prints that succeeds."""
+    """Return the output of a command that succeeds."""
     assert cli.main([*command, "--base-url", server.url]) == 0
     return capsys.readouterr().out
 
@@ -78,7 +78,7 @@ def in_terminal(*command: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
 
 
 def read_until(terminal: int, words: str, seen: str = "") -> str:
-    """What the terminal is sent, until these words have come after `seen`."""
+    """Read the terminal until these words have come after `seen`."""
     text = ""
     while words not in text:
         text += os.read(terminal, 65536).decode(errors="ignore")

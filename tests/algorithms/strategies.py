@@ -1,4 +1,4 @@
-"""What hypothesis draws for losses."""
+"""Hypothesis strategies for losses."""
 
 import numpy as np
 from hypothesis import strategies as st

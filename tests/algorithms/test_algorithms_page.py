@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 @pytest.fixture(scope="module")
 def names() -> dict:
-    """What the page's code leaves behind."""
+    """Names that the page's code defines."""
     rng = np.random.default_rng(0)
     logprobs = -rng.exponential(size=(4, 5))
     found = {

@@ -45,7 +45,7 @@ class Rig:
         self.graphdef, self.base = nnx.split(self.model)
         self.stored: dict[str, Adapter] = {}
         self.held: dict[str, Future[Adapter] | None] = {}
-        """What is being read from folders whose disk does not answer."""
+        """Adapters that are being read from folders whose disk does not answer."""
         self.versions = self.pool()
         self.sampler = self.make_sampler(self.versions)
         for seed in range(3):

@@ -166,7 +166,7 @@ def turned(tiny_model, request) -> Iterator[Backend]:
 
 
 def turned_model(tiny_model: Path):
-    """What transformers computes with these values."""
+    """Return the model of transformers with these values."""
     config = AutoConfig.from_pretrained(tiny_model)
     config.rope_parameters = {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}
     config.rms_norm_eps = 1e-2

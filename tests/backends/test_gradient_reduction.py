@@ -1,4 +1,4 @@
-"""What an optimizer step takes of accumulated gradients (`gradient_reduction`), on each backend, against torch."""
+"""Reduction of accumulated gradients in an optimizer step (`gradient_reduction`), on each backend, against torch."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Who begins next of those that wait to be sampled, and who may pass whom, without a model."""
+"""Order in which waiting samples begin, and which of them may pass others, without a model."""
 
 import pytest
 from sampling_rig import request

@@ -38,7 +38,7 @@ def backend(request, tiny_model) -> Iterator[AbstractBackend]:
 
 
 def logprobs(backend: AbstractBackend, *models: str) -> list[np.ndarray]:
-    """What passes of models give that are under way at once, each with the gradients that a step then takes."""
+    """Return the results of passes of models that run at once, each with the gradients that a step then takes."""
     passes = [
         ForwardBackward(request_id=new_id(), model_id=model, data=DATA, loss_fn="cross_entropy") for model in models
     ]

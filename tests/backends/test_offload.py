@@ -1,4 +1,4 @@
-"""Where models are: the bound on memory, and that no move changes a model."""
+"""Places of models: the bound on memory, and that no move changes a model."""
 
 import dataclasses
 import pickle
@@ -318,7 +318,7 @@ class Operation:
         self.go_on()
 
     def go_on(self) -> bool:
-        """Whether it is at work."""
+        """Do the next part of its work. Return True if it is at work."""
         try:
             if self.state is None and not self.refused:
                 next(self._work)

@@ -25,7 +25,7 @@ def address_space_left(nbytes: int):
 
 
 class Outcomes(NamedTuple):
-    """What came of each request."""
+    """Outcome of each request."""
 
     too_large: Result
     step_of_it: Result

@@ -27,7 +27,7 @@ class Hooked(Executor):
     colocated = True
     phase_s = 0.1
     slow: Future[None] | None = None
-    """What `wake` waits for."""
+    """Future that `wake` waits for."""
 
     def __init__(self, *arguments):
         self.said: list[str] = []

@@ -1,4 +1,4 @@
-"""What a sample is: against Hugging Face, against the trainer's forward pass, and whatever its seed and limits."""
+"""Samples against Hugging Face and the trainer's forward pass, whatever their seed and limits."""
 
 import jax
 import numpy as np

@@ -63,7 +63,7 @@ workloads = st.lists(st.one_of(samples, st.just("burst"), st.integers(0, 9)), mi
 
 
 def work_through(sampler, workload) -> tuple[list[Sample], dict]:
-    """What was asked for and not cancelled, and the results."""
+    """Carry out a workload. Return the samples that were not cancelled, and the results."""
     asked: list[Sample] = []
     results = {}
     for number, action in enumerate(workload):
@@ -79,7 +79,7 @@ def work_through(sampler, workload) -> tuple[list[Sample], dict]:
 
 
 def rounding_may_decide(rig: Rig, asked: Sample, alone: GeneratedSequence, index: int, step: int) -> bool:
-    """Whether the token that `alone` has at `step` is one by less than `CLOSE`; in NumPy float64."""
+    """Return True if the token of `alone` at `step` is ahead by less than `CLOSE`; in NumPy float64."""
     adapter = rig.adapter(int(asked.version[1])) if asked.version else None
     logprobs = rig.full_logprobs([*asked.prompt.tolist(), *alone.tokens[:step].tolist()], adapter)[-1]
     params, order = asked.params, np.argsort(-logprobs, kind="stable")

@@ -1,4 +1,4 @@
-"""What a sample reports beside its tokens, against Hugging Face: top-k, named tokens, alternatives, suffixes."""
+"""Scores of a sample beside its tokens, against Hugging Face: top-k, named tokens, alternatives, suffixes."""
 
 import numpy as np
 import pytest

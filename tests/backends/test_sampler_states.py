@@ -31,7 +31,7 @@ def free_states(sampler) -> bool:
 
 @pytest.fixture(scope="module")
 def greedy(rig) -> list[list[int]]:
-    """What transformers generates after each prompt."""
+    """Tokens that transformers generates after each prompt."""
     theirs = transformers.Qwen3_5ForCausalLM.from_pretrained(rig.folder, dtype=torch.float32).eval()
     options = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "eos_token_id": None}
     prompts = map(prompt_of, LENGTHS)

@@ -1,4 +1,4 @@
-"""What ends a sequence. Continuations are found by sampling without stops first."""
+"""Ends of sequences. Continuations are found by sampling without stops first."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def sampled(rig, stop, max_tokens=12):
 
 
 def generate(rig, tokens: list[int], stop, max_tokens: int = 100):
-    """What becomes of a sequence whose model says `tokens`."""
+    """Return the sequence of a model that says `tokens`."""
     job = Job.of(request([0], stop=stop, max_tokens=max_tokens), rig.tokenizer.eos_ids)
     sequence = Sequence(job, 0, rig.tokenizer, [], [])
     for token in tokens:

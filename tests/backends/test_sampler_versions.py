@@ -121,7 +121,7 @@ def per_pair(weights, on_a, on_b):
 
 
 def use(pool, version: str) -> None:
-    """What a request does that samples it."""
+    """Claim, acquire and release a version, as a request does that samples it."""
     claim = pool.claim(version)
     pool.release(pool.acquire(claim))
     pool.disclaim(claim)

@@ -37,7 +37,7 @@ PLACES = {
     "read": WORKER + "Worker.get",
     "decode": WORKER + "SamplingWorker.decode",
 }
-"""What a worker calls while it does something. All but the first are between collectives."""
+"""Functions that a worker calls in the middle of its work. All but the first are between collectives."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def backend(folder, tmp_path, monkeypatch):
 
 
 def loss_of(backend: TorchBackend, operation: object, within_s: float) -> BackendLost:
-    """What the backend says has happened, while it does an operation."""
+    """Return the backend's error when a worker is lost during an operation."""
     backend.submit(operation)
     until = time.monotonic() + within_s
     with pytest.raises(BackendLost) as caught:

@@ -53,7 +53,7 @@ def model_8b(folder_8b):
 
 
 def plan_for(model, total: float, world: int = 1, shards: ShardOptions | None = None, asked="auto", options=OPTIONS):
-    """What is decided on GPUs of so many GiB."""
+    """Return the plan for GPUs of so many GiB."""
     place = Place(GPU, int(total * GIB), world)
     return decided(model, Path("model"), place, shards or ShardOptions(fsdp_size=0), asked, 1024, options)
 

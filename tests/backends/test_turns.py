@@ -1,4 +1,4 @@
-"""Whose turn it is, simulated: tenants with weights, models that come and go, turns of any cost, with and without
+"""Order of turns, simulated: tenants with weights, models that come and go, turns of any cost, with and without
 companions. The oracle adds up what each tenant was given.
 """
 
@@ -98,7 +98,7 @@ def test_tenants_that_wait_together_are_given_their_shares(weights, most, reques
 
 @given(weights, most, arrivals, st.data())
 def test_two_tenants_that_both_wait_for_a_while_are_given_their_shares_in_that_while(weights, most, arrivals, data):
-    """Whatever was before, and whoever else comes and goes: their gains differ by the bounds of both at most."""
+    """Gains differ by the bounds of both at most, whatever was before, and whoever else comes and goes."""
     simulation = Simulation(weights, most)
     one, other = data.draw(st.permutations(TENANTS))[:2]
     start: dict[str, float] | None = None
@@ -190,7 +190,7 @@ def test_who_begins_to_wait_has_its_turn_after_what_runs_and_one_turn_of_each_ot
 
 @given(weights, most, arrivals, st.integers(1, LARGEST))
 def test_who_runs_as_a_new_tenant_comes_has_no_other_turn_before_it(weights, most, arrivals, cost):
-    """Whatever was before. It may be computed with another in a turn of that."""
+    """It may be computed with another in a turn of that. The history before does not matter."""
     simulation, running = Simulation(weights, most), set()
     for event in arrivals:
         if event is not None and event[0][0] != "a":

@@ -23,7 +23,7 @@ def pool(max_bytes: int = 100) -> VersionPool[str]:
 
 
 def sampled(versions: VersionPool[str], version: str | None) -> str | None:
-    """What is in the slot that a sample of this version is given."""
+    """Return the content of the slot that a sample of this version is given."""
     claim = versions.claim(version)
     slot = versions.acquire(claim)
     assert slot is not None

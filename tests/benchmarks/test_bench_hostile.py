@@ -22,7 +22,7 @@ def report(**changed) -> dict:
 
 
 class Attacked(NamedTuple):
-    """What came of a server."""
+    """Outcome of attacks on a server."""
 
     listed: int
     """Checkpoints of the key that has many."""
@@ -53,7 +53,7 @@ def attacked(tmp_path_factory) -> Iterator[Attacked]:
 
 
 def has_arrived(report: dict) -> bool:
-    """Whether an attack has reached the server."""
+    """Return True if an attack has reached the server."""
     return bool(report["statuses"] or report["sent_bytes"])
 
 

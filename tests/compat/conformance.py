@@ -1,4 +1,4 @@
-"""What every generation of the Tinker SDK must be able to do against a server: one script for all of them.
+"""Checks that every generation of the Tinker SDK must pass against a server: one script for all of them.
 
 Each SDK runs it in an environment of its own, which holds the SDK, NumPy and torch and nothing of this project:
 `python conformance.py --url URL --base-model NAME --out FILE`. A check is a method of `Checks`; it passes by

@@ -55,7 +55,7 @@ def _uv(*arguments: str) -> None:
 
 
 def index_options() -> list[str]:
-    """Where pip looks for packages, as options of uv."""
+    """Return the places where pip looks for packages, as options of uv."""
     done = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, env=os.environ
     )

@@ -65,7 +65,7 @@ AT_ONCE = 2
 TIMEOUT_S = 300
 TOLERANCE = 1e-4
 LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:")
-"""How a message starts in the server's log; what does not belongs to the one before."""
+"""Start of a message in the server's log; other lines belong to the message before."""
 
 
 def run_sdk(version: str, torch: str, server: LocalServer) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def loss_before_training(model: Path) -> float:
 
 
 def errors_of(server: LocalServer) -> list[str]:
-    """What the server logged as errors, which no request may cause, each with its traceback."""
+    """Return the errors in the server's log, which no request may cause, each with its traceback."""
     found, inside = [], False
     for line in server.log_path.read_text(errors="replace").splitlines():
         if LOGGED.match(line):

@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 RUNS = (Path("build/matrix.json"), Path("build/cookbook.json"))
 MARKS = {"ok": "ok", "failed": "**failed**", "absent": "-"}
 OWN = {"run": "The script runs to its end.", "values": "All numbers are those that the newest SDK gets."}
-"""What the runner checks, beside the script."""
+"""Checks of the runner, beside those of the script."""
 
 
 def as_markdown(summary: dict[str, Any]) -> str:
@@ -35,7 +35,7 @@ def as_markdown(summary: dict[str, Any]) -> str:
 
 
 def legend(summary: dict[str, Any]) -> str:
-    """What each check is about: the first line of its docstring."""
+    """Describe each check by the first line of its docstring."""
     names = dict.fromkeys(name for result in summary["sdks"].values() for name in result["checks"])
     texts = {name: OWN.get(name) or (getattr(Checks, name).__doc__ or "").split("\n")[0] for name in names}
     return "\n".join(f"- `{name}`: {text}" for name, text in texts.items())

@@ -1,4 +1,4 @@
-"""What turns the matrix red, on results made by hand; and that the page shows every SDK and every check."""
+"""Causes of a red matrix, on results made by hand; and that the page shows every SDK and every check."""
 
 import sqlite3
 import subprocess

@@ -58,7 +58,7 @@ def backend(opener, base) -> Iterator[AbstractBackend]:
 
 @pytest.fixture(scope=lifetime)
 def successor(opener, base) -> Iterator[AbstractBackend]:
-    """What takes over when `backend` is gone."""
+    """Backend that takes over when `backend` is gone."""
     backend = opener(base)
     yield backend
     backend.close()

@@ -96,7 +96,7 @@ def a_sample(version: str | None, path=None, *, seed: int = 1, max_tokens: int =
 
 
 def step(backend: AbstractBackend) -> list[Completion]:
-    """What completes with the next step."""
+    """Take the next step. Return what it completes."""
     backend.wait()
     return backend.step()
 
@@ -144,7 +144,7 @@ def state(backend: AbstractBackend, model_id: str, folder: Path) -> str | None:
 
 
 def logprobs(backend: AbstractBackend, model_id: str) -> np.ndarray:
-    """What the model thinks of a fixed text: a fingerprint of its weights."""
+    """Return the model's log-probabilities of a fixed text: a fingerprint of its weights."""
     (output,) = done(backend, a_pass(model_id, TOKENS, OTHER_TOKENS, forward_only=True))
     assert isinstance(output, ForwardBackwardOutput)
     return np.concatenate([datum["logprobs"] for datum in output.loss_fn_outputs])

@@ -19,7 +19,7 @@ STEPS = 40
 
 
 def marks(backend, version: str, path=None) -> list[list[int]]:
-    """What tells a version from any other: two samples of it."""
+    """Return two samples of a version, which tell it from any other."""
     return sampled(backend, version, path, num_samples=2, max_tokens=10)
 
 

@@ -59,7 +59,7 @@ DEPENDENCIES = (
     "tqdm",
     "transformers>=5.7",
 )
-"""What the cookbook and its recipes ask for, but for tml-renderers, which only models of another family need; and PEFT,
+"""Packages of the cookbook and its recipes, but for tml-renderers, which only models of another family need; and PEFT,
 to check its weights tools with."""
 
 PREPARE = Path("examples/cookbook/prepare.py")
@@ -89,7 +89,7 @@ class Runner:
         self.found: dict[str, Future[dict[str, Any]]] = {}
 
     def run_all(self, recipes: Sequence[Recipe]) -> dict[str, dict[str, Any]]:
-        """What became of each recipe; AT_ONCE at a time, in this order, in which one that others need comes before."""
+        """Run recipes AT_ONCE at a time, in this order: one that others need comes before. Return their results."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             try:
                 for recipe in recipes:
@@ -100,7 +100,7 @@ class Runner:
                 raise
 
     def run(self, recipe: Recipe) -> dict[str, Any]:
-        """What the recipe's metric did, what is wrong with that, and the seconds it took."""
+        """Run a recipe. Return its metric's values, the problems with them, and the seconds it took."""
         if recipe.after:
             self.found[recipe.after].result()
         start = time.monotonic()
@@ -131,7 +131,7 @@ class Runner:
         return self.work / "runs" / name.replace(" ", "-")
 
     def _places(self, recipe: Recipe) -> dict[str, str]:
-        """What options may name."""
+        """Return the places that options may name."""
         places = {"log": str(self._log(recipe.name))}
         if recipe.after:
             path = self._log(recipe.after) / "checkpoints.jsonl"
@@ -184,7 +184,7 @@ def read_metrics(log: Path) -> Iterator[dict]:
 
 
 def judge(recipe: Recipe, rows: list[dict]) -> dict[str, Any]:
-    """What a recipe's metric did over its steps, and what is wrong with that."""
+    """Return the values of a recipe's metric over its steps, and the problems with them."""
     values = list(
         {row.get("step", place): row[recipe.metric] for place, row in enumerate(rows) if recipe.metric in row}.values()
     )
@@ -204,7 +204,7 @@ def judge(recipe: Recipe, rows: list[dict]) -> dict[str, Any]:
 
 
 def compare_resumed(recipe: Recipe, before: list[dict], after: list[dict]) -> list[str]:
-    """What is wrong: steps that were repeated after the kill must have the values that they had before it."""
+    """Return the problems of a resumed run: steps repeated after the kill must keep the values that they had before."""
     repeated = {row["step"]: row[recipe.metric] for row in after[len(before) :]}
     common = [row for row in before if row["step"] in repeated]
     if not common or 0 in repeated:

@@ -1,4 +1,4 @@
-"""What turns a recipe red, on metrics made by hand; and that the page shows every recipe."""
+"""Causes of a red recipe, on metrics made by hand; and that the page shows every recipe."""
 
 import math
 from pathlib import Path

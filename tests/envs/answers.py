@@ -12,7 +12,7 @@ MATH_VERIFY = "math-verify"
 
 
 class Answer(NamedTuple):
-    """What a model said, and what is to be said of it."""
+    """Answer of a model, and the verdict on it."""
 
     text: str
     gold: object
@@ -182,4 +182,4 @@ ALGEBRA = [
     Answer("\\boxed{\\frac{3}{2}}", "1 \\frac{1}{2}", True, MATH_VERIFY),
     Answer("\\boxed{9^{9^{9^{9}}}}", "5", False, "nobody can finish it in time"),
 ]
-"""What cannot be told without computing: `math` asks math-verify about it where it is told to."""
+"""Answers that only computing can judge: `math` asks math-verify about them where it is told to."""

@@ -1,4 +1,4 @@
-"""How environments are found, made and told their settings."""
+"""Environments: finding them, making them and their settings."""
 
 import asyncio
 from dataclasses import dataclass

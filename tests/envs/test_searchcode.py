@@ -12,7 +12,7 @@ ROW = {"reward_spec": {"ground_truth": "42"}, "max_turns": 3}
 
 
 def told(action: str, settings: dict | None = None) -> str:
-    """What the model is told after `action`, which does not end the episode."""
+    """Return the model's observation after `action`, which does not end the episode."""
     (step,) = play("searchcode", settings, ROW, action)
     assert (step.reward, step.done) == (0.0, False)
     (message,) = step.observations

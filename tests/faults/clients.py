@@ -18,7 +18,7 @@ from skyrl.tinker.local_server import LocalServer, close_client
 from tests.faults.diary import Diary
 
 FIXED = sequence(12, seed=999)
-"""What the final weights are asked about."""
+"""Text that the final weights score."""
 CHUNK = 3
 """Sequences that the SDK puts into one request, so that a pass becomes several."""
 ADAM = tinker.AdamParams(learning_rate=3e-3)
@@ -38,7 +38,7 @@ class Client:
     note: Callable[[str, Any], None]
     rounds: Iterator[int]
     exact: bool
-    """Whether rounding is the same in every run, so that equal draws give equal tokens."""
+    """True if rounding is the same in every run, so that equal draws give equal tokens."""
 
     def trainer(self, seed: int, rank: int = 4) -> tinker.TrainingClient:
         return new_trainer(self.service, self.server, rank=rank, seed=seed)

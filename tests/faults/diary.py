@@ -1,4 +1,4 @@
-"""What the clients of a run saw, in the order in which they saw it, and a way to wait for more of it.
+"""Record of what the clients of a run saw, in the order in which they saw it, and a way to wait for more of it.
 
 An entry is (what, value): values are numbers, texts, arrays, or lists and dicts of them. Ids differ between runs, so
 `same_in_every_run` takes them out of texts.
@@ -44,7 +44,7 @@ class Diary:
         assert self._failure is None, self._failure
 
     def counts(self) -> dict[str, int]:
-        """How much each client has written."""
+        """Return the number of entries of each client."""
         with self._news:
             return {client: len(entries) for client, entries in self.entries.items()}
 
@@ -82,7 +82,7 @@ def same_in_every_run(value: Any) -> Any:
 
 
 def differences(ours: Any, theirs: Any, tolerance: float, where: str = "") -> list[str]:
-    """Where two values differ: at all for `tolerance` 0, else by more than that (relative or absolute)."""
+    """Return the places where values differ: at all for `tolerance` 0, else by more than it (relative or absolute)."""
     if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
         children = [(f"{where}.{name}", child, theirs[name]) for name, child in ours.items()]
     elif isinstance(ours, list | tuple) and isinstance(theirs, list | tuple) and len(ours) == len(theirs):

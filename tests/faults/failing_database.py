@@ -27,7 +27,7 @@ if "skyrl.tinker.api_process" in sys.orig_argv:
 
 @dataclass(frozen=True)
 class Faults:
-    """How often what fails; 0: never."""
+    """Frequencies of faults; 0: never."""
 
     reads: int = 0
     """One of so many SELECTs."""

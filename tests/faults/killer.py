@@ -28,7 +28,7 @@ PROCESSES = (
     "moved",
     "linked",
 )
-"""What may be killed at any moment. "twice": something once more while the server comes back from the first time; "one
+"""Targets that may be killed at any moment. "twice": something once more while the server comes back from it; "one
 by one": all processes, in an order by chance; "all at once": as when a container ends, with none left to see the others
 go; "stop": SIGTERM, so that work is put down; "hang": the engine stands still for a while before it is killed; "moved":
 all at once, and the state lies elsewhere at the next start; "linked": the same, and it is reached by a link."""
@@ -41,14 +41,14 @@ LEADS_TO = {
     "engine: model half revived": "engine",
     "storage: older folder moved aside": "storage: folder in place",  # that of a save, which is then done again
 }
-"""What has to be killed first, where a crash point is passed only while the server comes back."""
+"""Process to kill first, for a crash point that is passed only while the server comes back."""
 ATTEMPTS = 30
 """Of those; not every one leads there."""
 
 
 @dataclass
 class Kill:
-    """What was done, and how long it was felt."""
+    """A kill, and how long it was felt."""
 
     what: str
     ready_s: float

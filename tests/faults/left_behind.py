@@ -1,4 +1,4 @@
-"""What a run leaves behind, read without the server's code: rows of its database, tensors of its checkpoints."""
+"""Remains of a run, read without the server's code: rows of its database, tensors of its checkpoints."""
 
 import json
 import sqlite3

@@ -13,11 +13,11 @@ from tests.tinker.test_failing_database import patient
 from tests.waiting import until
 
 KILLS = {4: "engine", 9: "api", 15: "engine"}
-"""What is killed after so many requests."""
+"""Processes to kill, by the number of requests sent before."""
 
 
 def run_script(server: LiveServer, folder: Path | None = None) -> list[object]:
-    """What comes of all requests. In a `folder` of faults, processes are killed meanwhile."""
+    """Return the outcomes of all requests. In a `folder` of faults, processes are killed meanwhile."""
     script, sent = Script(patient(server)), 0
     while script.submit():
         sent += 1

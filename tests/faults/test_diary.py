@@ -1,4 +1,4 @@
-"""What would make two runs differ is seen."""
+"""Differences that would make two runs differ are seen."""
 
 import numpy as np
 import pytest

@@ -28,7 +28,7 @@ ROUNDS = 12
 
 @dataclass
 class Seen:
-    """What came of serving a request, and its neighbours."""
+    """Outcomes of a served request, and of its neighbours."""
 
     neighbours: list[Any]
     own: Any
@@ -37,7 +37,7 @@ class Seen:
 
 
 def neighbour(server: LocalServer, seed: int) -> list[Any]:
-    """What a tenant sees that trains and samples."""
+    """Return the observations of a tenant that trains and samples."""
     seen: list[Any] = []
     with service(server) as client:
         trainer = new_trainer(client, server, seed=seed)
@@ -78,7 +78,7 @@ def poisoned_pass(server: LocalServer) -> list[Any]:
 
 
 def healthy_passes(server: LocalServer) -> Any:
-    """What the model of `poisoned_pass` would have seen without the pass that kills."""
+    """Return what the model of `poisoned_pass` would have seen without the pass that kills."""
     with service(server) as client:
         trainer = new_trainer(client, server, seed=3)
         step(trainer, [datum([1, 2, 3])])

@@ -89,7 +89,7 @@ class Bench:
         self.backend.close()
 
     def hear(self) -> FromEngine:
-        """What an engine that runs by itself says next."""
+        """Return the next message of an engine that runs by itself."""
         return self._api.receive()  # pyright: ignore[reportReturnType]
 
     def write(self) -> None:

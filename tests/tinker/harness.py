@@ -54,7 +54,7 @@ class ThreadEngine:
         self.done: list[str] = []
         """Requests in the order of their ends."""
         self.gate: threading.Semaphore | None = None
-        """Where calls of the backend that compute have to pass."""
+        """Gate that calls of the backend that compute have to pass."""
         self._on_frame = on_frame
         self._on_crash = on_crash
         self._on_failure = on_failure
@@ -200,7 +200,7 @@ class LiveServer:
 
     @property
     def url(self) -> str:
-        """What clients of the SDK are given."""
+        """Address for clients of the SDK."""
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     @property
@@ -291,7 +291,7 @@ class LiveServer:
         return seq_id + 2
 
     def logprobs(self, model: str, seq_id: int) -> list[float]:
-        """What the model's weights give for a fixed datum."""
+        """Return the log-probabilities that the model's weights give a fixed datum."""
         result = self.pass_result(self.submit_pass(model, seq_id, forward_only=True))
         return np.frombuffer(result.loss_fn_outputs[0].fields["logprobs"].data, "<f4").tolist()
 

@@ -113,7 +113,7 @@ class InProcessServer:
 
 
 def _copied(source: Path, target: Path) -> bool:
-    """Whether a folder could be copied before something in it was renamed."""
+    """Copy a folder. Return True if nothing in it was renamed meanwhile."""
     shutil.rmtree(target, ignore_errors=True)
     try:
         shutil.copytree(source, target)

@@ -1,4 +1,4 @@
-"""What a server with the fake backend should do, in plain Python: an independent account of the protocol.
+"""Behaviour of a server with the fake backend, in plain Python: an independent account of the protocol.
 
 A model is `fold(actions in order of seq_id)`. An action waits until all before it have arrived; its outcome is settled
 the moment its turn comes, whatever the real server is doing meanwhile. A sample has no place in an order: it ends by
@@ -287,17 +287,17 @@ class ReferenceSample:
     """A sample as the server that took it in knows it."""
 
     tokens: list[list[int]] | None
-    """What it gives; None: it does not end by itself."""
+    """Tokens that it gives; None: it does not end by itself."""
     begun: bool
-    """Whether an engine has been there for it. Then it may have ended, which only its answer tells."""
+    """True if an engine has been there for it. Then it may have ended, which only its answer tells."""
     known: bool = True
     cancelled: bool = False
     outcome: Sampled | Failed | None = None
-    """How it has ended, where that is certain. It stays so."""
+    """End of the sample, if that is certain. It stays so."""
 
     @property
     def runs(self) -> bool:
-        """Whether it may take an engine to end it."""
+        """True if it may take an engine to end it."""
         return self.known and self.outcome is None and not self.cancelled
 
     def cancel(self) -> None:

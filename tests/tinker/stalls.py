@@ -1,4 +1,4 @@
-"""How long the event loop of a server stands still, and another key's heartbeats with it, while a request is worked on.
+"""Stalls of a server's event loop, and of another key's heartbeats with it, while a request is worked on.
 
 The work is real: nothing is held up, because what waits lets go of the interpreter and what works may not. Stalls are
 counted in seconds of this process's processor time, which other processes have no part in, and compared with those of
@@ -21,14 +21,14 @@ TICK_S = 0.002
 SHARE = 1 / 8
 """Part of the work that the longest stall may be. Where all of it is done in one piece, this is a quarter or more."""
 SHORT_S = 0.05
-"""What a stall may always be."""
+"""Seconds that a stall may always last."""
 OTHER = "tml-other"
 """The key of those who are not to notice."""
 
 
 @dataclass
 class Meanwhile:
-    """What went on beside a request."""
+    """Events beside a request."""
 
     responses: list[httpx.Response]
     work_s: float = 0.0
@@ -37,7 +37,7 @@ class Meanwhile:
 
     @property
     def allowed_s(self) -> float:
-        """What a stall may be."""
+        """Longest allowed stall."""
         return max(SHORT_S, SHARE * self.work_s)
 
 

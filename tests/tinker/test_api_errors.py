@@ -167,7 +167,7 @@ def bodies(server: LiveServer) -> dict[str, dict]:
 
 
 def paths_in(value: object) -> list[tuple]:
-    """Where in a JSON value something can be replaced."""
+    """Return the places in a JSON value where something can be replaced."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else []
     found = [()]
     for key, child in items:

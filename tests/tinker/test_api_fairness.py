@@ -1,4 +1,4 @@
-"""Who waits for whom, through the whole server. The fake backend computes one quantum for each turn of a gate.
+"""Fairness between requests in the whole server. The fake backend computes one quantum for each turn of a gate.
 
 What is counted are quanta, in the order in which they were computed, while the engine had all that is compared.
 """
@@ -145,7 +145,7 @@ def is_running(server: LiveServer, *requests: str) -> bool:
 
 
 def sent_alone(server: LiveServer, since: int) -> dict[str, bool]:
-    """Whether each operation was to be computed alone, of the frames from `since` on."""
+    """Return for each operation in the frames from `since` on whether it was to be computed alone."""
     operations = []
     for frame in server.engine.sent[since:]:
         operations += frame.operations if isinstance(frame, Revive) else []

@@ -1,4 +1,4 @@
-"""What survives the end of the engine, and of the server."""
+"""Recovery from the end of the engine, and of the server."""
 
 import asyncio
 import shutil

@@ -1,4 +1,4 @@
-"""What a sample may ask for beside its tokens, over HTTP; the numbers themselves are tested with a real model."""
+"""Scores of samples beside their tokens, over HTTP; the numbers themselves are tested with a real model."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Whom crashes are blamed on, and that no death of the processes forgets it."""
+"""Attribution of crashes to requests, and that no death of the processes forgets it."""
 
 import threading
 from collections.abc import Callable

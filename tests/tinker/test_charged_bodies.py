@@ -1,4 +1,4 @@
-"""What a body costs, its sender waits for: a hundred bytes that take a thread for long delay nobody else."""
+"""The sender of a body waits for its cost: a hundred bytes that take a thread for long delay nobody else."""
 
 import asyncio
 import threading

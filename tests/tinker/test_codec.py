@@ -1,4 +1,4 @@
-"""Who waits for whom where bodies are read. Work is held by events, so that what is counted is its order."""
+"""Order in which bodies are read. Work is held by events, so that what is counted is its order."""
 
 import asyncio
 import threading

@@ -30,7 +30,7 @@ def connect(server: LiveServer, stack: ExitStack, source: str = "127.0.0.1") -> 
 
 
 def received(connection: socket.socket) -> bytes:
-    """What comes next; nothing where the connection is closed."""
+    """Return the next bytes; nothing where the connection is closed."""
     try:
         return connection.recv(4096)
     except ConnectionError:

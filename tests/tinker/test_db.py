@@ -53,7 +53,7 @@ def append(entry: request_log.Entry, refusal: Failure | None = None):
 
 
 async def written_together(database: Database, jobs: Sequence[Job]) -> list[object]:
-    """What comes of jobs that share a transaction: they queue up while the writer is busy."""
+    """Return the results of jobs that share a transaction: they queue up while the writer is busy."""
     busy, go_on = threading.Event(), threading.Event()
 
     def hold(session: Session) -> None:

@@ -1,4 +1,4 @@
-"""What the server chose for a request, as the log has it: rows of every server are read, and written as they were."""
+"""Decisions of the server for a request, in the log: rows of every server are read, and written as they were."""
 
 import json
 

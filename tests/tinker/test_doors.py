@@ -168,7 +168,7 @@ SECRETS = {"key": "tml-planted-key-1", "other": "tml-planted-key-2"}
 
 @dataclass
 class Lived:
-    """What there is to see of a server that trained, failed, crashed and ended."""
+    """Traces of a server that trained, failed, crashed and ended."""
 
     output: str
     seen: dict[str, str]
@@ -176,7 +176,7 @@ class Lived:
     modes: dict[str, int]
     """Of its files, while it ran."""
     held: list[tuple[Path, bytes]]
-    """What was in its files, after a key had been sent and at the end."""
+    """Contents of its files, after a key had been sent and at the end."""
 
 
 def contents(folder: Path) -> list[tuple[Path, bytes]]:

@@ -1,4 +1,4 @@
-"""Whatever ends, and whenever: all requests have the outcomes, and models the weights, of an undisturbed run."""
+"""Ends of processes at any time change nothing: outcomes and weights are those of an undisturbed run."""
 
 from collections.abc import Callable
 
@@ -57,7 +57,7 @@ class Script:
         self.server.outcome(self.ids[-1])
 
     def finish(self) -> list[object]:
-        """What everything came to, without ids: all outcomes, the model, the versions."""
+        """Return the final state without ids: all outcomes, the model, the versions."""
         outcomes = [self.server.outcome(request_id) for request_id in self.ids]
         assert all(outcome.status_code == 200 for outcome in outcomes), outcomes
         results = [outcome.content.replace(self.session.encode(), b"S") for outcome in outcomes]
@@ -127,7 +127,7 @@ QUICK = [
     *(("engine killed", snapshots) for snapshots in SNAPSHOTS),
     ("server killed", {"snapshot_every_steps": 1}),
 ]
-"""Where a server starts again after every answer, a test takes long: one, the others are slow."""
+"""Quick cases. Starting the server again after every answer takes long: one such case is here, others are slow."""
 
 
 def slow_unless(quick: bool, *values: object) -> object:

@@ -384,7 +384,7 @@ class Pieces:
 
 @pytest.fixture
 def quiet(monkeypatch, request):
-    """How long nothing has to come before something is prepared."""
+    """Time without requests after which something is prepared."""
     monkeypatch.setattr("skyrl.tinker.engine.loop.QUIET_S", request.param)
 
 

@@ -246,7 +246,7 @@ def _recover(
 
 
 def _told(result: object) -> object:
-    """What of an answer does not depend on where its files are."""
+    """Return the part of an answer that does not depend on the place of its files."""
     if isinstance(result, ErrorResponse):
         return result.gradients
     if dataclasses.is_dataclass(result) and hasattr(result, "metrics"):

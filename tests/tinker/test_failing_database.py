@@ -43,7 +43,7 @@ def statuses(server: LiveServer) -> list[tuple[str, str]]:
 
 
 def run_script(folder: Path, faults: dict[str, int], **options: object) -> list[object]:
-    """What comes of all requests where the engine ends twice and the database has these `faults`."""
+    """Return the outcomes of all requests where the engine ends twice and the database has these `faults`."""
     with LiveServer(folder, snapshot_every_steps=2, **options) as server:
         wait_until_ready(patient(server))
         with failing(**faults) as database:

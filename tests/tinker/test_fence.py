@@ -20,7 +20,7 @@ from tests.waiting import BOUND_S, until
 
 
 def start_another(path: Path) -> None:
-    """What the start of a server does to a database, whoever has its lock."""
+    """Change a database as the start of a server does, whoever has its lock."""
     with closing(sqlite3.connect(path)) as database, database:
         database.execute("UPDATE settings SET value = value + 1 WHERE name = ?", [EPOCH])
 

@@ -129,7 +129,7 @@ ROWS = 8
 
 
 def all_the_way(body: bytes) -> Iterator[object]:
-    """What a pass is on its way to the engine, and its outputs on their way back."""
+    """Yield the forms of a pass on its way to the engine, and of its outputs on their way back."""
     yield (request := codec.decode_forward_backward(body, codec.PROTOBUF, None, 2**30))
     yield (data := check_pass(request.data, request.loss_fn, {}, vocab_size=10**5, max_context_length=10**6))
     operation = ForwardBackward(request_id="r", model_id="m", data=data, loss_fn=request.loss_fn)
@@ -183,7 +183,7 @@ def test_no_step_of_the_way_makes_a_python_object_per_token_and_drops_it():
 
 
 def test_a_large_frame_is_there_once_while_it_comes():
-    """What is copied at once stops the event loop, and would be there twice."""
+    """A copy in one piece stops the event loop, and doubles the memory."""
     size = 2**24
     sampled = GeneratedSequence(np.arange(size, dtype=np.int32), np.zeros(1, np.float32), "stop", None)
 

@@ -1,4 +1,4 @@
-"""What no client should send: names, bodies and headers made to break things. Each is answered, nothing is damaged."""
+"""Requests with names, bodies and headers made to break things. Each is answered, nothing is damaged."""
 
 import asyncio
 import contextlib

@@ -127,7 +127,7 @@ def status(connection: socket.socket) -> int:
 
 
 def received(connection: socket.socket) -> int:
-    """How many bytes come until it ends."""
+    """Return the number of bytes that come until it ends."""
     size = 0
     try:
         while piece := connection.recv(2**16):

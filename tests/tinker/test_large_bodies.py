@@ -1,4 +1,4 @@
-"""What a large training pass goes through on its way happens beside the event loop, which answers others meanwhile."""
+"""Work on a large training pass happens beside the event loop, which answers others meanwhile."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,7 @@ LARGE, SMALL = 40, 1
 
 
 def is_of_pass(function: str, argument: Any, result: Any) -> bool:
-    """Whether a call is about the pass; frames are about all sorts of things."""
+    """Return True if a call is about the pass; frames are about all sorts of things."""
     if function == "encode":
         return isinstance(argument, Enqueue) and isinstance(argument.operation, ForwardBackward)
     if function == "decode":

@@ -1,4 +1,4 @@
-"""What the ledger says was used: whatever ends meanwhile, what clients were answered, and once."""
+"""Usage in the ledger: whatever ends meanwhile, it is what clients were answered, and once."""
 
 import time
 from collections.abc import Iterator
@@ -172,7 +172,7 @@ def test_a_sample_that_its_client_is_told_is_gone_was_not_charged(own_server):
 
 @pytest.mark.parametrize("in_between", [0, 2])
 def test_a_sample_whose_answer_was_handed_out_stays_charged(own_server, in_between):
-    """Whether the database has been told that it was, which is done with later charges, or not."""
+    """The database has been told that it was, which is done with later charges, or has not."""
     sampler = own_server.sampler(own_server.session(), 0, base_model="fake/model")
     request_id = own_server.submit_sample(sampler, 0)["request_id"]
     own_server.outcome(request_id)

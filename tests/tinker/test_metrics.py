@@ -29,7 +29,7 @@ def scraped(server: LiveServer, key: str = "tml-test") -> Samples:
 
 
 def until(server: LiveServer, holds: Callable[[Samples], bool]) -> Samples:
-    """What is scraped once something holds of it, which the engine may tell a moment later."""
+    """Scrape until something holds, which the engine may tell a moment later."""
     for _ in range(500):
         found = scraped(server)
         if holds(found):

@@ -57,7 +57,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def first_state(engine: Engine, tmp_path: Path) -> Path:
-    """What a server of the first revision left: a live model, two checkpoints, three samplers, a result, a request."""
+    """State of a server of the first revision: a live model, two checkpoints, three samplers, a result, a request."""
     model = FakeModel.fresh(LoraConfig(**LORA))
     folders = {}
     for kind, name in (("weights", "w@1"), ("sampler_weights", "s@2"), ("ephemeral", "3")):

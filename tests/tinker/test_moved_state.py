@@ -27,7 +27,7 @@ from tests.waiting import until
 
 @dataclass
 class Left:
-    """What a server has left in `folder`, and what its weights give."""
+    """State that a server has left in `folder`, and the log-probabilities that its weights give."""
 
     folder: Path
     live: str

@@ -28,7 +28,7 @@ OPTIONS = {
     "api_keys": ["tml-test"],
 }
 SUMS = ("sum(checkpoints.size_bytes)", "sum(versions.size_bytes)", "sum(models.snapshot_bytes)")
-"""What max_disk_gib asks before a save: walks, of small entries of an index alone."""
+"""Sums that max_disk_gib asks for before a save: walks, of small entries of an index alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def asked(folder) -> Iterator[Asked]:
-    """What two servers ask that use all routes and collect everything."""
+    """Queries of two servers that use all routes and collect everything."""
     asked = Asked()
     event.listen(Engine, "before_cursor_execute", asked.note)
     with LiveServer(folder, **OPTIONS) as server:
@@ -139,7 +139,7 @@ def make_older(folder) -> None:
 
 @pytest.fixture(scope="module")
 def plans(asked, folder) -> dict[Query, list[str]]:
-    """What SQLite does for each query."""
+    """Plan of SQLite for each query."""
     with closing(sqlite3.connect(folder / "server.db")) as database:
         return {
             query: [row[3] for row in database.execute(f"EXPLAIN QUERY PLAN {query.statement}", query.parameters)]

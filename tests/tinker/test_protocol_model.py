@@ -43,7 +43,7 @@ class Sent:
     settled: ref.Outcome | None = None
     """Its outcome, where that does not depend on its place in a model's order."""
     seen: bytes | None = None
-    """What the server has answered."""
+    """Answer of the server."""
     crashes: int = 0
     """Ends of engines that it has seen."""
 
@@ -86,7 +86,7 @@ class SentSample:
 
     @property
     def endless(self) -> bool:
-        """Whether it runs until it is cancelled."""
+        """True if it runs until it is cancelled."""
         return self.state.runs and self.state.tokens is None
 
 
@@ -115,7 +115,7 @@ class Protocol(RuleBasedStateMachine):
 
     OPTIONS: ClassVar[dict[str, Any]] = {"backend_config": {"max_context_length": 10 * FAR, "burst_s": 0.001}}
     down = False
-    """Whether there is no engine."""
+    """True while there is no engine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,7 +401,7 @@ class Protocol(RuleBasedStateMachine):
         self.send_sample_again(self.samples[-1])
 
     def send_sample(self, sampler: Sampler, body: dict[str, Any]) -> tuple[str, ref.ReferenceSample]:
-        """What comes back is decided now, whatever the model's weights become meanwhile."""
+        """Send a sample. Its tokens are decided now, whatever the model's weights become meanwhile."""
         if sampler.follows:
             self.await_saves(sampler.follows)
         request_id = self.post("/asample", body, sampler.key)["request_id"]
@@ -599,7 +599,7 @@ class CrashingProtocol(Protocol):
 
 
 def end_of(response: httpx.Response) -> ref.Sampled | ref.Failed:
-    """What a sample has come to."""
+    """Return the end of a sample."""
     if response.headers["content-type"] != PROTOBUF:
         failure = response.json()
         return ref.Failed(failure["category"], failure["error"])

@@ -1,4 +1,4 @@
-"""How much may wait: counted as what it takes in memory, bounded for all together and for each tenant."""
+"""Limits of waiting requests: counted as what they take in memory, bounded for all together and for each tenant."""
 
 import json
 import tracemalloc
@@ -39,7 +39,7 @@ def post_pass(server: LiveServer, model: str, seq_id: int, rows: list[list[int]]
 
 
 def accepted(send: Callable[[int], httpx.Response], most: int = 100) -> int:
-    """How many requests are taken before one is turned away."""
+    """Return the number of requests that are taken before one is turned away."""
     for number in range(most):
         response = send(number)
         if response.status_code != 200:
@@ -210,14 +210,14 @@ def speak_as(server: LiveServer, tenant: str) -> None:
 
 
 def passes_until_full(server: LiveServer, tenant: str) -> int:
-    """How many passes that wait for an earlier one are taken of a tenant."""
+    """Return the number of passes waiting for an earlier one that are taken of a tenant."""
     speak_as(server, tenant)
     model = server.model()
     return accepted(lambda number: post_pass(server, model, 2 + number, [[1] * 1000] * 90))
 
 
 def samples_until_full(server: LiveServer, tenant: str, **options) -> int:
-    """How many samples that never end are taken of a tenant."""
+    """Return the number of samples that never end that are taken of a tenant."""
     speak_as(server, tenant)
     sampler = server.sampler(server.session(), 0, base_model=BASE_MODEL)
     return accepted(

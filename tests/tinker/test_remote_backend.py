@@ -53,7 +53,7 @@ class Step:
 
 
 def loop(steps: int) -> tuple[list[Step], np.ndarray]:
-    """What each step returns, and the logits of what follows each token in the end; one matrix product at a time."""
+    """Return the result of each step, and the final logits of what follows each token; one matrix product at a time."""
     base = np.random.default_rng(0).normal(size=(VOCAB, VOCAB))
     a, b = np.random.default_rng(SEED).normal(size=(VOCAB, RANK)) / np.sqrt(RANK), np.zeros((RANK, VOCAB))
     moments = [[np.zeros_like(x), np.zeros_like(x)] for x in (a, b)]
@@ -103,7 +103,7 @@ def worker(server: LocalServer) -> int:
 
 @dataclass
 class Run:
-    """What was seen of a training run whose server had some accidents."""
+    """Observations of a training run whose server had some accidents."""
 
     steps: list[Step]
     drawn: tinker.SampledSequence

@@ -36,7 +36,7 @@ def links(server: LiveServer, path: str) -> dict[str, str]:
 
 
 def folder(server: LiveServer, path: str) -> Path:
-    """Where a checkpoint of request 1 lies."""
+    """Return the folder of a checkpoint of request 1."""
     model, kind, name = path.removeprefix("tinker://").split("/")
     return Path(server.config.checkpoints_base) / model.replace(":", "-") / kind / f"{name}@1"
 

@@ -1,4 +1,4 @@
-"""What the end of the engine or of the server means to exports, copies and deleted checkpoints."""
+"""Exports, copies and deleted checkpoints after the end of the engine or of the server."""
 
 import httpx
 import pyrage

@@ -1,4 +1,4 @@
-"""What goes when its time is over and what stays: rows, files, what clients are told; in a server and by skyrl gc."""
+"""Retention: which rows and files are removed or stay, and what clients are told; in a server and by skyrl gc."""
 
 import json
 import os
@@ -546,7 +546,7 @@ def folder_of(server: Server, model: str, kind: str, name: str, age_s: float) ->
 
 
 def in_base(server: Server, path: Path) -> str:
-    """What the database calls a folder."""
+    """Return the database's name of a folder."""
     return str(path.relative_to(server.folder / "checkpoints"))
 
 

@@ -1,4 +1,4 @@
-"""What a revival does again: rows of the log in, operations out."""
+"""Operations that a revival repeats: rows of the log in, operations out."""
 
 from dataclasses import replace
 

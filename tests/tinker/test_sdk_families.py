@@ -14,7 +14,7 @@ from skyrl.tinker.local_server import LocalServer
 from tests.tx.family_models import write_model
 
 ROWS = [np.random.default_rng(seed).integers(0, 300, 24).tolist() for seed in (0, 1)]
-"""What each tenant learns."""
+"""Text that each tenant learns."""
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def started(service_client, live_server):
 
 
 def applied_gradient(trainer, live_server, before) -> dict[str, np.ndarray]:
-    """What one step of gradient descent changed."""
+    """Return the change that one step of gradient descent made."""
     trainer.optim_step(SGD).result()
     after = oracle.adapter(adapter_folder(live_server, trainer.save_weights_for_sampler("after").result().path))
     return {name: value - after[name] for name, value in oracle.adapter(before).items()}

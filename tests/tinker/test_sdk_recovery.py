@@ -1,4 +1,4 @@
-"""What survives: a restart of the server, and the death of its engine. Each test has a server of its own."""
+"""Recovery from a restart of the server, and from the death of its engine. Each test has a server of its own."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""When a model is snapshotted, with plain operations and a clock that is a number."""
+"""Times of snapshots of a model, with plain operations and a clock that is a number."""
 
 import math
 

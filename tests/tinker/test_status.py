@@ -1,4 +1,4 @@
-"""What an operator sees of a server, against what its clients have sent."""
+"""Status of a server as its operator sees it, against what its clients have sent."""
 
 import threading
 import time
@@ -28,7 +28,7 @@ def requests(server: LiveServer, **asked: Any) -> dict[str, dict[str, Any]]:
 
 
 def until(look: Callable[[], Any], holds: Callable[[Any], bool]) -> Any:
-    """What is seen once something holds of it, which the engine may tell a moment later."""
+    """Look until something holds, which the engine may tell a moment later."""
     for _ in range(500):
         if holds(found := look()):
             return found

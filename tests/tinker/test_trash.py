@@ -1,4 +1,4 @@
-"""What is collected waits in .trash for a while; what would take too much of all is left; and there is a way back."""
+"""Collected files wait in .trash for a while; what would take too much of all is left; and there is a way back."""
 
 import logging
 import os

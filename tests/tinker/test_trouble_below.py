@@ -1,4 +1,4 @@
-"""What the system refuses, and an engine that hangs, are not the end of a server: real processes and real limits."""
+"""Refusals of the system, and an engine that hangs, do not end a server: real processes and real limits."""
 
 import os
 import resource

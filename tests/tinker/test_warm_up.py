@@ -22,7 +22,7 @@ BACKEND = {
 
 
 def compiled(server: LocalServer) -> dict[str, int]:
-    """How many programs the engine has, by what they are for."""
+    """Return the number of programs that the engine has, by purpose."""
     return httpx.get(f"{server.url}/api/v1/healthz").json()["engine"]
 
 

@@ -28,7 +28,7 @@ def sdk_request(data: list[sdk.Datum], loss_fn="cross_entropy", config=None) -> 
 
 
 def sdk_body(data: list[sdk.Datum], loss_fn="cross_entropy", config=None) -> bytes:
-    """What the SDK sends, as protobuf."""
+    """Return the body that the SDK sends, as protobuf."""
     return request_conv.forward_backward_request_to_proto(sdk_request(data, loss_fn, config)).SerializeToString()
 
 

@@ -1,4 +1,4 @@
-"""Whatever bytes arrive, decoding returns a request or raises `MalformedBody`, and never needs more than it may."""
+"""Decoding any bytes returns a request or raises `MalformedBody`, and never needs more than it may."""
 
 import json
 from contextlib import suppress

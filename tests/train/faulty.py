@@ -69,7 +69,7 @@ class Faulty(Env[NoSettings]):
 
 
 class Searching(SearchEnv):
-    """Whatever the model says is a query, or, in the last turn, its answer. The reward is a hash of that."""
+    """Environment in which each answer is a query, or, in the last turn, the answer. The reward is a hash of that."""
 
     async def step(self, action: str) -> StepResult:
         last = self.turns + 1 == self.max_turns

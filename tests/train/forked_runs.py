@@ -41,7 +41,7 @@ class Forks:
 
 @contextmanager
 def forks(crash_points: Path, *paths: Path, modules: Sequence[str] = ()) -> Iterator[Forks]:
-    """What runs commands, which look for crash points in a folder, and for modules in `paths` first.
+    """Yield a runner of commands, which look for crash points in a folder, and for modules in `paths` first.
 
     It has imported `modules` beside the trainers.
     """

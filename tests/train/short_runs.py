@@ -1,4 +1,4 @@
-"""What short RL runs on a tiny model are told, and how two of them are compared."""
+"""Configurations of short RL runs on a tiny model, and a comparison of two runs."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ ON = {
         "fsdp2={deterministic: true, num_workers: 2, workers: processes, fsdp_size: -1}",
     ],
 }
-"""How a strategy trains bit for bit. JAX's programs are not kept, as the suite has its own. torch compiles none, so
+"""Overrides for training bit for bit. JAX's programs are not kept, as the suite has its own. torch compiles none, so
 that runs which are not about JAX are run on it."""
 
 RL = [

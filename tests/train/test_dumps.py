@@ -1,4 +1,4 @@
-"""What a run writes to be looked at, read back by json, safetensors and an image library, not by our code."""
+"""Files that a run writes to be looked at, read back by json, safetensors and an image library, not by our code."""
 
 import datetime
 import json
@@ -197,6 +197,6 @@ assert not plot_metrics([], ["reward"], {str(tmp_path / "x.png")!r})
 
 
 def _pixels(path: Path, colour: tuple[int, int, int]) -> int:
-    """How many pixels have nearly this colour."""
+    """Return the number of pixels that have nearly this colour."""
     shown = np.asarray(image.imread(path))[..., :3] * 255
     return int((np.abs(shown - np.array(colour)) < 8).all(-1).sum())

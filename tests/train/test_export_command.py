@@ -57,7 +57,7 @@ def equal(ours: Path, theirs: Path) -> bool:
 
 
 def logits(folder: Path, adapter: Path | None = None) -> np.ndarray:
-    """What transformers and PEFT make of a text."""
+    """Return the logits that transformers and PEFT give a text."""
     model = oracle.load(folder)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, str(adapter))

@@ -253,7 +253,7 @@ def no_cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def said_in_process(monkeypatch, tmp_path, capfd, no_cache) -> Callable[..., str]:
-    """What a refused command says on standard error, in this process."""
+    """Run a command that is refused in this process. Return its standard error."""
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", root.handlers[:])
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What the JAX backend gets from a training configuration."""
+"""Options that the JAX backend gets from a training configuration."""
 
 import gzip
 import logging

@@ -47,7 +47,7 @@ def rl(model: Path, folder: Path, *overrides: str) -> int:
 
 
 def logits(folder: Path | str, adapter: Path | str | None = None) -> np.ndarray:
-    """What transformers and PEFT make of a text."""
+    """Return the logits that transformers and PEFT give a text."""
     model = oracle.load(folder)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, str(adapter))

@@ -1,4 +1,4 @@
-"""What a configuration says is what the algorithms do: overrides in, numbers out, against NumPy with those numbers."""
+"""Options of a configuration reach the algorithms: overrides in, numbers out, against NumPy with those numbers."""
 
 from typing import Any
 

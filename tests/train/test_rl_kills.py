@@ -16,7 +16,7 @@ TAKEN, SAVED = "trainer: step taken, not recorded", "trainer: newest named, olde
 TWICE = [SAVED, TAKEN]
 """After the first step, and in the second."""
 AT_EVERY_STEP = [SAVED, SAVED, TAKEN, SAVED, SAVED]
-"""Where one process after another is killed. After SAVED comes the next step, else the same again."""
+"""Points at which one process after another is killed. After SAVED comes the next step, else the same again."""
 AT_EVERY_POINT = [
     *(TAKEN, SAVED),
     *("storage: files half written", "storage: files written, not in place", SAVED),
@@ -49,7 +49,7 @@ WHILE_WRITING = [
     *("storage: files half written", "trainer: models written, state not", SAVED),
     *("trainer: checkpoint in place, not the newest", TAKEN),
 ]
-"""Where a run is killed that writes checkpoints beside its steps."""
+"""Points at which a run is killed that writes checkpoints beside its steps."""
 MODELS = {"grpo": ["policy"], "grpo beside": ["policy"], "ppo": ["critic", "policy"], "sft": ["policy"]}
 
 

@@ -14,7 +14,7 @@ CORRECTED = "trainer.algorithm.off_policy_correction.tis_ratio_type=token"
 
 
 class Interrupted(Exception):
-    """What ends a run in the middle."""
+    """Error that ends a run in the middle."""
 
 
 @pytest.fixture

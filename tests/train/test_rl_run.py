@@ -23,7 +23,7 @@ STEPS = 4
 
 
 class Killed(Exception):
-    """What ends a run in the middle."""
+    """Error that ends a run in the middle."""
 
 
 @pytest.fixture

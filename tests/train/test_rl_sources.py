@@ -1,4 +1,4 @@
-"""Where trajectories come from: the order in which they are trained on, how old they may be, and what is restored."""
+"""Sources of trajectories: the order in which they are trained on, how old they may be, and what is restored."""
 
 import asyncio
 import json

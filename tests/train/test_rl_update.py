@@ -288,7 +288,7 @@ class Recorded:
         return await self._client.run(operation)
 
     def kinds(self) -> Counter[str]:
-        """How often the policy was stepped, and passes were made with and without gradients."""
+        """Count the steps of the policy, and the passes with and without gradients."""
         names = {True: "forward", False: "forward_backward"}
         return Counter(
             names[operation.forward_only] if isinstance(operation, ForwardBackward) else "optim_step"

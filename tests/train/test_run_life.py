@@ -176,7 +176,7 @@ def test_several_functions_are_weighed_each_has_a_metric_and_tokens_have_their_o
 
 
 class Sums(Generator):
-    """What one turn in `rewarding:Hashed` is."""
+    """The single turn of `rewarding:Hashed`."""
 
     async def generate(self, prompt, params, session_id):
         tokens = self.chat.render(prompt.messages)

@@ -1,4 +1,4 @@
-"""What a configuration says of sampling beyond the API, down to the tokens that are drawn."""
+"""Sampling options of a configuration beyond the API, down to the tokens that are drawn."""
 
 import asyncio
 

@@ -39,7 +39,7 @@ def options(*given: str, gpus: int = 4) -> TorchBackendConfig:
 
 
 def problems(*given: str) -> list[str]:
-    """What a configuration asks for in vain."""
+    """Return the settings that a configuration asks for in vain."""
     config = resolved(*given)
     return [*unsupported(config, TorchStrategy.support), *TorchStrategy().problems(config)]
 
@@ -115,7 +115,7 @@ def test_ranks_that_share_sequences_are_the_policys():
 
 
 def beside_the_policy(*given: str) -> list[str]:
-    """What a configuration, as it is given, asks for in vain."""
+    """Return the settings that a configuration, as it is given, asks for in vain."""
     config = SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=fsdp2", f"{GPUS}=4", *given])
     return list(TorchStrategy().problems(config))
 

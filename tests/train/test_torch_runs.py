@@ -18,7 +18,7 @@ from skyrl.train.tracking.tracker import read_metrics
 from tests.backends.torch_models import make_model
 
 SMALL = ["train_batch_size=4", "policy_mini_batch_size=4", "max_prompt_length=64", "logger=console"]
-"""What the defaults have no eight prompts and no account for."""
+"""Overrides of defaults that need more prompts than eight, or an account."""
 ASYNCHRONOUS = [
     "fully_async.enabled=true",
     "fully_async.num_parallel_generation_workers=8",

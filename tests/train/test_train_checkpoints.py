@@ -42,7 +42,7 @@ def store(folder: Path, keep: int = -1, **identity: Any) -> CheckpointStore:
 
 
 def save(run: CheckpointStore, step: int, content: str = "weights") -> None:
-    """What a trainer does, with a backend that writes one file."""
+    """Save as a trainer does, with a backend that writes one file."""
     with run.saving(step, {"content": content}, [{"step": step}] * step) as folder:
         write_folder(folder / "policy", {"model": f"{content} {step}".encode()})
 

@@ -131,7 +131,7 @@ def test_every_field_is_listed(kind, config, capfd):
 
 
 def listed(capfd, *arguments: str) -> dict[str, str]:
-    """What `--fields` says of the value of each field."""
+    """Return the values that `--fields` shows, by field."""
     assert main(["train", *arguments, "--fields"]) == 0
     lines = [line.partition(" = ") for line in capfd.readouterr().out.splitlines() if not line.startswith(" ")]
     return {name.partition(":")[0]: value for name, _, value in lines}

@@ -1,4 +1,4 @@
-"""Where turns end: the template's end of a turn ends what is sampled, whatever the model's files name as the end.
+"""Ends of turns: the template's end of a turn ends what is sampled, whatever the model's files name as the end.
 
 A random model says any token sooner or later: each test writes a template that ends turns with one that it says.
 """

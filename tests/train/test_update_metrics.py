@@ -27,7 +27,7 @@ def options(*overrides: str) -> dict:
 
 
 def inputs(rows: int = 5, tokens: int = 40) -> tuple[LossInputs, np.ndarray]:
-    """What a step on rows of different lengths has: ratios from 0.4 to 2.5."""
+    """Return the inputs of a step on rows of different lengths: ratios from 0.4 to 2.5."""
     draw = np.random.default_rng(0)
     mask = np.arange(tokens) < draw.integers(5, tokens, rows)[:, None]
     old = -draw.exponential(1.0, (rows, tokens))

@@ -92,7 +92,7 @@ class Servers:
 
 @pytest.fixture
 def tuned(tmp_path, monkeypatch, capfd) -> str:
-    """What the commands of the guide to fine-tuning print, in a working directory with its data and its model."""
+    """Output of the commands in the guide to fine-tuning, in a working directory with its data and its model."""
     monkeypatch.chdir(tmp_path)
     [rows] = re.findall(r"```json\n(.*?)```", section("sft.md", "Quick start"), re.DOTALL)
     Path("capitals.jsonl").write_text(rows)

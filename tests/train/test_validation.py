@@ -1,4 +1,4 @@
-"""What is refused, or said, because it is not known, not served or not installed."""
+"""Refusals and warnings of settings that are not known, not served or not installed."""
 
 import copy
 import pickle
@@ -65,7 +65,7 @@ def test_names_of_ones_own_are_accepted_as_module_and_function():
 
 
 def needs_nothing_else(name: str) -> bool:
-    """Whether transformers makes and runs a schedule of warm-up and number of steps alone."""
+    """Return True if transformers makes and runs a schedule of warm-up and number of steps alone."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     try:
         schedule = transformers.get_scheduler(name, optimizer, num_warmup_steps=2, num_training_steps=9)

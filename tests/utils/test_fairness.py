@@ -8,7 +8,7 @@ from skyrl.utils.fairness import HEAVIEST, LIGHTEST, SCALE, Accounts
 
 
 def served(accounts: Accounts, tenants: str, turns: int, cost: int = 1) -> str:
-    """Who is served when all of these wait all the time."""
+    """Return the order of tenants that all wait all the time."""
     order = ""
     for _ in range(turns):
         order += accounts.first(tenants)

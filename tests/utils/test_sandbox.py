@@ -27,7 +27,7 @@ def run(code: str, *inputs: str, isolation: Isolation = "full", limits: Limits =
 
 
 def printed(code: str, isolation: Isolation = "full") -> str:
-    """What a program prints that must come to its end."""
+    """Return the output of a program that must come to its end."""
     (outcome,) = run(code, isolation=isolation)
     assert outcome.status == "ok", outcome
     return outcome.stdout.strip()

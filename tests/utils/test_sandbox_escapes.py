@@ -23,7 +23,7 @@ from skyrl.utils.sandbox.confinement import MAX_THREADS, NOBODY
 ROOT = Path(__file__).parents[2]
 USER = 12345
 REFUSED = {"EPERM", "EACCES", "EROFS", "ENOENT", "ENOSYS"}
-"""What the kernel says where it forbids; other errors would say that a call was carried out, with bad arguments."""
+"""Errors by which the kernel forbids; others would say that a call was carried out, with bad arguments."""
 MODES = [(user, isolation) for isolation in ("full", "limited") for user in ("root", "user")]
 IN_FULL = pytest.mark.parametrize("results", MODES[:2], ids="-".join, indirect=True)
 
@@ -65,14 +65,14 @@ def start(arguments: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def works(python: list[str]) -> bool:
-    """Whether it starts, and can start itself again without the help of who started it."""
+    """Return True if it starts, and can start itself again without the help of its parent."""
     again = "import subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)"
     return start([*python, "-c", again]).returncode == 0
 
 
 @cache
 def tried(user: str, isolation: str, folder: Path, *options: str) -> Mapping[str, Any]:
-    """What came of all attempts."""
+    """Return the results of all attempts."""
     python = command(user, folder)
     if not works(python):
         pytest.skip(f"not tested as {user}: this system does not let the user {os.getuid()} become that")

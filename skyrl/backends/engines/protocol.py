@@ -84,7 +84,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine says about itself."""
+    """Facts that an engine reports about itself."""
 
     base: str
     """Name by which its base model is asked for."""

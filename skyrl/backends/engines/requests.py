@@ -28,7 +28,7 @@ class EngineRequest:
     claim: Claim
     """Of its version."""
     needs: frozenset[str]
-    """What an engine must be able to do."""
+    """Capabilities that an engine must have."""
     version: object = None
     """Weights of its version here, which stay in memory as long as engines may be compared with them."""
     adapter: str | None = None
@@ -76,7 +76,7 @@ class EngineRequest:
         return dataclasses.replace(answer, sequences=sequences, prompt_cache_hit_tokens=self.hits or 0)
 
     def scoring(self, request_id: str) -> Sample:
-        """What the backend's own sampler is asked for: the scores of the prompt, at the claimed version."""
+        """Return the sample for the backend's own sampler: scores of the prompt, at the claimed version."""
         request = self.job.request
         return dataclasses.replace(
             request,

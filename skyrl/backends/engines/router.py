@@ -40,7 +40,7 @@ class Ticket:
     draw: Draw
     """Request to an engine."""
     needs: frozenset[str] = frozenset()
-    """What an engine must be able to do."""
+    """Capabilities that an engine must have."""
     attempts: int = 0
     """Engines that were lost, or failed, with it."""
     avoid: set[str] = field(default_factory=set)
@@ -239,7 +239,7 @@ class Router:
     # -- decisions ----------------------------------------------------------------------------------------------------
 
     def moves(self) -> list[Start | Load]:
-        """What can be done now, done as far as this state goes."""
+        """Return the moves that are possible now, and apply them to this state."""
         moves: list[Start | Load] = []
         lacking: list[Ticket] = []
         waits: dict[Hashable, Literal["no slot"] | None] = {}  # what holds for all alike: room and slots only get fewer
@@ -281,7 +281,7 @@ class Router:
         return [place for place in able if place.name not in ticket.avoid] or able if ticket.avoid else able
 
     def _move(self, ticket: Ticket, able: list[_Place]) -> Start | Load | Literal["no slot"] | None:
-        """What becomes of a sample now; None: it waits, for room or for an adapter that is being loaded."""
+        """Route one sample. Return None if it waits for room, or for an adapter that is being loaded."""
         if not able:
             return None
         adapter, closing = ticket.adapter, set(self._closing.values())

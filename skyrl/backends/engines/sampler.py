@@ -92,7 +92,7 @@ class EngineSampler(Generic[Version]):
         self._looked: int | None = None
         """`reads_ended` of the versions when those were looked at last."""
         self._news: deque[Callable[[], list[Completion]]] = deque()
-        """What happened in other threads, for `burst`."""
+        """Events of other threads, which `burst` handles."""
         self._scoring: dict[str, Future[np.ndarray]] = {}
         """Answers to admissions, by request."""
         self._numbers = count()
@@ -276,7 +276,7 @@ class EngineSampler(Generic[Version]):
         self.fleet.submit(request.hand_out())
 
     def _take_in(self, ticket: Ticket, outcome: Outcome) -> list[Completion]:
-        """What became of a sample."""
+        """Record the outcome of a sample. Return the completions that follow from it."""
         request = self._requests.get(ticket.request.request_id.rpartition("/")[0])
         if request is None or ticket not in request.tickets:
             return []

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Readable(Protocol):
-    """What runs jobs that only read."""
+    """Runner of jobs that only read."""
 
     url: str
 

@@ -249,7 +249,7 @@ class UsageRow(SQLModel, table=True):
 
 
 class ChargedSampleRow(SQLModel, table=True):
-    """What a sample was charged whose answer has not been handed out, or was a moment ago."""
+    """Charge of a sample whose answer has not been handed out, or was a moment ago."""
 
     __tablename__ = "charged_samples"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (Index("charged_samples_by_hour", "hour"),)

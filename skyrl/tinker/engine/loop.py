@@ -103,7 +103,7 @@ class TinkerEngine:
         self._running: set[str] = set()
         """Requests that the API believes to be computed now."""
         self._metrics = Metrics({}, {})
-        """What the API has been told of counts, and when."""
+        """Counts that the API was told last, at the time `_told_at`."""
         self._told_at = -math.inf
         self._stored: deque[Stored] = deque()
         """Filled by the thread that writes."""

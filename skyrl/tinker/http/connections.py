@@ -53,7 +53,7 @@ class Connection(HttpToolsProtocol):
     _delay_s = 0.0
     """Delay of the client in taking what was sent."""
     _full_at = 0.0
-    """When the transport had more than it should hold, on the loop's clock."""
+    """Time at which the transport's buffer exceeded its limit, on the loop's clock."""
     _full_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
     """Received since the last piece of a body, or the end of the last request."""
@@ -115,7 +115,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def _answered(self) -> bool:
-        """Whether no request is being worked on."""
+        """Return True if no request is being worked on."""
         return self.cycle is None or self.cycle.response_complete
 
     def _await_head(self) -> None:

@@ -102,9 +102,9 @@ class Keys:
         return Caller(tenant, expires=claims["exp"])
 
     def is_operator(self, key: str | None) -> bool:
-        """Whether who sends this key may see how all of the server is doing; anybody, where there are no keys at all.
+        """Return True if the key may see the status of the whole server: an operator's, or any if there are no keys.
 
-        Raises `BadKey` where it is nobody's.
+        Raises `BadKey` for an unknown key.
         """
         if not (self._operators or self._tenants) or _hash(key or "") in self._operators:
             return True

@@ -14,7 +14,7 @@ PROGRAMS = "_programs"
 
 
 class EngineFacts(Protocol):
-    """What is shown of an engine (`skyrl.tinker.context.Engine`)."""
+    """Facts about an engine that metrics show (`skyrl.tinker.context.Engine`)."""
 
     @property
     def state(self) -> str: ...
@@ -59,7 +59,7 @@ class EngineMetrics:
         return sum(int(sample.value) for metric in self.restarts.collect() for sample in metric.samples)
 
     def collect(self) -> Iterator[Metric]:
-        """What the engine that runs has told last. Counters of a new one begin at 0 again."""
+        """Yield the last report of the running engine. Counters of a new engine begin at 0 again."""
         engine = self._engine()
         ready = engine.state == "ready"
         yield GaugeMetricFamily(f"{PREFIX}ready", "1 while the engine is ready, else 0.", value=float(ready))

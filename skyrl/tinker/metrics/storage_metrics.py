@@ -14,7 +14,7 @@ class StorageMetrics:
         """Time of the last look, on the monotonic clock."""
         self.stored: dict[str, int] = {}
         self.free: int | None = None
-        """What was found then."""
+        """Free bytes. Both this and `stored` are as of the last look."""
         self._stored = Gauge(
             "skyrl_stored_bytes",
             "Bytes of what is saved below checkpoints_base, its trash aside.",

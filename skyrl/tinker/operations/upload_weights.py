@@ -196,7 +196,7 @@ def _header_bytes(info: BackendInfo) -> int:
 
 
 def _converted(folder: Path, declared: LoraConfig, info: BackendInfo) -> tuple[LoraConfig, dict[str, Content], int]:
-    """What an upload's files hold: its configuration, the files of its checkpoint, and how many bytes those take."""
+    """Return an upload's configuration, the files of its checkpoint, and their size in bytes."""
     config = _config_of(_read(folder / PEFT_CONFIG, MAX_CONFIG_BYTES))
     rank = rank_of(config)
     if rank != declared.rank:

@@ -1,4 +1,4 @@
-"""Whom the end of a process is blamed on: what was being computed, or decoded, when it came.
+"""Crash attribution: the requests that were being computed, or decoded, when a process died.
 
 What the engine computes, and which bodies of the log the API process decodes again, is written down for as long as it
 lasts, and how often each was there at a crash. Both are files in the folder of checkpoints, so a death of everything

@@ -84,7 +84,7 @@ class EngineSupervisor:
         self.metrics: dict[str, int] = {}
         """Programs that the running engine's backend has compiled."""
         self.statistics: Statistics = {}
-        """What it has told of its work."""
+        """Statistics that the running engine has reported."""
         self.restarts = 0
         self._on_frame = on_frame
         self._on_crash = on_crash

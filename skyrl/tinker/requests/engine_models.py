@@ -270,7 +270,7 @@ class EngineModels:
             self._free(model_id, revival.tenant)
 
     def _unless_cancelled(self, operation: ModelOperation) -> ModelOperation:
-        """What is done now for an operation of a revival, which may have been cancelled since that was read."""
+        """Return the form of a revival's operation to run now: it may have been cancelled since it was read."""
         owed = self._pending.get(operation.request_id)
         return operation if owed is None or owed.cancelled is None else _operation(owed)
 

@@ -260,7 +260,7 @@ def _end(session: Session, owed: PendingRequest, outcome: Answer | Failure) -> U
 
 
 def _as_done(owed: PendingRequest) -> Decisions | None:
-    """What is to be done again of a request that came to its end, if the log says that it is to fail."""
+    """Return the decisions to repeat for a finished request that the log marks as failed, else None."""
     return owed.decided if owed.cancelled is not None else None
 
 

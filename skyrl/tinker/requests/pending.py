@@ -33,15 +33,15 @@ class PendingRequest:
     """True if the engine that runs now has it."""
 
     cancelled: Accepted | None = None
-    """What is done in its place since an operator has cancelled it. An engine that has begun with it may finish it."""
+    """Refusal in its place, since an operator has cancelled it. An engine that has begun with it may finish it."""
     charge: Charge | None = None
-    """What it has used, once it is done."""
+    """Usage to charge, once it is done."""
     held: bool = False
     """True if the engine waits for an earlier one of its model."""
 
     @property
     def work(self) -> Accepted | None:
-        """What an engine that does not have it is to do for it; None: the log has to be read for that."""
+        """Work for an engine that does not have this request; None: it has to be read from the log."""
         return self.cancelled or self.accepted
 
     @property

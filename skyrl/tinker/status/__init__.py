@@ -1,4 +1,4 @@
-"""What a server is doing, as its operator sees it: nothing is counted for this, all of it is known elsewhere.
+"""Status of a server for its operator. Nothing is counted for this, all of it is known elsewhere.
 
 overview    the whole server: engine, requests, tenants, models, memory, disk; begin here
 requests    each request that is owed an outcome, and what it waits for

@@ -56,7 +56,7 @@ def described(rows: Collection[Any], states: Mapping[str, State], requests: Requ
 
 
 def state_of(model_id: str, states: Mapping[str, State], load: Load, requests: Requests) -> dict[str, Any]:
-    """Where a model is, and how many requests it has."""
+    """Return the place of a model, and how many requests it has."""
     state = states.get(model_id)
     return {
         "state": PLACES.get(state, state) if model_id else "in the engine",

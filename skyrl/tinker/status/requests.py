@@ -161,7 +161,7 @@ class Requests:
         }
 
     def waits_for(self, one: Queued) -> str | None:
-        """What keeps a request from being worked on; None: nothing does."""
+        """Return the reason why a request is not being worked on; None: there is none."""
         if one.future.runs:
             return None
         if self._engine_trouble is not None:

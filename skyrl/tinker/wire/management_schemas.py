@@ -301,7 +301,7 @@ class StorageUsage(BaseModel):
 
 
 class UsageEvent(BaseModel):
-    """What was used in an hour by a session and a run, of one kind. Nothing costs anything here."""
+    """Usage of one kind in an hour, by session and run. Nothing costs anything here."""
 
     bucket_start: datetime
     bucket_end: datetime

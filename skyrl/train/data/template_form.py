@@ -1,4 +1,4 @@
-"""What a chat template reads of a message, found by rendering small chats, so that nothing of a row is lost silently.
+"""Parts of a message that a chat template reads, found by rendering small chats. No part of a row is lost silently.
 
 Templates differ in the field that they take reasoning from, and in whether the arguments of a call are an object or
 JSON text; one that does not know reasoning or calls leaves them out without a word. `TemplateForm.fit` gives a template

@@ -18,7 +18,7 @@ _UNBRACED = re.compile(r"\\boxed +([^\s{$][^$\n]*?) *(?=\$|$)", re.MULTILINE)
 
 
 class Problem(NamedTuple):
-    """What a row asks and what answers it."""
+    """Question of a row, and its answer."""
 
     messages: list[dict[str, Any]]
     ground_truth: str
@@ -33,7 +33,7 @@ class Published:
     """A published data set."""
 
     hub_id: str
-    """Where it is published, in messages and help."""
+    """Id on the Hugging Face hub, also for messages and help."""
     env_class: str
     """Environment that scores its answers."""
     problem: Callable[[Mapping[str, Any], str], Problem]
@@ -117,7 +117,7 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
 
 @cache
 def _equals_itself(answer: str) -> bool:
-    """Whether the answer is any, which takes as long as all else does. DAPO-Math has each a hundred times."""
+    """Return True if the answer can be parsed: it equals itself. Slow, and DAPO-Math has each one a hundred times."""
     return same_answer(answer, answer)
 
 

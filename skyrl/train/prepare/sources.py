@@ -19,7 +19,7 @@ NO_ROWS = ("dataset_infos.json", "state.json", *SAVED_BY_DATASETS)
 
 
 class Sources(NamedTuple):
-    """Where the rows of a split are."""
+    """Location of the rows of a split."""
 
     split: str
     names: list[str]

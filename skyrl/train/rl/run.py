@@ -126,7 +126,7 @@ class Run:
 
     @property
     def way_on(self) -> str:
-        """What goes on from the newest checkpoint, in words."""
+        """Way to resume from the newest checkpoint, in words."""
         return WAY_ON if self.config.trainer.resume_mode == "latest" else f"with trainer.resume_mode=latest {WAY_ON}"
 
     async def train(self, report: Report, interruption: Interruption | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What training and evaluation of a policy begin with: checks, the tokenizer, and where models and checkpoints are."""
+"""Setup for training and evaluation of a policy: checks, the tokenizer, the places of models and checkpoints."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -59,7 +59,7 @@ def policy_metrics(objective: PolicyObjective, x: LossInputs, mask: Array) -> Me
 
 
 def mismatch_metrics(trainer: Array, sampler: Array) -> Metrics:
-    """How far the trainer's log-probabilities are from those with which the same tokens were sampled.
+    """Compare the trainer's log-probabilities with those that the sampler gave the same tokens.
 
     Args:
         trainer: float64 `[tokens]`, nats.

@@ -20,7 +20,7 @@ from skyrl.train.rollouts.templates import template_error
 from skyrl.utils.chat_template import MARKER, SHORT
 
 LONG: list[Message] = [{"role": "user", "content": "B"}, {"role": "assistant", "content": "C"}, *SHORT]
-"""What follows the marker has to be the same here and in `SHORT`."""
+"""Longer chat than `SHORT`. The text after the marker has to be the same in both."""
 REMEMBERED = 256
 """Texts whose tokens are kept: the samples of a prompt begin alike, and many turns are answered alike."""
 

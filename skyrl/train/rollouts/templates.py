@@ -29,7 +29,7 @@ class ChatTemplate(str):
 
 
 def template_error(error: Exception, template: str | None) -> str:
-    """What is wrong in a template, with its file and line: "own.jinja, line 3: UndefinedError: ...".
+    """Describe an error in a template, with its file and line: "own.jinja, line 3: UndefinedError: ...".
 
     Args:
         error: That rendering raised.

@@ -202,7 +202,7 @@ class Conversations:
         )
 
     def _way_out(self) -> str:
-        """What to do where a template renders the past differently, of what is not done already."""
+        """Return the ways out for a template that renders the past differently, but for those already taken."""
         ways = []
         if self._template != load_template(ChatTemplateConfig(name_or_path=KEEPS_THOUGHTS)):
             renders = f"renders the past as it was (such as {KEEPS_THOUGHTS}) or has {{% generation %}} markers"

@@ -24,7 +24,7 @@ NAMED = 5
 
 
 class Trainable(Protocol):
-    """What a row becomes: an example, or a pair of them."""
+    """Example, or pair of examples, that a row becomes."""
 
     @property
     def sequences(self) -> tuple[Example, ...]:
@@ -50,7 +50,7 @@ class Reader(Protocol[R]):
     """Maker of what is trained on from rows."""
 
     def example(self, row: Mapping[str, Any]) -> R | str:
-        """What the row becomes, or why it is left out. Raises ConfigError for a malformed one."""
+        """Return the example or pair of a row, or the reason to leave it out. Raises ConfigError if it is malformed."""
         ...
 
 

@@ -115,7 +115,7 @@ async def evaluate_sft(config: SFTConfig) -> Metrics:
 
 
 def _checked(config: SFTConfig) -> tuple[Callable[[], AbstractContextManager[Models]], ChatTokenizer]:
-    """What loads the models of a configuration that can be run, and its tokenizer."""
+    """Check a configuration. Return the loader of its models, and its tokenizer."""
     validate_sft(config)
     check_model_given(config.model, BASE_MODEL, config.example)
     strategy, base_model = find_strategy(config), config.model.path

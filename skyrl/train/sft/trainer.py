@@ -116,7 +116,7 @@ class SFTTrainer:
 
     @property
     def way_on(self) -> str:
-        """What goes on from the newest checkpoint, in words."""
+        """Way to resume from the newest checkpoint, in words."""
         return WAY_ON if self._config.resume_from == "latest" else f"with resume_from=latest {WAY_ON}"
 
     @property

@@ -94,7 +94,7 @@ JAX_MODULE = "skyrl.train.strategy.jax_backend"
 
 
 def _of_torch(support: Support) -> Support:
-    """What the table of JAX says, read by the strategy of torch."""
+    """Return the support by torch for an entry of the table of JAX."""
     if support.by != JAX_MODULE:
         return Support(support.status, support.by.replace("trainer.jax.", "trainer.fsdp2."), support.section)
     return OPTIONS if support.status is Status.CONSUMED else WHERE_AVAILABLE

@@ -1,4 +1,4 @@
-"""What a decoder is, said without arrays: families describe theirs in these words, models and files read them.
+"""Description of a decoder, without arrays: families write it, models and files read it.
 
 config         members of a config.json, whatever its age
 dense          the decoder that most families are variations of

@@ -108,7 +108,7 @@ class DeltaNet:
 
 
 Mixer = Attention | LatentAttention | DeltaNet
-"""What a layer reads earlier tokens by."""
+"""Token mixer of a layer: attention, latent attention or gated DeltaNet."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Experts:
     inner: int
     activation: str = "silu"
     normalised: bool = True
-    """Whether the weights of a token's experts sum to 1, rather than being their part of all probabilities."""
+    """True if the weights of a token's experts are scaled to sum to 1; False: each is its part of all probabilities."""
     sigmoid: bool = False
     """Score of an expert is the sigmoid of its logit alone, ranked with a correction added to it that balances
     experts (Wang et al. 2024, https://arxiv.org/abs/2408.15664); else the softmax of all."""
@@ -189,7 +189,7 @@ class Design:
     hidden: int
     vocab: int
     tied: bool
-    """Whether the vocabulary projection is the embedding."""
+    """True if the vocabulary projection is the embedding."""
     groups: tuple[LayerGroup, ...]
     rotations: tuple[Frequencies, ...]
     norm_eps: float

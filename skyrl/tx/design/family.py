@@ -1,4 +1,4 @@
-"""What a family of models registers: its description, and a configuration of any size to make models from."""
+"""Registration of a model family: its description, and a configuration of any size to make models from."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

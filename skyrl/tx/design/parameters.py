@@ -20,7 +20,7 @@ Place = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Stack:
-    """What a parameter has one of its own for each of."""
+    """Leading axes of a parameter: the layers and experts that it is stacked over."""
 
     layers: range | None = None
     """Numbers of layers; None outside of them."""
@@ -33,7 +33,7 @@ class Stack:
         return layers if self.experts is None else (*layers, self.experts)
 
     def names(self, template: str, layer: int | None = None) -> Iterator[tuple[Place, str]]:
-        """Where each one is in an array of all, and its name.
+        """Yield the place of each tensor in an array of all, and its name.
 
         Args:
             template: Of names.
@@ -66,7 +66,7 @@ class LoraTarget:
 
     @property
     def modules(self) -> Iterator[tuple[Place, str]]:
-        """Where the pair of each module is, and the module's name."""
+        """Place of each module's pair, and the module's name."""
         return self.stack.names(self.module)
 
 
@@ -80,10 +80,10 @@ class Param:
     shape: tuple[int, ...]
     """Of one tensor as we have it."""
     axes: tuple[str, ...]
-    """What each axis of `shape` counts."""
+    """Name of each axis of `shape`: the thing that it counts."""
     stack: Stack = Stack()
     transposed: bool = False
-    """Whether Hugging Face stores it with its two axes swapped."""
+    """True if Hugging Face stores it with its two axes swapped."""
     start: Literal["normal", "ones", "zeros"] = "normal"
     """Values of a random model, normal ones with variance 1 / (size of the input)."""
     group: ModuleGroup | None = None

@@ -77,7 +77,7 @@ def named_tensors(table: Iterable[Param], state: Any) -> dict[str, Tensor]:
 
 
 def _tensor(array: Any, place: Place, param: Param) -> Tensor:
-    """What is at a place of an array, as it is stored."""
+    """Return the tensor at a place of an array, as it is stored."""
     shape, dtype = param.stored_shape, np.dtype(array.dtype)
     if param.transposed:
         return Tensor(shape, dtype, lambda: np.swapaxes(on_host(array, place), -1, -2))

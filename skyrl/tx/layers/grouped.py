@@ -25,7 +25,7 @@ Group = Int[Array, "blocks"]
 
 
 class Grouping(NamedTuple):
-    """Where rows are in blocks. A pytree."""
+    """Places of rows in blocks. A pytree."""
 
     source: Source
     """Row in each place, the number of rows where there is none."""

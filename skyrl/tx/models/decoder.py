@@ -201,7 +201,7 @@ class Decoder(ModelForCausalLM):
 
 
 class _Pass:
-    """What all layers of one forward pass read."""
+    """Inputs shared by all layers of one forward pass."""
 
     def __init__(
         self, rotations: Sequence[Rotation], positions: Array, segments: Array, lora: Lora | None, hidden_states: bool

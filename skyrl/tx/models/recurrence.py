@@ -1,4 +1,4 @@
-"""What a gated DeltaNet computes, and the part of a cache that holds its state: one size for each sequence.
+"""Gated DeltaNet, and the part of a cache that holds its state: one size for each sequence.
 
 A head's memory is a matrix M. Each token lets it fade by exp(decay), reads what it has under the token's key, and
 writes a part `strength` of what the value differs by:
@@ -90,7 +90,7 @@ def delta_rule(
     runs: Int[Array, "batch tokens"],
     memory: Memory,
 ) -> tuple[Values, Memory]:
-    """What queries read, and the memory after the last token. It is empty at the start of each run but the first.
+    """Return the results of queries, and the memory after the last token. Runs but the first start with an empty one.
 
     Args:
         query: Of each value head.

@@ -29,7 +29,7 @@ PAGE_SIZE = 64
 """Tokens of a page of keys and values."""
 
 Cached = Pages | States
-"""What a cache holds of one layer, or of the layers of a group."""
+"""Part of a cache for one layer, or for the layers of a group."""
 
 Pool = tuple[tuple[Array, ...], tuple[Array, ...], tuple[tuple[Array, Array], ...]]
 """`keys`, `values` and `states` of a `KVCache`."""
@@ -90,7 +90,7 @@ class KVCache(NamedTuple):
 
     @property
     def as_pool(self) -> Pool:
-        """What `of` takes."""
+        """Arrays in the form that `of` takes."""
         return self.keys, self.values, self.states
 
     def by_group(self, config: "ModelConfig") -> dict[str, list[Cached]]:
@@ -117,7 +117,7 @@ class KVCache(NamedTuple):
 
 
 class CachePart(NamedTuple):
-    """What one pair of arrays of a `KVCache` is for."""
+    """Purpose of one pair of arrays of a `KVCache`."""
 
     group: str
     """Name of the group of layers."""

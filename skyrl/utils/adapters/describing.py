@@ -46,7 +46,7 @@ def _unusual(config: dict, pairs: Pairs, ranks: Counter[int]) -> Iterator[str]:
     named = [*named_weights(config), *(experts := named_experts(config))]
     config = config | {"target_parameters": [x for x in config.get("target_parameters") or () if x not in named]}
     if experts:
-        yield f"fused experts: {', '.join(experts)}"
+        yield f"fused experts: {', '.join(sorted(experts))}"
     for option in FOLDED:
         if config.get(option) not in OFF:
             yield f"{option}={config[option]!r}: skyrl adapter convert writes the same adapter without it"

@@ -63,12 +63,12 @@ async def admit(engine: Engine) -> Admitted:
 
 
 class Answers:
-    """What became of tickets, by their names."""
+    """Outcomes of tickets, by their names."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, Outcome] = {}
         self.troubles: dict[str, str] = {}
-        """What was wrong with engines last."""
+        """Last trouble of each engine."""
         self._changed = threading.Condition()
 
     def tell(self, ticket: Ticket, outcome: Outcome) -> None:

@@ -1,4 +1,4 @@
-"""What test engines compute with: a Qwen3 in NumPy, and a model whose samples reveal a number in an adapter."""
+"""Models of test engines: a Qwen3 in NumPy, and one whose samples reveal a number in an adapter."""
 
 import json
 from pathlib import Path

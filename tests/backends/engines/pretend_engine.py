@@ -38,14 +38,14 @@ class Sizes:
     max_lora_rank: int = 8
     longest: int = 256
     unembed: Literal["adapted", "refused", "ignored"] = "adapted"
-    """What becomes of adapters on lm_head."""
+    """Treatment of adapters on lm_head."""
     wraps: bool = False
-    """Whether the last slot's adapter is taken for none, as vLLM 0.32 does on CPUs."""
+    """True if the last slot's adapter is taken for none, as vLLM 0.32 does on CPUs."""
     mode: str = "raw"
     token_s: float = 0.0
     """Seconds for each token."""
     by_place: bool = True
-    """Whether a token is drawn by seed and place alone."""
+    """True if a token is drawn by seed and place alone."""
 
 
 class PretendEngine(Engine):
@@ -218,7 +218,7 @@ class PretendEngine(Engine):
 
 
 def facts_of(engine: PretendEngine) -> dict[str, Any]:
-    """What a test may ask about an engine."""
+    """Return the facts about an engine that tests may ask for."""
     return {
         "most_at_once": engine.most_at_once,
         "most_adapters": engine.most_adapters,

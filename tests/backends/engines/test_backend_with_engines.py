@@ -254,7 +254,7 @@ def test_an_engine_with_another_model_is_refused_at_start(model, process, tmp_pa
 
 @pytest.mark.parametrize("unembed", ["refused", "ignored"])
 def test_adapters_that_an_engine_lacks_are_sampled_here(model, process, tmp_path, unembed, caplog):
-    """Whether it says so, or silently serves them without: log-probabilities tell."""
+    """It may say so, or silently serve them without, which log-probabilities tell."""
     process.anew(unembed=unembed)
     with caplog.at_level(logging.WARNING), opened(model, tmp_path / "engines", process) as backend:
         assert "adapters on unembed" in caplog.text

@@ -124,7 +124,7 @@ def test_seeded_samples_are_the_same_where_engines_draw_by_place(folder):
 
 
 def test_samples_that_were_interrupted_have_the_models_distribution():
-    """Where random numbers are used by turns: 3,000 samples of three tokens, against exact probabilities."""
+    """Random numbers are used by turns: 3,000 samples of three tokens, against exact probabilities."""
     engine, count = PretendEngine("one", Chain(), sizes=Sizes(by_place=False)), 3000
 
     async def interrupted(seed: int) -> tuple[int, ...]:

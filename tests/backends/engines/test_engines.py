@@ -1,4 +1,4 @@
-"""What every sampling engine promises, against transformers and PEFT in float32.
+"""Promises of every sampling engine, against transformers and PEFT in float32.
 
 The engines: a server of our own for tests, the own samplers of the torch backend and of the JAX backend, and vLLM where
 one is running (`make test-vllm`).

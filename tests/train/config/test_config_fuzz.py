@@ -1,4 +1,4 @@
-"""Whatever a user writes, the answer is a configuration or a message, never another exception."""
+"""Any input of a user gives a configuration or a message, never another exception."""
 
 import contextlib
 import warnings

@@ -56,7 +56,7 @@ def gpus(config: SkyRLTrainConfig, model: str) -> int:
 
 
 def runs(config: SkyRLTrainConfig) -> bool:
-    """Whether a step can be cut into equal parts: reshape refuses what does not come out even."""
+    """Return True if a step can be cut into equal parts: reshape refuses what does not come out even."""
     trainer, samples = config.trainer, config.generator.n_samples_per_prompt
     batch = np.arange(trainer.train_batch_size * samples)
     models = ["policy"]

@@ -1,4 +1,4 @@
-"""What is left out of a configuration follows from what is there: a minimal one needs no second setting."""
+"""Fields that are left out of a configuration follow from those that are set: a minimal one needs no second setting."""
 
 import sys
 

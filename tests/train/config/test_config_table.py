@@ -49,7 +49,7 @@ def test_the_table_is_read_whole():
 
 
 def of_table(read: Callable[[Row], object]) -> dict[str, object]:
-    """What `read` gives for each row of the table, by its class and field."""
+    """Return the result of `read` for each row of the table, by its class and field."""
     return {f"{row.owner}.{row.field}": read(row) for row in ROWS}
 
 

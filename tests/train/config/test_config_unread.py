@@ -20,7 +20,7 @@ OTHER = {
 }
 """Values that are not the defaults; 0.75 elsewhere."""
 OFF = {"policy_loss_type": "regular", "advantage_estimator": "rloo"}
-"""What switches are without their option; their default elsewhere."""
+"""Values that switch an option off; its default elsewhere."""
 NEEDED = {"kl_ctrl.type": ["use_kl_in_reward=true", "use_kl_loss=false"]}
 
 

@@ -29,6 +29,6 @@ def chatml(tokenizers) -> PreTrainedTokenizerFast:
 
 @pytest.fixture(autouse=True)
 def fresh_records():
-    """What environments were made and closed in this test only."""
+    """Clear the records, so that they are of the environments of this test only."""
     ScriptedEnv.made, ScriptedEnv.closed = Counter(), Counter()
     ScriptedEnv.actions, ScriptedEnv.columns = [], []

@@ -97,7 +97,7 @@ def tool(text: str) -> Message:
 
 
 class Answer(NamedTuple):
-    """What the sampler gives in one call: text with its special tokens spelled out, or token ids."""
+    """Answer of the sampler to one call: text with its special tokens spelled out, or token ids."""
 
     content: str | list[int]
     stop_reason: StopReason = "stop"

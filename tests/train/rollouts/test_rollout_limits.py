@@ -9,7 +9,7 @@ DONE = [Reply(done=True)]
 
 
 def starts(limiter: RateLimiter, number: int, duration: float = 0.0, at: float = 0.0) -> list[float]:
-    """When each of `number` that arrive together began, in seconds."""
+    """Return the start of each of `number` calls that arrive together, in seconds."""
 
     async def main() -> list[float]:
         loop = asyncio.get_running_loop()

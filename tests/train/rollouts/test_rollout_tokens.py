@@ -22,7 +22,7 @@ class Expected(NamedTuple):
 
 
 def expected(tokenizer, text: str, calls: list[int] | None = None) -> Expected:
-    """What a row is whose sampled parts are in [[double brackets]].
+    """Return the row whose sampled parts are in [[double brackets]].
 
     Args:
         tokenizer: Encodes the text without the brackets, as a whole.

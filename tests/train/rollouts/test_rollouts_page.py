@@ -22,7 +22,7 @@ class Config:
 
 @pytest.fixture
 def names(chatml) -> dict:
-    """What the page's code leaves behind."""
+    """Names that the page's code defines."""
     found = {"tokenizer": chatml, "config": Config}
     first, second, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(first, found)

@@ -94,7 +94,7 @@ def test_all_tokens_of_a_prompt_and_its_completion_may_be_trained_on():
 
 
 def trl_rows(row: dict, tmp_path, family: str = "chatml", **options) -> dict:
-    """What TRL makes of a row (https://huggingface.co/docs/trl/sft_trainer)."""
+    """Return the rows that TRL makes of a row (https://huggingface.co/docs/trl/sft_trainer)."""
     import datasets
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from trl.trainer.sft_config import SFTConfig as TRLConfig

@@ -17,11 +17,11 @@ pytestmark = pytest.mark.gpu
 TOKENS, HIDDEN, VOCAB, RANK = 14, 6, 19, 2
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 NAMES = ["logprobs", "hidden", "a", "b"]
-"""What is compared: the result and the gradients of hidden states and adapter."""
+"""Compared arrays: the result and the gradients of hidden states and adapter."""
 
 CHUNK_SIZES = {"kept": 0, "of one": 1, "of five": 5, "of seven": 7, "of thirteen": 13}
 NEEDS = {"all": (14, 14), "some": (4, 9), "read only": (0, 6), "one": (1, 1), "none": (0, 0)}
-"""How many tokens are trained, and how many are read."""
+"""Numbers of tokens that are trained, and that are read."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 IN, RANK, OUT, SLOTS = 6, 3, 5, 4
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 NAMES = ["delta", "x", "lora_A", "lora_B"]
-"""What is compared: the result and the gradients of the inputs."""
+"""Compared arrays: the result and the gradients of the inputs."""
 
 CASES = [((4,), "float32"), ((4, 7), "float32"), ((4, 2, 7), "float32"), ((4, 7), "bfloat16")]
 """Leading axes and dtype of x."""

@@ -56,7 +56,7 @@ LAYOUTS = {
 }
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 NAMES = ["mixed", "query", "key", "value"]
-"""What is compared: the result and the gradients of the inputs."""
+"""Compared arrays: the result and the gradients of the inputs."""
 
 
 @dataclass

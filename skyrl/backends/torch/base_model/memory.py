@@ -133,7 +133,7 @@ def decided(
     chunk: int,
     options: MemoryOptions,
 ) -> Decided:
-    """What a skeleton takes, what is shared and what is computed again.
+    """Return the memory plan of a skeleton: its size, what ranks share, and what is computed again.
 
     Args:
         model: The skeleton, which is cut where ranks share matrices.

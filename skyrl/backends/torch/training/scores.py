@@ -52,7 +52,7 @@ def compiled_scores(device: torch.device) -> OfLogits:
 
 
 class Scoring(NamedTuple):
-    """How tokens are scored."""
+    """Options for scoring tokens."""
 
     chunk: int = 0
     """Tokens whose logits are in memory at once, computed again in the backward pass if there are more. 0: all."""

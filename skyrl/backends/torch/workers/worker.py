@@ -55,7 +55,7 @@ class WorkerOptions:
     """None: a GPU of its own if there is one, else the CPU."""
     shards: ShardOptions = WHOLE
     memory: MemoryOptions = DEFAULTS
-    """What is to have room beside the base weights."""
+    """Sizes of what the device holds beside the base weights."""
     start_timeout_s: float = 600.0
     """Seconds that workers in other processes have to start and load."""
     compile_scores: bool = False

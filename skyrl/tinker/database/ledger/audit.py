@@ -17,7 +17,7 @@ AuditEvent = Literal[
     "project_session_set",
 ]
 SERVER = "server"
-"""Who does what was not asked for by anybody: collecting what has expired or is too much."""
+"""Actor of automatic actions: the collection of what has expired or exceeds a limit."""
 
 
 def note(session: Session, event: AuditEvent, tenant: str, by: str, **details: Any) -> None:

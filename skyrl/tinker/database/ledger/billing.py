@@ -47,7 +47,7 @@ class Window(NamedTuple):
 
 
 def usage(session: Session, caller: Caller, window: Window, now: float) -> rest.UsageResponse:
-    """What the caller used in a window, as events of an hour each."""
+    """Return the caller's usage in a window, as hourly events."""
     seen = [col(UsageRow.hour) >= window.begin, col(UsageRow.hour) < window.end, _owned(UsageRow.tenant, caller)]
     data = [event for row in session.exec(select(UsageRow).where(*seen)) for event in _events(row, caller)]
     data += _made(session, caller, window)
@@ -177,7 +177,7 @@ def stored_now(session: Session, caller: Caller, project_id: str | None, now: fl
 
 
 def audit_log(session: Session, caller: Caller, kind: AuditType, day: date | None) -> rest.AuditResponse:
-    """What was done on a day, midnight to midnight UTC, to what the caller owns."""
+    """Return the audit events of a day, midnight to midnight UTC, that concern what the caller owns."""
     begin = datetime.combine(day or datetime.now(UTC).date(), time(), UTC)
     seen = [
         _owned(AuditRow.tenant, caller),

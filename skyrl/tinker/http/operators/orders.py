@@ -24,14 +24,14 @@ PATIENCE_S = 5.0
 
 
 class Obeyed(BaseModel):
-    """What came of an order so far."""
+    """Result of an order so far."""
 
     request_id: str
     state: Literal["done", "failed", "pending"]
     """Of the request that is cancelled, or unloads the model."""
     cancelled: bool = False
     error: str | None = None
-    """What its client is told."""
+    """Message that its client gets."""
 
 
 @router.post("/operator/requests/{request_id}/cancel")

@@ -1,4 +1,4 @@
-"""What the server is doing: for operators, who see all tenants by the names of their keys."""
+"""Status of the server for operators, who see all tenants by the names of their keys."""
 
 import asyncio
 from collections.abc import Callable

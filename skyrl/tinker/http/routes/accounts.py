@@ -48,7 +48,7 @@ async def delete_api_key(_: CallerDependency) -> NoReturn:
 async def get_usage(
     service: ServiceDependency, caller: CallerDependency, starting_on: AwareDatetime, ending_before: AwareDatetime
 ) -> Response:
-    """What the caller used in a window of whole hours."""
+    """Return the caller's usage in a window of whole hours."""
     job = partial(billing.usage, caller=caller, window=Window.of(starting_on, ending_before), now=time.time())
     return await service.listings.answer(caller, job)
 
@@ -57,7 +57,7 @@ async def get_usage(
 async def get_stored_now(
     service: ServiceDependency, caller: CallerDependency, project_id: str | None = None
 ) -> Response:
-    """What the caller's checkpoints take on disk."""
+    """Return the disk space that the caller's checkpoints take."""
     job = partial(billing.stored_now, caller=caller, project_id=project_id, now=time.time())
     return await service.listings.answer(caller, job)
 
@@ -66,5 +66,5 @@ async def get_stored_now(
 async def get_audit_log(
     service: ServiceDependency, caller: CallerDependency, event_type: AuditType = "all", day: date | None = None
 ) -> Response:
-    """What was done to what the caller owns, on a day in UTC (today's, unless one is named)."""
+    """Return the audit log of what the caller owns, for a day in UTC (today, unless one is named)."""
     return await service.listings.answer(caller, partial(billing.audit_log, caller=caller, kind=event_type, day=day))

@@ -37,12 +37,12 @@ SAMPLES = 2
 
 
 class Finding(NamedTuple):
-    """What came of one check."""
+    """Result of one check."""
 
     check: str
-    """What has to hold."""
+    """Requirement."""
     problem: str | None
-    """What did not. None: it holds."""
+    """Violation of the requirement; None if it holds."""
 
 
 class PretendedPolicy:
@@ -136,7 +136,7 @@ class _Checks:
         ]
 
     async def problem(self, check: Coroutine[Any, Any, None]) -> str | None:
-        """What keeps a check from holding, if anything does. What it began and cannot be cancelled is left."""
+        """Run a check. Return the reason why it fails, or None. Work that it began and cannot be cancelled is left."""
         task = asyncio.create_task(check)
         try:
             await asyncio.wait([task], timeout=self._timeout_s)

@@ -29,7 +29,7 @@ from skyrl.utils.registry import Registry
 
 @dataclass(frozen=True)
 class Generated:
-    """What became of a prompt."""
+    """Outcome of a prompt."""
 
     turns: Sequence[Turn]
     """Calls of the sampler whose outputs are trained on, in order, with what the sampler was given and gave, as it is:

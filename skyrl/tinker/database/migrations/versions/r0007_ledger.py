@@ -1,4 +1,4 @@
-"""What was used, by hour, and who did what with checkpoints."""
+"""Usage by hour, and an audit log of checkpoints."""
 
 import sqlalchemy as sa
 from alembic import op

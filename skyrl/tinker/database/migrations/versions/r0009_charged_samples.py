@@ -1,4 +1,4 @@
-"""What samples were charged whose answers are not handed out, so that one that is lost is not charged."""
+"""Charges of samples whose answers have not been handed out, so that a lost sample is not charged."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""How many sequences were sampled, beside their tokens. Those of earlier hours are not known."""
+"""Number of sampled sequences, beside their tokens. It is unknown for earlier hours."""
 
 import sqlalchemy as sa
 from alembic import op
