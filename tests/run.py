@@ -34,13 +34,18 @@ TIMEOUT_S = 600
 """Limit of a test that runs again (300 s in the first run)."""
 ROOM = "sk-"
 """Prefix of temporary folders of runs, short as paths of Unix sockets are. Each is locked while its run lives."""
+FAILURES = "failures.jsonl"
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(arguments: Sequence[str]) -> int:
     """Exit status of pytest, or 0 if each failure was flaky."""
     with room() as folder:
-        status, failures = run_pytest(folder, arguments)
+        try:
+            status, failures = run_pytest(folder, arguments)
+        except (KeyboardInterrupt, SystemExit):
+            print("\ninterrupted; failed so far:", *(failure.test for failure in read(folder / FAILURES)), sep="\n  ")
+            raise
         if status == 0 or not failures:
             return status
         if reason := final(failures):
@@ -74,7 +79,7 @@ def passes_again(folder: Path, test: str, arguments: Sequence[str]) -> bool:
 
 def run_pytest(folder: Path, arguments: Sequence[str], **environment: str) -> tuple[int, list[Failure]]:
     """(exit status, failures) of one run of pytest in the temporary folder of this run."""
-    file = folder / "failures.jsonl"
+    file = folder / FAILURES
     file.unlink(missing_ok=True)
     own = {"TMPDIR": str(folder), FILE: str(file), **environment}
     command = [sys.executable, "-m", "pytest", "-p", "tests.failures", f"--basetemp={folder / 't'}", *arguments]

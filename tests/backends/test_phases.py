@@ -171,6 +171,7 @@ def test_hooks_alternate_and_each_phase_has_something_to_do(opened, make):
     told = " ".join(backend.said)
     for phase, does in {"training": "dispatch|answer", "sampling": "draw"}.items():
         busy = [bool(re.search(does, between)) for between in re.findall(rf"wake {phase}(.*?)sleep {phase}", told)]
+        busy = busy[phase == "training" :]  # the first may have time for nothing but the creation of the model
         # A worker that is slow to begin may not have drawn when its sampling phase is over.
         assert any(busy) if make is remote and phase == "sampling" else all(busy), told
 

@@ -30,7 +30,7 @@ OF_ENGINES = (
     "enable_chunked_prefill",
     "max_num_batched_tokens",
 )
-"""What a sampler of this process is told, and engines are started with."""
+"""Engine fields that also configure the sampler of this process."""
 
 
 class TorchStrategy(Strategy):
