@@ -1,4 +1,4 @@
-"""How fast are experts beside a dense model of as much work, and how does compiling grow with layers?
+"""Speed of experts beside a dense model of as much work, and seconds of compiling by number of layers.
 
 Run: `python benchmarks/bench_models.py --cases experts compile`. In one process, without a server.
 

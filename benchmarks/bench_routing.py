@@ -38,7 +38,7 @@ NUMBERS = itertools.count()
 
 
 class Call(NamedTuple):
-    """What a router was given and chose in one call of a model, on the host."""
+    """Inputs and choices of a router in one call of a model, on the host."""
 
     layer: int
     ids: np.ndarray
@@ -51,7 +51,7 @@ class Call(NamedTuple):
 
 
 class Recorder:
-    """What routers do while it is entered. Layers must be unrolled, and programs compiled meanwhile."""
+    """Record of routers while it is entered. Layers must be unrolled, and programs compiled meanwhile."""
 
     def __init__(self):
         self.calls: list[Call] = []
@@ -190,7 +190,7 @@ class Backend:
             self._run(Publish(request_id=_name(), model_id=model, version=model, path=path, persist=False))
 
     def sample(self, prompts: list[list[int]]) -> list[list[int]]:
-        """What the router met of each prompt and what was sampled after it: all tokens but the last."""
+        """Tokens that the router met of each prompt and its samples: all but the last."""
         params = SamplingParams(max_tokens=NEW, seed=0, stop=[])
         samples = [
             Sample(

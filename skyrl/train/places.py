@@ -42,13 +42,13 @@ class Place:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        """Where everything is written."""
+        """Folder or bucket that everything is written to."""
 
     def __str__(self) -> str:
         return str(self.folder)
 
     def shown(self, path: Path) -> Where:
-        """What a path in `folder` is called where it ends up."""
+        """Final name of a path in `folder`."""
         return path
 
     def claim(self) -> bool:

@@ -23,7 +23,7 @@ class Result(NamedTuple):
     is_adapter: bool
     """True for an adapter in PEFT's format, False for a whole model in Hugging Face format."""
     place: Place | None = None
-    """What the folder is in, if that may be a bucket."""
+    """Place of the folder, if that may be a bucket."""
 
     @property
     def title(self) -> str:

@@ -44,7 +44,7 @@ def identity_of(config: SkyRLTrainConfig) -> dict[str, Any]:
 
 
 SET = ("target_modules", "exclude_modules", "dropout")
-"""What an identity has of an adapter only as far as it was set: checkpoints without have what it is by default."""
+"""Adapter settings that are part of an identity only if they were set: checkpoints without them have the defaults."""
 
 
 def adapter_settings(lora: SkyRLLoraConfig) -> dict[str, str | list[str] | float | None]:
@@ -80,7 +80,7 @@ def check_identity(path: Path, stored: Mapping[str, Any], given: Mapping[str, An
 
 
 def _value(identity: Mapping[str, Any], path: str) -> Any:
-    """What an identity says of a setting, also of one that was not set."""
+    """Value of a setting in an identity, also if it was not set."""
     name = path.rpartition(".")[2]
     return identity.get(path, getattr(SkyRLLoraConfig(), name) if name in SET else None)
 

@@ -44,7 +44,7 @@ def store(where: str, keep: int = -1, ranking: Ranking | None = None, **identity
 
 
 def save(run: CheckpointStore, step: int, content: str = "weights") -> None:
-    """What a trainer does, with a backend that writes one file."""
+    """Steps of a trainer, with a backend that writes one file."""
     with run.saving(step, {"content": content}, [{"step": step}] * step) as folder:
         write_folder(folder / "policy", {"model": f"{content} {step}".encode()})
 

@@ -34,7 +34,7 @@ def open_group(config: TorchBackendConfig, folder: Path, lose: Callable[[Backend
 
 
 def worker_options(config: TorchBackendConfig, folder: Path) -> WorkerOptions:
-    """What each worker is told."""
+    """Options of each worker."""
     load = LoadOptions(config.dtype, config.load_format == "dummy", config.gradient_checkpointing)
     shards = ShardOptions(
         config.num_workers if config.fsdp_size == -1 else config.fsdp_size,

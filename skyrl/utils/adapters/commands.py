@@ -213,7 +213,7 @@ def _told(name: str, run: Callable[[], None]) -> int:
 
 
 def _rows(base: Path | None, stack: ExitStack) -> Rows:
-    """What is known of a base model's modules: by its weights if they are there, else by its config.json."""
+    """Modules of a base model: by its weights if they are there, else by its config.json."""
     if base is None:
         return _nothing_known
     return rows_of_weights(base, stack) if any(base.glob("*.safetensors")) else _attention_rows(base)

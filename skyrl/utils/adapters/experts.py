@@ -18,7 +18,7 @@ from skyrl.utils.adapters.naming import Pair, Pairs, of_module, padded
 PARTS = ("gate_proj", "up_proj", "down_proj")
 """Linear maps of an expert. Those of all experts are two parameters: gate above up, and down."""
 _PARAMETER = re.compile(r"(.*experts\.)?(gate_up|down)_proj")
-"""Where target_modules are gate_proj, up_proj and down_proj, PEFT writes the last names alone."""
+"""Last names, which PEFT writes alone where target_modules are gate_proj, up_proj and down_proj."""
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)")
 
 

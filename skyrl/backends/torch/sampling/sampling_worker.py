@@ -179,7 +179,7 @@ class SamplingWorker:
     def _adapted(
         self, adapters: Sequence[Weights], contents: tuple[int, ...], slots: np.ndarray, fixed: bool
     ) -> Callable[[], AbstractContextManager[None]]:
-        """What adds to rows the adapters in their slots, int32 `[rows]`; -1 is none."""
+        """Adapters to apply to rows by their slots, int32 `[rows]`; -1 is none."""
         hooks, used = self._model.hooks, set(slots.tolist())
         if not adapters or (used == {-1} and not fixed):
             return nullcontext
