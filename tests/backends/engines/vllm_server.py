@@ -68,7 +68,9 @@ def main() -> int:
     try:
         _wait(server, url)
         told = {"SKYRL_TEST_VLLM": url, "SKYRL_TEST_VLLM_MODEL": str(model), "VLLM_API_KEY": key}
-        tests = ["tests/backends/engines/test_engines.py", "tests/backends/engines/test_vllm.py", "-k", "vllm"]
+        told["SKYRL_TEST_VLLM_PYTHON"] = str(python)
+        files = ("test_engines.py", "test_vllm.py", "test_vllm_experts.py")
+        tests = [*(f"tests/backends/engines/{file}" for file in files), "-k", "vllm"]
         return subprocess.run(
             [sys.executable, "-m", "pytest", "-s", *tests], cwd=ROOT, env={**os.environ, **told}
         ).returncode
