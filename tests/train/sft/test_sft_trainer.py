@@ -293,7 +293,7 @@ def test_messages_about_checkpoints_name_fields_that_sft_has(client, tiny_model,
             train(client, config(tiny_model, *options, *changes), 4)
         return str(raised.value)
 
-    elsewhere = refused("ckpt_path=s3://bucket/run")
+    elsewhere = refused("ckpt_path=ftp://bucket/run")
     with subprocess.Popen(
         [sys.executable, "-c", CLAIM, str(tmp_path / "other")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
