@@ -3,11 +3,13 @@
 Run: `python benchmarks/bench_torch.py`. In one process, without a server: a random tiny Qwen3, adapters of rank 32 on
 all linear layers but the vocabulary projection, float32. What is compared is run in turn, and the ratio is
 that of the medians. With `--ray`: two workers as Ray actors beside two local processes, and the driver's share
-of a processor. With `--beside-jax`: torch and JAX, each in a process of its own. Prints one JSON line per case.
+of a processor. With `--beside-jax`: torch and JAX, each in a process of its own. With `--one-core`: processor time of
+one core, for a machine that has other work. Prints one JSON line per case.
 """
 
 import argparse
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +23,7 @@ import numpy as np
 import torch
 
 import flops
-from common import RANK, emit, sequence, timed
+from common import RANK, emit, sequence
 from skyrl.backends.operations import CreateModel, ForwardBackward, OptimStep, Publish, Sample
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.tx.synthetic.make_model import make_model
@@ -136,10 +138,10 @@ class Plain:
 class Apart:
     """`Ours` in a process of its own, which says how long a call took."""
 
-    def __init__(self, folder: Path, kind: str):
+    def __init__(self, folder: Path, kind: str, one_core: bool):
         context = get_context("spawn")
         self._pipe, its = context.Pipe()
-        self._process = context.Process(target=_serve, args=(its, folder, kind), daemon=True)
+        self._process = context.Process(target=_serve, args=(its, folder, kind, one_core), daemon=True)
         self._process.start()
         its.close()
 
@@ -154,7 +156,8 @@ class Apart:
         self._process.join()
 
 
-def _serve(pipe: Connection, folder: Path, kind: str) -> None:
+def _serve(pipe: Connection, folder: Path, kind: str, one_core: bool) -> None:
+    _choose_clock(one_core)
     ours = Ours(folder, models=1, kind=kind)
     while True:
         try:
@@ -165,19 +168,38 @@ def _serve(pipe: Connection, folder: Path, kind: str) -> None:
         pipe.send(timed(lambda method=method, arguments=arguments: getattr(ours, method)(*arguments)))
 
 
-def compare_backends(folder: Path) -> None:
+def compare_backends(folder: Path, one_core: bool) -> None:
     """Print rates of torch, and how many times as fast as JAX it is, for the same work in turn."""
     cases = {
         f"{folder.name}: 16 x 256 beside JAX": (16 * 256, "train", [256] * 16),
         f"{folder.name}: 32 samples beside JAX": (ROWS * NEW, "sample", EVEN),
     }
-    torch_, jax_ = Apart(folder, "torch"), Apart(folder, "jax")
+    torch_, jax_ = (Apart(folder, kind, one_core) for kind in ("torch", "jax"))
     for case, (tokens, *call) in cases.items():
         pairs = [(torch_.seconds(*call), jax_.seconds(*call)) for _ in range(7)][2:]  # JAX compiles in the first ones
         ours, its = (statistics.median(times) for times in zip(*pairs, strict=True))
         emit(benchmark="torch", case=case, tokens_per_s=round(tokens / ours), times_as_fast=round(its / ours, 2))
     torch_.close()
     jax_.close()
+
+
+_clock = time.perf_counter
+
+
+def _choose_clock(one_core: bool) -> None:
+    """Measure processor time on one core, or time by the clock on all."""
+    global _clock
+    if one_core:
+        _clock = time.process_time
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        torch.set_num_threads(1)
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of a call."""
+    start = _clock()
+    call()
+    return _clock() - start
 
 
 def _name() -> str:
@@ -233,7 +255,9 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(flops.SHAPES), default="tiny")
     parser.add_argument("--ray", action="store_true", help="compare Ray actors with local processes, and nothing else")
     parser.add_argument("--beside-jax", action="store_true", help="compare with the JAX backend, and nothing else")
+    parser.add_argument("--one-core", action="store_true", help="measure processor time on one core")
     options = parser.parse_args()
+    _choose_clock(options.one_core)
     name = options.model
     mixed = np.random.default_rng(0).integers(16, 513, 32).tolist()
     with TemporaryDirectory(prefix="skyrl-bench-") as scratch:
@@ -243,7 +267,7 @@ def main() -> None:
             compare_executors(folder)
             return
         if options.beside_jax:
-            compare_backends(folder)
+            compare_backends(folder, options.one_core)
             return
         ours, plain = Ours(folder, models=4), Plain(folder)
         even, each = [256] * 16, [256] * 64

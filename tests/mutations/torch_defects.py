@@ -10,6 +10,7 @@ COLLECTIVES = "tests/backends/test_torch_collectives.py::test_ranks_do_the_same_
 NAMES = "tests/backends/test_skyrl_train_names.py::"
 MEMORY = "tests/backends/test_torch_memory.py::"
 MOVED = "tests/backends/test_moved_models.py::"
+PROMPTS = "tests/backends/test_torch_prompts.py::"
 FAULTS = "tests/backends/test_torch_faults.py::"
 
 TORCH_DEFECTS = [
@@ -292,5 +293,70 @@ TORCH_DEFECTS = [
             )
         ],
         ["tests/backends/test_torch_loading.py::test_a_load_takes_the_memory_of_the_model_and_of_one_tensor[bfloat16]"],
+    ),
+    Defect(
+        "M9",
+        "a decode call has no room of its own",
+        [
+            Edit(
+                TORCH + "base_model/memory.py",
+                "        return held + held // self._count + self._logits\n",
+                "        return self._logits // 2\n",
+            )
+        ],
+        [MEMORY + "test_other_phases_take_no_more_than_what_was_planned"],
+    ),
+    Defect(
+        "M10",
+        "gradients of packed sequences are not tried",
+        [
+            Edit(
+                TORCH + "base_model/model.py",
+                "self.packs and (not self.targets or self._gradients_agree())",
+                "self.packs",
+            )
+        ],
+        [
+            "tests/backends/test_torch_loading.py::"
+            "test_a_model_whose_gradients_mix_where_sequences_are_packed_is_computed_one_by_one"
+        ],
+    ),
+    Defect(
+        "M11",
+        "prompts that are read together see each other",
+        [
+            Edit(
+                TORCH + "base_model/attention.py",
+                "        if isinstance(self.view, Paged):\n            return _paged(",
+                "        if not isinstance(self.view, Paged):\n"
+                "            return _packed(call, query, key, value, Packed([query.shape[2]]), sliding_window), None\n"
+                "        if isinstance(self.view, Paged):\n            return _paged(",
+            )
+        ],
+        [PROMPTS + "test_prompts_of_one_version_are_read_together_and_sampled_as_alone"],
+    ),
+    Defect(
+        "M12",
+        "a burst leaves what it generated out of the pages",
+        [
+            Edit(
+                TORCH + "base_model/attention.py",
+                "        if not self._later:\n            return\n        positions",
+                "        return\n        positions",
+            )
+        ],
+        [SAMPLING + "test_greedy_tokens_and_all_scores_are_those_of_transformers[llama]"],
+    ),
+    Defect(
+        "M13",
+        "prompts fail for another that is read in the same call",
+        [
+            Edit(
+                "skyrl/backends/common/sampling/prefill.py",
+                "            failed |= _read_pieces(runner, version, [prompt])\n",
+                "            failed[prompt] = error\n",
+            )
+        ],
+        [PROMPTS + "test_a_prompt_that_cannot_be_read_fails_alone"],
     ),
 ]

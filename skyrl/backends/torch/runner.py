@@ -12,7 +12,7 @@ from skyrl.backends.torch.models.state import TorchVersion
 from skyrl.backends.torch.workers.group import WorkerGroup
 from skyrl.backends.torch.workers.worker import Named
 
-CHUNKS_WHILE_IDLE = 4  # of 256 tokens: together a training micro-batch on a CPU
+CHUNKS_WHILE_IDLE = 8  # 2,048 tokens forward: less than a training micro-batch of 1,024
 
 
 class TorchRunner(ModelRunner[TorchVersion]):

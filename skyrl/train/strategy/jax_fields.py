@@ -59,7 +59,10 @@ JAX_SUPPORT: dict[str, Support] = {
     "trainer.micro_train_batch_size_per_gpu": OPTIONS,
     "trainer.micro_forward_batch_size_per_gpu": OPTIONS,
     "trainer.use_sample_packing": OPTIONS,
-    "trainer.disable_fast_tokenizer": refused("tokenizers are read from tokenizer.json; leave it at False"),
+    "trainer.disable_fast_tokenizer": refused(
+        "tokenizers are read from tokenizer.json, and one in Python would need files of its own and transformers in "
+        "every process; leave it at False"
+    ),
     # Rollouts.
     "generator.max_input_length": OPTIONS,
     "generator.sampling_params.max_generate_length": OPTIONS,

@@ -82,7 +82,8 @@ class TorchStrategy(Strategy):
         if critic not in (None, policy):
             yield (
                 f"trainer.critic.model.path={critic} is not trainer.policy.model.path={policy}: both share one base "
-                "model; set it to the policy's"
+                "model, and a critic of another would need a second backend that trains beside the policy's; set it to "
+                "the policy's"
             )
 
     def record_memory(self, path: Path) -> None:
