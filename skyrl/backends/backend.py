@@ -223,7 +223,7 @@ class AbstractBackend(ABC):
         return self._finish(passes_of(prepared_batch, False, self.info()))
 
     def forward(self, prepared_batch: PreparedModelPassBatch) -> dict[str, ForwardBackwardOutput | ErrorResponse]:
-        """As `forward_backward`, without gradients."""
+        """Run `forward_backward` without gradients."""
         return self._finish(passes_of(prepared_batch, True, self.info()))
 
     def optim_step(self, model_id: str, request_data: OptimStepInput) -> OptimStepOutput:

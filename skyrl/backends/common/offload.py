@@ -101,7 +101,7 @@ class _Resident(Generic[State]):
     moving: Future[Any] | None = None
     """Towards the disk: to the host, with its state there as the result, or to disk."""
     info: ModelInfo | None = None
-    """Of a model on disk."""
+    """Facts about a model on disk."""
     without_sums: bool = False
     """Void gradient sums on disk, or on their way there."""
     refused: StorageError | RequestError | None = None

@@ -87,7 +87,7 @@ class Pages(Slots):
         super().__init__(count)
         self.size = size
         self._roots: dict[Hashable, Node] = {}
-        """Of the owners that have pages in the tree."""
+        """Roots of the owners that have pages in the tree."""
         self._idle: OrderedDict[Node, None] = OrderedDict()
         """Nodes without users, least recently used first."""
 

@@ -86,10 +86,10 @@ class Fleet:
         self._tickets: dict[str, Ticket] = {}
         """Tickets that wait or are drawn, by id."""
         self._unserved: dict[str, float] = {}
-        """Of those, time since which no engine in use could draw it, by id."""
+        """Time since which no engine in use could draw a ticket, by the ticket's id."""
         self._giving_up: asyncio.TimerHandle | None = None
         self._gone: dict[str, asyncio.Event] = {}
-        """Of engines in use: set when one is found to be gone."""
+        """Event of each engine in use: set when it is found to be gone."""
         self._loading: dict[str, set[asyncio.Task[None]]] = {}
         """Adapters that are on their way, by engine."""
         self._checks = None if check is None else Checks(check, path)

@@ -46,7 +46,7 @@ class HttpEngine(Engine):
         self._options = options
         self._base: str | None = None
         self._fingerprint: str | None = None
-        """Of the server's configuration, which its answers tell; another's is another server."""
+        """Fingerprint of the server's configuration, which its answers tell; another's is another server."""
         self._client = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {options.key}"} if options.key else {},

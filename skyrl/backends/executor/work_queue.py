@@ -91,7 +91,7 @@ class _Asked:
     """It is sent one answer rather than a list."""
     dispatched: int = 0
     out: int = 0
-    """Of those, how many have not come back."""
+    """Number of those that have not come back."""
     answers: dict[int, Any] = field(default_factory=dict)
     error: Exception | None = None
     """Reason why one could not be computed. Nothing more is dispatched."""
@@ -178,7 +178,7 @@ class Quanta:
         self._turns = Turns(weights)
         self._queues: dict[str, deque[ModelOperation]] = {}
         self._works: dict[str, Work] = {}
-        """Of the operations that have begun, by model: the first of its queue."""
+        """Operations that have begun, by model: the first of its queue."""
         self._asked: dict[str, _Asked] = {}
         """Quanta of operations that have begun. One that neither wants nor waits goes on by itself at its next turn."""
         self._waits: dict[str, Future[Any]] = {}

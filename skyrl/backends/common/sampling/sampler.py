@@ -91,7 +91,7 @@ class Sampler(Generic[Version]):
         runner.open(self._page_count, self._blocks, self._states.count)
         self._waiting = Line(self.pages_total)
         self._weights: dict[str, float] = {}
-        """Of tenants; all others weigh 1."""
+        """Weights of tenants; all others weigh 1."""
         self._reading = Reading()
         self._read: deque[Prompt] = deque()
         """Prompts with samples that have not started, in the order of their turns."""
@@ -142,7 +142,7 @@ class Sampler(Generic[Version]):
 
     @property
     def statistics(self) -> Statistics:
-        """Of sampling, and of the cache."""
+        """Counters and load of sampling, and of the cache."""
         return {
             "decode_calls": self._decode_calls,
             "decode_sequences": self._decoded,
