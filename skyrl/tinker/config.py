@@ -385,7 +385,7 @@ def url_of(host: str, port: int) -> str:
 
 
 def _names(weights: str) -> list[str]:
-    """Of a JSON object's members; none where it is no such thing, which is told elsewhere."""
+    """Names of a JSON object's members; none where it is no such thing, which is told elsewhere."""
     try:
         given = json.loads(weights)
     except json.JSONDecodeError:

@@ -33,7 +33,7 @@ class _Line:
     """Requests that a model has had, and those that are held."""
 
     tenant: str
-    """Of the request that made or revived it."""
+    """Tenant of the request that made or revived it."""
     next_seq_id: int = 0
     held: dict[int, ModelOperation] = field(default_factory=dict)
     """By seq_id."""

@@ -58,6 +58,6 @@ def _is_here(host: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """Of `NAME:PORT` or `[ADDRESS]:PORT`, without the port; nothing of what is neither."""
+    """Name in `NAME:PORT` or `[ADDRESS]:PORT`, without the port; empty if it is neither."""
     found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+))(?::\d+)?", host)
     return (found[1] or found[2]).lower() if found else ""

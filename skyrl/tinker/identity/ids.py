@@ -22,7 +22,7 @@ CUSTOM_LOSS = "create_custom_loss"
 MAX_NAME = 180
 """Characters of a checkpoint's name. What storage puts around it has to fit into 255 as well."""
 KEY_PREFIX = "key-"
-"""Of the names of keys."""
+"""Prefix of the names of keys."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 

@@ -32,7 +32,7 @@ class Place:
     new_session: bool
     """False: the session is there."""
     project_id: str | None = None
-    """Of a new session."""
+    """Project of a new session."""
 
     @property
     def model_id(self) -> str:

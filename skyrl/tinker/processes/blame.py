@@ -39,7 +39,7 @@ class Count:
 
     crashes: int = 0
     alone: int = 0
-    """Of these the last ones in a row of which it was alone."""
+    """Number of the last crashes in a row in which it was alone."""
     model_id: str = ""
 
     def one_more(self, alone: bool) -> "Count":

@@ -44,7 +44,7 @@ class Stopwatch:
         self._lost_s = 0.0
 
     def seconds(self, began: float | None, now: float) -> float:
-        """Of the present step, which `began` then; 0.0 between two."""
+        """Seconds of the present step, which `began` then; 0.0 between two."""
         looked, self._looked = self._looked, now
         if began is None:
             return 0.0

@@ -37,7 +37,7 @@ class UnwrittenVersions:
         self._missing = dict(self._unwritten)
 
     def keep_of(self, model_id: str, versions: set[str]) -> None:
-        """Of this model's missing versions, only these will come."""
+        """Give up this model's missing versions, but for those that will come."""
         for version in [key for key, model in self._missing.items() if model == model_id and key not in versions]:
             self._unwritten.pop(version, None)
             self._arrive(version)

@@ -20,7 +20,7 @@ from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.wire.protobuf_scan import address_of
 
 ADDRESS_BYTES = 4096
-"""Of the beginning of a body, in which the address is."""
+"""Bytes at the beginning of a body, in which the address is."""
 
 
 def failed_pass(body: Body, error: BodyTooLarge) -> Parsed:

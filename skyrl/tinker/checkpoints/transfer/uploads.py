@@ -68,9 +68,9 @@ class Stored(NamedTuple):
 
     upload: Upload
     size_bytes: int
-    """Of all files."""
+    """Bytes of all files."""
     partial_bytes: int
-    """Of those that are not complete."""
+    """Bytes of files that are not complete."""
 
 
 def stored_uploads(base: Path) -> list[Stored]:
