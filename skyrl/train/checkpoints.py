@@ -54,7 +54,7 @@ class Checkpoint(NamedTuple):
     step: int
     path: Path
     run_id: str
-    """Of the run that wrote it."""
+    """Id of the run that wrote it."""
     state: dict[str, Any]
     rollouts: list[dict[str, Any]]
     settings: dict[str, Any]
@@ -152,7 +152,7 @@ class CheckpointStore:
         """The best evaluation, of which there is a checkpoint, or will be with the next that is written."""
         self._settings = json.loads(json.dumps(dict(settings or {}), default=plain))
         self.run_id = uuid4().hex
-        """Of this run; that of the run before it when it goes on from a checkpoint in its own folder."""
+        """Id of this run; that of the run before it when it goes on from a checkpoint in its own folder."""
 
     def resume(self, mode: str | None, path: str | None = None) -> Checkpoint | None:
         """The checkpoint to go on from; None to begin anew. From here on the folder is this process's until that ends.

@@ -72,7 +72,7 @@ class RewardTerm(NamedTuple):
     """A reward function in a weighted sum of them."""
 
     name: str
-    """Of its metric; the function's own unless another is given."""
+    """Name of its metric; the function's own unless another is given."""
     weight: float
     function: str
     """`module:function`."""

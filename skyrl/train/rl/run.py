@@ -116,7 +116,7 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """Of this run, also when it is resumed."""
+        """Id of this run, also when it is resumed."""
         return self._store.run_id
 
     @property
