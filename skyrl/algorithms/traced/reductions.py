@@ -97,7 +97,7 @@ def mean(layout: Layout, x: Any, /, dim: Any = None, keepdim: Any = False, *, dt
 def _extreme(name: str, elements: Callable[[Any, Any, Any], Any], whole: Callable[..., Any]) -> None:
     @allowed(f"torch.{name}", f".{name}", cost=2)
     def extreme(layout: Layout, x: Any, other: Any = None, /, **unserved: Any) -> Any:
-        """Of all values, or element by element of two."""
+        """Reduce all values, or two tensors element by element."""
         if unserved or (other is not None and not isinstance(other, Ragged)):
             raise RequestError(f"torch.{name} over a dimension returns places too; use torch.a{name} with dim")
         if other is None:

@@ -27,7 +27,7 @@ class Grouping(NamedTuple):
     place: Int[Array, "rows"]
     """Place of each row, counted over all blocks."""
     group: Group
-    """Of the rows of each block."""
+    """Group of the rows of each block."""
 
     def gather(self, rows: Float[Array, "tokens features"], each: int) -> Float[Array, "blocks size features"]:
         """Rows in their places, zeros elsewhere. Row i of the grouping is that of token i // each."""

@@ -82,7 +82,7 @@ class FusedExperts(NamedTuple):
 
     pairs: Pairs
     rank: int
-    """Of all of them."""
+    """Rank of all of them."""
     parameters: list[str]
     """`target_parameters` of PEFT that name them."""
 

@@ -44,7 +44,7 @@ class Names(NamedTuple):
     bare: int
     """Without PEFT's prefix."""
     ends: Counter[str]
-    """Of each adapter's name that is in them; under "" those without .weight at the end."""
+    """Count by adapter name that is in them; under "" those without .weight at the end."""
 
 
 def pairs_of(tensors: Mapping[str, np.ndarray], where: object) -> tuple[Pairs, Names]:

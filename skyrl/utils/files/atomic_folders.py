@@ -47,7 +47,7 @@ class Written(NamedTuple):
     """A folder that is on disk."""
 
     size_bytes: int
-    """Of its files, without the manifest."""
+    """Bytes of its files, without the manifest."""
     digest: str
     """sha256 (hex) of its manifest, which holds the hashes of all files."""
 
