@@ -367,7 +367,7 @@ class EngineConfig(BaseModel):
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address reaches programs of this machine only."""
+    """Return True if an address reaches programs of this machine only."""
     name = host.removeprefix("[").removesuffix("]").lower()
     numbers = re.fullmatch(r"[0-9a-fx.]+", name)  # of which the system takes fewer than four: 127.1
     try:

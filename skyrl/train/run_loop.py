@@ -76,7 +76,7 @@ class SteppedRun(Protocol):
         ...
 
     def improves(self, metrics: Metrics) -> bool:
-        """Return whether those of an evaluation are the best so far, so that its checkpoint is to be kept."""
+        """Return True if those of an evaluation are the best so far, so that its checkpoint is to be kept."""
         ...
 
 

@@ -97,7 +97,7 @@ class Accounts:
         return min(tenants, key=self.rank)
 
     def may_go_early(self, tenant: str, cost: int) -> bool:
-        """Return whether something may be given to a tenant before its turn, because it is at hand.
+        """Return True if a tenant may be served before its turn, because its work fits what runs now.
 
         It may if the tenant is ahead of the one served least by no more than the price of that.
         """

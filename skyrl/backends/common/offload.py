@@ -167,7 +167,7 @@ class ModelOffload(Generic[State]):
         return self._models[model_id].tier
 
     def is_on_device(self, model_id: str) -> bool:
-        """Return whether a model would come to work without standing in line."""
+        """Return True if a model is on the device and would not have to wait for its room."""
         return self._stays(self._models[model_id])
 
     def info(self, model_id: str) -> ModelInfo:
@@ -290,7 +290,7 @@ class ModelOffload(Generic[State]):
         return model.state
 
     def _stays(self, model: _Resident[State]) -> bool:
-        """Return whether a model is on the device and nobody waits for its room."""
+        """Return True if a model is on the device and nobody waits for its room."""
         return model.tier == "device" and (model.moving is None or not self._line)
 
     def _stand_in_line(self, model: _Resident[State]) -> Awaiting[None]:
@@ -310,7 +310,7 @@ class ModelOffload(Generic[State]):
         self.tidy()
 
     def _served(self, first: _Resident[State]) -> bool:
-        """Return whether the first of the line has left it: with room, or because none can be made."""
+        """Return True if the first of the line has left it: with room, or because none can be made."""
         others = self.used_bytes("device") - (first.nbytes if first.tier == "device" else 0)
         excess = others + first.nbytes - self.budget.device
         if excess <= 0 or not others:

@@ -184,7 +184,7 @@ class Router:
         return {adapter for place in self._places.values() for adapter in place.adapters}
 
     def servable(self, ticket: Ticket) -> bool:
-        """Return whether an engine that is in use could draw it."""
+        """Return True if an engine that is in use could draw it."""
         return any(place.serves(ticket) for place in self._places.values())
 
     # -- samples ------------------------------------------------------------------------------------------------------

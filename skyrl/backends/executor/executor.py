@@ -146,7 +146,7 @@ class Executor(AbstractBackend):
         raise NotImplementedError(f"run of {type(self).__name__} yields quanta, so it needs compute")
 
     def may_wait(self, operation: ModelOperation) -> bool:
-        """Return whether an operation that is begun now may yield what it waits for before anything else."""
+        """Return True if an operation that is begun now may yield what it waits for before anything else."""
         return False
 
     def most_together(self, kind: Hashable) -> int:
@@ -383,7 +383,7 @@ class IncompleteGradients(RequestError):
 
 
 def _changes(operation: ModelOperation) -> bool:
-    """Return whether what is computed of it changes its model."""
+    """Return True if what is computed of it changes its model."""
     return isinstance(operation, OptimStep) or (isinstance(operation, ForwardBackward) and not operation.forward_only)
 
 

@@ -138,7 +138,7 @@ class Computer(Protocol):
         ...
 
     def may_wait(self, operation: ModelOperation) -> bool:
-        """Return whether an operation that is begun now may have to wait before it computes anything."""
+        """Return True if an operation that is begun now may have to wait before it computes anything."""
         ...
 
     def compute(self, quanta: list[Quantum]) -> "list[Any] | Future[list[Any]]":
@@ -212,7 +212,7 @@ class Quanta:
         self._turns.place(operation.model_id, operation.tenant)
 
     def has_begun(self, model_id: str) -> bool:
-        """Return whether an operation of the model has begun and not ended."""
+        """Return True if an operation of the model has begun and not ended."""
         return model_id in self._works
 
     @property

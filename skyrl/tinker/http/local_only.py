@@ -53,7 +53,7 @@ class LocalOnly:
 
 @lru_cache(maxsize=256)
 def _is_here(host: str) -> bool:
-    """Return whether a `Host` is an address of this machine."""
+    """Return True if a `Host` is an address of this machine."""
     return is_loopback(_name(host))
 
 

@@ -103,7 +103,7 @@ class Blame:
         return running
 
     def is_suspect(self, request_id: str) -> bool:
-        """Return whether an engine was working on this request when it ended."""
+        """Return True if an engine was working on this request when it ended."""
         return request_id in self._work
 
     def crashes(self, request_id: str) -> int:

@@ -326,7 +326,7 @@ class EngineModels:
 
 
 def is_pass(owed: PendingRequest) -> bool:
-    """Return whether a request was to add gradients. One that has not been read may have been."""
+    """Return True if a request was to add gradients. One that has not been read may have been."""
     if owed.accepted is None:
         return owed.operation.name == "forward_backward" and not owed.decided.forward_only
     operation = owed.accepted.operation
@@ -336,7 +336,7 @@ def is_pass(owed: PendingRequest) -> bool:
 
 
 def _has_lost_files(operation: ModelOperation) -> bool:
-    """Return whether the files that an operation reads are not there, or not the ones it was to read."""
+    """Return True if the files that an operation reads are not there, or not the ones it was to read."""
     if not isinstance(operation, LoadSnapshot | LoadCheckpoint):
         return False
     found = inspect_folder(operation.path)

@@ -265,7 +265,7 @@ def _as_done(owed: PendingRequest) -> Decisions | None:
 
 
 def _is_repeated(owed: PendingRequest) -> bool:
-    """Return whether a revival does it again, as it changed the model."""
+    """Return True if a revival does it again, as it changed the model."""
     return owed.operation.changes_model and not owed.decided.forward_only
 
 

@@ -165,7 +165,7 @@ def _decide_pending(
 
 
 def _came_late(request: LoggedRequest, requests: Sequence[LoggedRequest]) -> bool:
-    """Return whether its followers had failed for want of it before it came."""
+    """Return True if its followers had failed for want of it before it came."""
     assert request.seq_id is not None
     return any(
         other.seq_id is not None

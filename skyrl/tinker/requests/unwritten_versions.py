@@ -43,7 +43,7 @@ class UnwrittenVersions:
             self._arrive(version)
 
     def is_missing(self, version: str | None) -> bool:
-        """Return whether a sample of this version has to wait."""
+        """Return True if a sample of this version has to wait."""
         return version in self._missing
 
     def models(self) -> set[str]:

@@ -197,7 +197,7 @@ class SFTTrainer:
             await result_of(self._config).write(self._learner, keep_earlier=self._begun_at == 0)
 
     def improves(self, metrics: Metrics) -> bool:
-        """Return whether those of an evaluation are the best so far by `best_metric`."""
+        """Return True if those of an evaluation are the best so far by `best_metric`."""
         return self._checkpoints is not None and self._checkpoints.judge(self.global_step, metrics)
 
     async def save(self) -> "asyncio.Task[Path] | None":

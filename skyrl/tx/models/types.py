@@ -160,7 +160,7 @@ class ModelForCausalLM(nnx.Module):
         return self.config
 
     def is_lora_param(self, path: tuple[Any, ...], _value: Any) -> bool:
-        """Return whether a parameter belongs to the adapter (rather than the base).
+        """Return True if a parameter belongs to the adapter (rather than the base).
 
         True below `lora_A` and `lora_B`, and with several residual streams for their connectors too.
         """

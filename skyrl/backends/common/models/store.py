@@ -226,7 +226,7 @@ class Storage(Generic[State, Version]):
 
 
 def is_whole(state: OffloadState) -> bool:
-    """Return whether a model is trained as a whole, so that what is stored of it is large."""
+    """Return True if a model is trained as a whole, so that what is stored of it is large."""
     return state.info.lora_config.rank == 0
 
 

@@ -172,7 +172,7 @@ class Sampler(Generic[Version]):
         return self._page_count - 1
 
     def _has_room(self, job: Job) -> bool:
-        """Return whether there is what a request needs to begin."""
+        """Return True if there is what a request needs to begin."""
         return pages_to_begin(job) <= self.pages_free and self._states.to_begin(job) <= self._states.available
 
     def _reserve(self, pages: int, states: int) -> bool:
@@ -229,11 +229,11 @@ class Sampler(Generic[Version]):
         return {job.request.tenant for job in self._begun()}
 
     def _is_full(self, at_work: set[str]) -> bool:
-        """Return whether none of those that wait has a place."""
+        """Return True if none of those that wait has a place."""
         return self._places <= 0 and (self._unstarted >= self._max_rows or self._waiting.tenants <= at_work)
 
     def _has_place(self, job: Job, at_work: set[str]) -> bool:
-        """Return whether a request may begin as far as the number of those that have goes.
+        """Return True if the concurrency limit allows another request.
 
         A tenant's first may even if requests of many samples hold all places.
         """
