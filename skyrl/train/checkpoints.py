@@ -346,7 +346,7 @@ class CheckpointStore:
         left = [step for step in self.steps() if step > resumed or _run_of(self.folder_of(step)) != self.run_id]
         if left:
             logger.warning(
-                "%s: this run %s and does not go on from %s, which it found there; its own checkpoints take their "
+                "%s: this run %s and will not resume from %s, which it found there; its own checkpoints take their "
                 "names. Give each run a %s of its own, or remove what is not needed",
                 self.folder,
                 "begins anew" if resumed < 0 else f"continues from step {resumed}",
@@ -359,7 +359,7 @@ class CheckpointStore:
         if target.exists() and (owner := _run_of(target)) != self.run_id:
             aside = target.with_name(f"{target.name}.of-{(owner or 'unknown')[:8]}-{uuid4().hex[:4]}")
             target.rename(aside)
-            logger.warning("%s was there, of another run; it is at %s now", target, aside)
+            logger.warning("moved %s of another run to %s", target, aside)
 
     def _remove_old(self, step: int, best: int | None) -> None:
         """Remove the oldest of this run's checkpoints up to `step`, the newest, beyond those that are kept."""

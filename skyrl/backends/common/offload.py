@@ -195,7 +195,7 @@ class ModelOffload(Generic[State]):
         parent = self._files.path.parent
         if in_memory > self.budget.device + self.budget.host and shutil.disk_usage(parent).free < 2 * nbytes:
             raise RequestError(
-                f"there is no room for one more model of {_mib(nbytes)} MiB, neither in memory nor in {parent}; "
+                f"not enough memory or disk space ({parent}) for another model of {_mib(nbytes)} MiB; "
                 "unload models, free disk space, or start the server with another offload_folder"
             )
 

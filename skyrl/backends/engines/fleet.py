@@ -190,7 +190,7 @@ class Fleet:
 
     def _in_trouble(self, engine: Engine, error: Exception) -> None:
         if str(self.troubles.get(engine.name)) != str(error):
-            log.warning("sampling engine %s is not in use: %s", engine.name, error)
+            log.warning("sampling engine %s is excluded: %s", engine.name, error)
         self.troubles[engine.name] = error
         self._changed()
 
@@ -313,7 +313,7 @@ class Fleet:
             self._end(ticket, RequestError(f"the sampling engine refuses it: {error}"))
         except Exception as error:
             if not isinstance(error, EngineFailed | Mismatch):
-                log.exception("sampling engine %s answers what nobody understands", engine.name)
+                log.exception("sampling engine %s returned an invalid response", engine.name)
             self._keep(engine, ticket)
             await self._pause(ticket.attempts + 1)
             del self._drawing[ticket.request.request_id]

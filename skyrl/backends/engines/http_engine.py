@@ -168,7 +168,7 @@ class HttpEngine(Engine):
         except (EngineDown, EngineFailed, Refused):
             raise
         except Exception as error:  # of httpx, or what its parts raise where a connection ends at a bad moment
-            raise EngineDown(f"{self.name} is not there ({path}: {str(error) or type(error).__name__})") from error
+            raise EngineDown(f"{self.name} is unreachable ({path}: {str(error) or type(error).__name__})") from error
 
     def _failure(self, path: str, answer: httpx.Response) -> Exception:
         """Meaning of an answer that is no success."""

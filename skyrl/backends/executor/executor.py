@@ -121,7 +121,7 @@ class Executor(AbstractBackend):
         """Seconds that samples which have not ended have taken."""
         self._failed_pass: dict[str, str] = {}
         self._void: set[str] = set()
-        """Models in the middle of what was abandoned."""
+        """Models with an interrupted operation."""
         self._wake = threading.Condition()
         self._writer = Writer(lambda version, saved: self.on_stored(version, saved))
 
@@ -320,7 +320,7 @@ class Executor(AbstractBackend):
                 f"were dropped; correct the batch and send all of it again. The failure was: {cause}"
             )
         if model_id in self._void and not isinstance(operation, MAKES | DeleteModel):
-            raise RequestError(f"model_id={model_id} is in the middle of what was abandoned; load it from a checkpoint")
+            raise RequestError(f"model_id={model_id} has an interrupted operation; load it from a checkpoint")
         return self.run(operation)
 
     def _drop_gradients(self, model_id: str) -> str | None:

@@ -467,7 +467,7 @@ class Quanta:
         if not isinstance(error, Exception) or isinstance(error, BackendLost):
             raise error
         if len(parts) > 1 and not self._computer.in_place:
-            log.warning("%d quanta cannot be computed together, so each is alone", len(parts), exc_info=error)
+            log.warning("a batch of %d micro-batches failed; running them one by one", len(parts), exc_info=error)
             self._again.extend(parts)
             return []
         for part in parts:

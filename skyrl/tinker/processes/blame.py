@@ -195,7 +195,7 @@ class Blame:
         try:
             os.pwrite(self._handle, "\n".join([*lines, END, ""]).encode(), 0)
         except OSError as error:
-            log.warning("what is computed cannot be written down (%s): a death of this server blames nothing", error)
+            log.warning("cannot record running requests (%s): a crash will not be attributed to a request", error)
 
 
 def _add(counts: dict[str, Count], present: dict[str, str], alone: bool) -> None:

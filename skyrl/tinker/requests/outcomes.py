@@ -117,7 +117,7 @@ class Outcomes:
         try:
             await work()
         except Stopped as error:
-            log.warning("%s; model %s goes on from before it", error, model_id)
+            log.warning("%s; model %s continues from the state before it", error, model_id)
             self._dropped.add(model_id)
 
     async def _finish(self, owed: PendingRequest, result: Result) -> None:

@@ -99,7 +99,7 @@ def reward_terms(text: str) -> list[RewardTerm]:
     twice = [name for name, times in Counter(term.name for term in terms).items() if times > 1]
     if twice:
         raise ConfigError(
-            f"several functions are called {twice[0]}; name them apart, such as other={terms[-1].function}"
+            f"duplicate reward name {twice[0]}; give each a name of its own, such as other={terms[-1].function}"
         )
     return terms
 

@@ -71,7 +71,7 @@ def pairs_of(tensors: Mapping[str, np.ndarray], where: object) -> tuple[Pairs, N
             ends[""] += 1
         half = halves.setdefault(module, {})
         if found["matrix"] in half:
-            raise RequestError(f"{where}: tensor {name} is there under another name too; save one adapter alone")
+            raise RequestError(f"{where}: duplicate tensor {name}, under two names; save one adapter alone")
         if tensor.ndim != 2:
             raise RequestError(f"{where}: tensor {name} has shape {list(tensor.shape)}; a matrix has two axes")
         half[found["matrix"]] = tensor

@@ -142,8 +142,8 @@ class Storage(Generic[State, Version]):
                 tried = True
             else:
                 raise StorageError(
-                    f"versions of {self.writer.unwritten_bytes} bytes are in memory and cannot be written, so nothing "
-                    f"else can be published or saved: {self.writer.failure}"
+                    f"{self.writer.unwritten_bytes} bytes of unwritten versions are in memory; none can be published "
+                    f"or saved until they are written: {self.writer.failure}"
                 )
 
     def _publish(self, operation: Publish, state: State) -> Work:

@@ -189,8 +189,8 @@ class Sampler(Generic[Version]):
         job = Job.of(request, self._tokenizer.eos_ids)
         if request.options.min_tokens > 0 and len(job.stops.ids) > STOP_IDS:
             raise RequestError(
-                f"min_tokens={request.options.min_tokens} beside {len(job.stops.ids)} stop tokens, EOS included: at "
-                f"most {STOP_IDS} can be kept from being drawn; list fewer, or leave min_tokens out"
+                f"min_tokens={request.options.min_tokens} with {len(job.stops.ids)} stop tokens, EOS included: at "
+                f"most {STOP_IDS} can be suppressed; list fewer, or leave min_tokens out"
             )
         if pages_to_begin(job) > self.pages_total:
             raise RequestError(
