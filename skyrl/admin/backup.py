@@ -98,7 +98,9 @@ def _copy(config: EngineConfig, file: Path | None, target: Path) -> int:
         if named - lost <= saved_folders(copy):
             break
     else:
-        raise RequestError(f"to={target}: what is saved comes and goes too fast to be copied there; try the same disk")
+        raise RequestError(
+            f"to={target}: checkpoints changed faster than they could be copied; use a target on the same disk"
+        )
     with suppress(FileNotFoundError):
         shutil.copy2(base / state_id.FILE, copy / state_id.FILE)
     return len(saved_folders(copy))
@@ -115,7 +117,9 @@ def _add_saved(base: Path, copy: Path) -> None:
             shutil.rmtree(part, ignore_errors=True)
             if (base / folder).exists():  # else it has gone meanwhile
                 why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
-                raise RequestError(f"{base / folder} cannot be copied to {whole}: {why}; see to that") from error
+                raise RequestError(
+                    f"{base / folder}: copy to {whole} failed: {why}; fix the cause and run the backup again"
+                ) from error
         else:
             part.rename(whole)
 
@@ -139,7 +143,9 @@ def _copy_file(file: Path, target: Path) -> set[str]:
         ):
             now.backup(copy)
     except sqlite3.Error as error:
-        raise RequestError(f"{file} cannot be copied to {target}: {error}; see to that") from error
+        raise RequestError(
+            f"{file}: copy to {target} failed: {error}; fix the cause and run the backup again"
+        ) from error
     target.chmod(file.stat().st_mode)
     return _named(f"sqlite:///{target}")
 

@@ -12,7 +12,7 @@ from skyrl.utils.subcommands import run_subcommand
 
 INDENT = "    "
 Entry = dict[str, Any]
-"""Of a list."""
+"""Entry of a list."""
 
 
 def models(argv: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from skyrl.admin.words import GIB, cut, duration, number, plural, size
 
 KINDS = ("trained", "scored", "prompt", "sampled")
-"""Of tokens: of passes with gradients, of passes without, of prompts, and drawn ones."""
+"""Kinds of tokens: of passes with gradients, of passes without, of prompts, and drawn ones."""
 NARROWEST = 40
 TENANTS = 8
 """Tenants that are shown, those with most requests first."""

@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--every", type=float, default=3.0, metavar="S", help="seconds between two looks (3)")
     given = parser.parse_args(argv)
     if given.every <= 0:
-        parser.error(f"--every={given.every:g}: name a number of seconds above 0")
+        parser.error(f"--every={given.every:g}: must be above 0 seconds")
     server = connect(parser, given)
     if given.json:
         return told(parser.prog, lambda: _as_json(server))

@@ -83,7 +83,7 @@ def _exp(log_ratio: Any) -> Any:
 
 
 def _within(ratio: Any, low: float | None, high: float | None) -> Any:
-    """Return whether each ratio lies between the bounds, bounds included; None is no bound."""
+    """Mask of ratios that lie between the bounds, bounds included; None is no bound."""
     xp = array_namespace(ratio)
     inside = xp.ones_like(ratio, dtype=xp.bool)
     if low is not None:

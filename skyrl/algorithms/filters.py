@@ -26,7 +26,7 @@ Sample = TypeVar("Sample")
 def have_signal(
     uids: Sequence[Hashable], rewards: Rewards, judged: Bool[np.ndarray, "batch"] | None = None
 ) -> Bool[np.ndarray, "batch"]:
-    """Return whether each row's prompt has a signal. One with a single sample has: there is nothing to compare it with.
+    """Mask of rows whose prompt has a signal. One with a single sample has: there is nothing to compare it with.
 
     Args:
         uids: Prompt of each row.

@@ -307,7 +307,7 @@ def refuse_unserved(name: str) -> None:
         return
     known = f"known losses: {', '.join(LOSSES)}"
     if name in UNSERVED:
-        raise RequestError(f"loss_fn={name!r} names no loss by itself: {UNSERVED[name]}; {known}")
+        raise RequestError(f"loss_fn={name!r} is not a loss: {UNSERVED[name]}; {known}")
     raise RequestError(f"loss_fn={name!r} is unknown; {known}")
 
 

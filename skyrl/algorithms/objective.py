@@ -55,7 +55,7 @@ class Objective(Protocol):
 
     @property
     def multiple_of(self) -> tuple[str, ...]:
-        """As `Loss.multiple_of`."""
+        """Same as `Loss.multiple_of`."""
         ...
 
     def __call__(self, x: LossInputs) -> Tokens:

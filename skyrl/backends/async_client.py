@@ -32,7 +32,7 @@ class BackendClient:
         self._end: BaseException | None = None
         """Why nothing is done any more, once that is so."""
         self._lock = threading.Lock()
-        """Of the inbox, and of who still gets a future, until the end."""
+        """Lock of the inbox, and of who still gets a future, until the end."""
         backend.on_wake = self._wake.set
         self._thread = threading.Thread(target=self._run, name="backend", daemon=True)
         self._thread.start()
@@ -51,7 +51,7 @@ class BackendClient:
         return await self._outcome(operation, self._submitted(operation))
 
     def begin(self, operation: Operation) -> "asyncio.Task[Result]":
-        """As `run`: what it returns has the operation's place in their order already, whenever it is awaited."""
+        """Begin as `run` does: the result has the operation's place in their order already, whenever it is awaited."""
         return asyncio.ensure_future(self._outcome(operation, self._submitted(operation)))
 
     def _submitted(self, operation: Operation) -> "Future[Result]":

@@ -130,10 +130,10 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def has_model(self, model_id: str) -> bool:
-        """Return whether the model exists now."""
+        """Return True if the model exists now."""
 
     def has_own_base(self, model_id: str) -> bool:
-        """Return whether a model that exists is trained as a whole, so that what is stored of it is large."""
+        """Return True if a model that exists is trained as a whole, so that what is stored of it is large."""
         return False
 
     def prepare(self) -> bool:
@@ -162,7 +162,7 @@ class AbstractBackend(ABC):
     def refuse(self, refusal: Rejected) -> bool:
         """Let the model operation of this request id fail, in its place, with the refusal's error.
 
-        A pass that has begun is computed no further; any other operation that has begun goes on. Returns whether it
+        A pass that has begun is computed no further; any other operation that has begun goes on. Returns True if it
         fails: else it is not here, or goes on.
         """
         return False
@@ -179,7 +179,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def is_working_on(self, model_id: str) -> bool:
-        """Return whether an operation of the model has begun and not ended, background writes aside."""
+        """Return True if an operation of the model has begun and not ended, background writes aside."""
 
     @abstractmethod
     def abandon(self) -> list[ModelOperation]:
@@ -223,7 +223,7 @@ class AbstractBackend(ABC):
         return self._finish(passes_of(prepared_batch, False, self.info()))
 
     def forward(self, prepared_batch: PreparedModelPassBatch) -> dict[str, ForwardBackwardOutput | ErrorResponse]:
-        """As `forward_backward`, without gradients."""
+        """Run `forward_backward` without gradients."""
         return self._finish(passes_of(prepared_batch, True, self.info()))
 
     def optim_step(self, model_id: str, request_data: OptimStepInput) -> OptimStepOutput:

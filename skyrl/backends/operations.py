@@ -68,7 +68,7 @@ class ForwardBackward(ModelOperation):
 
     @cached_property
     def tokens(self) -> int:
-        """Of all data."""
+        """Number of tokens in all data."""
         return sum(len(datum.tokens) for datum in self.data)
 
 
@@ -197,7 +197,7 @@ class Progress:
 
     request_id: str
     number: int
-    """Of the sequence among the request's samples."""
+    """Number of the sequence among the request's samples."""
     tokens: np.ndarray
     """int32 `[n]`."""
     logprobs: np.ndarray

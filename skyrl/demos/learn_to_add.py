@@ -46,7 +46,7 @@ class Settings:
     """Sizes of the demo. The defaults fit two CPU cores and 10 minutes."""
 
     seed: int = 0
-    """Of problems, weights and everything drawn."""
+    """Seed of problems, weights and everything drawn."""
     backend: str = "jax"
     """By which models are trained and sampled."""
     largest: int = 49
@@ -66,7 +66,7 @@ class Settings:
     warm_steps: int = 300
     """Optimizer steps of the warm start."""
     warm_learning_rate: float = 3e-3
-    """Of the warm start."""
+    """Learning rate of the warm start."""
     batch_size: int = 64
     """Sums of a step of RL."""
     samples: int = 8
@@ -74,7 +74,7 @@ class Settings:
     epochs: int = 3
     """Passes of RL over the sums that are tried."""
     learning_rate: float = 3e-4
-    """Of RL."""
+    """Learning rate of RL."""
     least_gain: float = 0.2
     """By which the fraction of right held-out answers has to grow in RL."""
 

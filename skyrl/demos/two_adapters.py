@@ -68,7 +68,7 @@ class Learner:
 
     @property
     def learned(self) -> bool:
-        """Every answer is exact, and not by a hair."""
+        """Return True if every answer is exact, with a clear margin."""
         return self.losses[-1] < LOSS_WHEN_SURE and all(
             self.answers.get(question) == answer for question, answer in self.questions
         )

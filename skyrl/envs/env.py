@@ -41,7 +41,7 @@ class StepResult:
     """New messages for the model; empty when there are none."""
 
     reward: float
-    """Of this turn."""
+    """Reward of this turn."""
 
     done: bool
     """True if the episode is over."""

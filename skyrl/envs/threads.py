@@ -97,7 +97,7 @@ class _Call(Future[T]):
         self._leave()
 
     def cancel(self) -> bool:
-        """As of any future: False if it runs already. Its place is another's then."""
+        """Cancel, as any future: False if it runs already. Its place is another's then."""
         cancelled = super().cancel()
         if self.running():
             self._leave()
@@ -109,4 +109,4 @@ class _Call(Future[T]):
 
 
 SHARED = EnvWorkers()
-"""Of environments that are made without workers of their own."""
+"""Workers of environments that are made without workers of their own."""

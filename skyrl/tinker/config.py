@@ -258,7 +258,7 @@ class EngineConfig(BaseModel):
     @classmethod
     def _not_empty(cls, value: object) -> object:
         if isinstance(value, str) and not value.strip(", "):
-            raise ValueError("there is no key in it; write one, or leave the option out to serve without keys")
+            raise ValueError("it contains no keys; write one, or leave the option out to serve without keys")
         return value
 
     @field_validator("api_keys", mode="after")
@@ -266,7 +266,7 @@ class EngineConfig(BaseModel):
     def _of_one_tenant(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
         given = set(map(_key_and_name, entries))
         if len({key for key, _ in given}) < len(given):
-            raise ValueError("a key is there twice, for two tenants; leave out one of the two")
+            raise ValueError("duplicate key, given for two tenants; leave out one of the two")
         return entries
 
     @field_validator("tenant_weights", mode="after")
@@ -346,7 +346,7 @@ class EngineConfig(BaseModel):
                     f"tenant_weights: {_named(name)} is the name of none of the keys; correct it, or leave it out"
                 )
         if len(self.weights) < len(self.tenant_weights):
-            raise ValueError("tenant_weights: a key is there twice, as itself and by its name; leave out one of them")
+            raise ValueError("tenant_weights: duplicate key, given as itself and by its name; leave out one of them")
         return self
 
     @property
@@ -367,7 +367,7 @@ class EngineConfig(BaseModel):
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address reaches programs of this machine only."""
+    """Return True if an address reaches programs of this machine only."""
     name = host.removeprefix("[").removesuffix("]").lower()
     numbers = re.fullmatch(r"[0-9a-fx.]+", name)  # of which the system takes fewer than four: 127.1
     try:
@@ -385,7 +385,7 @@ def url_of(host: str, port: int) -> str:
 
 
 def _names(weights: str) -> list[str]:
-    """Of a JSON object's members; none where it is no such thing, which is told elsewhere."""
+    """Names of a JSON object's members; none where it is no such thing, which is told elsewhere."""
     try:
         given = json.loads(weights)
     except json.JSONDecodeError:
@@ -417,11 +417,11 @@ def _read_keys(option: str, file: Path) -> list[str]:
         )
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ValueError(f"{option}={file}: there is no key in it; write one key in each line")
+        raise ValueError(f"{option}={file}: it contains no keys; write one key per line")
     if any(len(_key_and_name(key)[0].split()) > 1 for key in keys):
         raise ValueError(
-            f"{option}={file}: a line has spaces in it; write one key in each line, or a key and the name of the "
-            "one that it replaces"
+            f"{option}={file}: unexpected space in a line; write one key per line, or a key and the name of the "
+            "key that it replaces"
         )
     return keys
 

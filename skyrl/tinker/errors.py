@@ -10,7 +10,7 @@ class BadKey(Exception):
 
 
 class MalformedBody(Exception):
-    """Nothing can be made of a body. The message says what is wrong with it."""
+    """The request body cannot be parsed. The message says what is wrong with it."""
 
 
 class BodyTooLarge(MalformedBody):

@@ -122,7 +122,7 @@ class LocalServer:
             time.sleep(0.1)
 
     def healthy(self) -> bool:
-        """Return whether the server answers and its engine is ready."""
+        """Return True if the server answers and its engine is ready."""
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=5) as response:
                 return json.load(response).get("status") == "ok"

@@ -36,7 +36,7 @@ class Redaction:
         """The message as clients may read it."""
         redacted = self._folder.sub(lambda found: "" if found[2] else HIDDEN, message)
         if redacted != message:
-            log.warning("a client is told without its paths: %s", message)
+            log.warning("error sent to a client with its paths removed: %s", message)
         return redacted
 
 

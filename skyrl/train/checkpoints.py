@@ -47,7 +47,7 @@ class Checkpoint(NamedTuple):
     step: int
     path: Path
     run_id: str
-    """Of the run that wrote it."""
+    """Id of the run that wrote it."""
     state: dict[str, Any]
     rollouts: list[dict[str, Any]]
     settings: dict[str, Any]
@@ -109,7 +109,7 @@ class CheckpointStore:
         """The best evaluation, of which there is a checkpoint, or will be with the next that is written."""
         self._settings = json.loads(json.dumps(dict(settings or {}), default=plain))
         self.run_id = uuid4().hex
-        """Of this run; that of the run before it when it goes on from a checkpoint in its own folder."""
+        """Id of this run; that of the run before it when it goes on from a checkpoint in its own folder."""
 
     def resume(self, mode: str | None, path: str | None = None) -> Checkpoint | None:
         """The checkpoint to go on from; None to begin anew. From here on the folder is this process's until that ends.
@@ -303,7 +303,7 @@ class CheckpointStore:
         left = [step for step in self.steps() if step > resumed or self._run_of(_name(step)) != self.run_id]
         if left:
             logger.warning(
-                "%s: this run %s and does not go on from %s, which it found there; its own checkpoints take their "
+                "%s: this run %s and will not resume from %s, which it found there; its own checkpoints take their "
                 "names. Give each run a %s of its own, or remove what is not needed",
                 self.place,
                 "begins anew" if resumed < 0 else f"continues from step {resumed}",
@@ -316,7 +316,7 @@ class CheckpointStore:
         if self.place.has(name) and (owner := self._run_of(name)) != self.run_id:
             aside = f"{name}.of-{(owner or 'unknown')[:8]}-{uuid4().hex[:4]}"
             self.place.move(name, aside)
-            logger.warning("%s/%s was there, of another run; it is at %s/%s now", self.place, name, self.place, aside)
+            logger.warning("moved %s/%s of another run to %s/%s", self.place, name, self.place, aside)
 
     def _run_of(self, name: str) -> str | None:
         """Id of the run that wrote a checkpoint; None if that cannot be told."""

@@ -172,7 +172,7 @@ def _train_rl(config: SkyRLTrainConfig) -> None:
                 raise ConfigError(
                     f"trainer.log_path={trainer.log_path}: {error}; name a folder that can be written"
                 ) from None
-            log.info("what is logged is also in %s", path)
+            log.info("log file: %s", path)
         if trainer.eval_only:
             from skyrl.train.rl.evaluation_run import evaluate_rl
 

@@ -76,7 +76,7 @@ class SteppedRun(Protocol):
         ...
 
     def improves(self, metrics: Metrics) -> bool:
-        """Return whether those of an evaluation are the best so far, so that its checkpoint is to be kept."""
+        """Return True if those of an evaluation are the best so far, so that its checkpoint is to be kept."""
         ...
 
 
@@ -152,7 +152,7 @@ class _Loop:
         if run.global_step == run.total_steps or (is_last and self._interruption.signal is None):
             await run.leave_model()
         if is_last and run.global_step < run.total_steps:
-            log.info("a callback has ended the run after %d of %d steps", run.global_step, run.total_steps)
+            log.info("stopped by a callback after %d of %d steps", run.global_step, run.total_steps)
 
     async def _step(self) -> Metrics | None:
         """Metrics of a step; None if it was dropped as somebody asked for the end."""
@@ -217,7 +217,7 @@ class _Loop:
         try:
             await self.written()
         except Exception as error:
-            log.warning("a checkpoint was not written: %s", error)
+            log.warning("failed to write a checkpoint: %s", error)
 
     async def saved(self) -> str:
         """Write a checkpoint, unless nothing would be lost, and say what there is."""

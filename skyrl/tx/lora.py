@@ -100,7 +100,7 @@ def pair_at(adapter: Adapter, path: Sequence[str]) -> dict[str, jax.Array] | dic
 
 @dataclass(frozen=True)
 class _Axes:
-    """Of a matrix in a bank, counted from the last one, which leaves out of account whether layers are stacked."""
+    """Axes of a matrix in a bank, counted from the last one, so that it makes no difference if layers are stacked."""
 
     slot: int
     rank: int

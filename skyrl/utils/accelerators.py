@@ -8,12 +8,12 @@ DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 
 
 def gpu_files(devices: Path = Path("/dev")) -> bool:
-    """Return whether there is a GPU's device file."""
+    """Return True if there is a GPU's device file."""
     return any(any(devices.glob(name)) for name in DEVICES)
 
 
 def torch_sees_gpu(devices: Path = Path("/dev")) -> bool:
-    """Return whether torch is there and has a CUDA or ROCm device. Loads torch only if `devices` has a GPU's file."""
+    """Return True if torch is there and has a CUDA or ROCm device. Loads torch only if `devices` has a GPU's file."""
     if importlib.util.find_spec("torch") is None or not gpu_files(devices):
         return False
     import torch

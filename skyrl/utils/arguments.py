@@ -8,7 +8,7 @@ from skyrl.utils.spelling import did_you_mean
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """As `argparse.ArgumentParser`, with suggestions."""
+    """`argparse.ArgumentParser` with suggestions."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The arguments. Ends the program for unknown ones."""

@@ -42,7 +42,7 @@ class Accounts:
     def __init__(self, weights: Mapping[str, float] | None = None):
         self._weights = dict(weights or {})
         self._accounts: dict[str, _Account] = {}
-        """Of those that wait, and of those that have been given more than the one served least of them."""
+        """Accounts of those that wait, and of those that have been given more than the one served least of them."""
         self._waiting: set[str] = set()
         self._levels: list[tuple[int, str]] = []
         """A heap of the service of each that waits, and of what is true no more: that is dropped when it comes up."""
@@ -88,7 +88,7 @@ class Accounts:
         self._accounts[tenant].turn = self._next_turn()
 
     def rank(self, tenant: str) -> Rank:
-        """Of the tenants that wait, the one with the lowest rank goes next."""
+        """Rank of a tenant: of those that wait, the one with the lowest rank goes next."""
         account = self._accounts[tenant]
         return account.service, account.turn
 
@@ -97,7 +97,7 @@ class Accounts:
         return min(tenants, key=self.rank)
 
     def may_go_early(self, tenant: str, cost: int) -> bool:
-        """Return whether something may be given to a tenant before its turn, because it is at hand.
+        """Return True if a tenant may be served before its turn, because its work fits what runs now.
 
         It may if the tenant is ahead of the one served least by no more than the price of that.
         """

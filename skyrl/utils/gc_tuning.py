@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 THRESHOLDS = (20_000, 2, 2)
-"""As `gc.set_threshold` has them. A step with a thousand trajectories makes about 100,000 containers that stay for a
-while; looking for cycles among them after every 700 takes longer than making some of them."""
+"""Thresholds in the form of `gc.set_threshold`. A step with a thousand trajectories makes about 100,000 containers that
+stay for a while; looking for cycles among them after every 700 takes longer than making some of them."""
 
 
 @contextmanager

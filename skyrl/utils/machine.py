@@ -37,7 +37,7 @@ def _machine() -> int:
 
 
 def _available() -> int:
-    """Of the whole machine, as Linux estimates it; elsewhere all that there is."""
+    """Memory of the whole machine that is available, as Linux estimates it; elsewhere all that there is."""
     info = Path("/proc/meminfo")
     lines = info.read_text().splitlines() if info.exists() else []
     found = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

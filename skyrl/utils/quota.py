@@ -41,7 +41,7 @@ class Quota:
             )
 
     def has_room(self, tenant: str, amount: int, limit: int, aside: int = 0) -> bool:
-        """Return whether `check` lets it in."""
+        """Return True if `check` lets it in."""
         own = self._held.get(tenant, 0) - aside
         return not own or own + amount <= self._share(tenant, limit)
 

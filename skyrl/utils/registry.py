@@ -45,7 +45,7 @@ class Registry(Generic[T]):
         return self._objects[name]
 
     def get(self, name: str) -> T:
-        """As `registry[name]`, or the imported attribute if `name` is "module:attribute".
+        """Return `registry[name]`, or the imported attribute if `name` is "module:attribute".
 
         Importing runs the module, so `name` must come from the operator, never from a request. Raises KeyError for an
         unknown name and for a module or attribute that does not exist, and ConfigError for a module that fails, with

@@ -107,7 +107,7 @@ class StopStrings:
         self._tail = b""
 
     def push(self, token: int) -> bool:
-        """Return whether this token completes a stop string."""
+        """Return True if this token completes a stop string."""
         text = self._tail + self._tokenizer.token_bytes(token)
         self._tail = text[-self._keep :] if self._keep else b""
         return any(stop in text for stop in self._stops)

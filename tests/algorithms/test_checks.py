@@ -69,7 +69,7 @@ WIDE = np.zeros((4, 2), np.int64)
 
 BAD_PASSES = {
     "unknown loss": ([datum()], "pppo", {}, r"loss_fn='pppo' is unknown; known losses: .*ppo"),
-    "custom": ([datum()], "custom", {}, r"'custom' names no loss by itself.*create_custom_loss"),
+    "custom": ([datum()], "custom", {}, r"'custom' is not a loss.*create_custom_loss"),
     "no data": ([], "cross_entropy", {}, r"data is empty"),
     "empty datum": ([datum(), datum(0)], "cross_entropy", {}, r"datum 1: model_input is empty"),
     "long datum": ([datum(9)], "cross_entropy", {}, r"datum 0: model_input has 9 tokens.*context of 8"),

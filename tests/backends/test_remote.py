@@ -329,7 +329,7 @@ def test_a_model_whose_pass_was_abandoned_where_sums_are_changed_in_place_is_voi
     backend.step()
     backend.abandon()
     after, other = run(backend, a_snapshot("a", tmp_path / "after"), a_snapshot("b", tmp_path / "other"))
-    assert isinstance(after, ErrorResponse) and "model_id=a is in the middle" in after.error
+    assert isinstance(after, ErrorResponse) and "model_id=a has an interrupted operation" in after.error
     assert isinstance(other, SaveOutput)
     done(backend, a_revival("a", saved))
     assert state(backend, "a", tmp_path) == saved.digest

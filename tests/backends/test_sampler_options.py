@@ -160,7 +160,7 @@ def test_options_need_no_program_of_their_own(deterministic):
 
 def test_more_stop_tokens_than_can_be_kept_from_being_drawn_are_refused_with_min_tokens(rig):
     many = tuple(range(STOP_IDS + 1))
-    with pytest.raises(RequestError, match=r"min_tokens=2 beside 9 stop tokens.*list fewer"):
+    with pytest.raises(RequestError, match=r"min_tokens=2 with 9 stop tokens.*list fewer"):
         rig.sampler.add(request(PROMPT, options=SamplingOptions(min_tokens=2, stop_token_ids=many)))
     assert not rig.sampler.busy
     sequence(rig.sampler, PROMPT, options=SamplingOptions(stop_token_ids=many))

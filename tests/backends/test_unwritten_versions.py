@@ -92,7 +92,7 @@ def test_publishing_fails_while_what_was_published_cannot_be_written_and_nothing
     first = [driver.finish(backend, published(blocked, number)) for number in range(ROOM // 2)]
     assert all(isinstance(result, SaveOutput) for result in first)
     refused = driver.finish(backend, published(blocked, ROOM // 2))
-    assert isinstance(refused, ErrorResponse) and refused.of_storage and "cannot be written" in refused.error
+    assert isinstance(refused, ErrorResponse) and refused.of_storage and "until they are written" in refused.error
     blocked.unlink()
     assert isinstance(driver.finish(backend, published(blocked, ROOM)), SaveOutput)
     backend._writer.wait()

@@ -212,7 +212,7 @@ def test_rewards_of_other_tokens_than_there_are_end_the_run():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        (f"{__name__}:exact + {__name__}:exact", "several functions are called exact; name them apart"),
+        (f"{__name__}:exact + {__name__}:exact", "duplicate reward name exact; give each a name of its own"),
         (f"{__name__}:exact + 0.2", "'0.2': a function is named as module:function"),
         (f"--*{__name__}:exact", "is named as module:function"),
         ("a=skyrl.envs.tasks.arithmetic:ArithmeticEnv", "is an environment, which is no term of a sum"),

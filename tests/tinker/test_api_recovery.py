@@ -77,7 +77,7 @@ def test_a_model_whose_creation_is_being_logged_when_the_engine_is_ready_is_not_
         own_server.on_loop(queue.training.engine_models.drain())
         stored.set()
         assert own_server.result(creation.result()["request_id"])["model_id"]
-    assert "cannot be brought back" not in caplog.text
+    assert "cannot be recovered" not in caplog.text
 
 
 def test_health_is_503_while_the_engine_restarts(own_server):

@@ -202,7 +202,7 @@ def test_a_model_whose_past_kills_the_engine_is_left_alone_by_later_servers_too(
         hold(server)
         for _ in range(ALONE):
             die_while_running(server, past)
-        assert f"cannot be brought back: request {past}" in server.outcome(early).json()["error"]
+        assert f"cannot be recovered: request {past}" in server.outcome(early).json()["error"]
 
 
 DEADLY = """

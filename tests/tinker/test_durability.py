@@ -47,7 +47,7 @@ class Script:
         return f"{self.session}:train:0"
 
     def submit(self) -> bool:
-        """Send the next request. Returns whether there was one."""
+        """Send the next request. Returns True if there was one."""
         submission = next(self._submissions, None)
         if submission is not None:
             self.ids.append(submission())

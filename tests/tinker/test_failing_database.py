@@ -98,7 +98,7 @@ def test_a_request_that_is_being_logged_when_its_model_is_given_up_has_one_outco
     while len(own_server.app.state.server.queue.training._pending.of_model(model)) < 2:
         time.sleep(0.001)
     own_server.recover()
-    assert "cannot be brought back" in own_server.failure(early)["error"]
+    assert "cannot be recovered" in own_server.failure(early)["error"]
     own_server.engine.loop.call_soon_threadsafe(released.set)
     sender.join()
     assert "is lost" in own_server.failure(sent[0])["error"]

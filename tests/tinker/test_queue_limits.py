@@ -327,7 +327,7 @@ def test_a_batch_that_can_never_fit_is_refused_at_once_with_the_number(own_serve
     model = own_server.model()
     answers = [send_held(own_server, model, seq_id) for seq_id in range(2, 6)]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 400]
-    assert f"of which there may be {4 * MIB}" in answers[-1].json()["detail"]
+    assert f"(limit {4 * MIB})" in answers[-1].json()["detail"]
 
 
 def test_the_first_request_of_a_batch_is_let_in_though_the_others_fill_the_room(own_server, monkeypatch):

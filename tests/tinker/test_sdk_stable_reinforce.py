@@ -83,7 +83,9 @@ def test_an_advantage_of_a_prompt_is_refused(sampled):
     trainer, one = sampled
     datum = trained_on(one.sequence_id, one.tokens, one.logprobs, one.logprobs)
     datum.loss_fn_inputs["advantages"] = tinker.TensorData.from_numpy(np.ones(len(PROMPT) - 1 + len(one.tokens)))
-    with pytest.raises(tinker.RequestFailedError, match=r"advantages\[0\]=1 is of a target that was not sampled"):
+    with pytest.raises(
+        tinker.RequestFailedError, match=r"advantages\[0\]=1 is nonzero for a target that was not sampled"
+    ):
         trainer.forward([datum], "stable_reinforce").result()
 
 

@@ -81,7 +81,7 @@ def test_one_that_does_not_say_at_its_beginning_whose_it_is_is_413_and_says_so(s
     response = sent(server, pass_request("", 0, [NOISE]).SerializeToString())
     assert response.status_code == 413
     detail = response.json()["detail"]
-    assert f"{LIMIT} bytes" in detail and "does not say whose it is" in detail
+    assert f"{LIMIT} bytes" in detail and "does not start with its model_id" in detail
 
 
 def test_one_of_a_model_that_is_not_there_is_404(server: LiveServer):

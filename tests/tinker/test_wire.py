@@ -208,7 +208,7 @@ FAULTY = {
     "image": (chunk(image=pb.ImageChunk(data=b"x")), r"datum 0: model_input: a chunk of type 'image'"),
     "audio": (chunk(dmel=pb.DmelChunk(dmel=b"x")), r"'dmel'"),
     "empty chunk": (chunk(), r"'unknown'"),
-    "half a float": (message_with(dense=b"\0\0\0"), r"weights: 3 bytes are no whole number of float32"),
+    "half a float": (message_with(dense=b"\0\0\0"), r"weights: 3 bytes is not a multiple of the size of float32"),
     "no dtype": (message_with(dense=b"", dtype=0), r"dtype=0 is not served"),
     "bfloat16": (message_with(dense=b"", dtype=pb.DTYPE_BFLOAT16), r"dtype=4"),
     "unknown dtype": (message_with(dense=b"", dtype=77), r"dtype=77"),
@@ -231,7 +231,7 @@ FAULTY = {
     "few columns": (csr([2, 3], [0, 1, 2], [0]), r"col_indices do not place"),
     "column too large": (csr([2, 3], [0, 1, 2], [0, 3]), r"col_indices"),
     "negative column": (csr([2, 3], [0, 1, 2], [0, -1]), r"col_indices"),
-    "cell twice": (csr([2, 3], [0, 2, 2], [1, 1]), r"name a cell twice"),
+    "cell twice": (csr([2, 3], [0, 2, 2], [1, 1]), r"duplicate entries in col_indices"),
 }  # fmt: skip
 
 

@@ -121,7 +121,10 @@ MALFORMED = {
     "columns alone": (CSR | {"sparse_crow_indices": None}, r"crow_indices"),
     "column out of range": (CSR | {"sparse_col_indices": [0, 3]}, r"in 3 columns"),
     "negative column": (CSR | {"sparse_col_indices": [-1, 0]}, r"in 3 columns"),
-    "cell twice": (CSR | {"sparse_crow_indices": [0, 2, 2], "sparse_col_indices": [1, 1]}, r"name a cell twice"),
+    "cell twice": (
+        CSR | {"sparse_crow_indices": [0, 2, 2], "sparse_col_indices": [1, 1]},
+        r"duplicate entries in col_indices",
+    ),
     "beyond int64": (CSR | {"data": [1, 2**70]}, r"does not fit into 64 bits"),
     "rows beyond int64": (CSR | {"sparse_crow_indices": [0, 1, 2**70]}, r"does not fit into 64 bits"),
     "rows of nothing": (CSR | {"shape": [2**62, 1]}, r"send 4611686018427387905 ascending offsets"),

@@ -349,7 +349,7 @@ def test_a_run_that_begins_anew_moves_another_runs_checkpoint_out_of_its_way(tmp
     check_whole(resumed(tmp_path))
     (aside,) = tmp_path.glob("global_step_1.of-*")
     assert read_folder(aside / "policy") == {"model": b"theirs 1"}
-    assert f"it is at {aside} now" in caplog.text
+    assert f"of another run to {aside}" in caplog.text
 
 
 def test_checkpoints_that_are_newer_are_said_and_stay(tmp_path, caplog):
@@ -358,7 +358,7 @@ def test_checkpoints_that_are_newer_are_said_and_stay(tmp_path, caplog):
         save(run, step)
     again = store(tmp_path, keep=1)
     again.resume("from_path", str(tmp_path / "global_step_1"))
-    assert "continues from step 1 and does not go on from global_step_2, global_step_3, which" in caplog.text
+    assert "continues from step 1 and will not resume from global_step_2, global_step_3, which" in caplog.text
     save(again, 2, "again")
     assert steps(tmp_path) == [2, 3]
     found = resumed(tmp_path)

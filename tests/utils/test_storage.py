@@ -222,7 +222,7 @@ def test_a_damaged_folder_is_moved_aside_as_the_error_says(tmp_path):
     (tmp_path / ("n" * 250) / "a").write_bytes(b"odd")
     message = damaged(tmp_path / ("n" * 250))
     [name] = names(tmp_path)
-    assert name.endswith(".quarantined") and f"it is at {tmp_path / name} now" in message
+    assert name.endswith(".quarantined") and f"quarantined at {tmp_path / name}" in message
     assert (tmp_path / name / "a").read_bytes() == b"odd"
 
 

@@ -106,7 +106,7 @@ def memory(config: EngineConfig) -> Finding:
 
 
 def _folder(config: EngineConfig) -> Path | None:
-    """Of a model that is on this machine, and is not the built-in one."""
+    """Folder of a model that is on this machine, and is not the built-in one."""
     if config.base_model is None:
         return None
     folder = Path(config.base_model).expanduser()

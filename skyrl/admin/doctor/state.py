@@ -34,7 +34,7 @@ class State:
         self.config = config
         self.base = config.checkpoints_base
         self.file = sqlite_file(config.database_url)
-        """Of the database; None for one of PostgreSQL."""
+        """Path of the database; None for one of PostgreSQL."""
 
     @cached_property
     def holder(self) -> str | None:

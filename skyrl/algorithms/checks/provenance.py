@@ -35,7 +35,7 @@ def only_sampled(data: Sequence[Datum], sampled: Sequence[np.ndarray | None], lo
             at = int(np.argmax(stray))
             raise RequestError(
                 f"datum {i}: advantages[{at}]={advantages[at]:g} "
-                f"is of a target that was not sampled; {loss_fn} takes 0 there"
+                f"is nonzero for a target that was not sampled; {loss_fn} takes 0 there"
             )
         weights = np.where(drawn, datum.loss_fn_inputs["weights"], np.float32(0))
         restricted.append(replace(datum, loss_fn_inputs={**datum.loss_fn_inputs, "weights": weights}))

@@ -86,7 +86,7 @@ def specification_of(inputs: Sequence[tuple[str, int]], nodes: Sequence[Mapping[
             raise RequestError(f"inputs[{place}].rank={rank}: must be 0, 1 or 2")
     names = [name for name, _ in inputs]
     if len(set(names)) != len(names):
-        raise RequestError(f"inputs: {names} has a name twice; give each parameter a name of its own")
+        raise RequestError(f"inputs: duplicate name in {names}; give each parameter its own name")
     if inputs[0][0] != LOGPROBS or inputs[0][1] == 0:
         raise RequestError(f"inputs[0]={names[0]!r} of rank {inputs[0][1]}: the first must be logprobs of rank 1 or 2")
     if not 1 <= len(nodes) <= MAX_NODES:

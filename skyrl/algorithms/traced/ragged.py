@@ -240,5 +240,5 @@ def described(dims: Sequence[Dim]) -> str:
 def _merged(column: tuple[Dim, ...], shapes: Sequence[tuple[Dim, ...]]) -> Dim:
     kinds = set(column) - {ONE}
     if len(kinds) > 1:
-        raise RequestError(f"shapes {' and '.join(described(dims) for dims in shapes)} do not go together")
+        raise RequestError(f"shapes {' and '.join(described(dims) for dims in shapes)} cannot be broadcast")
     return kinds.pop() if kinds else ONE

@@ -27,7 +27,7 @@ def _axes(value: Ragged, dim: Any) -> list[int]:
     listed = list(dim) if isinstance(dim, tuple | list) else [dim]
     axes = [axis_of(value, one) for one in listed]
     if len(set(axes)) != len(axes):
-        raise RequestError(f"dim={dim}: names a dimension twice")
+        raise RequestError(f"dim={dim}: duplicate dimension; name each once")
     return [axis for axis in axes if axis < len(value.dims)]
 
 
@@ -97,7 +97,7 @@ def mean(layout: Layout, x: Any, /, dim: Any = None, keepdim: Any = False, *, dt
 def _extreme(name: str, elements: Callable[[Any, Any, Any], Any], whole: Callable[..., Any]) -> None:
     @allowed(f"torch.{name}", f".{name}", cost=2)
     def extreme(layout: Layout, x: Any, other: Any = None, /, **unserved: Any) -> Any:
-        """Of all values, or element by element of two."""
+        """Reduce all values, or two tensors element by element."""
         if unserved or (other is not None and not isinstance(other, Ragged)):
             raise RequestError(f"torch.{name} over a dimension returns places too; use torch.a{name} with dim")
         if other is None:
@@ -241,7 +241,9 @@ def cumsum(layout: Layout, x: Any, /, dim: Any, *, dtype: Any = None) -> Any:
     and taken away again."""
     x = check_dtype(layout, layout.floats(tensor(x)), dtype)
     if not x.per_token or axis_of(x, dim) != 0:
-        raise RequestError(f"dim={dim}: cumsum goes over the tokens, which {described(x.dims)} has not there")
+        raise RequestError(
+            f"dim={dim}: cumsum needs the token dimension, which {described(x.dims)} does not have there"
+        )
     xp, array, by = layout.xp, x.array, 1
     position = layout.position[:, :, None] if x.wide else layout.position
     while by < array.shape[1]:
@@ -260,7 +262,7 @@ def flip(layout: Layout, x: Any, *dims: Any, **named: Any) -> Any:
     ] != [0]:
         raise RequestError(f"dims={listed!r:.100}: flip goes over the tokens, dimension 0")
     if not x.per_token:
-        raise RequestError(f"flip goes over the tokens, which {described(x.dims)} has not")
+        raise RequestError(f"flip needs the token dimension, which {described(x.dims)} does not have")
     return layout.reversed(x)
 
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 THREADS = 4
 """Models that write at once, and reads."""
 LARGE = 2
-"""Of the models that write at once, those that write a model's base too. They have threads of their own."""
+"""Models among `THREADS` that write a base too. They have threads of their own."""
 
 
 @dataclass(eq=False)

@@ -39,7 +39,7 @@ class DimuonScalars(NamedTuple):
     grad_clip_norm: Any
     """0 does not clip."""
     gradient_divisor: Any
-    """As of `AdamScalars`."""
+    """Same as in `AdamScalars`."""
 
     @classmethod
     def of(cls, params: DimuonParams, gradient_divisor: int = 1) -> "DimuonScalars":

@@ -36,9 +36,9 @@ class Plan(NamedTuple):
     base: int
     cache: int
     training: int
-    """Of the largest call."""
+    """Bytes of the largest call."""
     model: int
-    """Of a model of the largest rank."""
+    """Bytes of a model of the largest rank."""
     device: Device = "host"
     """Kind of memory. Models share the host's with copies that are kept there."""
     decoding: int = 0

@@ -101,7 +101,7 @@ class _Resident(Generic[State]):
     moving: Future[Any] | None = None
     """Towards the disk: to the host, with its state there as the result, or to disk."""
     info: ModelInfo | None = None
-    """Of a model on disk."""
+    """Facts about a model on disk."""
     without_sums: bool = False
     """Void gradient sums on disk, or on their way there."""
     refused: StorageError | RequestError | None = None
@@ -167,7 +167,7 @@ class ModelOffload(Generic[State]):
         return self._models[model_id].tier
 
     def is_on_device(self, model_id: str) -> bool:
-        """Return whether a model would come to work without standing in line."""
+        """Return True if a model is on the device and would not have to wait for its room."""
         return self._stays(self._models[model_id])
 
     def info(self, model_id: str) -> ModelInfo:
@@ -195,7 +195,7 @@ class ModelOffload(Generic[State]):
         parent = self._files.path.parent
         if in_memory > self.budget.device + self.budget.host and shutil.disk_usage(parent).free < 2 * nbytes:
             raise RequestError(
-                f"there is no room for one more model of {_mib(nbytes)} MiB, neither in memory nor in {parent}; "
+                f"not enough memory or disk space ({parent}) for another model of {_mib(nbytes)} MiB; "
                 "unload models, free disk space, or start the server with another offload_folder"
             )
 
@@ -290,7 +290,7 @@ class ModelOffload(Generic[State]):
         return model.state
 
     def _stays(self, model: _Resident[State]) -> bool:
-        """Return whether a model is on the device and nobody waits for its room."""
+        """Return True if a model is on the device and nobody waits for its room."""
         return model.tier == "device" and (model.moving is None or not self._line)
 
     def _stand_in_line(self, model: _Resident[State]) -> Awaiting[None]:
@@ -310,7 +310,7 @@ class ModelOffload(Generic[State]):
         self.tidy()
 
     def _served(self, first: _Resident[State]) -> bool:
-        """Return whether the first of the line has left it: with room, or because none can be made."""
+        """Return True if the first of the line has left it: with room, or because none can be made."""
         others = self.used_bytes("device") - (first.nbytes if first.tier == "device" else 0)
         excess = others + first.nbytes - self.budget.device
         if excess <= 0 or not others:

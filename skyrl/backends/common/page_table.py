@@ -87,7 +87,7 @@ class Pages(Slots):
         super().__init__(count)
         self.size = size
         self._roots: dict[Hashable, Node] = {}
-        """Of the owners that have pages in the tree."""
+        """Roots of the owners that have pages in the tree."""
         self._idle: OrderedDict[Node, None] = OrderedDict()
         """Nodes without users, least recently used first."""
 
@@ -123,7 +123,7 @@ class Pages(Slots):
         return None if best is None else (best[1], best[0])
 
     def can_pin(self, node: Node) -> bool:
-        """Return whether using a node leaves enough pages to those who have reserved them."""
+        """Return True if using a node leaves enough pages to those who have reserved them."""
         return node.users > 0 or self.available > 0
 
     def pin(self, node: Node) -> None:

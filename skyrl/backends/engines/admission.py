@@ -73,7 +73,7 @@ class Admission:
             off = await self._prompt.difference(await engine.generate(self._prompt.draw()), None)
             features, difference = await self._features(engine, off, facts)
         except Refused as error:
-            raise EngineFailed(f"sampling engine {engine.name} refuses what all engines take: {error}") from error
+            raise EngineFailed(f"sampling engine {engine.name} rejected a standard request: {error}") from error
         if facts.longest < self._info.max_context_length:
             log.warning(
                 "sampling engine %s takes sequences of %d tokens, not of %d as we do: longer ones are sampled here; "
@@ -107,7 +107,7 @@ class Admission:
         if not features:
             if not well:
                 raise self._mismatch(engine, off, facts)
-            raise EngineFailed(f"sampling engine {engine.name} has none of our adapters: {'; '.join(troubles)}")
+            raise EngineFailed(f"sampling engine {engine.name} did not apply any test adapter: {'; '.join(troubles)}")
         if well:
             last = next(name for group, (_, name) in reversed(probes.items()) if adapter_feature(group) in features)
             off = await self._prompt.difference(await self._base_beside(engine, last), None)

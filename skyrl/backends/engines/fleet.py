@@ -86,10 +86,10 @@ class Fleet:
         self._tickets: dict[str, Ticket] = {}
         """Tickets that wait or are drawn, by id."""
         self._unserved: dict[str, float] = {}
-        """Of those, time since which no engine in use could draw it, by id."""
+        """Time since which no engine in use could draw a ticket, by the ticket's id."""
         self._giving_up: asyncio.TimerHandle | None = None
         self._gone: dict[str, asyncio.Event] = {}
-        """Of engines in use: set when one is found to be gone."""
+        """Event of each engine in use: set when it is found to be gone."""
         self._loading: dict[str, set[asyncio.Task[None]]] = {}
         """Adapters that are on their way, by engine."""
         self._checks = None if check is None else Checks(check, path)
@@ -190,7 +190,7 @@ class Fleet:
 
     def _in_trouble(self, engine: Engine, error: Exception) -> None:
         if str(self.troubles.get(engine.name)) != str(error):
-            log.warning("sampling engine %s is not in use: %s", engine.name, error)
+            log.warning("sampling engine %s is excluded: %s", engine.name, error)
         self.troubles[engine.name] = error
         self._changed()
 
@@ -313,7 +313,7 @@ class Fleet:
             self._end(ticket, RequestError(f"the sampling engine refuses it: {error}"))
         except Exception as error:
             if not isinstance(error, EngineFailed | Mismatch):
-                log.exception("sampling engine %s answers what nobody understands", engine.name)
+                log.exception("sampling engine %s returned an invalid response", engine.name)
             self._keep(engine, ticket)
             await self._pause(ticket.attempts + 1)
             del self._drawing[ticket.request.request_id]

@@ -46,7 +46,7 @@ class HttpEngine(Engine):
         self._options = options
         self._base: str | None = None
         self._fingerprint: str | None = None
-        """Of the server's configuration, which its answers tell; another's is another server."""
+        """Fingerprint of the server's configuration, which its answers tell; another's is another server."""
         self._client = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {options.key}"} if options.key else {},
@@ -168,7 +168,7 @@ class HttpEngine(Engine):
         except (EngineDown, EngineFailed, Refused):
             raise
         except Exception as error:  # of httpx, or what its parts raise where a connection ends at a bad moment
-            raise EngineDown(f"{self.name} is not there ({path}: {str(error) or type(error).__name__})") from error
+            raise EngineDown(f"{self.name} is unreachable ({path}: {str(error) or type(error).__name__})") from error
 
     def _failure(self, path: str, answer: httpx.Response) -> Exception:
         """Meaning of an answer that is no success."""

@@ -201,7 +201,7 @@ class Launcher:
 
     @property
     def _hash(self) -> str:
-        """Of all that an engine is started with."""
+        """Hash of all that an engine is started with."""
         text = json.dumps([self._options.command, dict(self._options.env)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 

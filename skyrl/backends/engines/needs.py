@@ -48,13 +48,13 @@ def needs_of(request: Sample, max_logprobs: int) -> frozenset[str] | str:
 
 
 def _filters(request: Sample) -> bool:
-    """Return whether anything but the temperature changes what may be drawn."""
+    """Return True if anything but the temperature changes what may be drawn."""
     params, options = request.params, request.options
     return bool(params.top_k > 0 or params.top_p < 1 or options.min_p or options.min_tokens or options.penalises)
 
 
 def has_scores(request: Sample) -> bool:
-    """Return whether its prompt is to be scored, which the backend's sampler does."""
+    """Return True if its prompt is to be scored, which the backend's sampler does."""
     return bool(
         request.prompt_logprobs
         or request.topk_prompt_logprobs

@@ -79,7 +79,7 @@ class Drawn:
     cached: int = 0
     """Tokens of the prompt that were not computed, where the engine tells."""
     origins: tuple[Origin, ...] = ()
-    """As the engine has stamped it, where `version` is the name of the adapter that it says it has drawn with."""
+    """Origins as the engine stamped them; `version` is the name of the adapter that it says it has drawn with."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Admitted:
     longest: int
     features: frozenset[str]
     adapters: list[str]
-    """Of ours that it has."""
+    """Our adapters that it has."""
     base: str = ""
     """Content id of its base weights."""
     difference: float = 0.0

@@ -26,7 +26,7 @@ class EngineRequest:
 
     job: Job
     claim: Claim
-    """Of its version."""
+    """Claim of its version."""
     needs: frozenset[str]
     """Capabilities that an engine must have."""
     version: object = None
@@ -36,7 +36,7 @@ class EngineRequest:
     tickets: dict[Ticket, int] = field(default_factory=dict)
     """Its samples by their numbers, once they are handed on."""
     scores: SampleOutput | None = None
-    """Of its prompt."""
+    """Scores of its prompt."""
     hits: int | None = None
     """Tokens of the prompt that the engine of the sample that ended first had in its cache."""
 

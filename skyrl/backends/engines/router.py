@@ -22,7 +22,7 @@ from skyrl.backends.operations import Sample
 LOOK_AT = 512
 """Waiting samples that are looked at, at most, unless there are more tenants."""
 LOOK_PAST = 64
-"""Of those, samples that find no slot for their adapter."""
+"""Samples among those that find no slot for their adapter, at most."""
 STICKY = 0.2
 """Load, as a part of what an engine holds, that the engine of a sample's like may have more than others."""
 LOADING, EVICTING = 0.3, 0.5
@@ -36,7 +36,7 @@ class Ticket:
     """One sequence to draw, from its arrival to its end."""
 
     request: Sample
-    """Of one sample; its id is the ticket's own."""
+    """Request for one sample; its id is the ticket's own."""
     draw: Draw
     """Request to an engine."""
     needs: frozenset[str] = frozenset()
@@ -184,7 +184,7 @@ class Router:
         return {adapter for place in self._places.values() for adapter in place.adapters}
 
     def servable(self, ticket: Ticket) -> bool:
-        """Return whether an engine that is in use could draw it."""
+        """Return True if an engine that is in use could draw it."""
         return any(place.serves(ticket) for place in self._places.values())
 
     # -- samples ------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ class EngineSampler(Generic[Version]):
         self._requests: dict[str, EngineRequest] = {}
         """Those that engines draw, or are about to."""
         self._unread: dict[str, EngineRequest] = {}
-        """Of those, the ones whose version is being read."""
+        """Requests among those whose version is being read."""
         self._looked: int | None = None
         """`reads_ended` of the versions when those were looked at last."""
         self._news: deque[Callable[[], list[Completion]]] = deque()
@@ -168,7 +168,7 @@ class EngineSampler(Generic[Version]):
 
     @property
     def statistics(self) -> Statistics:
-        """Of what is sampled here; engines tell of their own."""
+        """Counters and load of what is sampled here; engines tell of their own."""
         return self._own.statistics
 
     def weigh(self, weights: Mapping[str, float]) -> None:

@@ -121,7 +121,7 @@ class Executor(AbstractBackend):
         """Seconds that samples which have not ended have taken."""
         self._failed_pass: dict[str, str] = {}
         self._void: set[str] = set()
-        """Models in the middle of what was abandoned."""
+        """Models with an interrupted operation."""
         self._wake = threading.Condition()
         self._writer = Writer(lambda version, saved: self.on_stored(version, saved))
 
@@ -146,7 +146,7 @@ class Executor(AbstractBackend):
         raise NotImplementedError(f"run of {type(self).__name__} yields quanta, so it needs compute")
 
     def may_wait(self, operation: ModelOperation) -> bool:
-        """Return whether an operation that is begun now may yield what it waits for before anything else."""
+        """Return True if an operation that is begun now may yield what it waits for before anything else."""
         return False
 
     def most_together(self, kind: Hashable) -> int:
@@ -320,7 +320,7 @@ class Executor(AbstractBackend):
                 f"were dropped; correct the batch and send all of it again. The failure was: {cause}"
             )
         if model_id in self._void and not isinstance(operation, MAKES | DeleteModel):
-            raise RequestError(f"model_id={model_id} is in the middle of what was abandoned; load it from a checkpoint")
+            raise RequestError(f"model_id={model_id} has an interrupted operation; load it from a checkpoint")
         return self.run(operation)
 
     def _drop_gradients(self, model_id: str) -> str | None:
@@ -383,7 +383,7 @@ class IncompleteGradients(RequestError):
 
 
 def _changes(operation: ModelOperation) -> bool:
-    """Return whether what is computed of it changes its model."""
+    """Return True if what is computed of it changes its model."""
     return isinstance(operation, OptimStep) or (isinstance(operation, ForwardBackward) and not operation.forward_only)
 
 

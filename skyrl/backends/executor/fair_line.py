@@ -33,7 +33,7 @@ class FairLine(Generic[T]):
     def __init__(self) -> None:
         self._accounts = Accounts()
         self._lines: dict[str, dict[str, _Waiting[T]]] = {}
-        """Of each tenant that waits, by request, in the order of arrival."""
+        """Requests of each tenant that waits, by id, in the order of arrival."""
         self._tenants: dict[str, str] = {}
         """By request."""
 

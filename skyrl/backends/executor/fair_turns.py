@@ -78,7 +78,7 @@ class Turns:
         self._accounts.charge(tenant, cost)
 
     def may_join(self, model_id: str, cost: int) -> bool:
-        """Return whether a turn of so many tokens may be had now, with another model's, though it is not its own yet.
+        """Return True if a turn of so many tokens may be had now, with another model's, though it is not its own yet.
 
         It may not where weights or the number of a tenant's models would cease to matter.
         """

@@ -49,7 +49,7 @@ class Demand(NamedTuple):
     """True if something of training is computed elsewhere, and so has to end before the devices change hands."""
 
     def of(self, phase: Phase) -> bool:
-        """Return whether there is something to do for a phase."""
+        """Return True if there is something to do for a phase."""
         return self.training or self.in_flight if phase == "training" else self.sampling
 
 
@@ -78,7 +78,7 @@ class Phases:
         return self._called is not None or bool(self._to_call)
 
     def is_over(self, demand: Demand) -> bool:
-        """Return whether the other phase is next, once what is in flight has ended."""
+        """Return True if the other phase is next, once what is in flight has ended."""
         if self._phase is None:
             return demand.of("training") or demand.of("sampling")
         return demand.of(_other(self._phase)) and (not demand.of(self._phase) or self._left <= 0)
@@ -94,7 +94,7 @@ class Phases:
         return self._left
 
     def may_go_on(self, demand: Demand) -> bool:
-        """Return whether `turn` would do something: a hook has ended, or one can be called."""
+        """Return True if `turn` would do something: a hook has ended, or one can be called."""
         if self.is_changing:
             return self._called is None or self._called.done()
         return self.is_over(demand) and not demand.in_flight
@@ -125,7 +125,7 @@ class Phases:
             self._to_call.append(hooks.resume)
 
     def _has_changed(self) -> bool:
-        """Call the hooks that can be called. Whether all have ended."""
+        """Call the hooks that can be called. Return True if all have ended."""
         try:
             while self.is_changing:
                 if self._called is not None:

@@ -91,7 +91,7 @@ class _Asked:
     """It is sent one answer rather than a list."""
     dispatched: int = 0
     out: int = 0
-    """Of those, how many have not come back."""
+    """Number of those that have not come back."""
     answers: dict[int, Any] = field(default_factory=dict)
     error: Exception | None = None
     """Reason why one could not be computed. Nothing more is dispatched."""
@@ -138,7 +138,7 @@ class Computer(Protocol):
         ...
 
     def may_wait(self, operation: ModelOperation) -> bool:
-        """Return whether an operation that is begun now may have to wait before it computes anything."""
+        """Return True if an operation that is begun now may have to wait before it computes anything."""
         ...
 
     def compute(self, quanta: list[Quantum]) -> "list[Any] | Future[list[Any]]":
@@ -178,7 +178,7 @@ class Quanta:
         self._turns = Turns(weights)
         self._queues: dict[str, deque[ModelOperation]] = {}
         self._works: dict[str, Work] = {}
-        """Of the operations that have begun, by model: the first of its queue."""
+        """Operations that have begun, by model: the first of its queue."""
         self._asked: dict[str, _Asked] = {}
         """Quanta of operations that have begun. One that neither wants nor waits goes on by itself at its next turn."""
         self._waits: dict[str, Future[Any]] = {}
@@ -212,7 +212,7 @@ class Quanta:
         self._turns.place(operation.model_id, operation.tenant)
 
     def has_begun(self, model_id: str) -> bool:
-        """Return whether an operation of the model has begun and not ended."""
+        """Return True if an operation of the model has begun and not ended."""
         return model_id in self._works
 
     @property
@@ -467,7 +467,7 @@ class Quanta:
         if not isinstance(error, Exception) or isinstance(error, BackendLost):
             raise error
         if len(parts) > 1 and not self._computer.in_place:
-            log.warning("%d quanta cannot be computed together, so each is alone", len(parts), exc_info=error)
+            log.warning("a batch of %d micro-batches failed; running them one by one", len(parts), exc_info=error)
             self._again.extend(parts)
             return []
         for part in parts:

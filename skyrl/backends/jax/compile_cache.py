@@ -84,7 +84,7 @@ class Program:
         return self._compiled[key]
 
     def is_compiled_for(self, *args: Any) -> bool:
-        """Return whether a call with such arguments compiles nothing."""
+        """Return True if a call with such arguments compiles nothing."""
         return bool(jax.config.values["jax_disable_jit"]) or self._key(args) in self._compiled
 
     @staticmethod

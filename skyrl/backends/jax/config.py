@@ -36,8 +36,8 @@ class JaxBackendConfig(BaseModel):
     """Values in the place of those in the model's config.json, for training, sampling and exports."""
 
     matmul_precision: Literal["auto", "default", "high", "highest"] = "auto"
-    """Of products of float32 arrays, as JAX names it. `auto`: highest (float32) where base weights are float32 and on
-    CPU; high (TF32 on a GPU) over a bfloat16 base on an accelerator. Sums are float32 always."""
+    """Precision of products of float32 arrays, as JAX names it. `auto`: highest (float32) over float32 base weights and
+    on CPU; high (TF32 on a GPU) over a bfloat16 base on an accelerator. Sums are float32 always."""
 
     train_micro_batch_size: int = Field(default=0, ge=0)
     """Sequences per training micro-batch at most. 0: as many as fit into `train_tile_tokens`."""

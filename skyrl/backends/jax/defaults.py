@@ -36,7 +36,7 @@ class Defaults(NamedTuple):
     tile_tokens: int
     """Tokens of a training micro-batch."""
     cache_bytes: int
-    """Of the KV cache, at most."""
+    """Bytes of the KV cache, at most."""
     rows: int
     """Sequences decoded at once."""
 

@@ -23,7 +23,7 @@ STACKS = (1, 4, 16)
 """Tiles in a call, ascending."""
 
 COPIES_OF_A_STACK = 3
-"""Of each adapter in a call of several: beside the others, its gradients beside theirs, and those by themselves."""
+"""Copies of each adapter in a call of several: in the stack, its gradients in theirs, and its gradients alone."""
 
 AT_ONCE = GIB // 4
 """Bytes of the scores that attention computes at once, and of what it makes of them, at most."""

@@ -73,7 +73,7 @@ def run_query(database: Path, sql: str, timeout_s: float) -> Result:
 
 
 def has_top_level_order(sql: str) -> bool:
-    """Return whether `sql` asks for an order of its rows: ORDER BY outside of parentheses, names and texts."""
+    """Return True if `sql` asks for an order of its rows: ORDER BY outside of parentheses, names and texts."""
     depth, before = 0, ""
     for token in _TOKEN.findall(sql):
         if token.startswith(("--", "/*")):
@@ -87,7 +87,7 @@ def has_top_level_order(sql: str) -> bool:
 
 
 def same_result(gold_sql: str, gold: Result, other: Result) -> bool:
-    """Return whether two results are equal: in order if the gold query asks for one, else as multisets of rows.
+    """Return True if two results are equal: in order if the gold query asks for one, else as multisets of rows.
 
     Names of columns may differ, their number and order may not. Constants do not equal what is read from tables.
     """

@@ -40,7 +40,7 @@ def extract_answer(solution: str) -> str | None:
 
 
 def is_correct(solution: str, ground_truth: object) -> bool:
-    """Return whether the answer of the solution is the gold one."""
+    """Return True if the answer of the solution is the gold one."""
     answer = extract_answer(solution)
     return answer is not None and same_answer(ground_truth, answer)
 

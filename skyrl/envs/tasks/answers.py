@@ -60,7 +60,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def begins_number(text: str, position: int) -> bool:
-    """Return whether a number begins at `position`, or what only looks like one."""
+    """Return True if a number begins at `position`, or what only looks like one."""
     return _BEGINS.match(text, position) is not None
 
 
@@ -109,7 +109,7 @@ def exact_number(text: str) -> Fraction | None:
 
 
 def same_answer(gold: object, said: str) -> bool:
-    """Return whether two answers are equal as numbers, or else as texts, both normalised. An empty one equals none."""
+    """Return True if two answers are equal as numbers, or else as texts, both normalised. An empty one equals none."""
     if len(said) > LONGEST:
         return False
     wanted, got = normalize(str(gold)), normalize(said)

@@ -37,7 +37,7 @@ def extract_answer(text: str) -> Fraction | None:
 
 
 def is_correct(text: str, ground_truth: object, method: Literal["strict", "flexible"] = "strict") -> bool:
-    """Return whether the answer in `text` is the gold number."""
+    """Return True if the answer in `text` is the gold number."""
     answer = extract_answer(text) if method == "strict" else last_number(text)
     return answer is not None and answer == number_at(str(ground_truth), 0)
 

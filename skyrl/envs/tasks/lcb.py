@@ -48,7 +48,7 @@ def extract_code(text: str) -> str | None:
 
 
 def is_same_output(printed: str, expected: str) -> bool:
-    """Return whether two texts have the same lines, without spaces around them; numbers may be written differently."""
+    """Return True if two texts have the same lines, without spaces around them; numbers may be written differently."""
     lines, wanted = printed.strip().split("\n"), expected.strip().split("\n")
     return len(lines) == len(wanted) and all(
         line.strip() == other.strip() or _numbers(line) == _numbers(other) is not None
@@ -57,7 +57,7 @@ def is_same_output(printed: str, expected: str) -> bool:
 
 
 def is_same_value(value: str | None, expected: object) -> bool:
-    """Return whether the JSON that a function returned says the same as the expected value."""
+    """Return True if the JSON that a function returned says the same as the expected value."""
     try:
         return value is not None and _same(json.loads(value), expected)
     except (ValueError, RecursionError):

@@ -31,7 +31,7 @@ or
 ### Final Score: 1"""
 _SCORE = re.compile(r"### Final Score:\s*([01])(?:\.0)?\b")
 _PLACES: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]] = WeakKeyDictionary()
-"""Of all episodes together, by address and how many it may have."""
+"""Places for calls of all episodes together, by address and how many it may have."""
 _WITHOUT_TEMPERATURE: set[tuple[str, str]] = set()
 """Addresses and models that refused one."""
 

@@ -42,7 +42,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def is_correct(answer: str, targets: str | list[str]) -> bool:
-    """Return whether the answer equals one of the targets, all normalised. An empty one equals none."""
+    """Return True if the answer equals one of the targets, all normalised. An empty one equals none."""
     said = normalize(answer)
     return bool(said) and said in [normalize(target) for target in ([targets] if isinstance(targets, str) else targets)]
 

@@ -23,7 +23,7 @@ from skyrl.train.config.environment import SearchEnvConfig
 from skyrl.utils.sandbox.run import Isolation, Limits, run_code
 
 SHOWN_CHARACTERS = 9000
-"""Of what a program prints."""
+"""Characters shown of a program's output, at most."""
 
 
 @dataclass

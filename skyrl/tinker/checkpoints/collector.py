@@ -85,7 +85,7 @@ class Collector:
             try:
                 await self.collect()
             except DatabaseFull as error:
-                log.warning("nothing was collected: %s", error)
+                log.warning("garbage collection skipped: %s", error)
             except Exception as error:  # the next round may do better; without any the disk would fill
                 log.error("collecting failed", exc_info=error)
             await asyncio.sleep(max(1, self._config.session_cleanup_interval_sec))

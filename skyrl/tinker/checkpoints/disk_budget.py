@@ -157,7 +157,7 @@ class Disk:
         while (refusal := await self._refusal(size)) is not None:
             if not left:
                 raise RequestError(refusal)
-            log.info("%s goes, as its room is needed", left[0].path)
+            log.info("removing %s from the trash to free space", left[0].path)
             await asyncio.to_thread(remove_folder, left.pop(0).path)
 
     async def _refusal(self, size: int, without: int = 0) -> str | None:

@@ -19,7 +19,7 @@ from skyrl.tinker.database.read_only import Readable
 FEW = FOLDERS
 """Folders that may always go."""
 SHARE = 0.2
-"""Of all folders, what may go in one round."""
+"""Share of all folders that may go in one round."""
 
 
 @dataclass(frozen=True)

@@ -324,7 +324,7 @@ def forget_version(
 
 
 def _is_pending(session: Session, row: VersionRow) -> bool:
-    """Return whether the request that publishes a version has not ended."""
+    """Return True if the request that publishes a version has not ended."""
     seq_id = int(row.version.rpartition("@")[2])
     query = select(RequestRow.status).where(RequestRow.model_id == row.model_id, RequestRow.seq_id == seq_id)
     return session.exec(query).first() == "pending"
@@ -366,7 +366,7 @@ snapshots = Walk(_find_ended_models, _forget_snapshots)
 
 
 def _unwritten() -> ColumnElement[bool]:
-    """Return whether a model has published something that is not on disk."""
+    """Return True if a model has published something that is not on disk."""
     versions = select(VersionRow.version).where(
         VersionRow.model_id == ModelRow.model_id, col(VersionRow.digest).is_(None)
     )

@@ -43,10 +43,10 @@ def discard(base: Path, folder: str, to_trash: bool) -> None:
         _throw_away(base, folder)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):  # what is to make room needs some in the trash
-            log.warning("%s is removed, as there is no room for it in %s: %s", folder, NAME, error)
+            log.warning("%s is removed at once, as %s has no room for it: %s", folder, NAME, error)
             remove_folder(base / folder)
         else:
-            log.warning("%s cannot be put into %s, so it stays: %s", folder, NAME, error)
+            log.warning("%s cannot be moved to %s and is kept in place: %s", folder, NAME, error)
 
 
 def _throw_away(base: Path, folder: str) -> None:

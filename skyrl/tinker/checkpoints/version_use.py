@@ -37,7 +37,7 @@ class VersionUse:
             self._note(sample.version)
 
     def enters(self, path: str) -> bool:
-        """Return whether a sample is about to read the folder at this path."""
+        """Return True if a sample is about to read the folder at this path."""
         return any(path == entering for _, entering in self._entering.values())
 
     def last(self) -> dict[str, float]:

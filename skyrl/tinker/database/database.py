@@ -320,12 +320,12 @@ def _claim(engine: Engine, url: str) -> Connection:
 
 
 def _is_of_one(error: DBAPIError) -> bool:
-    """Return whether PostgreSQL refuses what one statement asks for (class 54: more than its limits), and goes on."""
+    """Return True for PostgreSQL program-limit errors (SQLSTATE class 54), after which it goes on."""
     return (getattr(error.orig, "sqlstate", None) or "").startswith("54")
 
 
 def _is_of_all(error: Exception) -> bool:
-    """Return whether an error is every job's: to try each alone would take as long for each, or do it twice, where the
+    """Return True if an error is every job's: to try each alone would take as long for each, or do it twice, where the
     connection has ended and the transaction may have been stored."""
     if not isinstance(error, DatabaseError):
         return isinstance(error, Superseded)
@@ -346,7 +346,7 @@ def _named(error: Exception, url: str) -> Exception:
 
 
 def _vacuum_some(session: Session) -> bool:
-    """Give some pages of the file back. Returns whether there are more."""
+    """Give some pages of the file back. Returns True if there are more."""
     connection = session.connection().connection
     _run_to_end(connection, f"PRAGMA incremental_vacuum({VACUUM_PAGES})")
     return _pragma(connection, "auto_vacuum") == INCREMENTAL and _pragma(connection, "freelist_count") > 0

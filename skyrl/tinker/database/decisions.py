@@ -32,13 +32,13 @@ class Decisions:
     forward_only: bool | None = None
     """True if a pass leaves its model as it was."""
     seed: int | None = None
-    """Of the weights of a new model."""
+    """Seed of the weights of a new model."""
     folder: str | None = None
-    """Of the checkpoint that a path stood for, or of a version without a name."""
+    """Folder of the checkpoint that a path stood for, or of a version without a name."""
     digest: str | None = None
-    """Of the checkpoint that a path stood for. None, too, where it has none."""
+    """Digest of the checkpoint that a path stood for. None, too, where it has none."""
     lora_config: dict[str, Any] | None = None
-    """Of the checkpoint that a path stood for."""
+    """Configuration of the checkpoint that a path stood for."""
     version: str | None = None
     """A version without a name, which goes on being written after its request is done."""
     saved_to: str | None = None
@@ -46,7 +46,7 @@ class Decisions:
     refused: LoggedRefusal | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As the log has it: what was chosen, nothing else."""
+        """Return the form of the log: what was chosen, nothing else."""
         has_checkpoint = self.lora_config is not None  # with or without a digest
         return {
             name: value

@@ -65,7 +65,7 @@ class ReadOnlyDatabase:
 
 
 def _address(url: str) -> URL:
-    """Of an SQLite file, so that nothing is made beside it: a server that has stopped has left no log there."""
+    """Address of an SQLite file, so that nothing is made beside it: a server that has stopped has left no log there."""
     file = sqlite_file(url)
     if file is None:
         return with_driver(make_url(url))

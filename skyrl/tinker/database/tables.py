@@ -219,26 +219,26 @@ class UsageRow(SQLModel, table=True):
     __table_args__ = (Index("usage_by_hour", "hour", "tenant"),)
 
     session_id: str = Field(primary_key=True)
-    """Of samples, the session that asked for them."""
+    """Session; of samples, the one that asked for them."""
     model_id: str = Field(primary_key=True)
     """The run that was trained, or whose weights were sampled; empty for the base model's."""
     hour: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
     """Its begin."""
     tenant: str
     project_id: str | None = None
-    """Of the session, which may be collected before this is."""
+    """Project of the session, which may be collected before this is."""
     base_model: str
     active_parameters: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
     """See `BackendInfo`."""
     requests: int = _count()
     trained_tokens: int = _count()
-    """Of passes that add gradients."""
+    """Tokens of passes that add gradients."""
     forward_tokens: int = _count()
-    """Of passes that do not."""
+    """Tokens of passes that do not."""
     prefill_tokens: int = _count()
-    """Of prompts, once for each request, that were computed."""
+    """Tokens of prompts, once for each request, that were computed."""
     cached_tokens: int = _count()
-    """Of prompts, that were found in the cache."""
+    """Tokens of prompts, that were found in the cache."""
     sampled_tokens: int = _count()
     samples: int = Field(default=0, sa_column=Column(BigInteger, nullable=False, server_default=text("0")))
     """Sequences that were drawn."""
@@ -326,6 +326,6 @@ class ResultRow(SQLModel, table=True):
     request_id: str = Field(primary_key=True)
     media_type: str
     size_bytes: int = Field(sa_column=Column(BigInteger, nullable=False))
-    """Of `body`."""
+    """Bytes of `body`."""
     finished_at: float
     body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))

@@ -57,7 +57,7 @@ class Upkeep:
         self.snapshots_failed = 0
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether an operation under way is one of these."""
+        """Return True if an operation under way is one of these."""
         return request_id in self._own
 
     def begins(self, request_id: str) -> None:

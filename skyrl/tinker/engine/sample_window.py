@@ -63,7 +63,7 @@ class SampleWindow:
             self._forget_idle(sample.tenant)
 
     def remove(self, request_id: str) -> bool:
-        """Drop a sample that waits here. Returns whether it did."""
+        """Drop a sample that waits here. Returns True if it did."""
         for name, tenant in self._tenants.items():
             if tenant.waiting.pop(request_id, None) is not None:
                 self._forget_idle(name)

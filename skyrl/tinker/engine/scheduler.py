@@ -33,7 +33,7 @@ class _Line:
     """Requests that a model has had, and those that are held."""
 
     tenant: str
-    """Of the request that made or revived it."""
+    """Tenant of the request that made or revived it."""
     next_seq_id: int = 0
     held: dict[int, ModelOperation] = field(default_factory=dict)
     """By seq_id."""
@@ -104,7 +104,7 @@ class Scheduler:
         return self._ready.popleft() if self._ready else self._samples.next()
 
     def done(self, operation: Operation) -> bool:
-        """A submitted operation has ended, or was cancelled. Returns whether it was added (not made here)."""
+        """A submitted operation has ended, or was cancelled. Returns True if it was added (not made here)."""
         if isinstance(operation, Sample):
             self._samples.done(operation)
         elif isinstance(operation, ModelOperation):
@@ -120,11 +120,11 @@ class Scheduler:
         return line.tenant if line else ""
 
     def knows(self, model_id: str) -> bool:
-        """Return whether the model keeps an order here: it was created or revived, and not forgotten since."""
+        """Return True if the model keeps an order here: it was created or revived, and not forgotten since."""
         return model_id in self._lines
 
     def idle(self, model_id: str) -> bool:
-        """Return whether nothing of the model is held, queued or outstanding."""
+        """Return True if nothing of the model is held, queued or outstanding."""
         return model_id not in self._unfinished and model_id not in self._gaps
 
     def finished(self, model_id: str) -> int | None:
@@ -138,11 +138,11 @@ class Scheduler:
         self._lines.pop(model_id, None)
 
     def drop_sample(self, request_id: str) -> bool:
-        """Forget a sample that has not been submitted. Returns whether there was one."""
+        """Forget a sample that has not been submitted. Returns True if there was one."""
         return self._samples.remove(request_id)
 
     def refuse(self, refusal: Rejected) -> bool:
-        """Put a refusal in the place of a request that has not been submitted. Returns whether there was one."""
+        """Put a refusal in the place of a request that has not been submitted. Returns True if there was one."""
         line = self._lines.get(refusal.model_id)
         held = line.held if line else {}
         for seq_id, operation in held.items():

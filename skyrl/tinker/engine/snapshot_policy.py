@@ -90,7 +90,7 @@ class SnapshotPolicy:
         return [model_id for model_id, model in self._models.items() if model.since.changes]
 
     def under_way(self, model_id: str) -> bool:
-        """Return whether a snapshot of the model has begun and not ended."""
+        """Return True if a snapshot of the model has begun and not ended."""
         return model_id in self._models and self._models[model_id].under_way is not None
 
     def begin(self, model_id: str) -> None:

@@ -20,7 +20,7 @@ from skyrl.utils.quota import Quota
 HEAD_S = 20.0
 """Seconds for the head of a request."""
 MAX_HEAD_BYTES = 2**16
-"""Of a request beside its body: its head, and what stands between two pieces of a body."""
+"""Bytes of a request beside its body: its head, and what stands between two pieces of a body."""
 RESERVED_FILES = 512
 """Descriptors that connections leave to the database, the engine and files."""
 
@@ -46,7 +46,7 @@ class Connection(HttpToolsProtocol):
     """A connection that is closed at once where its address has too many, and later where no request comes."""
 
     open_connections = Quota("{} connections")
-    """Of this process, by address."""
+    """Connections of this process, by address."""
     _address: str | None = None
     """Sharer whose part of them it takes; None: it was not let in."""
     _head_timer: asyncio.TimerHandle | None = None

@@ -53,11 +53,11 @@ class LocalOnly:
 
 @lru_cache(maxsize=256)
 def _is_here(host: str) -> bool:
-    """Return whether a `Host` is an address of this machine."""
+    """Return True if a `Host` is an address of this machine."""
     return is_loopback(_name(host))
 
 
 def _name(host: str) -> str:
-    """Of `NAME:PORT` or `[ADDRESS]:PORT`, without the port; nothing of what is neither."""
+    """Name in `NAME:PORT` or `[ADDRESS]:PORT`, without the port; empty if it is neither."""
     found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+))(?::\d+)?", host)
     return (found[1] or found[2]).lower() if found else ""

@@ -22,7 +22,7 @@ CUSTOM_LOSS = "create_custom_loss"
 MAX_NAME = 180
 """Characters of a checkpoint's name. What storage puts around it has to fit into 255 as well."""
 KEY_PREFIX = "key-"
-"""Of the names of keys."""
+"""Prefix of the names of keys."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -32,7 +32,7 @@ def tenant_of_key(api_key: bytes) -> str:
 
 
 def is_key_name(name: str) -> bool:
-    """Return whether a text may be what `tenant_of_key` gives."""
+    """Return True if a text may be what `tenant_of_key` gives."""
     return re.fullmatch(rf"{KEY_PREFIX}[0-9a-f]{{16}}", name) is not None
 
 
@@ -55,7 +55,7 @@ def sample_id(sampler: str, seq_id: int) -> str:
 
 
 def is_sample(request_id: str) -> bool:
-    """Return whether the id is of a sample, whose future lives in memory only."""
+    """Return True if the id is of a sample, whose future lives in memory only."""
     return request_id.startswith(f"{SAMPLE}-")
 
 

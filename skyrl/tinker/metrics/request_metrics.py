@@ -114,7 +114,7 @@ class RequestMetrics:
         return {sample.labels["operation"]: int(sample.value) for sample in counts}
 
     def failed_total(self) -> int:
-        """Of these, those whose outcome was an error."""
+        """Number of these whose outcome was an error."""
         return sum(int(sample.value) for sample in _values(self._failed))
 
 

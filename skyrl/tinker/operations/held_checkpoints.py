@@ -32,7 +32,7 @@ class Place:
     new_session: bool
     """False: the session is there."""
     project_id: str | None = None
-    """Of a new session."""
+    """Project of a new session."""
 
     @property
     def model_id(self) -> str:
@@ -54,7 +54,7 @@ def earlier(session: Session, place: Place) -> TinkerPath | None:
     if row is not None:
         held = session.exec(select(CheckpointRow).where(CheckpointRow.model_id == row.model_id)).first()
         if held is None:
-            raise RequestError("this request was sent before and what it made has been deleted since; send a new one")
+            raise RequestError("duplicate of an earlier request whose checkpoint was deleted; send a new request")
         return path_of(held)
     taken = select(RequestRow.request_id).where(RequestRow.model_id == place.model_id)
     if session.get(ModelRow, place.model_id) is not None or session.exec(taken).first() is not None:

@@ -44,7 +44,7 @@ KNOWN_S = 24 * 3600
 """Seconds after its end for which an upload's name is known, so that a finish that is repeated has the same answer."""
 MAX_CONFIG_BYTES = 2**20
 HEADER_BYTES = 512
-"""Of a safetensors file's header, for a tensor."""
+"""Bytes of a safetensors file's header, for a tensor."""
 
 
 @dataclass(frozen=True)

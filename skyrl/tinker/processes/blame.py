@@ -39,7 +39,7 @@ class Count:
 
     crashes: int = 0
     alone: int = 0
-    """Of these the last ones in a row of which it was alone."""
+    """Number of the last crashes in a row in which it was alone."""
     model_id: str = ""
 
     def one_more(self, alone: bool) -> "Count":
@@ -103,7 +103,7 @@ class Blame:
         return running
 
     def is_suspect(self, request_id: str) -> bool:
-        """Return whether an engine was working on this request when it ended."""
+        """Return True if an engine was working on this request when it ended."""
         return request_id in self._work
 
     def crashes(self, request_id: str) -> int:
@@ -195,7 +195,7 @@ class Blame:
         try:
             os.pwrite(self._handle, "\n".join([*lines, END, ""]).encode(), 0)
         except OSError as error:
-            log.warning("what is computed cannot be written down (%s): a death of this server blames nothing", error)
+            log.warning("cannot record running requests (%s): a crash will not be attributed to a request", error)
 
 
 def _add(counts: dict[str, Count], present: dict[str, str], alone: bool) -> None:

@@ -240,7 +240,7 @@ def _tenant(frame: ToEngine) -> str:
 
 
 def _is_large(frame: ToEngine) -> bool:
-    """Return whether it takes long to be made: all that a model has to repeat, or a pass over many tokens."""
+    """Return True if it takes long to be made: all that a model has to repeat, or a pass over many tokens."""
     if isinstance(frame, Enqueue) and isinstance(frame.operation, ForwardBackward):
         return frame.operation.tokens > LARGE_TOKENS
     return isinstance(frame, Revive)

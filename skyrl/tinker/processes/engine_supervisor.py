@@ -201,7 +201,7 @@ class EngineSupervisor:
                 self.progress = SILENT if watch.silent(now) else READY
 
     async def _converse(self, channel: ApiChannel, watch: Watch) -> bool:
-        """Exchange frames until the engine closes its end. Returns whether it has been ready."""
+        """Exchange frames until the engine closes its end. Returns True if it has been ready."""
         self._failure = None
         became_ready = False
         async for frame in channel.frames():

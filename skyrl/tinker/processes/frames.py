@@ -23,7 +23,7 @@ SEPARATE_BYTES = 16 * 1024
 """Shorter arrays are copied into the pickle."""
 
 PIECE_BYTES = 2**18
-"""Of a large frame, written at once."""
+"""Bytes of a large frame, written at once."""
 
 TOKENS = "tokens"
 """Name of a datum's own tokens among its inputs."""

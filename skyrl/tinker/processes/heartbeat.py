@@ -44,7 +44,7 @@ class Stopwatch:
         self._lost_s = 0.0
 
     def seconds(self, began: float | None, now: float) -> float:
-        """Of the present step, which `began` then; 0.0 between two."""
+        """Seconds of the present step, which `began` then; 0.0 between two."""
         looked, self._looked = self._looked, now
         if began is None:
             return 0.0
@@ -93,7 +93,7 @@ class Watch:
         self._heard, self._step_s, self._spoken = now, alive.step_s, True
 
     def silent(self, now: float) -> bool:
-        """Return whether more than one heartbeat has not come that should have."""
+        """Return True if more than one heartbeat has not come that should have."""
         return now - self._heard > SILENT_INTERVALS * interval_s(self._config)
 
     def complaint(self, now: float) -> str | None:

@@ -21,7 +21,7 @@ MOST_WAITING = 256
 """Frames that nobody has taken, after which no more are read."""
 
 Parts = list[memoryview]
-"""Of a frame, as `decode` takes them."""
+"""Parts of a frame, as `decode` takes them."""
 
 
 class Incoming(asyncio.BufferedProtocol):

@@ -290,8 +290,8 @@ class EngineModels:
         self._service.engine.send(Enqueue(freeing))
 
     def _give_up(self, model_id: str, error: Unrevivable) -> None:
-        """Fail what waits for a model that cannot be brought back."""
-        log.error("model %s cannot be brought back: %s", model_id, error)
+        """Fail what waits for a model that cannot be recovered."""
+        log.error("model %s cannot be recovered: %s", model_id, error)
         self._states.pop(model_id, None)
         for request_id in [key for key, operation in self._repeating.items() if operation.model_id == model_id]:
             del self._repeating[request_id]
@@ -301,7 +301,7 @@ class EngineModels:
         advice = f"; {LOST_ADVICE}" if error.lost else ""
         for owed in self._pending.of_model(model_id):
             if owed.logged:  # what is not asks for the model again once it is
-                why = f"model_id={model_id} cannot be brought back: {error}{advice}"
+                why = f"model_id={model_id} cannot be recovered: {error}{advice}"
                 gradients = "incomplete" if is_pass(owed) else "kept"
                 self._end(owed.request_id, ErrorResponse(why, error.category, gradients=gradients))
 
@@ -326,7 +326,7 @@ class EngineModels:
 
 
 def is_pass(owed: PendingRequest) -> bool:
-    """Return whether a request was to add gradients. One that has not been read may have been."""
+    """Return True if a request was to add gradients. One that has not been read may have been."""
     if owed.accepted is None:
         return owed.operation.name == "forward_backward" and not owed.decided.forward_only
     operation = owed.accepted.operation
@@ -336,7 +336,7 @@ def is_pass(owed: PendingRequest) -> bool:
 
 
 def _has_lost_files(operation: ModelOperation) -> bool:
-    """Return whether the files that an operation reads are not there, or not the ones it was to read."""
+    """Return True if the files that an operation reads are not there, or not the ones it was to read."""
     if not isinstance(operation, LoadSnapshot | LoadCheckpoint):
         return False
     found = inspect_folder(operation.path)

@@ -77,7 +77,7 @@ class Futures:
         self.completions = Completions()
         """Ends of samples, for clients that wait for all of theirs at once."""
         self.timelines = Timelines()
-        """Of those that have ended."""
+        """Timelines of requests that have ended."""
         self._max_bytes = max_finished_bytes
         self._by_id: dict[str, PendingFuture] = {}
         self._sample_ids: dict[tuple[str, int], str] = {}
@@ -171,7 +171,7 @@ class Futures:
             future.timeline.done = time.monotonic()
 
     def timelines_of(self, session_id: str) -> list[Timeline]:
-        """Of the requests of a session: the newest that have ended, and all that have not, as they are now."""
+        """Timelines of a session's requests: the newest that have ended, and all that have not, as they are now."""
         pending = (future.timeline for future in self._by_id.values() if future.outcome is None)
         of_session = [replace(one) for one in pending if one.run and session_of(one.run) == session_id]
         return self.timelines.of_session(session_id) + of_session

@@ -117,7 +117,7 @@ class Outcomes:
         try:
             await work()
         except Stopped as error:
-            log.warning("%s; model %s goes on from before it", error, model_id)
+            log.warning("%s; model %s continues from the state before it", error, model_id)
             self._dropped.add(model_id)
 
     async def _finish(self, owed: PendingRequest, result: Result) -> None:
@@ -265,7 +265,7 @@ def _as_done(owed: PendingRequest) -> Decisions | None:
 
 
 def _is_repeated(owed: PendingRequest) -> bool:
-    """Return whether a revival does it again, as it changed the model."""
+    """Return True if a revival does it again, as it changed the model."""
     return owed.operation.changes_model and not owed.decided.forward_only
 
 

@@ -94,7 +94,9 @@ def plan(history: History, files: Files) -> Plan:
             decision.unloaded = True
         elif request.is_done and _is_repeated(request, history.unwritten, files):
             if not request.has_body:
-                raise Unrevivable(f"request {request.request_id} of the log has to be repeated, but is gone", lost=True)
+                raise Unrevivable(
+                    f"request {request.request_id} is needed for replay but missing from the log", lost=True
+                )
             decision.steps.append(request)
         elif request.status == "failed" and request.gradients != "kept":
             decision.steps.append(_refusal(model, request))
@@ -165,7 +167,7 @@ def _decide_pending(
 
 
 def _came_late(request: LoggedRequest, requests: Sequence[LoggedRequest]) -> bool:
-    """Return whether its followers had failed for want of it before it came."""
+    """Return True if its followers had failed for want of it before it came."""
     assert request.seq_id is not None
     return any(
         other.seq_id is not None
@@ -209,7 +211,7 @@ async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]
     """
     history = await service.database.read(partial(replay_log.history, model_id=model_id))
     if history is None:
-        raise Unrevivable(f"model_id={model_id} is not known any more")
+        raise Unrevivable(f"model_id={model_id}: unknown model")
     if (error := not_served(service, history.model)) is not None:
         raise Unrevivable(error)
     saves = [folder for request in _pending(history) if (folder := request.decided.saved_to) is not None]

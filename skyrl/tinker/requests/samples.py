@@ -231,7 +231,7 @@ class SampleQueue:
         return "the engine for itself alone: earlier ones ended while they worked on it" if suspect else "the engine"
 
     def reads(self, path: str) -> bool:
-        """Return whether a pending sample may still read the folder at this path."""
+        """Return True if a pending sample may still read the folder at this path."""
         pending = any(waiting.sample.path == path for waiting in self._pending.values())
         return pending or self._service.version_use.enters(path)
 

@@ -141,7 +141,7 @@ class TrainingQueue:
         if of_model + size > limit:
             raise RequestError(
                 f"seq_id={target.seq_id} of model_id={target.model_id} would make {of_model + size} bytes of "
-                f"requests that wait for an earlier one, of which there may be {limit}; send a batch of fewer "
+                f"requests that wait for an earlier one (limit {limit}); send a batch of fewer "
                 "tokens (or fewer targets for each), in several passes before the optimizer step"
             )
         of_all = self._held_bytes(sharer)

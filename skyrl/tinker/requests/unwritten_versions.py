@@ -37,13 +37,13 @@ class UnwrittenVersions:
         self._missing = dict(self._unwritten)
 
     def keep_of(self, model_id: str, versions: set[str]) -> None:
-        """Of this model's missing versions, only these will come."""
+        """Give up this model's missing versions, but for those that will come."""
         for version in [key for key, model in self._missing.items() if model == model_id and key not in versions]:
             self._unwritten.pop(version, None)
             self._arrive(version)
 
     def is_missing(self, version: str | None) -> bool:
-        """Return whether a sample of this version has to wait."""
+        """Return True if a sample of this version has to wait."""
         return version in self._missing
 
     def models(self) -> set[str]:

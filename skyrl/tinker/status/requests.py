@@ -28,13 +28,13 @@ class Queued:
     request_id: str
     kind: str
     tenant: str
-    """As it is shown."""
+    """Tenant, as it is shown."""
     model_id: str
-    """Of a sample the model whose weights it is drawn from; empty: the base model's."""
+    """Model; of a sample the one whose weights it is drawn from; empty: the base model's."""
     future: PendingFuture
     request: PendingRequest | WaitingSample
     ahead: int = 0
-    """Of a training request: earlier ones of its model."""
+    """Earlier requests of its model, for a training request."""
 
     @property
     def state(self) -> State:

@@ -23,7 +23,7 @@ from skyrl.tinker.traces.timelines import Timeline
 PIECE = 64
 """Requests that are written at a time, in a millisecond."""
 PIECE_BYTES = 40_000
-"""Of their text, roughly."""
+"""Bytes of their text, roughly."""
 
 Event = dict[str, Any]
 

@@ -44,7 +44,7 @@ DTYPES = {
 DTYPE_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 MAX_JSON_BYTES = 64 * 2**20
-"""Of a request as JSON, which takes longer to read than protobuf."""
+"""Bytes of a request as JSON, which takes longer to read than protobuf."""
 ZSTD_PIECE = 1024
 """Bytes decompressed at once. Even a bomb expands to no more than 32 MiB from these, so it is noticed in time."""
 ZSTD_MAKES = 2**20

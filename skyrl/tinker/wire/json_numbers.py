@@ -20,16 +20,16 @@ NAMES = ("tokens", "data", "sparse_crow_indices", "sparse_col_indices")
 LONG_BYTES = 64
 """Shorter lists are left to the parser."""
 PIECE_BYTES = 32 * 1024
-"""Of a list, read at once in less than a millisecond."""
+"""Bytes of a list, read at once in less than a millisecond."""
 
 MAX_REST_BYTES = 2 * 2**20
-"""Of a text without its long lists: four times what 1024 datums take."""
+"""Bytes of a text without its long lists: four times what 1024 datums take."""
 MAX_MARKS = 2**18
 """Quotes and opening brackets in it, which bound the objects that are made of it."""
 
 TOKENS_BYTES = 2**20
 TOKEN_BYTES = 32
-"""Of text that the tokens of a prompt may have, the larger of both: so many, or so many for each of a context."""
+"""Bytes of text that the tokens of a prompt may have, the larger of both: so many, or so many for each of a context."""
 
 _SCALAR = rb'"[^"\\]{0,1024}"|-?\d{1,20}|true|false|null'
 _MEMBER = rb'"\w{1,64}"\s{0,64}:\s{0,64}(?:' + _SCALAR + rb")"
@@ -41,7 +41,7 @@ _OUTER_BYTES = 4096
 
 _NAME = re.compile(rb'[{,\s]"(' + "|".join(NAMES).encode() + rb')"\s{0,8}:\s{0,8}$')
 _NAME_BYTES = 64
-"""Of the text before a list, in which its name is."""
+"""Bytes of the text before a list, in which its name is."""
 _MARK = f"{token_hex(16)}:"
 """Text that no client knows, so that none can send it."""
 

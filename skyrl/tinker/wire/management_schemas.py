@@ -315,7 +315,7 @@ class UsageEvent(BaseModel):
     flops: int | None = None
     """By convention; see docs/operations.md. None where the number of parameters is not known."""
     device_seconds: float | None = None
-    """Of a sample's prompt they are with its generated tokens."""
+    """Device seconds; those of a sample's prompt are with its generated tokens."""
     estimated_cost_usd: float | None = None
     effective_rate_usd_per_million_tokens: float | None = None
     effective_rate_usd_per_gigabyte_month: float | None = None

@@ -9,7 +9,7 @@ import time
 WORK_S = 0.002
 """Seconds of work between two pauses."""
 PAUSE_S = 0.00005
-"""Of a pause: long enough for a thread that waits to be woken up."""
+"""Seconds of a pause: long enough for a thread that waits to be woken up."""
 
 
 class Pace:

@@ -25,7 +25,7 @@ _REPR.maxstring = _REPR.maxother = 100
 
 MANY_FAULTS = 1000
 BEGINNING_BYTES = 2**18
-"""Of a body that is larger than is read. A block of zstd, of which a part is of no use, may have half as many."""
+"""Bytes read of a body that is too large. A block of zstd, of which a part is of no use, may have half as many."""
 MAX_ERROR = 2000
 """Characters. A client may send, and so be told, names and values of any length."""
 JSON_FACTOR = 32

@@ -40,7 +40,7 @@ def _table(message: Any) -> Table:
 REQUEST = _table(pb.ForwardBackwardRequest.DESCRIPTOR)
 KNOWN = set(pb.ForwardBackwardRequest.DESCRIPTOR.fields_by_number)
 PACKED_BYTES = 8
-"""Of numbers without fields of their own, which count for one part together."""
+"""Bytes of numbers without fields of their own, which count for one part together."""
 
 
 def address_of(body: bytes, whole: bool = True) -> bytes:
@@ -90,7 +90,7 @@ def check_parts(body: bytes, most: int = MAX_PARTS) -> None:
 
 
 def _parts_within(data: bytes, key: int, at: int, end: int, table: Table, most: int) -> int:
-    """Of how many parts a field is made, or some more than `most`."""
+    """Count the parts that a field is made of, or some more than `most`."""
     if key & 7 != LENGTH or at == end or (inner := table.get(key >> 3, ABSENT)) is ABSENT:
         return 0
     if inner is None:

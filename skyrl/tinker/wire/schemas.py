@@ -293,7 +293,7 @@ class OptimStepRequest(OrderedRequest):
 
     adam_params: AdamParams = AdamParams.model_validate({})
     optimizer_params: DimuonParams | None = None
-    """Of a model whose optimizer is not AdamW."""
+    """Parameters of a model whose optimizer is not AdamW."""
 
 
 class SaveWeightsRequest(OrderedRequest):
@@ -345,7 +345,7 @@ class LoadWeightsRequest(RequestModel):
     """Must be the checkpoint's where it is given."""
     user_metadata: dict[str, JsonValue] | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
-    """Of a new model whose optimizer starts anew. With the checkpoint's state the family is the checkpoint's."""
+    """Optimizer of a new model, where it starts anew. With the checkpoint's state the family is the checkpoint's."""
     weights_access_token: str | None = None
     """The key (or token) of whoever owns the checkpoint."""
 

@@ -36,7 +36,9 @@ class Budget:
 def from_bytes(name: str, data: bytes, dtype: np.dtype) -> np.ndarray:
     """All values in a buffer, not copied."""
     if len(data) % dtype.itemsize:
-        raise RequestError(f"{name}: {len(data)} bytes are no whole number of {dtype.name} values; send all of them")
+        raise RequestError(
+            f"{name}: {len(data)} bytes is not a multiple of the size of {dtype.name}; send every value whole"
+        )
     return np.frombuffer(data, dtype)
 
 
@@ -92,7 +94,7 @@ def sparse(name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray,
     order = np.lexsort((columns, matrix.rows))
     same = (np.diff(matrix.rows[order]) == 0) & (np.diff(columns[order]) == 0)
     if same.any():
-        raise RequestError(f"{name}: col_indices name a cell twice; send each cell once")
+        raise RequestError(f"{name}: duplicate entries in col_indices; send each (row, column) pair once")
     return matrix
 
 

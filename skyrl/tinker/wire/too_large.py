@@ -20,7 +20,7 @@ from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.wire.protobuf_scan import address_of
 
 ADDRESS_BYTES = 4096
-"""Of the beginning of a body, in which the address is."""
+"""Bytes at the beginning of a body, in which the address is."""
 
 
 def failed_pass(body: Body, error: BodyTooLarge) -> Parsed:
@@ -38,8 +38,8 @@ def failed_pass(body: Body, error: BodyTooLarge) -> Parsed:
     if address is None or not address.model_id or address.seq_id < 1:
         nameless = BodyTooLarge if body.too_large else MalformedBody
         raise nameless(
-            f"{error}. The body does not say whose it is at its beginning, so requests of its model that follow wait "
-            "for it, as long as --gap-timeout-s says"
+            f"{error}. The body does not start with its model_id and seq_id, so later requests of that model wait "
+            "for it until --gap-timeout-s"
         ) from None
     # Of protobuf nothing says here that it was for the loss alone.
     return Parsed(address, None, str(error), is_pass="forward_input" not in members)

@@ -72,7 +72,7 @@ class RewardTerm(NamedTuple):
     """A reward function in a weighted sum of them."""
 
     name: str
-    """Of its metric; the function's own unless another is given."""
+    """Name of its metric; the function's own unless another is given."""
     weight: float
     function: str
     """`module:function`."""
@@ -99,7 +99,7 @@ def reward_terms(text: str) -> list[RewardTerm]:
     twice = [name for name, times in Counter(term.name for term in terms).items() if times > 1]
     if twice:
         raise ConfigError(
-            f"several functions are called {twice[0]}; name them apart, such as other={terms[-1].function}"
+            f"duplicate reward name {twice[0]}; give each a name of its own, such as other={terms[-1].function}"
         )
     return terms
 

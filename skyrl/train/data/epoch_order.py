@@ -88,7 +88,7 @@ class OrderState(TypedDict):
     batch_size: int
     seed: int
     fingerprint: str
-    """Of the data set."""
+    """Fingerprint of the data set."""
 
 
 class PromptOrder:

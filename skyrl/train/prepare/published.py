@@ -37,7 +37,7 @@ class Published:
     env_class: str
     """Environment that scores its answers."""
     problem: Callable[[Mapping[str, Any], str], Problem]
-    """Of a row and its place, for messages. Raises ConfigError if the row cannot be used."""
+    """Problem of a row and its place, for messages. Raises ConfigError if the row cannot be used."""
     instruction: str = ""
     """Text after a question unless another is given, asking for the form of answer that the environment reads."""
 

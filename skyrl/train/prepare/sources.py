@@ -23,7 +23,7 @@ class Sources(NamedTuple):
 
     split: str
     names: list[str]
-    """As `read_rows` takes them."""
+    """Names in the form that `read_rows` takes."""
 
 
 def find_sources(given: str, split: str | None) -> Sources:

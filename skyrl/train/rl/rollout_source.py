@@ -35,7 +35,7 @@ from skyrl.train.tracking.progress import batch_bar
 
 StalenessPolicy = Literal["block", "drop", "mask"]
 Outcome = Literal["open", "settled"] | Group
-"""Of a prompt: yet to be sampled, trained on or left out, or its samples, which wait to be trained on."""
+"""Outcome of a prompt: yet to be sampled, trained on or left out, or its samples, which wait to be trained on."""
 
 
 class Order(Protocol):
@@ -87,7 +87,7 @@ class _Drawn:
     before: dict[str, Any]
     """State of the order before it."""
     step: int = 0
-    """Of the weights that it was begun with."""
+    """Step of the weights that it was begun with."""
     group: "asyncio.Future[Group] | None" = None
     """None: not begun."""
     settled: bool = False
@@ -184,7 +184,7 @@ class Source:
             self._begin()
 
     def metrics(self) -> Metrics:
-        """Of what happened since they were asked for last."""
+        """Metrics of what happened since they were asked for last."""
         dropped, self._dropped = self._dropped, 0
         return {"async/dropped_prompts": float(dropped)} if self._policy == "drop" else {}
 

@@ -116,7 +116,7 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """Of this run, also when it is resumed."""
+        """Id of this run, also when it is resumed."""
         return self._store.run_id
 
     @property
@@ -203,7 +203,7 @@ class Run:
             await self._result.write(self.trainer.policy, keep_earlier=self._begun_at == 0)
 
     def improves(self, metrics: Metrics) -> bool:
-        """Return whether those of an evaluation are the best so far by `best_metric`."""
+        """Return True if those of an evaluation are the best so far by `best_metric`."""
         return self._store.judge(self.global_step, metrics)
 
     async def save(self) -> "asyncio.Task[Where]":

@@ -31,7 +31,7 @@ class SamplingState(NamedTuple):
 
     source: SourceState
     generator: Any
-    """Of the draws of dynamic sampling."""
+    """Generator state for the draws of dynamic sampling."""
 
     def without_failures(self) -> "SamplingState":
         """The state in which prompts of which a sample has failed are yet to be sampled."""

@@ -302,7 +302,7 @@ class Update:
         return policy_metrics(self._objective, inputs, mask[rows])
 
     def _trains(self, weights: Array, fields: dict[str, Array]) -> bool:
-        """Return whether the loss of a mini-batch has a token."""
+        """Return True if the loss of a mini-batch has a token."""
         objective = self._objective
         if "correction" in fields and not (objective.kl_coef or objective.entropy_coef):
             weights = weights * fields["correction"]
@@ -363,7 +363,7 @@ class Update:
 
 
 def _steps_once(trainer: TrainerConfig) -> bool:
-    """Return whether a batch is one optimizer step of the policy."""
+    """Return True if a batch is one optimizer step of the policy."""
     return trainer.update_epochs_per_batch == 1 and trainer.policy_mini_batch_size >= trainer.train_batch_size
 
 

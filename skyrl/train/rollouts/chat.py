@@ -115,7 +115,7 @@ class Chat:
         return self._encode(text)
 
     def ended(self, response: Sequence[int]) -> bool:
-        """Return whether the last token of a response is one that ends a turn."""
+        """Return True if the last token of a response is one that ends a turn."""
         return bool(response) and response[-1] in self._ends
 
     def text(self, response: Sequence[int]) -> str:

@@ -35,7 +35,7 @@ class Segment:
     """True if these tokens are trained on. Tokens that were not sampled never are."""
 
     logprobs: Sequence[float] | None = None
-    """Of sampled tokens, in nats. None: not sampled, or not kept."""
+    """Log-probabilities of sampled tokens, in nats. None: not sampled, or not kept."""
 
     policy_version: int | None = None
     """Version of the weights that sampled. None: not sampled."""

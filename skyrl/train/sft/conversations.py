@@ -156,9 +156,9 @@ class Conversations:
         starts = [at for at, one in enumerate(marked) if one and not (at and marked[at - 1])]
         if len(starts) != len(said):
             raise ConfigError(
-                f"the chat template marks {len(starts)} stretches of tokens as an assistant's, in a conversation with "
-                f"{len(said)} messages of assistants, so that the {len(chosen)} that are trained on cannot be told "
-                "from the rest; train on all (train_on_what=all_assistant_messages), or set a chat_template that marks "
+                f"the chat template marks {len(starts)} assistant spans but the conversation has {len(said)} assistant "
+                f"messages, so the tokens of the {len(chosen)} that are trained on are ambiguous; "
+                "train on all (train_on_what=all_assistant_messages), or set a chat_template that marks "
                 "each message once"
             )
         ends = [*starts[1:], len(marked)]

@@ -86,7 +86,7 @@ class RowReader:
             masked = self.conversations.completed("", _text(row["text"], "text"))
         else:
             raise ConfigError(
-                f"columns {columns_of(row)}: of no known kind; give {self.messages_key} (a list of "
+                f"unsupported type in columns: {columns_of(row)}; give {self.messages_key} (a list of "
                 "messages), conversations (ShareGPT), prompt and completion, instruction and output, text, or "
                 "input_ids with labels or loss_mask; messages_key names another column of messages"
             )

@@ -53,7 +53,7 @@ class Summary:
     trained_tokens: int
     """Tokens that were trained on since then, counted each time."""
     metrics: Metrics
-    """Of the last step, with the losses of the last evaluation; empty if there was nothing left to do."""
+    """Metrics of the last step, with the losses of the last evaluation; empty if there was nothing left to do."""
 
     def __str__(self) -> str:
         begun = f" (resumed from {self.resumed_from})" if self.resumed_from else ""
@@ -121,7 +121,7 @@ class SFTTrainer:
 
     @property
     def run_id(self) -> str | None:
-        """Of this run, also when it is resumed; None if it has no checkpoints."""
+        """Id of this run, also when it is resumed; None if it has no checkpoints."""
         return None if self._checkpoints is None else self._checkpoints.run_id
 
     async def run(self, interruption: Interruption | None = None) -> Summary:
@@ -200,7 +200,7 @@ class SFTTrainer:
             await result_of(self._config).write(self._learner, keep_earlier=self._begun_at == 0)
 
     def improves(self, metrics: Metrics) -> bool:
-        """Return whether those of an evaluation are the best so far by `best_metric`."""
+        """Return True if those of an evaluation are the best so far by `best_metric`."""
         return self._checkpoints is not None and self._checkpoints.judge(self.global_step, metrics)
 
     async def save(self) -> "asyncio.Task[Where] | None":

@@ -20,7 +20,7 @@ from skyrl.train.strategy.registry import find_strategy
 log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-"""Of which a folder with a tokenizer has one at least."""
+"""Files of which a folder with a tokenizer has one at least."""
 
 
 def check_model_given(model: ModelConfig, field: str, example: str) -> None:

@@ -56,7 +56,7 @@ def _lack(needs: TrackerNeeds | None, environment: Mapping[str, str]) -> str | N
 
 
 def _installed(package: str) -> bool:
-    """Return whether the package can be imported. A folder of its name, such as one for its runs, is no package."""
+    """Return True if the package can be imported. A folder of its name, such as one for its runs, is no package."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 

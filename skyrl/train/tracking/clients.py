@@ -25,7 +25,7 @@ class RunInfo(NamedTuple):
     project: str
     name: str
     id: str
-    """Of the run; the same when it is resumed."""
+    """Id of the run; the same when it is resumed."""
     config: Mapping[str, Any]
     """Its configuration as plain nested dicts."""
 

@@ -9,12 +9,12 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 @dataclass(frozen=True)
 class Frequencies:
-    """Of rotary position embedding: angles per position of the pairs that are turned."""
+    """Frequencies of rotary position embedding: angles per position of the pairs that are turned."""
 
     values: tuple[float, ...]
     """float32. Pair i is dimensions i and i + len(values); dimensions from 2 len(values) on are not turned."""
     factor: float = 1.0
-    """Of cosines and sines."""
+    """Factor of cosines and sines."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class LatentAttention:
     """Width of the vector that queries are made of; None: of the residual stream."""
     latent: int
     plain_dim: int
-    """Of a head's query and key, the part that is not rotated."""
+    """Width of the part of a head's query and key that is not rotated."""
     rotated_dim: int
     value_dim: int
     scale: float
@@ -66,11 +66,11 @@ class LatentAttention:
     bias: bool = False
     """On the maps from and to the residual stream, but for queries without a latent."""
     norm_eps: float = 1e-6
-    """Of the norms of latents."""
+    """Epsilon of the norms of latents."""
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """As of `Attention`: one head, whose key is the value (the latent) and what is stored beside it."""
+        """Cache shape as of `Attention`: one head, whose key is the value (the latent) and what is stored beside it."""
         return 1, self.rotated_dim, self.latent
 
 
@@ -89,7 +89,7 @@ class DeltaNet:
     width: int
     """Tokens that the convolution of queries, keys and values reaches over."""
     activation: str = "silu"
-    """Of what that gives."""
+    """Activation of the convolution's results."""
 
     @property
     def keys(self) -> int:
@@ -103,7 +103,7 @@ class DeltaNet:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
 
@@ -139,7 +139,7 @@ class Experts:
     active_groups: int = 1
     """Parts that a token's experts are in."""
     factor: float = 1.0
-    """Of the weights of a token's experts."""
+    """Factor of the weights of a token's experts."""
     shared: int = 0
     """Inner width of a gated map of all tokens beside; 0: there is none."""
 
@@ -161,7 +161,7 @@ class LayerGroup:
     first: int
     """Number of the first one in the whole model."""
     kinds: tuple[LayerKind, ...]
-    """Of each layer."""
+    """Kind of each layer."""
     attention: Mixer
     feed_forward: Gated | Experts
     output_norms: bool = False

@@ -78,7 +78,7 @@ class Param:
     name: str
     """Hugging Face's, of one tensor."""
     shape: tuple[int, ...]
-    """Of one tensor as we have it."""
+    """Shape of one tensor as we have it."""
     axes: tuple[str, ...]
     """Name of each axis of `shape`: the thing that it counts."""
     stack: Stack = Stack()
@@ -87,18 +87,18 @@ class Param:
     start: Literal["normal", "ones", "zeros"] = "normal"
     """Values of a random model, normal ones with variance 1 / (size of the input)."""
     group: ModuleGroup | None = None
-    """Of the adapter on it, None if it has none."""
+    """Group of the adapter on it, None if it has none."""
     stored: bool = True
     """False for a vocabulary projection that is the embedding."""
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of an array of all layers and experts."""
+        """Shape of an array of all layers and experts."""
         return (*self.stack.shape, *self.shape)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of one of Hugging Face's tensors."""
+        """Shape of one of Hugging Face's tensors."""
         return self.shape[::-1] if self.transposed else self.shape
 
     @property

@@ -41,7 +41,7 @@ def frequencies(config: Any, layer_type: str | None = None, width: int | None = 
 
 
 def score_factor(config: Any) -> float:
-    """Of products of queries and keys, where the configuration has `mscale_all_dim` (DeepSeek-V3's own code)."""
+    """Factor of products of queries and keys, if the configuration has `mscale_all_dim` (DeepSeek-V3's own code)."""
     parameters = _parameters(config, None)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     scale = float(parameters.get("mscale_all_dim") or 0)

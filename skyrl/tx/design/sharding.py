@@ -34,7 +34,7 @@ MESH_AXES: dict[str, str | None] = {
     "one": None,
     "width": None,
 }
-"""Of a dimension of one tensor, by its name in `Param.axes`."""
+"""Mesh axis of a dimension of one tensor, by its name in `Param.axes`."""
 
 
 def partition(param: Param, *, shard_attention_heads: bool = True) -> Spec:
@@ -60,7 +60,7 @@ def _stack(param: Param) -> Spec:
 
 
 def _matrix(param: Param, shard_attention_heads: bool) -> Spec:
-    """Of one tensor. Norms, other vectors of the residual stream and the embedding's features are not cut by `fsdp`."""
+    """Mesh axes of one tensor. `fsdp` does not cut norms, other vectors of the stream, or the embedding's features."""
     whole: set[str | None] = {None}
     if param.path[-1] == "scale":
         whole |= {"fsdp", "tp"}

@@ -13,7 +13,7 @@ def design_of(config: Any) -> Design:
 
 
 def architectures() -> dict[str, str]:
-    """Of the models that are loaded: the architecture of each, or of its text part if it is multimodal."""
+    """Architecture of each model that is loaded, or of its text part if it is multimodal."""
     parts = {name: text for text in FAMILIES for name in FAMILIES[text].multimodal}
     return {name: parts.get(name, name) for name in sorted([*FAMILIES, *parts])}
 

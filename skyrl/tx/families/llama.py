@@ -7,7 +7,7 @@ from skyrl.tx.design.design import Design, LayerKind
 from skyrl.tx.design.family import FAMILIES, Family, Size
 
 SCALING = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
-"""Of the rotations of Llama 3.2."""
+"""Scaling of the rotations of Llama 3.2."""
 
 
 def design(config: Any) -> Design:

@@ -32,7 +32,7 @@ __all__ = ["adapter_from_peft", "adapter_to_peft", "load_model"]
 READABLE = {"F64", "F32", "F16", "BF16"}
 """Safetensors dtypes that stand for plain numbers (others are quantised and come with scales of their own)."""
 ALIGNMENT = 64
-"""Of an array, in bytes, for JAX to take it on a CPU without a copy."""
+"""Alignment of an array, in bytes, for JAX to take it on a CPU without a copy."""
 
 
 def abstract_model(

@@ -28,7 +28,7 @@ class Adapter(NamedTuple):
     scaling: Float[Array, "..."]
     """alpha / rank: a scalar, `[slots]` in a bank."""
     dropout: Dropout | None = None
-    """Of what the pairs read, in a pass that is trained on."""
+    """Dropout of what the pairs read, in a pass that is trained on."""
 
     @property
     def rank(self) -> int:

@@ -16,7 +16,7 @@ class Dropout(NamedTuple):
     rate: Float[Array, ""]
     """Probability of a number to become zero."""
     key: UInt32[Array, "2"]
-    """Of a counter-based generator."""
+    """Key of a counter-based generator."""
 
     def at(self, place: int | Int[Array, ""]) -> "Dropout":
         """At a part of this place, whose number is below 2**32."""

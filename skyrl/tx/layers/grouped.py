@@ -32,7 +32,7 @@ class Grouping(NamedTuple):
     place: Place
     """Place of each row, counted over all blocks."""
     group: Group
-    """Of the rows of each block."""
+    """Group of the rows of each block."""
 
     def gather(self, tokens: Tokens, each: int) -> Blocks:
         """Rows in their places, zeros elsewhere. Row i of the grouping is that of token i // each."""

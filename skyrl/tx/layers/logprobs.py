@@ -41,9 +41,9 @@ class Scores(NamedTuple):
     """Scores of tokens by the vocabulary projection, in nats. A pytree."""
 
     logprobs: Float[Array, "tokens K"]
-    """Of each token's K targets."""
+    """Log-probabilities of each token's K targets."""
     entropy: Float[Array, "tokens"] | None
-    """Of the distribution over what follows each token. None where nobody asked."""
+    """Entropy of the distribution over what follows each token. None where nobody asked."""
 
 
 def logprobs_of(logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens K"]) -> Float[Array, "tokens K"]:

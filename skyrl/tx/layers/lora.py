@@ -27,7 +27,7 @@ class Lora(NamedTuple):
     slots: Int[Array, "batch"] | None
     """Slot of each row where the weights are a bank's."""
     dropout: Dropout | None = None
-    """Of what this part reads."""
+    """Dropout of what this part reads."""
 
     @classmethod
     def of(cls, adapter: "Adapter", slots: Int[Array, "batch"] | None) -> "Lora":

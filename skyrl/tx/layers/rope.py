@@ -17,7 +17,7 @@ class Rotation(NamedTuple):
 
     @classmethod
     def at(cls, positions: Int[Array, "batch tokens"], frequencies: Frequencies) -> "Rotation":
-        """Of the angles position * frequency."""
+        """Return the rotation by the angles position * frequency."""
         values = jnp.asarray(np.asarray(frequencies.values, np.float32))
         angles = positions.astype(jnp.float32)[:, :, None, None] * values[None, None, None, :]
         cos, sin = jnp.cos(angles), jnp.sin(angles)

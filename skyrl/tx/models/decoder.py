@@ -125,7 +125,7 @@ class Decoder(ModelForCausalLM):
     def _scanned(
         self, block: Block, x: Array, pass_: "_Pass", cache: Caches | None
     ) -> tuple[Array, Sequence[Array], Caches | None]:
-        """As `_unrolled`. The cache is one part for each group, carried along whole, so that it is updated in place."""
+        """Run the layers as `_unrolled` does. The cache has one part per group, carried whole and updated in place."""
         graphs, parameters = zip(*(_stacked(getattr(self, group.name)) for group in block), strict=True)
         lora, times = pass_.lora, len(block[0].kinds)
 

@@ -140,7 +140,7 @@ def delta_rule(
 def _one_token(
     query: Keys, key: Keys, value: Values, decay: PerHead, strength: PerHead, memory: Memory
 ) -> tuple[Values, Memory]:
-    """As `delta_rule`, of one token. As sums of element-wise products the memory is read and written once."""
+    """Compute `delta_rule` for one token. As sums of element-wise products the memory is read and written once."""
     key, query = key[:, 0, :, :, None], query[:, 0, :, :, None]
     memory = memory * jnp.exp(decay[:, 0, :, None, None])
     written = (value[:, 0] - jnp.sum(memory * key, axis=2)) * strength[:, 0, :, None]

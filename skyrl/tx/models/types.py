@@ -49,12 +49,12 @@ class KVCache(NamedTuple):
     Positions are the last axis, so that scores of one query are computed by vectors of positions.
     """
     values: tuple[Float[Array, "pages kv_heads page_size value_dim"], ...]
-    """As `keys`."""
+    """Values, paged as `keys`."""
     table: Int[Array, "batch blocks"]
     states: tuple[tuple[Float[Array, "slots before channels"], Float[Array, "slots heads key_dim value_dim"]], ...] = ()
-    """As `keys`, of layers that have states: a window and a memory."""
+    """States of layers that have them, grouped as `keys`: a window and a memory."""
     slots: Int[Array, "batch"] | None = None
-    """Of the rows' states, if there are."""
+    """Slots of the rows' states, if there are."""
 
     @classmethod
     def zeros(
@@ -127,7 +127,7 @@ class CachePart(NamedTuple):
 
 
 def cache_parts(config: "ModelConfig") -> list[CachePart]:
-    """Of each pair of arrays of a cache, keys and values or states, in their order."""
+    """Part of each pair of arrays of a cache, keys and values or states, in their order."""
     parts = []
     for group in design_of(config).groups:
         layers = len(group.kinds)
@@ -160,7 +160,7 @@ class ModelForCausalLM(nnx.Module):
         return self.config
 
     def is_lora_param(self, path: tuple[Any, ...], _value: Any) -> bool:
-        """Return whether a parameter belongs to the adapter (rather than the base).
+        """Return True if a parameter belongs to the adapter (rather than the base).
 
         True below `lora_A` and `lora_B`, and with several residual streams for their connectors too.
         """

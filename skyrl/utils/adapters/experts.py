@@ -79,7 +79,7 @@ class FusedExperts(NamedTuple):
 
     pairs: Pairs
     rank: int
-    """Of all of them."""
+    """Rank of all of them."""
     parameters: list[str]
     """`target_parameters` of PEFT that name them."""
 

@@ -45,7 +45,7 @@ def apart(pairs: Pairs, rows: Rows, where: object) -> Pairs:
             }
         elif name in INTERLEAVED:
             raise RequestError(
-                f"{where}: {module} mixes the rows of what it fuses, in an order that its name does not say; convert "
+                f"{where}: unknown row order of the fused module {module}; convert "
                 "the adapter with the trainer that wrote it"
             )
         else:

@@ -44,7 +44,7 @@ class Names(NamedTuple):
     bare: int
     """Without PEFT's prefix."""
     ends: Counter[str]
-    """Of each adapter's name that is in them; under "" those without .weight at the end."""
+    """Count by adapter name that is in them; under "" those without .weight at the end."""
 
 
 def pairs_of(tensors: Mapping[str, np.ndarray], where: object) -> tuple[Pairs, Names]:
@@ -71,7 +71,7 @@ def pairs_of(tensors: Mapping[str, np.ndarray], where: object) -> tuple[Pairs, N
             ends[""] += 1
         half = halves.setdefault(module, {})
         if found["matrix"] in half:
-            raise RequestError(f"{where}: tensor {name} is there under another name too; save one adapter alone")
+            raise RequestError(f"{where}: duplicate tensor {name}, under two names; save one adapter alone")
         if tensor.ndim != 2:
             raise RequestError(f"{where}: tensor {name} has shape {list(tensor.shape)}; a matrix has two axes")
         half[found["matrix"]] = tensor

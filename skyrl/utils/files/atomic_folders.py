@@ -47,7 +47,7 @@ class Written(NamedTuple):
     """A folder that is on disk."""
 
     size_bytes: int
-    """Of its files, without the manifest."""
+    """Bytes of its files, without the manifest."""
     digest: str
     """sha256 (hex) of its manifest, which holds the hashes of all files."""
 
@@ -198,7 +198,7 @@ def read_folder(path: str | Path, digest: str | None = None) -> dict[str, bytes]
                 if os.path.exists(place) and os.path.samestat(os.stat(place), os.fstat(handle)):
                     moved = _quarantine(place)
                     raise StorageError(
-                        f"{folder} is damaged: {damage}; it is at {moved} now; use another checkpoint"
+                        f"{folder} is damaged: {damage}; quarantined at {moved}; use another checkpoint"
                     ) from damage
                 # It was replaced or removed while it was being read.
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SCHEMES = ("s3", "gs", "az")
 INSTALL = "pip install 'skyrl[buckets]'"
 TIMEOUT_S = 180
-"""Of one request. A part of a file is one, so a link of 50 kB/s is fast enough."""
+"""Seconds of one request. A part of a file is one, so a link of 50 kB/s is fast enough."""
 RETRY_S = 180.0
 """Seconds for which a failing request is tried again by default; `SKYRL_BUCKET_RETRY_S` sets others."""
 PART_BYTES = 8 * 2**20

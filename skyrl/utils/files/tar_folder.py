@@ -33,7 +33,7 @@ class Limits(NamedTuple):
     names: Collection[str]
     """Files that it has to hold."""
     max_bytes: int
-    """Of all files together."""
+    """Bytes of all files together."""
     patterns: Collection[str] = ()
     """Names, or patterns of names, of files that it may hold beside these."""
 

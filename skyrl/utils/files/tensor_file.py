@@ -34,7 +34,7 @@ TYPES = {
 NAMES = {code: name for name, code in TYPES.items()}
 ALIGNMENT = 8
 LENGTH = struct.Struct("<Q")
-"""Of the header, which a file begins with (https://huggingface.co/docs/safetensors/index#format)."""
+"""Length of the header, which a file begins with (https://huggingface.co/docs/safetensors/index#format)."""
 
 LONGEST_HEADER = 100_000_000
 """Bytes that safetensors reads at most."""

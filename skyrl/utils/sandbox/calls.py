@@ -89,7 +89,7 @@ class _FilterProgram(ctypes.Structure):
 
 
 def is_supported() -> bool:
-    """Return whether the numbers of the system calls are known for this machine."""
+    """Return True if the numbers of the system calls are known for this machine."""
     return platform.system() == "Linux" and platform.machine() in _MACHINES
 
 

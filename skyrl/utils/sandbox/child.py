@@ -79,7 +79,7 @@ def _enter_full(job: dict[str, Any]) -> bool:
 
 
 def _enter_limited() -> bool:
-    """Returns whether calls that write may be allowed, because the kernel refuses them by the rules on files."""
+    """Returns True if calls that write may be allowed, because the kernel refuses them by the rules on files."""
     readable, version = library.readable(), landlock.version()
     ruleset = landlock.rules(readable, library.DEVICES) if version else -1
     is_user = confinement.give_up_rights(readable, may_read_all=bool(version))

@@ -55,7 +55,7 @@ def give_up_rights(readable: Sequence[str], *, may_read_all: bool) -> bool:
         readable: What must be readable afterwards. Python may be installed where only root can read.
         may_read_all: Whether the right to read all files may be kept if that is so, because another wall says which.
 
-    Returns whether the process is another user than root now.
+    Returns True if the process is another user than root now.
     """
     kept = 0
     if os.getuid() == 0:

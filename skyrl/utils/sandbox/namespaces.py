@@ -22,7 +22,7 @@ _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MAPS = ("uid_map", "gid_map")
 _MAX_FILES = 8192
-"""Of the folder: a file without content takes memory too."""
+"""Files in the folder, at most: a file without content takes memory too."""
 
 
 class _MountAttributes(ctypes.Structure):
@@ -106,7 +106,7 @@ def _same(name: str) -> str:
 
 
 def _holds_nobody(text: str) -> bool:
-    """Return whether a map names the user that root becomes."""
+    """Return True if a map names the user that root becomes."""
     ranges = [[int(word) for word in line.split()] for line in text.splitlines()]
     return any(first <= NOBODY < first + count for first, _, count in ranges)
 
@@ -132,7 +132,7 @@ def _bind(path: str, root: str, attributes: int) -> None:
 
 
 def _set_attributes(path: str, attributes: int, propagation: int, whole: bool = True) -> None:
-    """Of a mount, and of all below it if `whole`. The kernel counts those of a new mount from the same numbers."""
+    """Set attributes of a mount, and of all below it if `whole`. The numbers are those of a new mount's attributes."""
     given = _MountAttributes(attr_set=attributes, propagation=propagation)
     flags = _AT_RECURSIVE if whole else 0
     size = ctypes.sizeof(given)

@@ -165,7 +165,7 @@ async def _converse(
         line = await process.stdout.readline()
         if not line:
             said = (await process.stderr.read()).decode(errors="replace")
-            raise SandboxError(f"the process that runs code ended early: {said[-2000:]}")
+            raise SandboxError(f"sandbox process exited: {said[-2000:]}")
         answer = json.loads(line)
         if "refused" in answer:
             raise ConfigError(

@@ -219,7 +219,7 @@ def test_a_row_that_is_refused_is_named():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"words": "Go."}, "columns words: of no known kind"),
+        ({"words": "Go."}, "unsupported type in columns: words"),
         ({"text": 3}, "text=3: give a string"),
         ({"prompt": [user("Go.")], "completion": "One."}, "prompt=.*may both be lists of messages"),
         ({"conversations": [{"from": "bot", "value": "Go."}]}, r"conversations\[0\].from='bot': known: system, human"),

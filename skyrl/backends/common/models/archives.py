@@ -68,7 +68,7 @@ class Archives:
     scratch: Path
     """Folder in which tars are unpacked for a moment."""
     max_bytes: int
-    """Of the numbers in the largest checkpoint of any model here."""
+    """Bytes of the numbers in the largest checkpoint of any model here."""
 
     def stored_kind(self, path: str, digest: str | None) -> Kind:
         """`checkpoint_folder.stored_kind` of a folder or tar."""

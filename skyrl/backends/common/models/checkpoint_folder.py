@@ -38,7 +38,7 @@ Adapters that are trained with `train_unembed=False` leave the projection as it 
 IN_MEMORY = "in_memory.json"
 """File of a folder that stands for weights which only the process that published them has, in memory."""
 FORMAT = 2
-"""Of training checkpoints. The tensors of format 1 are the same on torch, and stacked and padded on JAX."""
+"""Format of training checkpoints. The tensors of format 1 are the same on torch, and stacked and padded on JAX."""
 READABLE = (1, FORMAT)
 
 

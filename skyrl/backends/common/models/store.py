@@ -142,8 +142,8 @@ class Storage(Generic[State, Version]):
                 tried = True
             else:
                 raise StorageError(
-                    f"versions of {self.writer.unwritten_bytes} bytes are in memory and cannot be written, so nothing "
-                    f"else can be published or saved: {self.writer.failure}"
+                    f"{self.writer.unwritten_bytes} bytes of unwritten versions are in memory; none can be published "
+                    f"or saved until they are written: {self.writer.failure}"
                 )
 
     def _publish(self, operation: Publish, state: State) -> Work:
@@ -226,7 +226,7 @@ class Storage(Generic[State, Version]):
 
 
 def is_whole(state: OffloadState) -> bool:
-    """Return whether a model is trained as a whole, so that what is stored of it is large."""
+    """Return True if a model is trained as a whole, so that what is stored of it is large."""
     return state.info.lora_config.rank == 0
 
 

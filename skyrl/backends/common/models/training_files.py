@@ -48,7 +48,7 @@ class TrainingFiles:
     """By name: the weights, moments if they were asked for, gradient sums if there are any. Empty for an adapter that
     was uploaded."""
     files: Mapping[str, bytes]
-    """Of the folder, but for the tensors: those of an uploaded adapter."""
+    """Files of the folder, but for the tensors: those of an uploaded adapter."""
 
     @property
     def is_uploaded(self) -> bool:

@@ -62,7 +62,7 @@ def check_call_tokens(tokens: int, rows: int) -> None:
 
 
 class Penalties(NamedTuple):
-    """Of rows, the tokens that were there before and what it costs to have been. A pytree."""
+    """Earlier tokens of rows, and the penalties for repeating them. A pytree."""
 
     before: Any
     """int32 `[rows, tokens]`: tokens of the prompt, then generated ones, then -1."""
@@ -82,7 +82,7 @@ class Penalties(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """Of `SamplingOptions`, what the device has to know of each row. A pytree."""
+    """Part of `SamplingOptions` that the device needs for each row. A pytree."""
 
     min_p: Any
     """float32."""

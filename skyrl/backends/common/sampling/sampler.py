@@ -91,7 +91,7 @@ class Sampler(Generic[Version]):
         runner.open(self._page_count, self._blocks, self._states.count)
         self._waiting = Line(self.pages_total)
         self._weights: dict[str, float] = {}
-        """Of tenants; all others weigh 1."""
+        """Weights of tenants; all others weigh 1."""
         self._reading = Reading()
         self._read: deque[Prompt] = deque()
         """Prompts with samples that have not started, in the order of their turns."""
@@ -142,7 +142,7 @@ class Sampler(Generic[Version]):
 
     @property
     def statistics(self) -> Statistics:
-        """Of sampling, and of the cache."""
+        """Counters and load of sampling, and of the cache."""
         return {
             "decode_calls": self._decode_calls,
             "decode_sequences": self._decoded,
@@ -172,7 +172,7 @@ class Sampler(Generic[Version]):
         return self._page_count - 1
 
     def _has_room(self, job: Job) -> bool:
-        """Return whether there is what a request needs to begin."""
+        """Return True if there is what a request needs to begin."""
         return pages_to_begin(job) <= self.pages_free and self._states.to_begin(job) <= self._states.available
 
     def _reserve(self, pages: int, states: int) -> bool:
@@ -189,8 +189,8 @@ class Sampler(Generic[Version]):
         job = Job.of(request, self._tokenizer.eos_ids)
         if request.options.min_tokens > 0 and len(job.stops.ids) > STOP_IDS:
             raise RequestError(
-                f"min_tokens={request.options.min_tokens} beside {len(job.stops.ids)} stop tokens, EOS included: at "
-                f"most {STOP_IDS} can be kept from being drawn; list fewer, or leave min_tokens out"
+                f"min_tokens={request.options.min_tokens} with {len(job.stops.ids)} stop tokens, EOS included: at "
+                f"most {STOP_IDS} can be suppressed; list fewer, or leave min_tokens out"
             )
         if pages_to_begin(job) > self.pages_total:
             raise RequestError(
@@ -229,11 +229,11 @@ class Sampler(Generic[Version]):
         return {job.request.tenant for job in self._begun()}
 
     def _is_full(self, at_work: set[str]) -> bool:
-        """Return whether none of those that wait has a place."""
+        """Return True if none of those that wait has a place."""
         return self._places <= 0 and (self._unstarted >= self._max_rows or self._waiting.tenants <= at_work)
 
     def _has_place(self, job: Job, at_work: set[str]) -> bool:
-        """Return whether a request may begin as far as the number of those that have goes.
+        """Return True if the concurrency limit allows another request.
 
         A tenant's first may even if requests of many samples hold all places.
         """

@@ -43,11 +43,11 @@ class Job:
     stops: StopRule
     max_tokens: int
     seed: tuple[int, int]
-    """As `seed_words`."""
+    """Seed in the form of `seed_words`."""
     number: int = field(default_factory=itertools.count().__next__)
     """In the order of arrival; no two are alike."""
     claim: Claim | None = None
-    """Of its version, from arrival to the end."""
+    """Claim of its version, from arrival to the end."""
     slot: int | None = None
     """Slot of its version, pinned from admission to the end."""
     origins: tuple[Origin, ...] = ()
@@ -61,7 +61,7 @@ class Job:
     finished: dict[int, GeneratedSequence] = field(default_factory=dict)
     """By sample index."""
     scores: PromptScores | None = None
-    """Of its prompt, from the time it is read."""
+    """Scores of its prompt, from the time it is read."""
 
     @classmethod
     def of(cls, request: Sample, eos_ids: frozenset[int]) -> "Job":

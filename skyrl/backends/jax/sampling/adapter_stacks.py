@@ -25,7 +25,7 @@ class Weights(NamedTuple):
     bank: Adapter | None
     """None is no adapter."""
     base: Any | None = None
-    """Of a version with a base of its own, which has no adapter. None: the base model."""
+    """Base weights of a version that has its own, and no adapter. None: the base model."""
 
 
 @dataclass(eq=False)

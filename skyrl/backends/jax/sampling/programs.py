@@ -222,7 +222,7 @@ class SamplingPrograms:
         return *copied, states
 
     def _copy_states(self, pool: Pool, sources: jax.Array, targets: jax.Array) -> Pool:
-        """As `_copy_pages`, of states."""
+        """Copy states, as `_copy_pages` copies pages."""
         keys, values, states = pool
         layers = tuple((part.layers,) * 2 for part in cache_parts(self._config) if isinstance(part.mixer, DeltaNet))
         return keys, values, jax.tree.map(partial(_copied, sources, targets), states, layers)

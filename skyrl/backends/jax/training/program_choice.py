@@ -102,7 +102,7 @@ def _size(leaf: Any) -> int:
 
 
 def _bytes(tree: Any) -> int:
-    """Of all arrays, or of their shapes."""
+    """Bytes of all arrays, or of their shapes."""
     return sum(map(_size, jax.tree.leaves(tree)))
 
 

@@ -178,7 +178,7 @@ class Attention:
         self.name = f"skyrl_{next(NAMES)}"
         """Under which transformers knows it."""
         self.recorded: dict[int, tuple[int, int, int]] | None = None
-        """Of each layer that was called, (key heads, key width, value width), while somebody asks for it."""
+        """Shape of each layer that was called, (key heads, key width, value width), while somebody asks for it."""
 
     def register(self) -> None:
         """Make it known to transformers, which then makes no masks."""
@@ -231,7 +231,7 @@ def _attend(scaling: float | None, softcap: float | None) -> Attend:
         return plain
 
     def capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """As `plain`, with logits kept between +-`softcap` by tanh."""
+        """Attend as `plain` does, with logits kept between +-`softcap` by tanh."""
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         logits = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)

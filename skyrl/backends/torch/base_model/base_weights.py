@@ -52,7 +52,7 @@ class BaseWeights(ABC):
 
     parameters: dict[str, nn.Parameter]
     shapes: dict[str, tuple[int, ...]]
-    """Of whole parameters."""
+    """Shapes of whole parameters."""
     shards: int
     """Ranks that share a copy."""
 

@@ -83,7 +83,7 @@ def is_trained(target: Target, config: LoraConfig) -> bool:
 
 
 def lora_layout(targets: Sequence[Target], kind: Kind, hidden: int) -> Layout:
-    """Of a model with an adapter: `<module>.lora_A` `[in, rank]`, `<module>.lora_B` `[rank, out]`, a critic's head."""
+    """Layout of an adapter: `<module>.lora_A` `[in, rank]`, `<module>.lora_B` `[rank, out]`, a critic's head."""
     rank = kind.lora_config.rank
     parts = []
     for target in targets:
@@ -94,7 +94,7 @@ def lora_layout(targets: Sequence[Target], kind: Kind, hidden: int) -> Layout:
 
 
 def whole_layout(shapes: Mapping[str, tuple[int, ...]], kind: Kind, hidden: int) -> Layout:
-    """Of a model that is trained as a whole: its parameters by Hugging Face's names, a critic's head."""
+    """Layout of a model that is trained as a whole: its parameters by Hugging Face's names, a critic's head."""
     return Layout((*(Part(name, shape) for name, shape in shapes.items()), *_head_part(kind, hidden)))
 
 

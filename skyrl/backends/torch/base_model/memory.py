@@ -177,7 +177,7 @@ def decided(
 
 
 def _may_share(shards: ShardOptions, world: int) -> bool:
-    """Return whether ranks share the base weights if, and only if, memory has no room for a copy each."""
+    """Return True if ranks share the base weights if, and only if, memory has no room for a copy each."""
     says_how = shards.cpu_offload or shards.reshard_after_forward is not True
     return shards.fsdp_size == AUTO and world > 1 and shards.tensor_parallel_size == 1 and not says_how
 

@@ -213,7 +213,9 @@ class LoadedModel:
             return wanted, False
         agree = self._agree(wanted, self._logits_of(torch.cat(rows, 1), torch.cat(places, 1), TRIED))
         if not agree:
-            log.warning("sequences of %s are not packed: they would see each other", self.config.model_type)
+            log.warning(
+                "packing is off for %s: its attention does not keep packed sequences apart", self.config.model_type
+            )
         return wanted, agree
 
     def _gradients_agree(self) -> bool:

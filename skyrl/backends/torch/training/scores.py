@@ -16,9 +16,9 @@ class Scores(NamedTuple):
     """Scores of tokens, float32, in nats."""
 
     logprobs: Tensor
-    """Of each token's targets, `[tokens, K]`."""
+    """Log-probabilities of each token's targets, `[tokens, K]`."""
     entropy: Tensor | None
-    """Of the distribution over what follows each token, `[tokens]`. None where nobody asked."""
+    """Entropy of the distribution over what follows each token, `[tokens]`. None where nobody asked."""
 
 
 def scores_of_logits(logits: Tensor, targets: Tensor, temperature: Tensor | None, entropy: bool) -> tuple[Tensor, ...]:

@@ -33,7 +33,7 @@ class Place(NamedTuple):
     """Place of an actor."""
 
     address: str
-    """Of its node."""
+    """Address of its node."""
     node: str
     devices: tuple[str, ...]
     """GPUs of its own, by Ray's names."""

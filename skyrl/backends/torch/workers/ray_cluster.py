@@ -36,13 +36,13 @@ class RayOptions:
     """Room for workers on a Ray cluster."""
 
     address: str | None = None
-    """Of the cluster; `auto`: the one that this machine is in. None: that of RAY_ADDRESS, or one of our own."""
+    """Address of the cluster; `auto`: the one that this machine is in. None: that of RAY_ADDRESS, or one of our own."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Of each worker. Empty: a GPU and a CPU, or a CPU where the cluster has no GPUs."""
+    """Resources of each worker. Empty: a GPU and a CPU, or a CPU where the cluster has no GPUs."""
     workers_per_node: int = 0
     """Workers on each node, none of which is used twice. 0: as the strategy has it."""
     strategy: str = "PACK"
-    """Of the placement group, where nodes are not counted."""
+    """Strategy of the placement group, where nodes are not counted."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of each worker."""
 

@@ -141,7 +141,7 @@ class Worker:
             return error
 
     def facts(self) -> ModelFacts:
-        """Of the base model."""
+        """Facts about the base model."""
         model, config = self.model, self.model.config
         return ModelFacts(
             architecture=(config.architectures or [type(model.hf).__name__])[0],

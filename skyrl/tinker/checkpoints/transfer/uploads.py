@@ -68,9 +68,9 @@ class Stored(NamedTuple):
 
     upload: Upload
     size_bytes: int
-    """Of all files."""
+    """Bytes of all files."""
     partial_bytes: int
-    """Of those that are not complete."""
+    """Bytes of files that are not complete."""
 
 
 def stored_uploads(base: Path) -> list[Stored]:
@@ -191,8 +191,8 @@ class Uploads:
         """
         if self._finishing[sharer] >= MOST_FINISHING:
             raise Busy(
-                f"{MOST_FINISHING} uploads of this sender are being finished, as many as may be at a time; send this "
-                "request again in a second"
+                f"{MOST_FINISHING} uploads of this sender are being finished, which is the limit; send this request "
+                "again in a second"
             )
         self._finishing[sharer] += 1
         try:

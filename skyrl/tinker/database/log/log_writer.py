@@ -25,7 +25,7 @@ from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES, DecodePool
 PASSES = ("forward_backward", "forward")
 """Kinds of requests that are read whether they are compressed or not."""
 LEVEL = -1
-"""Of zstd: takes less time than the disk does for what it saves."""
+"""Level of zstd: takes less time than the disk does for what it saves."""
 
 
 class LogWriter:
@@ -36,7 +36,7 @@ class LogWriter:
         self._decode_pool = decode_pool
 
     async def append(self, entry: Entry, refusal: Failure | None, on_log: Callable[[Session], None]) -> Logged:
-        """As `request_log.append`, once the database has answered. Raises `Stopped`.
+        """Call `request_log.append`, and return once the database has answered. Raises `Stopped`.
 
         Any other error means that the request is not in the log.
         """

@@ -152,7 +152,7 @@ def own_checkpoint(session: Session, path: TinkerPath, caller: Caller) -> Checkp
 
 
 def was_saved(session: Session, path: TinkerPath, caller: Caller) -> bool:
-    """Return whether the log has a save of the caller that made a checkpoint at a path, which may have gone since."""
+    """Return True if the log has a save of the caller that made a checkpoint at a path, which may have gone since."""
     query = select(col(RequestRow.tenant), col(RequestRow.decided)).where(
         RequestRow.model_id == path.model, RequestRow.status == "done", col(RequestRow.kind).in_(SAVES)
     )

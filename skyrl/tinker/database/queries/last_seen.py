@@ -32,7 +32,7 @@ class Activity:
             self._finished.discard(session_id)
 
     def is_idle(self, session_id: str, timeout_s: float) -> bool:
-        """Return whether a session has ended, or has been silent for `timeout_s` seconds (-1: never)."""
+        """Return True if a session has ended, or has been silent for `timeout_s` seconds (-1: never)."""
         if session_id in self._finished:
             return True
         silent_s = time.time() - self._last_seen.get(session_id, self._started)

@@ -147,17 +147,17 @@ def _owned(tenant: Any, caller: Caller) -> ColumnElement[bool]:
 
 
 def unexpired() -> ColumnElement[bool]:
-    """Of checkpoints that still have their names."""
+    """Condition for checkpoints that still have their names."""
     return or_(col(CheckpointRow.expires_at).is_(None), col(CheckpointRow.expires_at) > time.time())
 
 
 def own_checkpoints(caller: Caller) -> ColumnElement[bool]:
-    """Of checkpoints that are the caller's."""
+    """Condition for checkpoints that are the caller's."""
     return and_(_owned(CheckpointRow.tenant, caller), unexpired())
 
 
 def readable(caller: Caller) -> ColumnElement[bool]:
-    """Of checkpoints that are the caller's, or public."""
+    """Condition for checkpoints that are the caller's, or public."""
     return and_(unexpired(), or_(_owned(CheckpointRow.tenant, caller), col(CheckpointRow.public)))
 
 

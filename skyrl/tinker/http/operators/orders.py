@@ -28,7 +28,7 @@ class Obeyed(BaseModel):
 
     request_id: str
     state: Literal["done", "failed", "pending"]
-    """Of the request that is cancelled, or unloads the model."""
+    """State of the request that is cancelled, or unloads the model."""
     cancelled: bool = False
     error: str | None = None
     """Message that its client gets."""

@@ -15,7 +15,7 @@ public = APIRouter()
 
 @public.get("/healthz", response_model=None)
 async def healthz(service: ServiceDependency) -> schemas.HealthResponse | JSONResponse:
-    """Return whether requests are being worked on."""
+    """Return True if requests are being worked on."""
     if (reason := engine_trouble(service.engine)) is None:
         return schemas.HealthResponse(engine=service.engine.metrics)
     return JSONResponse({"status": "starting", "detail": reason}, 503)

@@ -117,7 +117,7 @@ PathDependency = Annotated[TinkerPath, Depends(_path)]
 """The checkpoint that a URL names by `run_id`, `kind` and `name`."""
 Limit = Annotated[int, Query(ge=0, le=10_000)]
 Offset = Annotated[int, Query(ge=0, lt=2**31)]
-"""Of a page of a list."""
+"""Offset of a page of a list."""
 
 
 class JsonBody:

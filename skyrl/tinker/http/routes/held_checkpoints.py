@@ -26,7 +26,7 @@ UPLOADS = "/uploads/{token}/{name}"
 HEADERS_SINCE = (0, 40)
 """The first SDK that reads {"url", "headers"} where 0.39 reads a URL."""
 MAX_FILE_BYTES = 2**63
-"""Of a file that is uploaded, as far as the path says; its link says how large it may be."""
+"""Bytes of a file that is uploaded, as far as the path says; its link says how large it may be."""
 
 
 @router.post("/copy_weights")

@@ -35,7 +35,7 @@ router = APIRouter()
 MAX_INLINE_BYTES = 4 * 2**20
 """Results above are only announced to clients that allow it; they ask again when they have room."""
 JSON_COPIES = 3
-"""Of a result that are there while it is written as JSON: itself, the message made of it, its arrays."""
+"""Copies of a result while it is written as JSON: itself, the message made of it, its arrays."""
 
 
 def _add_route(operation: QueuedOperation) -> None:

@@ -38,7 +38,7 @@ async def create_sampling_session(
         await _check_checkpoint(service, path, caller)
 
     def insert(session: Session) -> bool:
-        """Return whether the id is this sampler's: it is new, or made for the same thing before."""
+        """Return True if the id is this sampler's: it is new, or made for the same thing before."""
         same = session.get(SamplerRow, sampler_id)
         kind = "base" if path is None else "checkpoint"
         if same is not None:

@@ -14,7 +14,7 @@ from starlette.types import Scope
 from skyrl.utils.quota import Quota
 
 MAX_BYTES = 2**30
-"""Of all large bodies together, and of all large answers."""
+"""Bytes of all large bodies together, and of all large answers."""
 SMALL_BYTES = 64 * 2**10
 """Largest body that needs no room."""
 

@@ -69,7 +69,7 @@ class BaseConfig(Section):
         return cls.from_dict_config(read_file(path)).with_overrides(nested(args))
 
     def is_given(self, name: str) -> bool:
-        """Return whether a field was set, in any way or by a subclass's default: not left out, nor derived."""
+        """Return True if a field was set, in any way or by a subclass's default: not left out, nor derived."""
         default = type(self).__dataclass_fields__[name].default
         owner = [cls for cls in type(self).__mro__ if name in getattr(cls, "__dataclass_fields__", ())][-1]
         return name in self.__dict__.get("_given", ()) or default != owner.__dataclass_fields__[name].default

@@ -76,7 +76,7 @@ class FieldSpec:
     optional: bool
 
     def takes_none(self, value: object) -> bool:
-        """Return whether `value` is a None that this field may hold."""
+        """Return True if `value` is a None that this field may hold."""
         return self.optional and (value.value if isinstance(value, Written) else value) is None
 
     def checked(self, value: Any) -> Any:
@@ -146,7 +146,7 @@ def _spec(name: str, hint: Any, base: Callable[[], Any] | None) -> FieldSpec:
 
 
 def _is_not_yaml(hint: Any) -> bool:
-    """Return whether YAML has only text or lists for values of this type, which are therefore converted."""
+    """Return True if YAML has only text or lists for values of this type, which are therefore converted."""
     kind = get_origin(hint) or hint
     return isinstance(kind, type) and issubclass(kind, Enum | PurePath | tuple | set | frozenset)
 

@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
         names = [self.construct_object(key, deep=True) for key, _ in node.value]  # pyright: ignore[reportUnknownMemberType]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"{name!r} is there twice{node.start_mark}; leave out one of them")
+                raise ConfigError(f"duplicate key {name!r}{node.start_mark}; leave out one of them")
         return super().construct_mapping(node, deep)
 
 

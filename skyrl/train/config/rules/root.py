@@ -62,7 +62,7 @@ def root_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
 
 
 def turn_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
-    """Of a limit of inputs that leaves no second turn."""
+    """Warn of a limit of inputs that leaves no second turn."""
     generator, prompt = config.generator, config.trainer.max_prompt_length
     answer, given = generator.sampling_params.max_generate_length, generator.max_input_length or 0
     if generator.max_turns > 1 and given < prompt + answer:

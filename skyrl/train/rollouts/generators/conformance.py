@@ -33,7 +33,7 @@ LONGEST = 24
 GRACE_S = 1.0
 """Seconds that what a check has begun may take to end, where it is cancelled."""
 SAMPLES = 2
-"""Of each prompt, all of them at a time."""
+"""Samples of each prompt, all of them at a time."""
 
 
 class Finding(NamedTuple):

@@ -37,7 +37,7 @@ class Generated:
     A turn that continues another begins with all tokens of it, or is a training sequence of its own."""
 
     stop_reason: TrajectoryStopReason
-    """As in `Trajectory`; stop, length or max_turns."""
+    """Stop reason as in `Trajectory`; stop, length or max_turns."""
 
     messages: Sequence[Message] = ()
     """The prompt, for records."""

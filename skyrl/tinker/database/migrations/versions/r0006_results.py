@@ -32,7 +32,7 @@ PARTIAL_INDEXES = {
     "versions_unwritten": ("versions", "model_id", "digest IS NULL"),
 }
 HASH_INDEXES = {"sessions_of_project": ("sessions", ["project_id"])}
-"""Of texts that clients choose: PostgreSQL's other indexes refuse those that are long."""
+"""Indexes of texts that clients choose: PostgreSQL's other indexes refuse those that are long."""
 OLD_INDEXES = {
     "ix_versions_model_id": ("versions", "model_id"),
     "ix_checkpoints_tenant": ("checkpoints", "tenant"),
