@@ -231,17 +231,22 @@ class LoadedModel:
         """Gradient of the tokens' own log-probabilities in an adapter of rank 1 on the first linear map."""
         target = self.targets[0]
         generator = torch.Generator().manual_seed(0)
-        shapes = {"lora_A": (target.in_features, 1), "lora_B": (1, target.out_features)}
-        tensors = {
-            f"{target.module}.{name}": (torch.randn(shape, generator=generator) / max(shape)).to(self.device)
-            for name, shape in shapes.items()
-        }
-        slope = tensors[f"{target.module}.lora_A"].requires_grad_()
-        with self.hooks.adapter(tensors, 1.0), torch.enable_grad():
-            logprobs = self.base.run(lambda: self._logits_of(tokens, positions, lengths).log_softmax(-1))
-            logprobs.gather(-1, tokens[0, :, None]).sum().backward()
-        assert slope.grad is not None
-        return slope.grad
+        shapes = (target.in_features, 1), (1, target.out_features)
+        inner, outer = ((torch.randn(x, generator=generator) / max(x)).to(self.device) for x in shapes)
+        inner.requires_grad_()
+
+        def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            return output + (args[0].float() @ inner @ outer).to(output.dtype)
+
+        hook = self.hf.get_submodule(target.module).register_forward_hook(add)
+        try:
+            with torch.enable_grad():
+                logprobs = self.base.run(lambda: self._logits_of(tokens, positions, lengths).log_softmax(-1))
+                logprobs.gather(-1, tokens[0, :, None]).sum().backward()
+        finally:
+            hook.remove()
+        assert inner.grad is not None
+        return inner.grad
 
     def _why_not_here(self, rows: list[Tensor], places: list[Tensor], wanted: Tensor) -> str:
         """Reason why a model cannot use the attention of this backend; empty if it can, which it is left with."""
