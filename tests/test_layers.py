@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent / "skyrl"
 LAYERS = [
     {"errors"},
     {"utils"},
-    {"utils.files", "utils.locks", "utils.sandbox"},
+    {"utils.files", "utils.sandbox"},
+    {"utils.locks"},
     {"utils.adapters"},
     {"types"},
     {"train.places"},
