@@ -7,7 +7,7 @@ from skyrl.tx.design.design import DeltaNet, Design, Experts, LatentAttention
 from skyrl.tx.design.family import Size, made_config
 from skyrl.tx.families import FAMILIES, design_of
 
-ROUTING_BOUNDS = {"float32": 1e-5, "bfloat16": 0.05}
+ROUTING_BOUNDS = {"float32": 1e-5, "bfloat16": 0.02}
 """Gap of scores above which a token has the same experts in training and sampling, by the type of base weights."""
 HEAD = """# Supported models
 
@@ -27,6 +27,12 @@ text part is loaded, trained, sampled and exported as a text model; images are r
 Adapters cover all linear maps of attention, feed-forward parts and experts (each expert has matrices of its own, of the
 adapter's rank), and the vocabulary projection, tied or not. Routers are not adapted. With experts an adapter is as many
 times larger; `max_lora_rank` bounds it.
+
+A token has the same experts in training as in sampling where the gap of its scores is above {float32:g} with a float32
+base, and above {bfloat16:g} with a bfloat16 one (`benchmarks/bench_routing.py` counts those below). The gap is the
+difference between the last expert, or group of experts, that is chosen and the first one that is not; scores are
+probabilities, or sigmoids with their corrections. A token that is routed differently is another input to later layers
+and to later tokens of its sequence, which the bounds do not cover.
 
 Each family is checked on a small random model of nine layers that transformers wrote
 (`tests/backends/test_families.py`):
@@ -60,7 +66,7 @@ def page() -> str:
     """The whole page."""
     from skyrl.tx.design.rotations import KINDS
 
-    return HEAD + "".join(map(_row, FAMILIES)) + TAIL.format(rotations=", ".join(KINDS))
+    return HEAD + "".join(map(_row, FAMILIES)) + TAIL.format(rotations=", ".join(KINDS), **ROUTING_BOUNDS)
 
 
 def _row(architecture: str) -> str:
