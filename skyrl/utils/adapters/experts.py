@@ -71,8 +71,8 @@ def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> Pai
 def _rank_of_experts(parameter: str, config: Mapping[str, Any]) -> int:
     if config.get("rank_pattern") or config.get("alpha_pattern"):
         raise RequestError(
-            f"{parameter} is one of target_parameters, beside a rank_pattern or alpha_pattern; they are not read "
-            "together, so merge this adapter with PEFT itself"
+            f"{parameter}: target_parameters with rank_pattern or alpha_pattern is not supported; merge this "
+            "adapter with PEFT itself"
         )
     return int(config["r"])
 
