@@ -295,8 +295,8 @@ class EngineConfig(BaseModel):
     def _others_need_keys(self) -> "EngineConfig":
         if not (is_loopback(self.host) or self.api_keys or self.insecure):
             raise ValueError(
-                f"host={self.host}: it is reachable from other machines and no API keys are set; set --api-keys-file, or "
-                "--insecure to allow access without keys"
+                f"host={self.host}: it is reachable from other machines and no API keys are set; set --api-keys-file, "
+                "or --insecure to allow access without keys"
             )
         return self
 
