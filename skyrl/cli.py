@@ -17,15 +17,15 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def gc(argv: Sequence[str]) -> int:
-    """remove what is past its time from a stopped server's state (skyrl gc --help)"""
+    """garbage-collect the state of a stopped server (skyrl gc --help)"""
     from skyrl.tinker.config import options_parser, read_config
 
     parser = options_parser(
         prog="skyrl gc",
-        description="Remove what is past its time: old results, expired checkpoints and versions, files without a "
+        description="Remove expired state: old results, expired checkpoints and versions, files without a "
         "name. For a server that is stopped; a running one does this by itself. Takes the options of skyrl serve.",
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would go, and leave it")
+    parser.add_argument("--dry-run", action="store_true", help="list what would be removed, and remove nothing")
     parser.add_argument(
         "--force",
         action="store_true",
@@ -48,7 +48,7 @@ def adopt(argv: Sequence[str]) -> int:
         "two, so that a server starts with them, and give complete checkpoints that the database does not name their "
         "names again. For state that was moved or restored in parts. Takes the options of skyrl serve.",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what there is")
+    parser.add_argument("--dry-run", action="store_true", help="report only, change nothing")
     config, given = read_config(parser, argv)
 
     from skyrl.tinker.checkpoints import offline

@@ -218,7 +218,7 @@ class Worker:
 
 
 def _reason(request: Sample, drawn: list[tuple[int, float]]) -> Any:
-    """Why a sequence ends; None if it does not yet."""
+    """Reason why a sequence ends; None if it does not yet."""
     if drawn and drawn[-1][0] in stop_tokens(request):
         return "stop"
     return "length" if len(drawn) == request.params.max_tokens else None

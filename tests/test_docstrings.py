@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CLAUSE = re.compile(r"\s*(What|Whatever|Whether|Who|Whoever|Whom|Whose|Where|Wherever|How|When|Whenever)\b")
+CLAUSE = re.compile(r"\s*(What|Whatever|Whether|Which|Who|Whoever|Whom|Whose|Where|Wherever|How|When|Whenever|Why)\b")
 QUOTED = re.compile(rf"[\"']{CLAUSE.pattern}")
 """Text of every file with such a docstring, and of few others: only these are parsed."""
 KINDS = '''"""What a file is."""

@@ -30,7 +30,7 @@ class BackendClient:
         self._wake = threading.Event()
         self._closing = False
         self._end: BaseException | None = None
-        """Why nothing is done any more, once that is so."""
+        """Reason why nothing is done any more, once that is so."""
         self._lock = threading.Lock()
         """Lock of the inbox, and of who still gets a future, until the end."""
         backend.on_wake = self._wake.set

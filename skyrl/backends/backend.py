@@ -187,7 +187,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def failed_pass(self, model_id: str) -> str | None:
-        """Why the model's next optimizer step has to fail: what broke a pass since the last one. None: it need not."""
+        """Error that broke a pass since the last optimizer step, so that the next has to fail. None: it need not."""
 
     # -- what the engine and the trainers replace to be told ----------------------------------------------------------
 

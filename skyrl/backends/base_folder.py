@@ -120,7 +120,7 @@ def _check_names(names: Collection[str], known: Collection[str], model_type: Any
 
 
 def hub_silence() -> str | None:
-    """Why the model hub cannot be reached, asked once; None if it answers.
+    """Reason why the model hub cannot be reached, asked once; None if it answers.
 
     The hub's own client asks many times, with a line for each, before it looks into its cache.
     """

@@ -105,14 +105,14 @@ class EngineConfig(BaseModel):
     example https://host/tinker: links to files begin with it. Left out: what a client's request names as its host."""
 
     api_keys_file: Path | None = None
-    """File with the keys that clients may use, one in each line, that nobody else can read or change. Without any,
-    every key is accepted. A key that replaces another is followed by its name (key-...) and has what that one made."""
+    """File with the keys that clients may use, one per line, readable only by the owner. Without keys, every key is
+    accepted. A key that replaces another is followed by its name (key-...) and has what that one made."""
 
     api_keys: Names = Field((), repr=False)
     """More keys, separated by commas: only in the environment (SKYRL_API_KEYS), as everybody sees command lines."""
 
     operator_keys_file: Path | None = None
-    """File with the keys of operators, one in each line, as api_keys_file: they may read /metrics and use
+    """File with the keys of operators, one per line, as api_keys_file: they may read /metrics and use
     skyrl status, models and requests. On a server with keys nobody else may; without keys and without this, all may."""
 
     operator_keys: Names = Field((), repr=False)
@@ -127,11 +127,11 @@ class EngineConfig(BaseModel):
     they cannot be asked for any more (session_retention_sec)."""
 
     session_cleanup_interval_sec: int = Field(60, ge=-1)
-    """Seconds between two looks for what can be parked or collected; -1: never."""
+    """Seconds between checks for models to park and state to collect; -1: never."""
 
     shutdown_timeout_sec: float = Field(8, ge=0, allow_inf_nan=False)
-    """Seconds that open requests, last snapshots and writes get after SIGTERM or Ctrl-C; what is left is done again at
-    the next start."""
+    """Seconds that open requests, last snapshots and writes get after SIGTERM or Ctrl-C; unfinished work is
+    replayed at the next start."""
 
     snapshot_every_steps: int = Field(10, ge=1)
     """Optimizer steps of a model between two snapshots of it. What came since is repeated after a crash."""
@@ -295,8 +295,8 @@ class EngineConfig(BaseModel):
     def _others_need_keys(self) -> "EngineConfig":
         if not (is_loopback(self.host) or self.api_keys or self.insecure):
             raise ValueError(
-                f"host={self.host}: others than this machine's users can reach it, and there are no keys; name a file "
-                "with keys (--api-keys-file), or say --insecure to let everybody in"
+                f"host={self.host}: it is reachable from other machines and no API keys are set; set --api-keys-file, "
+                "or --insecure to allow access without keys"
             )
         return self
 

@@ -22,7 +22,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no result, and whose fault it is."""
+    """Reason why there is no result, and whose fault it is."""
 
     error: str
     category: ErrorCategory

@@ -38,7 +38,7 @@ class TinkerServer:
     def __init__(self, config: EngineConfig, make_engine: EngineFactory):
         self.config = config
         self.failure: str | None = None
-        """Why there will never be an engine, once that is known."""
+        """Reason why there will never be an engine, once that is known."""
         self.again = False
         """True if another process may do better (see `failure`)."""
         self.failed = asyncio.Event()

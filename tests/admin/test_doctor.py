@@ -36,7 +36,7 @@ class Site:
     stack: ExitStack
     options: dict[str, object] = field(default_factory=dict)
     skipped: tuple[str, ...] = ("devices",)
-    """Which takes seconds to import JAX."""
+    """Checks that are left out: `devices` takes seconds to import JAX."""
 
     @property
     def model(self) -> Path:

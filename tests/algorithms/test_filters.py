@@ -1,4 +1,4 @@
-"""Which samples and prompts are trained on."""
+"""Choice of samples and prompts to train on."""
 
 import array_api_strict
 import jax

@@ -1,4 +1,4 @@
-"""Which sample begins next, simulated: tenants with weights, requests of any length, rows that are full. The oracle
+"""Order of samples, simulated: tenants with weights, requests of any length, rows that are full. The oracle
 adds up what each tenant was given.
 """
 

@@ -1,4 +1,4 @@
-"""Which compiled training programs are kept, and which go."""
+"""Compiled training programs: which are kept, and which go."""
 
 import gc
 import itertools

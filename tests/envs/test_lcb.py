@@ -60,7 +60,7 @@ DIFFERENCES = {
     "a tuple within its result counts as a list": (NESTED, "def top(a, n):\n    return [(1, 3)]", 0.0, 1.0),
     "NumPy is not there unless it is imported": (PAIRS, "def top(a, n):\n    return np.sort(a)[:n].tolist()", 1.0, 0.0),
 }
-"""Why, tests, code, skyrl-gym's reward, ours."""
+"""Reason, tests, code, skyrl-gym's reward, ours."""
 THEIRS = """
 import json, sys
 from skyrl_gym.envs.lcb.livecodebench import compute_score

@@ -165,7 +165,7 @@ def test_absolute_names_of_earlier_servers_are_found_where_the_folder_is_now(lef
 
 
 def refusal(base: Path, database: Path) -> str:
-    """Why a server does not start."""
+    """Reason why a server does not start."""
     config = EngineConfig(base_model=BASE_MODEL, checkpoints_base=base, database_url=f"sqlite:///{database}")
     with pytest.raises(RequestError) as refused:
         asyncio.run(TinkerServer(config, ThreadEngine).start())

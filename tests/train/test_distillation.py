@@ -115,7 +115,7 @@ def test_a_teacher_with_other_tokens_is_refused(rows, models, tmp_path):
         "teacher": make_model(tmp_path / "other", hidden=32, heads=2, kv_heads=2, head_dim=16, vocab=299),
     }
     config = SkyRLTrainConfig.from_cli_overrides(told(rows, other, tmp_path, strategy="jax")).resolve()
-    with pytest.raises(ConfigError, match=r"trainer\.ref\.model\.path=.*its tokenizer has other tokens"):
+    with pytest.raises(ConfigError, match=r"trainer\.ref\.model\.path=.*its vocabulary differs from that of"):
         Setup.of(config)
 
 

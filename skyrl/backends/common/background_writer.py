@@ -38,7 +38,7 @@ class _Unwritten:
     nbytes: int
     large: bool
     failure: Exception | None = None
-    """Why it could not be written, unless it is being tried."""
+    """Reason why it could not be written, unless it is being tried."""
 
 
 class Writer:
@@ -133,7 +133,7 @@ class Writer:
 
     @property
     def failure(self) -> Exception | None:
-        """Why some of it is not on disk."""
+        """Reason why some of it is not on disk."""
         return next((entry.failure for _, entry in self._left() if entry.failure is not None), None)
 
     def next_change(self) -> "Future[None]":

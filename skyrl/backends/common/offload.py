@@ -105,7 +105,7 @@ class _Resident(Generic[State]):
     without_sums: bool = False
     """Void gradient sums on disk, or on their way there."""
     refused: StorageError | RequestError | None = None
-    """Why it had to leave the line."""
+    """Reason why it had to leave the line."""
 
 
 class ModelOffload(Generic[State]):
@@ -149,7 +149,7 @@ class ModelOffload(Generic[State]):
         self._working: set[_Resident[State]] = set()
         """Models that have that room, each from its turn in the line until its operation ends."""
         self._failures: dict[Tier, str] = {}
-        """Why the last move from a tier failed, if it did."""
+        """Reason why the last move from a tier failed, if it did."""
         self._paused = False
         """True if one failed since somebody stood in line last."""
         self._closed = False

@@ -72,7 +72,7 @@ class Fleet:
     ):
         self.router = Router()
         self.troubles: dict[str, Exception] = {}
-        """Why an engine is not in use, by name, once it has been tried."""
+        """Reason why an engine is not in use, by name, once it has been tried."""
         self.engines: dict[str, Admitted] = {}
         """Engines in use, by name."""
         self.known: dict[str, Admitted] = {}

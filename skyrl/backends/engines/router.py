@@ -1,4 +1,4 @@
-"""Which engine draws what next, as pure state: no threads, no clock, no I/O.
+"""Routing of samples to engines, as pure state: no threads, no clock, no I/O.
 
 Samples that wait begin in the order of `FairLine`, fairly between tenants, on an engine that has room and the sample's
 adapter, or a slot for it. One that finds no slot is passed by those behind it until as many of these have begun as all

@@ -224,7 +224,7 @@ class EngineSampler(Generic[Version]):
     # -- requests that engines draw -----------------------------------------------------------------------------------
 
     def _why_here(self, request: Sample, needs: frozenset[str]) -> str:
-        """Why no engine that there was so far draws this, in words; empty if one may."""
+        """Reason why no engine that there was so far draws this, in words; empty if one may."""
         assert request.params.max_tokens is not None
         engines = list(self.fleet.known.values())
         able = [engine for engine in engines if needs <= engine.features]

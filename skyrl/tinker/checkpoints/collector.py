@@ -64,7 +64,7 @@ class Collector:
         sampled: Callable[[], Mapping[str, float]] | None = None,
     ):
         self.refusal: str | None = None
-        """Why the last look at everything took nothing that has no name, if it did not."""
+        """Reason why the last look at everything took nothing that has no name, if it did not."""
         self._config = config
         self._database = database
         self._discard = discard

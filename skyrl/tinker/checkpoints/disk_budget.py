@@ -161,7 +161,7 @@ class Disk:
             await asyncio.to_thread(remove_folder, left.pop(0).path)
 
     async def _refusal(self, size: int, without: int = 0) -> str | None:
-        """Why so many bytes do not fit, also if others went. None if they fit."""
+        """Reason why so many bytes do not fit, also if others went. None if they fit."""
         config = self._config
         free = shutil.disk_usage(config.checkpoints_base).free
         if free + without - size < config.min_free_disk_mib * MIB:

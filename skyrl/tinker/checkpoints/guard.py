@@ -1,4 +1,4 @@
-"""Stops a collection that would take much of what there is: more likely something is wrong than so much is not needed.
+"""Safety limit of garbage collection: a round that would remove a large share of all folders is likely a mistake.
 
 Folders that nothing names are many where the database is not the one that belongs to them, as after it was restored
 from an older backup; checkpoints are many too many where `keep_last_checkpoints` was set by mistake.
@@ -39,7 +39,7 @@ class Stake:
 
     @property
     def refusal(self) -> str:
-        """Why none of them goes, and what to do."""
+        """Reason why none of them goes, and what to do."""
         return (
             f"{self.nameless + self.surplus} of {self.total} folders of checkpoints would be removed "
             f"({self.nameless} that the database does not name, {self.surplus} beyond keep_last_checkpoints), which is "

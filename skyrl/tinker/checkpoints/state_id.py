@@ -95,7 +95,7 @@ async def tie_anyway(base: Path, database: Database) -> None:
 
 
 def refusal(base: Path, database: Readable) -> str | None:
-    """Why a server must not go on with these two, if it must not."""
+    """Reason why a server must not go on with these two, if it must not."""
     ids = read(base, database)
     if ids.agree:
         return None

@@ -99,7 +99,7 @@ def _forgotten_samplers(session: Session, model: ModelRow) -> list[Removal]:
 
 
 def limit_that_removed(sampler: SamplerRow, config: EngineConfig) -> str | None:
-    """Why a sampler has no weights any more, if they were too many."""
+    """Reason why a sampler has no weights any more, if they were too many."""
     if sampler.removed_by is None:
         return None
     option = sampler.removed_by.partition("=")[0]

@@ -15,7 +15,7 @@ from skyrl.types import GradientEffect
 
 @dataclass(frozen=True)
 class LoggedRefusal:
-    """Why a request was refused when it came, and what that means to the gradient sums."""
+    """Reason why a request was refused when it came, and what that means to the gradient sums."""
 
     error: str
     gradients: GradientEffect

@@ -109,7 +109,7 @@ class ModelRow(SQLModel, table=True):
     snapshot_digest: str | None = None
     snapshot_bytes: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
     snapshot_failed_pass: str | None = None
-    """Why the optimizer step after the snapshot has to fail, if it has to."""
+    """Reason why the optimizer step after the snapshot has to fail, if it has to."""
     last_request_at: float | None = None
     inflight_version: str | None = None
     """Version that its inflight samplers sample; None before the first inflight save."""

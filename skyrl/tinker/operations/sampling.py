@@ -105,7 +105,7 @@ async def sample(admission: Admission, given: SampleInput) -> Accepted:
 
 
 def _gone(sampler: SamplerRow, config: EngineConfig) -> str:
-    """Why a sampler has no weights any more."""
+    """Reason why a sampler has no weights any more."""
     field = f"sampling_session_id={sampler.sampler_id}"
     if sampler.kind == "checkpoint":
         return f"{field}: its checkpoint {sampler.model_path} was deleted or has expired; make a sampler of another one"

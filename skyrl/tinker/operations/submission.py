@@ -35,7 +35,7 @@ async def admit(service: Service, operation: QueuedOperation, body: Body, caller
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a request is not worked on."""
+    """Reason why a request is not worked on."""
 
     failure: Failure
     keeps_place: bool
@@ -74,8 +74,8 @@ def rejected(admission: Admission, error: str, is_pass: bool) -> Accepted:
 
 
 def _refused_at_once(operation: QueuedOperation, admission: Admission) -> Failure | None:
-    """Why nothing at all is taken: the session is finished (its models can still be unloaded), or the base model is not
-    served."""
+    """Reason why nothing at all is taken: the session is finished (its models can still be unloaded), or the base model
+    is not served."""
     session, model = admission.target.session, admission.target.model
     if session.finished_at is not None and operation.name != UNLOAD:
         return Failure(f"session {session.session_id} is finished; start a new ServiceClient", "user")
@@ -85,7 +85,7 @@ def _refused_at_once(operation: QueuedOperation, admission: Admission) -> Failur
 
 
 def not_served(service: Service, model: ModelRow) -> str | None:
-    """Why this server cannot go on with a model, if it cannot."""
+    """Reason why this server cannot go on with a model, if it cannot."""
     if model.base_model == service.info.base_model:
         return None
     return (

@@ -111,7 +111,7 @@ class Blame:
         return self._work.get(request_id, Count()).crashes
 
     def verdict(self, request_id: str) -> str | None:
-        """Why a request is not computed again, if engines have ended of it."""
+        """Reason why a request is not computed again, if engines have ended of it."""
         count = self._work.get(request_id, Count())
         if not count.is_cause:
             return None
@@ -122,7 +122,7 @@ class Blame:
         )
 
     def verdict_on_body(self, request_id: str) -> str | None:
-        """Why a body is not decoded again, if servers have ended of that."""
+        """Reason why a body is not decoded again, if servers have ended of that."""
         count = self._bodies.get(request_id, Count())
         if not count.is_cause:
             return None

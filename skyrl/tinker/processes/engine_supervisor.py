@@ -96,7 +96,7 @@ class EngineSupervisor:
         self._process: EngineProcess | None = None
         self._failure: str | None = None
         self._hung: str | None = None
-        """Why the engine that runs has to end, if it has."""
+        """Reason why the engine that runs has to end, if it has."""
         self._task: asyncio.Task[None] | None = None
 
     @property

@@ -97,7 +97,7 @@ class Watch:
         return now - self._heard > SILENT_INTERVALS * interval_s(self._config)
 
     def complaint(self, now: float) -> str | None:
-        """Why the engine is to be killed, if it is. Asked once every `interval_s`."""
+        """Reason why the engine is to be killed, if it is. Asked once every `interval_s`."""
         if now - self._looked > 2 * interval_s(self._config):  # it was we who did not listen
             self._heard = now
         self._looked = now

@@ -48,7 +48,7 @@ class DropVersion:
 
 @dataclass(frozen=True)
 class TurnedAway:
-    """A request of the model came, and its sender was told to send it again: what waits for it waits on."""
+    """A request was rejected with "send it again"; later requests of the model keep waiting for it."""
 
     model_id: str
 
@@ -161,7 +161,7 @@ class Snapshotted:
     digest: str
     size_bytes: int
     failed_pass: str | None
-    """Why the model's next optimizer step has to fail, if it has to: its gradient sums are incomplete."""
+    """Reason why the model's next optimizer step has to fail, if it has to: its gradient sums are incomplete."""
 
 
 @dataclass(frozen=True)

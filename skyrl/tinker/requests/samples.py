@@ -221,7 +221,7 @@ class SampleQueue:
         return list(self._pending.items())
 
     def waits_for(self, request_id: str) -> str | None:
-        """Why the engine does not have a sample, if it has not."""
+        """Reason why the engine does not have a sample, if it has not."""
         group = self._unsent.group_of(request_id)
         if group is None:
             return None
@@ -313,7 +313,7 @@ class SampleQueue:
 
 
 def _not_a_number(sample: Sample) -> str:
-    """Why a sample of weights that are not finite fails, rather than return tokens that mean nothing."""
+    """Reason why a sample of weights that are not finite fails, rather than return tokens that mean nothing."""
     weights = "the base model" if sample.version is None else f"model_id={ids.model_of_version(sample.version)}"
     return (
         f"{weights} gives log-probabilities that are no numbers (NaN): its weights are not finite, as they get where a "

@@ -50,7 +50,7 @@ class Body:
     content_type: str = "application/json"
     content_encoding: str = ""
     too_large: str = ""
-    """Why `data` is only its beginning, where it is."""
+    """Reason why `data` is only its beginning, where it is."""
 
 
 class ModelAddress(BaseModel):

@@ -151,7 +151,7 @@ class CreateCustomLossRequest(RequestModel):
 
 
 class FinishReason(WireModel):
-    """Why a session ended."""
+    """Reason why a session ended."""
 
     type: Literal["success", "errored", "interrupted"]
 

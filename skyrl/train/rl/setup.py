@@ -115,7 +115,7 @@ def _reference_loader(
         )
     if load_tokenizer(path, REFERENCE_MODEL).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
-            f"{REFERENCE_MODEL}={path}: its tokenizer has other tokens than that of {BASE_MODEL}={policy}, which it "
-            "is to score; use a model of the same family"
+            f"{REFERENCE_MODEL}={path}: its vocabulary differs from that of {BASE_MODEL}={policy}; a reference "
+            "must share the tokenizer of the policy, so use a model of the same family"
         )
     return strategy.reference_loader(config, needed)

@@ -69,7 +69,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no usable trajectory."""
+    """Reason why there is no usable trajectory."""
 
     kind: FailureKind
     """Part that failed, or timeout."""
@@ -100,7 +100,7 @@ class Trajectory:
     """The environment's: means over the turns, and those of the whole episode."""
 
     failure: Failure | None = None
-    """Why it failed at the last attempt. Such a trajectory has no reward and is not trained on."""
+    """Reason why it failed at the last attempt. Such a trajectory has no reward and is not trained on."""
 
     attempts: int = 1
     """Number of times it was begun, each time with a fresh environment."""

@@ -30,7 +30,7 @@ TOOLS = {CALLS: "assistant", "observation": "tool"}
 NO_ANSWER = "do not end with an assistant's message"
 NOTHING_TRAINED = "have nothing that is trained on"
 CUT = "have nothing that is trained on within max_length"
-"""Why rows are left out."""
+"""Reason why rows are left out."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from skyrl.train.data.chats import columns_of, read_chat, short
 from skyrl.train.sft.examples import Example, RowReader
 
 SAME = "have the same answer as chosen and as rejected"
-"""Why pairs are left out."""
+"""Reason why pairs are left out."""
 
 
 @dataclass(frozen=True)

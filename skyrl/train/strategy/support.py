@@ -64,7 +64,7 @@ def find(table: Mapping[str, Support], path: str) -> tuple[str, Support]:
 
 
 def refusal(config: SkyRLTrainConfig | SFTConfig, table: Mapping[str, Support], path: str) -> str | None:
-    """Why a field is refused, and what to do instead; None if it is not."""
+    """Reason why a field is refused, and what to do instead; None if it is not."""
     if isinstance(config, SFTConfig):
         if not path.startswith(OF_POLICY):
             return None

@@ -144,7 +144,7 @@ OF_TRAINERS = {
     "generator.rope_theta": "a server samples with the weights that it trains; set trainer.rope_theta alone",
     "generator.rope_scaling": "a server samples with the weights that it trains; set trainer.rope_scaling alone",
 }
-"""Why a server takes no such field, though a trainer does."""
+"""Reason why a server takes no such field, though a trainer does."""
 
 
 def server_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _following(path: str) -> tuple[str, ...]:
 
 
 def _problems(config: SkyRLTrainConfig, path: str) -> Iterator[str]:
-    """Why a server does not honour the field that it is given, if it does not."""
+    """Reason why a server does not honour the field that it is given, if it does not."""
     support = find(TORCH_SUPPORT, path)[1]
     value, default = _at(config, path), _at(SkyRLTrainConfig(), path)
     if path == "trainer.strategy" and value == "megatron":

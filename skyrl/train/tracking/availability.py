@@ -16,7 +16,7 @@ class ChosenTrackers(NamedTuple):
     usable: list[str]
     """In the order in which they were asked for, each once."""
     unusable: dict[str, str]
-    """Why the others cannot, with a way out."""
+    """Reason why the others cannot, with a way out."""
 
 
 def warn_of_trackers(field: str, logger: str | Iterable[str]) -> None:

@@ -77,7 +77,7 @@ class Logged:
     request_id: str
     """The entry's own, or that of the equal request that came before it."""
     refusal: Failure | None = None
-    """Why it cannot be worked on. It is in the log as failed."""
+    """Reason why it cannot be worked on. It is in the log as failed."""
 
 
 def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Callable[[Session], None]) -> Logged:
@@ -299,7 +299,7 @@ def _expired(session: Session, model_id: str) -> Failure:
 
 
 def refused_by_status(status: str | None, model_id: str) -> Failure | None:
-    """Why a model of this status takes no requests, if it takes none. None: there is no such model."""
+    """Reason why a model of this status takes no requests, if it takes none. None: there is no such model."""
     if status in ("creating", "live"):
         return None
     if status == "unloaded":

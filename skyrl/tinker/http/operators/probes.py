@@ -57,7 +57,7 @@ def _versions() -> dict[str, str | dict[str, str]]:
 
 
 def engine_trouble(engine: Engine) -> str | None:
-    """Why no requests are worked on, in words that are safe for whoever asks, as no key is needed for that."""
+    """Reason why no requests are worked on, in words that are safe for whoever asks, as no key is needed for that."""
     if engine.state != READY:
         return f"the engine is not ready: {engine.state}"
     return f"the engine is not ready: {SILENT}" if engine.progress == SILENT else None

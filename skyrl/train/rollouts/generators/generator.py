@@ -94,7 +94,7 @@ def load_generator(name: str) -> type[Generator]:
 
 
 def check_generated(generated: Any, name: str = "the generator") -> Generated:
-    """Return what the generator `name` gave, if it can be trained on.
+    """Validate and return the output of the generator `name`.
 
     Raises ConfigError, and EnvError or ValueError for a reward or a log-probability that is not finite.
     """
