@@ -52,8 +52,7 @@ Each family is tested with a small random model of nine layers that transformers
 - logits of our adapters in PEFT (`PeftModel.from_pretrained`), and of PEFT's adapters here;
 - exports: bit for bit the checkpoint without an adapter, and the adapter's results with one merged;
 - the distribution of new adapters, against PEFT;
-- greedy samples against `generate`, with shared prefixes (except for gated DeltaNet) and several adapters in one
-batch.
+- greedy samples against `generate`, with shared prefixes (except for gated DeltaNet) and several adapters together.
 
 To add a family, see [Add a model](add-a-model.md).
 """
