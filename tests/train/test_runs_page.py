@@ -20,4 +20,4 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
         '{"step": 1, "reward/avg_raw_reward": 0.25, "policy/loss": null}\n'
     )
     assert Path("exports/rewards.png").read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out == "step 1\n  reward  avg_raw_reward 0.25\n"
+    assert capsys.readouterr().out == "step 1: reward avg_raw_reward 0.25\n"
