@@ -15,7 +15,8 @@ from skyrl.train.strategy.support import Status, Support, find
 INTRODUCTION = f"""\
 # Configuration of training
 
-Every field of `SkyRLTrainConfig`, as an override on the command line or in a file names it. This page is written by
+This page lists every field of `SkyRLTrainConfig` by the name that is used on the command line and in files. It is
+written by
 `python -m skyrl.train.strategy.config_page > docs/config.md`.
 
 ```python
@@ -24,21 +25,21 @@ from skyrl.train.config import SkyRLTrainConfig
 config = SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=jax", "trainer.policy.model.lora.rank=32"]).resolve()
 ```
 
-Values are checked when they are set, and rules about several fields when the configuration is resolved. What is not
-known, not installed or not served here is refused by `skyrl.train.strategy.validate.validate`. `trainer.strategy`
-decides what computes:
+Each value is checked when it is set. Rules about several fields are checked when the configuration is resolved.
+`skyrl.train.strategy.validate.validate` rejects unknown, uninstalled and unsupported options. `trainer.strategy`
+selects the backend:
 
-- `jax` and `fsdp2` (or `fsdp`) are served. The last columns say what becomes of a field with each.
-- `megatron` is not served yet. It would need {NEEDS_OF_MEGATRON}.
+- `jax` and `fsdp2` (or `fsdp`) are supported. The last columns show the effect of a field with each.
+- `megatron` is not supported yet. It would need {NEEDS_OF_MEGATRON}.
 """
 
 STRATEGIES = tuple(name for name, strategy in SERVED.items() if name == strategy.name)
 """Strategies that have a column; others are names of the same."""
 
 STATUSES = {
-    Status.CONSUMED: "read by the module that is named",
-    Status.WHERE_AVAILABLE: "the default asks for what is not everywhere; what it comes to is logged",
-    Status.REFUSED: "cannot be honoured: anything but the default is refused",
+    Status.CONSUMED: "read by the module in the table",
+    Status.WHERE_AVAILABLE: "the default needs an optional capability; the log shows the effective value",
+    Status.REFUSED: "not supported: any value but the default is rejected",
 }
 
 
@@ -46,12 +47,13 @@ COLUMNS = ["field", "type", "default", "meaning", *(f"with {name}" for name in S
 READ = """\
 ## Fields that are read
 
-By one strategy at least, by sections. The path of a section is in front of the names of its fields."""
+These fields are read by at least one strategy. They are grouped by section; the path of a section precedes the names
+of its fields."""
 REFUSED = """\
 ## Fields that are refused
 
-By every strategy. They are there so that a configuration which was written for another trainer is answered with a
-reason and a way out; their defaults are taken."""
+No strategy supports these fields. They exist so that a configuration for another trainer gets an error with a reason
+and an alternative. Their defaults are accepted."""
 
 
 def render_page() -> str:
@@ -71,7 +73,7 @@ def _counts(strategy: str) -> Iterator[str]:
     yield "| status | fields | meaning |\n| --- | --- | --- |"
     for status, meaning in STATUSES.items():
         yield f"| {status.value} | {counts[status]} | {meaning} |"
-    yield "\nWhat is refused, and why:\n\n| fields | |\n| --- | --- |"
+    yield "\nRejected fields and reasons:\n\n| fields | |\n| --- | --- |"
     for by, count in Counter(support.by for support in supports if support.status is Status.REFUSED).most_common():
         yield f"| {count} | {by} |"
     yield ""

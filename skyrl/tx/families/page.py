@@ -11,54 +11,63 @@ ROUTING_BOUNDS = {"float32": 1e-5, "bfloat16": 0.02}
 """Gap of scores above which a token has the same experts in training and sampling, by the type of base weights."""
 HEAD = """# Supported models
 
-What the JAX backend loads. A model is found by `architectures` in its `config.json`; another one is refused before its
-weights are downloaded. The [torch backend](torch.md) loads others.
+This page lists the model families that the JAX backend supports. The backend reads `architectures` in a model's
+`config.json` and rejects other models before it downloads their weights. The [torch backend](torch.md) supports more.
 
-| architecture | models | attention | layers | make one |
+| architecture | models | attention | layers | `skyrl make-model` |
 | --- | --- | --- | --- | --- |
 """
 TAIL = """
-Rotary embedding is of the kinds {rotations},
-per type of layer where the family has several. Embeddings may be tied. Weights may be float32, bfloat16 or float16;
-quantised ones are refused. Tensors are read one at a time: on a CPU, loading takes the memory of the loaded model and
-of its largest tensor; on an accelerator, the host needs that of one parameter of all layers. Of a multimodal model the
-text part is loaded, trained, sampled and exported as a text model; images are refused.
+## Supported features
 
-Adapters cover all linear maps of attention, feed-forward parts and experts (each expert has matrices of its own, of the
-adapter's rank), and the vocabulary projection, tied or not. Routers are not adapted. With experts an adapter is as many
-times larger; `max_lora_rank` bounds it.
+**Rotary embeddings**: {rotations},
+separately for each layer type if the family has several. **Embeddings** may be tied. **Weights** may be float32,
+bfloat16 or float16; quantised weights are rejected. **Multimodal models**: the text part is loaded, trained, sampled
+and exported as a text model; images are rejected.
 
-A token has the same experts in training as in sampling where the gap of its scores is above {float32:g} with a float32
-base, and above {bfloat16:g} with a bfloat16 one (`benchmarks/bench_routing.py` counts those below). The gap is the
-difference between the last expert, or group of experts, that is chosen and the first one that is not; scores are
-probabilities, or sigmoids with their corrections. A token that is routed differently is another input to later layers
-and to later tokens of its sequence, which the bounds do not cover.
+**Loading** reads one tensor at a time. On a CPU, it needs the memory of the loaded model and of its largest tensor.
+On an accelerator, the host needs the memory of one parameter of all layers.
 
-Each family is checked on a small random model of nine layers that transformers wrote
+**Adapters** cover all linear layers of attention, feed-forward blocks and experts, and the vocabulary projection,
+tied or not. Routers are not adapted. Each expert has its own matrices of the adapter's rank, so an adapter is larger
+by the number of experts; `max_lora_rank` limits it.
+
+**Routing.** A token has the same experts in training and sampling if the gap of its router scores is above {float32:g}
+with a float32 base model, or above {bfloat16:g} with a bfloat16 one (`benchmarks/bench_routing.py` counts the others). The
+gap is the difference between the last chosen expert, or group of experts, and the first one that is not chosen;
+scores are probabilities, or sigmoids with their corrections. The bounds do not cover what follows from a token that
+is routed differently: later layers, and later tokens of its sequence.
+
+**Layers that predict tokens further ahead**, in DeepSeek-V3 and Qwen3.5, are skipped on loading.
+
+**PEFT with experts.** PEFT fuses gate and up of experts, so their rank doubles there. It would skip shared experts
+and dense layers; the exported `adapter_config.json` therefore lists them in `target_parameters`. `skyrl adapter
+convert` also writes [PEFT's fused form](adapters.md#experts).
+
+**Gated DeltaNet layers** (Qwen3.5) keep a fixed-size recurrent state per sequence. A prompt has one state and each
+of its samples one more, at most twice the number of sequences decoded at once. States use up to half of
+`kv_cache_gib`; requests wait for a free state as they do for pages. A state belongs to the last token read, so
+another prompt cannot start from it: samples of one request share its prompt, but requests do not share prefixes, and
+`prompt_cache_hit_tokens` is 0.
+
+## Tests
+
+Each family is tested with a small random model of nine layers that transformers wrote
 (`tests/backends/test_families.py`):
 
-- logits at positions from 0 and from 20,000 on, and log-probabilities from 20,000 on, against transformers, in
-  float32, to 1e-4;
-- a prompt in chunks and decoding through the paged cache, and packed sequences, against the pass as a whole;
-- gradients of an adapter against PEFT and torch, and with gradient checkpointing;
-- our adapter in PEFT (`PeftModel.from_pretrained`), and one of PEFT's on all linear maps here, by logits;
-- an export: bit for bit the checkpoint without an adapter, and what the adapter computes with one merged;
-- the spread of fresh adapters, which is PEFT's;
-- greedy samples against `generate`, with shared prefixes (but see below), and rows of several adapters together;
-- several samples of a prompt, and the same prompt after its pages went to others, by log-probabilities of the pass as a
-  whole (`tests/backends/test_family_sampling.py`).
+- logits at positions from 0 and from 20,000 on, and log-probabilities from 20,000 on, against
+  transformers, in float32, to 1e-4;
+- prompts in chunks, decoding with the paged cache, and packed sequences, against one full forward pass;
+- gradients of an adapter against PEFT and torch, with and without gradient checkpointing;
+- logits of our adapters in PEFT (`PeftModel.from_pretrained`), and of PEFT's adapters on all linear
+  layers here;
+- exports: bit for bit the checkpoint without an adapter, and the adapter's results with one merged;
+- the distribution of new adapters, against PEFT;
+- greedy samples against `generate`, with shared prefixes (except for gated DeltaNet) and several adapters together;
+- several samples of a prompt, and the same prompt after its cache pages were evicted, against one full forward pass
+  (`tests/backends/test_family_sampling.py`).
 
-Of models with experts PEFT fuses gate and up, so that their rank doubles there; `skyrl adapter convert` writes
-[that form](adapters.md#experts) too. Names of shared experts and of dense
-layers, which it would pass over, stand in `target_parameters` of the exported `adapter_config.json`. Layers of
-DeepSeek-V3 and Qwen3.5 that predict tokens further ahead are left out on loading. To add a family:
-[Add a model](add-a-model.md).
-
-Layers with a gated DeltaNet (Qwen3.5) remember earlier tokens by a state, which is as large however long the sequence
-is. A prompt has one and each of its samples one more, at most twice as many as sequences are decoded at once. They take
-up to half of `kv_cache_gib`; requests wait for a free one as they do for pages. As a state is that after the last token
-that was read, no other prompt can begin from it: samples of one request share its prompt, but requests do not share
-prefixes, and `prompt_cache_hit_tokens` is 0.
+To add a family, see [Add a model](add-a-model.md).
 """
 
 
