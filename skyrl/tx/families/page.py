@@ -33,8 +33,8 @@ tied or not. Routers are not adapted. Each expert has its own matrices of the ad
 by the number of experts; `max_lora_rank` limits it.
 
 **Routing.** A token has the same experts in training and sampling if the gap of its router scores is above {float32:g}
-with a float32 base model, or above {bfloat16:g} with a bfloat16 one (`benchmarks/bench_routing.py` counts the others). The
-gap is the difference between the last chosen expert, or group of experts, and the first one that is not chosen;
+with a float32 base model, or above {bfloat16:g} with a bfloat16 one (`benchmarks/bench_routing.py` counts the others).
+The gap is the difference between the last chosen expert, or group of experts, and the first one that is not chosen;
 scores are probabilities, or sigmoids with their corrections. The bounds do not cover what follows from a token that
 is routed differently: later layers, and later tokens of its sequence.
 
