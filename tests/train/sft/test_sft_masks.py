@@ -130,7 +130,7 @@ def test_marks_that_are_more_than_messages_are_refused_where_one_message_is_mean
     mark = "{% generation %}{{ m.content }}{% endgeneration %}"
     twice = "{% for m in messages %}{% if m.role == 'assistant' %}" + mark + "-" + mark + "{% endif %}-{% endfor %}"
     chats = Conversations(tokenizer("plain"), "last_assistant_message", twice)
-    with pytest.raises(ConfigError, match=r"marks 4 stretches .* with 2 messages"):
+    with pytest.raises(ConfigError, match=r"marks 4 assistant spans .* has 2 assistant messages"):
         chats.masked(TWO_TURNS)
 
 
