@@ -1,7 +1,8 @@
-"""`SamplerLoop` over sampling engines, beside the backend's own sampler, which does what no engine can.
+"""`SamplerLoop` that samples with engines. The backend's own sampler takes the requests that no engine can.
 
-A request claims its version when it arrives. Once that is in memory it is written where engines see it, and the
-request's samples wait in the fleet's line. Prompts are scored by the backend's own sampler, at the same version.
+A request claims its version when it arrives. When the version is in memory, it is written to the folder that engines
+read, and the request's samples wait in the fleet's line. Prompts are scored by the backend's own sampler, at the same
+version.
 """
 
 import asyncio
@@ -224,7 +225,7 @@ class EngineSampler(Generic[Version]):
     # -- requests that engines draw -----------------------------------------------------------------------------------
 
     def _why_here(self, request: Sample, needs: frozenset[str]) -> str:
-        """Reason why no engine that there was so far draws this, in words; empty if one may."""
+        """Reason, in words, why no engine known so far can draw this request; empty if one can."""
         assert request.params.max_tokens is not None
         engines = list(self.fleet.known.values())
         able = [engine for engine in engines if needs <= engine.features]

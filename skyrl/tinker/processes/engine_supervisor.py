@@ -1,10 +1,10 @@
 """Keeps one engine process alive next to the API process.
 
 When the stream from it ends, the child is reaped, `on_crash` is told why, and a new child is started after a growing
-pause, also if the system has no process or descriptor for it now. One that hangs is killed (`heartbeat`). The other way
-round the child leaves when its own end closes, so it never outlives this process, however that ended. Frames are for
-the engine that runs: nothing is kept for the next one, because who sends knows what that has to be told when its
-`Ready` comes.
+pause, also if the system has no process or descriptor for it now. One that hangs is killed (`heartbeat`). The child
+exits when its own end of the stream closes, so it never outlives this process, however this process ended. A frame goes
+to the engine that runs now. No frame is kept for the next engine: when its `Ready` comes, the sender knows what to send
+to it.
 """
 
 import asyncio

@@ -139,8 +139,8 @@ def json_parser(
     """A function from a JSON body to its request.
 
     Args:
-        schema: Of the request.
-        address: What it is for, which may depend on the body.
+        schema: Schema of the request.
+        address: Class of the request's address, or a function that chooses the class from the body.
     """
 
     def parse(body: Body, limits: Limits) -> Parsed[R]:

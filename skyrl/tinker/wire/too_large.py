@@ -24,11 +24,11 @@ ADDRESS_BYTES = 4096
 
 
 def failed_pass(body: Body, error: BodyTooLarge) -> Parsed:
-    """A pass that fails with `error`, of which no more is known than its beginning says.
+    """A pass that fails with `error`. Its address is read from the beginning of its body.
 
     Raises:
-        BodyTooLarge: It does not say whose it is, and not more than its beginning was sent for.
-        MalformedBody: It does not say so either, but all of it is there, compressed.
+        BodyTooLarge: The beginning has no address, and the rest of the body was not read.
+        MalformedBody: The beginning has no address. The whole body was read, in compressed form.
     """
     members = _members(body)
     try:

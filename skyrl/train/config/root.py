@@ -51,7 +51,7 @@ class SkyRLTrainConfig(BaseConfig):
 
     @classmethod
     def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Refuses an old `generator.model_name` that is another model than the policy, from which it follows."""
+        """Refuses an old `generator.model_name` that names another model than the policy: the policy is sampled."""
         name = _at(given, "generator", "model_name")
         path = _at(given, "trainer", "policy", "model", "path") or cls().trainer.policy.model.path
         if name is not None and str(name) != str(path):

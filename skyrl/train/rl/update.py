@@ -241,7 +241,7 @@ class Update:
     def _fields(
         self, batch: Batch, mask: Array, scored: _Scored, estimated: Advantages
     ) -> tuple[dict[str, Array], Metrics]:
-        """Inputs of the policy's objective, and metrics of corrections for what sampler and trainer differ in."""
+        """Inputs of the policy's objective, and metrics of the corrections for differences of sampler and trainer."""
         fields = {"advantages": estimated.advantages}
         if scored.logprobs is not None:
             fields["sampling_logprobs"] = scored.logprobs

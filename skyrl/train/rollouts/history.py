@@ -48,9 +48,9 @@ class History(ABC):
 
 
 class TokenHistory(History):
-    """Every input is the one before, the response, and what the template puts between it and the next response.
+    """Every input is the previous input, its response, and the template's tokens from there to the next response.
 
-    A response that ended at its length is closed, as the template would: the next message does not begin within it.
+    A response cut off at its length limit gets the template's end of turn, so the next message does not begin in it.
     Raises ConfigError if the template cannot be continued.
     """
 

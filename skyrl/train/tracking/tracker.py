@@ -42,9 +42,9 @@ class Tracker:
 
     Args:
         folder: Where `metrics.jsonl` is. A file of an earlier run is kept beside it under another name.
-        clients: What makes each further tracker, by its name; see `tracker_clients.tracker_clients`.
-        resumed_step: Step that a run goes on from, None for one that begins anew. What the file says of later steps,
-            which are taken again, goes.
+        clients: Functions that make the other trackers, by name; see `tracker_clients.tracker_clients`.
+        resumed_step: Step from which the run resumes; None for a new run. Lines of later steps are removed from the
+            file, because the run takes these steps again.
         queue_length: Steps that a tracker may be behind.
     """
 

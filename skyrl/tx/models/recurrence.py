@@ -39,7 +39,7 @@ class States(NamedTuple):
         return window, jnp.where(fresh[:, None, None, None], 0, self.memory[self.slots])
 
     def write(self, window: Float[Array, "batch before channels"], memory: Memory) -> "States":
-        """With these in the rows' slots."""
+        """The states with this window and memory written to the slots of the rows."""
         return self._replace(
             window=self.window.at[self.slots].set(window), memory=self.memory.at[self.slots].set(memory)
         )

@@ -85,7 +85,7 @@ def stacked_shapes(model_config: "ModelConfig", base: Any, kind: Kind) -> Shapes
 
 
 def tree_of_stacked(base: Any, kind: Kind, tensors: Mapping[str, np.ndarray]) -> Tree:
-    """The tree of arrays that have the right shapes, on the device."""
+    """Tree on the device of the tensors of a buffer in format 1, whose shapes have been checked."""
     tree: Tree = {}
     for path, value in tensors.items():
         *parents, name = path.split("/")

@@ -212,7 +212,7 @@ def outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | Forgot
 
 
 def small_outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | Forgotten | Unread]:
-    """The same, without a result of more than `LARGE_BYTES`."""
+    """(tenant, outcome) as `outcome_of`, with `Unread` in place of a result of more than `LARGE_BYTES`."""
     size = _RESULTS.c.size_bytes
     asked = (_REQUESTS.c.tenant, size, case((size <= LARGE_BYTES, _RESULTS.c.body)), _RESULTS.c.media_type)
     told = (_REQUESTS.c.error, _REQUESTS.c.category, _REQUESTS.c.status)
