@@ -62,9 +62,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-seconds", action="store_true", help=f"write how long each test takes to {SECONDS.name}")
 
 
+COLLECTED = pytest.StashKey[frozenset[str]]()
+"""Node ids of all tests that were found, also of those that are not run."""
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, object, object]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
     """Mark tests by size; of those that are left, bring the longest files to the front, where processes share them."""
+    config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
     SELECTION.mark(items)
     result = yield
     if WORKER:
@@ -165,6 +170,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr in ON_ACCELERATOR and collection_path.suffix == ".py":
         return "pytest.mark.gpu" not in collection_path.read_text() or None
     return None
+
+
+@pytest.fixture(scope="session")
+def collected(pytestconfig: pytest.Config) -> frozenset[str]:
+    """Node ids of all tests in the files of this run."""
+    return pytestconfig.stash[COLLECTED]
 
 
 @pytest.fixture(scope="session")

@@ -122,9 +122,16 @@ def test_repeating_a_model_from_its_creation_gives_the_same_bits(backend, succes
 
 def test_a_snapshot_leaves_its_model_as_it_is(backend, new_model, tmp_path):
     plain, saved = new_model(), new_model()
+    done(backend, a_pass(plain), a_step(plain), a_pass(plain), a_step(plain))
+    done(backend, a_pass(saved), a_step(saved), a_snapshot(saved, tmp_path / "snapshot"), a_pass(saved), a_step(saved))
+    assert state(backend, saved, tmp_path) == state(backend, plain, tmp_path)
+
+
+def test_a_snapshot_with_pending_gradients_may_round_their_sum_in_another_way_only(backend, new_model, tmp_path):
+    plain, saved = new_model(), new_model()
     done(backend, a_pass(plain), a_pass(plain), a_step(plain))
     done(backend, a_pass(saved), a_snapshot(saved, tmp_path / "snapshot"), a_pass(saved), a_step(saved))
-    assert state(backend, saved, tmp_path) == state(backend, plain, tmp_path)
+    np.testing.assert_allclose(logprobs(backend, saved), logprobs(backend, plain), rtol=0, atol=1e-6)
 
 
 def test_a_snapshot_after_a_failed_pass_and_the_news_of_it_fail_the_next_step_elsewhere(

@@ -8,9 +8,9 @@ unchanged copy first.
 """
 
 import argparse
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -19,6 +19,7 @@ import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from algorithm_defects import ALGORITHM_DEFECTS
 from answer_defects import ANSWER_DEFECTS
 from config_defects import CONFIG_DEFECTS
@@ -60,6 +61,11 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = "programs"
 """Folder for what the unchanged project has compiled: most of it is the same with a defect."""
 COPIED = ("skyrl", "tests", "benchmarks", "docs", "pyproject.toml")
+
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Starts processes in which the slowest libraries are imported already."""
+PROCESSES.set_forkserver_preload(["torch", "transformers", "peft", "datasets"])
+os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}  # as tests/conftest.py, and read while they are imported
 
 
 def copy_project(target: Path) -> Path:
@@ -109,15 +115,25 @@ def outcomes(project: Path, tests: list[str], programs: Path) -> dict[str, str]:
 
     Compiled programs are kept in the folder `programs`, which one process at a time may use.
     """
-    report = project / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "", f"--junitxml={report}", *tests]
-    environment = {
-        **os.environ,
+    report, output = project / "report.xml", project / "output.txt"
+    options = [
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore:Module already imported",
+        "-m",
+        "",
+        f"--junitxml={report}",
+        *tests,
+    ]
+    variables = {
         "PYTHONPATH": str(project),
         "PYTHONDONTWRITEBYTECODE": "1",
         "JAX_COMPILATION_CACHE_DIR": str(programs),
     }
-    run = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+    process = PROCESSES.Process(target=_run_pytest, args=[project, options, variables, output])
+    process.start()
+    process.join()
     found: dict[str, set[str]] = {test: set() for test in tests}
     cases = ET.parse(report).iter("testcase") if report.exists() else []
     for case in cases:
@@ -129,8 +145,19 @@ def outcomes(project: Path, tests: list[str], programs: Path) -> dict[str, str]:
                 found[test].add("broken" if "error" in kinds else "red" if "failure" in kinds else "green")
     results = {test: _verdict(kinds) for test, kinds in found.items()}
     if "broken" in results.values():
-        print(run.stdout[-3000:], file=sys.stderr)
+        print(output.read_text()[-3000:], file=sys.stderr)
     return results
+
+
+def _run_pytest(project: Path, options: list[str], variables: dict[str, str], output: Path) -> None:
+    """Run pytest on a copy of the project, in a process of its own."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ |= variables
+    os.chdir(project)
+    sys.path[0] = str(project)  # instead of the folder of this script
+    sys.exit(pytest.main(options))
 
 
 def _verdict(kinds: set[str]) -> str:

@@ -160,7 +160,7 @@ RUN_DEFECTS = [
         "F1.12h",
         "the coefficient that KL control has come to is not resumed",
         [Edit(RUN, '        update.kl_controller.value = state["kl_coefficient"]\n', "")],
-        [RESUME_TEST + "[ppo]"],
+        [RESUME_TEST + "[ppo-fsdp2]"],
     ),
     Defect(
         "F1.12i",

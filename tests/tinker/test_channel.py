@@ -89,12 +89,13 @@ def test_closing_ends_a_write_that_nobody_reads():
 def test_small_frames_of_the_engine_go_between_the_pieces_of_a_large_one():
     async def main() -> list[object]:
         ours, theirs = socket.socketpair()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 0)  # the least: a piece or a few small frames fill it
         api, engine = await ApiChannel.open(ours), EngineChannel(theirs)
         table = (np.arange(2**20, dtype=np.int32)[None], np.ones((1, 2**20), np.float32))
         large = SampleOutput([], prompt_logprobs=np.ones(2**21, np.float32), topk_prompt_logprobs=table)
         ended: list[str] = []
         engine.send_apart(Done("large", large), lambda: ended.append("large"))
-        until(engine._sending.locked, "a piece of the large frame fills the socket, which nobody reads")
+        until(engine._sending.locked, "the large frame is being written to a socket that nobody reads")
 
         def send_small() -> None:
             for number in range(20):
@@ -102,13 +103,13 @@ def test_small_frames_of_the_engine_go_between_the_pieces_of_a_large_one():
 
         sending = threading.Thread(target=send_small)
         sending.start()
-        until(engine._next.locked, "a small frame waits for that piece")
+        until(engine._next.locked, "a frame waits for a piece of another")
         frames = api.frames()
         received = [await anext(frames) for _ in range(21)]
         await asyncio.to_thread(sending.join, BOUND_S)
+        await asyncio.to_thread(until, lambda: ended == ["large"], "its sender is told")
         await api.close()
         engine.close()
-        assert ended == ["large"]
         return received
 
     received = uvloop.run(asyncio.wait_for(main(), BOUND_S))

@@ -13,6 +13,7 @@ from skyrl.backends.common.page_table import SCRATCH, Node, Pages
 from skyrl.backends.common.sampling.model_runner import ModelRunner, Piece, States
 from skyrl.backends.common.sampling.prompt_logprobs import PromptScores
 from skyrl.backends.common.sampling.sequences import Job
+from skyrl.errors import BackendLost
 
 WORTH_WAITING = 16
 """Tokens that another prompt has to be about to read for one to wait for it."""
@@ -174,12 +175,14 @@ def read_next(
 def _read_pieces(runner: ModelRunner[Any], version: Any, prompts: Sequence[Prompt]) -> dict[Prompt, Exception]:
     """Read the next piece of each prompt in one call. Returns those that failed.
 
-    If a call for several fails, they are read one by one, so that none fails for another.
+    If a call for several fails, they are read one by one, so that none fails for another. Raises `BackendLost`.
     """
     failed: dict[Prompt, Exception] = {}
     try:
         pieces = [prompt.next_piece() for prompt in prompts]
         states = runner.read(version, pieces)
+    except BackendLost:
+        raise
     except Exception as error:
         if len(prompts) == 1:
             return {prompts[0]: error}
@@ -189,6 +192,8 @@ def _read_pieces(runner: ModelRunner[Any], version: Any, prompts: Sequence[Promp
     for prompt, piece, hidden in zip(prompts, pieces, states, strict=True):
         try:
             prompt.end_piece(version, piece, hidden)
+        except BackendLost:
+            raise
         except Exception as error:
             failed[prompt] = error
     return failed
