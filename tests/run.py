@@ -102,6 +102,7 @@ def room() -> Iterator[Path]:
     Folders of earlier runs that were killed are deleted too.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and its children, ignore it
     if sys.platform == "linux":  # processes whose parent has ended become children of this one
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for old in Path(tempfile.gettempdir()).glob(f"{ROOM}*"):
