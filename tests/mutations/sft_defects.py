@@ -176,10 +176,22 @@ SFT_DEFECTS = [
         [
             Edit(
                 "skyrl/train/config/machinery/base.py",
-                "for path in fields_meant(name, field_paths(cls))]",
-                "for path in ()]",
+                "    meant = field_meant(where, field_paths(whole))\n    alike",
+                "    meant = None\n    alike",
             )
         ],
         ["tests/train/test_other_names.py::test_a_name_of_trl_leads_to_the_field_that_the_page_pairs_it_with"],
+    ),
+    Defect(
+        "other-names-end",
+        "only the last part of another trainer's path is looked up",
+        [
+            Edit(
+                "skyrl/train/config/machinery/other_names.py",
+                "for start in range(len(parts)):",
+                "for start in [len(parts) - 1]:",
+            )
+        ],
+        ["tests/train/test_other_names.py::test_a_path_of_verl_leads_to_the_field_that_the_page_pairs_it_with"],
     ),
 ]
