@@ -165,10 +165,16 @@ SFT_DEFECTS = [
     Defect(
         "late-data-check",
         "changed data are refused only after the model was loaded",
-        [Edit("skyrl/train/sft/run.py", "    check_resumed_data(config, train)\n", "")],
+        [Edit("skyrl/train/sft/trainer.py", "        order.check_same(found.state)\n", "        pass\n")],
         [
             "tests/train/test_train_commands.py::test_other_data_in_the_folder_of_a_run_are_refused_before_weights_are_read"
         ],
+    ),
+    Defect(
+        "second-hash",
+        "the data of a resumed run are hashed for the check and for the trainer",
+        [Edit("skyrl/train/sft/trainer.py", "self._data = order or DataOrder", "self._data = DataOrder")],
+        ["tests/train/test_train_commands.py::test_the_data_of_a_run_that_is_resumed_are_hashed_once"],
     ),
     Defect(
         "no-other-names",
