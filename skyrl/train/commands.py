@@ -16,7 +16,7 @@ from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.config.machinery.base import field_paths
 from skyrl.train.config.machinery.help import render_values
-from skyrl.train.config.machinery.other_names import fields_meant
+from skyrl.train.config.machinery.other_names import field_meant
 from skyrl.train.interruption import Interrupted
 from skyrl.train.rollouts.attempts import RolloutError
 from skyrl.train.strategy.registry import check_strategy, find_strategy
@@ -52,7 +52,7 @@ class FieldParser(ArgumentParser):
         for option in unknown:
             name = option.partition("=")[0].lstrip("-")
             same = [field for field in self._fields if name.replace("-", "_") in (field, field.rpartition(".")[2])]
-            if meant := next(iter([*same, *fields_meant(name, self._fields)]), None):
+            if meant := next(iter(same), None) or field_meant(name, self._fields):
                 return f"; fields are set without dashes, as {meant}=VALUE"
         return super().suggestion(unknown)
 

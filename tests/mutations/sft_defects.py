@@ -165,10 +165,16 @@ SFT_DEFECTS = [
     Defect(
         "late-data-check",
         "changed data are refused only after the model was loaded",
-        [Edit("skyrl/train/sft/run.py", "    check_resumed_data(config, train)\n", "")],
+        [Edit("skyrl/train/sft/trainer.py", "        order.check_same(found.state)\n", "        pass\n")],
         [
             "tests/train/test_train_commands.py::test_other_data_in_the_folder_of_a_run_are_refused_before_weights_are_read"
         ],
+    ),
+    Defect(
+        "second-hash",
+        "the data of a resumed run are hashed for the check and for the trainer",
+        [Edit("skyrl/train/sft/trainer.py", "self._data = order or DataOrder", "self._data = DataOrder")],
+        ["tests/train/test_train_commands.py::test_the_data_of_a_run_that_is_resumed_are_hashed_once"],
     ),
     Defect(
         "no-other-names",
@@ -176,10 +182,22 @@ SFT_DEFECTS = [
         [
             Edit(
                 "skyrl/train/config/machinery/base.py",
-                "for path in fields_meant(name, field_paths(cls))]",
-                "for path in ()]",
+                "    meant = field_meant(where, field_paths(whole))\n    alike",
+                "    meant = None\n    alike",
             )
         ],
         ["tests/train/test_other_names.py::test_a_name_of_trl_leads_to_the_field_that_the_page_pairs_it_with"],
+    ),
+    Defect(
+        "other-names-end",
+        "only the last part of another trainer's path is looked up",
+        [
+            Edit(
+                "skyrl/train/config/machinery/other_names.py",
+                "for start in range(len(parts)):",
+                "for start in [len(parts) - 1]:",
+            )
+        ],
+        ["tests/train/test_other_names.py::test_a_path_of_verl_leads_to_the_field_that_the_page_pairs_it_with"],
     ),
 ]

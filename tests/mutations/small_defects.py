@@ -153,4 +153,16 @@ SMALL_DEFECTS = [
         [Edit("skyrl/utils/files/paths.py", 'os.environ.get("SKYRL_DATA") or ', "")],
         ["tests/tinker/test_config.py::test_the_environment_names_another_data_folder"],
     ),
+    Defect(
+        "import-does-not-wait",
+        "an adapter is not uploaded to a server that is still starting",
+        [
+            Edit(
+                "skyrl/utils/adapters/on_server.py",
+                "answer.status_code != 503 or not pause_s.isdecimal()",
+                "True or not pause_s.isdecimal()",
+            )
+        ],
+        ["tests/tinker/test_adapter_import.py::test_an_import_waits_for_a_server_that_is_starting_and_says_so_once"],
+    ),
 ]

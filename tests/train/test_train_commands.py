@@ -1,16 +1,19 @@
 """`skyrl train`, as people call it: what it prints, where it stops, and what it leaves."""
 
+import hashlib
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from skyrl.cli import main
 from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.config.machinery.help import describe_fields
+from skyrl.train.sft import data_order
 from skyrl.train.strategy.registry import SERVED
 from skyrl.train.strategy.support import Status, find
 
@@ -44,6 +47,19 @@ def test_sft_ends_with_a_summary_and_goes_on_from_its_checkpoint(examples, tmp_p
     assert main([*examples, "num_epochs=3"]) == 0
     assert summary(capfd).startswith("6 steps (resumed from 4), ")
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_data_of_a_run_that_is_resumed_are_hashed_once(examples, monkeypatch):
+    assert main(examples) == 0
+    made: list[object] = []
+
+    def sha256():
+        made.append(digest := hashlib.sha256())
+        return digest
+
+    monkeypatch.setattr(data_order, "hashlib", SimpleNamespace(sha256=sha256))
+    assert main([*examples, "num_epochs=3"]) == 0
+    assert len(made) == 1
 
 
 def test_fine_tuning_begins_anew_where_that_is_asked_for(examples, tmp_path, capfd):

@@ -18,7 +18,7 @@ from skyrl.train.sft.conversations import ChatTokenizer
 from skyrl.train.sft.datasets import Dataset
 from skyrl.train.sft.limits import check_lengths, check_token_ids
 from skyrl.train.sft.methods import MODEL, Method, method_of
-from skyrl.train.sft.trainer import SFTTrainer, Summary, check_resumed_data, checkpoint_store, resume_mode
+from skyrl.train.sft.trainer import SFTTrainer, Summary, checked_order, checkpoint_store, resume_mode
 from skyrl.train.strategy.base_model import check_base_model, check_model_given, load_tokenizer, model_sizes
 from skyrl.train.strategy.registry import find_strategy
 from skyrl.train.strategy.strategy import sft_adapter
@@ -45,7 +45,7 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
     callbacks = load_callbacks(config.callbacks, "callbacks")
     train, evaluation = load_datasets(config, tokenizer, loader)
     _check_rows(config, (*train, *evaluation))
-    check_resumed_data(config, train)
+    order = checked_order(config, train)
     with ExitStack() as stack:
         interruption = Interruption()
         stack.enter_context(interruption.listening())
@@ -56,7 +56,9 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
         def told(metrics: Metrics, step: int) -> None:
             report(metrics, step)
 
-        trainer = SFTTrainer(config, learner, train, evaluation, report=told, method=method, callbacks=callbacks)
+        trainer = SFTTrainer(
+            config, learner, train, evaluation, report=told, method=method, callbacks=callbacks, order=order
+        )
         resumed = await trainer.resume()
         if resumed is None and config.init_from:
             await _begin_with(config.init_from, config, learner, method)

@@ -4,20 +4,16 @@ What a run is made of beside the learner is one number, its steps: order of the 
 """
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from skyrl.train.callbacks import Callback, load_callbacks
 from skyrl.train.checkpoints import CheckpointStore, begin_writing
 from skyrl.train.config.machinery.base import get_config_as_dict
 from skyrl.train.config.sft import SFTConfig
-from skyrl.train.data.epoch_order import SHUFFLE, EpochOrder, check_same_order
 from skyrl.train.interruption import Interruption
 from skyrl.train.lr_schedules import adam_params, learning_rate_factor
 from skyrl.train.places import Where, place_of
@@ -26,6 +22,7 @@ from skyrl.train.ranking import Ranking
 from skyrl.train.results import Result, result_in
 from skyrl.train.run_identity import Fields, adapter_settings
 from skyrl.train.run_loop import WAY_ON, Cadence, run_steps
+from skyrl.train.sft.data_order import DataOrder
 from skyrl.train.sft.datasets import Dataset
 from skyrl.train.sft.limits import check_lengths, check_token_ids
 from skyrl.train.sft.methods import MODEL, Likelihood, Method
@@ -35,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 RESUME_MODES = {"": "none", "none": "none", "latest": "latest"}
 FIELDS = Fields(ckpt_path="ckpt_path", own_folder="ckpt_path", resume_path="resume_from", anew="resume_from=none")
-ANEW = "train anew with resume_from=none and a ckpt_path of its own"
 ADAPTER = "policy_adapter"
 """The folder of its adapter in an export."""
 SUMMED_UP = ("/loss", "rewards/accuracies")
@@ -72,6 +68,7 @@ class SFTTrainer:
         report: Gets the metrics of each step with its number, and of the evaluation before the first.
         method: How it is trained. None: by the likelihood of examples.
         callbacks: That are told of its steps. None: those that the configuration names.
+        order: Of the training data, if it was made before.
 
     Raises ConfigError for rows that are longer than the backend takes or have tokens that the model does not know,
     weights that leave a data set no row in an epoch, and a `ckpt_path` in no bucket that is served.
@@ -87,6 +84,7 @@ class SFTTrainer:
         report: Report = lambda metrics, step: None,
         method: Method | None = None,
         callbacks: Sequence[Callback] | None = None,
+        order: DataOrder | None = None,
     ):
         self._config = config
         self._callbacks = callbacks
@@ -99,8 +97,8 @@ class SFTTrainer:
         info = learner.info()
         check_lengths((*train, *evaluation), config, info.max_context_length)
         check_token_ids((*train, *evaluation), config, info.vocab_size)
-        self.order = order_of(config, train)
-        self._state = order_state(config, train, self.order)
+        self._data = order or DataOrder(config, train)
+        self.order = self._data.epochs
         self.total_steps = config.steps(self.order.steps_per_epoch)
         """Optimizer steps of the whole run."""
         self.steps_per_epoch = self.order.steps_per_epoch
@@ -208,7 +206,7 @@ class SFTTrainer:
         if self._checkpoints is None:
             return None
         return begin_writing(
-            self._checkpoints.saving(self.global_step, self._state),
+            self._checkpoints.saving(self.global_step, self._data.state),
             lambda folder: [self._learner.begin_save(str(folder / MODEL)), *self._method.begin_save(folder)],
             self._checkpoints.title_of(self.global_step),
         )
@@ -241,7 +239,7 @@ class SFTTrainer:
         found = self._checkpoints.resume(*resume_mode(wanted))
         if found is None:
             return None
-        check_same_order(found.state, self._state, ANEW)
+        self._data.check_same(found.state)
         await self._learner.load(found.model_path(MODEL))
         await self._method.restore(found)
         self.global_step = found.step
@@ -249,32 +247,15 @@ class SFTTrainer:
         return found.step
 
 
-def order_of(config: SFTConfig, train: Sequence[Dataset[Any]]) -> EpochOrder:
-    """Order in which a run takes the rows of its data sets."""
-    sizes = [len(dataset.examples) for dataset in train]
-    return EpochOrder(sizes, config.batch_size, config.seed, config.train_dataset_weights)
+def checked_order(config: SFTConfig, train: Sequence[Dataset[Any]]) -> DataOrder:
+    """Return the order of a run's data, checked against the checkpoint that it resumes from, if there is one.
 
-
-def order_state(config: SFTConfig, train: Sequence[Dataset[Any]], order: EpochOrder) -> dict[str, Any]:
-    """Values that a checkpoint and the run that resumes from it must share, by names that users know."""
-    return {
-        "batch_size": config.batch_size,
-        "seed": config.seed,
-        "shuffle of train_datasets": SHUFFLE,
-        "rows of train_datasets": order.sizes,
-        "rows of train_datasets in an epoch": order.counts,
-        "contents of train_datasets": _fingerprint(train),
-    }
-
-
-def check_resumed_data(config: SFTConfig, train: Sequence[Dataset[Any]]) -> None:
-    """Check the data against the checkpoint that a run resumes from, before its model is loaded.
-
-    Raises as `SFTTrainer.resume`.
+    Raises as `SFTTrainer.resume`, before a model is loaded.
     """
-    found = checkpoint_store(config).find(*resume_mode(config.resume_from)) if config.ckpt_path else None
-    if found is not None:
-        check_same_order(found.state, order_state(config, train, order_of(config, train)), ANEW)
+    order = DataOrder(config, train)
+    if config.ckpt_path and (found := checkpoint_store(config).find(*resume_mode(config.resume_from))) is not None:
+        order.check_same(found.state)
+    return order
 
 
 def resume_mode(resume_from: str) -> tuple[str, str]:
@@ -306,12 +287,3 @@ def checkpoint_store(config: SFTConfig) -> CheckpointStore:
         fields=FIELDS,
         settings=get_config_as_dict(config),
     )
-
-
-def _fingerprint(datasets: Sequence[Dataset[Any]]) -> str:
-    digest = hashlib.sha256()
-    for dataset in datasets:
-        for one in (one for example in dataset.examples for one in example.sequences):
-            digest.update(np.int64(len(one.token_ids)).tobytes())
-            digest.update(one.token_ids.tobytes() + one.mask.tobytes())
-    return digest.hexdigest()

@@ -1,7 +1,9 @@
 """Adapters on a server of the Tinker API, by its uploads and archives."""
 
 import json
+import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
@@ -56,10 +58,20 @@ class Server:
             raise self._lost(error) from error
 
     def _answer(self, method: str, url: str, **given: Any) -> httpx.Response:
-        try:
-            answer = httpx.request(method, url, timeout=PATIENCE_S, **given)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._lost(error) from error
+        """The answer to a request, which is sent again while the server says when (a server that has just started)."""
+        until, told = time.monotonic() + PATIENCE_S, False
+        while True:
+            try:
+                answer = httpx.request(method, url, timeout=PATIENCE_S, **given)
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                raise self._lost(error) from error
+            pause_s = answer.headers.get("Retry-After", "")
+            if answer.status_code != 503 or not pause_s.isdecimal() or time.monotonic() > until:
+                break
+            if not told:
+                print(f"waiting for {self.url}: {_detail(answer)}", file=sys.stderr)
+                told = True
+            time.sleep(int(pause_s))
         if answer.is_error:
             raise RequestError(f"the server refuses it ({answer.status_code}): {_detail(answer)}")
         return answer

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from skyrl.errors import ConfigError
 from skyrl.train.config.machinery.fields import FieldSpec, Section, specs_of
-from skyrl.train.config.machinery.other_names import fields_meant
+from skyrl.train.config.machinery.other_names import field_meant
 from skyrl.train.config.machinery.text import dump_yaml, merged, nested, read_file, unwritten
 from skyrl.utils.spelling import nearest
 
@@ -83,7 +83,7 @@ class BaseConfig(Section):
         if self._resolved:
             raise ConfigError(f"{type(self).__name__}: {_RESOLVED}")
         config = copy.deepcopy(self)
-        _raise_if_any(_lay_over(config, cfg, ""))
+        _raise_if_any(_lay_over(config, cfg, "", cls=type(config)))
         return config
 
     def resolve(self) -> Self:
@@ -132,7 +132,7 @@ class BaseConfig(Section):
     def __setattr__(self, name: str, value: Any) -> None:
         spec = specs_of(type(self)).get(name)
         if spec is None:
-            raise AttributeError(_unknown(type(self), name, name))
+            raise AttributeError(_unknown(type(self), type(self), name, name))
         if self._resolved:
             raise AttributeError(f"{type(self).__name__}.{name}: {_RESOLVED}")
         is_later = name in self.__dict__  # than by the constructor, which sets every field
@@ -171,8 +171,15 @@ def _recheck(config: BaseConfig, path: str) -> Iterator[str]:
         yield from _set(config, spec, getattr(config, spec.name), _join(path, spec.name))
 
 
-def _lay_over(config: BaseConfig, given: object, path: str) -> list[str]:
-    """Set on `config` what `given` says; returns a message for each thing that cannot be set."""
+def _lay_over(config: BaseConfig, given: object, path: str, cls: type[BaseConfig]) -> list[str]:
+    """Set on `config` what `given` says; returns a message for each thing that cannot be set.
+
+    Args:
+        config: Section of a configuration.
+        given: Its fields.
+        path: Of the section.
+        cls: Class of the whole configuration.
+    """
     given = _plain(given)
     if not isinstance(given, Mapping):
         return [
@@ -188,12 +195,12 @@ def _lay_over(config: BaseConfig, given: object, path: str) -> list[str]:
         spec = specs_of(type(config)).get(name)
         value = _plain(value)
         if spec is None:
-            problems.append(_unknown(type(config), str(name), where))
+            problems += _unknown_paths(cls, type(config), str(name), where, value)
             continue
         current = getattr(config, name)
         if spec.config_class is not None and not isinstance(value, BaseConfig) and not spec.takes_none(value):
             below = spec.base() if current is None else current
-            problems += _lay_over(below, value, where)
+            problems += _lay_over(below, value, where, cls)
             value = below
         elif isinstance(value, Mapping):
             value = copy.deepcopy(unwritten(value))
@@ -231,12 +238,33 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _unknown(cls: type[BaseConfig], name: str, where: str) -> str:
-    known, prefix = list(specs_of(cls)), where.removesuffix(name)
+def _unknown_paths(
+    whole: type[BaseConfig], cls: type[BaseConfig], name: str, where: str, value: object
+) -> Iterator[str]:
+    """One message for each path in an unknown section that stands for a field, and one for all others."""
+    paths = list(_leaves(where, value))
+    meant = [path for path in paths if field_meant(path, field_paths(whole))]
+    yield from (_unknown(whole, cls, name, path) for path in meant)
+    if meant != paths:
+        yield _unknown(whole, cls, name, where)
+
+
+def _leaves(path: str, value: object) -> Iterator[str]:
+    """Paths of what is not a mapping in `value`."""
+    if not isinstance(value, Mapping) or not value:
+        yield path
+        return
+    for name, member in value.items():
+        yield from _leaves(_join(path, str(name)), member)
+
+
+def _unknown(whole: type[BaseConfig], cls: type[BaseConfig], name: str, where: str) -> str:
+    """A message about a path that has no field: `cls`, a section of `whole`, has none of that name."""
+    known = list(specs_of(cls))
+    prefix = where.removesuffix(name)
+    meant = field_meant(where, field_paths(whole))
     alike = nearest(name, known)
-    meant = [prefix + path for path in fields_meant(name, field_paths(cls))]
-    meant = meant or ([prefix + alike] if alike else list(_paths_to(cls, name, prefix)))
-    near = " or ".join(meant)
+    near = meant or (prefix + alike if alike else " or ".join(_paths_to(cls, name, prefix)))
     help = f"did you mean {near}?" if near else f"it has {', '.join(known)}"
     return f"{where}: {cls.__name__} has no field {name!r}; {help}"
 

@@ -1,9 +1,9 @@
 """Names of settings in other trainers (TRL, verl, transformers), for the messages about unknown fields.
 
-docs/coming-from.md explains them; a key here is the last part of a name there, without regard to case.
+docs/coming-from.md explains them; a key here is the end of a path there, without regard to case.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "model": ("policy.model.path", "model.path"),
@@ -62,14 +62,49 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "epsilon": ("algorithm.eps_clip_low",),
     "epsilon_high": ("algorithm.eps_clip_high",),
     "beta": ("algorithm.kl_loss_coef",),
+    "data.train_batch_size": ("trainer.train_batch_size", "batch_size"),
+    "data.max_prompt_length": ("trainer.max_prompt_length",),
+    "custom_reward_function.path": ("environment.reward",),
+    "custom_reward_function.name": ("environment.reward",),
+    "actor_rollout_ref.model.path": ("policy.model.path", "model.path"),
+    "actor.optim.lr": ("policy.optimizer_config.lr",),
+    "critic.optim.lr": ("critic.optimizer_config.lr",),
+    "ppo_mini_batch_size": ("trainer.policy_mini_batch_size",),
+    "ppo_micro_batch_size_per_gpu": ("micro_train_batch_size_per_gpu",),
+    "ppo_epochs": ("update_epochs_per_batch",),
+    "actor.use_kl_loss": ("algorithm.use_kl_loss",),
+    "kl_loss_coef": ("algorithm.kl_loss_coef",),
+    "kl_loss_type": ("algorithm.kl_estimator_type",),
+    "entropy_coeff": ("algorithm.entropy_loss_coef",),
+    "loss_agg_mode": ("algorithm.loss_reduction",),
+    "rollout.n": ("n_samples_per_prompt",),
+    "rollout.temperature": ("generator.sampling_params.temperature",),
+    "rollout.top_p": ("generator.sampling_params.top_p",),
+    "algorithm.lam": ("algorithm.lambd",),
+    "algorithm.filter_groups": ("dynamic_sampling.type",),
+    "val_before_train": ("eval_before_train",),
+    "val_only": ("eval_only",),
+    "resume_from_path": ("resume_path", "resume_from"),
+    "rollout_data_dir": ("trainer.dump_data_batch",),
 }
-"""Ends of the paths of our fields by names of others: the first that the configuration has is meant."""
+"""Ends of the paths of our fields by ends of the paths of others: the first that the configuration has is meant."""
 
 
-def fields_meant(name: str, paths: Iterable[str]) -> Iterator[str]:
-    """Those of `paths` that a setting of another trainer, such as learning_rate or lora-rank, stands for."""
-    known = list(paths)
-    for end in OTHER_NAMES.get(name.lower().replace("-", "_"), ()):
-        if found := [path for path in known if f".{path}".endswith(f".{end}")]:
-            yield from found[:1]
-            return
+def field_meant(path: str, paths: Iterable[str]) -> str | None:
+    """The one of `paths` that a setting of another trainer stands for; None if there is none.
+
+    Args:
+        path: Of the setting, such as learning_rate, lora-rank or actor_rollout_ref.actor.optim.lr.
+        paths: Of the fields of a configuration.
+    """
+    known, parts = list(paths), path.lower().replace("-", "_").split(".")
+    section = path.rpartition(".")[0]
+    for start in range(len(parts)):
+        ends = OTHER_NAMES.get(".".join(parts[start:]), ())
+        beside = [f"{section}.{end.rpartition('.')[2]}" for end in ends]
+        ending = [field for end in ends for field in known if f".{field}".endswith(f".{end}")]
+        for field in (*beside, *ending):
+            if field in known:
+                return field
+    same = [field for field in known if field.endswith(f".{path}")]
+    return same[0] if len(same) == 1 else None

@@ -1,0 +1,51 @@
+"""Order of the rows of a run, and the state of it that a checkpoint shares with the run that resumes from it."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from skyrl.train.config.sft import SFTConfig
+from skyrl.train.data.epoch_order import SHUFFLE, EpochOrder, check_same_order
+from skyrl.train.sft.datasets import Dataset
+
+ANEW = "train anew with resume_from=none and a ckpt_path of its own"
+
+
+class DataOrder:
+    """Order of a run's rows, and its state by names that users know.
+
+    The state holds a hash of the data, for which all tokens are read: one is made for a run.
+
+    Args:
+        config: Resolved.
+        train: Data sets that are trained on.
+
+    Raises ConfigError for weights that leave a data set no row in an epoch.
+    """
+
+    def __init__(self, config: SFTConfig, train: Sequence[Dataset[Any]]):
+        sizes = [len(dataset.examples) for dataset in train]
+        self.epochs = EpochOrder(sizes, config.batch_size, config.seed, config.train_dataset_weights)
+        self.state: dict[str, Any] = {
+            "batch_size": config.batch_size,
+            "seed": config.seed,
+            "shuffle of train_datasets": SHUFFLE,
+            "rows of train_datasets": self.epochs.sizes,
+            "rows of train_datasets in an epoch": self.epochs.counts,
+            "contents of train_datasets": _fingerprint(train),
+        }
+
+    def check_same(self, state: Mapping[str, Any]) -> None:
+        """Raise ConfigError if a checkpoint with this state is of another order, or of other data."""
+        check_same_order(state, self.state, ANEW)
+
+
+def _fingerprint(datasets: Sequence[Dataset[Any]]) -> str:
+    digest = hashlib.sha256()
+    for dataset in datasets:
+        for one in (one for example in dataset.examples for one in example.sequences):
+            digest.update(np.int64(len(one.token_ids)).tobytes())
+            digest.update(one.token_ids.tobytes() + one.mask.tobytes())
+    return digest.hexdigest()
