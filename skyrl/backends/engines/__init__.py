@@ -9,7 +9,7 @@ admission, probes       how an engine that answers is proved to have our base mo
 sync_check              how each version is, before its first sample on an engine
 fixed_prompt            what both draw and compare
 sampler                 the `SamplerLoop` over all of it, beside the backend's own sampler
-launcher, launched      engines that we start ourselves
+launcher                engines that we start ourselves
 
 An adapter's name on an engine is the hash of its files, so a name never stands for other weights, whatever is started
 again meanwhile.

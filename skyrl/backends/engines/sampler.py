@@ -29,7 +29,7 @@ from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.fixed_prompt import FixedPrompt
 from skyrl.backends.engines.fleet import Fleet, Outcome
 from skyrl.backends.engines.http_engine import HttpEngine
-from skyrl.backends.engines.launcher import Launcher
+from skyrl.backends.engines.launcher.launcher import Launcher
 from skyrl.backends.engines.needs import has_scores, needs_of, needs_of_adapter
 from skyrl.backends.engines.probes import Probes
 from skyrl.backends.engines.protocol import Drawn, Mismatch, Unserved

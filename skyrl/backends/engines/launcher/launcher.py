@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl.backends.engines.config import API_KEY_VARIABLE, LaunchOptions
+from skyrl.backends.engines.launcher.options import API_KEY_VARIABLE, LaunchOptions
 from skyrl.utils.backoff import pause_s
 from skyrl.utils.files.atomic_folders import replace_file
 from skyrl.utils.process_identity import ProcessIdentity, end_group
@@ -180,7 +180,7 @@ class Launcher:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         with engine.log.open("ab") as output:
             engine.child = subprocess.Popen(
-                [sys.executable, "-m", "skyrl.backends.engines.launched", str(engine.record), start, *command],
+                [sys.executable, "-m", "skyrl.backends.engines.launcher.launched", str(engine.record), start, *command],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

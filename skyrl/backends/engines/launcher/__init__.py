@@ -1,0 +1,6 @@
+"""Engines that are started from here, on this machine.
+
+options     what to start, how often, and where
+launcher    starts, takes over, replaces and ends them
+launched    what each begins as: it leaves a record of itself, and becomes the engine
+"""
