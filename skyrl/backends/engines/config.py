@@ -54,6 +54,13 @@ class EngineOptions(BaseModel):
     max_loras: int = Field(default=1, ge=1)
     """Adapters that an engine holds at a time: its --max-loras, which is 1 there as well unless it is given."""
 
+    whole: bool = False
+    """Reserve the engines for models of which all weights are trained (rank 0). Each has one version at a time, as its
+    base weights, and no adapters; those are sampled here. Servers of vLLM need VLLM_SERVER_DEV_MODE=1 for that."""
+
+    reload_method: str = "reload_weights"
+    """Method of vLLM's workers that replaces their weights. Engines that are started here have one of ours."""
+
     max_logprobs: int = Field(default=20, ge=0)
     """Most likely tokens that an engine tells at each place: its --max-logprobs."""
 

@@ -203,6 +203,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             self.info(),
             self.tokenizer,
             self.notify,
+            self._computed,
         )
 
     def _with_command(self, options: EngineOptions) -> EngineOptions:
@@ -215,11 +216,11 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             longest=self._max_context_length,
             max_requests=options.max_requests,
             max_logprobs=options.max_logprobs,
-            max_loras=options.max_loras,
+            max_loras=0 if options.whole else options.max_loras,
             max_lora_rank=self.config.max_lora_rank,
             on_gpu=not self.group.facts.device.startswith("cpu"),
             cache_gib=self.config.kv_cache_gib,
-            development=False,
+            development=options.whole,
         )
         return options.model_copy(update={"launch": with_command(options.launch, served)})
 

@@ -56,7 +56,7 @@ class TorchStrategy(Strategy):
         return options | config.fsdp2
 
     def problems(self, config: SkyRLTrainConfig) -> Iterator[str]:
-        trainer, engines = config.trainer, config.generator.inference_engine
+        engines = config.generator.inference_engine
         yield from shared_problems(config)
         for name in OF_ENGINES if engines.external else ():
             if engines.is_given(name):
@@ -65,14 +65,6 @@ class TorchStrategy(Strategy):
                     "elsewhere: theirs is as they were started; leave it out"
                 )
         yield from engine_problems(config)
-        if (engines.external or launched(config)) and not trainer.policy.model.lora.rank:
-            where = "trainer.fsdp2.engines.launch"
-            if engines.external:
-                where = "engines that were started elsewhere (remote_urls, external_server_urls or external_proxy_url)"
-            yield (
-                f"trainer.policy.model.lora.rank=0 and {where}: engines are given adapters, not whole models; set a "
-                "rank, or leave the engines out"
-            )
         workers = torch_options(config).get("workers", "in_process")
         if config.trainer.policy.record_memory and workers != "in_process":
             yield (

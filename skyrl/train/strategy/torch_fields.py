@@ -18,8 +18,8 @@ ALWAYS_ASYNC = refused(
 )
 OWN_METRICS = refused("each engine serves its metrics at /metrics of its own address; leave it out")
 IN_FILES = refused(
-    "engines load published adapters from trainer.policy.model.lora.lora_sync_path, and no weights are sent to them; "
-    "leave it out"
+    "published weights, adapters and whole models alike, reach engines as files in "
+    "trainer.policy.model.lora.lora_sync_path; leave it out"
 )
 NO_ENDPOINT = refused("no OpenAI-compatible API is served; leave it out, and ask engines by their own addresses")
 ON_TORCH = {

@@ -101,6 +101,8 @@ def _engines(config: SkyRLTrainConfig, given: Mapping[str, Any]) -> dict[str, An
     options: dict[str, Any] = {"urls": urls_of(engines), "folder": folder}
     if engines.is_given("max_num_seqs") or launch:
         options["max_requests"] = engines.max_num_seqs
+    if not config.trainer.policy.model.lora.rank:
+        options["whole"] = True
     if launch:
         options["launch"] = _launch(config, launch)
     return {**options, **{name: value for name, value in given.items() if name != "launch"}}

@@ -44,11 +44,10 @@ def test_options_of_the_backend_are_laid_over_those_of_the_fields():
     assert (engines.urls, engines.max_loras) == (("http://a",), 4)
 
 
-def test_whole_models_are_not_sent_to_engines_elsewhere():
-    config = SkyRLTrainConfig.from_cli_overrides([*HERE, APART, f"{ENGINES}external_server_urls=[http://a]"]).resolve()
-    assert any(
-        "rank=0 and engines that were started elsewhere" in problem for problem in TorchStrategy().problems(config)
-    )
+def test_engines_of_a_policy_without_adapters_are_reserved_for_whole_models():
+    external = f"{ENGINES}external_server_urls=[http://a]"
+    assert options(external, f"{LORA}rank=0").engines.whole
+    assert not options(external).engines.whole
 
 
 def test_flags_of_the_server_are_options_of_engines(monkeypatch):

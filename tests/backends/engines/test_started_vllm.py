@@ -66,6 +66,8 @@ def test_the_command_follows_from_the_backend(tmp_path):
         "--host": "127.0.0.1",
         "--port": "{port}",
     }
+    whole = flags(with_command(LaunchOptions(python="/opt/python"), served(tmp_path, max_loras=0, development=True)))
+    assert "--enable-lora" not in whole and whole["--worker-extension-cls"] == "skyrl_vllm_worker.Worker"
 
 
 def test_arguments_are_spelled_as_vllm_spells_them(tmp_path):
@@ -175,9 +177,10 @@ def test_a_server_takes_the_same_fields():
         SkyRLTrainBackendOverrides.model_validate({f"{ENGINES}tensor_parallel_size": 2})
 
 
-def test_grpo_starts_its_engines_and_they_end_with_it(tmp_path):
+@pytest.mark.parametrize("rank", [4, 0], ids=["adapter", "whole model"])
+def test_grpo_starts_its_engines_and_they_end_with_it(tmp_path, rank):
     model, python = make_tiny_model(tmp_path / "tiny"), interpreter(tmp_path)
-    given = arguments(tmp_path, model, APART, f"{LORA}rank=4", f"{LORA}lora_sync_path={tmp_path}/shared")
+    given = arguments(tmp_path, model, APART, f"{LORA}rank={rank}", f"{LORA}lora_sync_path={tmp_path}/shared")
     given += [f"{ENGINES}num_engines=2", f"{ENGINES}max_num_seqs=16"]
     given += [f"trainer.fsdp2.engines={{max_loras: 2, launch: {{python: {python}}}}}"]
     run = asyncio.run(train_rl(SkyRLTrainConfig.from_cli_overrides(given).resolve()))

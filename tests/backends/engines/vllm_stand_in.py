@@ -14,7 +14,7 @@ from tests.backends.engines.engine_server import ROOT, serve
 
 FLAGS = ("model", "dtype", "max-model-len", "max-num-seqs", "max-logprobs", "stream-interval", "max-loras")
 FLAGS += ("max-lora-rank", "host", "port", "tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
-FLAGS += ("gpu-memory-utilization", "max-num-batched-tokens", "seed", "logprobs-mode")
+FLAGS += ("gpu-memory-utilization", "max-num-batched-tokens", "seed", "logprobs-mode", "worker-extension-cls")
 SWITCHES = ("enable-lora", "enforce-eager", "enable-prefix-caching", "enable-chunked-prefill")
 
 

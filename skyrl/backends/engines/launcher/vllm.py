@@ -18,6 +18,10 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank that vLLM takes."""
 STREAM_INTERVAL = 16
 """Tokens of a piece of a stream, each of which costs some 50 microseconds here."""
+WORKER = Path(__file__).parent / "worker"
+"""Folder with an extension of vLLM's workers."""
+RELOAD = "skyrl_reload"
+"""Method of that by which weights are replaced."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -50,7 +54,7 @@ def with_command(options: LaunchOptions, served: Served) -> LaunchOptions:
         environment["TORCH_COMPILE_DISABLE"] = "1"  # else the first log-probabilities compile something for a minute
     if served.development:
         environment["VLLM_SERVER_DEV_MODE"] = "1"
-    apart = ["env", "-u", "PYTHONPATH", "-u", "PYTHONHOME"]  # of our interpreter, not of theirs
+    apart = ["env", "-u", "PYTHONHOME", f"PYTHONPATH={WORKER}"]  # of our interpreter they are not theirs
     arguments = [*_flags(_required(served)), *_flags(options.arguments)]
     return options.model_copy(
         update={
@@ -77,8 +81,8 @@ def _required(served: Served) -> dict[str, Any]:
                 f"max_lora_rank={served.max_lora_rank} and engines.launch.python: vLLM serves adapters of rank "
                 f"{RANKS[-1]} at most; lower it, or leave engines out"
             )
-        required |= {"enable_lora": True, "max_loras": served.max_loras, "max_lora_rank": rank}
-    return required
+        return required | {"enable_lora": True, "max_loras": served.max_loras, "max_lora_rank": rank}
+    return required | {"worker_extension_cls": "skyrl_vllm_worker.Worker"}
 
 
 def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
