@@ -9,6 +9,8 @@ BACKEND = "tests/backends/engines/test_backend_with_engines.py::"
 ROUTER = "tests/backends/engines/test_router.py::"
 CONTINUATION = "tests/backends/engines/test_continuation.py::"
 
+WHOLE = "tests/backends/engines/test_whole_models.py::"
+
 ENGINE_DEFECTS = [
     Defect(
         "EN1",
@@ -149,6 +151,29 @@ ENGINE_DEFECTS = [
             "tests/backends/engines/test_interrupted_sync.py::"
             "test_a_sync_that_is_killed_leaves_neither_parts_nor_wrong_weights[publish: adapter written, not in place]"
         ],
+    ),
+    Defect(
+        "EN16",
+        "an engine that was started again is taken for one that has a whole model's version",
+        [
+            Edit(
+                ENGINES + "reserved.py",
+                "(told := await self.base_version()) != self._engine.base_id:\n",
+                "(told := None) is not None:\n",
+            ),
+            Edit(
+                ENGINES + "http_engine.py",
+                "        if fingerprint is not None and self._fingerprint not in (None, fingerprint):\n",
+                "        if False:\n",
+            ),
+        ],
+        [WHOLE + "test_an_engine_that_was_started_again_is_given_the_version_again"],
+    ),
+    Defect(
+        "EN17",
+        "an engine's weights of a killed driver are taken for the base model's",
+        [Edit(ENGINES + "admission.py", '("", self._info.base_id):', '("", self._info.base_id, "unfinished"):')],
+        [WHOLE + "test_an_engine_with_weights_of_a_driver_that_was_killed_gets_the_base_models[unfinished]"],
     ),
     Defect(
         "EN15",

@@ -10,11 +10,11 @@ import transformers
 
 from skyrl.backends.skyrl_train_backend import SkyRLTrainBackendOverrides
 from skyrl.backends.torch import TorchBackendConfig
-from skyrl.train.config import ConfigError, SFTConfig, SkyRLTrainConfig
+from skyrl.train.config import ConfigError, InferenceEngineConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.strategy.strategy import critic_adapter, policy_adapter
 from skyrl.train.strategy.support import unsupported
 from skyrl.train.strategy.torch_backend import TorchStrategy
-from skyrl.train.strategy.torch_options import FOLLOWING, server_options
+from skyrl.train.strategy.torch_options import FOLLOWING, STARTED_HERE, server_options
 from skyrl.types import AdapterConfig, LoraConfig
 
 pytestmark = pytest.mark.usefixtures("no_cluster")
@@ -174,6 +174,8 @@ SERVED = {
     f"{ENGINE}remote_urls": ([], {}),
     f"{ENGINE}external_server_urls": (["http://a:1"], {"engines": URLS}),
     f"{ENGINE}external_proxy_url": ("http://a:1", {"engines": URLS}),
+    f"{ENGINE}num_engines": (2, {}),
+    **{f"{ENGINE}{name}": (getattr(InferenceEngineConfig(), name), {}) for name in STARTED_HERE},
 }
 """A value of each field that a server takes, and the options that it asks for."""
 
@@ -336,9 +338,12 @@ def test_sequences_that_are_not_packed_are_computed_one_by_one():
         ("trainer.policy.fsdp_config.mixed_precision.param_dtype=fp16", "base weights are in bf16 or fp32"),
         ("trainer.policy.fsdp_config.mixed_precision.reduce_dtype=bf16", "what is trained is float32"),
         ("trainer.policy.fsdp_config.wrap_policy={transformer_layer_cls_to_wrap: Block}", "each layer is a unit"),
-        ("generator.inference_engine.fully_sharded_loras=true", "give addresses of running ones"),
-        ("generator.inference_engine.engine_init_kwargs={a: 1}", "said where it is started"),
-        ("generator.inference_engine.weight_sync_backend=gloo", "engines load published adapters from"),
+        ("generator.inference_engine.fully_sharded_loras=true", "name a Python that has vLLM"),
+        ("generator.inference_engine.engine_init_kwargs={a: 1}", "the policy's workers sample"),
+        ("generator.inference_engine.enforce_eager=false", "without vLLM servers that are started here"),
+        ("generator.inference_engine.vllm_v1_disable_multiproc=false", "a process of its own"),
+        ("generator.inference_engine.enable_ray_prometheus_stats=true", "serves its metrics at /metrics"),
+        ("generator.inference_engine.weight_sync_backend=gloo", "whole models alike, reach engines as files"),
         ("generator.inference_engine.enable_http_endpoint=true", "no OpenAI-compatible API is served"),
         ("trainer.critic.model.lora.lora_sync_path=there", "a critic is not sampled"),
         ("trainer.ref.fsdp_config.cpu_offload=true", "share the policy's base weights"),

@@ -6,10 +6,11 @@ needs, requests         what a request needs of an engine, what it asks, and how
 router, fleet           which engine has what next, as pure state; the thread that carries it out
 adapter_folder          published versions as folders that engines read, each written once
 admission, probes       how an engine that answers is proved to have our base model and adapters
+reserved                engines whose base weights are those of a version of a whole model
 sync_check              how each version is, before its first sample on an engine
 fixed_prompt            what both draw and compare
 sampler                 the `SamplerLoop` over all of it, beside the backend's own sampler
-launcher, launched      engines that we start ourselves
+launcher                engines that we start ourselves
 
 An adapter's name on an engine is the hash of its files, so a name never stands for other weights, whatever is started
 again meanwhile.

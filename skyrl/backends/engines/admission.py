@@ -18,7 +18,7 @@ from skyrl.backends.engines.adapter_folder import PREFIX, AdapterFolder
 from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.continuation import rest
 from skyrl.backends.engines.fixed_prompt import FixedPrompt
-from skyrl.backends.engines.needs import BASE, BY_PLACE, PROCESSED, RAW, adapter_feature
+from skyrl.backends.engines.needs import BASE, BY_PLACE, PROCESSED, RAW, WHOLE, adapter_feature
 from skyrl.backends.engines.probes import Probes
 from skyrl.backends.engines.protocol import (
     Admitted,
@@ -30,6 +30,7 @@ from skyrl.backends.engines.protocol import (
     Mismatch,
     Refused,
 )
+from skyrl.backends.engines.reserved import ReservedEngine
 from skyrl.types import BackendInfo
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Admission:
         folder: Where adapters go.
         prompt: What is drawn.
         probes: Adapters to try.
+        base: Folder of the base model.
     """
 
     def __init__(
@@ -58,13 +60,17 @@ class Admission:
         folder: AdapterFolder,
         prompt: FixedPrompt,
         probes: Probes[Any],
+        base: Path,
     ):
         self._options, self._info, self._folder, self._prompt, self._probes = options, info, folder, prompt, probes
+        self._base = base
 
     async def __call__(self, engine: Engine) -> Admitted:
         """Raises `EngineDown`, `EngineFailed`, `Mismatch`."""
         try:
             facts = await engine.facts()
+            if isinstance(engine, ReservedEngine):
+                return await self._reserved(engine, facts)
             ours = [name for name in facts.adapters if name.startswith(PREFIX)]
             kept = [name for name in ours if name in self._folder][: engine.max_loras]
             for name in ours:
@@ -82,6 +88,17 @@ class Admission:
             )
         engine.base_id = self._info.base_id  # which is proved by now
         return Admitted(facts.longest, frozenset(features), kept, engine.base_id, difference)
+
+    async def _reserved(self, engine: ReservedEngine, facts: EngineFacts) -> Admitted:
+        """Admit an engine that is reserved for whole models, with the base weights that these were made of."""
+        if await engine.base_version() not in ("", self._info.base_id):  # a version's, or parts of one
+            await engine.update_base(str(self._base))
+        off = await self._prompt.difference(await engine.generate(self._prompt.draw()), None)
+        if off > self._options.logprob_bound:
+            raise self._mismatch(engine, off, facts)
+        engine.base_id = self._info.base_id
+        features = {WHOLE, await self._mode(engine)} | await self._seeds(engine)
+        return Admitted(facts.longest, frozenset(features), [], engine.base_id, off)
 
     async def _features(self, engine: Engine, off: float, facts: EngineFacts) -> tuple[set[str], float]:
         """Features of an engine, and the largest difference where it has what we have.

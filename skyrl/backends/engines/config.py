@@ -3,12 +3,10 @@
 import os
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from skyrl.backends.engines.launcher.options import API_KEY_VARIABLE, LaunchOptions
 from skyrl.errors import RequestError
-
-API_KEY_VARIABLE = "VLLM_API_KEY"
-"""Variable from which a vLLM server takes its key, too."""
 
 
 def _address(url: str) -> str:
@@ -26,31 +24,6 @@ def _addresses(value: object) -> object:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{url} is no http:// or https:// address; correct it")
     return urls
-
-
-class LaunchOptions(BaseModel):
-    """Engines that we start ourselves, on this machine."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    command: tuple[str, ...] = Field(min_length=1)
-    """Command of an engine, such as [/opt/vllm/bin/python, -m, vllm.entrypoints.openai.api_server, --model, MODEL,
-    --host, 127.0.0.1, --port, "{port}", --enable-lora]. `{port}` stands for a free port, which each has for ever, and
-    `{number}` for its number from 0. Its environment has our key as VLLM_API_KEY, and
-    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
-
-    count: int = Field(default=1, ge=1)
-    """Engines to start."""
-
-    env: dict[str, str] = {}
-    """Environment beside ours."""
-
-    @field_validator("command")
-    @classmethod
-    def _has_a_port(cls, command: tuple[str, ...]) -> tuple[str, ...]:
-        if not any("{port}" in part for part in command):
-            raise ValueError(f"engines.launch.command={' '.join(command)} has no {{port}}; add --port {{port}}")
-        return command
 
 
 class EngineOptions(BaseModel):
@@ -80,6 +53,13 @@ class EngineOptions(BaseModel):
 
     max_loras: int = Field(default=1, ge=1)
     """Adapters that an engine holds at a time: its --max-loras, which is 1 there as well unless it is given."""
+
+    whole: bool = False
+    """Reserve the engines for models of which all weights are trained (rank 0). Each has one version at a time, as its
+    base weights, and no adapters; those are sampled here. Servers of vLLM need VLLM_SERVER_DEV_MODE=1 for that."""
+
+    reload_method: str = "reload_weights"
+    """Method of vLLM's workers that replaces their weights. Engines that are started here have one of ours."""
 
     max_logprobs: int = Field(default=20, ge=0)
     """Most likely tokens that an engine tells at each place: its --max-logprobs."""

@@ -32,6 +32,8 @@ from skyrl.types import Origin
 LONGEST_MESSAGE = 500
 IDLE_S = 2.0
 """Seconds after which an idle connection is not used again: servers close theirs after 5, as uvicorn does."""
+UNCHANGED, UNFINISHED = "default", "unfinished"
+"""Weight versions that vLLM begins with, and that an engine has while its weights are replaced."""
 REFUSED = (400, 413, 422)
 """Statuses that say that the request is to blame."""
 
@@ -117,10 +119,17 @@ class HttpEngine(Engine):
 
     async def update_base(self, path: str) -> None:
         self.base_id = ""
-        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await self._development("/update_weight_version", body={"new_version": UNFINISHED})
+        body = {"method": self._options.reload_method, "kwargs": {"weights_path": path}}
         await self._development("/collective_rpc", body=body)
         await self.reset_prefix_cache()
-        self.base_id = await asyncio.to_thread(base_id, Path(path))
+        given = await asyncio.to_thread(base_id, Path(path))
+        await self._development("/update_weight_version", body={"new_version": given})
+        self.base_id = given
+
+    async def base_version(self) -> str:
+        told = (await self._call("GET", "/weight_info", self._options.timeout_s))["weight_version"]
+        return "" if told == UNCHANGED else told
 
     async def pause(self, mode: Literal["abort", "wait", "keep"]) -> None:
         await self._development("/pause", mode=mode)

@@ -11,6 +11,8 @@ from skyrl.types import LoraConfig
 RAW, PROCESSED = "logprobs:raw", "logprobs:processed"
 BY_PLACE = "seeds by place"
 """A token follows from the seed, its place and what is before it: samples can be gone on with elsewhere, to the bit."""
+WHOLE = "whole models"
+"""Versions of models of which all weights are trained."""
 BASE = "base model"
 """Samples of the base model stay its own while adapters are there."""
 GROUPS = ("attn", "mlp", "unembed")
@@ -25,7 +27,9 @@ def adapter_feature(group: str) -> str:
 
 
 def needs_of_adapter(config: LoraConfig) -> frozenset[str]:
-    """Features that adapters of this kind need."""
+    """Features that adapters of this kind need, or versions of whole models."""
+    if config.rank == 0:
+        return frozenset({WHOLE})
     return frozenset(adapter_feature(group) for group in GROUPS if getattr(config, f"train_{group}"))
 
 

@@ -155,6 +155,10 @@ class Engine(ABC):
         """Replace the base weights by those of the folder `path`, of the same shapes, and forget cached prefixes."""
 
     @abstractmethod
+    async def base_version(self) -> str:
+        """Content id of the base weights that it was given last, by whomever. Empty: none since it was started."""
+
+    @abstractmethod
     async def pause(self, mode: Literal["abort", "wait", "keep"]) -> None:
         """Draw nothing more until `resume`. What runs is given up, is finished first, or goes on after it."""
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -29,11 +29,13 @@ from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.fixed_prompt import FixedPrompt
 from skyrl.backends.engines.fleet import Fleet, Outcome
 from skyrl.backends.engines.http_engine import HttpEngine
-from skyrl.backends.engines.launcher import Launcher
+from skyrl.backends.engines.launcher.launcher import Launcher
+from skyrl.backends.engines.launcher.vllm import RELOAD
 from skyrl.backends.engines.needs import has_scores, needs_of, needs_of_adapter
 from skyrl.backends.engines.probes import Probes
-from skyrl.backends.engines.protocol import Drawn, Mismatch, Unserved
+from skyrl.backends.engines.protocol import Drawn, Engine, Mismatch, Unserved
 from skyrl.backends.engines.requests import EngineRequest
+from skyrl.backends.engines.reserved import ReservedEngine
 from skyrl.backends.engines.router import Ticket
 from skyrl.backends.engines.sync_check import SyncCheck
 from skyrl.backends.executor import failure
@@ -64,6 +66,7 @@ class EngineSampler(Generic[Version]):
         info: Facts about the backend.
         tokenizer: For stop strings.
         notify: Called, from any thread, when there may be something to do.
+        base: Folder of the base model.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class EngineSampler(Generic[Version]):
         info: BackendInfo,
         tokenizer: Tokenizer,
         notify: Callable[[], None],
+        base: Path,
     ):
         self._launcher = None
         if options.launch is not None:
@@ -103,9 +107,9 @@ class EngineSampler(Generic[Version]):
         probes = Probes(probe, exports, versions, self._score, info, options.logprob_bound)
         prompt = FixedPrompt(info, self._score)
         self.fleet = Fleet(
-            [HttpEngine(url, self.options_of(url)) for url in options.urls],
+            [self._engine(url) for url in options.urls],
             options,
-            admit=Admission(options, info, exports.folder, prompt, probes),
+            admit=Admission(options, info, exports.folder, prompt, probes, base),
             check=SyncCheck(options, prompt, exports, versions) if options.check_every_sync else None,
             path=exports.folder.path,
             tidy=exports.folder.shed,
@@ -140,12 +144,19 @@ class EngineSampler(Generic[Version]):
         ended = [] if self._launcher is None else self._launcher.troubles
         return "; ".join([self.fleet.why_absent(), *ended])
 
+    def _engine(self, url: str) -> Engine:
+        engine = HttpEngine(url, self.options_of(url))
+        return ReservedEngine(engine) if self._options.whole else engine
+
     def options_of(self, url: str) -> EngineOptions:
         """Options for an engine; those that were started from here have a key of their own."""
         launcher = self._launcher
         if launcher is None or url not in launcher.urls:
             return self._options
-        return self._options.model_copy(update={"api_key": launcher.key})
+        own: dict[str, Any] = {"api_key": launcher.key}
+        if self._options.launch is not None and self._options.launch.python is not None:
+            own["reload_method"] = RELOAD
+        return self._options.model_copy(update=own)
 
     # -- SamplerLoop --------------------------------------------------------------------------------------------------
 
@@ -249,10 +260,8 @@ class EngineSampler(Generic[Version]):
             request.version = version = self._versions.held(claim)
             config = self._exports.lora_of(version)
             request.needs |= needs_of_adapter(config)
-            why = (
-                "no engine has whole models" if config.rank == 0 else self._why_here(request.job.request, request.needs)
-            )
-            if why:  # by the name that the version has now: it may have been dropped meanwhile
+            if why := self._why_here(request.job.request, request.needs):
+                # by the name that the version has now: it may have been dropped meanwhile
                 self._sample_here(dataclasses.replace(request.job.request, version=claim.version), why)
                 self._forget(request)
                 return

@@ -26,6 +26,8 @@ from skyrl.backends.common.sampling.no_sampler import NoSampler
 from skyrl.backends.common.sampling.sampler import SAMPLING_OPTIONS, Sampler
 from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.engines.adapter_folder import AdapterFolder, Exports
+from skyrl.backends.engines.config import EngineOptions
+from skyrl.backends.engines.launcher.vllm import Served, with_command
 from skyrl.backends.engines.sampler import EngineSampler
 from skyrl.backends.executor import Quantum
 from skyrl.backends.operations import ForwardBackward
@@ -186,7 +188,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         )
 
     def _engine_sampler(self, sampler: Sampler[TorchVersion]) -> EngineSampler[TorchVersion]:
-        options = self.config.engines
+        options = self._with_command(self.config.engines)
         assert options.folder is not None
         return EngineSampler(
             options,
@@ -201,7 +203,26 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             self.info(),
             self.tokenizer,
             self.notify,
+            self._computed,
         )
+
+    def _with_command(self, options: EngineOptions) -> EngineOptions:
+        """Options of engines whose command, if vLLM is started from here, fits this backend."""
+        if options.launch is None:
+            return options
+        served = Served(
+            model=self._computed,
+            dtype=self.group.facts.dtype,
+            longest=self._max_context_length,
+            max_requests=options.max_requests,
+            max_logprobs=options.max_logprobs,
+            max_loras=0 if options.whole else options.max_loras,
+            max_lora_rank=self.config.max_lora_rank,
+            on_gpu=not self.group.facts.device.startswith("cpu"),
+            cache_gib=self.config.kv_cache_gib,
+            development=options.whole,
+        )
+        return options.model_copy(update={"launch": with_command(options.launch, served)})
 
     def _open(self) -> WorkerGroup:
         return open_group(self.config, self._computed, self.lose)

@@ -151,8 +151,9 @@ class TorchBackendConfig(BaseModel):
     what is left."""
 
     engines: EngineOptions = EngineOptions()
-    """Sampling engines that were started elsewhere: {"urls": [...], "folder": "..."}. They draw samples of adapters and
-    of the base model; what they cannot do is sampled here."""
+    """Sampling engines that were started elsewhere, {"urls": [...], "folder": "..."}, or are started here, {"launch":
+    {"python": "/opt/vllm/bin/python", "count": 2}, "folder": "..."}. They draw samples of adapters and of the base
+    model; what they cannot do is sampled here."""
 
     offload_folder: str | None = None
     """Folder for models that memory has no room for. None: where temporary files are."""

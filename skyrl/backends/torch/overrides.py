@@ -17,6 +17,8 @@ def native(given: Any) -> Any:
         return given
     dotted = {name: value for name, value in given.items() if name.startswith(SECTIONS)}
     own = {name: value for name, value in given.items() if name not in dotted}
+    if dotted and "engines" in own:  # which fields of engines are about, too
+        dotted["trainer.fsdp2.engines"] = own.pop("engines")
     options = server_options(dotted) if dotted else {}
     both = {name for name in own.keys() & options.keys() if isinstance(own[name], Mapping)}
     return options | own | {name: {**options[name], **own[name]} for name in both}

@@ -18,6 +18,8 @@ from skyrl.train.strategy.torch_options import (
     RESHARDING,
     SEQUENCES,
     SHARDING,
+    engine_problems,
+    launched,
     param_dtype,
     torch_options,
     urls_of,
@@ -54,7 +56,7 @@ class TorchStrategy(Strategy):
         return options | config.fsdp2
 
     def problems(self, config: SkyRLTrainConfig) -> Iterator[str]:
-        trainer, engines = config.trainer, config.generator.inference_engine
+        engines = config.generator.inference_engine
         yield from shared_problems(config)
         for name in OF_ENGINES if engines.external else ():
             if engines.is_given(name):
@@ -62,12 +64,7 @@ class TorchStrategy(Strategy):
                     f"generator.inference_engine.{name}={getattr(engines, name)} and engines that were started "
                     "elsewhere: theirs is as they were started; leave it out"
                 )
-        if engines.external and not trainer.policy.model.lora.rank:
-            yield (
-                "trainer.policy.model.lora.rank=0 and engines that were started elsewhere (remote_urls, "
-                "external_server_urls or external_proxy_url): they are given adapters, not whole models; set a rank, "
-                "or leave the engines out"
-            )
+        yield from engine_problems(config)
         workers = torch_options(config).get("workers", "in_process")
         if config.trainer.policy.record_memory and workers != "in_process":
             yield (
@@ -109,6 +106,8 @@ class TorchStrategy(Strategy):
             said.append(f"trainer.policy.fsdp_config.{SHARDING}: {whose}")
         if urls := urls_of(config.generator.inference_engine):
             said.append(f"num_engines: samples are drawn by those at {', '.join(urls)}, which are not started here")
+        elif launched(config):
+            said.append("num_engines: samples are drawn by so many, which are started here")
         else:
             said.append("trainer.placement, num_engines: the same workers train and sample, and hold every model")
         return f"trainer.strategy={trainer.strategy}: " + "; ".join(said)

@@ -12,17 +12,20 @@ ONE_BASE = refused("all models share the policy's base weights; set it for train
 ONE_FORMAT = refused("base weights have one format, and what is trained is float32: see trainer.bf16; leave it out")
 BY_LAYER = refused("each layer is a unit of its own; leave it out")
 ONE_GROUP = refused("the policy's workers serve every model; leave it at 1")
-NOT_STARTED = refused(
-    "engines are not started here, and how one computes is said where it is started; leave it out, and give addresses "
-    "of running ones as external_server_urls"
-)
-IN_FILES = refused(
-    "engines load published adapters from trainer.policy.model.lora.lora_sync_path, and no weights are sent to them; "
+ALWAYS_ASYNC = refused(
+    "engines are servers, which requests join and leave at any time, each with a process of its own for the model; "
     "leave it out"
+)
+OWN_METRICS = refused("each engine serves its metrics at /metrics of its own address; leave it out")
+IN_FILES = refused(
+    "published weights, adapters and whole models alike, reach engines as files in "
+    "trainer.policy.model.lora.lora_sync_path; leave it out"
 )
 NO_ENDPOINT = refused("no OpenAI-compatible API is served; leave it out, and ask engines by their own addresses")
 ON_TORCH = {
-    "generator.inference_engine": NOT_STARTED,
+    "generator.inference_engine.async_engine": ALWAYS_ASYNC,
+    "generator.inference_engine.vllm_v1_disable_multiproc": ALWAYS_ASYNC,
+    "generator.inference_engine.enable_ray_prometheus_stats": OWN_METRICS,
     **{
         f"generator.inference_engine.{field}": IN_FILES
         for field in (
@@ -78,15 +81,18 @@ ON_TORCH = {
     },
     "generator.inference_engine.num_engines": WHERE_AVAILABLE,
     **{
-        f"generator.inference_engine.{name}_parallel_size": refused(
-            "the policy's workers sample, with the model as they hold it; leave it at 1"
+        f"generator.inference_engine.{field}": OPTIONS
+        for field in (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "expert_parallel_size",
+            "data_parallel_size",
+            "enforce_eager",
+            "fully_sharded_loras",
+            "distributed_executor_backend",
+            "engine_init_kwargs",
         )
-        for name in ("pipeline", "expert", "data")
     },
-    "generator.inference_engine.tensor_parallel_size": refused(
-        "the policy's workers sample; leave it at 1, and set trainer.fsdp2.tensor_parallel_size"
-    ),
-    "generator.inference_engine.enforce_eager": refused("nothing is compiled; leave it at True"),
     "generator.inference_engine.gpu_memory_utilization": OPTIONS,
 }
 """Fields of which the torch backend makes something else."""
@@ -102,6 +108,10 @@ def _of_torch(support: Support) -> Support:
 
 TORCH_SUPPORT: dict[str, Support] = {
     **COMMON_SUPPORT,
-    **{path: _of_torch(support) for path, support in JAX_SUPPORT.items() if path not in COMMON_SUPPORT},
+    **{
+        path: _of_torch(support)
+        for path, support in JAX_SUPPORT.items()
+        if path not in COMMON_SUPPORT and path != "generator.inference_engine"
+    },
     **ON_TORCH,
 }

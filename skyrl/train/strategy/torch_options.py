@@ -4,6 +4,7 @@ A trainer takes all that follows from its configuration (`torch_options`), a ser
 is given (`server_options`), which `FOLLOWING` names.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -57,8 +58,8 @@ def torch_options(config: SkyRLTrainConfig) -> dict[str, Any]:
     if generator.inference_engine.is_given("max_num_seqs"):
         options["sample_max_num_sequences"] = generator.inference_engine.max_num_seqs
     given = dict(trainer.fsdp2)
-    if generator.inference_engine.external:
-        options["engines"] = _engines(config) | given.pop("engines", {})
+    if generator.inference_engine.external or launched(config):
+        options["engines"] = _engines(config, given.pop("engines", {}))
     return options | given
 
 
@@ -84,14 +85,109 @@ def urls_of(engines: InferenceEngineConfig) -> list[str]:
     return [] if engines.run_engines_locally else engines.remote_urls
 
 
-def _engines(config: SkyRLTrainConfig) -> dict[str, Any]:
-    """Options of the engines that sample."""
-    engines = config.generator.inference_engine
-    options: dict[str, Any] = {
-        "urls": urls_of(engines),
-        "folder": config.trainer.policy.model.lora.lora_sync_path,
+def launched(config: SkyRLTrainConfig) -> dict[str, Any]:
+    """Options of engines that are started here, as they are given. Empty: there are none."""
+    engines = config.trainer.fsdp2.get("engines") or {}
+    return dict(engines.get("launch") or {}) if isinstance(engines, Mapping) else {}
+
+
+def _engines(config: SkyRLTrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the engines that sample; those that are given by their own names are laid over the others."""
+    engines, launch = config.generator.inference_engine, launched(config)
+    folder = config.trainer.policy.model.lora.lora_sync_path
+    if launch and not config.trainer.policy.model.lora.is_given("lora_sync_path"):
+        run = hashlib.sha256(config.trainer.ckpt_path.encode()).hexdigest()[:12]
+        folder = f"{folder}/{run}"  # two runs on a machine have nothing to do with each other's engines
+    options: dict[str, Any] = {"urls": urls_of(engines), "folder": folder}
+    if engines.is_given("max_num_seqs") or launch:
+        options["max_requests"] = engines.max_num_seqs
+    if not config.trainer.policy.model.lora.rank:
+        options["whole"] = True
+    if launch:
+        options["launch"] = _launch(config, launch)
+    return {**options, **{name: value for name, value in given.items() if name != "launch"}}
+
+
+def _launch(config: SkyRLTrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of engines that are started here."""
+    engines, trainer = config.generator.inference_engine, config.trainer
+    options: dict[str, Any] = {"count": engines.num_engines}
+    if trainer.placement.policy_num_gpus_per_node:
+        apart = 0 if trainer.placement.colocate_all else trainer.placement.policy_num_gpus_per_node
+        options |= {"gpus": engines.gpus_per_engine, "first_gpu": apart}
+    if not given.get("python"):
+        return {**options, **given}
+    arguments = _arguments(engines)
+    if engines.expert_parallel_size > 1:
+        arguments["enable_expert_parallel"] = True
+    if engines.fully_sharded_loras:
+        arguments["fully_sharded_loras"] = True
+    if engines.is_given("distributed_executor_backend"):
+        arguments["distributed_executor_backend"] = engines.distributed_executor_backend
+    arguments = {**arguments, **engines.engine_init_kwargs, **given.get("arguments", {})}
+    return {**options, **given, "arguments": arguments}
+
+
+def _arguments(engines: InferenceEngineConfig) -> dict[str, Any]:
+    """Fields of engines that are arguments of vLLM by the same name."""
+    return {
+        "tensor_parallel_size": engines.tensor_parallel_size,
+        "pipeline_parallel_size": engines.pipeline_parallel_size,
+        "data_parallel_size": engines.data_parallel_size,
+        "enforce_eager": engines.enforce_eager,
+        UTILIZATION: engines.gpu_memory_utilization,
+        "max_num_batched_tokens": engines.max_num_batched_tokens,
+        "enable_prefix_caching": engines.enable_prefix_caching,
+        "enable_chunked_prefill": engines.enable_chunked_prefill,
     }
-    return options | ({"max_requests": engines.max_num_seqs} if engines.is_given("max_num_seqs") else {})
+
+
+STARTED_HERE = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "expert_parallel_size",
+    "data_parallel_size",
+    "enforce_eager",
+    "fully_sharded_loras",
+    "distributed_executor_backend",
+    "engine_init_kwargs",
+)
+"""Fields of engines that have no effect but on vLLM servers that are started here."""
+
+
+def engine_problems(config: SkyRLTrainConfig) -> Iterator[str]:
+    """Fields of engines without effect, or at odds with others."""
+    engines, launch = config.generator.inference_engine, launched(config)
+    if engines.external and launch:
+        yield (
+            f"trainer.fsdp2.engines.launch={launch} and engines that were started elsewhere (remote_urls, "
+            "external_server_urls or external_proxy_url); leave one of them out"
+        )
+    if launch and config.trainer.placement.policy_num_nodes > 1:
+        yield (
+            "trainer.fsdp2.engines.launch and trainer.placement.policy_num_nodes="
+            f"{config.trainer.placement.policy_num_nodes}: engines are started on this machine alone, and Ray does not "
+            "know of them; start them on the nodes, and give their addresses as external_server_urls"
+        )
+    if launch.get("python"):
+        fields = _arguments(engines)
+        for name, value in engines.engine_init_kwargs.items():
+            if name in fields:
+                yield (
+                    f"generator.inference_engine.engine_init_kwargs.{name}={value} is the field "
+                    f"generator.inference_engine.{name}={fields[name]}; set that, and leave it out here"
+                )
+        return
+    why = "the policy's workers sample"
+    if engines.external or launch:
+        why = "how such an engine computes is said where it is started"
+    for name in STARTED_HERE:
+        value = getattr(engines, name)
+        if value != getattr(InferenceEngineConfig(), name):
+            yield (
+                f"generator.inference_engine.{name}={value} without vLLM servers that are started here: {why}; leave "
+                "it out, or name a Python that has vLLM as trainer.fsdp2.engines={launch: {python: PYTHON}}"
+            )
 
 
 ENGINE, FSDP = "generator.inference_engine.", "trainer.policy.fsdp_config."
@@ -127,6 +223,8 @@ FOLLOWING: dict[str, tuple[str, ...]] = {
     f"{ENGINE}remote_urls": ("engines",),
     f"{ENGINE}external_server_urls": ("engines",),
     f"{ENGINE}external_proxy_url": ("engines",),
+    f"{ENGINE}num_engines": ("engines",),
+    **{f"{ENGINE}{name}": ("engines",) for name in STARTED_HERE},
 }
 """Options that follow from a field, or from one below it."""
 OF_TRAINERS = {
@@ -153,10 +251,13 @@ def server_options(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises `ConfigError` for fields that there are not, values of other types, and fields that no server can honour.
     """
     config = SkyRLTrainConfig.from_cli_overrides(dict(given))
-    problems = [problem for path in given for problem in _problems(config, path)]
+    problems = [problem for path in given for problem in _problems(config, path)] + [*engine_problems(config)]
     if problems:
         raise ConfigError("\n".join(problems))
     followed = torch_options(config)
+    if launched(config) and "trainer.policy.model.lora.lora_sync_path" not in given:
+        own = config.trainer.fsdp2["engines"]
+        followed["engines"] = {**followed["engines"], "folder": own.get("folder")}  # no run has one for a server
     names = {name for path in given for name in _following(path)} | set(config.trainer.fsdp2)
     return {name: value for name, value in followed.items() if name in names}
 

@@ -25,6 +25,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from skyrl.backends.engines.continuation import together
+from skyrl.backends.engines.launcher.vllm import RELOAD
 from skyrl.backends.engines.protocol import AdapterMissing, Draw, Drawn, EngineDown, EngineFailed, Refused
 from skyrl.types import SamplingOptions
 from skyrl.utils.parent_death import die_with_parent
@@ -200,8 +201,16 @@ def app_of(engine: PretendEngine, key: str = SECRET) -> FastAPI:
     @app.post("/collective_rpc")
     async def call(request: Request) -> None:
         body = await request.json()
-        assert body["method"] == "reload_weights", body
-        await engine.update_base(body["kwargs"]["weights_path"])
+        assert body["method"] in ("reload_weights", RELOAD), body
+        await engine.reload(body["kwargs"]["weights_path"])
+
+    @app.get("/weight_info")
+    async def weight_info() -> Any:
+        return {"weight_version": engine.weight_version}
+
+    @app.post("/update_weight_version")
+    async def update_weight_version(request: Request) -> None:
+        engine.weight_version = (await request.json())["new_version"]
 
     @app.post("/reset_prefix_cache")
     async def reset() -> Any:

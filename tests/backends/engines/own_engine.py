@@ -82,6 +82,9 @@ class OwnEngine(Engine):
     async def update_base(self, path: str) -> None:
         raise EngineFailed("a backend trains its base itself")
 
+    async def base_version(self) -> str:
+        return self.base_id
+
     async def pause(self, mode: Literal["abort", "wait", "keep"]) -> None: ...
     async def resume(self) -> None: ...
     async def sleep(self, level: Literal[1, 2] = 1) -> None: ...

@@ -44,6 +44,8 @@ class Sizes:
     mode: str = "raw"
     token_s: float = 0.0
     """Seconds for each token."""
+    keeps: bool = False
+    """True if it says that it has replaced its weights, and has not."""
     by_place: bool = True
     """True if a token is drawn by seed and place alone."""
 
@@ -52,7 +54,7 @@ class PretendEngine(Engine):
     """An engine in this process. `fault` is what becomes of the next samples."""
 
     def __init__(self, name: str, model: Model, base: str = "base", sizes: Sizes | None = None, max_requests: int = 8):
-        self.name, self.model, self.base = name, model, base
+        self.name, self._first, self.base = name, model, base
         self.sizes = sizes or Sizes()
         self.max_requests, self.max_loras, self.max_logprobs = max_requests, self.sizes.max_loras, 20
         self.fault: Fault | None = None
@@ -65,6 +67,7 @@ class PretendEngine(Engine):
 
     def restart(self) -> None:
         """Forget everything that is not on disk."""
+        self.model, self.weight_version, self.reloads = self._first, "default", 0
         self.fingerprint = uuid4().hex
         self.registered: dict[str, str] = {}
         self.slots: OrderedDict[str, Adapter] = OrderedDict()
@@ -195,7 +198,17 @@ class PretendEngine(Engine):
             raise EngineDown(f"{self.name} is dead")
 
     async def update_base(self, path: str) -> None:
-        self.model, self.base_id = NumpyQwen3(Path(path)), base_id(Path(path))
+        await self.reload(path)
+        self.base_id = self.weight_version = base_id(Path(path))
+
+    async def reload(self, path: str) -> None:
+        self.reloads += 1
+        assert not self.running, "a sample would be of two versions"
+        if not self.sizes.keeps:
+            self.model = NumpyQwen3(Path(path))
+
+    async def base_version(self) -> str:
+        return "" if self.weight_version == "default" else self.weight_version
 
     async def pause(self, mode: Literal["abort", "wait", "keep"]) -> None:
         self.awake.clear()
@@ -225,6 +238,8 @@ def facts_of(engine: PretendEngine) -> dict[str, Any]:
         "loads": engine.loads,
         "drawn": engine.drawn,
         "tokens": engine.tokens,
+        "reloads": engine.reloads,
+        "weights": engine.weight_version,
         "sleeping": engine.sleeping,
         "paused": engine.paused,
     }

@@ -89,8 +89,8 @@ def done(backend: TorchBackend, *operations: Operation) -> list[Any]:
     return [results[operation.request_id] for operation in operations]
 
 
-def train(backend: TorchBackend, name: str, seed: int, **lora: Any) -> None:
-    config = LoraConfig(rank=4, seed=seed, **lora)
+def train(backend: TorchBackend, name: str, seed: int, rank: int = 4, **lora: Any) -> None:
+    config = LoraConfig(rank=rank, seed=seed, **lora)
     tokens = np.random.default_rng(seed).integers(1000, size=20).astype(np.int32)
     datum = Datum(tokens[:-1], {"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(19, np.float32)})
     operations: list[Operation] = [CreateModel(request_id=f"create {name}", model_id=name, lora_config=config)]
@@ -99,7 +99,11 @@ def train(backend: TorchBackend, name: str, seed: int, **lora: Any) -> None:
             ForwardBackward(request_id=f"{name} {step}", model_id=name, data=[datum] * 2, loss_fn="cross_entropy")
         )
         operations.append(
-            OptimStep(request_id=f"step {name} {step}", model_id=name, adam_params=AdamParams(learning_rate=0.05))
+            OptimStep(
+                request_id=f"step {name} {step}",
+                model_id=name,
+                adam_params=AdamParams(learning_rate=0.05 if rank else 0.01),
+            )
         )
     for result in done(backend, *operations):
         assert not isinstance(result, ErrorResponse), result

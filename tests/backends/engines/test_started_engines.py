@@ -15,9 +15,10 @@ import pytest
 from pydantic import ValidationError
 
 from skyrl.backends.engines.adapter_folder import AdapterFolder
-from skyrl.backends.engines.config import EngineOptions, LaunchOptions
+from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.http_engine import HttpEngine
-from skyrl.backends.engines.launcher import Launcher
+from skyrl.backends.engines.launcher.launcher import Launcher
+from skyrl.backends.engines.launcher.options import LaunchOptions
 from skyrl.backends.operations import Publish
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.utils.process_identity import ProcessIdentity
@@ -90,7 +91,7 @@ def test_engines_that_we_start_serve_and_end_with_us(tmp_path):
 @pytest.mark.parametrize("same", [True, False], ids=["same command", "another command"])
 def test_engines_of_a_driver_that_was_killed_are_taken_over_or_ended(tmp_path, same):
     program = (
-        "import os, signal, sys; from pathlib import Path; from skyrl.backends.engines.launcher import *;"
+        "import os, signal, sys; from pathlib import Path; from skyrl.backends.engines.launcher.launcher import *;"
         f"launcher = Launcher(LaunchOptions(command={tuple(SLEEPS)}, count=2, env={ALONE}), Path(sys.argv[1]));"
         "launcher.start(); print(launcher.key, *launcher.urls, flush=True); sys.stdin.read()"
     )

@@ -1,4 +1,4 @@
-"""Becomes an engine: `python -m skyrl.backends.engines.launched RECORD START COMMAND...`.
+"""Becomes an engine: `python -m skyrl.backends.engines.launcher.launched RECORD START COMMAND...`.
 
 The record, with the identity of this process, is there before the engine is, so that whoever starts engines finds those
 that are left of a driver that was killed at any moment.

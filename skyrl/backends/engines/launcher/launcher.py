@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl.backends.engines.config import API_KEY_VARIABLE, LaunchOptions
+from skyrl.backends.engines.launcher.options import API_KEY_VARIABLE, LaunchOptions
+from skyrl.backends.engines.launcher.vllm import devices_of
 from skyrl.utils.backoff import pause_s
 from skyrl.utils.files.atomic_folders import replace_file
 from skyrl.utils.process_identity import ProcessIdentity, end_group
@@ -176,11 +177,12 @@ class Launcher:
         replace_file(engine.record, json.dumps(facts).encode())
         places = {"{port}": str(engine.port), "{number}": str(engine.number)}
         command = [_filled(part, places) for part in self._options.command]
-        environment = {**os.environ, **self._options.env, API_KEY_VARIABLE: self.key}
+        devices = devices_of(self._options, engine.number)
+        environment = {**os.environ, **devices, **self._options.env, API_KEY_VARIABLE: self.key}
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         with engine.log.open("ab") as output:
             engine.child = subprocess.Popen(
-                [sys.executable, "-m", "skyrl.backends.engines.launched", str(engine.record), start, *command],
+                [sys.executable, "-m", "skyrl.backends.engines.launcher.launched", str(engine.record), start, *command],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -202,7 +204,8 @@ class Launcher:
     @property
     def _hash(self) -> str:
         """Hash of all that an engine is started with."""
-        text = json.dumps([self._options.command, dict(self._options.env)], sort_keys=True)
+        devices = self._options.gpus, self._options.first_gpu
+        text = json.dumps([self._options.command, dict(self._options.env), devices], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _is_ours(self, record: Mapping[str, Any]) -> bool:

@@ -1,0 +1,82 @@
+"""Options of engines that are started from here."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
+"""Variable from which a vLLM server takes its key, too."""
+OURS = {
+    "model": "the server's base model, or trainer.policy.model.path",
+    "tokenizer": "the server's base model, or trainer.policy.model.path",
+    "dtype": "dtype, or generator.inference_engine.model_dtype",
+    "max_model_len": "max_context_length",
+    "max_num_seqs": "engines.max_requests, or generator.inference_engine.max_num_seqs",
+    "max_logprobs": "engines.max_logprobs",
+    "stream_interval": "nothing else; the default is right",
+    "enable_lora": "engines.whole",
+    "max_loras": "engines.max_loras",
+    "max_lora_rank": "max_lora_rank, or trainer.policy.model.lora.rank",
+    "host": "nothing else; engines that are started here listen on this machine alone",
+    "port": "nothing else; each engine gets a free port",
+    "api_key": "nothing else; the key is new at each start",
+    "served_model_name": "nothing else; engines are asked for the model's path",
+}
+"""Arguments of vLLM that follow from other options, and from which."""
+
+
+class LaunchOptions(BaseModel):
+    """Engines that we start ourselves, on this machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    python: str | None = None
+    """Python of an environment that has vLLM, such as /opt/vllm/bin/python: the engines are vLLM servers of the
+    backend's model."""
+
+    arguments: dict[str, Any] = {}
+    """More arguments of these, by their names in vLLM: {"enforce_eager": true, "tensor_parallel_size": 2}."""
+
+    command: tuple[str, ...] = ()
+    """Command of any other engine, such as [/opt/vllm/bin/python, -m, vllm.entrypoints.openai.api_server, --model,
+    MODEL, --host, 127.0.0.1, --port, "{port}", --enable-lora]. `{port}` stands for a free port, which each has for
+    ever, and `{number}` for its number from 0. Its environment has our key as VLLM_API_KEY, and
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
+
+    count: int = Field(default=1, ge=1)
+    """Engines to start."""
+
+    env: dict[str, str] = {}
+    """Environment beside ours."""
+
+    gpus: int = Field(default=0, ge=0)
+    """GPUs of each engine, one engine's after the other's. 0: each sees all there are."""
+
+    first_gpu: int = Field(default=0, ge=0)
+    """Number of the first engine's first GPU."""
+
+    @field_validator("command")
+    @classmethod
+    def _has_a_port(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        if command and not any("{port}" in part for part in command):
+            raise ValueError(f"engines.launch.command={' '.join(command)} has no {{port}}; add --port {{port}}")
+        return command
+
+    @field_validator("arguments")
+    @classmethod
+    def _leaves_ours(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        for name, value in arguments.items():
+            if other := OURS.get(name.removeprefix("--").replace("-", "_")):
+                raise ValueError(f"{name}={value} is another option's: leave it out here; it follows from {other}")
+        return arguments
+
+    @model_validator(mode="after")
+    def _starts_something(self) -> "LaunchOptions":
+        if (self.python is None) == (not self.command):
+            given = "both python and command" if self.command else "neither python nor command"
+            raise ValueError(f"engines.launch has {given}; name a Python that has vLLM, or the whole command")
+        if self.arguments and self.python is None:
+            raise ValueError(
+                f"engines.launch.arguments={self.arguments} with command: a command has its own; add them there"
+            )
+        return self
