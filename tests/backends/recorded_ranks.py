@@ -1,14 +1,19 @@
 """Workers that record their collectives instead of meeting in them, so that ranks which would wait for ever are seen.
 
 Each rank is a process whose process group is torch's fake one: a collective returns at once, with whatever numbers are
-in its buffer. What ranks compute is nonsense; which collectives they do is what they would do.
+in its buffer. What ranks compute is nonsense; which collectives they do is what they would do. Their agreement before
+each command is a real one, of another process group.
 """
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from skyrl.backends.torch import TorchBackend
 from skyrl.backends.torch.base_model.model import LoadedModel
 from skyrl.backends.torch.opening import worker_options
+from skyrl.backends.torch.workers import meetings
 from skyrl.backends.torch.workers.group import WorkerGroup
 from skyrl.backends.torch.workers.worker import Command, Worker, WorkerOptions
 from skyrl.errors import BackendLost
@@ -52,10 +58,22 @@ def fake_group(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def live(pipe: Connection, options: WorkerOptions, rank: int, world: int) -> None:
+def meet_on_the_host(folder: Path, rank: int, world: int) -> None:
+    """Let ranks agree through files of a folder, which is no part of what is recorded."""
+
+    def group_of(size: int, number: int) -> Any:
+        store = dist.FileStore(str(folder / f"{size}-{number}"), size)
+        return dist.ProcessGroupGloo(store, rank % size, size, timedelta(minutes=5))
+
+    meetings.host_group = lambda: group_of(world, 0)
+    meetings.host_subgroup = lambda size: group_of(size, rank // size)
+
+
+def live(pipe: Connection, options: WorkerOptions, rank: int, world: int, folder: Path) -> None:
     """The life of a rank: answers and collectives of each plan, until the other end is closed."""
     torch.set_num_threads(1)
     LoadedModel._try_together = lambda *given: None  # which compares numbers, and here they are nonsense
+    meet_on_the_host(folder, rank, world)
     with fake_group(rank, world):
         worker = Worker(options, rank, world)
         while True:
@@ -78,8 +96,9 @@ class RecordedRanks(WorkerGroup):
         context = get_context("spawn")
         ends = [context.Pipe() for _ in range(world)]
         self._pipes = [ours for ours, _ in ends]
+        self._folder = Path(tempfile.mkdtemp())
         self._processes = [
-            context.Process(target=live, args=(its, options, rank, world), daemon=True)
+            context.Process(target=live, args=(its, options, rank, world, self._folder), daemon=True)
             for rank, (_, its) in enumerate(ends)
         ]
         for process in self._processes:
@@ -95,6 +114,7 @@ class RecordedRanks(WorkerGroup):
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             pipe.close()
             process.join()
+        shutil.rmtree(self._folder)
 
     def _execute(self, plans: list[list[Command]]) -> "Future[list[list[Any]]]":
         for pipe, plan in zip(self._pipes, plans, strict=True):

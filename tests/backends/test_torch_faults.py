@@ -152,7 +152,9 @@ def test_a_rank_that_dies_or_stops_is_noticed(backend, tmp_path, phase, how):
 def test_an_exception_on_one_rank_loses_the_group_that_meets_in_collectives(backend, place):
     create(backend)
     finish(backend, a_pass(Trap(("logprobs",), place, "exception"), forward_only=True))
-    assert "tile failed on rank 1: ArithmeticError: sprung" in str(loss_of(backend, a_pass(), 5))
+    said = str(loss_of(backend, a_pass(), 5))
+    assert "tile failed on rank 1: ArithmeticError: sprung" in said
+    assert "in _spring" in said, "its traceback"
 
 
 def test_workers_that_take_longer_than_they_may_to_load_are_given_up_by_the_name_of_the_option(folder):

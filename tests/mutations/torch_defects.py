@@ -12,6 +12,7 @@ MEMORY = "tests/backends/test_torch_memory.py::"
 MOVED = "tests/backends/test_moved_models.py::"
 PROMPTS = "tests/backends/test_torch_prompts.py::"
 FAULTS = "tests/backends/test_torch_faults.py::"
+AGREEMENT = "tests/backends/test_torch_agreement.py::"
 
 TORCH_DEFECTS = [
     Defect(
@@ -79,9 +80,9 @@ TORCH_DEFECTS = [
         "passes with other collectives meet in one dispatch",
         [
             Edit(
-                TORCH + "backend.py",
-                "return TILE, sums is not None, sums is not None and inner",
-                "return (TILE,)",
+                TORCH + "workers/meetings.py",
+                "    return TILE, sums is not None, sums is not None and inner",
+                "    return (TILE,)",
             )
         ],
         [COLLECTIVES],
@@ -110,7 +111,7 @@ TORCH_DEFECTS = [
         [
             Edit(
                 TORCH + "workers/worker.py",
-                "if is_common and not isinstance(error, RequestError):",
+                "if meeting is not None and not isinstance(error, RequestError):",
                 "if False:",
             )
         ],
@@ -358,5 +359,17 @@ TORCH_DEFECTS = [
             )
         ],
         [PROMPTS + "test_a_prompt_that_cannot_be_read_fails_alone"],
+    ),
+    Defect(
+        "M14",
+        "ranks begin a command of which one of them cannot do its part",
+        [Edit(TORCH + "workers/agreement.py", "        if any(unable):\n", "        if False:\n")],
+        [AGREEMENT + "test_a_rank_that_cannot_do_its_part_keeps_its_reason_and_the_others_do_not_begin"],
+    ),
+    Defect(
+        "M15",
+        "micro-batches fail with another of their dispatch that a rank refuses",
+        [Edit(TORCH + "workers/group.py", "            if not waiting:\n", "            if True:\n")],
+        [AGREEMENT + "test_in_a_thousand_random_plans_ranks_begin_as_much_and_only_bad_tiles_fail"],
     ),
 ]

@@ -31,7 +31,6 @@ from skyrl.backends.engines.launcher.vllm import Served, with_command
 from skyrl.backends.engines.sampler import EngineSampler
 from skyrl.backends.executor import Quantum
 from skyrl.backends.operations import ForwardBackward
-from skyrl.backends.torch.base_model.lora import is_trained
 from skyrl.backends.torch.base_model.memory import tile_tokens
 from skyrl.backends.torch.config import TorchBackendConfig
 from skyrl.backends.torch.memory_snapshot import write_snapshot
@@ -48,13 +47,11 @@ from skyrl.backends.torch.models.state import (
 from skyrl.backends.torch.opening import open_group
 from skyrl.backends.torch.runner import TorchRunner
 from skyrl.backends.torch.workers.group import Buffer, WorkerGroup
+from skyrl.backends.torch.workers.meetings import TILE, pass_of
 from skyrl.errors import RequestError
 from skyrl.types import BackendInfo
 from skyrl.utils.adapters.fitting import Features
 from skyrl.utils.tokenizer import Tokenizer
-
-TILE = "tile"
-"""Command for a micro-batch, of which each rank computes another at once."""
 
 
 class TorchBackend(ModelBackend[TorchState, TorchVersion]):
@@ -338,12 +335,8 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
 
     def _together(self, kind: Kind, weights: int | None, sums: int | None) -> tuple[Any, ...]:
         """Kind of a tile: ranks may compute those of one kind at once, as they meet in the same collectives."""
-        if not self.group.facts.is_sharded:
-            return (TILE,)
-        if kind.is_whole and weights is not None:
-            return TILE, weights, sums
-        inner = any(is_trained(each, kind.lora_config) for each in self.group.facts.targets if each.group != "unembed")
-        return TILE, sums is not None, sums is not None and inner
+        facts = self.group.facts
+        return pass_of(facts.targets, kind, weights, sums) if facts.is_sharded else (TILE,)
 
     def add_gradients(self, state: TorchState, gradients: Buffer) -> None:
         if state.gradient_sums is None:

@@ -9,7 +9,7 @@ from skyrl.backends.common.offload import ModelInfo
 from skyrl.backends.torch.base_model.lora import Layout, lora_layout, whole_layout
 from skyrl.backends.torch.base_model.tensor_ranks import is_attention
 from skyrl.backends.torch.workers.group import Buffer, WorkerGroup
-from skyrl.backends.torch.workers.worker import ModelFacts
+from skyrl.backends.torch.workers.model_facts import ModelFacts
 from skyrl.errors import RequestError
 from skyrl.utils.adapters.fitting import Features
 

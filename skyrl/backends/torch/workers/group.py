@@ -1,7 +1,8 @@
 """Groups of workers: what the driver says to all ranks at once, wherever these are.
 
-A command goes to every rank in the same order, so that collectives meet. What of it failed on all ranks alike is the
-command's failure; what failed on some of them leaves the group without a common state, and loses it.
+A command goes to every rank in the same order, so that collectives meet. What of it failed on all ranks alike, or was
+begun by none as one of them could not, is the command's failure; what failed on some of them leaves the group without a
+common state, and loses it.
 """
 
 import itertools
@@ -14,7 +15,9 @@ from concurrent.futures import Future, wait
 from typing import Any, NamedTuple, TypeVar
 
 from skyrl.backends.common.models.kind import Kind
-from skyrl.backends.torch.workers.worker import Command, ModelFacts, Spread, Worker, WorkerOptions
+from skyrl.backends.torch.workers.agreement import NotBegun
+from skyrl.backends.torch.workers.model_facts import ModelFacts
+from skyrl.backends.torch.workers.worker import Command, Spread, Worker, WorkerOptions
 from skyrl.errors import BackendLost
 
 Given = TypeVar("Given")
@@ -81,7 +84,7 @@ class WorkerGroup(ABC):
                 results = [rank[-1] for rank in answers.result()]
                 failures = [result for result in results if isinstance(result, BaseException)]
                 if len(failures) == len(results):
-                    error = failures[0]
+                    error = _cause(failures)
                 elif failures:
                     error = BackendLost(
                         f"{command[0]} failed on {len(failures)} of {len(results)} ranks: {failures[0]}"
@@ -142,19 +145,30 @@ class WorkerGroup(ABC):
         return self.world // self.facts.tile_ranks
 
     def tiles(self, commands: Sequence[Command]) -> "Future[list[Any]]":
-        """Results of tiles, `tiles_at_once` at most. Ranks that share weights all take part."""
+        """Results of tiles, `tiles_at_once` at most. Ranks that share weights all take part.
+
+        Tiles that none has begun, as a rank could not do its part of another, are computed without that one.
+        """
         size = self.facts.tile_ranks
         idle = [(*commands[0], True)] * (self.tiles_at_once - len(commands)) if self.facts.is_sharded else []
         each = [command for command in (*commands, *idle) for _ in range(size)]
 
-        def result_of(answers: list[Any]) -> Any:
-            """The first failure of ranks that share a tile, or the result of the first of them."""
-            return next((answer for answer in answers if isinstance(answer, BaseException)), answers[0])
+        def taken_in(answers: list[Any]) -> "list[Any] | Future[list[Any]]":
+            results = [_cause(answers[size * place :][:size]) for place in range(len(commands))]
+            waiting = [place for place, result in enumerate(results) if isinstance(result, NotBegun)]
+            if len(waiting) == len(commands):  # an idle rank could not do its part
+                return [_cause(answers)] * len(commands)
+            if not waiting:
+                return results
 
-        return _mapped(
-            self._each(each),
-            lambda answers: [result_of(answers[size * place :][:size]) for place in range(len(commands))],
-        )
+            def filled(again: list[Any]) -> list[Any]:
+                for place, result in zip(waiting, again, strict=True):
+                    results[place] = result
+                return results
+
+            return _mapped(self.tiles([commands[place] for place in waiting]), filled)
+
+        return _mapped(self._each(each), taken_in)
 
     def first(self, *command: Any) -> "Future[Any]":
         """Result of a command of the first rank, which the others do with it where they share weights."""
@@ -210,18 +224,34 @@ class WorkerGroup(ABC):
         self._heard = time.monotonic()
 
 
-def _mapped(future: "Future[Given]", change: "Callable[[Given], Made]") -> "Future[Made]":
-    """Result of `change` on a result, or the failure of either."""
+def _cause(answers: Sequence[Any]) -> Any:
+    """Return the failure of ranks that did a command together, other ranks' reason last, or the first one's result."""
+    failures = [answer for answer in answers if isinstance(answer, BaseException)]
+    return next((each for each in failures if not isinstance(each, NotBegun)), failures[0] if failures else answers[0])
+
+
+def _mapped(future: "Future[Given]", change: "Callable[[Given], Made | Future[Made]]") -> "Future[Made]":
+    """Result of `change` on a result, which may be a future too, or the failure of any of them."""
     outcome: Future[Made] = Future()
 
     def done(future: "Future[Given]") -> None:
         try:
-            outcome.set_result(change(future.result()))
+            made = change(future.result())
         except Exception as error:
             outcome.set_exception(error)
+            return
+        if isinstance(made, Future):
+            made.add_done_callback(lambda last: _pass_on(last, outcome))
+        else:
+            outcome.set_result(made)
 
     future.add_done_callback(done)
     return outcome
+
+
+def _pass_on(future: "Future[Made]", outcome: "Future[Made]") -> None:
+    error = future.exception()
+    outcome.set_result(future.result()) if error is None else outcome.set_exception(error)
 
 
 class InProcess(WorkerGroup):

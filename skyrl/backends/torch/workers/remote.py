@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from skyrl.backends.torch.workers.agreement import NotBegun
 from skyrl.backends.torch.workers.group import WorkerGroup
 from skyrl.backends.torch.workers.worker import Command, Worker, WorkerOptions
 from skyrl.errors import BackendLost, RequestError
@@ -137,7 +138,7 @@ class RemoteWorker:
 
     def _told(self, answer: Any) -> Any:
         """An answer as it is sent: exceptions that are not the sender's with their rank and traceback, as text."""
-        if not isinstance(answer, Exception) or isinstance(answer, RequestError | BackendLost):
+        if not isinstance(answer, Exception) or isinstance(answer, RequestError | BackendLost | NotBegun):
             return answer
         trace = "".join(traceback.format_exception(answer))
         return WorkerError(f"rank {self._rank}: {type(answer).__name__}: {answer}\n{trace}")

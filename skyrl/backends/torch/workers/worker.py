@@ -1,17 +1,19 @@
 """One worker: a base model on a device, and flat buffers of what is trained on it, by handles that the driver gives.
 
 A worker decides nothing. It does commands in the order in which they come: the same ones on all ranks, but for tiles,
-of which each rank has its own. Buffers are never changed but for the gradient sums of a pass, so that a handle stands
-for the same numbers until it is freed. Of several ranks each holds all weights, a share of the moments, and gradient
-sums of its own tiles, which are added up in an optimizer step or when they are read. Of a model that is trained as a
-whole where the base weights are sharded, each holds weights, moments and sums of its parts of the parameters.
+of which each rank has its own. Before a command in which ranks meet, they agree to begin it. Buffers are never
+changed but for the gradient sums of a pass, so that a handle stands for the same numbers until it is freed. Of several
+ranks each holds all weights, a share of the moments, and gradient sums of its own tiles, which are added up in an
+optimizer step or when they are read. Of a model that is trained as a whole where the base weights are sharded, each
+holds weights, moments and sums of its parts of the parameters.
 """
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,18 +23,22 @@ from torch import Tensor
 from skyrl.algorithms.objective import Objective
 from skyrl.backends.common.adamw import AdamScalars
 from skyrl.backends.common.dimuon import DimuonScalars
+from skyrl.backends.common.memory_plan import NEW_IN_A_STEP
 from skyrl.backends.common.models.kind import VALUE_HEAD, Kind
 from skyrl.backends.common.packing import TileArrays
 from skyrl.backends.common.pass_output import PassOutput
 from skyrl.backends.common.sampling.model_runner import Drawn, Rows
 from skyrl.backends.torch.base_model.base_weights import WHOLE, ShardOptions
 from skyrl.backends.torch.base_model.loading import LoadOptions, skeleton
-from skyrl.backends.torch.base_model.lora import Target, initial_lora, initial_value_head
-from skyrl.backends.torch.base_model.memory import DEFAULTS, Decided, MemoryOptions, Place, decided
+from skyrl.backends.torch.base_model.lora import initial_lora, initial_value_head
+from skyrl.backends.torch.base_model.memory import DEFAULTS, MemoryOptions, Place, decided
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.sampling.sampling_worker import SamplingWorker
 from skyrl.backends.torch.training.passes import adamw, dimuon, run_tile
 from skyrl.backends.torch.training.scores import Scoring, compiled_scores, scores_of_logits
+from skyrl.backends.torch.workers.buffers import Buffers
+from skyrl.backends.torch.workers.meetings import SAMPLING, STEPS, TILE, Meetings
+from skyrl.backends.torch.workers.model_facts import ModelFacts
 from skyrl.backends.torch.workers.shares import Shares
 from skyrl.errors import BackendLost, RequestError
 
@@ -42,6 +48,8 @@ Named = tuple[Kind, int] | None
 """Kind of a version and handle of its weights; None is the base model."""
 Spread = Literal["replicated", "sharded", "partial", "by_parameter"]
 """Placement of a buffer on ranks: all of it; a part each; numbers of which it is the sum; a part of each parameter."""
+MAKES = {"fresh", "zeros", "put", "add"}
+"""Commands that make a buffer, their first argument. Where they fail, what uses it fails."""
 
 
 @dataclass(frozen=True)
@@ -59,34 +67,6 @@ class WorkerOptions:
     start_timeout_s: float = 600.0
     """Seconds that workers in other processes have to start and load."""
     compile_scores: bool = False
-
-
-class ModelFacts(NamedTuple):
-    """Facts that the driver knows of the base model."""
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    longest: int | None
-    """Tokens of the longest sequence that it was made for; None: any."""
-    targets: tuple[Target, ...]
-    parameters: dict[str, tuple[int, ...]]
-    """Shapes by Hugging Face's names."""
-    embedding: str
-    """Name of the embedding's weights among these."""
-    dtype: str
-    device: str
-    packs: bool
-    is_sharded: bool
-    """True if ranks share the base weights, so that a pass is one of all of them."""
-    tile_ranks: int
-    """Consecutive ranks that compute each micro-batch together."""
-    trains_whole: bool
-    """True if models can be trained as a whole."""
-    cache_shapes: tuple[tuple[int, int, int], ...]
-    """(key heads, key width, value width) of each layer; empty if it is not sampled."""
-    decided: Decided
-    """Plan of a rank's memory, and what it left to the workers."""
 
 
 class Worker:
@@ -123,8 +103,9 @@ class Worker:
         self.model = LoadedModel(options.folder, self.device, load, shards, world)
         of_logits = compiled_scores(self.device) if options.compile_scores else scores_of_logits
         self._scoring = Scoring(options.loss_chunk_size, of_logits)
-        self._buffers: dict[int, Tensor] = {}
+        self._buffers = Buffers(rank)
         self._shares = Shares(self.model, rank, world)
+        self._meetings = Meetings(self.model, world)
         self.sampling = SamplingWorker(self.model)
 
     def execute(self, commands: Sequence[Command]) -> list[Any]:
@@ -132,34 +113,68 @@ class Worker:
         return [self._one(*command) for command in commands]
 
     def _one(self, name: str, *arguments: Any) -> Any:
+        meeting = self._meetings.of(name, arguments)
         try:
+            if meeting is not None and (
+                refusal := meeting.agreement.refusal(meeting.plan, self._unready(name, arguments))
+            ):
+                return refusal
             return getattr(self, name)(*arguments)
         except Exception as error:
-            is_common = self.model.base.is_sharded or (name == "tile" and self.model.meets_others)
-            if is_common and not isinstance(error, RequestError):  # others wait for this rank
-                return BackendLost(f"{name} failed on rank {self.rank}: {type(error).__name__}: {error}")
+            if name in MAKES:
+                self._buffers.fail(arguments[0], error)
+                return None
+            if meeting is not None and not isinstance(error, RequestError):  # others wait for this rank
+                trace = "".join(traceback.format_exception(error))
+                said = f"{name} failed on rank {self.rank}: {type(error).__name__}: {error}"
+                return BackendLost(f"{said}\n{trace}")
             return error
+
+    def _unready(self, name: str, arguments: Sequence[Any]) -> Exception | None:
+        """Return why this rank cannot do its part of a command, before others wait for it. Makes room for results."""
+        try:
+            if name == TILE:
+                self._prepare_tile(*arguments)
+            elif name in STEPS:
+                weights, sums, *moments = arguments[-3]
+                self._buffers.get(sums)  # of no pass on this rank, perhaps
+                held = [self._buffers[handle] for handle in (weights, *moments)]
+                torch.empty(NEW_IN_A_STEP * len(held[0]), device=self.device)
+            elif name == "get":
+                handle, _, spread = arguments
+                self._buffers.get(handle) if spread == "partial" else self._buffers[handle]
+            elif name in SAMPLING:
+                for version in arguments[0] if name == "decode" else arguments[:1]:
+                    self._weights(version)
+        except Exception as error:
+            return error
+        return None
+
+    def _prepare_tile(
+        self, kind: Kind, weights: int | None, sums: int | None, tile: TileArrays, objective: Any, idle: bool = False
+    ) -> None:
+        if weights is not None:
+            self._weights((kind, weights))
+        used, size = int(tile.read), self.model.vocab_size
+        for name, ids in (("tokens", tile.tokens), ("targets", tile.targets)):
+            if (ids[:used] < 0).any() or (ids[:used] >= size).any():
+                raise RequestError(f"{name} of a sequence are not all in the vocabulary; send ids from 0 to {size - 1}")
+        if sums is not None and (self._is_common(kind) or not idle):
+            self._sums(kind, sums)
+
+    def _is_common(self, kind: Kind) -> bool:
+        """True if FSDP adds up gradients of a model over ranks."""
+        return self.model.base.is_sharded and kind.is_whole
+
+    def _sums(self, kind: Kind, handle: int) -> Tensor:
+        """Gradient sums of a pass, which are made if need be."""
+        if handle not in self._buffers:
+            self._buffers[handle] = torch.zeros(self.model.part_layout(kind).size, device=self.device)
+        return self._buffers[handle]
 
     def facts(self) -> ModelFacts:
         """Facts about the base model."""
-        model, config = self.model, self.model.config
-        return ModelFacts(
-            architecture=(config.architectures or [type(model.hf).__name__])[0],
-            vocab_size=model.vocab_size,
-            hidden_size=model.hidden_size,
-            longest=getattr(config, "max_position_embeddings", None),
-            targets=tuple(model.targets),
-            parameters=model.base.shapes,
-            embedding=model.embedding,
-            dtype=str(model.dtype).removeprefix("torch."),
-            device=str(self.device),
-            packs=model.packs,
-            is_sharded=model.base.is_sharded,
-            tile_ranks=model.tile_ranks,
-            trains_whole=model.tensor_ranks.size == 1,
-            cache_shapes=model.cache_shapes,
-            decided=self._decided,
-        )
+        return ModelFacts.of(self.model, self.device, self._decided)
 
     def parameter(self, name: str) -> np.ndarray | None:
         """A weight of the base model, float32; None on ranks but the first."""
@@ -221,7 +236,7 @@ class Worker:
     def free(self, *handles: int) -> None:
         """Forget buffers."""
         for handle in handles:
-            self._buffers.pop(handle, None)
+            self._buffers.free(handle)
             self.sampling.forget_banks(handle)
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -249,20 +264,17 @@ class Worker:
         """
         used = None if weights is None else self._weights((kind, weights))
         output, gradients = run_tile(self.model, used, tile, objective, sums is None, self._scoring, idle)
-        is_common = self.model.base.is_sharded and kind.is_whole
+        is_common = self._is_common(kind)
         if is_common and VALUE_HEAD in gradients:  # FSDP has added up the others
             dist.all_reduce(gradients[VALUE_HEAD])
         if sums is not None and not isinstance(output, Exception) and (is_common or not idle):
-            layout = self.model.part_layout(kind)
-            if sums not in self._buffers:
-                self._buffers[sums] = torch.zeros(layout.size, device=self.device)
-            for name, view in layout.views(self._buffers[sums]).items():
+            for name, view in self.model.part_layout(kind).views(self._sums(kind, sums)).items():
                 view += gradients[name]
         return output if isinstance(output, Exception) or self.model.is_first else None
 
     def add(self, handle: int, first: int, second: int) -> None:
         """The sum of two partial buffers."""
-        parts = [self._buffers[part] for part in (first, second) if part in self._buffers]
+        parts = [each for each in map(self._buffers.get, (first, second)) if each is not None]
         if parts:
             self._buffers[handle] = parts[0] + parts[1] if len(parts) == 2 else parts[0]
 
@@ -313,14 +325,14 @@ class Worker:
         """
         weights, sums, momentum = before
         size = sum(prod(shape) for shape in shapes)
-        gradients = self._shares.summed(None if sums is None else self._buffers.get(sums), size)
+        gradients = self._shares.summed(self._buffers.get(sums), size)
         divisor, limit = float(scalars.gradient_divisor), float(scalars.grad_clip_norm)
         norm = float(torch.linalg.vector_norm(gradients)) / divisor
         clip = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         share = self._shares.own(gradients) * (clip / divisor * float(scalars.new))
         own = self._buffers[momentum] * float(scalars.keep) + share
         new = dimuon(self._buffers[weights], self._shares.gathered(own, size), shapes, scalars)
-        self._buffers.update(zip(after, (new, own), strict=True))
+        self._buffers[after[0]], self._buffers[after[1]] = new, own
         return norm
 
     def _step_of_parts(
@@ -328,7 +340,7 @@ class Worker:
     ) -> float:
         """`step` of parts of parameters, whose gradient sums are those of all ranks."""
         weights, sums, first, second = before
-        gradients = None if sums is None else self._buffers.get(sums)
+        gradients = self._buffers.get(sums)
         norm = 0.0
         if gradients is not None:
             parts = self._shares.layouts(size)[1].views(gradients)
@@ -338,7 +350,8 @@ class Worker:
             norm /= float(scalars.gradient_divisor)
         moments = self._buffers[first], self._buffers[second]
         new = adamw(self._buffers[weights], gradients, *moments, scalars, norm)
-        self._buffers.update(zip(after, new, strict=True))
+        for handle, buffer in zip(after, new, strict=True):
+            self._buffers[handle] = buffer
         return norm
 
     # -- sampling -----------------------------------------------------------------------------------------------------

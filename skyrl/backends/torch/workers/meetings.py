@@ -1,0 +1,68 @@
+"""Commands in which ranks meet in collectives, and the part of each that has to be alike on all ranks."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.torch.base_model.lora import Target, is_trained
+from skyrl.backends.torch.base_model.model import LoadedModel
+from skyrl.backends.torch.workers.agreement import Agreement, host_group, host_subgroup
+
+TILE = "tile"
+STEPS = {"step", "dimuon_step"}
+SAMPLING = {"read", "project", "decode"}
+
+
+class Meeting(NamedTuple):
+    """Ranks that begin a command together."""
+
+    agreement: Agreement
+    plan: Any
+    """Parts of the command that are alike on all of them."""
+
+
+class Meetings:
+    """Meetings of a rank with others.
+
+    Args:
+        model: The base model, which ranks may share.
+        world: Ranks there are. All make one of these at once.
+    """
+
+    def __init__(self, model: LoadedModel, world: int):
+        self._model = model
+        self._all = Agreement(host_group()) if world > 1 else None
+        self._tile: Agreement | None = None
+        """Agreement of ranks that share a micro-batch and nothing else with the others."""
+        if not model.base.is_sharded and model.tile_ranks > 1:
+            self._tile = Agreement(host_subgroup(model.tile_ranks))
+
+    def of(self, name: str, arguments: Sequence[Any]) -> Meeting | None:
+        """Return the meeting of a command, or None if this rank does it by itself."""
+        if self._all is None:
+            return None
+        if name == TILE and self._tile is not None:
+            return Meeting(self._tile, (name, *arguments))
+        is_sharded = self._model.base.is_sharded
+        if name == TILE:
+            kind, weights, sums, *_ = arguments
+            return Meeting(self._all, pass_of(self._model.targets, kind, weights, sums)) if is_sharded else None
+        gets_parts = name == "get" and arguments[-1] != "replicated"
+        if name in STEPS or gets_parts or (is_sharded and name in {"parameter", *SAMPLING}):
+            return Meeting(self._all, (name, *arguments))
+        return None
+
+
+def pass_of(targets: Sequence[Target], kind: Kind, weights: int | None, sums: int | None) -> tuple[Any, ...]:
+    """Common part of micro-batches that ranks which share weights compute at once: their collectives are alike.
+
+    Args:
+        targets: Linear maps of the model.
+        kind: What is trained.
+        weights: Handle of the model's; None is the base model.
+        sums: Handle of the pass's gradients; None: there are none.
+    """
+    if kind.is_whole and weights is not None:
+        return TILE, weights, sums
+    inner = any(is_trained(each, kind.lora_config) for each in targets if each.group != "unembed")
+    return TILE, sums is not None, sums is not None and inner

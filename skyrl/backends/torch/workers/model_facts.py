@@ -1,0 +1,59 @@
+"""Facts about a base model that workers tell the driver."""
+
+from typing import NamedTuple
+
+import torch
+
+from skyrl.backends.torch.base_model.lora import Target
+from skyrl.backends.torch.base_model.memory import Decided
+from skyrl.backends.torch.base_model.model import LoadedModel
+
+
+class ModelFacts(NamedTuple):
+    """Facts that the driver knows of the base model."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    longest: int | None
+    """Tokens of the longest sequence that it was made for; None: any."""
+    targets: tuple[Target, ...]
+    parameters: dict[str, tuple[int, ...]]
+    """Shapes by Hugging Face's names."""
+    embedding: str
+    """Name of the embedding's weights among these."""
+    dtype: str
+    device: str
+    packs: bool
+    is_sharded: bool
+    """True if ranks share the base weights, so that a pass is one of all of them."""
+    tile_ranks: int
+    """Consecutive ranks that compute each micro-batch together."""
+    trains_whole: bool
+    """True if models can be trained as a whole."""
+    cache_shapes: tuple[tuple[int, int, int], ...]
+    """(key heads, key width, value width) of each layer; empty if it is not sampled."""
+    decided: Decided
+    """Plan of a rank's memory, and what it left to the workers."""
+
+    @classmethod
+    def of(cls, model: LoadedModel, device: torch.device, decided: Decided) -> "ModelFacts":
+        """Facts about a model on a rank's device."""
+        config = model.config
+        return cls(
+            architecture=(config.architectures or [type(model.hf).__name__])[0],
+            vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
+            longest=getattr(config, "max_position_embeddings", None),
+            targets=tuple(model.targets),
+            parameters=model.base.shapes,
+            embedding=model.embedding,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(device),
+            packs=model.packs,
+            is_sharded=model.base.is_sharded,
+            tile_ranks=model.tile_ranks,
+            trains_whole=model.tensor_ranks.size == 1,
+            cache_shapes=model.cache_shapes,
+            decided=decided,
+        )
