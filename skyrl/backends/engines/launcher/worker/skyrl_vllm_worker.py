@@ -15,6 +15,8 @@ class Worker:
         self.model_runner.reload_weights(weights_path=weights_path)
         head = getattr(self.model_runner.get_model(), "lm_head", None)
         if self.device.type == "cpu" and head is not None:
-            from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+            from vllm.model_executor.layers.utils import (  # pyright: ignore[reportMissingImports]
+                dispatch_cpu_unquantized_gemm,
+            )
 
             dispatch_cpu_unquantized_gemm(head, remove_weight=False)
