@@ -9,6 +9,7 @@ BACKEND = "tests/backends/engines/test_backend_with_engines.py::"
 ROUTER = "tests/backends/engines/test_router.py::"
 CONTINUATION = "tests/backends/engines/test_continuation.py::"
 
+COLOCATED = "tests/backends/engines/test_colocated_engines.py::"
 WHOLE = "tests/backends/engines/test_whole_models.py::"
 
 ENGINE_DEFECTS = [
@@ -17,9 +18,9 @@ ENGINE_DEFECTS = [
         "nobody looks at the stamps of an engine's answers",
         [
             Edit(
-                ENGINES + "fleet.py",
-                "            if (origin.version, origin.base) != asked:\n",
-                "            if False:\n",
+                ENGINES + "delivery.py",
+                "        if (origin.version, origin.base) != asked:\n",
+                "        if False:\n",
             )
         ],
         [
@@ -128,7 +129,7 @@ ENGINE_DEFECTS = [
     Defect(
         "EN12",
         "what a lost engine has delivered is drawn again",
-        [Edit(ENGINES + "fleet.py", "        if not pieces or not can_go_on(ticket.draw):\n", "        if True:\n")],
+        [Edit(ENGINES + "delivery.py", "    if not pieces or not can_go_on(ticket.draw):\n", "    if True:\n")],
         [CONTINUATION + "test_what_was_delivered_before_a_kill_is_kept_and_nothing_is_drawn_twice"],
     ),
     Defect(
@@ -151,6 +152,30 @@ ENGINE_DEFECTS = [
             "tests/backends/engines/test_interrupted_sync.py::"
             "test_a_sync_that_is_killed_leaves_neither_parts_nor_wrong_weights[publish: adapter written, not in place]"
         ],
+    ),
+    Defect(
+        "EN18",
+        "samples that run as engines fall asleep begin anew",
+        [
+            Edit(
+                ENGINES + "fleet.py",
+                "            keep(ticket, name, self.engines[name])\n            self.router.again(ticket)\n",
+                "            self.router.again(ticket)\n",
+            )
+        ],
+        [COLOCATED + "test_samples_that_run_as_devices_change_hands_keep_their_tokens"],
+    ),
+    Defect(
+        "EN19",
+        "versions are not compared again after a sleep",
+        [
+            Edit(
+                ENGINES + "fleet.py",
+                "                self._checks.forget(name, woken=True)\n",
+                "                pass\n",
+            )
+        ],
+        [COLOCATED + "test_versions_and_the_base_model_are_compared_again_after_a_sleep"],
     ),
     Defect(
         "EN16",

@@ -58,6 +58,13 @@ class EngineOptions(BaseModel):
     """Reserve the engines for models of which all weights are trained (rank 0). Each has one version at a time, as its
     base weights, and no adapters; those are sampled here. Servers of vLLM need VLLM_SERVER_DEV_MODE=1 for that."""
 
+    colocated: bool = False
+    """Let engines and the trainer use the same devices by turns: while one trains, the others sleep. Servers of vLLM
+    need VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode for that."""
+
+    phase_s: float = Field(default=20.0, gt=0, allow_inf_nan=False)
+    """Seconds that training or sampling goes on while the other has something to do, where they share devices."""
+
     reload_method: str = "reload_weights"
     """Method of vLLM's workers that replaces their weights. Engines that are started here have one of ours."""
 

@@ -5,19 +5,19 @@ not answer joins when it does, however often it leaves. Samples of a lost engine
 """
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 
 import uvloop
 
 from skyrl.backends.engines.config import EngineOptions
-from skyrl.backends.engines.continuation import can_go_on, ended, is_whole, rest, together
-from skyrl.backends.engines.needs import BY_PLACE
+from skyrl.backends.engines.continuation import ended, is_whole, together
+from skyrl.backends.engines.delivery import check_stamp, keep, rest_of
 from skyrl.backends.engines.protocol import (
     Admitted,
-    Draw,
     Drawn,
     Engine,
     EngineDown,
@@ -27,7 +27,9 @@ from skyrl.backends.engines.protocol import (
     Unserved,
 )
 from skyrl.backends.engines.router import Load, Router, Start, Ticket
+from skyrl.backends.engines.sleeping import Sleep
 from skyrl.backends.engines.sync_check import Check, Checks
+from skyrl.backends.engines.waiting import Unservable
 from skyrl.errors import RequestError
 from skyrl.utils.async_tasks import Tasks
 from skyrl.utils.backoff import pause_s
@@ -85,9 +87,6 @@ class Fleet:
         """By ticket's id."""
         self._tickets: dict[str, Ticket] = {}
         """Tickets that wait or are drawn, by id."""
-        self._unserved: dict[str, float] = {}
-        """Time since which no engine in use could draw a ticket, by the ticket's id."""
-        self._giving_up: asyncio.TimerHandle | None = None
         self._gone: dict[str, asyncio.Event] = {}
         """Event of each engine in use: set when it is found to be gone."""
         self._loading: dict[str, set[asyncio.Task[None]]] = {}
@@ -97,6 +96,12 @@ class Fleet:
         self._pumping = False
         self._stop = asyncio.Event()
         self._loop = uvloop.new_event_loop()
+        self._unservable = Unservable(
+            self._loop,
+            options.absent_timeout_s,
+            lambda ticket_id: self._end(self._tickets[ticket_id], Unserved(self.why_absent())),
+        )
+        self._sleep = Sleep(self._is_gone)
         self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
 
     def start(self) -> None:
@@ -117,6 +122,22 @@ class Fleet:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
 
+    def pause(self) -> "Future[None]":
+        """Let nothing be drawn until `resume`: what runs waits again, with its tokens. From another thread."""
+        return asyncio.run_coroutine_threadsafe(self._pause_all(), self._loop)
+
+    def sleep(self) -> "Future[None]":
+        """Let engines give up their memory, after `pause`. From another thread."""
+        return asyncio.run_coroutine_threadsafe(self._sleep.fall_asleep(self._in_use), self._loop)
+
+    def wake(self) -> "Future[None]":
+        """Let them take it back. From another thread."""
+        return asyncio.run_coroutine_threadsafe(self._sleep.wake(self._in_use), self._loop)
+
+    def resume(self) -> None:
+        """Draw samples again. From another thread."""
+        self._loop.call_soon_threadsafe(self._resume_all)
+
     def weigh(self, weights: Mapping[str, float]) -> None:
         """Set the weights of tenants. Before anything is submitted."""
         self.router.weigh(weights)
@@ -136,6 +157,7 @@ class Fleet:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        await self._sleep.wake(engine for engine in self._engines.values() if engine.name in self._sleep.asleep)
         for engine in self._engines.values():
             await engine.close()
 
@@ -146,7 +168,7 @@ class Fleet:
         failures = 0
         while True:
             try:
-                admitted = await self._admit(engine)
+                admitted = await self._sleep.while_awake(partial(self._admit_awake, engine))
             except (EngineDown, EngineFailed, Mismatch) as error:
                 self._in_trouble(engine, error)
                 await asyncio.sleep(pause_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
@@ -176,6 +198,11 @@ class Fleet:
             await self._until_gone(engine)
             self._lose(engine)
 
+    async def _admit_awake(self, engine: Engine) -> Admitted:
+        if self._options.colocated:  # a driver that was killed may have left it asleep
+            await self._sleep.wake([engine])
+        return await self._admit(engine)
+
     async def _until_gone(self, engine: Engine) -> None:
         gone = self._gone[engine.name]
         while not gone.is_set():
@@ -201,7 +228,7 @@ class Fleet:
             self._checks.forget(engine.name)
         for ticket in self.router.leave(engine.name):
             self._drawing.pop(ticket.request.request_id).cancel()
-            self._keep(engine, ticket)
+            keep(ticket, engine.name, self.engines[engine.name])
             self._count(ticket, engine.name, self.troubles[engine.name])
         del self._gone[engine.name], self.engines[engine.name]
         self._look_for_unserved()
@@ -210,30 +237,37 @@ class Fleet:
 
     def _look_for_unserved(self) -> None:
         """Note since when what waits cannot be drawn, as engines have come or gone, or samples."""
-        for ticket in self.router.waiting:
-            if self.router.servable(ticket):
-                self._unserved.pop(ticket.request.request_id, None)
-            else:
-                self._unserved.setdefault(ticket.request.request_id, self._loop.time())
-        if self._unserved and self._giving_up is None:
-            self._giving_up = self._loop.call_at(self._first_to_give_up(), self._give_up)
-
-    def _first_to_give_up(self) -> float:
-        return min(self._unserved.values()) + self._options.absent_timeout_s
-
-    def _give_up(self) -> None:
-        """Fail what no engine could draw for too long, and look again when the next may have to."""
-        self._giving_up = None
-        now = self._loop.time()
-        for ticket_id, since in list(self._unserved.items()):
-            if since + self._options.absent_timeout_s <= now:
-                self._end(self._tickets[ticket_id], Unserved(self.why_absent()))
-        if self._unserved:
-            self._giving_up = self._loop.call_at(self._first_to_give_up(), self._give_up)
+        if not self._sleep.holds:
+            self._unservable.look(self.router.waiting, self.router.servable)
 
     def why_absent(self) -> str:
         """Reasons for which engines are not in use."""
         return "; ".join(str(error) for error in list(self.troubles.values())) or "none of them can do it"
+
+    @property
+    def _in_use(self) -> list[Engine]:
+        return [self._engines[name] for name in self.engines]
+
+    async def _pause_all(self) -> None:
+        self._sleep.hold()
+        self._unservable.clear()
+        drawing, self._drawing = self._drawing, {}
+        for task in drawing.values():
+            task.cancel()
+        for ticket, name in self.router.running:
+            keep(ticket, name, self.engines[name])
+            self.router.again(ticket)
+            self._end_if_whole(ticket)
+        loading = [task for tasks in self._loading.values() for task in tasks]
+        await asyncio.gather(*drawing.values(), *loading, return_exceptions=True)
+        if self._checks is not None:
+            for name in self.engines:
+                self._checks.forget(name, woken=True)
+
+    def _resume_all(self) -> None:
+        self._sleep.let_go()
+        self._look_for_unserved()
+        self._pump()
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
@@ -241,17 +275,15 @@ class Fleet:
         for ticket in tickets:
             self._tickets[ticket.request.request_id] = ticket
             self.router.add(ticket)
-            if not self.router.servable(ticket):
-                self._unserved[ticket.request.request_id] = self._loop.time()
-        if self._unserved and self._giving_up is None:
-            self._look_for_unserved()
+        if not self._sleep.holds:
+            self._unservable.look(tickets, self.router.servable)
         self._pump()
 
     def _cancel(self, ticket_ids: list[str]) -> None:
         for ticket_id in ticket_ids:
             ticket = self._tickets.pop(ticket_id, None)
             if ticket is not None:
-                self._unserved.pop(ticket_id, None)
+                self._unservable.forget(ticket)
                 self.router.remove(ticket)
                 if (task := self._drawing.pop(ticket_id, None)) is not None:
                     task.cancel()
@@ -265,7 +297,7 @@ class Fleet:
 
     def _move(self) -> None:
         self._pumping = False
-        if self._stop.is_set():
+        if self._stop.is_set() or self._sleep.holds:
             return
         for move in self.router.moves():
             if isinstance(move, Load):
@@ -305,8 +337,8 @@ class Fleet:
         try:
             if self._checks is not None:
                 await self._checks.passed(engine, ticket, self.engines[engine.name])
-            drawn = await engine.generate(self._rest(engine, ticket), ticket.pieces)
-            self._check_stamp(engine, drawn, ticket)
+            drawn = await engine.generate(rest_of(ticket, self.engines[engine.name]), ticket.pieces)
+            check_stamp(drawn, ticket, engine.name, self.engines[engine.name])
         except EngineDown as error:
             self._is_gone(engine, error)
         except Refused as error:
@@ -314,7 +346,7 @@ class Fleet:
         except Exception as error:
             if not isinstance(error, EngineFailed | Mismatch):
                 log.exception("sampling engine %s returned an invalid response", engine.name)
-            self._keep(engine, ticket)
+            keep(ticket, engine.name, self.engines[engine.name])
             await self._pause(ticket.attempts + 1)
             del self._drawing[ticket.request.request_id]
             self.router.again(ticket)
@@ -324,36 +356,6 @@ class Fleet:
             self.router.ended(ticket, len(drawn.tokens), drawn.cached)
             self._end(ticket, drawn)
         self._pump()
-
-    def _rest(self, engine: Engine, ticket: Ticket) -> Draw:
-        """Request to an engine for a sample."""
-        ticket.pieces.clear()
-        by_place = BY_PLACE in self.engines[engine.name].features
-        if ticket.delivered is None:
-            ticket.by_place = by_place
-            return ticket.draw
-        ticket.by_place = ticket.by_place and by_place
-        return rest(ticket.draw, ticket.delivered, ticket.by_place)
-
-    def _keep(self, engine: Engine, ticket: Ticket) -> None:
-        """Keep what an engine has sent of a sample that it does not end."""
-        pieces, ticket.pieces = ticket.pieces, []
-        if not pieces or not can_go_on(ticket.draw):
-            return
-        sent = together(pieces)
-        with contextlib.suppress(EngineDown):  # of other weights
-            self._check_stamp(engine, sent, ticket)
-            ticket.delivered = together([ticket.delivered, sent] if ticket.delivered else [sent])
-
-    def _check_stamp(self, engine: Engine, drawn: Drawn, ticket: Ticket) -> None:
-        """Raise `EngineDown` if a sample is of other weights than those that it was asked of."""
-        asked = ticket.adapter, self.engines[engine.name].base
-        for origin in drawn.origins:
-            if (origin.version, origin.base) != asked:
-                raise EngineDown(
-                    f"{engine.name} has drawn a sample from adapter={origin.version} on base={origin.base}, not from "
-                    f"adapter={asked[0]} on base={asked[1]}; it is not used until it is proved again"
-                )
 
     async def _pause(self, attempts: int) -> None:
         """Wait before an engine is asked for the same again: not for the first time, and not while others may do it."""
@@ -371,17 +373,21 @@ class Fleet:
         """A sample was not drawn, for no fault of its own that is known. It waits for another engine, if it may."""
         ticket.attempts += 1
         ticket.avoid.add(engine)
-        if ticket.delivered is not None and is_whole(ticket.draw, ticket.delivered):
-            whole = ended(ticket.draw, ticket.delivered)
-            self.router.ended(ticket, len(whole.tokens), whole.cached)
-            self._end(ticket, whole)
-        elif ticket.attempts >= ATTEMPTS:
+        if not self._end_if_whole(ticket) and ticket.attempts >= ATTEMPTS:
             self._end(ticket, error)
+
+    def _end_if_whole(self, ticket: Ticket) -> bool:
+        if ticket.delivered is None or not is_whole(ticket.draw, ticket.delivered):
+            return False
+        whole = ended(ticket.draw, ticket.delivered)
+        self.router.ended(ticket, len(whole.tokens), whole.cached)
+        self._end(ticket, whole)
+        return True
 
     def _end(self, ticket: Ticket, outcome: Outcome) -> None:
         ticket_id = ticket.request.request_id
         self._drawing.pop(ticket_id, None)
         self.router.remove(ticket)
-        self._unserved.pop(ticket_id, None)
+        self._unservable.forget(ticket)
         if self._tickets.pop(ticket_id, None) is not None:
             self._tell(ticket, outcome)

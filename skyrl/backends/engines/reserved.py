@@ -25,7 +25,7 @@ class _Stamped(list[Drawn]):
 
 @dataclasses.dataclass(frozen=True)
 class Stamp:
-    """What samples are stamped with in the place of the engine's base weights."""
+    """Stamp of samples in the place of the engine's base weights."""
 
     base_id: str
     """Content id of the base weights that a sample has to be of."""

@@ -187,6 +187,11 @@ class Router:
         """Return True if an engine that is in use could draw it."""
         return any(place.serves(ticket) for place in self._places.values())
 
+    @property
+    def running(self) -> list[tuple[Ticket, str]]:
+        """What is drawn, and by which engine."""
+        return [(ticket, place.name) for ticket, place in self._running.values()]
+
     # -- samples ------------------------------------------------------------------------------------------------------
 
     def weigh(self, weights: Mapping[str, float]) -> None:

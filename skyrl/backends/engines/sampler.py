@@ -134,11 +134,26 @@ class EngineSampler(Generic[Version]):
                     str(mismatch or f"no sampling engine is there after start_timeout_s: {self._why_absent()}")
                 )
             if self.fleet.engines and {*list(self.fleet.engines), *list(self.fleet.troubles)} >= set(urls):
+                if self._options.colocated:
+                    self._first_sleep()
                 return
             while self._news or self._own.busy:
                 assert not self.burst(), "no request before it is open"
             self._heard.wait(1.0)
             self._heard.clear()
+
+    def _first_sleep(self) -> None:
+        """Put all to sleep, which is how phases begin. Raises `RequestError` if one of them cannot."""
+        names = set(self.fleet.engines)
+        self.fleet.pause().result()
+        self.fleet.sleep().result()
+        for name in names:
+            if (error := self.fleet.troubles.get(name)) is not None:
+                self.close()
+                raise RequestError(
+                    f"engines.colocated=True (trainer.placement.colocate_all), and {error}; start it with "
+                    "VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode, or give engines devices of their own"
+                )
 
     def _why_absent(self) -> str:
         ended = [] if self._launcher is None else self._launcher.troubles

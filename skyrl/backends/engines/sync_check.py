@@ -14,7 +14,7 @@ from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.engines.adapter_folder import Exports
 from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.fixed_prompt import FixedPrompt
-from skyrl.backends.engines.protocol import Admitted, Engine, EngineFailed, Mismatch
+from skyrl.backends.engines.protocol import Admitted, Engine, EngineDown, EngineFailed, Mismatch
 from skyrl.backends.engines.router import Ticket
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,10 @@ class SyncCheck(Generic[Version]):
 
     async def __call__(self, engine: Engine, ticket: Ticket, admitted: Admitted) -> None:
         """Compare the version that a sample is asked of. Raises `Mismatch`, or as `Engine.generate`."""
-        assert ticket.adapter is not None
+        if ticket.adapter is None:
+            drawn = await engine.generate(self._prompt.draw())
+            self._compare(engine, ticket, admitted, await self._prompt.difference(drawn, None))
+            return
         version = self._exports.version(ticket.adapter)
         if version is None:
             raise EngineFailed(f"version={ticket.request.version} is not in memory any more: its requests are gone")
@@ -64,6 +67,9 @@ class SyncCheck(Generic[Version]):
             difference = await self._prompt.difference(drawn, name)
         finally:
             self._versions.drop(name)
+        self._compare(engine, ticket, admitted, difference)
+
+    def _compare(self, engine: Engine, ticket: Ticket, admitted: Admitted, difference: float) -> None:
         bound = self.bound(admitted)
         if not difference <= bound:
             raise Mismatch(
@@ -84,33 +90,39 @@ class Checks:
 
     def __init__(self, check: Check, path: Callable[[str], str]):
         self._check, self._path = check, path
-        self._begun: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._begun: dict[tuple[str, str | None], asyncio.Task[None]] = {}
         """By engine and adapter."""
+        self._woken: set[str] = set()
+        """Engines whose base model is to be compared again, too."""
 
     async def passed(self, engine: Engine, ticket: Ticket, admitted: Admitted) -> None:
         """Wait until a sample's version was compared on its engine. Raises as `Check`, and is tried anew after that."""
-        if ticket.adapter is None:  # which admission has compared
+        if ticket.adapter is None and engine.name not in self._woken:  # admission has compared it
             return
         key = engine.name, ticket.adapter
         if key not in self._begun:
             self._begun[key] = asyncio.create_task(self._compare(engine, ticket, ticket.adapter, admitted))
         await asyncio.shield(self._begun[key])
 
-    def forget(self, engine: str, adapter: str | None = None) -> None:
-        """An engine is about to lose an adapter, or was lost with all of them."""
+    def forget(self, engine: str, adapter: str | None = None, woken: bool = False) -> None:
+        """An engine is about to lose an adapter, or was lost with all of them, or sleeps, so that all may be lost."""
+        if adapter is None:
+            (self._woken.add if woken else self._woken.discard)(engine)
         for key in [key for key in self._begun if key[0] == engine and adapter in (None, key[1])]:
             self._begun.pop(key).cancel()
 
-    async def _compare(self, engine: Engine, ticket: Ticket, adapter: str, admitted: Admitted) -> None:
+    async def _compare(self, engine: Engine, ticket: Ticket, adapter: str | None, admitted: Admitted) -> None:
         """Compare a version; where it differs, load it again, and fail if it differs then too."""
         try:
             try:
                 await self._check(engine, ticket, admitted)
             except Mismatch as error:
+                if adapter is None:
+                    raise EngineDown(str(error)) from error  # and is admitted anew, or not
                 log.error("%s", error)
                 await engine.unload_adapter(adapter)
                 await engine.load_adapter(adapter, self._path(adapter))
                 await self._check(engine, ticket, admitted)
         except Exception:
-            del self._begun[engine.name, adapter]
+            self._begun.pop((engine.name, adapter), None)
             raise

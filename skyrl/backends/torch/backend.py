@@ -30,6 +30,7 @@ from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.launcher.vllm import Served, with_command
 from skyrl.backends.engines.sampler import EngineSampler
 from skyrl.backends.executor import Quantum
+from skyrl.backends.executor.phases import Phase
 from skyrl.backends.operations import ForwardBackward
 from skyrl.backends.torch.base_model.memory import tile_tokens
 from skyrl.backends.torch.config import TorchBackendConfig
@@ -142,6 +143,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         self._engines: EngineSampler[TorchVersion] | None = None
         self.sampler = self._own_sampler() if facts.cache_shapes else NoSampler(self.info)
         if config.engines.count:
+            self.phase_s = config.engines.phase_s
             try:
                 self.info().check_samples()  # with whose scores those of engines are compared
                 assert isinstance(self.sampler, Sampler)
@@ -217,7 +219,8 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             max_lora_rank=self.config.max_lora_rank,
             on_gpu=not self.group.facts.device.startswith("cpu"),
             cache_gib=self.config.kv_cache_gib,
-            development=options.whole,
+            colocated=options.colocated,
+            development=options.whole or options.colocated,
         )
         return options.model_copy(update={"launch": with_command(options.launch, served)})
 
@@ -264,7 +267,23 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             adaptable=self._adaptable,
             samples=bool(facts.cache_shapes),
             base_id=self._base_id,
+            colocated=bool(engines.count) and engines.colocated,
         )
+
+    # -- devices that are shared with engines -------------------------------------------------------------------------
+
+    def pause(self) -> "Future[Any] | None":
+        return None if self._engines is None else self._engines.fleet.pause()
+
+    def sleep(self, phase: Phase) -> "Future[Any] | None":
+        return self._engines.fleet.sleep() if self._engines is not None and phase == "sampling" else None
+
+    def wake(self, phase: Phase) -> "Future[Any] | None":
+        return self._engines.fleet.wake() if self._engines is not None and phase == "sampling" else None
+
+    def resume(self) -> None:
+        if self._engines is not None:
+            self._engines.fleet.resume()
 
     @staticmethod
     def record_memory(path: Path) -> None:

@@ -103,6 +103,8 @@ def _engines(config: SkyRLTrainConfig, given: Mapping[str, Any]) -> dict[str, An
         options["max_requests"] = engines.max_num_seqs
     if not config.trainer.policy.model.lora.rank:
         options["whole"] = True
+    if launch and config.trainer.placement.colocate_all:
+        options["colocated"] = True
     if launch:
         options["launch"] = _launch(config, launch)
     return {**options, **{name: value for name, value in given.items() if name != "launch"}}

@@ -191,8 +191,12 @@ def app_of(engine: PretendEngine, key: str = SECRET) -> FastAPI:
         await engine.resume()
 
     @app.post("/sleep")
-    async def sleep(level: int) -> None:
-        await engine.sleep(level)  # pyright: ignore[reportArgumentType]
+    async def sleep(level: int) -> Response:
+        try:
+            await engine.sleep(level)  # pyright: ignore[reportArgumentType]
+        except EngineFailed as problem:
+            return error(500, problem)
+        return Response()
 
     @app.post("/wake_up")
     async def wake() -> None:

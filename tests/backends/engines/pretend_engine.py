@@ -44,6 +44,8 @@ class Sizes:
     mode: str = "raw"
     token_s: float = 0.0
     """Seconds for each token."""
+    sleeps: bool = True
+    """False: it has no sleep mode."""
     keeps: bool = False
     """True if it says that it has replaced its weights, and has not."""
     by_place: bool = True
@@ -67,7 +69,7 @@ class PretendEngine(Engine):
 
     def restart(self) -> None:
         """Forget everything that is not on disk."""
-        self.model, self.weight_version, self.reloads = self._first, "default", 0
+        self.model, self.weight_version, self.reloads, self.naps = self._first, "default", 0, 0
         self.fingerprint = uuid4().hex
         self.registered: dict[str, str] = {}
         self.slots: OrderedDict[str, Adapter] = OrderedDict()
@@ -219,7 +221,10 @@ class PretendEngine(Engine):
         self.awake.set()
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
-        self.sleeping = level
+        if not self.sizes.sleeps:
+            raise EngineFailed(f"{self.name} was started without --enable-sleep-mode")
+        assert not self.running, "samples would be lost"
+        self.sleeping, self.naps = level, self.naps + 1
 
     async def wake(self) -> None:
         self.sleeping = None
@@ -238,6 +243,8 @@ def facts_of(engine: PretendEngine) -> dict[str, Any]:
         "loads": engine.loads,
         "drawn": engine.drawn,
         "tokens": engine.tokens,
+        "running": engine.running,
+        "naps": engine.naps,
         "reloads": engine.reloads,
         "weights": engine.weight_version,
         "sleeping": engine.sleeping,

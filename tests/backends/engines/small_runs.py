@@ -13,7 +13,7 @@ APART = "trainer.placement.colocate_all=false"
 
 
 def arguments(folder: Path, model: Path, *more: str) -> list[str]:
-    """What a run with its files in a folder is started with."""
+    """Arguments of a run with its files in a folder."""
     rows = folder / "rows.jsonl"
     write_rows(rows, ({"prompt": row["prompt"]} for row in arithmetic_rows(8, seed=0, largest=9)))
     trainer = [f"policy.model.path={model}", "train_batch_size=4", "policy_mini_batch_size=4", "max_prompt_length=64"]

@@ -24,7 +24,14 @@ LAUNCH = "trainer.fsdp2.engines={launch: {python: /opt/vllm/bin/python}}"
 
 def served(tmp_path, **changes) -> Served:
     given = {"model": tmp_path, "dtype": "float32", "longest": 64, "max_requests": 8, "max_logprobs": 20}
-    given |= {"max_loras": 4, "max_lora_rank": 9, "on_gpu": False, "cache_gib": 2.0, "development": False}
+    given |= {
+        "max_loras": 4,
+        "max_lora_rank": 9,
+        "on_gpu": False,
+        "cache_gib": 2.0,
+        "colocated": False,
+        "development": False,
+    }
     return Served(**given | changes)
 
 
@@ -177,14 +184,18 @@ def test_a_server_takes_the_same_fields():
         SkyRLTrainBackendOverrides.model_validate({f"{ENGINES}tensor_parallel_size": 2})
 
 
-@pytest.mark.parametrize("rank", [4, 0], ids=["adapter", "whole model"])
-def test_grpo_starts_its_engines_and_they_end_with_it(tmp_path, rank):
+@pytest.mark.parametrize(
+    ("rank", "colocated"), [(4, False), (0, False), (4, True)], ids=["adapter", "whole model", "colocated"]
+)
+def test_grpo_starts_its_engines_and_they_end_with_it(tmp_path, rank, colocated):
     model, python = make_tiny_model(tmp_path / "tiny"), interpreter(tmp_path)
-    given = arguments(tmp_path, model, APART, f"{LORA}rank={rank}", f"{LORA}lora_sync_path={tmp_path}/shared")
+    place = f"trainer.placement.colocate_all={str(colocated).lower()}"
+    given = arguments(tmp_path, model, place, f"{LORA}rank={rank}", f"{LORA}lora_sync_path={tmp_path}/shared")
     given += [f"{ENGINES}num_engines=2", f"{ENGINES}max_num_seqs=16"]
     given += [f"trainer.fsdp2.engines={{max_loras: 2, launch: {{python: {python}}}}}"]
     run = asyncio.run(train_rl(SkyRLTrainConfig.from_cli_overrides(given).resolve()))
     assert run.global_step == len(steps(tmp_path)) == 2
     starts = started(tmp_path)
     assert len(starts) == 2
+    assert all(("VLLM_SERVER_DEV_MODE" in one["environment"]) is (colocated or not rank) for one in starts)
     assert not list((tmp_path / "shared.engines").glob("*.json"))

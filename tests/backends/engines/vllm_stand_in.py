@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.backends.engines.engine_server import ROOT, serve
 
@@ -37,7 +38,7 @@ os.execv({sys.executable!r}, [{sys.executable!r}, "-m", {__name__!r}, *sys.argv[
     return program
 
 
-def started(folder: Path) -> list[dict[str, object]]:
+def started(folder: Path) -> list[dict[str, Any]]:
     """Arguments and environment of each start."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("started-*.json"))]
 

@@ -15,6 +15,7 @@ OURS = {
     "max_logprobs": "engines.max_logprobs",
     "stream_interval": "nothing else; the default is right",
     "enable_lora": "engines.whole",
+    "enable_sleep_mode": "engines.colocated, or trainer.placement.colocate_all",
     "max_loras": "engines.max_loras",
     "max_lora_rank": "max_lora_rank, or trainer.policy.model.lora.rank",
     "host": "nothing else; engines that are started here listen on this machine alone",

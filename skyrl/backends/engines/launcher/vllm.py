@@ -27,7 +27,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What engines have to serve."""
+    """Model and limits that engines have to serve."""
 
     model: Path
     dtype: str
@@ -41,6 +41,8 @@ class Served:
     on_gpu: bool
     cache_gib: float
     """GiB for keys and values on a CPU."""
+    colocated: bool
+    """True if they sleep while the backend trains."""
     development: bool
     """True if weights are replaced, or engines sleep, which vLLM lets nobody do but in its development mode."""
 
@@ -73,6 +75,8 @@ def _required(served: Served) -> dict[str, Any]:
         "max_logprobs": served.max_logprobs,
         "stream_interval": STREAM_INTERVAL,
     }
+    if served.colocated and served.on_gpu:  # vLLM has no sleep on a CPU, and refuses the flag
+        required["enable_sleep_mode"] = True
     assert required.keys() <= OURS.keys()
     if served.max_loras:
         rank = next((rank for rank in RANKS if rank >= served.max_lora_rank), None)

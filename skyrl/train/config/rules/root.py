@@ -200,7 +200,7 @@ def _engine_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
         )
         return
     gpus, engine_gpus = trainer.gpus("policy"), engine.num_engines * engine.gpus_per_engine
-    if gpus != engine_gpus:
+    if gpus != engine_gpus and trainer.placement.policy_num_gpus_per_node:
         yield (
             f"trainer.placement.colocate_all=True, but the policy has {gpus} GPUs (policy_num_nodes x "
             f"policy_num_gpus_per_node) and the engines {engine_gpus} (generator.inference_engine: num_engines="
