@@ -1,4 +1,4 @@
-"""What an engine is asked for of a sample, and what is kept of what it delivers before it is lost."""
+"""Parts of a sample that an engine is asked for, and those that it delivered before it was lost."""
 
 import contextlib
 

@@ -189,7 +189,7 @@ class Router:
 
     @property
     def running(self) -> list[tuple[Ticket, str]]:
-        """What is drawn, and by which engine."""
+        """Drawn sequences, and the engine that drew them."""
         return [(ticket, place.name) for ticket, place in self._running.values()]
 
     # -- samples ------------------------------------------------------------------------------------------------------
