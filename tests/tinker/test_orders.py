@@ -43,10 +43,11 @@ def ordered(server: LiveServer, path: str) -> Callable[[], dict[str, Any]]:
 
 
 def noted(server: LiveServer, request_id: str) -> None:
-    """Wait until a cancellation has reached the queue and the log."""
+    """Wait until a cancellation has reached the queue and the log, and an engine that is held."""
     pending = server.app.state.server.queue.training
     until(lambda: {owed.request_id: owed.cancelled for owed in pending.waiting()}.get(request_id), bool)
-    until(lambda: server.engine.sent, lambda frames: type(frames[-1]).__name__ == "Refuse")
+    frames = server.engine.sent if server.engine.gate is None else server.engine.inbox
+    until(lambda: frames and type(frames[-1]).__name__, lambda name: name == "Refuse")
 
 
 def running(server: LiveServer, request_id: str) -> None:
