@@ -23,14 +23,15 @@ class FixedPrompt:
     def __init__(self, info: BackendInfo, score: Score):
         self._info, self._score = info, score
         self._salts = count()
-        self._prompt = np.random.default_rng(0).integers(info.vocab_size, size=PROMPT).astype(np.int32)
+        length = min(PROMPT, info.max_context_length // 2)
+        self._prompt = np.random.default_rng(0).integers(info.vocab_size, size=length).astype(np.int32)
 
     def draw(self, adapter: str | None = None, top_k: int = 0) -> Draw:
         """Request to an engine."""
         return Draw(
             prompt=self._prompt,
             adapter=adapter,
-            max_tokens=min(DRAWN, self._info.max_context_length - PROMPT - 1),
+            max_tokens=min(DRAWN, self._info.max_context_length - len(self._prompt) - 1),
             seed=1,
             temperature=1.0,
             top_k=top_k,
@@ -44,4 +45,4 @@ class FixedPrompt:
     async def scores(self, drawn: Drawn, version: str | None) -> np.ndarray:
         """Log-probabilities here of what an engine has drawn."""
         scores = await self._score(version, np.concatenate([self._prompt, drawn.tokens]))
-        return scores[PROMPT - 1 :]
+        return scores[len(self._prompt) - 1 :]

@@ -129,7 +129,6 @@ class EngineSampler(Generic[Version]):
             troubles = list(self.fleet.troubles.values())
             mismatch = next((error for error in troubles if isinstance(error, Mismatch)), None)
             if mismatch is not None or time.monotonic() > until:
-                self.close()
                 raise RequestError(
                     str(mismatch or f"no sampling engine is there after start_timeout_s: {self._why_absent()}")
                 )
@@ -149,7 +148,6 @@ class EngineSampler(Generic[Version]):
         self.fleet.sleep().result()
         for name in names:
             if (error := self.fleet.troubles.get(name)) is not None:
-                self.close()
                 raise RequestError(
                     f"engines.colocated=True (trainer.placement.colocate_all), and {error}; start it with "
                     "VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode, or give engines devices of their own"

@@ -149,7 +149,9 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
                 assert isinstance(self.sampler, Sampler)
                 self.sampler = self._engines = self._engine_sampler(self.sampler)
                 self._engines.open(progress)
-            except RequestError:
+            except BaseException:  # also an interruption, as loading a model into engines takes minutes
+                if self._engines is not None:
+                    self._engines.close()
                 self.group.close()
                 raise
         if config.workers != "in_process":

@@ -19,6 +19,7 @@ from skyrl.train.strategy.torch_options import (
     SEQUENCES,
     SHARDING,
     engine_problems,
+    engines_of_a_run,
     launched,
     param_dtype,
     torch_options,
@@ -47,7 +48,10 @@ class TorchStrategy(Strategy):
         assert generator.max_input_length is not None and eval_sampling_params is not None  # derived by `resolve`
         response = max(generator.sampling_params.max_generate_length, eval_sampling_params.max_generate_length)
         context = {"max_context_length": generator.max_input_length + response}
-        return context | torch_options(config)
+        options = torch_options(config)
+        if "engines" in options:
+            options["engines"] = {**options["engines"], **engines_of_a_run(config)}
+        return context | options
 
     def sft_options(self, config: SFTConfig) -> dict[str, Any]:
         options: dict[str, Any] = {"max_context_length": config.max_length or 0}

@@ -94,29 +94,36 @@ def launched(config: SkyRLTrainConfig) -> dict[str, Any]:
 def _engines(config: SkyRLTrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of the engines that sample; those that are given by their own names are laid over the others."""
     engines, launch = config.generator.inference_engine, launched(config)
-    folder = config.trainer.policy.model.lora.lora_sync_path
-    if launch and not config.trainer.policy.model.lora.is_given("lora_sync_path"):
-        run = hashlib.sha256(config.trainer.ckpt_path.encode()).hexdigest()[:12]
-        folder = f"{folder}/{run}"  # two runs on a machine have nothing to do with each other's engines
-    options: dict[str, Any] = {"urls": urls_of(engines), "folder": folder}
+    options: dict[str, Any] = {"urls": urls_of(engines), "folder": config.trainer.policy.model.lora.lora_sync_path}
     if engines.is_given("max_num_seqs") or launch:
         options["max_requests"] = engines.max_num_seqs
-    if not config.trainer.policy.model.lora.rank:
-        options["whole"] = True
-    if launch and config.trainer.placement.colocate_all:
-        options["colocated"] = True
     if launch:
         options["launch"] = _launch(config, launch)
     return {**options, **{name: value for name, value in given.items() if name != "launch"}}
 
 
+def engines_of_a_run(config: SkyRLTrainConfig) -> dict[str, Any]:
+    """Options of engines that follow from there being one policy, in one run."""
+    trainer, launch = config.trainer, launched(config)
+    options: dict[str, Any] = {"whole": not trainer.policy.model.lora.rank}
+    if launch:
+        options["colocated"] = trainer.placement.colocate_all
+        if not trainer.policy.model.lora.is_given("lora_sync_path"):
+            run = hashlib.sha256(trainer.ckpt_path.encode()).hexdigest()[:12]
+            options["folder"] = f"{trainer.policy.model.lora.lora_sync_path}/{run}"  # no two runs share engines
+        if gpus := trainer.placement.policy_num_gpus_per_node:
+            places = {
+                "gpus": config.generator.inference_engine.gpus_per_engine,
+                "first_gpu": 0 if trainer.placement.colocate_all else gpus,
+            }
+            options["launch"] = places | _launch(config, launch)
+    return options | {name: value for name, value in trainer.fsdp2.get("engines", {}).items() if name != "launch"}
+
+
 def _launch(config: SkyRLTrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of engines that are started here."""
-    engines, trainer = config.generator.inference_engine, config.trainer
+    engines = config.generator.inference_engine
     options: dict[str, Any] = {"count": engines.num_engines}
-    if trainer.placement.policy_num_gpus_per_node:
-        apart = 0 if trainer.placement.colocate_all else trainer.placement.policy_num_gpus_per_node
-        options |= {"gpus": engines.gpus_per_engine, "first_gpu": apart}
     if not given.get("python"):
         return {**options, **given}
     arguments = _arguments(engines)

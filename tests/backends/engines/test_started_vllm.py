@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from skyrl.backends.engines.launcher.options import LaunchOptions
 from skyrl.backends.engines.launcher.vllm import Served, devices_of, with_command
 from skyrl.backends.skyrl_train_backend import SkyRLTrainBackendOverrides
-from skyrl.backends.torch import TorchBackendConfig
+from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.errors import RequestError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.rl.run import train_rl
@@ -17,6 +17,7 @@ from skyrl.train.strategy.torch_backend import TorchStrategy
 from tests.backends.engines.small_runs import APART, ENGINES, HERE, LORA, arguments, steps
 from tests.backends.engines.vllm_stand_in import interpreter, started
 from tests.live import make_tiny_model
+from tests.waiting import until
 
 REF = "trainer.placement.ref_num_"
 LAUNCH = "trainer.fsdp2.engines={launch: {python: /opt/vllm/bin/python}}"
@@ -182,6 +183,21 @@ def test_a_server_takes_the_same_fields():
     assert (config.engines.launch.count, config.engines.launch.arguments["tensor_parallel_size"]) == (2, 2)
     with pytest.raises(ValueError, match="tensor_parallel_size=2 without vLLM servers that are started here"):
         SkyRLTrainBackendOverrides.model_validate({f"{ENGINES}tensor_parallel_size": 2})
+
+
+def test_engines_end_with_a_backend_that_is_interrupted_as_it_opens(tmp_path):
+    model, python = make_tiny_model(tmp_path / "tiny"), interpreter(tmp_path)
+
+    def progress(message: str) -> None:
+        if message.startswith("waiting for"):
+            until(lambda: started(tmp_path), "an engine is started")
+            raise KeyboardInterrupt
+
+    engines = {"launch": {"python": str(python)}, "folder": str(tmp_path / "shared")}
+    config = TorchBackendConfig.model_validate({"max_context_length": 64, "engines": engines})
+    with pytest.raises(KeyboardInterrupt):
+        TorchBackend(str(model), config, progress)
+    assert not list((tmp_path / "shared.engines").glob("*.json"))
 
 
 @pytest.mark.parametrize(

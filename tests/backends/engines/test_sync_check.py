@@ -7,11 +7,12 @@ import pytest
 
 from skyrl.backends.common.sampling.sequences import Job
 from skyrl.backends.common.versions import Claim
+from skyrl.backends.engines.fixed_prompt import FixedPrompt
 from skyrl.backends.engines.protocol import Admitted
 from skyrl.backends.engines.requests import EngineRequest
 from skyrl.backends.engines.sync_check import SyncCheck
 from skyrl.backends.operations import Sample
-from skyrl.types import SamplingParams
+from skyrl.types import BackendInfo, SamplingParams
 from tests.backends.engines.marked import OPTIONS
 
 NOTHING: Any = None
@@ -26,6 +27,13 @@ def test_a_version_may_differ_ten_times_more_than_what_was_compared_at_admission
     options = OPTIONS.model_copy(update={"sync_logprob_bound": given})
     check = SyncCheck(options, NOTHING, NOTHING, NOTHING)
     assert check.bound(Admitted(64, frozenset(), [], "base", found)) == pytest.approx(bound)
+
+
+@pytest.mark.parametrize(("longest", "tokens"), [(256, 16 + 32), (17, 8 + 8), (4, 2 + 1)])
+def test_the_fixed_prompt_leaves_room_for_samples_in_a_short_context(longest, tokens):
+    info = BackendInfo("base", "Qwen3ForCausalLM", 300, longest, 8, None)
+    draw = FixedPrompt(info, NOTHING).draw()
+    assert len(draw.prompt) + draw.max_tokens == tokens < longest
 
 
 def test_requests_of_two_tenants_share_no_salt():

@@ -6,6 +6,7 @@ vLLM 0.32 computes adapters of experts by Triton alone, so that on a CPU nothing
 import json
 import os
 import subprocess
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from tests.tx.tiny_models import trained_adapter
 
 PYTHON = os.environ.get("SKYRL_TEST_VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="make test-vllm")
-SIZES = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256, "vocab": 4096}
+SIZES: dict[str, Any] = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
+SIZES |= {"vocab": 4096}
 RANK, ALPHA = 4, 24.0
 PROGRAM = """
 import sys

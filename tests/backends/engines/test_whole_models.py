@@ -1,6 +1,7 @@
 """Models of which all weights are trained on engines that are reserved for them, against the backend's own sampler."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ VERSIONS = ("one", "two")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    sizes = {"hidden": 32, "layers": 1, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 64}
+    sizes: dict[str, Any] = {"hidden": 32, "layers": 1, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 64}
     return make_model(tmp_path_factory.mktemp("model") / "untied", "qwen3", **sizes, seed=0)
 
 

@@ -22,9 +22,10 @@ ENTROPY = math.log(4) / 2
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '<|im_end|>' if m.role == 'assistant' else '=' }}{% endfor %}"
 
 
-def make_pupil(folder: Path, seed: int) -> Path:
+def make_pupil(folder: Path, seed: int, head_dim: int = 16) -> Path:
     """A random model of 40 thousand weights, whose template renders a word and its answer as "abc=x<|im_end|>"."""
-    make_model(folder, hidden=32, layers=2, heads=2, kv_heads=2, head_dim=16, intermediate=64, vocab=300, seed=seed)
+    sizes: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate": 64, "vocab": 300}
+    make_model(folder, **sizes, head_dim=head_dim, seed=seed)
     settings = folder / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
     return folder

@@ -4,6 +4,7 @@ vLLM 0.32 packs the output embedding anew on a CPU when weights are reloaded, bu
 logits were then of the old weights.
 """
 
+import importlib
 from typing import Any
 
 
@@ -15,8 +16,5 @@ class Worker:
         self.model_runner.reload_weights(weights_path=weights_path)
         head = getattr(self.model_runner.get_model(), "lm_head", None)
         if self.device.type == "cpu" and head is not None:
-            from vllm.model_executor.layers.utils import (  # pyright: ignore[reportMissingImports]
-                dispatch_cpu_unquantized_gemm,
-            )
-
-            dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+            layers = importlib.import_module("vllm.model_executor.layers.utils")
+            layers.dispatch_cpu_unquantized_gemm(head, remove_weight=False)

@@ -1,0 +1,55 @@
+"""GRPO learns with two vLLM servers that the run starts itself: `make test-vllm`.
+
+Once they share the trainer's device by turns and samples are of the newest weights, and once they sample beside it.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from kinds import make_pupil
+from test_learning_rl import assert_learned, configured, run
+
+PYTHON = os.environ.get("SKYRL_TEST_VLLM_PYTHON", "")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="make test-vllm")
+VARIABLES = "{HF_HUB_OFFLINE: '1', VLLM_NO_USAGE_STATS: '1', VLLM_CPU_OMP_THREADS_BIND: nobind, OMP_NUM_THREADS: '1'}"
+CLOSE = "policy/rollout_train_logprobs_abs_diff_max"
+ASYNC = [
+    "trainer.placement.colocate_all=false",
+    "trainer.fully_async.enabled=true",
+    "trainer.fully_async.max_staleness_steps=1",
+    "trainer.fully_async.num_parallel_generation_workers=24",
+]
+ADAPTER = ["trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.alpha=32"]
+ADAPTER += ["trainer.policy.optimizer_config.lr=3e-2"]
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    launch = f"{{python: {PYTHON}, env: {VARIABLES}}}"
+    engines = f"{{max_loras: 4, connect_timeout_s: 60, launch: {launch}}}"
+    return [
+        f"trainer.policy.model.path={make_pupil(folder / 'pupil', 0, head_dim=32)}",
+        "trainer.placement.policy_num_gpus_per_node=0",
+        f"trainer.fsdp2={{train_tile_tokens: 1024, kv_cache_gib: 0.5, engines: {engines}}}",
+        f"trainer.policy.model.lora.lora_sync_path={folder}/shared",
+        "trainer.max_prompt_length=16",
+        "generator.inference_engine.num_engines=2",
+        "generator.inference_engine.max_num_seqs=128",
+        *more,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "steps"),
+    [
+        pytest.param([], 40, id="whole model, by turns"),
+        pytest.param(ADAPTER, 60, id="adapter, by turns"),
+        pytest.param([*ASYNC], 40, id="whole model, fully asynchronous"),
+        pytest.param([*ASYNC, *ADAPTER], 60, id="adapter, fully asynchronous"),
+    ],
+)
+def test_grpo_learns_with_two_engines(tmp_path, more, steps):
+    reports = run(configured(tmp_path, 0, *arguments(tmp_path, *more), steps=steps, strategy="fsdp2"))
+    assert_learned(reports, least=0.75)
+    assert max(report[CLOSE] for report in reports if CLOSE in report) < (5e-3 if not more else 1.0)
+    print(f"score {reports[0]['eval/all/avg_score']:.3f} -> {reports[-1]['eval/all/avg_score']:.3f}")
