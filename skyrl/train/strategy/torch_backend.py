@@ -19,10 +19,12 @@ from skyrl.train.strategy.torch_options import (
     SEQUENCES,
     SHARDING,
     param_dtype,
+    reduce_dtype,
     torch_options,
     urls_of,
 )
 
+PRECISION = "trainer.policy.fsdp_config.mixed_precision"
 OF_ENGINES = (
     "model_dtype",
     "gpu_memory_utilization",
@@ -76,7 +78,7 @@ class TorchStrategy(Strategy):
                 "(trainer.placement.policy_num_gpus_per_node of 0 or 1)"
             )
         yield from _sharing(config.trainer)
-        yield from _param_dtype_problems(config)
+        yield from _format_problems(config)
         yield from _other_models(config.trainer)
         policy, critic = (getattr(config.trainer, name).model.path for name in ("policy", "critic"))
         if critic not in (None, policy):
@@ -133,11 +135,17 @@ def _sharing(trainer: TrainerConfig) -> Iterator[str]:
         )
 
 
-def _param_dtype_problems(config: SkyRLTrainConfig) -> Iterator[str]:
-    """Number formats that base weights cannot be in, or are asked not to be in by another field."""
+def _format_problems(config: SkyRLTrainConfig) -> Iterator[str]:
+    """Number formats that weights or gradients cannot be in, or are asked not to be in by another field."""
+    if (summed := reduce_dtype(config)) is not None:
+        field, whole = f"{PRECISION}.reduce_dtype={summed}", not config.trainer.policy.model.lora.rank
+        if summed not in PARAM_DTYPES:
+            yield f"{field}: gradients are added up in {' or '.join(PARAM_DTYPES)}; set it to one of them"
+        elif summed != "fp32" and not whole:
+            yield f"{field} and an adapter (trainer.policy.model.lora.rank): its gradients are fp32; leave it out"
     if (asked := param_dtype(config)) is None:
         return
-    field = f"trainer.policy.fsdp_config.mixed_precision.param_dtype={asked}"
+    field = f"{PRECISION}.param_dtype={asked}"
     if (ours := PARAM_DTYPES.get(asked)) is None:
         yield f"{field}: base weights are in {' or '.join(PARAM_DTYPES)}; set it to one of them"
         return

@@ -10,6 +10,7 @@ WHERE_AVAILABLE = where_available("skyrl.train.strategy.torch_backend")
 
 ONE_BASE = refused("all models share the policy's base weights; set it for trainer.policy, or leave it out")
 ONE_FORMAT = refused("base weights have one format, and what is trained is float32: see trainer.bf16; leave it out")
+BUFFERS = refused("buffers stay in the format in which transformers makes them; leave it at fp32")
 BY_LAYER = refused("each layer is a unit of its own; leave it out")
 ONE_GROUP = refused("the policy's workers serve every model; leave it at 1")
 NOT_STARTED = refused(
@@ -66,6 +67,8 @@ ON_TORCH = {
     "trainer.policy.fsdp_config.fsdp_size": WHERE_AVAILABLE,
     "trainer.policy.fsdp_config.mixed_precision": ONE_FORMAT,
     "trainer.policy.fsdp_config.mixed_precision.param_dtype": OPTIONS,
+    "trainer.policy.fsdp_config.mixed_precision.reduce_dtype": OPTIONS,
+    "trainer.policy.fsdp_config.mixed_precision.buffer_dtype": BUFFERS,
     "trainer.policy.fsdp_config.reshard_after_forward": OPTIONS,
     "trainer.policy.sequence_parallel_size": OPTIONS,
     **{f"trainer.{model}.sequence_parallel_size": RULES for model in ("critic", "ref")},

@@ -44,6 +44,10 @@ def torch_options(config: SkyRLTrainConfig) -> dict[str, Any]:
         options["reshard_after_forward"] = fsdp.reshard_after_forward
     if fsdp.cpu_offload:
         options["cpu_offload"] = True
+    if not trainer.policy.model.lora.rank and fsdp.fsdp_size != 1:
+        options["float32_parts"] = True
+    if (asked := reduce_dtype(config)) is not None:
+        options["reduce_dtype"] = PARAM_DTYPES.get(asked, asked)
     if rank := max(trainer.policy.model.lora.rank, trainer.critic.model.lora.rank):
         options["max_lora_rank"] = rank
     if trainer.is_given(MICRO_TRAIN):
@@ -73,6 +77,12 @@ def param_dtype(config: SkyRLTrainConfig) -> str | None:
     """Format of base weights that FSDP's section asks for; None if it is not given."""
     precision = config.trainer.policy.fsdp_config.mixed_precision
     return precision.param_dtype if precision is not None and precision.is_given("param_dtype") else None
+
+
+def reduce_dtype(config: SkyRLTrainConfig) -> str | None:
+    """Format of gradients as workers add them up that FSDP's section asks for; None if it is not given."""
+    precision = config.trainer.policy.fsdp_config.mixed_precision
+    return precision.reduce_dtype if precision is not None and precision.is_given("reduce_dtype") else None
 
 
 def urls_of(engines: InferenceEngineConfig) -> list[str]:
@@ -109,6 +119,7 @@ FOLLOWING: dict[str, tuple[str, ...]] = {
     f"{FSDP}reshard_after_forward": ("reshard_after_forward",),
     f"{FSDP}cpu_offload": ("cpu_offload",),
     f"{FSDP}mixed_precision.param_dtype": ("dtype",),
+    f"{FSDP}mixed_precision.reduce_dtype": ("reduce_dtype", "float32_parts"),
     "trainer.policy.sequence_parallel_size": (SEQUENCES,),
     "trainer.policy.use_torch_compile": ("compile_scores",),
     "trainer.gradient_checkpointing": ("gradient_checkpointing",),

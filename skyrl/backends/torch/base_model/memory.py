@@ -237,7 +237,10 @@ class Sizes:
         if fsdp_size == 1:
             return self._base
         layers = [_nbytes(layer) for layer in layers_of(self._model, self._folder)]
-        shared = sum(-(-len(x) // fsdp_size) * x[:1].numel() * x.dtype.itemsize for x in self._model.parameters())
+        widest = 4 if self._shards.float32_parts else 0
+        shared = sum(
+            -(-len(x) // fsdp_size) * x[:1].numel() * max(x.dtype.itemsize, widest) for x in self._model.parameters()
+        )
         own = 0 if self._shards.cpu_offload and self._device == "accelerator" else shared
         again = self._shards.reshard_after_forward
         kept = sum(layers) // max(1, int(again))  # by all, or by so many ranks
