@@ -6,19 +6,23 @@ common state, and loses it.
 """
 
 import itertools
+import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.common.models.training_files import BufferName, part_name
 from skyrl.backends.torch.workers.agreement import NotBegun
 from skyrl.backends.torch.workers.model_facts import ModelFacts
 from skyrl.backends.torch.workers.worker import Command, Spread, Worker, WorkerOptions
 from skyrl.errors import BackendLost
+from skyrl.utils.files.atomic_folders import TEMPORARY, Entries
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -169,6 +173,30 @@ class WorkerGroup(ABC):
             return _mapped(self.tiles([commands[place] for place in waiting]), filled)
 
         return _mapped(self._each(each), taken_in)
+
+    def sees(self, folder: Path) -> bool:
+        """Return True if all ranks see what this process writes next to a folder."""
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(prefix=".", suffix=TEMPORARY, dir=folder.parent) as file:
+                command = "sees", Path(file.name)
+                return all(self.wait(self._each([command] * self.world), "sees"))
+        except OSError:
+            return False
+
+    def write_parts(self, buffer: Buffer, folder: Path, name: BufferName) -> Entries:
+        """Have the ranks that share a copy of the weights write their parts of a buffer, all at once.
+
+        Returns entries of their files. Raises `StorageError`.
+        """
+        count = buffer.parts
+        files = [part_name(name, place, count) for place in range(count)]
+        commands = [("write_part", buffer.handle, buffer.size, folder / file, name) for file in files]
+        entries = self.wait(self._each(commands), "write_part")
+        for entry in entries:
+            if isinstance(entry, BaseException):
+                raise entry
+        return dict(zip(files, entries, strict=True))
 
     def first(self, *command: Any) -> "Future[Any]":
         """Result of a command of the first rank, which the others do with it where they share weights."""

@@ -14,10 +14,14 @@ from typing import Any
 from skyrl.backends.torch.workers.agreement import NotBegun
 from skyrl.backends.torch.workers.group import WorkerGroup
 from skyrl.backends.torch.workers.worker import Command, Worker, WorkerOptions
-from skyrl.errors import BackendLost, RequestError
+from skyrl.errors import BackendLost, RequestError, StorageError
 
 CAUSE_S = 1.0
 """Seconds in which the end of a process may be seen after another rank's collective has failed because of it."""
+
+
+SENT_AS_THEY_ARE = (RequestError, StorageError, BackendLost, NotBegun)
+"""Failures whose message says all there is to say."""
 
 
 class WorkerError(RuntimeError):
@@ -138,7 +142,7 @@ class RemoteWorker:
 
     def _told(self, answer: Any) -> Any:
         """An answer as it is sent: exceptions that are not the sender's with their rank and traceback, as text."""
-        if not isinstance(answer, Exception) or isinstance(answer, RequestError | BackendLost | NotBegun):
+        if not isinstance(answer, Exception) or isinstance(answer, SENT_AS_THEY_ARE):
             return answer
         trace = "".join(traceback.format_exception(answer))
         return WorkerError(f"rank {self._rank}: {type(answer).__name__}: {answer}\n{trace}")

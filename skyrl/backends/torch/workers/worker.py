@@ -25,6 +25,7 @@ from skyrl.backends.common.adamw import AdamScalars
 from skyrl.backends.common.dimuon import DimuonScalars
 from skyrl.backends.common.memory_plan import NEW_IN_A_STEP
 from skyrl.backends.common.models.kind import VALUE_HEAD, Kind
+from skyrl.backends.common.models.training_files import BufferName
 from skyrl.backends.common.packing import TileArrays
 from skyrl.backends.common.pass_output import PassOutput
 from skyrl.backends.common.sampling.model_runner import Drawn, Rows
@@ -232,6 +233,14 @@ class Worker:
             self._buffers[handle] = flat if self.rank == 0 else torch.zeros_like(flat)
         assert flat is not None
         return None if self.rank > 0 else flat.cpu().numpy().copy()
+
+    def sees(self, path: Path) -> bool:
+        """Return True if a file that the driver made is there for this rank too."""
+        return path.exists()
+
+    def write_part(self, handle: int, size: int, path: Path, buffer: BufferName) -> dict[str, Any]:
+        """Write this rank's part of a buffer, as `Shares.write`."""
+        return self._shares.write(self._buffers[handle], path, buffer, size)
 
     def free(self, *handles: int) -> None:
         """Forget buffers."""
