@@ -12,6 +12,7 @@ MEMORY = "tests/backends/test_torch_memory.py::"
 MOVED = "tests/backends/test_moved_models.py::"
 PROMPTS = "tests/backends/test_torch_prompts.py::"
 FAULTS = "tests/backends/test_torch_faults.py::"
+RANK_SAMPLERS = "tests/backends/test_torch_rank_samplers.py::"
 WRITTEN = "tests/backends/test_torch_written_parts.py::"
 AGREEMENT = "tests/backends/test_torch_agreement.py::"
 
@@ -408,5 +409,29 @@ TORCH_DEFECTS = [
             )
         ],
         [WRITTEN + "test_each_rank_writes_its_parts_and_one_process_reads_the_whole[2]"],
+    ),
+    Defect(
+        "M19",
+        "one worker samples everything that begins alike",
+        [
+            Edit(
+                "skyrl/backends/common/sampling/rank_samplers.py",
+                "self._load[known] < self._load[least] + max(1, request.num_samples)",
+                "True",
+            )
+        ],
+        [RANK_SAMPLERS + "test_requests_that_begin_alike_are_shared_out_and_cancelled_ones_make_room"],
+    ),
+    Defect(
+        "M20",
+        "a worker that hangs is not noticed while another answers",
+        [
+            Edit(
+                TORCH + "workers/group.py",
+                "heard = min(self._heard.get(each, since) for each in ranks)",
+                "heard = max(self._heard.values(), default=since)",
+            )
+        ],
+        [RANK_SAMPLERS + "test_a_rank_that_stops_while_another_goes_on_sampling_is_noticed"],
     ),
 ]

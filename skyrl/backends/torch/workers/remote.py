@@ -87,9 +87,10 @@ class RemoteWorkers(WorkerGroup):
                 outcome.set_exception(BackendLost(str(self._end)))
                 return outcome
             number = next(self._numbers)
-            self._waiting[number] = outcome, {}
+            self._waiting[number] = outcome, {rank: [] for rank, plan in enumerate(plans) if not plan}
             for rank, plan in enumerate(plans):
-                self._post(rank, number, plan)
+                if plan:
+                    self._post(rank, number, plan)
         return outcome
 
     def _answered(self, rank: int, number: int, answers: list[Any]) -> None:
