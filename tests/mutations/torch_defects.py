@@ -434,4 +434,16 @@ TORCH_DEFECTS = [
         ],
         [RANK_SAMPLERS + "test_a_rank_that_stops_while_another_goes_on_sampling_is_noticed"],
     ),
+    Defect(
+        "M21",
+        "the critic's workers are on the policy's GPUs",
+        [
+            Edit(
+                "skyrl/train/strategy/torch_options.py",
+                "sum(trainer.gpus(name) for name in before)",
+                "0",
+            )
+        ],
+        ["tests/train/test_models_apart.py::test_each_has_as_many_workers_as_its_gpus_after_those_before_it"],
+    ),
 ]

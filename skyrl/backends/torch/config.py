@@ -38,6 +38,10 @@ class TorchBackendConfig(BaseModel):
     device: str | None = None
     """Device of the workers, such as cpu or cuda:0. None: a GPU for each, if there are any, else the CPU."""
 
+    first_gpu: int = Field(default=0, ge=0)
+    """GPU of the first worker of this machine, if others compute on those before it. Not on Ray, which gives each its
+    GPU."""
+
     workers: Workers = "in_process"
     """Executor of the workers: this process (one worker), processes of this machine, or actors of a Ray cluster."""
 

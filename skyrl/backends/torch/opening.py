@@ -63,4 +63,5 @@ def worker_options(config: TorchBackendConfig, folder: Path) -> WorkerOptions:
         memory,
         config.start_timeout_s,
         config.compile_scores,
+        config.first_gpu,
     )

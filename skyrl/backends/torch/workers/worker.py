@@ -32,7 +32,7 @@ from skyrl.backends.common.sampling.model_runner import Drawn, Rows
 from skyrl.backends.torch.base_model.base_weights import WHOLE, ShardOptions
 from skyrl.backends.torch.base_model.loading import LoadOptions, skeleton
 from skyrl.backends.torch.base_model.lora import initial_lora, initial_value_head
-from skyrl.backends.torch.base_model.memory import DEFAULTS, MemoryOptions, Place, decided
+from skyrl.backends.torch.base_model.memory import DEFAULTS, MemoryOptions, Place, decided, device_of
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.sampling.sampling_worker import SamplingWorker
 from skyrl.backends.torch.training.passes import adamw, dimuon, run_tile
@@ -68,6 +68,8 @@ class WorkerOptions:
     start_timeout_s: float = 600.0
     """Seconds that workers in other processes have to start and load."""
     compile_scores: bool = False
+    first_gpu: int = 0
+    """GPU of the first rank of a machine."""
 
 
 class Worker:
@@ -84,16 +86,14 @@ class Worker:
 
     def __init__(self, options: WorkerOptions, rank: int = 0, world: int = 1):
         self.rank, self.world = rank, world
-        name = options.device or (f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu")
-        self.device = torch.device(name)
+        self.device = device_of(options.device, options.first_gpu + rank, options.first_gpu)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        place = Place.of(self.device, world, options.memory.limit)
         load, shards = options.load, options.shards
         self._decided = decided(
             skeleton(options.folder, self.device, load),
             options.folder,
-            place,
+            Place.of(self.device, world, options.memory.limit),
             shards,
             load.gradient_checkpointing,
             options.loss_chunk_size,
