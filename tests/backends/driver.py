@@ -39,6 +39,15 @@ def finish_all(backend: AbstractBackend, operations, each_step=lambda: None) -> 
     return results
 
 
+def training_state(folder: Path) -> dict[str, np.ndarray]:
+    """Tensors of a training checkpoint, whichever processes wrote them."""
+    parts: dict[str, list[np.ndarray]] = {}
+    for file in sorted(folder.glob("training_state*.safetensors")):
+        for name, part in load_file(file).items():
+            parts.setdefault(name, []).append(part)
+    return {name: np.concatenate(found) for name, found in parts.items()}
+
+
 def new_id() -> str:
     return f"request-{next(_numbers)}"
 

@@ -220,11 +220,11 @@ def test_a_later_format_is_refused_by_its_number(fresh, tmp_path):
     trained(fresh["torch"], "adapter")
     snapshot(fresh["torch"], tmp_path / "new")
     files = read_folder(tmp_path / "new")
-    header = json.loads(files[TRAINING_STATE]) | {"format": 3}
+    header = json.loads(files[TRAINING_STATE]) | {"format": 4}
     write_folder(tmp_path / "later", files | {TRAINING_STATE: json.dumps(header).encode()})
     refused = load(fresh["torch"], tmp_path / "later", "later")
     assert isinstance(refused, ErrorResponse)
-    assert "has format 3; this version reads formats up to 2" in refused.error
+    assert "has format 4; this version reads formats up to 3" in refused.error
 
 
 @pytest.mark.parametrize("name", ["jax", "torch"])

@@ -8,9 +8,20 @@ import pytest
 from safetensors.numpy import load_file
 from torch_models import VOCAB, make_model
 
-from driver import delete, finish, finish_all, load, new_id, publish, random_datum, sample, save, stepping
+from driver import (
+    delete,
+    finish,
+    finish_all,
+    load,
+    new_id,
+    publish,
+    random_datum,
+    sample,
+    save,
+    stepping,
+    training_state,
+)
 from skyrl.algorithms.objective import ForwardOnly, ValueObjective
-from skyrl.backends.common.models.checkpoint_folder import TRAINING_TENSORS
 from skyrl.backends.operations import CreateModel, ForwardBackward
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.types import (
@@ -114,7 +125,7 @@ def learned(backend, config: LoraConfig, folder: Path, data=DATA, loss_fn: objec
 
 
 def state_of(folder: Path) -> dict[str, np.ndarray]:
-    return load_file(folder / TRAINING_TENSORS)
+    return training_state(folder)
 
 
 def assert_equal(found, wanted) -> None:

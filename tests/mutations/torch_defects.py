@@ -12,6 +12,8 @@ MEMORY = "tests/backends/test_torch_memory.py::"
 MOVED = "tests/backends/test_moved_models.py::"
 PROMPTS = "tests/backends/test_torch_prompts.py::"
 FAULTS = "tests/backends/test_torch_faults.py::"
+RANK_SAMPLERS = "tests/backends/test_torch_rank_samplers.py::"
+WRITTEN = "tests/backends/test_torch_written_parts.py::"
 AGREEMENT = "tests/backends/test_torch_agreement.py::"
 
 TORCH_DEFECTS = [
@@ -371,5 +373,77 @@ TORCH_DEFECTS = [
         "micro-batches fail with another of their dispatch that a rank refuses",
         [Edit(TORCH + "workers/group.py", "            if not waiting:\n", "            if True:\n")],
         [AGREEMENT + "test_in_a_thousand_random_plans_ranks_begin_as_much_and_only_bad_tiles_fail"],
+    ),
+    Defect(
+        "M16",
+        "FSDP adds up gradients in the type that the model computes in",
+        [
+            Edit(
+                TORCH + "base_model/base_weights.py",
+                "            parameter.requires_grad_(True)\n        try:",
+                "            parameter.requires_grad_(False)\n        try:",
+            )
+        ],
+        ["tests/backends/test_torch_reduction.py::test_gradients_are_added_up_in_float32[float32 parts]"],
+    ),
+    Defect(
+        "M17",
+        "parts of ranks are joined in another order",
+        [
+            Edit(
+                "skyrl/backends/common/models/training_files.py",
+                "for file in sorted(name for name in files if PART.fullmatch(name)):",
+                "for file in sorted((name for name in files if PART.fullmatch(name)), reverse=True):",
+            )
+        ],
+        [WRITTEN + "test_each_rank_writes_its_parts_and_one_process_reads_the_whole[2]"],
+    ),
+    Defect(
+        "M18",
+        "a rank's file is missing in the manifest",
+        [
+            Edit(
+                "skyrl/utils/files/atomic_folders.py",
+                "    entries = dict(written or {})\n",
+                "    entries = dict(list((written or {}).items())[1:])\n",
+            )
+        ],
+        [WRITTEN + "test_each_rank_writes_its_parts_and_one_process_reads_the_whole[2]"],
+    ),
+    Defect(
+        "M19",
+        "one worker samples everything that begins alike",
+        [
+            Edit(
+                "skyrl/backends/common/sampling/rank_samplers.py",
+                "self._load[known] < self._load[least] + max(1, request.num_samples)",
+                "True",
+            )
+        ],
+        [RANK_SAMPLERS + "test_requests_that_begin_alike_are_shared_out_and_cancelled_ones_make_room"],
+    ),
+    Defect(
+        "M20",
+        "a worker that hangs is not noticed while another answers",
+        [
+            Edit(
+                TORCH + "workers/group.py",
+                "heard = min(self._heard.get(each, since) for each in ranks)",
+                "heard = max(self._heard.values(), default=since)",
+            )
+        ],
+        [RANK_SAMPLERS + "test_a_rank_that_stops_while_another_goes_on_sampling_is_noticed"],
+    ),
+    Defect(
+        "M21",
+        "the critic's workers are on the policy's GPUs",
+        [
+            Edit(
+                "skyrl/train/strategy/torch_options.py",
+                "sum(trainer.gpus(name) for name in before)",
+                "0",
+            )
+        ],
+        ["tests/train/test_models_apart.py::test_each_has_as_many_workers_as_its_gpus_after_those_before_it"],
     ),
 ]

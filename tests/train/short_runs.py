@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 from faulty import SkippingLoop
-from safetensors.numpy import load_file
 
 from skyrl.train.checkpoints import MARKER
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.rl.run import Run, train_rl
+from tests.backends.driver import training_state
 
 ON = {
     "jax": ["strategy=jax", "jax.deterministic=true", "jax.warm_up=false", "jax.compilation_cache=false"],
@@ -87,7 +87,7 @@ def check_equal(ours: Path, expected: Path, steps: int, models: Sequence[str], i
     assert states[0]["state"] == states[1]["state"]
     assert sorted(states[0]["models"]) == sorted(states[1]["models"]) == [*models]
     for model in models:
-        left, right = (load_file(end / model / "training_state.safetensors") for end in ends)
+        left, right = (training_state(end / model) for end in ends)
         assert left.keys() == right.keys()
         for name in left:
             np.testing.assert_array_equal(left[name], right[name])

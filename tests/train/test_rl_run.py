@@ -18,6 +18,7 @@ from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.rl.run import Run, open_run, train_rl
+from tests.backends.driver import training_state
 
 STEPS = 4
 
@@ -80,7 +81,7 @@ def run(config: SkyRLTrainConfig, kill_at: int | None = None) -> list[tuple[int,
 
 def weights(folder: Path, model: str = "policy", step: int = STEPS) -> dict[str, np.ndarray]:
     """All that is stored of a model, moments included."""
-    return load_file(folder / "checkpoints" / f"global_step_{step}" / model / "training_state.safetensors")
+    return training_state(folder / "checkpoints" / f"global_step_{step}" / model)
 
 
 ALGORITHMS = {

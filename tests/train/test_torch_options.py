@@ -156,6 +156,7 @@ SERVED = {
     f"{FSDP}reshard_after_forward": (False, {"reshard_after_forward": False}),
     f"{FSDP}cpu_offload": (True, {"cpu_offload": True}),
     f"{FSDP}mixed_precision.param_dtype": ("bf16", {"dtype": "bfloat16"}),
+    f"{FSDP}mixed_precision.reduce_dtype": ("bf16", {"reduce_dtype": "bfloat16", "float32_parts": True}),
     "trainer.policy.sequence_parallel_size": (2, {"sequence_parallel_size": 2}),
     "trainer.policy.use_torch_compile": (True, {"compile_scores": True}),
     "trainer.gradient_checkpointing": (True, {"gradient_checkpointing": True}),
@@ -305,6 +306,15 @@ def test_layers_are_computed_again_as_documented_unless_it_is_switched_off():
     assert not options("trainer.gradient_checkpointing=false").gradient_checkpointing
 
 
+def test_gradients_are_added_up_in_the_format_that_fsdp_asks_for():
+    field = f"{FSDP}mixed_precision.reduce_dtype"
+    assert [options(f"{field}={name}").reduce_dtype for name in ("bf16", "fp32")] == ["bfloat16", "float32"]
+    assert options().float32_parts and not options(f"{LORA}rank=8").float32_parts
+    assert problems(f"{field}=bf16") == [] == problems(f"{field}=fp32", f"{LORA}rank=8")
+    (problem,) = problems(f"{field}=bf16", f"{LORA}rank=8")
+    assert problem.startswith(f"{field}=bf16 and an adapter ") and "leave it out" in problem
+
+
 def test_base_weights_are_in_the_format_that_fsdp_asks_for():
     field = f"{FSDP}mixed_precision.param_dtype"
     assert [options(f"{field}={name}").dtype for name in ("bf16", "fp32")] == ["bfloat16", "float32"]
@@ -336,7 +346,8 @@ def test_sequences_that_are_not_packed_are_computed_one_by_one():
         ("trainer.gradient_checkpointing_use_reentrant=true", "non-reentrant"),
         ("trainer.policy.record_memory=true", "a snapshot is of the trainer's own process"),
         ("trainer.policy.fsdp_config.mixed_precision.param_dtype=fp16", "base weights are in bf16 or fp32"),
-        ("trainer.policy.fsdp_config.mixed_precision.reduce_dtype=bf16", "what is trained is float32"),
+        ("trainer.policy.fsdp_config.mixed_precision.reduce_dtype=fp16", "gradients are added up in bf16 or fp32"),
+        ("trainer.policy.fsdp_config.mixed_precision.buffer_dtype=bf16", "buffers stay in the format"),
         ("trainer.policy.fsdp_config.wrap_policy={transformer_layer_cls_to_wrap: Block}", "each layer is a unit"),
         ("generator.inference_engine.fully_sharded_loras=true", "name a Python that has vLLM"),
         ("generator.inference_engine.engine_init_kwargs={a: 1}", "the policy's workers sample"),

@@ -7,6 +7,7 @@ import shutil
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from skyrl.backends.common.offload import MemoryBudget, ModelOffload
 from skyrl.backends.common.packing import TileShape, make_tiles
 from skyrl.backends.common.pass_output import PassOutputs
 from skyrl.backends.common.sampling.no_sampler import NoSampler
+from skyrl.backends.common.sampling.rank_samplers import RankSamplers, Turn
 from skyrl.backends.common.sampling.sampler import SAMPLING_OPTIONS, Sampler
 from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.engines.adapter_folder import AdapterFolder, Exports
@@ -141,7 +143,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             unwritten_bytes=max(1, version_bytes // 2),
         )
         self._engines: EngineSampler[TorchVersion] | None = None
-        self.sampler = self._own_sampler() if facts.cache_shapes else NoSampler(self.info)
+        self.sampler = self._samplers() if facts.cache_shapes else NoSampler(self.info)
         if config.engines.count:
             self.phase_s = config.engines.phase_s
             try:
@@ -164,7 +166,15 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         asked = int(self.config.kv_cache_gib * GIB)
         return min(asked, self.group.facts.decided.plan.cache) if self.config.gpu_memory_utilization else asked
 
-    def _own_sampler(self) -> Sampler[TorchVersion]:
+    def _samplers(self) -> Sampler[TorchVersion] | RankSamplers[TorchVersion]:
+        """A sampler of each worker that has the whole base model; one where they share it, or engines sample."""
+        if self.group.facts.is_sharded or self.group.world == 1 or self.config.engines.count:
+            return self._own_sampler()
+        turn = Turn()
+        with turn:
+            return RankSamplers([self._own_sampler(rank, turn) for rank in range(self.group.world)], turn)
+
+    def _own_sampler(self, rank: int = 0, turn: Turn | None = None) -> Sampler[TorchVersion]:
         config, facts = self.config, self.group.facts
         itemsize = 4 if facts.dtype == "float32" else 2
         runner = TorchRunner(
@@ -174,6 +184,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             max_rows=config.sample_max_num_sequences,
             deterministic=config.deterministic,
             max_tokens=config.sample_max_num_batched_tokens,
+            call=partial(self._ask, rank, turn),
         )
         return Sampler(
             runner,
@@ -187,6 +198,11 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             prefix_caching=config.prefix_caching,
             chunked_prefill=config.chunked_prefill,
         )
+
+    def _ask(self, rank: int, turn: Turn | None, *command: Any) -> Any:
+        """Result of a command of a worker; the turn is passed on meanwhile."""
+        with nullcontext() if turn is None else turn.passed_on():
+            return self.group.wait(self.group.on(rank, *command), command[0], rank)
 
     def _engine_sampler(self, sampler: Sampler[TorchVersion]) -> EngineSampler[TorchVersion]:
         options = self._with_command(self.config.engines)
@@ -241,6 +257,8 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         if self._engines is not None:
             self._engines.close()
         super().close()
+        if isinstance(self.sampler, RankSamplers):
+            self.sampler.close()
         self.group.close()
         if self._computed != self._folder:
             self._forget()

@@ -38,6 +38,10 @@ class TorchBackendConfig(BaseModel):
     device: str | None = None
     """Device of the workers, such as cpu or cuda:0. None: a GPU for each, if there are any, else the CPU."""
 
+    first_gpu: int = Field(default=0, ge=0)
+    """GPU of the first worker of this machine, if others compute on those before it. Not on Ray, which gives each its
+    GPU."""
+
     workers: Workers = "in_process"
     """Executor of the workers: this process (one worker), processes of this machine, or actors of a Ray cluster."""
 
@@ -72,6 +76,13 @@ class TorchBackendConfig(BaseModel):
 
     cpu_offload: bool = False
     """Keep the weights that are shared in the host's memory; a layer visits the device when it is its turn."""
+
+    float32_parts: bool = False
+    """Keep weights that are shared in float32, whatever type they compute in: gradients of models that are trained as
+    a whole are not rounded to that type once they are added up over workers. Twice the memory of bfloat16."""
+
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which workers that share weights add up gradients of models that are trained as a whole."""
 
     sequence_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share each micro-batch (Ulysses): each has a part of the tokens, and in attention a part of the
@@ -198,6 +209,11 @@ class TorchBackendConfig(BaseModel):
             raise ValueError(
                 "cpu_offload=True with fsdp_size=1: no weights are shared, so all are used where they are; leave it "
                 "out, or set fsdp_size"
+            )
+        if self.float32_parts and self.num_workers > 1 and self.fsdp_size == 1:
+            raise ValueError(
+                "float32_parts=True with fsdp_size=1: no weights are shared, and gradients are added up in float32 as "
+                "it is; leave it out, or set fsdp_size"
             )
         again = self.reshard_after_forward
         if not isinstance(again, bool) and not (1 < again < ranks and ranks % again == 0):

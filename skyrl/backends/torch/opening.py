@@ -40,6 +40,8 @@ def worker_options(config: TorchBackendConfig, folder: Path) -> WorkerOptions:
         config.num_workers if config.fsdp_size == -1 else config.fsdp_size,
         config.reshard_after_forward,
         config.cpu_offload,
+        config.float32_parts,
+        config.reduce_dtype,
         config.sequence_parallel_size,
         config.tensor_parallel_size,
     )
@@ -61,4 +63,5 @@ def worker_options(config: TorchBackendConfig, folder: Path) -> WorkerOptions:
         memory,
         config.start_timeout_s,
         config.compile_scores,
+        config.first_gpu,
     )

@@ -1,7 +1,7 @@
-"""`ModelRunner` of the torch backend: calls of the first worker, which holds the cache."""
+"""`ModelRunner` of the torch backend: calls of a worker, which holds the cache."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ CHUNKS_WHILE_IDLE = 8  # 2,048 tokens forward: less than a training micro-batch 
 
 
 class TorchRunner(ModelRunner[TorchVersion]):
-    """Sampling by a group of workers.
+    """Sampling by a worker of a group, or by all together where they share weights.
 
     Args:
         group: The workers.
@@ -25,6 +25,7 @@ class TorchRunner(ModelRunner[TorchVersion]):
         max_rows: Sequences decoded at once.
         deterministic: Whether shapes do not depend on what else runs, and each version is decoded alone.
         max_tokens: Tokens of a prompt that a call reads at most; 0: as many as are read at once.
+        call: Result of a command of the worker.
     """
 
     def __init__(
@@ -36,8 +37,9 @@ class TorchRunner(ModelRunner[TorchVersion]):
         max_rows: int,
         deterministic: bool,
         max_tokens: int = 0,
+        call: Callable[..., Any],
     ):
-        self._group = group
+        self._call = call
         self._versions = versions
         self._deterministic = deterministic
         self._pages = 0
@@ -103,9 +105,6 @@ class TorchRunner(ModelRunner[TorchVersion]):
 
     def drawn(self, decoded: Drawn, top: bool) -> Drawn:
         return decoded
-
-    def _call(self, *command: Any) -> Any:
-        return self._group.wait(self._group.first(*command), command[0])
 
 
 def _named(version: TorchVersion | None) -> Named:

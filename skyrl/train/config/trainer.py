@@ -246,6 +246,13 @@ class TrainerConfig(BaseConfig):
         return ["policy", *["critic"] * self.has_critic, *["ref"] * self.algorithm.uses_reference]
 
     @property
+    def apart(self) -> list[str]:
+        """Those of critic and ref that have ranks of their own, beside the policy's."""
+        placement = self.placement
+        with_policy = {"policy", *["ref"] * placement.colocate_policy_ref}
+        return [] if placement.colocate_all else [name for name in self.models if name not in with_policy]
+
+    @property
     def is_distributed(self) -> bool:
         """True if models are on ranks with GPUs of their own, and engines on others sample."""
         return STRATEGIES[self.strategy].is_distributed

@@ -85,10 +85,13 @@ class Run:
         rollouts: Rollouts,
         store: CheckpointStore,
         callbacks: Sequence[Callback] = (),
+        reference: Models | None = None,
     ):
         self.config = config
         self.trainer = trainer
-        self._models = models
+        self._reference_models, self._has_own = reference or models, reference is not None
+        self._is_base = False
+        """True if the reference computes what its base model does, so that it need not be kept."""
         self.prompts = prompts
         self._evaluation = evaluation
         self._rollouts = rollouts
@@ -171,9 +174,9 @@ class Run:
         folder = tempfile.mkdtemp(prefix="skyrl-reference-")
         try:
             await self.trainer.policy.save(f"{folder}/policy")
-            reference = self.trainer.update.reference or self._models.learner(REFERENCE)
+            reference = self.trainer.update.reference or self._reference_models.learner(REFERENCE)
             await reference.load(f"{folder}/policy")
-            self.trainer.update.reference = reference
+            self.trainer.update.reference, self._is_base = reference, False
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -241,7 +244,7 @@ class Run:
         else:
             await trainer.policy.load(initial.model_path(POLICY), optimizer=False)
             if settings.algorithm.uses_reference and not settings.has_teacher:
-                trainer.update.reference = self._models.learner(REFERENCE)
+                trainer.update.reference = self._reference_models.learner(REFERENCE)
                 await trainer.update.reference.load(initial.model_path(POLICY), optimizer=False)
             log.info("beginning with the weights of %s", initial.title)
         if trainer.critic is not None:
@@ -254,13 +257,19 @@ class Run:
         for name, model in self._trained().items():
             await model.load(checkpoint.model_path(name))
         if (checkpoint.path / REFERENCE).is_dir():
-            update.reference = self._models.learner(REFERENCE)
+            update.reference = self._reference_models.learner(REFERENCE)
             await update.reference.load(checkpoint.model_path(REFERENCE))
         source = SourceState.from_json(state["source"], checkpoint.rollouts)
         update.generator.bit_generator.state, generator = state["generators"]
         trainer.restore(SamplingState(source, generator), checkpoint.step)
         update.policy_steps, update.critic_steps = state["policy_steps"], state["critic_steps"]
         update.kl_controller.value = state["kl_coefficient"]
+
+    async def create_reference(self) -> None:
+        """Make the reference of workers of its own, if it was not loaded: fresh, as its base model is."""
+        if self._has_own and self.trainer.update.reference is None:
+            self._is_base, self.trainer.update.reference = True, self._reference_models.learner(REFERENCE)
+            await self.trainer.update.reference.create(LoraConfig(rank=1))
 
     def summary(self) -> str:
         """The last words of a run that has finished: steps, and what it left where."""
@@ -284,7 +293,7 @@ class Run:
 
     def _trained(self) -> dict[str, Learner]:
         """Models that are made of trained weights: not a teacher."""
-        reference = None if self.config.trainer.has_teacher else self.trainer.update.reference
+        reference = None if self._is_base else self.trainer.update.reference
         models = {POLICY: self.trainer.policy, CRITIC: self.trainer.critic, REFERENCE: reference}
         return {name: model for name, model in models.items() if model is not None}
 
@@ -306,20 +315,20 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: Re
     initial = store.initial(settings.init_from, INIT_FROM) if settings.init_from and checkpoint is None else None
     models = stack.enter_context(setup.load())
     policy = models.policy(POLICY, settings.seed)
-    critic = models.learner(CRITIC) if settings.has_critic else None
+    critic_models = models if setup.load_critic is None else stack.enter_context(setup.load_critic())
+    critic = critic_models.learner(CRITIC) if settings.has_critic else None
     rollouts = Rollouts(config.generator, config.environment, setup.tokenizer, policy)
     total = settings.steps(prompts.order.steps_per_epoch)
     update = Update(config, policy, critic, _schedule(config, total), shape_rewards)
-    if setup.load_reference is not None:
-        update.reference = stack.enter_context(setup.load_reference()).learner(REFERENCE)
-        await update.reference.create(LoraConfig(rank=1))  # fresh, so that it computes what its base model does
+    reference = None if setup.load_reference is None else stack.enter_context(setup.load_reference())
     trainer = RLTrainer(config, policy, critic, source_of(config, rollouts, prompts, total), update)
-    run = Run(config, models, trainer, prompts, evaluation, rollouts, store, callbacks)
+    run = Run(config, models, trainer, prompts, evaluation, rollouts, store, callbacks, reference)
     if checkpoint is not None:
         await run.restore(checkpoint)
         log.info("going on from %s", checkpoint.title)
     else:
         await run.begin(initial)
+    await run.create_reference()
     await policy.publish(trainer.global_step)
     return run
 

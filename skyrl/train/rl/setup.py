@@ -35,7 +35,9 @@ class Setup(NamedTuple):
     load: Callable[[], AbstractContextManager[Models]]
     """Loads the base model, and makes room for models."""
     load_reference: Callable[[], AbstractContextManager[Models]] | None
-    """The same of a reference that is another model (a teacher)."""
+    """The same of a reference that is another model (a teacher), or has workers of its own."""
+    load_critic: Callable[[], AbstractContextManager[Models]] | None
+    """The same of a critic that has workers of its own."""
 
     @classmethod
     def of(cls, config: SkyRLTrainConfig) -> "Setup":
@@ -61,8 +63,14 @@ class Setup(NamedTuple):
             ranking=Ranking.of("trainer.best_metric", settings.best_metric, settings.best_mode),
             settings=get_config_as_dict(config),
         )
-        reference = _reference_loader(config, strategy, tokenizer) if settings.has_teacher else None
-        return cls(tokenizer, chat_of(config.generator, tokenizer), store, load, reference)
+        reference = critic = None
+        if settings.has_teacher:
+            reference = _reference_loader(config, strategy, tokenizer)
+        elif "ref" in settings.apart:
+            reference = strategy.loader_apart(config, "ref", _longest(config))
+        if "critic" in settings.apart:
+            critic = strategy.loader_apart(config, "critic", _longest(config))
+        return cls(tokenizer, chat_of(config.generator, tokenizer), store, load, reference, critic)
 
 
 def source_of(config: SkyRLTrainConfig, rollouts: Rollouts, prompts: TrainingPrompts, steps: int) -> Source:
@@ -105,9 +113,7 @@ def _reference_loader(
     overrides = config.trainer.ref.model_config_kwargs
     longest = check_base_model(path, REFERENCE_MODEL, strategy.architectures)
     longest = overrides.get("max_position_embeddings", longest)
-    generator = config.generator
-    assert generator.max_input_length is not None, "the configuration is resolved"
-    needed = generator.max_input_length + generator.sampling_params.max_generate_length
+    needed = _longest(config)
     if longest is not None and longest < needed:
         raise ConfigError(
             f"{REFERENCE_MODEL}={path} was made for {longest} tokens, and sequences may have {needed} "
@@ -118,4 +124,11 @@ def _reference_loader(
             f"{REFERENCE_MODEL}={path}: its vocabulary differs from that of {BASE_MODEL}={policy}; a reference "
             "must share the tokenizer of the policy, so use a model of the same family"
         )
-    return strategy.reference_loader(config, needed)
+    return strategy.loader_apart(config, "ref", needed)
+
+
+def _longest(config: SkyRLTrainConfig) -> int:
+    """Tokens of the longest sequence that is trained on."""
+    generator = config.generator
+    assert generator.max_input_length is not None, "the configuration is resolved"
+    return generator.max_input_length + generator.sampling_params.max_generate_length

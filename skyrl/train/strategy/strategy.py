@@ -105,28 +105,31 @@ class Strategy(ABC):
 
         return load_sampled
 
-    def reference_loader(self, config: SkyRLTrainConfig, longest: int) -> Callable[[], BackendModels]:
-        """Loader of a reference with base weights of its own: another backend, which samples nothing.
+    def options_apart(self, config: SkyRLTrainConfig, model: str) -> dict[str, Any]:
+        """Options of a backend beside the policy's, for the critic or the reference (ref)."""
+        return self.rl_options(config)
+
+    def loader_apart(self, config: SkyRLTrainConfig, model: str, longest: int) -> Callable[[], BackendModels]:
+        """Loader of the critic or the reference (ref) by a backend of its own, which samples nothing.
 
         Args:
             config: A resolved configuration.
+            model: The model.
             longest: Tokens of the longest sequence that it scores.
-
-        Raises ConfigError where its workers have no place beside the policy's.
         """
-        options = {name: value for name, value in self.rl_options(config).items() if name not in OF_POLICY}
-        overrides = config.trainer.ref.model_config_kwargs
-        options |= {"max_lora_rank": 1, "kv_cache_gib": 2**-10, "max_context_length": longest}
+        trainer = config.trainer
+        owner = getattr(trainer, model)
+        options = {name: value for name, value in self.options_apart(config, model).items() if name not in OF_POLICY}
+        overrides = owner.model_config_kwargs
+        if not (model == "ref" and trainer.has_teacher):
+            overrides = config_overrides(config)
+        rank = (trainer.critic if model == "critic" else trainer.policy).model.lora.rank
+        options |= {"max_lora_rank": max(1, rank), "kv_cache_gib": 2**-10, "max_context_length": longest}
         options |= {"config_overrides": overrides} if overrides else {}
-        if options.get("workers") == "ray":
-            raise ConfigError(
-                f"trainer.ref.model.path={config.trainer.ref.model.path} and workers of a Ray cluster: a reference "
-                "that is another model has no placement beside the policy's there; use one node without RAY_ADDRESS, "
-                f"or trainer.{self.name}.workers=processes"
-            )
         options |= {"warm_up": False} if "warm_up" in options_of(find_backend(self.backend)).model_fields else {}
         section = f"trainer.{self.name}"
-        return self._loader(config.trainer.ref.model.path, self._config(options, section), section)
+        path = owner.model.path or trainer.policy.model.path
+        return self._loader(path, self._config(options, section), section)
 
     def sft_loader(self, config: SFTConfig) -> Callable[[], BackendModels]:
         """The same for supervised fine-tuning."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.backends.registry import find_backend
-from skyrl.train.config import SFTConfig, SkyRLTrainConfig, TrainerConfig
+from skyrl.train.config import FSDPConfig, SFTConfig, SkyRLTrainConfig, TrainerConfig
 from skyrl.train.strategy.strategy import Strategy, shared_problems
 from skyrl.train.strategy.torch_fields import TORCH_SUPPORT
 from skyrl.train.strategy.torch_options import (
@@ -21,11 +21,17 @@ from skyrl.train.strategy.torch_options import (
     engine_problems,
     engines_of_a_run,
     launched,
+    options_apart,
     param_dtype,
+    reduce_dtype,
     torch_options,
     urls_of,
 )
 
+COLOCATED = (
+    "set it to the policy's, leave it out, or give the model workers of its own (trainer.placement.colocate_all=false; "
+    "for a reference colocate_policy_ref=false too)"
+)
 OF_ENGINES = (
     "model_dtype",
     "gpu_memory_utilization",
@@ -53,6 +59,9 @@ class TorchStrategy(Strategy):
             options["engines"] = {**options["engines"], **engines_of_a_run(config)}
         return context | options
 
+    def options_apart(self, config: SkyRLTrainConfig, model: str) -> dict[str, Any]:
+        return options_apart(config, model) if model in config.trainer.apart else self.rl_options(config)
+
     def sft_options(self, config: SFTConfig) -> dict[str, Any]:
         options: dict[str, Any] = {"max_context_length": config.max_length or 0}
         if config.model.lora.rank:
@@ -76,9 +85,10 @@ class TorchStrategy(Strategy):
                 "process, and theirs would have to be asked of each; leave it out, or train with one worker "
                 "(trainer.placement.policy_num_gpus_per_node of 0 or 1)"
             )
-        yield from _sharing(config.trainer)
-        yield from _param_dtype_problems(config)
-        yield from _other_models(config.trainer)
+        for model in ("policy", *config.trainer.apart):
+            yield from _sharing(config.trainer, model)
+            yield from _format_problems(config, model)
+        yield from _other_models(config)
         policy, critic = (getattr(config.trainer, name).model.path for name in ("policy", "critic"))
         if critic not in (None, policy):
             yield (
@@ -113,16 +123,25 @@ class TorchStrategy(Strategy):
         elif launched(config):
             said.append("num_engines: samples are drawn by so many, which are started here")
         else:
-            said.append("trainer.placement, num_engines: the same workers train and sample, and hold every model")
+            said.append(f"trainer.placement, num_engines: the same workers train and sample, and hold {_held(trainer)}")
         return f"trainer.strategy={trainer.strategy}: " + "; ".join(said)
 
 
-def _sharing(trainer: TrainerConfig) -> Iterator[str]:
-    """Wishes for weights that ranks share, where too few do."""
-    fsdp, path = trainer.policy.fsdp_config, "trainer.policy.fsdp_config"
-    again, workers = fsdp.reshard_after_forward, max(1, trainer.gpus("policy"))
+def _held(trainer: TrainerConfig) -> str:
+    """Models of the policy's workers, and those that have workers of their own."""
+    if not trainer.apart:
+        return "every model"
+    return f"the policy; workers of their own have {' and '.join(trainer.apart)}"
+
+
+def _sharing(trainer: TrainerConfig, model: str) -> Iterator[str]:
+    """Wishes for weights that ranks of a model share, where too few do."""
+    fsdp, path = getattr(trainer, model).fsdp_config, f"trainer.{model}.fsdp_config"
+    again, workers = fsdp.reshard_after_forward, max(1, trainer.gpus(model))
     shares = fsdp.is_given(SHARDING) or not trainer.policy.model.lora.rank
-    asked = trainer.fsdp2.get(SHARDING, fsdp.fsdp_size if shares else 0)
+    asked = fsdp.fsdp_size if shares else 0
+    if model == "policy":
+        asked = trainer.fsdp2.get(SHARDING, asked)
     ranks = workers if asked in (-1, 0) else asked
     if fsdp.cpu_offload and ranks == 1:
         yield (
@@ -136,11 +155,18 @@ def _sharing(trainer: TrainerConfig) -> Iterator[str]:
         )
 
 
-def _param_dtype_problems(config: SkyRLTrainConfig) -> Iterator[str]:
-    """Number formats that base weights cannot be in, or are asked not to be in by another field."""
-    if (asked := param_dtype(config)) is None:
+def _format_problems(config: SkyRLTrainConfig, model: str) -> Iterator[str]:
+    """Number formats that weights or gradients cannot be in, or are asked not to be in by another field."""
+    section = f"trainer.{model}.fsdp_config.mixed_precision"
+    if (summed := reduce_dtype(config, model)) is not None:
+        field, whole = f"{section}.reduce_dtype={summed}", not config.trainer.policy.model.lora.rank
+        if summed not in PARAM_DTYPES:
+            yield f"{field}: gradients are added up in {' or '.join(PARAM_DTYPES)}; set it to one of them"
+        elif summed != "fp32" and not whole:
+            yield f"{field} and an adapter (trainer.policy.model.lora.rank): its gradients are fp32; leave it out"
+    if (asked := param_dtype(config, model)) is None:
         return
-    field = f"trainer.policy.fsdp_config.mixed_precision.param_dtype={asked}"
+    field = f"{section}.param_dtype={asked}"
     if (ours := PARAM_DTYPES.get(asked)) is None:
         yield f"{field}: base weights are in {' or '.join(PARAM_DTYPES)}; set it to one of them"
         return
@@ -155,21 +181,30 @@ def _param_dtype_problems(config: SkyRLTrainConfig) -> Iterator[str]:
             yield f"{field} and {name}, which asks for {theirs}: base weights have one format; leave one of them out"
 
 
-def _other_models(trainer: TrainerConfig) -> Iterator[str]:
-    """Fields by which critic and reference ask for what they do not get: the policy's workers compute all models."""
-    policy, placement = trainer.policy.sequence_parallel_size, trainer.placement
-    sizes = {"critic": trainer.critic.sequence_parallel_size, "ref": trainer.ref.sequence_parallel_size}
-    for name, size in sizes.items():
-        if getattr(trainer, name).is_given(SEQUENCES) and size != policy:
+def _other_models(config: SkyRLTrainConfig) -> Iterator[str]:
+    """Fields by which critic and reference ask for what they do not get."""
+    trainer, policy, placement = config.trainer, config.trainer.policy, config.trainer.placement
+    for name in ("critic", "ref"):
+        owner, path = getattr(trainer, name), f"trainer.{name}"
+        if name in trainer.apart:
+            continue
+        if owner.is_given(SEQUENCES) and owner.sequence_parallel_size != policy.sequence_parallel_size:
             yield (
-                f"trainer.{name}.{SEQUENCES}={size} is not trainer.policy.{SEQUENCES}={policy}: the policy's workers "
-                "compute all models; set it to the policy's, or leave it out"
+                f"{path}.{SEQUENCES}={owner.sequence_parallel_size} is not trainer.policy.{SEQUENCES}="
+                f"{policy.sequence_parallel_size}: the policy's workers compute all models; {COLOCATED}"
             )
-    workers = placement.policy_num_gpus_per_node
-    gpus = {"critic": placement.critic_num_gpus_per_node, "ref": placement.ref_num_gpus_per_node}
-    for name, count in gpus.items():
-        if count not in (1, workers):
-            yield (
-                f"trainer.placement.{name}_num_gpus_per_node={count} is not policy_num_gpus_per_node={workers}: the "
-                "policy's workers compute all models; set it to the policy's, or leave it out"
-            )
+        for count in ("num_nodes", "num_gpus_per_node"):
+            asked, there = (getattr(placement, f"{model}_{count}") for model in (name, "policy"))
+            if asked not in (1, there):
+                yield (
+                    f"trainer.placement.{name}_{count}={asked} is not policy_{count}={there}: the policy's workers "
+                    f"compute all models; {COLOCATED}"
+                )
+        for field, default in vars(FSDPConfig()).items():
+            if field == "wrap_policy" or field.startswith("_"):
+                continue
+            if (asked := getattr(owner.fsdp_config, field)) != default:
+                yield (
+                    f"{path}.fsdp_config.{field}={asked}: all models share the policy's base weights; set it for "
+                    f"trainer.policy, or {COLOCATED}"
+                )

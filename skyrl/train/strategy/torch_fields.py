@@ -8,10 +8,9 @@ OPTIONS = consumed("skyrl.train.strategy.torch_options")
 RULES = consumed("skyrl.train.strategy.torch_backend")
 WHERE_AVAILABLE = where_available("skyrl.train.strategy.torch_backend")
 
-ONE_BASE = refused("all models share the policy's base weights; set it for trainer.policy, or leave it out")
 ONE_FORMAT = refused("base weights have one format, and what is trained is float32: see trainer.bf16; leave it out")
+BUFFERS = refused("buffers stay in the format in which transformers makes them; leave it at fp32")
 BY_LAYER = refused("each layer is a unit of its own; leave it out")
-ONE_GROUP = refused("the policy's workers serve every model; leave it at 1")
 ALWAYS_ASYNC = refused(
     "engines are servers, which requests join and leave at any time, each with a process of its own for the model; "
     "leave it out"
@@ -22,6 +21,7 @@ IN_FILES = refused(
     "trainer.policy.model.lora.lora_sync_path; leave it out"
 )
 NO_ENDPOINT = refused("no OpenAI-compatible API is served; leave it out, and ask engines by their own addresses")
+COLOCATION = ("colocate_all", "colocate_policy_ref")
 ON_TORCH = {
     "generator.inference_engine.async_engine": ALWAYS_ASYNC,
     "generator.inference_engine.vllm_v1_disable_multiproc": ALWAYS_ASYNC,
@@ -40,12 +40,14 @@ ON_TORCH = {
     },
     "trainer.jax": refused("these are options of the JAX backend; set trainer.fsdp2, or trainer.strategy=jax"),
     "trainer.fsdp2": OPTIONS,
-    "trainer.placement": ONE_GROUP,
-    "trainer.placement.colocate_all": WHERE_AVAILABLE,
-    "trainer.placement.colocate_policy_ref": WHERE_AVAILABLE,
+    **{f"trainer.placement.{field}": consumed("skyrl.train.config.trainer") for field in COLOCATION},
     "trainer.placement.policy_num_nodes": OPTIONS,
     "trainer.placement.policy_num_gpus_per_node": OPTIONS,
-    **{f"trainer.placement.{model}_num_gpus_per_node": RULES for model in ("critic", "ref")},
+    **{
+        f"trainer.placement.{model}_{count}": OPTIONS
+        for model in ("critic", "ref")
+        for count in ("num_nodes", "num_gpus_per_node")
+    },
     "trainer.flash_attn": WHERE_AVAILABLE,
     **{f"trainer.{model}.optimizer_config.offload_after_step": WHERE_AVAILABLE for model in ("policy", "critic")},
     **{f"trainer.{model}.model.path": RULES for model in ("policy", "critic", "ref")},
@@ -63,15 +65,19 @@ ON_TORCH = {
     ),
     "trainer.policy.use_torch_compile": OPTIONS,
     "trainer.policy.record_memory": RULES,
-    **{f"trainer.{model}.fsdp_config": ONE_BASE for model in ("critic", "ref")},
+    **{f"trainer.{model}.fsdp_config": OPTIONS for model in ("critic", "ref")},
+    **{f"trainer.{model}.fsdp_config.wrap_policy": BY_LAYER for model in ("critic", "ref")},
+    **{f"trainer.{model}.fsdp_config.mixed_precision.buffer_dtype": BUFFERS for model in ("critic", "ref")},
     "trainer.policy.fsdp_config": BY_LAYER,
     "trainer.policy.fsdp_config.cpu_offload": OPTIONS,
     "trainer.policy.fsdp_config.fsdp_size": WHERE_AVAILABLE,
     "trainer.policy.fsdp_config.mixed_precision": ONE_FORMAT,
     "trainer.policy.fsdp_config.mixed_precision.param_dtype": OPTIONS,
+    "trainer.policy.fsdp_config.mixed_precision.reduce_dtype": OPTIONS,
+    "trainer.policy.fsdp_config.mixed_precision.buffer_dtype": BUFFERS,
     "trainer.policy.fsdp_config.reshard_after_forward": OPTIONS,
     "trainer.policy.sequence_parallel_size": OPTIONS,
-    **{f"trainer.{model}.sequence_parallel_size": RULES for model in ("critic", "ref")},
+    **{f"trainer.{model}.sequence_parallel_size": OPTIONS for model in ("critic", "ref")},
     "trainer.policy.model.lora.lora_sync_path": OPTIONS,
     "trainer.critic.model.lora.lora_sync_path": refused("a critic is not sampled; leave it out"),
     "generator.inference_engine.max_num_seqs": OPTIONS,
@@ -106,12 +112,10 @@ def _of_torch(support: Support) -> Support:
     return OPTIONS if support.status is Status.CONSUMED else WHERE_AVAILABLE
 
 
+ELSEWHERE = {*COMMON_SUPPORT, "trainer.placement", "generator.inference_engine"}
+"""Entries of other tables than that of JAX, and those of no field here."""
 TORCH_SUPPORT: dict[str, Support] = {
     **COMMON_SUPPORT,
-    **{
-        path: _of_torch(support)
-        for path, support in JAX_SUPPORT.items()
-        if path not in COMMON_SUPPORT and path != "generator.inference_engine"
-    },
+    **{path: _of_torch(support) for path, support in JAX_SUPPORT.items() if path not in ELSEWHERE},
     **ON_TORCH,
 }

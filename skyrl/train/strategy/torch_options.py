@@ -6,10 +6,10 @@ is given (`server_options`), which `FOLLOWING` names.
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from skyrl.errors import ConfigError
-from skyrl.train.config import InferenceEngineConfig, SkyRLTrainConfig
+from skyrl.train.config import FSDPConfig, InferenceEngineConfig, SkyRLTrainConfig, TrainerConfig
 from skyrl.train.config.strategies import NEEDS_OF_MEGATRON, worker_options
 from skyrl.train.strategy.shared_options import base_dtype, config_overrides, sampler_options
 from skyrl.train.strategy.support import Status, find
@@ -19,32 +19,44 @@ MICRO_TRAIN = "micro_train_batch_size_per_gpu"
 SHARDING, RESHARDING = "fsdp_size", "reshard_after_forward"
 SEQUENCES = "sequence_parallel_size"
 UTILIZATION = "gpu_memory_utilization"
+SHARED_WORK = ("num_workers", "ray_workers_per_node", "fsdp_size", "reshard_after_forward", "tensor_parallel_size")
 NAMES = ("fsdp2", "fsdp")
 OWN = "trainer.fsdp2"
 PARAM_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
-def torch_options(config: SkyRLTrainConfig) -> dict[str, Any]:
-    """Options that follow from a configuration, resolved or not, and over them those of its own section."""
+def torch_options(config: SkyRLTrainConfig, model: str = "policy") -> dict[str, Any]:
+    """Options that follow from a configuration, resolved or not, and over them those of its own section.
+
+    Args:
+        config: The configuration.
+        model: Model whose workers they are for, if it is not the policy. Of the own section it does not have what says
+            how the policy's workers share work.
+    """
     trainer, generator = config.trainer, config.generator
+    own = own_of(trainer, model)
     options: dict[str, Any] = {
-        "dtype": _dtype(config),
+        "dtype": _dtype(config, model),
         "value_head": trainer.algorithm.value_head_prefix,
         "gradient_checkpointing": trainer.gradient_checkpointing,
         "compile_scores": trainer.policy.use_torch_compile,
-        SEQUENCES: trainer.policy.sequence_parallel_size,
+        SEQUENCES: own.sequences,
         **sampler_options(config),
-        **worker_options(trainer.placement.policy_num_nodes, trainer.placement.policy_num_gpus_per_node),
+        **worker_options(own.nodes, own.gpus_per_node),
     }
     if overrides := config_overrides(config):
         options["config_overrides"] = overrides
-    fsdp = trainer.policy.fsdp_config
+    fsdp = own.fsdp
     if fsdp.is_given(SHARDING) or not trainer.policy.model.lora.rank:
         options["fsdp_size"] = fsdp.fsdp_size
     if fsdp.is_given(RESHARDING):
         options["reshard_after_forward"] = fsdp.reshard_after_forward
     if fsdp.cpu_offload:
         options["cpu_offload"] = True
+    if not trainer.policy.model.lora.rank and fsdp.fsdp_size != 1:
+        options["float32_parts"] = True
+    if (asked := reduce_dtype(config, model)) is not None:
+        options["reduce_dtype"] = PARAM_DTYPES.get(asked, asked)
     if rank := max(trainer.policy.model.lora.rank, trainer.critic.model.lora.rank):
         options["max_lora_rank"] = rank
     if trainer.is_given(MICRO_TRAIN):
@@ -57,23 +69,65 @@ def torch_options(config: SkyRLTrainConfig) -> dict[str, Any]:
         options[UTILIZATION] = generator.inference_engine.gpu_memory_utilization
     if generator.inference_engine.is_given("max_num_seqs"):
         options["sample_max_num_sequences"] = generator.inference_engine.max_num_seqs
-    given = dict(trainer.fsdp2)
+    given = {name: value for name, value in trainer.fsdp2.items() if model == "policy" or name not in SHARED_WORK}
     if generator.inference_engine.external or launched(config):
         options["engines"] = _engines(config, given.pop("engines", {}))
     return options | given
 
 
-def _dtype(config: SkyRLTrainConfig) -> str:
-    asked = param_dtype(config)
+class Own(NamedTuple):
+    """Fields that each of policy, critic and ref has."""
+
+    nodes: int
+    gpus_per_node: int
+    sequences: int
+    """Ranks that share a sequence."""
+    fsdp: FSDPConfig
+
+
+def own_of(trainer: TrainerConfig, model: str) -> Own:
+    """Fields of a model's own."""
+    places, policy, critic, ref = trainer.placement, trainer.policy, trainer.critic, trainer.ref
+    if model == "policy":
+        counts = places.policy_num_nodes, places.policy_num_gpus_per_node
+        return Own(*counts, policy.sequence_parallel_size, policy.fsdp_config)
+    if model == "critic":
+        counts = places.critic_num_nodes, places.critic_num_gpus_per_node
+        return Own(*counts, critic.sequence_parallel_size, critic.fsdp_config)
+    counts = places.ref_num_nodes, places.ref_num_gpus_per_node
+    return Own(*counts, ref.sequence_parallel_size, ref.fsdp_config)
+
+
+def options_apart(config: SkyRLTrainConfig, model: str) -> dict[str, Any]:
+    """Options of the backend of a critic or reference (ref) beside the policy's."""
+    trainer, options = config.trainer, torch_options(config, model)
+    if model == "ref":  # which is never trained as a whole
+        options.pop("float32_parts", None)
+    if not trainer.placement.policy_num_gpus_per_node:
+        options["device"] = "cpu"
+    if options["workers"] == "ray":
+        return options
+    before = ["policy", *[name for name in trainer.apart if name < model]]
+    return options | {"first_gpu": sum(trainer.gpus(name) for name in before)}
+
+
+def _dtype(config: SkyRLTrainConfig, model: str) -> str:
+    asked = param_dtype(config, model)
     if asked is not None and not config.generator.inference_engine.is_given("model_dtype"):
         return PARAM_DTYPES.get(asked, asked)
     return base_dtype(config)
 
 
-def param_dtype(config: SkyRLTrainConfig) -> str | None:
+def param_dtype(config: SkyRLTrainConfig, model: str) -> str | None:
     """Format of base weights that FSDP's section asks for; None if it is not given."""
-    precision = config.trainer.policy.fsdp_config.mixed_precision
+    precision = own_of(config.trainer, model).fsdp.mixed_precision
     return precision.param_dtype if precision is not None and precision.is_given("param_dtype") else None
+
+
+def reduce_dtype(config: SkyRLTrainConfig, model: str) -> str | None:
+    """Format of gradients as workers add them up that FSDP's section asks for; None if it is not given."""
+    precision = own_of(config.trainer, model).fsdp.mixed_precision
+    return precision.reduce_dtype if precision is not None and precision.is_given("reduce_dtype") else None
 
 
 def urls_of(engines: InferenceEngineConfig) -> list[str]:
@@ -214,6 +268,7 @@ FOLLOWING: dict[str, tuple[str, ...]] = {
     f"{FSDP}reshard_after_forward": ("reshard_after_forward",),
     f"{FSDP}cpu_offload": ("cpu_offload",),
     f"{FSDP}mixed_precision.param_dtype": ("dtype",),
+    f"{FSDP}mixed_precision.reduce_dtype": ("reduce_dtype", "float32_parts"),
     "trainer.policy.sequence_parallel_size": (SEQUENCES,),
     "trainer.policy.use_torch_compile": ("compile_scores",),
     "trainer.gradient_checkpointing": ("gradient_checkpointing",),
@@ -243,6 +298,8 @@ OF_TRAINERS = {
     "trainer.ref.model.path": "all models of a server share its --base-model; leave it out",
     "trainer.policy.model.lora": "each client of a server chooses its adapters; leave it out",
     "trainer.critic.model.lora": "each client of a server chooses its adapters; leave it out",
+    "trainer.critic.fsdp_config": "all models of a server share the policy's base weights; leave it out",
+    "trainer.ref.fsdp_config": "all models of a server share the policy's base weights; leave it out",
     "trainer.policy.optimizer_config": "clients of a server send it with each optim_step; leave it out",
     "trainer.critic.optimizer_config": "clients of a server send it with each optim_step; leave it out",
     "trainer.algorithm": "clients of a server send losses and their settings with each pass; leave it out",

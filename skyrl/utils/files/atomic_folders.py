@@ -43,6 +43,12 @@ Content = bytes | Callable[[BinaryIO], object]
 """Content of a file, or a function that writes it piece by piece."""
 
 
+Entries = Mapping[str, Mapping[str, Any]]
+"""Entries of a manifest by file: size, and hash."""
+Parts = Callable[[Path], Entries]
+"""Writer of more files into a folder, by other processes (`write_part`), and their entries."""
+
+
 class Written(NamedTuple):
     """A folder that is on disk."""
 
@@ -56,29 +62,38 @@ class _Damaged(Exception):
     """Folder whose contents are not what its manifest says."""
 
 
-def write_folder(path: str | Path, files: Mapping[str, Content]) -> Written:
+def write_folder(path: str | Path, files: Mapping[str, Content], parts: Parts | None = None) -> Written:
     """Put a folder with these files at `path`, replacing what is there.
 
     Args:
         path: The folder.
         files: By name.
+        parts: Writer of the others.
 
     Raises:
         StorageError: The disk refuses a write. What was at `path` is unchanged.
     """
     with replacing_folder(path) as temporary:
-        return write_files(temporary, files)
+        return write_files(temporary, files, {} if parts is None else parts(temporary))
 
 
-def write_files(folder: Path, files: Mapping[str, Content]) -> Written:
-    """Write these files and their manifest to a folder that `replacing_folder` gave."""
-    entries = {}
+def write_files(folder: Path, files: Mapping[str, Content], written: Entries | None = None) -> Written:
+    """Write these files, and a manifest of them and of those that are written, to a folder of `replacing_folder`."""
+    entries = dict(written or {})
     for name, content in files.items():
         entries[name] = _write_file(folder / name, content)
         crash_point("storage: files half written")
     manifest = json.dumps(entries, indent=1).encode()
     _write_file(folder / MANIFEST, manifest)
     return Written(sum(entry["bytes"] for entry in entries.values()), hashlib.sha256(manifest).hexdigest())
+
+
+def write_part(path: Path, content: Content) -> dict[str, Any]:
+    """Write a file of a folder that another process makes. Returns its entry. Raises `StorageError`."""
+    try:
+        return _write_file(path, content)
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def add_manifest(folder: Path) -> None:

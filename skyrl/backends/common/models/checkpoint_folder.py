@@ -37,9 +37,10 @@ Adapters that are trained with `train_unembed=False` leave the projection as it 
 """
 IN_MEMORY = "in_memory.json"
 """File of a folder that stands for weights which only the process that published them has, in memory."""
-FORMAT = 2
-"""Format of training checkpoints. The tensors of format 1 are the same on torch, and stacked and padded on JAX."""
-READABLE = (1, FORMAT)
+FORMAT, FORMAT_OF_PARTS = 2, 3
+"""Formats of training checkpoints: in one file, and in files of several processes. The tensors of format 1 are those of
+2 on torch, and stacked and padded on JAX."""
+READABLE = (1, FORMAT, FORMAT_OF_PARTS)
 
 
 def peft_files(tensors: Content, config: Mapping[str, Any], on_tied: bool) -> dict[str, Content]:
@@ -54,10 +55,10 @@ def peft_files(tensors: Content, config: Mapping[str, Any], on_tied: bool) -> di
     return files | ({README: ON_TIED.encode()} if on_tied else {})
 
 
-def pack_header(kind: Kind, base_model: str, step: int, sequences: int | None) -> bytes:
+def pack_header(kind: Kind, base_model: str, step: int, sequences: int | None, form: int = FORMAT) -> bytes:
     """Contents of `TRAINING_STATE` for a model after so many optimizer steps, and gradients of sequences since."""
     header = {
-        "format": FORMAT,
+        "format": form,
         "base_model": base_model,
         "step": step,
         "lora_config": kind.lora_config.model_dump(),
@@ -78,7 +79,7 @@ def header_of(files: Mapping[str, bytes], path: str) -> dict[str, Any]:
         raise RequestError(f"path={path} is no training checkpoint; use one that save_weights (save_state) made")
     header = json.loads(files[TRAINING_STATE])
     if header["format"] not in READABLE:
-        raise StorageError(f"{path} has format {header['format']}; this version reads formats up to {FORMAT}")
+        raise StorageError(f"{path} has format {header['format']}; this version reads formats up to {READABLE[-1]}")
     return header
 
 

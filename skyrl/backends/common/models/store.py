@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from skyrl.backends.backend import ExportModel, LoadCheckpoint, LoadSnapshot, Publish, SaveCheckpoint, SaveSnapshot
@@ -23,7 +24,8 @@ from skyrl.backends.common.waiting import Awaiting
 from skyrl.backends.executor import Work
 from skyrl.errors import RequestError, StorageError
 from skyrl.types import LoraConfig, SaveOutput
-from skyrl.utils.files.atomic_folders import Content, write_folder
+from skyrl.utils.files.atomic_folders import Content, Parts, local_path, write_folder
+from skyrl.utils.files.tar_folder import is_tar
 
 T = TypeVar("T")
 State = TypeVar("State", bound=OffloadState)
@@ -46,6 +48,10 @@ class ModelFormat(ABC, Generic[State, Version]):
     @abstractmethod
     def pack_training(self, state: State) -> Mapping[str, Content]:
         """Files of a training checkpoint or snapshot: all that the model is, gradient sums if there are any."""
+
+    def pack_parts(self, state: State, folder: Path) -> tuple[Mapping[str, Content], Parts] | None:
+        """The same, of a model whose numbers several processes write to a folder at once; None: one writes all."""
+        return None
 
     @abstractmethod
     def load_training(
@@ -189,6 +195,9 @@ class Storage(Generic[State, Version]):
 
     def write_state(self, path: str, state: State) -> SaveOutput:
         """All that the model is, to a folder or tar. Raises `StorageError`."""
+        together = None if is_tar(path) else self.format.pack_parts(state, local_path(path))
+        if together is not None:
+            return SaveOutput(path, *write_folder(path, *together))
         return SaveOutput(path, *write_checkpoint(path, dict(self.format.pack_training(state))))
 
     def read_state(self, path: str) -> State:

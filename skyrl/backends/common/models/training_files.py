@@ -4,8 +4,12 @@
 and, in a snapshot, gradient sums. Names are Hugging Face's: `<module>.lora_A` `[in, rank]` and `<module>.lora_B`
 `[rank, out]` of each adapted module, the parameters of a model trained as a whole, `value_head` `[hidden]` of a critic.
 Ranks are not padded, and layers and experts have tensors of their own. `training_state.json` is the header.
+
+Processes that share a model's weights write at once, each its part of each buffer, in a file of its own (`part_name`):
+rows of the first dimension. Files of a buffer in their order, each tensor joined along it, are the whole again.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -69,6 +73,14 @@ class TrainingFiles:
         )
 
 
+def part_name(buffer: BufferName, place: int, count: int) -> str:
+    """File of the part of a buffer that one of so many processes has, counted from 0."""
+    return f"training_state-{buffer}-{place + 1:05}-of-{count:05}.safetensors"
+
+
+PART = re.compile(r"training_state-\w+-\d{5}-of-\d{5}\.safetensors")
+
+
 def pack_training(
     kind: Kind, base_model: str, step: int, sequences: int | None, buffers: Mapping[BufferName, Mapping[str, Tensor]]
 ) -> dict[str, Content]:
@@ -109,9 +121,20 @@ def training_files(
         )
     buffers: dict[Any, dict[str, np.ndarray]] = {}
     if PEFT_TENSORS not in files:
-        for name, tensor in load(files.pop(TRAINING_TENSORS)).items():
+        for name, tensor in _take_tensors(files).items():
             buffer, _, tensor_name = name.partition("/")
             if load_optimizer or buffer not in MOMENTS:
                 buffers.setdefault(buffer, {})[tensor_name] = tensor
     step = header["step"] if load_optimizer else 0
     return TrainingFiles(path, kind, header["base_model"], step, header.get("sequences"), buffers, files)
+
+
+def _take_tensors(files: dict[str, bytes]) -> dict[str, np.ndarray]:
+    """All tensors by name, whose files are taken away, those of several processes joined."""
+    if TRAINING_TENSORS in files:
+        return load(files.pop(TRAINING_TENSORS))
+    parts: dict[str, list[np.ndarray]] = {}
+    for file in sorted(name for name in files if PART.fullmatch(name)):
+        for name, part in load(files.pop(file)).items():
+            parts.setdefault(name, []).append(part)
+    return {name: np.concatenate(parts.pop(name)) for name in list(parts)}

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from skyrl.backends.torch.base_model.tensor_ranks import TensorRanks
 
@@ -37,6 +38,11 @@ class ShardOptions:
     keeping them."""
     cpu_offload: bool = False
     """Keep parts in the host's memory."""
+    float32_parts: bool = False
+    """Keep parts in float32 where the model computes in another type, so that gradients that were added up over ranks
+    are not rounded to it."""
+    reduce_dtype: str = "float32"
+    """Type in which gradients are added up over ranks."""
     sequence_parallel_size: int = 1
     """Ranks that share each micro-batch."""
     tensor_parallel_size: int = 1
@@ -156,6 +162,13 @@ def _return_large_blocks() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
+def _widen(module: nn.Module) -> None:
+    """Make the parameters of a module float32, but for those that are parts already."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.float()
+
+
 class _Root(nn.Module):
     """A model whose parameters outside its layers are gathered for whatever is computed with it."""
 
@@ -201,23 +214,52 @@ class Sharded(BaseWeights):
         self._device = device
         pinned = device.type != "cpu"
         policy = CPUOffloadPolicy(pin_memory=pinned) if options.cpu_offload else OffloadPolicy()
+        computed = next(model.parameters()).dtype
+        precision = MixedPrecisionPolicy(
+            param_dtype=computed if options.float32_parts else None,
+            reduce_dtype=getattr(torch, options.reduce_dtype),
+            cast_forward_inputs=False,
+        )
+
+        def shard(module: nn.Module, again: bool | int) -> None:
+            if options.float32_parts:
+                _widen(module)
+            fully_shard(module, mesh=mesh, reshard_after_forward=again, offload_policy=policy, mp_policy=precision)
+
         for layer in layers:
             fill(layer)
-            fully_shard(layer, mesh=mesh, reshard_after_forward=options.reshard_after_forward, offload_policy=policy)
+            shard(layer, options.reshard_after_forward)
         self._root = _Root(model)
         fill(model)
-        fully_shard(self._root, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
+        shard(self._root, False)
         self._units = [module for module in self._root.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)  # gradients are sums over tokens, whichever rank has them
             unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other
         self.parameters = dict(model.named_parameters())
+        self._has_run = False
 
     def run(self, compute: Callable[[], Result]) -> Result:
+        if not self._has_run:
+            return self._first_run(compute)
         result = self._root(compute)
         if self._reshards and not torch.is_grad_enabled():
             self._root.reshard()  # pyright: ignore[reportCallIssue]
         return result
+
+    @torch.no_grad()
+    def _first_run(self, compute: Callable[[], Result]) -> Result:
+        """Run what FSDP takes the types of its reductions from: those of parameters that have gradients then."""
+        self._has_run = True
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(True)
+        try:
+            return self._root(compute)
+        finally:
+            for parameter in self.parameters.values():
+                parameter.requires_grad_(False)
+            for unit in self._units:
+                unit.reshard()
 
     @contextmanager
     def replaced(self, parts: Mapping[str, Tensor], with_gradients: bool) -> Iterator[None]:

@@ -100,6 +100,30 @@ class Decided(NamedTuple):
     """Decisions, for whoever starts the workers."""
 
 
+def device_of(asked: str | None, rank: int, first: int = 0, gpus: int | None = None) -> torch.device:
+    """Device of a rank: the one that is asked for, else a GPU if there are any.
+
+    Args:
+        asked: Name of a device.
+        rank: The rank's number, counted from the first GPU of all.
+        first: GPUs before those of its group.
+        gpus: GPUs of the machine; None: those that torch finds.
+
+    Raises:
+        RequestError: There are none left for its group.
+    """
+    if gpus is None:
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked is not None or not gpus:
+        return torch.device(asked or "cpu")
+    if first >= gpus:
+        raise RequestError(
+            f"first_gpu={first}: there are {gpus} GPU(s), and others compute on all of them; use fewer for the models "
+            "before (trainer.placement), or leave models together (trainer.placement.colocate_all=true)"
+        )
+    return torch.device(f"cuda:{first + (rank - first) % (gpus - first)}")
+
+
 def tile_tokens(asked: int, device_type: str) -> int:
     """Tokens of a training micro-batch."""
     return asked or (CPU_TILE if device_type == "cpu" else GPU_TILE)
@@ -237,7 +261,10 @@ class Sizes:
         if fsdp_size == 1:
             return self._base
         layers = [_nbytes(layer) for layer in layers_of(self._model, self._folder)]
-        shared = sum(-(-len(x) // fsdp_size) * x[:1].numel() * x.dtype.itemsize for x in self._model.parameters())
+        widest = 4 if self._shards.float32_parts else 0
+        shared = sum(
+            -(-len(x) // fsdp_size) * x[:1].numel() * max(x.dtype.itemsize, widest) for x in self._model.parameters()
+        )
         own = 0 if self._shards.cpu_offload and self._device == "accelerator" else shared
         again = self._shards.reshard_after_forward
         kept = sum(layers) // max(1, int(again))  # by all, or by so many ranks

@@ -91,6 +91,8 @@ class LoadedModel:
         """Ranks that share matrices with this one."""
         self.hooks = Hooks(self.hf, self.targets, self.tensor_ranks)
         self.hf.requires_grad_(False)
+        self.dtype: torch.dtype = self._head.weight.dtype  # pyright: ignore[reportAttributeAccessIssue]
+        """Type that the base model computes in."""
         own = {name: int(getattr(self.config, name)) for name in ("hidden_size", "vocab_size")}
         self.hidden_size, self.vocab_size = own["hidden_size"], own["vocab_size"]
         self.ranks = sequence_ranks(shards.sequence_parallel_size, world, device)
@@ -133,11 +135,6 @@ class LoadedModel:
     def meets_others(self) -> bool:
         """True if ranks compute a pass together, so that all of them have to come to the same collectives."""
         return self.base.is_sharded or self.ranks.size > 1
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the base weights."""
-        return self._head.weight.dtype  # pyright: ignore[reportReturnType]
 
     def layout(self, kind: Kind) -> Layout:
         """Tensors that a model of this kind trains."""

@@ -13,7 +13,15 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load
 
-from skyrl.backends.common.models.checkpoint_folder import PEFT_CONFIG, PEFT_TENSORS, check_served_rank, peft_files
+from skyrl.backends.common.models.checkpoint_folder import (
+    FORMAT_OF_PARTS,
+    PEFT_CONFIG,
+    PEFT_TENSORS,
+    TRAINING_STATE,
+    check_served_rank,
+    pack_header,
+    peft_files,
+)
 from skyrl.backends.common.models.kind import VALUE_HEAD, Kind
 from skyrl.backends.common.models.store import ModelFormat
 from skyrl.backends.common.models.training_files import (
@@ -32,7 +40,7 @@ from skyrl.errors import RequestError
 from skyrl.types import LoraConfig
 from skyrl.utils.adapters.fitting import fitted_adapter
 from skyrl.utils.adapters.naming import PREFIX
-from skyrl.utils.files.atomic_folders import Content, read_folder
+from skyrl.utils.files.atomic_folders import Content, Entries, Parts, read_folder
 from skyrl.utils.files.hf_files import CONFIG, WEIGHTS, files_beside, peft_config
 from skyrl.utils.files.tensor_file import Tensor, read_tensors, tensor_file
 
@@ -60,14 +68,22 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
     def version_bytes(self, version: TorchVersion) -> int:
         return version.weights.nbytes
 
+    def pack_parts(self, state: TorchState, folder: Path) -> tuple[dict[str, Content], Parts] | None:
+        if state.weights.spread != "by_parameter" or not self.group.sees(folder):
+            return None
+
+        def write(where: Path) -> Entries:
+            return {
+                file: entry
+                for name, buffer in _buffers_of(state).items()
+                for file, entry in self.group.write_parts(buffer, where, name).items()
+            }
+
+        header = pack_header(state.kind, self.base_model, state.step, state.sequences, FORMAT_OF_PARTS)
+        return {TRAINING_STATE: header}, write
+
     def pack_training(self, state: TorchState) -> dict[str, Content]:
-        found: dict[BufferName, Buffer] = {
-            "weights": state.weights,
-            "first_moment": state.first_moment,
-            "second_moment": state.second_moment,
-        }
-        if state.gradient_sums is not None:
-            found["gradient_sums"] = state.gradient_sums
+        found = _buffers_of(state)
         layout, read = self._layout(state.kind), _Newest()
         starts = _starts(layout)
         buffers: dict[BufferName, dict[str, Tensor]] = {
@@ -218,6 +234,17 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
 
     def _parameter(self, name: str) -> np.ndarray:
         return self.group.wait(self.group.run("parameter", name), "parameter")
+
+
+def _buffers_of(state: TorchState) -> dict[BufferName, Buffer]:
+    found: dict[BufferName, Buffer] = {
+        "weights": state.weights,
+        "first_moment": state.first_moment,
+        "second_moment": state.second_moment,
+    }
+    if state.gradient_sums is not None:
+        found["gradient_sums"] = state.gradient_sums
+    return found
 
 
 class _Newest:

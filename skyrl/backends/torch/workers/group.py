@@ -6,19 +6,23 @@ common state, and loses it.
 """
 
 import itertools
+import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.common.models.training_files import BufferName, part_name
 from skyrl.backends.torch.workers.agreement import NotBegun
 from skyrl.backends.torch.workers.model_facts import ModelFacts
 from skyrl.backends.torch.workers.worker import Command, Spread, Worker, WorkerOptions
 from skyrl.errors import BackendLost
+from skyrl.utils.files.atomic_folders import TEMPORARY, Entries
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -69,7 +73,8 @@ class WorkerGroup(ABC):
     """Seconds without any answer after which `wait` gives the workers up; None: never."""
 
     def __init__(self) -> None:
-        self._heard = 0.0
+        self._heard: dict[int, float] = {}
+        """Time of each rank's last answer."""
         self.handles = itertools.count(1)
         self.dropped: deque[int] = deque()
         """Buffers that nobody has any more. Freed with the next command."""
@@ -108,15 +113,17 @@ class WorkerGroup(ABC):
 
         self.run(*command).add_done_callback(check)
 
-    def wait(self, outcome: "Future[Given]", name: str) -> Given:
-        """Result of the command `name`, which may be behind others. From any thread.
+    def wait(self, outcome: "Future[Given]", name: str, rank: int | None = None) -> Given:
+        """Result of the command `name`, which may be behind others, of a rank or of all. From any thread.
 
-        Raises `BackendLost` if workers have answered nothing for `timeout_s`: then they hang.
+        Raises `BackendLost` if a rank has answered nothing for `timeout_s`: then it hangs.
         """
-        self._heard = time.monotonic()
+        since = time.monotonic()
+        ranks = range(self.world) if rank is None or self.facts.is_sharded else [rank]
         while not wait([outcome], self.timeout_s).done:
             assert self.timeout_s is not None
-            if time.monotonic() - self._heard >= self.timeout_s:
+            heard = min(self._heard.get(each, since) for each in ranks)
+            if time.monotonic() - max(since, heard) >= self.timeout_s:
                 error = BackendLost(f"{name} on the workers has not ended within {self.timeout_s:g} s")
                 self.lost(error)
                 raise error
@@ -170,17 +177,44 @@ class WorkerGroup(ABC):
 
         return _mapped(self._each(each), taken_in)
 
-    def first(self, *command: Any) -> "Future[Any]":
-        """Result of a command of the first rank, which the others do with it where they share weights."""
+    def sees(self, folder: Path) -> bool:
+        """Return True if all ranks see what this process writes next to a folder."""
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(prefix=".", suffix=TEMPORARY, dir=folder.parent) as file:
+                command = "sees", Path(file.name)
+                return all(self.wait(self._each([command] * self.world), "sees"))
+        except OSError:
+            return False
+
+    def write_parts(self, buffer: Buffer, folder: Path, name: BufferName) -> Entries:
+        """Have the ranks that share a copy of the weights write their parts of a buffer, all at once.
+
+        Returns entries of their files. Raises `StorageError`.
+        """
+        count = buffer.parts
+        files = [part_name(name, place, count) for place in range(count)]
+        commands = [("write_part", buffer.handle, buffer.size, folder / file, name) for file in files]
+        entries = self.wait(self._each(commands), "write_part")
+        for entry in entries:
+            if isinstance(entry, BaseException):
+                raise entry
+        return dict(zip(files, entries, strict=True))
+
+    def on(self, rank: int, *command: Any) -> "Future[Any]":
+        """Result of a command of a rank, which the others do with it where they share weights."""
         if self.facts.is_sharded:
             return self.run(*command)
+        self._free()
 
         def answer_of(answers: list[Any]) -> Any:
-            if isinstance(answers[0], BaseException):
-                raise answers[0]
-            return answers[0]
+            (answer,) = answers[rank]
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
 
-        return _mapped(self._each([command]), answer_of)
+        plans = [[command] if each == rank else [] for each in range(self.world)]
+        return _mapped(self._dispatched(plans), answer_of)
 
     def _each(self, commands: Sequence[Command]) -> "Future[list[Any]]":
         """Results of one command for each rank, no more than there are. What one failed with is its result."""
@@ -209,19 +243,31 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def _execute(self, plans: list[list[Command]]) -> "Future[list[list[Any]]]":
-        """Answers of each rank to its commands, in the order of the calls. From any thread."""
+        """Answers of each rank to its commands, in the order of the calls. From any thread.
 
-    def _send(self, plans: Sequence[Sequence[Command]]) -> "Future[list[list[Any]]]":
+        Ranks that are given none answer nothing, and nobody waits for them.
+        """
+
+    def _send(self, plans: list[list[Command]]) -> "Future[list[list[Any]]]":
+        self._free()
+        return self._dispatched(plans)
+
+    def _free(self) -> None:
+        """Have all ranks forget the buffers that nobody has any more."""
         dropped = []
         while self.dropped:
             dropped.append(self.dropped.popleft())
-        free = [("free", *dropped)] if dropped else []
-        answers = self._execute([[*free, *plan] for plan in plans])
-        answers.add_done_callback(self._hear)
-        return answers
+        if dropped:
+            self._dispatched([[("free", *dropped)]] * self.world)
 
-    def _hear(self, answers: "Future[Any]") -> None:
-        self._heard = time.monotonic()
+    def _dispatched(self, plans: list[list[Command]]) -> "Future[list[list[Any]]]":
+        answers = self._execute(plans)
+
+        def hear(answers: "Future[Any]") -> None:
+            self._heard.update(dict.fromkeys((rank for rank, plan in enumerate(plans) if plan), time.monotonic()))
+
+        answers.add_done_callback(hear)
+        return answers
 
 
 def _cause(answers: Sequence[Any]) -> Any:

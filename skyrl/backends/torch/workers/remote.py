@@ -14,10 +14,14 @@ from typing import Any
 from skyrl.backends.torch.workers.agreement import NotBegun
 from skyrl.backends.torch.workers.group import WorkerGroup
 from skyrl.backends.torch.workers.worker import Command, Worker, WorkerOptions
-from skyrl.errors import BackendLost, RequestError
+from skyrl.errors import BackendLost, RequestError, StorageError
 
 CAUSE_S = 1.0
 """Seconds in which the end of a process may be seen after another rank's collective has failed because of it."""
+
+
+SENT_AS_THEY_ARE = (RequestError, StorageError, BackendLost, NotBegun)
+"""Failures whose message says all there is to say."""
 
 
 class WorkerError(RuntimeError):
@@ -83,9 +87,10 @@ class RemoteWorkers(WorkerGroup):
                 outcome.set_exception(BackendLost(str(self._end)))
                 return outcome
             number = next(self._numbers)
-            self._waiting[number] = outcome, {}
+            self._waiting[number] = outcome, {rank: [] for rank, plan in enumerate(plans) if not plan}
             for rank, plan in enumerate(plans):
-                self._post(rank, number, plan)
+                if plan:
+                    self._post(rank, number, plan)
         return outcome
 
     def _answered(self, rank: int, number: int, answers: list[Any]) -> None:
@@ -138,7 +143,7 @@ class RemoteWorker:
 
     def _told(self, answer: Any) -> Any:
         """An answer as it is sent: exceptions that are not the sender's with their rank and traceback, as text."""
-        if not isinstance(answer, Exception) or isinstance(answer, RequestError | BackendLost | NotBegun):
+        if not isinstance(answer, Exception) or isinstance(answer, SENT_AS_THEY_ARE):
             return answer
         trace = "".join(traceback.format_exception(answer))
         return WorkerError(f"rank {self._rank}: {type(answer).__name__}: {answer}\n{trace}")

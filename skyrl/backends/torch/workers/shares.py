@@ -4,6 +4,8 @@ Ranks call the same methods in the same order.
 """
 
 from math import ceil, prod
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl.backends.common.models.kind import VALUE_HEAD, Kind
+from skyrl.backends.common.models.training_files import BufferName
 from skyrl.backends.torch.base_model.lora import Layout
 from skyrl.backends.torch.base_model.model import LoadedModel
 from skyrl.types import LoraConfig
+from skyrl.utils.files.atomic_folders import write_part
+from skyrl.utils.files.tensor_file import Tensor as StoredTensor
+from skyrl.utils.files.tensor_file import tensor_file
 
 
 class Shares:
@@ -52,6 +58,21 @@ class Shares:
                 whole[start : start + joined.numel()] = joined.reshape(-1).cpu().numpy()
             start += joined.numel()
         return whole if self._rank == 0 else None
+
+    def write(self, parts: Tensor, path: Path, buffer: BufferName, size: int) -> dict[str, Any]:
+        """Write this rank's parts of a buffer, of which what is whole on every rank is the first one's.
+
+        Returns the entry of the file in its folder's manifest. Raises `StorageError`.
+        """
+        views = self.layouts(size)[1].views(parts)
+        if self._rank > 0:
+            views.pop(VALUE_HEAD, None)
+        float32 = np.dtype(np.float32)
+        tensors = {
+            f"{buffer}/{name}": StoredTensor(tuple(view.shape), float32, lambda view=view: view.cpu().numpy())
+            for name, view in views.items()
+        }
+        return write_part(path, tensor_file(tensors))
 
     def share(self, size: int) -> int:
         """Numbers of a sharded buffer that each rank holds."""

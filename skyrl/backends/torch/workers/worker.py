@@ -25,13 +25,14 @@ from skyrl.backends.common.adamw import AdamScalars
 from skyrl.backends.common.dimuon import DimuonScalars
 from skyrl.backends.common.memory_plan import NEW_IN_A_STEP
 from skyrl.backends.common.models.kind import VALUE_HEAD, Kind
+from skyrl.backends.common.models.training_files import BufferName
 from skyrl.backends.common.packing import TileArrays
 from skyrl.backends.common.pass_output import PassOutput
 from skyrl.backends.common.sampling.model_runner import Drawn, Rows
 from skyrl.backends.torch.base_model.base_weights import WHOLE, ShardOptions
 from skyrl.backends.torch.base_model.loading import LoadOptions, skeleton
 from skyrl.backends.torch.base_model.lora import initial_lora, initial_value_head
-from skyrl.backends.torch.base_model.memory import DEFAULTS, MemoryOptions, Place, decided
+from skyrl.backends.torch.base_model.memory import DEFAULTS, MemoryOptions, Place, decided, device_of
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.sampling.sampling_worker import SamplingWorker
 from skyrl.backends.torch.training.passes import adamw, dimuon, run_tile
@@ -67,6 +68,8 @@ class WorkerOptions:
     start_timeout_s: float = 600.0
     """Seconds that workers in other processes have to start and load."""
     compile_scores: bool = False
+    first_gpu: int = 0
+    """GPU of the first rank of a machine."""
 
 
 class Worker:
@@ -83,16 +86,14 @@ class Worker:
 
     def __init__(self, options: WorkerOptions, rank: int = 0, world: int = 1):
         self.rank, self.world = rank, world
-        name = options.device or (f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu")
-        self.device = torch.device(name)
+        self.device = device_of(options.device, options.first_gpu + rank, options.first_gpu)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        place = Place.of(self.device, world, options.memory.limit)
         load, shards = options.load, options.shards
         self._decided = decided(
             skeleton(options.folder, self.device, load),
             options.folder,
-            place,
+            Place.of(self.device, world, options.memory.limit),
             shards,
             load.gradient_checkpointing,
             options.loss_chunk_size,
@@ -232,6 +233,14 @@ class Worker:
             self._buffers[handle] = flat if self.rank == 0 else torch.zeros_like(flat)
         assert flat is not None
         return None if self.rank > 0 else flat.cpu().numpy().copy()
+
+    def sees(self, path: Path) -> bool:
+        """Return True if a file that the driver made is there for this rank too."""
+        return path.exists()
+
+    def write_part(self, handle: int, size: int, path: Path, buffer: BufferName) -> dict[str, Any]:
+        """Write this rank's part of a buffer, as `Shares.write`."""
+        return self._shares.write(self._buffers[handle], path, buffer, size)
 
     def free(self, *handles: int) -> None:
         """Forget buffers."""
