@@ -1,4 +1,4 @@
-"""Where connectors of several residual streams are, and the names and shapes of their numbers.
+"""Places of the connectors of several residual streams, and names and shapes of their numbers.
 
 A group of layers has one before its attention and one before its feed-forward. Their numbers belong to an adapter:
 `skyrl.tx.layers.connector` says what they mean, `skyrl.tx.lora` makes them.
