@@ -5,6 +5,7 @@ with zeros to a few sizes, so that adapters of different ranks share compiled pr
 because the gradient of a column of A is proportional to the same row of B, and vice versa.
 """
 
+import itertools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl.tx.design import parameters
+from skyrl.tx.design import connectors, parameters
+from skyrl.tx.design.connectors import ConnectorTarget
 from skyrl.tx.design.parameters import LoraTarget, Place
 from skyrl.tx.families import design_of
 from skyrl.tx.layers.adapter import Adapter
@@ -22,6 +24,10 @@ from skyrl.types import AdapterConfig, LoraConfig
 
 if TYPE_CHECKING:
     from skyrl.tx.models.configs import ModelConfig
+
+
+Target = LoraTarget | ConnectorTarget
+"""Something of the model that an adapter has numbers for."""
 
 
 def padded_rank(rank: int) -> int:
@@ -37,8 +43,18 @@ def lora_targets(model_config: "ModelConfig") -> tuple[LoraTarget, ...]:
     return parameters.lora_targets(design_of(model_config))
 
 
-def adapted(target: LoraTarget, lora_config: LoraConfig) -> list[tuple[Place, str]]:
-    """Places of the pairs of the modules that the configuration selects, and the modules' names."""
+def connector_targets(model_config: "ModelConfig") -> tuple[ConnectorTarget, ...]:
+    """Every connector of the configured model; none where it has one residual stream."""
+    return connectors.connector_targets(design_of(model_config), model_config.mhc_expansion_rate)
+
+
+def all_targets(model_config: "ModelConfig") -> tuple[Target, ...]:
+    """Everything that an adapter has numbers for."""
+    return *lora_targets(model_config), *connector_targets(model_config)
+
+
+def adapted(target: Target, lora_config: LoraConfig) -> list[tuple[Place, str]]:
+    """Places of the modules that the configuration selects, and the modules' names."""
     return [(place, module) for place, module in target.modules if lora_config.selects(module, target.group)]
 
 
@@ -48,9 +64,10 @@ def init_adapter(model_config: "ModelConfig", lora_config: LoraConfig, seed: int
     That is PEFT's default (Kaiming uniform with a = sqrt 5, which is torch's for `nn.Linear`); with
     init_method=gaussian A is from N(0, 1 / rank^2). Values depend on the seed (any integer), the true rank, module,
     layer and expert only; padding and other modules change nothing. Modules that are not selected have A = B = 0.
+    Connectors that are selected, by the same names and switches, are trainable and change nothing yet.
     """
     gaussian = isinstance(lora_config, AdapterConfig) and lora_config.init_method == "gaussian"
-    pairs = []
+    pairs: list[tuple[Target, dict[str, np.ndarray]]] = []
     for target in lora_targets(model_config):
         pair = zero_pair(target, rank)
         bound = np.float32(1 / np.sqrt(target.in_features))
@@ -63,23 +80,31 @@ def init_adapter(model_config: "ModelConfig", lora_config: LoraConfig, seed: int
                 else bound * (2 * stream.random(shape, np.float32) - 1)
             )
         pairs.append((target, pair))
+    for target, connector in stacked_connectors(model_config, {}):
+        for place, _ in adapted(target, lora_config):
+            connector["alpha"][place] = 1
+        pairs.append((target, connector))
     return adapter_of(pairs, lora_config.scaling)
 
 
 def zero_adapter(model_config: "ModelConfig", rank: int) -> Adapter:
-    """An adapter that changes nothing (A = B = 0, scaling 0)."""
-    return adapter_of([(target, zero_pair(target, rank)) for target in lora_targets(model_config)], 0.0)
+    """An adapter that changes nothing (A = B = 0, scaling 0, no connectors)."""
+    pairs = [(target, zero_pair(target, rank)) for target in lora_targets(model_config)]
+    return adapter_of([*pairs, *stacked_connectors(model_config, {})], 0.0)
 
 
-def adapter_of(pairs: Sequence[tuple[LoraTarget, dict[str, np.ndarray]]], scaling: float) -> Adapter:
-    """The tree of the given `{"lora_A": [in, rank], "lora_B": [rank, out]}` pairs, on the default device."""
+def adapter_of(pairs: Sequence[tuple[Target, dict[str, np.ndarray]]], scaling: float) -> Adapter:
+    """The tree of the given `{"lora_A": [in, rank], "lora_B": [rank, out]}` pairs, on the default device.
+
+    With several residual streams connectors are among them.
+    """
     arrays = [
         (target, {name: jnp.asarray(matrix, jnp.float32) for name, matrix in pair.items()}) for target, pair in pairs
     ]
     return Adapter(_tree(arrays), jnp.asarray(scaling, jnp.float32))
 
 
-def _tree(pairs: Sequence[tuple[LoraTarget, dict[str, Any]]]) -> dict[str, Any]:
+def _tree(pairs: Sequence[tuple[Target, dict[str, Any]]]) -> dict[str, Any]:
     """A value for each target, at its path."""
     tree: dict[str, Any] = {}
     for target, pair in pairs:
@@ -103,22 +128,26 @@ class _Axes:
     """Axes of a matrix in a bank, counted from the last one, so that it makes no difference if layers are stacked."""
 
     slot: int
-    rank: int
+    rank: int | None = None
+    """None where no axis is one of ranks."""
 
 
-def _axes(targets: Sequence[LoraTarget]) -> dict[str, Any]:
+def _axes(targets: Sequence[Target]) -> dict[str, Any]:
     """A tree of axes in the structure of an adapter's weights.
 
     A bank's matrices of a linear map are neighbours, so that all are one product; those of an expert are apart.
     """
-    pairs = []
+    pairs: list[tuple[Target, dict[str, Any]]] = []
     for target in targets:
+        if isinstance(target, ConnectorTarget):
+            pairs.append((target, dict.fromkeys(target.shapes, _Axes(-2))))
+            continue
         slot_of_a = -2 if target.stack.experts is None else -3
         pairs.append((target, {"lora_A": _Axes(slot_of_a, -1), "lora_B": _Axes(-3, -2)}))
     return _tree(pairs)
 
 
-def empty_bank(targets: Sequence[LoraTarget], adapter: Adapter, slots: int, unrolled: bool) -> Adapter:
+def empty_bank(targets: Sequence[Target], adapter: Adapter, slots: int, unrolled: bool) -> Adapter:
     """A bank of so many slots for adapters of this one's shape. Empty slots change nothing."""
 
     def widened(axes: _Axes, leaf: jax.Array) -> jax.Array:
@@ -129,7 +158,7 @@ def empty_bank(targets: Sequence[LoraTarget], adapter: Adapter, slots: int, unro
     return Adapter(_by_layer(targets, weights) if unrolled else weights, jnp.zeros(slots, jnp.float32))
 
 
-def write_slot(targets: Sequence[LoraTarget], bank: Adapter, slot: int | jax.Array, adapter: Adapter) -> Adapter:
+def write_slot(targets: Sequence[Target], bank: Adapter, slot: int | jax.Array, adapter: Adapter) -> Adapter:
     """The bank with one slot replaced, ranks padded to the bank's. Donate `bank` under jit to do it in place.
 
     An adapter that is not finite gets a scaling of NaN and weights of 0: rows that use it are NaN, and the products
@@ -144,7 +173,8 @@ def write_slot(targets: Sequence[LoraTarget], bank: Adapter, slot: int | jax.Arr
 
     def write(axes: _Axes, leaf: jax.Array, value: jax.Array) -> jax.Array:
         pad = [(0, 0)] * value.ndim
-        pad[axes.rank] = (0, leaf.shape[axes.rank] - value.shape[axes.rank])
+        if axes.rank is not None:
+            pad[axes.rank] = (0, leaf.shape[axes.rank] - value.shape[axes.rank])
         value = jnp.pad(jnp.where(finite, value, 0.0), pad)
         return jax.lax.dynamic_update_index_in_dim(leaf, value, slot, leaf.ndim + axes.slot)
 
@@ -154,7 +184,7 @@ def write_slot(targets: Sequence[LoraTarget], bank: Adapter, slot: int | jax.Arr
     )
 
 
-def _by_layer(targets: Sequence[LoraTarget], weights: dict[str, Any]) -> dict[str, Any]:
+def _by_layer(targets: Sequence[Target], weights: dict[str, Any]) -> dict[str, Any]:
     """The tree with a list of layers in the place of each group of stacked ones."""
     groups = {target.path[0]: len(target.stack.layers) for target in targets if target.stack.layers is not None}
     lists = {
@@ -186,3 +216,17 @@ def zero_pair(target: LoraTarget, rank: int) -> dict[str, np.ndarray]:
         "lora_A": np.zeros((*target.stack.shape, target.in_features, rank), np.float32),
         "lora_B": np.zeros((*target.stack.shape, rank, target.out_features), np.float32),
     }
+
+
+def stacked_connectors(
+    model_config: "ModelConfig", tensors: Mapping[str, np.ndarray]
+) -> list[tuple[ConnectorTarget, dict[str, np.ndarray]]]:
+    """Numbers of all connectors of the given tensors, `<connector>.phi` and so on; others are zero (no connector)."""
+    stacks = []
+    for target in connector_targets(model_config):
+        stack = {name: np.zeros((*target.stack.shape, *shape), np.float32) for name, shape in target.shapes.items()}
+        for (place, module), name in itertools.product(target.modules, stack):
+            if f"{module}.{name}" in tensors:
+                stack[name][place] = tensors[f"{module}.{name}"]
+        stacks.append((target, stack))
+    return stacks

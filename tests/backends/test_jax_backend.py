@@ -411,7 +411,6 @@ def test_a_rank_above_the_limit_is_refused_by_name(backend):
         {"tensor_parallel_size": 2},
         {"fully_sharded_data_parallel_size": 2},
         {"expert_parallel_size": 2},
-        {"mhc_expansion_rate": 2},
         {"coordinator_address": "localhost:1"},
         {"num_processes": 2},
         {"use_ray": True},

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from live import ADAM, adapter_folder, new_trainer, sample, sequence, service, supervised
 from skyrl.tinker.local_server import LocalServer
 from skyrl.utils.failpoints import CRASH_POINTS
 from tests.faults import left_behind
@@ -47,6 +49,8 @@ class Setting:
     backend: str
     model: Path
     deterministic: bool = True
+    streams: int = 1
+    """Residual streams, on JAX."""
 
     def server(self, folder: Path, **environment: str) -> LocalServer:
         """A server that starts quickly."""
@@ -55,7 +59,7 @@ class Setting:
             paths = [str(WITHOUT_TORCH), *filter(None, [os.environ.get("PYTHONPATH")])]
             # A new engine compiles nothing again.
             environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": os.pathsep.join(paths)}
-            config["warm_up"] = False
+            config |= {"warm_up": False, "mhc_expansion_rate": self.streams}
         options = {"backend": self.backend, "backend-config": json.dumps(config), "snapshot-every-steps": "3"}
         return LocalServer(folder, str(self.model), options, environment)
 
@@ -154,6 +158,30 @@ def test_kills_everywhere_change_nothing_bit_for_bit(tmp_path, tiny_model, backe
 @pytest.mark.parametrize("kills", [["engine"], OF_ENGINE], ids=["once", "again and again"])
 def test_kills_of_a_torch_engine_change_nothing_bit_for_bit(tmp_path, tiny_model, kills):
     check_kills(tmp_path, Setting("skyrl_train", tiny_model), kills, seed=0)
+
+
+@pytest.mark.timeout(900)
+def test_a_kill_of_an_engine_with_connectors_changes_nothing_bit_for_bit(tmp_path, tiny_model):
+    """Two equal models of one server, of which the second meets the kill between a pass and its step."""
+    found = []
+    with Setting("jax", tiny_model, streams=4).server(tmp_path) as server, service(server) as client:
+        for is_killed in (False, True):
+            trainer = new_trainer(client, server, seed=1)
+            for n in range(6):
+                trainer.forward_backward([supervised(sequence(12, seed=n))], "cross_entropy").result()
+                if is_killed and n == 4:
+                    server.kill_engine()
+                trainer.optim_step(ADAM).result()
+            sampler = trainer.save_weights_and_get_sampling_client().result()
+            sampled = sample(sampler, sequence(5), seed=1, stop=[]).sequences[0]
+            saved = adapter_folder(server, trainer.save_state("state").result().path)
+            found.append((load_file(saved / "training_state.safetensors"), sampled.tokens, sampled.logprobs))
+    assert found[0][1:] == found[1][1:]
+    calm, killed = (tensors for tensors, *_ in found)
+    assert calm.keys() == killed.keys()
+    for name, tensor in calm.items():
+        np.testing.assert_array_equal(killed[name], tensor, err_msg=name)
+        assert tensor.any() or "_connector" not in name, name
 
 
 @pytest.mark.slow

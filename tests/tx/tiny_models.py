@@ -62,6 +62,8 @@ def trained_adapter(config, lora_config: LoraConfig = RANK_4, seed: int = 0) -> 
     random = np.random.default_rng(seed)
 
     def fill(tree):
+        if not isinstance(tree, dict):
+            return tree
         if "lora_B" not in tree:
             return {name: fill(part) for name, part in tree.items()}
         used = np.any(np.asarray(tree["lora_A"]), axis=-2)[..., None]
@@ -69,3 +71,15 @@ def trained_adapter(config, lora_config: LoraConfig = RANK_4, seed: int = 0) -> 
         return {"lora_A": tree["lora_A"], "lora_B": jnp.asarray(np.where(used, noise, np.float32(0)))}
 
     return adapter._replace(weights=fill(adapter.weights))
+
+
+def with_connectors(adapter: Adapter, seed: int = 0) -> Adapter:
+    """The adapter with random connectors in the place of those that do nothing yet, as after some training."""
+    random = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        if path[-1].key not in ("phi", "bias"):
+            return leaf
+        return jnp.asarray(random.normal(0, 0.1 if path[-1].key == "phi" else 1, leaf.shape), jnp.float32)
+
+    return adapter._replace(weights=jax.tree_util.tree_map_with_path(draw, adapter.weights))

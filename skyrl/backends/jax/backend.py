@@ -56,8 +56,8 @@ from skyrl.tx.families import check_known
 from skyrl.tx.io.peft import adaptable
 from skyrl.tx.io.weights import abstract_model, stored_tensor, with_random_weights, with_weights
 from skyrl.tx.layers.adapter import Adapter
-from skyrl.tx.lora import lora_targets, padded_rank, zero_adapter
-from skyrl.types import AdapterConfig, BackendInfo, ModuleGroup
+from skyrl.tx.lora import adapted, connector_targets, lora_targets, padded_rank, zero_adapter
+from skyrl.types import AdapterConfig, BackendInfo, LoraConfig, ModuleGroup
 from skyrl.utils.adapters.fitting import Features
 from skyrl.utils.tokenizer import Tokenizer
 
@@ -155,6 +155,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             ranks=ranks,
             stacks=(1,) if config.deterministic else stacks,
             forward_shape=TileShape(shape.tokens, config.forward_micro_batch_size or config.train_micro_batch_size),
+            has_connectors=config.mhc_expansion_rate > 1,
         )
         self._format = JaxFormat(
             base_model=self.info().base_model,
@@ -295,6 +296,15 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             ]
             check_selects(kind.lora_config, modules, self.model_config.architecture)
 
+    def _check_no_connectors(self, lora_config: LoraConfig) -> None:
+        """Raise `RequestError` if an adapter has connectors, which Dimuon is not for."""
+        targets = connector_targets(self.model_config)
+        if name := next((module for target in targets for _, module in adapted(target, lora_config)), None):
+            raise RequestError(
+                f"mhc_expansion_rate={self.config.mhc_expansion_rate}: the adapter has connectors such as {name}, and "
+                "Dimuon is for matrices of LoRA; use AdamW, or leave them out (exclude_modules='.*_connector')"
+            )
+
     def nbytes_of(self, kind: Kind) -> int:
         return model_bytes(self.model_config, self._base, kind)
 
@@ -312,7 +322,16 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
         sums = state.gradient_sums
         state.gradient_sums = gradients if sums is None else jax.block_until_ready(self._programs.add(sums, gradients))
 
+    def step_metrics(self, scalars: StepScalars, state: ModelState) -> dict[str, float]:
+        if self.config.mhc_expansion_rate == 1:
+            return {}
+        sums = state.gradient_sums
+        norm = 0.0 if sums is None else float(self._programs.connector_norm(sums)) / float(scalars.gradient_divisor)
+        return {"skyrl.ai/mhc_gradient_norm": norm}
+
     def run_step(self, scalars: StepScalars, state: ModelState):
+        if isinstance(scalars, DimuonScalars):
+            self._check_no_connectors(state.lora_config)
         gradients = state.gradient_sums if state.gradient_sums is not None else zeros_like(state.adapter.weights)
         weights, first, second = state.adapter.weights, state.first_moment, state.second_moment
         if isinstance(scalars, DimuonScalars):

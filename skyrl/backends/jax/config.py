@@ -135,7 +135,8 @@ class JaxBackendConfig(BaseModel):
     """Split attention heads over the tensor-parallel devices (no effect on one device)."""
 
     mhc_expansion_rate: int = Field(default=1, ge=1)
-    """Residual streams. Only 1 is served yet."""
+    """Residual streams (mHC, arXiv:2512.24880). With more than 1, adapters have connectors between them as well, which
+    are trained, saved and sampled with the adapter; memory of activations grows by this factor."""
 
     coordinator_address: str | None = None
     """host:port of process 0. Several processes are not served yet."""
@@ -157,8 +158,7 @@ class JaxBackendConfig(BaseModel):
         if 0 < self.train_tile_tokens < SHORTEST_TILE:
             raise ValueError(f"train_tile_tokens={self.train_tile_tokens} is below {SHORTEST_TILE}; use more, or 0")
         check_call_tokens(self.sample_max_num_batched_tokens, self.sample_max_num_sequences)
-        one = ["tensor_parallel_size", "expert_parallel_size", "fully_sharded_data_parallel_size", "mhc_expansion_rate"]
-        for name in one:
+        for name in ["tensor_parallel_size", "expert_parallel_size", "fully_sharded_data_parallel_size"]:
             if getattr(self, name) != 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not served yet; leave it at 1")
         if self.num_processes not in (None, 1):

@@ -166,9 +166,10 @@ def engines_of_a_run(config: SkyRLTrainConfig) -> dict[str, Any]:
             run = hashlib.sha256(trainer.ckpt_path.encode()).hexdigest()[:12]
             options["folder"] = f"{trainer.policy.model.lora.lora_sync_path}/{run}"  # no two runs share engines
         if gpus := trainer.placement.policy_num_gpus_per_node:
+            apart = sum(getattr(trainer.placement, f"{name}_num_gpus_per_node") for name in trainer.apart)
             places = {
                 "gpus": config.generator.inference_engine.gpus_per_engine,
-                "first_gpu": 0 if trainer.placement.colocate_all else gpus,
+                "first_gpu": 0 if trainer.placement.colocate_all else gpus + apart,
             }
             options["launch"] = places | _launch(config, launch)
     return options | {name: value for name, value in trainer.fsdp2.get("engines", {}).items() if name != "launch"}

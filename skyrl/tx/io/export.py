@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flax import nnx
 
+from skyrl.errors import RequestError
 from skyrl.tx.design.parameters import Param, Place, parameters
 from skyrl.tx.families import design_of, text_config
 from skyrl.tx.io.host_arrays import on_host, tensor_of
 from skyrl.tx.layers.adapter import Adapter
-from skyrl.tx.lora import lora_targets, pair_at
+from skyrl.tx.lora import connector_targets, lora_targets, pair_at
 from skyrl.utils.files.atomic_folders import Content
 from skyrl.utils.files.hf_files import CONFIG, WEIGHTS, files_beside
 from skyrl.utils.files.tensor_file import Tensor, tensor_file
@@ -30,6 +31,7 @@ def model_files(
 
     Weights have the types that they have in `base`; LoRA is merged, W + scaling (A B), in float32. An adapted
     vocabulary projection is not tied to the embedding any more. Tensors are made one by one, as they are written.
+    Raises RequestError for an adapter with connectors that do something.
 
     Args:
         folder: The base model's files.
@@ -87,6 +89,14 @@ def _tensor(array: Any, place: Place, param: Param) -> Tensor:
 def _merge(tensors: dict[str, Tensor], adapter: Adapter, model_config: "ModelConfig") -> None:
     """Add the adapter's products to the weights that they belong to."""
     scaling = float(adapter.scaling)
+    for target in connector_targets(model_config):
+        connectors = pair_at(adapter, target.path)
+        if np.any(connectors["phi"]) or np.any(connectors["bias"]):
+            raise RequestError(
+                f"mhc_expansion_rate={model_config.mhc_expansion_rate}: this adapter has trained connectors of several "
+                "residual streams, and no model in Hugging Face format has such; save the adapter by itself "
+                "(save_weights_for_sampler), or train without connectors (exclude_modules='.*_connector')"
+            )
     for target in lora_targets(model_config):
         pair = pair_at(adapter, target.path)
         a, b = (np.asarray(pair[name]) for name in ("lora_A", "lora_B"))

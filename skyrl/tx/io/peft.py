@@ -1,7 +1,8 @@
 """Adapters in PEFT's format, which PEFT and vLLM load as it is.
 
 Tensors are float32 under PEFT's names, `lora_A` as `[rank, in]` and `lora_B` as `[out, rank]`: the true rank, and only
-modules that the configuration trains.
+modules that the configuration trains. Connectors (`skyrl.tx.layers.connector`) that do something are beside them under
+the same prefix, and adapter_config.json names the number of residual streams. PEFT has no such thing.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,10 +13,18 @@ import numpy as np
 from skyrl.errors import RequestError
 from skyrl.tx.design.parameters import LoraTarget
 from skyrl.tx.layers.adapter import Adapter
-from skyrl.tx.lora import adapted, adapter_of, lora_targets, pair_at, stacked_pairs
+from skyrl.tx.lora import (
+    adapted,
+    adapter_of,
+    connector_targets,
+    lora_targets,
+    pair_at,
+    stacked_connectors,
+    stacked_pairs,
+)
 from skyrl.types import LoraConfig
 from skyrl.utils.adapters.fitting import Features, fitted_adapter
-from skyrl.utils.adapters.naming import PREFIX
+from skyrl.utils.adapters.naming import CONNECTOR, PREFIX, RATE, check_rate, rate_of
 from skyrl.utils.files.hf_files import peft_config
 
 if TYPE_CHECKING:
@@ -54,10 +63,17 @@ def adapter_to_peft(
         for place, module in modules:
             tensors[_name(module, "lora_A")] = np.ascontiguousarray(a[place].T)
             tensors[_name(module, "lora_B")] = np.ascontiguousarray(b[place].T)
+    connectors: dict[str, np.ndarray] = {}
+    for target in connector_targets(model_config):
+        arrays = {name: np.asarray(array) for name, array in pair_at(adapter, target.path).items()}
+        for place, module in target.modules:
+            if any(arrays[name][place].any() for name in ("phi", "bias")):
+                connectors |= {f"{PREFIX}{module}.{name}": array[place] for name, array in arrays.items()}
     by_path = bool(partly & {*names, *(name.rpartition(".")[2] for name in beside.values())})
     modules = whole if by_path else list(dict.fromkeys(names))
     parameters = [f"{name}.weight" for name in dict.fromkeys(beside if by_path else beside.values())]
-    return tensors, peft_config(model_config.name_or_path, lora_config, modules, parameters)
+    config = peft_config(model_config.name_or_path, lora_config, modules, parameters)
+    return tensors | connectors, config | ({RATE: model_config.mhc_expansion_rate} if connectors else {})
 
 
 def adapter_from_peft(
@@ -66,15 +82,40 @@ def adapter_from_peft(
     """The inverse of `adapter_to_peft`, for any adapter that `skyrl.utils.adapters` reads, padded to `rank`.
 
     A group of modules counts as trained where any tensor of it is there; modules and layers without tensors are zero.
-    Raises RequestError for options that are not implemented and tensors that do not fit the base model.
+    So are connectors. Raises RequestError for options that are not implemented and tensors that do not fit the base
+    model, or of another number of residual streams.
     """
     targets = lora_targets(model_config)
+    tensors, connectors = _connectors_apart(tensors, model_config)
     fitted, true_rank, alpha = fitted_adapter(tensors, adapter_config, adaptable(targets))
     if true_rank > rank:
         raise RequestError(f"adapter_config.json: r={true_rank} is above the largest rank {rank}; raise max_lora_rank")
     pairs = stacked_pairs(targets, {module: (pair.a.T, pair.b.T) for module, pair in fitted.items()}, rank)
+    stacks = stacked_connectors(model_config, connectors)
     groups = {target.group for target in targets if any(module in fitted for _, module in target.modules)}
-    return adapter_of(pairs, alpha / true_rank), LoraConfig.of_groups(true_rank, alpha, groups)
+    groups |= {target.group for target, stack in stacks if stack["alpha"].any()}
+    return adapter_of([*pairs, *stacks], alpha / true_rank), LoraConfig.of_groups(true_rank, alpha, groups)
+
+
+def _connectors_apart(
+    tensors: Mapping[str, np.ndarray], model_config: "ModelConfig"
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The tensors of pairs, and those of connectors by their names in the model."""
+    found = {name: match for name in tensors if (match := CONNECTOR.fullmatch(name))}
+    check_rate(rate_of({name: x.shape for name, x in tensors.items()}), model_config.mhc_expansion_rate, "adapter")
+    shapes = {
+        f"{module}.{name}": shape
+        for target in connector_targets(model_config)
+        for _, module in target.modules
+        for name, shape in target.shapes.items()
+    }
+    connectors = {f"{match['module']}.{match['part']}": tensors[name] for name, match in found.items()}
+    for name, tensor in connectors.items():
+        if tensor.shape != shapes.get(name):
+            wanted = list(shapes[name]) if name in shapes else "none"
+            raise RequestError(f"adapter: {name} has shape {list(tensor.shape)}; this base model asks for {wanted}")
+    others = {name: tensor for name, tensor in tensors.items() if name not in found}
+    return others, {name: tensor.astype(np.float32) for name, tensor in connectors.items()}
 
 
 def adaptable(targets: Iterable[LoraTarget]) -> dict[str, Features]:

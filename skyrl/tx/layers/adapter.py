@@ -24,6 +24,9 @@ class Adapter(NamedTuple):
     bank a group is a list of such trees, one per layer, where layers are unrolled, and pairs are `[in, slots, rank]`
     and `[slots, rank, out]`, of experts `[experts, slots, in, rank]` and `[experts, slots, rank, out]`, with the
     [layers] axis first where layers are scanned.
+
+    With several residual streams each group has "attn_connector" and "mlp_connector" too, see
+    `skyrl.tx.layers.connector`: `{"phi", "alpha", "bias"}`, in a bank with a [slots] axis before the last one.
     """
     scaling: Float[Array, "..."]
     """alpha / rank: a scalar, `[slots]` in a bank."""

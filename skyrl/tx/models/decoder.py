@@ -16,6 +16,7 @@ from skyrl.tx.design.design import LayerGroup
 from skyrl.tx.design.parameters import parameters
 from skyrl.tx.families import design_of
 from skyrl.tx.layers.adapter import Adapter
+from skyrl.tx.layers.connector import mean
 from skyrl.tx.layers.embedding import rows_of
 from skyrl.tx.layers.logprobs import Needs, Scores, projected_scores
 from skyrl.tx.layers.lora import Lora
@@ -40,11 +41,6 @@ class Decoder(ModelForCausalLM):
     """The model of a configuration whose family is registered."""
 
     def __init__(self, config: "ModelConfig", *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        if config.mhc_expansion_rate > 1:
-            raise ValueError(
-                f"mhc_expansion_rate={config.mhc_expansion_rate}: several residual streams are not implemented; "
-                "set it to 1"
-            )
         self.config, self.design = config, design_of(config)
         shapes = _shapes(self.design)
         embed = nnx.initializers.normal(0.02)
@@ -84,6 +80,8 @@ class Decoder(ModelForCausalLM):
         x = rows_of(self.embed_tokens[...], input_ids)
         if self.design.embedding_scale != 1:
             x = x * jnp.asarray(self.design.embedding_scale, x.dtype)
+        if lora is not None and (streams := self.config.mhc_expansion_rate) > 1:  # without connectors one is the same
+            x = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], streams, x.shape[2]))
         # What is computed again is freed in between only if layers are a loop: else the compiler merges both times.
         looped = kv_cache is None and self.config.gradient_checkpointing
         unrolled = self.config.unroll_layers and not looped
@@ -94,11 +92,11 @@ class Decoder(ModelForCausalLM):
             hidden += after_each
             if caches is not None and cache is not None:
                 caches |= cache
-        x = self.norm(x)
+        x = self.norm(mean(x))
         return CausalLMOutput(
             last_hidden_state=x,
             kv_cache=None if kv_cache is None or caches is None else kv_cache.with_parts(caches.values()),
-            hidden_states=[*hidden[:-1], x] if output_hidden_states else None,
+            hidden_states=[*map(mean, hidden[:-1]), x] if output_hidden_states else None,
         )
 
     def _unrolled(

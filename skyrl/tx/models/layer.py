@@ -14,9 +14,10 @@ from jaxtyping import Array, Float, Int
 from skyrl.tx.design.design import Attention, DeltaNet, Design, Experts, LatentAttention, LayerGroup
 from skyrl.tx.layers.attention import attention
 from skyrl.tx.layers.cached_attention import Pages
+from skyrl.tx.layers.connector import Connector, Plain
 from skyrl.tx.layers.linear import Linear
 from skyrl.tx.layers.lora import Lora
-from skyrl.tx.layers.norm import RMSNorm
+from skyrl.tx.layers.norm import RMSNorm, normalised
 from skyrl.tx.layers.rope import Rotation
 from skyrl.tx.models.delta_net import DeltaNetLayer
 from skyrl.tx.models.experts import ExpertsLayer
@@ -25,6 +26,8 @@ from skyrl.tx.models.latent import LatentAttentionLayer
 from skyrl.tx.models.types import Cached
 
 Hidden = Float[Array, "batch tokens hidden"]
+Stream = Float[Array, "batch tokens *streams hidden"]
+"""The residual stream, or several."""
 Shapes = dict[str, Any]
 """Shapes of a module's parameters, those of its parts as dictionaries below their names."""
 
@@ -91,7 +94,7 @@ class Layer(nnx.Module):
         def norm(shapes: Shapes) -> RMSNorm:
             return RMSNorm(*shapes["scale"], eps=design.norm_eps, dtype=dtype, offset=design.norm_offset)
 
-        self.output_norms, self.input_norms = group.output_norms, group.input_norms
+        self.output_norms, self.input_norms, self.norm_eps = group.output_norms, group.input_norms, design.norm_eps
         self.mixer = "linear_attn" if isinstance(group.attention, DeltaNet) else "self_attn"
         if self.input_norms:
             self.input_layernorm = norm(shapes["input_layernorm"])
@@ -110,14 +113,33 @@ class Layer(nnx.Module):
         self.mlp = kind(group.feed_forward, shapes["mlp"], dtype, rngs)  # pyright: ignore[reportArgumentType] (its own)
 
     def __call__(
-        self, x: Hidden, context: Context, lora: Lora | None, cached: Cached | None
-    ) -> tuple[Hidden, Cached | None]:
+        self, x: Stream, context: Context, lora: Lora | None, cached: Cached | None
+    ) -> tuple[Stream, Cached | None]:
         """The residual stream after this layer, and its cache with these tokens."""
         mixer, own = getattr(self, self.mixer), lora and lora.at(self.mixer)
-        attended, cached = mixer(self.input_layernorm(x) if self.input_norms else x, context, own, cached)
+        norm = self.input_layernorm if self.input_norms else None
+        residual, read = self._connection("attn_connector", x, lora, norm)
+        attended, cached = mixer(read, context, own, cached)
+        x = residual.write(x, self.post_attention_layernorm(attended) if self.output_norms else attended)
         if not self.output_norms:
-            x = x + attended
-            return x + self.mlp(self.post_attention_layernorm(x), lora and lora.at("mlp")), cached
-        x = x + self.post_attention_layernorm(attended)
-        added = self.mlp(self.pre_feedforward_layernorm(x) if self.input_norms else x, lora and lora.at("mlp"))
-        return x + self.post_feedforward_layernorm(added), cached
+            norm = self.post_attention_layernorm
+        elif self.input_norms:
+            norm = self.pre_feedforward_layernorm
+        residual, read = self._connection("mlp_connector", x, lora, norm)
+        added = self.mlp(read, lora and lora.at("mlp"))
+        return residual.write(x, self.post_feedforward_layernorm(added) if self.output_norms else added), cached
+
+    def _connection(
+        self, name: str, x: Stream, lora: Lora | None, norm: RMSNorm | None
+    ) -> tuple[Plain | Connector, Hidden]:
+        """Connection of a sub-block with the residual stream, or with several, and what the sub-block reads.
+
+        Streams of a sub-block without a norm are normalised without weights for their connector.
+        """
+        residual = Plain()
+        if x.ndim == 4:
+            assert lora is not None, "several streams are those of an adapter"
+            of_each = norm or (lambda x: normalised(x, self.norm_eps).astype(x.dtype))
+            residual = Connector.of(x, lora.at(name), of_each)
+        read = residual.read(x)
+        return residual, read if norm is None else norm(read)

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from skyrl.tx.design.connectors import CONNECTORS
 from skyrl.tx.design.design import DeltaNet, Mixer
 from skyrl.tx.families import design_of
 from skyrl.tx.layers.adapter import Adapter
@@ -144,7 +145,8 @@ class CausalLMOutput(NamedTuple):
     kv_cache: KVCache | None = None
     """The updated cache; None in training."""
     hidden_states: list[Float[Array, "batch tokens hidden"]] | None = None
-    """Hidden states, if asked for: the embeddings, then each layer's output, the last one after the final norm."""
+    """Hidden states, if asked for: the embeddings, then each layer's output, the last one after the final norm. Of
+    several residual streams they are the means."""
 
 
 class ModelForCausalLM(nnx.Module):
@@ -166,7 +168,7 @@ class ModelForCausalLM(nnx.Module):
         """
         trainable = {"lora_A", "lora_B"}
         if self.config.mhc_expansion_rate > 1:
-            trainable |= {"attn_connector", "mlp_connector"}
+            trainable |= CONNECTORS.keys()
         return any(getattr(part, "key", part) in trainable for part in path)
 
     def __call__(

@@ -4,6 +4,7 @@ PEFT saves `base_model.model.{module}.lora_A.weight`. A model in memory has the 
 other trainers leave out the prefix, or the ending.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -15,6 +16,10 @@ from skyrl.errors import RequestError
 
 PREFIX = "base_model.model."
 NAME = re.compile(r"(?P<module>.+)\.(?P<matrix>lora_[AB])(\.(?P<adapter>[^.]+))??(?P<ending>\.weight)?")
+CONNECTOR = re.compile(r"(.+\.)?(?P<module>model\..+\.(attn|mlp)_connector)\.(?P<part>phi|alpha|bias)")
+"""Name of numbers of a connector of several residual streams. Not PEFT's: the JAX backend writes and reads them."""
+RATE = "mhc_expansion_rate"
+"""Option of adapter_config.json, and of the JAX backend: number of residual streams."""
 COPY = ".base_layer.weight"
 """Ending of weights of the base model itself, which PEFT stores beside an adapted vocabulary projection."""
 
@@ -59,6 +64,12 @@ def pairs_of(tensors: Mapping[str, np.ndarray], where: object) -> tuple[Pairs, N
         if found is None:
             if name.endswith(COPY):
                 continue
+            if CONNECTOR.fullmatch(name):
+                raise RequestError(
+                    f"{where}: tensor {name} is of a connector of several residual streams ({RATE}), which only the "
+                    "JAX backend computes, in sampler checkpoints of its own; sample it there, or train without "
+                    "connectors (exclude_modules='.*_connector')"
+                )
             raise RequestError(
                 f"{where}: tensor {name} is neither lora_A nor lora_B of a module; only LoRA on linear maps is read, "
                 "so merge this adapter with PEFT itself"
@@ -89,6 +100,22 @@ def pairs_of(tensors: Mapping[str, np.ndarray], where: object) -> tuple[Pairs, N
                 "lora_A and the last one of lora_B are the rank and have to be equal"
             )
     return {module: Pair(half["lora_A"], half["lora_B"]) for module, half in halves.items()}, Names(bare, ends)
+
+
+def rate_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Residual streams that the connectors among tensors of these shapes are of; 1 without any."""
+    found = ((CONNECTOR.fullmatch(name), shape) for name, shape in shapes.items())
+    outputs = next((math.prod(shape) for match, shape in found if match and match["part"] == "bias"), 0)
+    return max(1, math.isqrt(1 + outputs) - 1)  # of 2 n + n^2
+
+
+def check_rate(stored: int, served: int, where: object) -> None:
+    """Raise RequestError unless connectors of `stored` residual streams, if there are, can be computed."""
+    if stored not in (1, served):
+        raise RequestError(
+            f"{where}: it has connectors of {stored} residual streams ({RATE}={stored}), and {served} are served here; "
+            f"""start a server with --backend jax --backend-config '{{"{RATE}": {stored}}}'"""
+        )
 
 
 def tensors_of(pairs: Pairs, bare: bool = False) -> dict[str, np.ndarray]:

@@ -314,7 +314,6 @@ def test_only_adapters_are_lora_parameters(load):
         ({"rope_scaling": {"type": "su", "factor": 4.0}}, "rope_type='su' is not implemented"),
         ({"layer_types": ["linear_attention"]}, "layer_types has linear_attention, which is not implemented"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not implemented"),
-        ({"mhc_expansion_rate": 4}, "mhc_expansion_rate=4"),
     ],
 )
 def test_what_is_not_implemented_is_refused(option, message):
@@ -322,7 +321,7 @@ def test_what_is_not_implemented_is_refused(option, message):
         Decoder(_config(**option), dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
 
 
-def _config(mhc_expansion_rate=1, **members) -> ModelConfig:
+def _config(**members) -> ModelConfig:
     """A small configuration as an older config.json spells it."""
     base = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -344,5 +343,4 @@ def _config(mhc_expansion_rate=1, **members) -> ModelConfig:
         max_lora_adapters=1,
         max_lora_rank=8,
         shard_attention_heads=True,
-        mhc_expansion_rate=mhc_expansion_rate,
     )

@@ -104,6 +104,10 @@ class ModelBackend(Executor, Generic[State, Version]):
         Until that call the model is as it was. Yields quanta, if it does not compute at once.
         """
 
+    def step_metrics(self, scalars: StepScalars, state: State) -> dict[str, float]:
+        """Metrics of an optimizer step, of gradient sums before it, beside those of every backend."""
+        return {}
+
     # -- what the executor asks for -----------------------------------------------------------------------------------
 
     @property
@@ -290,12 +294,14 @@ class ModelBackend(Executor, Generic[State, Version]):
                     f"model_id={operation.model_id}: Dimuon is for the matrices of adapters; use AdamW for models of "
                     "rank 0 and for critics"
                 )
-            grad_norm, keep = yield from self.run_step(self._scalars(operation, state), state)
+            scalars = self._scalars(operation, state)
+            grad_norm, keep = yield from self.run_step(scalars, state)
+            metrics = {"skyrl.ai/grad_norm": grad_norm, "skyrl.ai/learning_rate": params.learning_rate}
+            metrics |= self.step_metrics(scalars, state)
             crash_point("engine: optimizer step computed, not kept")
             if math.isfinite(grad_norm) or not operation.skip_if_not_finite:
                 keep()
             state.drop_sums()
-            metrics = {"skyrl.ai/grad_norm": grad_norm, "skyrl.ai/learning_rate": params.learning_rate}
             return OptimStepOutput(metrics | ({FORMULA: 1.0} if operation.dimuon_params is not None else {}))
 
     def _scalars(self, operation: OptimStep, state: State) -> StepScalars:

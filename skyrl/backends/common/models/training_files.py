@@ -3,7 +3,9 @@
 `training_state.safetensors` holds float32 tensors named `BUFFER/NAME`. Buffers are the weights, AdamW's two moments
 and, in a snapshot, gradient sums. Names are Hugging Face's: `<module>.lora_A` `[in, rank]` and `<module>.lora_B`
 `[rank, out]` of each adapted module, the parameters of a model trained as a whole, `value_head` `[hidden]` of a critic.
-Ranks are not padded, and layers and experts have tensors of their own. `training_state.json` is the header.
+Ranks are not padded, and layers and experts have tensors of their own. Connectors of several residual streams, which
+the JAX backend alone has, are `<connector>.phi` and so on; without them a model has none. `training_state.json` is the
+header.
 
 Processes that share a model's weights write at once, each its part of each buffer, in a file of its own (`part_name`):
 rows of the first dimension. Files of a buffer in their order, each tensor joined along it, are the whole again.
@@ -27,6 +29,7 @@ from skyrl.backends.common.models.checkpoint_folder import (
 )
 from skyrl.backends.common.models.kind import Kind
 from skyrl.errors import RequestError
+from skyrl.utils.adapters.naming import check_rate, rate_of
 from skyrl.utils.files.atomic_folders import Content, read_folder
 from skyrl.utils.files.tensor_file import Tensor, tensor_file
 
@@ -64,6 +67,7 @@ class TrainingFiles:
         shapes = {name: x.shape for name, x in found.items()}
         if shapes == wanted:
             return
+        check_rate(rate_of(shapes), rate_of(wanted), f"path={self.path}")
         name = min(name for name in {*shapes, *wanted} if shapes.get(name) != wanted.get(name))
         here, there = (list(x[name]) if name in x else "missing" for x in (wanted, shapes))
         raise RequestError(

@@ -34,6 +34,7 @@ from skyrl.backends.jax.models.tensor_names import (
     tree_of,
     tree_of_stacked,
 )
+from skyrl.tx.design.connectors import is_connectors
 from skyrl.tx.io.export import model_files
 from skyrl.tx.io.peft import adapter_from_peft, adapter_to_peft
 from skyrl.tx.io.weights import with_weights
@@ -138,13 +139,17 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
         return Adapter(weights, jnp.asarray(stored.kind.lora_config.scaling, jnp.float32))
 
     def _tree(self, stored: TrainingFiles, buffer: BufferName) -> Tree:
-        """A buffer of a training checkpoint. Raises `RequestError` if it is of another base model."""
+        """A buffer of a training checkpoint. Raises `RequestError` if it is of another base model.
+
+        One of a model without connectors gives a model without them.
+        """
         config, kind, tensors = self.model.config, stored.kind, stored.buffers[buffer]
-        if is_stacked(tensors):
-            stored.check_fits(tensors, stacked_shapes(config, self.base, kind))
-            return tree_of_stacked(self.base, kind, tensors)
-        stored.check_fits(tensors, shapes(config, self.base, kind))
-        return tree_of(config, self.base, kind, tensors)
+        stacked = is_stacked(tensors)
+        wanted = (stacked_shapes if stacked else shapes)(config, self.base, kind)
+        if not any(map(is_connectors, tensors)):
+            wanted = {name: shape for name, shape in wanted.items() if not is_connectors(name)}
+        stored.check_fits(tensors, wanted)
+        return (tree_of_stacked if stacked else tree_of)(config, self.base, kind, tensors)
 
     def _whole_model(self, files: dict[str, bytes]) -> Any:
         """Parameters of a model in Hugging Face format, in the structure and the types of the base model's."""

@@ -16,7 +16,7 @@ from skyrl.backends.common.memory_plan import COPIES, NEW_IN_A_STEP
 from skyrl.backends.common.models.kind import HEAD_STREAM, VALUE_HEAD, Kind
 from skyrl.backends.common.offload import ModelInfo
 from skyrl.tx.layers.adapter import Adapter
-from skyrl.tx.lora import init_adapter, lora_targets, padded_rank, zero_adapter, zero_pair
+from skyrl.tx.lora import init_adapter, lora_targets, padded_rank, stacked_connectors, zero_adapter, zero_pair
 from skyrl.types import LoraConfig
 
 if TYPE_CHECKING:
@@ -97,7 +97,9 @@ def model_bytes(model_config: "ModelConfig", base: Any, kind: "Kind") -> int:
     if kind.lora_config.rank == 0:
         return (COPIES + NEW_IN_A_STEP) * (head + sum(4 * leaf.size for leaf in jax.tree.leaves(base)))
     rank, targets = padded_rank(kind.lora_config.rank), lora_targets(model_config)
-    return COPIES * (head + sum(leaf.nbytes for target in targets for leaf in zero_pair(target, rank).values()))
+    pairs = sum(leaf.nbytes for target in targets for leaf in zero_pair(target, rank).values())
+    connectors = sum(leaf.nbytes for _, stack in stacked_connectors(model_config, {}) for leaf in stack.values())
+    return COPIES * (head + pairs + connectors)
 
 
 def fresh_adapter(

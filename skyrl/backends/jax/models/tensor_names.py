@@ -19,7 +19,16 @@ from skyrl.tx.io.export import named_tensors
 from skyrl.tx.io.host_arrays import on_host, tensor_of
 from skyrl.tx.io.weights import state_of
 from skyrl.tx.layers.adapter import Adapter
-from skyrl.tx.lora import adapted, adapter_of, lora_targets, padded_rank, pair_at, stacked_pairs
+from skyrl.tx.lora import (
+    adapted,
+    adapter_of,
+    connector_targets,
+    lora_targets,
+    padded_rank,
+    pair_at,
+    stacked_connectors,
+    stacked_pairs,
+)
 from skyrl.utils.files.tensor_file import Tensor
 
 if TYPE_CHECKING:
@@ -35,6 +44,12 @@ def named(model_config: "ModelConfig", kind: Kind, tree: Tree) -> dict[str, Tens
     if kind.is_whole:
         return named_tensors(parameters(design_of(model_config)), tree["base"]) | head
     rank, adapter, tensors = kind.lora_config.rank, Adapter(tree, jnp.float32(1)), {}
+    for target in connector_targets(model_config):
+        for name, array in pair_at(adapter, target.path).items():
+            for place, module in adapted(target, kind.lora_config):
+                tensors[f"{module}.{name}"] = Tensor(
+                    target.shapes[name], FLOAT32, lambda array=array, place=place: on_host(array, place)
+                )
     for target in lora_targets(model_config):
         pair = pair_at(adapter, target.path)
         a, b = pair["lora_A"], pair["lora_B"]
@@ -63,7 +78,7 @@ def tree_of(model_config: "ModelConfig", base: Any, kind: Kind, tensors: Mapping
     names = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
     matrices = {module: (tensors[f"{module}.lora_A"], tensors[f"{module}.lora_B"]) for module in names}
     pairs = stacked_pairs(lora_targets(model_config), matrices, padded_rank(kind.lora_config.rank))
-    return adapter_of(pairs, 1.0).weights | head
+    return adapter_of([*pairs, *stacked_connectors(model_config, tensors)], 1.0).weights | head
 
 
 def _turned(tensor: np.ndarray, turned: bool) -> np.ndarray:
@@ -84,9 +99,9 @@ def stacked_shapes(model_config: "ModelConfig", base: Any, kind: Kind) -> Shapes
     return {name: array.shape for name, array in _flatten(tree).items()}
 
 
-def tree_of_stacked(base: Any, kind: Kind, tensors: Mapping[str, np.ndarray]) -> Tree:
+def tree_of_stacked(model_config: "ModelConfig", base: Any, kind: Kind, tensors: Mapping[str, np.ndarray]) -> Tree:
     """Tree on the device of the tensors of a buffer in format 1, whose shapes have been checked."""
-    tree: Tree = {}
+    tree: Tree = {} if kind.is_whole else adapter_of(stacked_connectors(model_config, {}), 1.0).weights
     for path, value in tensors.items():
         *parents, name = path.split("/")
         node = tree

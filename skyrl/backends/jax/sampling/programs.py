@@ -27,7 +27,7 @@ from skyrl.backends.jax.compile_cache import Compiler
 from skyrl.tx.design.design import DeltaNet
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.layers.logprobs import logprobs_of
-from skyrl.tx.lora import empty_bank, lora_targets, write_slot
+from skyrl.tx.lora import all_targets, empty_bank, write_slot
 from skyrl.tx.models.types import KVCache, Pool, cache_parts
 from skyrl.tx.sampling import Occurrences, draw_tokens, penalised, sample_tokens, uniforms, without_tokens
 
@@ -65,7 +65,7 @@ class SamplingPrograms:
     def __init__(self, graphdef: Any, model_config: Any, base: Any, deterministic: bool):
         self._graphdef = graphdef
         self._config = model_config
-        self._targets = lora_targets(model_config)
+        self._targets = all_targets(model_config)
         token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         self.cache_dtype = jax.eval_shape(
             lambda base, token: nnx.merge(graphdef, base)(token, positions=token).last_hidden_state, base, token

@@ -58,6 +58,7 @@ class Passes:
         empty: For a padded rank, an adapter of that rank which changes nothing; `ranks` are all there are, ascending.
         stacks: Tiles that a call may have, ascending; there is a 1.
         forward_shape: How large tiles are that have no gradient; those of `shape` if it is None.
+        has_connectors: Whether there are several residual streams.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Passes:
         ranks: list[int],
         stacks: tuple[int, ...],
         forward_shape: TileShape | None = None,
+        has_connectors: bool = False,
     ):
         self._programs = programs
         self._base = base
@@ -80,6 +82,7 @@ class Passes:
         self._ranks = ranks
         self._widest = empty(ranks[-1])
         self._stacks = stacks
+        self._has_connectors = has_connectors
 
     def run(
         self, operation: ForwardBackward, state: ModelState
@@ -164,6 +167,8 @@ class Passes:
         zeros = zeros_like(self._empty(rank).weights)
         self._programs.add(zeros, zeros)
         self._programs.optim_step(zeros, zeros, zeros, zeros, AdamScalars.of(AdamParams(), 1))
+        if self._has_connectors:
+            self._programs.connector_norm(zeros)
         yield
 
 

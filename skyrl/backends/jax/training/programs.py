@@ -25,6 +25,7 @@ from skyrl.backends.common.packing import MAX_SEGMENTS, TileArrays, idle_tile
 from skyrl.backends.common.pass_output import PassOutput
 from skyrl.backends.jax.compile_cache import Compiler, Program
 from skyrl.backends.jax.models.state import Tree, in_types_of
+from skyrl.tx.design.connectors import CONNECTORS
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.layers.dropout import Dropout
 from skyrl.tx.layers.logprobs import Needs
@@ -55,6 +56,7 @@ class TrainingPrograms:
         """Programs for losses of the protocol, see `of`."""
         self.optim_step = self._compiler.jit("optim_step", adamw)
         self.dimuon_step = self._compiler.jit("dimuon_step", dimuon)
+        self.connector_norm = self._compiler.jit("connector_norm", connector_norm)
         self.add = self._compiler.jit("add", lambda a, b: jax.tree.map(jnp.add, a, b))
         """The sum of two trees of gradients."""
 
@@ -184,6 +186,13 @@ def dimuon(weights: Tree, gradients: Tree, momentum: Tree, p: DimuonScalars) -> 
     with jax.default_matmul_precision("highest"):
         weights = jax.tree.map(lambda weight, m: weight - p.learning_rate * matrix_sign(m), weights, momentum)
     return weights, momentum, norm
+
+
+def connector_norm(gradients: Tree) -> jax.Array:
+    """Global norm of the gradients of connectors."""
+    leaves = jax.tree_util.tree_leaves_with_path(gradients)
+    own = [leaf for path, leaf in leaves if any(getattr(part, "key", None) in CONNECTORS for part in path)]
+    return jnp.sqrt(sum((jnp.sum(jnp.square(leaf)) for leaf in own), jnp.float32(0)))
 
 
 def _scale(gradients: Tree, p: AdamScalars | DimuonScalars) -> tuple[jax.Array, jax.Array]:
