@@ -142,7 +142,7 @@ def test_a_server_takes_the_same_fields():
 
 
 ENGINE = "generator.inference_engine."
-URLS = {"urls": ["http://a:1"], "folder": "~/ckpts/lora", "whole": True}
+URLS = {"urls": ["http://a:1"], "folder": "~/ckpts/lora"}
 SERVED = {
     "trainer.placement.policy_num_nodes": (2, {"workers": "ray", "num_workers": 2, "ray_workers_per_node": 1}),
     "trainer.placement.policy_num_gpus_per_node": (2, {"workers": "processes", "num_workers": 2}),
