@@ -9,6 +9,7 @@ SAMPLING = (
     "test_forks_of_a_prompt_and_its_return_after_eviction_have_the_log_probabilities_of_training"
 )
 PAGE = "tests/tx/test_families_page.py::"
+CONNECTOR = "tests/tx/layers/test_connector.py::"
 LOGITS = FAMILIES + "test_logits_equal_those_of_transformers"
 
 FAMILY_DEFECTS = [
@@ -155,5 +156,41 @@ FAMILY_DEFECTS = [
             )
         ],
         [SAMPLING + "[LlamaForCausalLM]"],
+    ),
+    Defect(
+        "sinkhorn",
+        "what streams keep and give is made doubly stochastic by one round only",
+        [Edit("skyrl/tx/layers/connector.py", "ROUNDS = 20", "ROUNDS = 1")],
+        [CONNECTOR + "test_streams_after_a_block_are_those_of_the_formulas[(0.7, -1.3, 1.6)]"],
+    ),
+    Defect(
+        "b_post",
+        "streams of a new adapter get more than what a block adds",
+        [Edit("skyrl/tx/layers/connector.py", "np.linspace(-SPREAD, SPREAD, n)", "np.linspace(0, SPREAD, n)")],
+        [CONNECTOR + "test_at_the_start_the_mean_of_the_streams_is_the_plain_residual_stream[4]"],
+    ),
+    Defect(
+        "slot 0's connectors",
+        "all rows of a bank have the connectors of its first adapter",
+        [Edit("skyrl/tx/layers/connector.py", "own = lora.slots[:, None] ==", "own = 0 * lora.slots[:, None] ==")],
+        [CONNECTOR + "test_rows_of_a_bank_have_the_connectors_of_their_slots_and_those_without_one_none"],
+    ),
+    Defect(
+        "frozen connectors",
+        "a connector that an adapter does not have is trained",
+        [Edit("skyrl/tx/layers/connector.py", "jnp.where(scale == 0, 0.0, bias)", "bias")],
+        [CONNECTOR + "test_a_part_whose_alpha_is_zero_has_no_gradient"],
+    ),
+    Defect(
+        "connectors left out",
+        "snapshots and checkpoints hold no connectors",
+        [
+            Edit(
+                "skyrl/backends/jax/models/tensor_names.py",
+                "    for target in connector_targets(model_config):",
+                "    for target in connector_targets(model_config)[:0]:",
+            )
+        ],
+        ["tests/backends/test_connectors.py::test_a_snapshot_goes_on_to_the_bit"],
     ),
 ]

@@ -32,6 +32,9 @@ On an accelerator, the host needs the memory of one parameter of all layers.
 tied or not. Routers are not adapted. Each expert has its own matrices of the adapter's rank, so an adapter is larger
 by the number of experts; `max_lora_rank` limits it.
 
+**Residual streams.** With [`mhc_expansion_rate`](server.md#several-residual-streams) above 1, adapters of every
+family have connectors between several residual streams.
+
 **Routing.** A token has the same experts in training and sampling if the gap of its router scores is above {float32:g}
 with a float32 base model, or above {bfloat16:g} with a bfloat16 one (`benchmarks/bench_routing.py` counts the others).
 The gap is the difference between the last chosen expert, or group of experts, and the first one that is not chosen;
@@ -64,6 +67,8 @@ Each family is tested with a small random model of nine layers that transformers
 - exports: bit for bit the checkpoint without an adapter, and the adapter's results with one merged;
 - the distribution of new adapters, against PEFT;
 - greedy samples against `generate`, with shared prefixes (except for gated DeltaNet) and several adapters together;
+- new adapters with four residual streams against one stream, packed and with the cache
+  (`tests/tx/models/test_streams.py`);
 - several samples of a prompt, and the same prompt after its cache pages were evicted, against one full forward pass
   (`tests/backends/test_family_sampling.py`).
 
