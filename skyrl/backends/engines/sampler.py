@@ -355,6 +355,8 @@ class EngineSampler(Generic[Version]):
     def _done_here(self, completion: Completion) -> list[Completion]:
         request_id, result = completion.request_id, completion.result
         if (answer := self._scoring.pop(request_id, None)) is not None:
+            if not answer.set_running_or_notify_cancel():  # what it was asked for was interrupted
+                return []
             if isinstance(result, SampleOutput) and result.prompt_logprobs is not None:
                 answer.set_result(result.prompt_logprobs[1:])
             else:
