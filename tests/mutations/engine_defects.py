@@ -178,6 +178,12 @@ ENGINE_DEFECTS = [
         [COLOCATED + "test_versions_and_the_base_model_are_compared_again_after_a_sleep"],
     ),
     Defect(
+        "EN20",
+        "engines that hang are waited for",
+        [Edit(ENGINES + "launcher/hangs.py", "                self._launcher.replace(engine.name)\n", "")],
+        ["tests/backends/engines/test_started_engines.py::test_an_engine_that_hangs_is_replaced"],
+    ),
+    Defect(
         "EN16",
         "an engine that was started again is taken for one that has a whole model's version",
         [

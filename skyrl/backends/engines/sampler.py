@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
@@ -29,11 +29,12 @@ from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.fixed_prompt import FixedPrompt
 from skyrl.backends.engines.fleet import Fleet, Outcome
 from skyrl.backends.engines.http_engine import HttpEngine
+from skyrl.backends.engines.launcher.hangs import Replacing
 from skyrl.backends.engines.launcher.launcher import Launcher
 from skyrl.backends.engines.launcher.vllm import RELOAD
 from skyrl.backends.engines.needs import has_scores, needs_of, needs_of_adapter
 from skyrl.backends.engines.probes import Probes
-from skyrl.backends.engines.protocol import Drawn, Engine, Mismatch, Unserved
+from skyrl.backends.engines.protocol import Admitted, Drawn, Engine, Mismatch, Unserved
 from skyrl.backends.engines.requests import EngineRequest
 from skyrl.backends.engines.reserved import ReservedEngine
 from skyrl.backends.engines.router import Ticket
@@ -109,7 +110,7 @@ class EngineSampler(Generic[Version]):
         self.fleet = Fleet(
             [self._engine(url) for url in options.urls],
             options,
-            admit=Admission(options, info, exports.folder, prompt, probes, base),
+            admit=self._replacing(Admission(options, info, exports.folder, prompt, probes, base)),
             check=SyncCheck(options, prompt, exports, versions) if options.check_every_sync else None,
             path=exports.folder.path,
             tidy=exports.folder.shed,
@@ -156,6 +157,12 @@ class EngineSampler(Generic[Version]):
     def _why_absent(self) -> str:
         ended = [] if self._launcher is None else self._launcher.troubles
         return "; ".join([self.fleet.why_absent(), *ended])
+
+    def _replacing(self, admission: Admission) -> Callable[[Engine], Awaitable[Admitted]]:
+        """Admission that replaces engines which were started from here and hang."""
+        if self._launcher is None:
+            return admission
+        return Replacing(admission, self._launcher, self._options.timeout_s, self._options.start_timeout_s)
 
     def _engine(self, url: str) -> Engine:
         engine = HttpEngine(url, self.options_of(url))
@@ -348,6 +355,8 @@ class EngineSampler(Generic[Version]):
     def _done_here(self, completion: Completion) -> list[Completion]:
         request_id, result = completion.request_id, completion.result
         if (answer := self._scoring.pop(request_id, None)) is not None:
+            if not answer.set_running_or_notify_cancel():  # what it was asked for was interrupted
+                return []
             if isinstance(result, SampleOutput) and result.prompt_logprobs is not None:
                 answer.set_result(result.prompt_logprobs[1:])
             else:

@@ -1,5 +1,7 @@
 """Engines that share their devices with the trainer: they sleep while it trains, and draw what they drew before."""
 
+import asyncio
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from skyrl.types import Datum, Result, SampleOutput
 from tests.backends.engines.engine_server import EngineProcess, engine_process
 from tests.backends.engines.test_backend_with_engines import LONGEST, check, done, opened, sample, train
 from tests.live import make_tiny_model
+from tests.waiting import BOUND_S
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +130,22 @@ def test_an_engine_that_cannot_sleep_is_named(model, process, tmp_path):
         opened(model, tmp_path / "engines", process, colocated=True),
     ):
         pass
+
+
+def test_a_comparison_that_is_given_up_halfway_is_no_failure_of_the_backend(model, process, tmp_path):
+    process.anew()
+    with opened(model, tmp_path / "engines", process, colocated=True) as backend:
+        engines = backend._engines
+        assert engines is not None
+        asked = threading.Event()
+
+        async def give_up() -> None:
+            scoring = asyncio.create_task(engines._score(None, np.arange(8, dtype=np.int32)))
+            await asyncio.sleep(0)
+            scoring.cancel()
+            asked.set()
+
+        asyncio.run_coroutine_threadsafe(give_up(), engines.fleet._loop)
+        assert asked.wait(BOUND_S)
+        (result,) = done(backend, sample(None))
+        check(backend, None, result)

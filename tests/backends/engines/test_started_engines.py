@@ -17,13 +17,14 @@ from pydantic import ValidationError
 from skyrl.backends.engines.adapter_folder import AdapterFolder
 from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.http_engine import HttpEngine
+from skyrl.backends.engines.launcher.hangs import Replacing
 from skyrl.backends.engines.launcher.launcher import Launcher
 from skyrl.backends.engines.launcher.options import LaunchOptions
 from skyrl.backends.operations import Publish
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.utils.process_identity import ProcessIdentity
 from tests.backends.engines.engine_server import ROOT
-from tests.backends.engines.marked import OPTIONS, fleet_of, ticket, write_marker
+from tests.backends.engines.marked import OPTIONS, admit, fleet_of, ticket, write_marker
 from tests.backends.engines.test_backend_with_engines import check, done, sample, train
 from tests.live import make_tiny_model
 
@@ -116,6 +117,24 @@ def test_engines_of_a_driver_that_was_killed_are_taken_over_or_ended(tmp_path, s
         until(lambda: processes(tmp_path).get(0, now[0]) != now[0])
         now |= processes(tmp_path)
     until(lambda: not any(process.runs for process in (*before.values(), *now.values())))
+
+
+def test_an_engine_that_hangs_is_replaced(tmp_path):
+    folder = AdapterFolder(str(tmp_path / "adapters"), 2**30)
+    name = write_marker(folder, 5)
+    with launched(tmp_path / "engines", SERVER) as launcher:
+        options = options_of(launcher, timeout_s=5, connect_timeout_s=5)
+        engine = HttpEngine(launcher.urls[0], options)
+        admission = Replacing(admit, launcher, hang_s=5, start_s=240)
+        with fleet_of([engine], folder, options, wait=False, admit=admission) as (fleet, answers):
+            answers.until(lambda: set(fleet.engines), set(launcher.urls), 240)
+            (before,) = processes(tmp_path / "engines").values()
+            os.kill(before.pid, signal.SIGSTOP)
+            fleet.submit([ticket("one", name)])
+            answers.wait(1, 240)
+            assert answers.marker("one") == 5
+            (after,) = processes(tmp_path / "engines").values()
+            assert after != before and not before.runs
 
 
 def test_all_processes_of_an_engine_end_with_it(tmp_path):

@@ -125,6 +125,12 @@ class Launcher:
         os.close(self._stop)
         os.close(self._stopped)
 
+    def replace(self, url: str) -> None:
+        """End an engine that hangs; another is started in its place as if it had ended by itself."""
+        for engine in self._engines:
+            if engine.url == url and (identity := engine.identity) is not None:
+                end_group(identity)
+
     @property
     def urls(self) -> list[str]:
         """Their addresses."""
