@@ -41,7 +41,7 @@ class Redaction:
 
 
 def _folders(config: EngineConfig) -> Iterable[Path]:
-    yield config.checkpoints_base
+    yield config.checkpoints_folder
     yield Path(tempfile.gettempdir())
     try:
         url = make_url(config.database_url)

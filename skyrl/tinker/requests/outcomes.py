@@ -40,6 +40,7 @@ from skyrl.types import ErrorResponse, ForwardBackwardOutput, Result, SaveOutput
 from skyrl.utils.async_tasks import SerialTasks
 from skyrl.utils.failpoints import crash_point
 from skyrl.utils.files.atomic_folders import remove_folder
+from skyrl.utils.files.stored_folders import remove_stored
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Outcomes:
         if files.folder not in needed and not self._is_in_use(files.folder):
             if files.version is not None:
                 self._service.engine.send(DropVersion(files.version))
-            await asyncio.to_thread(trash.discard, self._service.checkpoints, files.folder, files.to_trash)
+            await asyncio.to_thread(trash.discard, self._service.config, files.folder, files.to_trash)
 
     async def drained(self, model_id: str) -> None:
         """Wait until all that has come for a model is stored."""
@@ -137,7 +138,7 @@ class Outcomes:
         self._futures.set(owed.request_id, outcome)
         self._service.blame.acquit(owed.request_id)
         if isinstance(outcome, Failure) and isinstance(operation, SaveCheckpoint | Publish) and operation.path:
-            await asyncio.to_thread(remove_folder, operation.path)
+            await asyncio.to_thread(_remove_failed, operation.path)
         if obsolete is not None:
             await self.discard(obsolete)
 
@@ -188,6 +189,14 @@ class Outcomes:
         operations = (owed.accepted.operation for owed in self._pending if owed.accepted is not None)
         loads = any(isinstance(operation, LoadCheckpoint) and operation.path == path for operation in operations)
         return loads or self._reads(path)
+
+
+def _remove_failed(path: str) -> None:
+    """Remove the files of a save that has failed. Those that stay have no name, and are collected as such."""
+    try:
+        remove_stored(path)
+    except StorageError as error:
+        log.warning("what a failed save left stays for now: %s", error)
 
 
 def _size(result: Result) -> int:

@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from skyrl.errors import RequestError, StorageError
-from skyrl.utils.files.atomic_folders import Written, inspect_folder, open_folder, write_folder
+from skyrl.utils.files.atomic_folders import Written
+from skyrl.utils.files.stored_folders import inspect_stored, open_stored, write_stored
 
 SUFFIX = ".age"
 MAX_RECIPIENTS = 10
@@ -54,12 +55,12 @@ def encrypt_folder(folder: str, recipients: Sequence[Any]) -> Written:
 
     Raises `StorageError`, also where it cannot be encrypted.
     """
-    with open_folder(folder) as files:
+    with open_stored(folder) as files:
         plain = [file for file in files if not file.name.endswith(SUFFIX)]
         encrypted = {file.name + SUFFIX: partial(_encrypt, file.name, file.reader, recipients) for file in plain}
         if plain:
-            return write_folder(folder, encrypted)
-    written = inspect_folder(folder)
+            return write_stored(folder, encrypted)
+    written = inspect_stored(folder)
     assert written is not None, folder
     return written
 
