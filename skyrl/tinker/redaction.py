@@ -29,6 +29,7 @@ class Redaction:
 
     def __init__(self, config: EngineConfig):
         spellings = {spelling for path in _folders(config) for spelling in _spellings(path)}
+        spellings |= {config.checkpoints_bucket} if config.checkpoints_bucket else set()
         longest_first = sorted(spellings, key=len, reverse=True)
         self._folder = re.compile(f"({'|'.join(map(re.escape, longest_first))})(/|(?![\\w.-]))")
 

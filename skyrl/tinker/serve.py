@@ -193,7 +193,7 @@ def _summary(server: TinkerServer, url: str) -> str:
     rows = {
         "base model": f"{names[0]}{aliases}",
         "context": f"{service.info.max_context_length} tokens, LoRA rank up to {service.info.max_lora_rank}",
-        "checkpoints": str(config.checkpoints_folder),
+        "checkpoints": str(config.checkpoints_base),
         "database": without_password(config.database_url),
         "keys": _in_short(config.key_names) if config.api_keys else "any (--api-keys-file limits them)",
     }

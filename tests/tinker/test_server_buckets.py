@@ -1,11 +1,14 @@
 """A server whose named checkpoints are in a bucket of a real S3 server: saved, loaded, sampled, listed, deleted."""
 
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
 
+from skyrl.cli import main
 from skyrl.errors import RequestError
 from skyrl.tinker.checkpoints.holding import hold
 from skyrl.tinker.config import EngineConfig
@@ -147,3 +150,29 @@ def test_a_second_server_at_a_bucket_is_refused(remote, bucket, tmp_path, monkey
     config = EngineConfig(checkpoints_base=f"{bucket}/server")
     with pytest.raises(RequestError, match=f"checkpoints_base={bucket}/server: it is in use by another server"):
         hold(config)
+
+
+def test_weights_that_are_encrypted_never_come_to_the_bucket_as_they_are(remote, store, bucket):
+    pyrage = pytest.importorskip("pyrage")
+    identity = pyrage.x25519.Identity.generate()
+    path = remote.result(export(remote, remote.model(), 1, age_encryption_recipients=[str(identity.to_public())]))[
+        "path"
+    ]
+    stored = {key.rpartition("/")[2]: data for key, data in contents(store).items() if "/external_weights/" in key}
+    assert stored.keys() == {"state.json.age", "manifest.json"}
+    assert b"lora_config" in pyrage.decrypt(stored["state.json.age"], [identity])
+    assert not list((bucket_folder(f"{bucket}/server")).glob("*/external_weights/*"))
+
+
+def test_a_checkpoint_that_has_lost_its_row_is_adopted_from_the_bucket(tmp_path, bucket, capsys):
+    with server_of(tmp_path, bucket) as server:
+        wait_until_ready(server)
+        _, _, path = trained(server)
+    with closing(sqlite3.connect(tmp_path / "server.db")) as database, database:
+        database.execute("DELETE FROM checkpoints")
+    options = [f"--checkpoints-base={bucket}/server", f"--database-url=sqlite:///{tmp_path}/server.db"]
+    assert main(["adopt", *options]) == 0
+    assert f"gets its name again: {path}" in capsys.readouterr().out
+    with server_of(tmp_path, bucket) as server:
+        wait_until_ready(server)
+        assert server.result(load_as_new(server, path))["model_id"]

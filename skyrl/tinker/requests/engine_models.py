@@ -26,7 +26,6 @@ from skyrl.backends.operations import (
     Publish,
     Rejected,
 )
-from skyrl.errors import StorageError
 from skyrl.tinker.context import Service
 from skyrl.tinker.database.log.request_log import LOST_ADVICE
 from skyrl.tinker.database.retrying_writer import RetryingWriter
@@ -40,7 +39,8 @@ from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
 from skyrl.types import ErrorResponse, ModelOutput, Result
 from skyrl.utils.async_tasks import Tasks
 from skyrl.utils.failpoints import crash_point
-from skyrl.utils.files.stored_folders import inspect_stored
+from skyrl.utils.files.atomic_folders import inspect_folder
+from skyrl.utils.files.object_store import is_url
 
 log = logging.getLogger(__name__)
 
@@ -340,10 +340,9 @@ def _has_lost_files(operation: ModelOperation) -> bool:
     """Return True if the files that an operation reads are not there now, or not the ones it was to read."""
     if not isinstance(operation, LoadSnapshot | LoadCheckpoint):
         return False
-    try:
-        found = inspect_stored(operation.path)
-    except StorageError:  # they may be there when the store answers again
+    if is_url(operation.path):  # it may be there when the bucket answers again, which is not waited for here
         return True
+    found = inspect_folder(operation.path)
     return found is None or operation.digest not in (None, found.digest)
 
 
