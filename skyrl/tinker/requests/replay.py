@@ -258,7 +258,7 @@ def _complete(service: Service, folders: Sequence[str]) -> dict[str, SaveOutput]
 
 
 def _written(path: str) -> Written | None:
-    """What is at a path, if that is known: what a store that is down may have is written again."""
+    """Result of the write to a path. None if there was none, or the store does not say: then it is written again."""
     try:
         return inspect_stored(path)
     except StorageError as error:
