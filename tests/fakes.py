@@ -12,11 +12,13 @@ import itertools
 import json
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +61,8 @@ from skyrl.types import (
 )
 from skyrl.utils.adapters.fitting import Features, fitted_adapter
 from skyrl.utils.failpoints import crash_point
-from skyrl.utils.files.atomic_folders import read_folder, write_folder
+from skyrl.utils.files.atomic_folders import read_folder
+from skyrl.utils.files.stored_folders import on_disk, write_stored
 
 POISON = 13
 """A token that makes its request fail with an internal error."""
@@ -134,7 +137,8 @@ class FakeModel:
 
     @classmethod
     def from_folder(cls, path: str, digest: str | None = None) -> "FakeModel":
-        files = read_folder(path, digest)
+        with on_disk(path, Path(tempfile.gettempdir())) as folder:
+            files = read_folder(folder, digest)
         if PEFT_TENSORS in files:
             return cls.of_upload(files, path)
         state = json.loads(files["state.json"])
@@ -305,7 +309,7 @@ def slope_of(datum: Datum, weights: np.ndarray) -> tuple[dict[str, np.ndarray], 
 
 
 def write(path: str, model: FakeModel) -> SaveOutput:
-    return SaveOutput(path, *write_folder(path, model.to_files()))
+    return SaveOutput(path, *write_stored(path, model.to_files()))
 
 
 @dataclass

@@ -57,7 +57,7 @@ def back_up(config: EngineConfig, target: Path, say: Say) -> None:
         RequestError: There is no such state, it is not one that is copied so, the folder is in use, or its disk refuses
             a write.
     """
-    base, file = config.checkpoints_base, sqlite_file(config.database_url)
+    base, file = config.checkpoints_folder, sqlite_file(config.database_url)
     if not base.is_dir():
         raise RequestError(f"checkpoints_base={base}: there is no such folder; name the server's")
     if file is not None and not file.is_file():
@@ -86,7 +86,7 @@ def _private() -> Iterator[None]:
 
 def _copy(config: EngineConfig, file: Path | None, target: Path) -> int:
     """Returns the number of saved folders that were copied."""
-    base, copy = config.checkpoints_base, target / CHECKPOINTS
+    base, copy = config.checkpoints_folder, target / CHECKPOINTS
     copy.mkdir(parents=True, exist_ok=True)
     with suppress(PermissionError):  # it was there, and is somebody else's; what is in it is not
         target.chmod(0o700)

@@ -21,11 +21,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from skyrl.tinker.identity.ids import KEY_PREFIX, is_key_name, tenant_of_key
+from skyrl.errors import RequestError
+from skyrl.tinker.identity.ids import KEY_PREFIX, NAMED, is_key_name, tenant_of_key
 from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.expected import expected
 from skyrl.utils.fairness import HEAVIEST, LIGHTEST
-from skyrl.utils.files.paths import data_folder
+from skyrl.utils.files.object_store import check_url, is_url
+from skyrl.utils.files.paths import bucket_folder, data_folder
 from skyrl.utils.log import LogFormat
 from skyrl.utils.spelling import did_you_mean
 
@@ -85,8 +87,9 @@ class EngineConfig(BaseModel):
     backend_config: JsonObject = Field(default_factory=dict)
     """Options of the backend as a JSON object, for example '{"max_lora_rank": 64}'."""
 
-    checkpoints_base: Path = STATE / "checkpoints"
-    """Folder for checkpoints."""
+    checkpoints_base: Path | str = STATE / "checkpoints"
+    """Folder for checkpoints; or s3://bucket/prefix (also gs:// and az://) for named ones, of which snapshots stay on
+    disk, in buckets/ below the folder of databases."""
 
     database_url: str = f"sqlite:///{STATE / 'tinker.db'}"
     """SQLAlchemy URL of the database (SQLite or PostgreSQL)."""
@@ -249,9 +252,13 @@ class EngineConfig(BaseModel):
 
     @field_validator("checkpoints_base", mode="before")
     @classmethod
-    def _local_folder(cls, value: object) -> Path:
-        if "://" in str(value):
-            raise ValueError("only local folders are served; name a local or mounted folder")
+    def _folder_or_bucket(cls, value: object) -> Path | str:
+        if is_url(str(value)):
+            try:
+                check_url(str(value))
+            except RequestError as error:
+                raise ValueError(str(error).removeprefix(f"path={value}: ")) from None
+            return str(value).rstrip("/")
         return Path(str(value)).expanduser().absolute()
 
     @field_validator(*KEYS, *KEYS.values(), mode="before")
@@ -318,6 +325,24 @@ class EngineConfig(BaseModel):
                     f"{name} is set without external_inference_url, so no such server is asked; set that too"
                 )
         return self
+
+    @property
+    def checkpoints_bucket(self) -> str | None:
+        """URL below which named checkpoints are; None if all that is saved is in `checkpoints_folder`."""
+        return self.checkpoints_base if isinstance(self.checkpoints_base, str) else None
+
+    @property
+    def checkpoints_folder(self) -> Path:
+        """Folder on disk of all that is saved, but for what is in `checkpoints_bucket`."""
+        base = self.checkpoints_base
+        return bucket_folder(base) if isinstance(base, str) else base
+
+    def path_of(self, folder: str) -> str:
+        """Path or URL of a folder that the database names: MODEL/KIND/NAME."""
+        bucket = self.checkpoints_bucket
+        if bucket is not None and folder.split("/")[1] in NAMED:
+            return f"{bucket}/{folder}"
+        return str(self.checkpoints_folder / folder)
 
     @property
     def engines(self) -> dict[str, Any]:
@@ -529,7 +554,7 @@ def _flag(name: str) -> str:
 def _metavar(name: str, field: FieldInfo) -> str:
     if get_origin(field.annotation) is dict:
         return "JSON"
-    if field.annotation is Path:
+    if field.annotation in (Path, Path | str):
         return "FOLDER"
     if field.annotation in (int, float):
         return "N"

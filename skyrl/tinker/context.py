@@ -90,8 +90,8 @@ class Service:
         self.database = database
         self.directory = Directory(database)
         self.disk = Disk(config, database)
-        self.uploads = Uploads(config.checkpoints_base)
-        self.blame = Blame(config.checkpoints_base)
+        self.uploads = Uploads(config.checkpoints_folder)
+        self.blame = Blame(config.checkpoints_folder)
         self.activity = Activity()
         self.version_use = VersionUse()
         self.wrong_keys = WrongKeys()
@@ -134,11 +134,11 @@ class Service:
 
     @property
     def checkpoints(self) -> Path:
-        return self.config.checkpoints_base
+        return self.config.checkpoints_folder
 
     def path_of(self, folder: str) -> str:
-        """Path of a folder that the database names."""
-        return str(self.checkpoints / folder)
+        """Path or URL of a folder that the database names."""
+        return self.config.path_of(folder)
 
     def folder_of(self, path: str) -> str:
         """Name in the database of a folder that the engine has written."""

@@ -29,6 +29,7 @@ class Redaction:
 
     def __init__(self, config: EngineConfig):
         spellings = {spelling for path in _folders(config) for spelling in _spellings(path)}
+        spellings |= {config.checkpoints_bucket} if config.checkpoints_bucket else set()
         longest_first = sorted(spellings, key=len, reverse=True)
         self._folder = re.compile(f"({'|'.join(map(re.escape, longest_first))})(/|(?![\\w.-]))")
 
@@ -41,7 +42,7 @@ class Redaction:
 
 
 def _folders(config: EngineConfig) -> Iterable[Path]:
-    yield config.checkpoints_base
+    yield config.checkpoints_folder
     yield Path(tempfile.gettempdir())
     try:
         url = make_url(config.database_url)

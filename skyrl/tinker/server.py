@@ -10,7 +10,7 @@ from functools import partial
 from skyrl.errors import RequestError
 from skyrl.tinker.checkpoints import state_id
 from skyrl.tinker.checkpoints.collector import Collector
-from skyrl.tinker.checkpoints.disk_budget import hold_folder
+from skyrl.tinker.checkpoints.holding import hold
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.context import EngineFactory, Service
 from skyrl.tinker.database.database import Database
@@ -110,11 +110,11 @@ class TinkerServer:
             failures += 1
 
     async def _try_to_open(self) -> Database:
-        self._lease = await asyncio.to_thread(hold_folder, self.config.checkpoints_base, stopping=self._stopping)
+        self._lease = await asyncio.to_thread(hold, self.config, stopping=self._stopping)
         try:
             database = await asyncio.to_thread(Database, self.config.database_url)
             try:
-                await state_id.tie(self.config.checkpoints_base, database)
+                await state_id.tie(self.config, database)
             except BaseException:
                 await asyncio.to_thread(database.close)
                 raise

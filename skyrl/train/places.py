@@ -13,7 +13,7 @@ from pathlib import Path
 
 from skyrl.utils.files.atomic_folders import remove_folder, replace_file, tidy
 from skyrl.utils.files.object_store import ObjectStore, is_url
-from skyrl.utils.files.paths import data_folder
+from skyrl.utils.files.paths import bucket_folder
 from skyrl.utils.files.remote_folders import (
     copy_remote,
     fetch_folder,
@@ -117,8 +117,7 @@ class Bucket(Place):
 
     def __init__(self, url: str):
         self.store = ObjectStore(url)
-        scheme, _, rest = self.store.url.partition("://")
-        super().__init__(data_folder() / "buckets" / scheme / rest)
+        super().__init__(bucket_folder(self.store.url))
         self._fetched: Path | None = None
 
     def __str__(self) -> str:

@@ -84,4 +84,78 @@ RETENTION_DEFECTS = [
         ],
         [TESTS + "test_results_past_their_bytes_go_the_oldest_first_but_none_of_the_last_ten_minutes"],
     ),
+    Defect(
+        "bucket-not-sent",
+        "named checkpoints stay on the disk of the server",
+        [
+            Edit(
+                "skyrl/tinker/config.py",
+                'if bucket is not None and folder.split("/")[1] in NAMED:',
+                "if False:",
+            )
+        ],
+        ["tests/tinker/test_server_buckets.py::test_checkpoints_are_in_the_bucket_and_snapshots_on_the_disk"],
+    ),
+    Defect(
+        "bucket-two-servers",
+        "two servers of different machines use one bucket",
+        [Edit("skyrl/tinker/checkpoints/holding.py", "if claim.take():", "if claim.take() or True:")],
+        ["tests/tinker/test_server_buckets.py::test_a_second_server_at_a_bucket_is_refused"],
+    ),
+    Defect(
+        "bucket-links",
+        "files in a bucket have no links of the store",
+        [Edit("skyrl/tinker/http/routes/downloads.py", "name: url or _link(", "name: _link(")],
+        ["tests/tinker/test_server_buckets.py::test_weights_for_use_elsewhere_have_links_that_the_store_has_signed"],
+    ),
+    Defect(
+        "bucket-no-trash",
+        "what is collected in a bucket goes at once",
+        [
+            Edit(
+                "skyrl/tinker/checkpoints/trash.py",
+                "if to_trash and inspect_stored(url) is not None:",
+                "if False:",
+            )
+        ],
+        ["tests/tinker/test_bucket_retention.py::test_what_expires_or_is_surplus_goes_to_the_trash_of_the_bucket"],
+    ),
+    Defect(
+        "bucket-trash-uncounted",
+        "the trash of a bucket counts for no limit and is never emptied",
+        [Edit("skyrl/tinker/checkpoints/trash.py", "[*_on_disk(config), *_in_bucket(config)]", "_on_disk(config)")],
+        [
+            "tests/tinker/test_bucket_retention.py::test_the_trash_of_the_bucket_is_emptied_in_time",
+            "tests/tinker/test_bucket_retention.py::test_bytes_of_bucket_and_trash_count_for_max_disk_gib",
+        ],
+    ),
+    Defect(
+        "bucket-orphans",
+        "folders in a bucket that nothing names stay for ever",
+        [
+            Edit(
+                "skyrl/tinker/checkpoints/retention.py",
+                "    for name, kept in _remote_folders(config).items():\n",
+                "    for name, kept in ():\n",
+            )
+        ],
+        [
+            "tests/tinker/test_bucket_retention.py::"
+            "test_what_has_no_name_goes_to_the_trash_and_what_is_half_goes_at_once"
+        ],
+    ),
+    Defect(
+        "bucket-kind",
+        "a checkpoint in a bucket cannot be loaded",
+        [
+            Edit(
+                "skyrl/utils/files/stored_folders.py",
+                "    if not is_url(path):\n        yield path\n",
+                "    if path:\n        yield path\n",
+            )
+        ],
+        [
+            "tests/backends/test_bucket_folders.py::test_a_training_checkpoint_in_a_bucket_is_the_model_and_the_same_files"
+        ],
+    ),
 ]

@@ -236,7 +236,10 @@ def test_folders_are_absolute(tmp_path, monkeypatch):
         (["--backend-config", "{"], "--backend-config={: not JSON"),
         (["--tenant-weights", "[1]"], "--tenant-weights: give a mapping, such as {name: value}"),
         (["--backend-config", "[1]"], "--backend-config=[1]: give a mapping, such as {name: value}"),
-        (["--checkpoints-base", "s3://b"], "--checkpoints-base=s3://b: only local folders are served"),
+        (
+            ["--checkpoints-base", "ftp://b"],
+            "--checkpoints-base=ftp://b: ftp:// is not served; use s3://, gs://, az://",
+        ),
         (["--session-timeout-sec", "-2"], "--session-timeout-sec=-2: give -1 or more"),
         (
             ["--external-inference-url", "http://x"],

@@ -3,7 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from skyrl.utils.files.atomic_folders import copy_folder
+from skyrl.utils.files.stored_folders import copy_stored
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.test_api_checkpoints import load_as_new, publish, save
 from tests.tinker.test_rest_checkpoints import get, listed, saved, url
@@ -146,9 +146,9 @@ def test_a_copy_waits_for_no_other_copy(tmp_path, monkeypatch):
         if not begun.is_set():
             begun.set()
             assert answer.wait(60)
-        copy_folder(source, target)
+        copy_stored(source, target)
 
-    monkeypatch.setattr("skyrl.tinker.operations.copy_weights.copy_folder", slow)
+    monkeypatch.setattr("skyrl.tinker.operations.copy_weights.copy_stored", slow)
     with LiveServer(tmp_path, api_keys=["tml-test", "tml-other"]) as server, ThreadPoolExecutor(1) as pool:
         wait_until_ready(server)
         first = pool.submit(copy, server, saved(server))

@@ -118,7 +118,7 @@ def processes(config: EngineConfig) -> Finding:
 
 def clock(config: EngineConfig) -> Finding:
     """The clock, against what was written before. Tokens, links and times to live go by it."""
-    now, base = time.time(), config.checkpoints_base
+    now, base = time.time(), config.checkpoints_folder
     written = [path.stat().st_mtime for path in _files(base)]
     ahead = max([now, *written]) - now
     remedy = "set it, and keep it right by NTP (timedatectl set-ntp true)"

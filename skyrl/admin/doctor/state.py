@@ -32,7 +32,7 @@ class State:
 
     def __init__(self, config: EngineConfig):
         self.config = config
-        self.base = config.checkpoints_base
+        self.base = config.checkpoints_folder
         self.file = sqlite_file(config.database_url)
         """Path of the database; None for one of PostgreSQL."""
 
@@ -151,8 +151,8 @@ def state_belongs_together(state: State) -> Finding | None:
     if not state.is_ours or not state.base.is_dir():
         return None
     with state.database() as opened:
-        why = state_id.refusal(state.base, opened)
-        missing = sorted(state_id.holdings(state.base, opened).missing)
+        why = state_id.refusal(state.config, opened)
+        missing = sorted(state_id.holdings(state.config, opened).missing)
     if why is not None:
         return problem(why, "skyrl adopt --dry-run says more")
     if missing:
@@ -184,7 +184,7 @@ def disk_limit(state: State) -> Finding | None:
         return None
     with state.database() as opened:
         used = sum(opened.read_now(stored_bytes).values())
-    used = (used + sum(entry.size_bytes for entry in trash.entries(state.base))) / GIB
+    used = (used + sum(entry.size_bytes for entry in trash.entries(state.config))) / GIB
     seen, remedy = f"{used:.3f} GiB of max_disk_gib={limit:g}", "delete checkpoints, or raise --max-disk-gib"
     if used > limit:
         return problem(f"{seen}: saves are refused", remedy)

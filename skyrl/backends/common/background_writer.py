@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from skyrl.errors import StorageError
 from skyrl.types import SaveOutput
 from skyrl.utils.failpoints import crash_point
+from skyrl.utils.files.object_store import is_url
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,8 @@ T = TypeVar("T")
 THREADS = 4
 """Models that write at once, and reads."""
 LARGE = 2
-"""Models among `THREADS` that write a base too. They have threads of their own."""
+"""Models among `THREADS` that write a base too. They have threads of their own, and so has what a bucket is asked for,
+which may keep a thread waiting for minutes."""
 
 
 @dataclass(eq=False)
@@ -53,6 +55,8 @@ class Writer:
         self._writers = ThreadPoolExecutor(THREADS - LARGE, thread_name_prefix="writer")
         self._large = ThreadPoolExecutor(LARGE, thread_name_prefix="large-writer")
         self._readers = ThreadPoolExecutor(THREADS, thread_name_prefix="reader")
+        self._senders = ThreadPoolExecutor(THREADS, thread_name_prefix="sender")
+        self._fetchers = ThreadPoolExecutor(THREADS, thread_name_prefix="fetcher")
         self._last: dict[tuple[str, str], Future[Any]] = {}
         """Last write that was handed over, of each ("model", id) and to each ("folder", path)."""
         self._unwritten: dict[str, _Unwritten] = {}
@@ -76,7 +80,8 @@ class Writer:
             self._last |= dict.fromkeys(lines, writing)
             self._pending |= {writing: (model_id, nbytes)} if nbytes else {}
         writing.add_done_callback(partial(self._forget, lines))
-        _after(before, self._large if large else self._writers, write, writing)
+        threads = self._senders if is_url(path) else self._large if large else self._writers
+        _after(before, threads, write, writing)
         return writing
 
     def read(self, path: str, read: Callable[[], T]) -> "Future[T]":
@@ -84,7 +89,7 @@ class Writer:
         reading = Future[T]()
         with self._lock:
             before = self._before([_folder(path)])
-        _after(before, self._readers, read, reading)
+        _after(before, self._fetchers if is_url(path) else self._readers, read, reading)
         return reading
 
     def keep_version(
@@ -171,7 +176,9 @@ class Writer:
             self._unwritten.clear()
         self._writers.shutdown(wait=True)
         self._large.shutdown(wait=True)
+        self._senders.shutdown(wait=True)
         self._readers.shutdown(wait=True, cancel_futures=True)
+        self._fetchers.shutdown(wait=True, cancel_futures=True)
 
     def _changed(self) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from skyrl.errors import StorageError
 from skyrl.tinker.checkpoints import retention, trash
 from skyrl.tinker.checkpoints.disk_budget import GIB, MIB, remove_empty_folders
 from skyrl.tinker.checkpoints.guard import Stake, at_stake, nameless_folders
@@ -19,6 +20,8 @@ from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.queries.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.errors import DatabaseFull
 from skyrl.utils.failpoints import crash_point
+from skyrl.utils.files.atomic_folders import remove_folder
+from skyrl.utils.files.stored_folders import remove_below
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +114,7 @@ class Collector:
                     removals += await self._remove(
                         await asyncio.to_thread(nameless_folders, self._config, self._database)
                     )
-                await asyncio.to_thread(remove_empty_folders, self._config.checkpoints_base)
+                await asyncio.to_thread(remove_empty_folders, self._config.checkpoints_folder)
                 await self._database.give_back()
                 self._seldom_at = time.monotonic() + SELDOM_S
             removals += await asyncio.to_thread(_remove_past_its_time, self._config)
@@ -152,31 +155,45 @@ class Collector:
                 done.append(removal)
             else:
                 crash_point("api: checkpoint unnamed, files still there")
-                done.append(await asyncio.to_thread(retention.measured, removal, self._config.checkpoints_base))
+                done.append(await asyncio.to_thread(retention.measured, removal, self._config))
                 await self._discard(removal.files)
-                folder = self._config.checkpoints_base / removal.files.folder
-                await asyncio.to_thread(remove_empty_folders, self._config.checkpoints_base, folder.parent)
+                folder = self._config.checkpoints_folder / removal.files.folder
+                await asyncio.to_thread(remove_empty_folders, self._config.checkpoints_folder, folder.parent)
         return done
 
 
 def past_its_time(config: EngineConfig) -> list[Removal]:
-    """Entries that have been in the trash for long enough, and uploads that have expired. They are still there."""
-    base, now = config.checkpoints_base, time.time()
-    emptied = [_emptied(entry) for entry in trash.entries(base) if entry.since <= now - config.trash_retention_sec]
+    """Entries that have been in the trash for long enough, and uploads that have expired. They are still there.
+
+    Raises `StorageError` of a bucket.
+    """
+    base, now = config.checkpoints_folder, time.time()
+    emptied = [_emptied(entry) for entry in trash.entries(config) if entry.since <= now - config.trash_retention_sec]
     return emptied + [_expired(stored) for stored in stored_uploads(base) if stored.upload.expires <= now]
 
 
 def _remove_past_its_time(config: EngineConfig) -> list[Removal]:
-    removals = past_its_time(config)
-    for removal in removals:
-        assert removal.files is not None
-        trash.discard(config.checkpoints_base, removal.files.folder, removal.files.to_trash)
+    try:
+        removals = past_its_time(config)
+        for removal in removals:
+            remove_for_good(config, removal)
+    except StorageError as error:
+        log.warning("the trash is left until the bucket answers: %s", error)
+        return []
     return removals
 
 
+def remove_for_good(config: EngineConfig, removal: Removal) -> None:
+    """Remove an entry of the trash, or an upload."""
+    assert removal.files is not None
+    name = removal.files.folder
+    remove_folder(config.checkpoints_folder / name)
+    if config.checkpoints_bucket is not None and name.startswith(f"{trash.NAME}/"):
+        remove_below(f"{config.checkpoints_bucket}/{name}")
+
+
 def _emptied(entry: trash.Entry) -> Removal:
-    name = f"{trash.NAME}/{entry.path.name}"
-    return Removal(f"{name} ({trash.what(entry)})", entry.size_bytes, UnreferencedFiles(None, name))
+    return Removal(f"{entry.name} ({entry.what})", entry.size_bytes, UnreferencedFiles(None, entry.name))
 
 
 def _expired(stored: Stored) -> Removal:

@@ -19,13 +19,14 @@ from pathlib import Path
 from sqlalchemy import func
 from sqlmodel import Session, col, select
 
-from skyrl.errors import RequestError
+from skyrl.errors import RequestError, StorageError
 from skyrl.tinker.checkpoints import trash
 from skyrl.tinker.checkpoints.transfer.uploads import stored_uploads
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.tables import CheckpointRow, ModelRow, VersionRow
-from skyrl.utils.files.atomic_folders import remove_folder, tidy
+from skyrl.utils.files.atomic_folders import tidy
+from skyrl.utils.files.stored_folders import folders_below
 from skyrl.utils.locks.lease import Lease
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ LOCK = ".server.lock"
 EPHEMERAL = "ephemeral"
 KINDS = ("weights", "sampler_weights", "external_weights", EPHEMERAL, "snapshots")
 """Folders of a model. Others are not ours."""
+DEPTH = 3
+"""Parts of the name of what is saved: MODEL/KIND/NAME."""
 _TOP = re.compile(r"[0-9a-f-]{36}-train-\d+|\.(trash|uploads|state-id|server\.lock|engine\.lock|running|crashes\.json)")
 """Names below the folder that are ours: whoever cannot enter those reaches nothing further down."""
 MIB, GIB = 2**20, 2**30
@@ -89,11 +92,12 @@ def folders_of_kinds(base: Path) -> Iterator[Path]:
             yield from (kind for kind in model.iterdir() if kind.is_dir())
 
 
-def saved_folders(base: Path) -> set[str]:
-    """MODEL/KIND/NAME of all that is saved, as the database names it."""
+def saved_folders(base: Path, bucket: str | None = None) -> set[str]:
+    """MODEL/KIND/NAME of all that is saved, as the database names it. Raises `StorageError` of the bucket."""
     kinds = (kind for kind in folders_of_kinds(base) if kind.name in KINDS)
     paths = (path for kind in kinds for path in kind.iterdir() if path.is_dir() and not path.name.startswith("."))
-    return {str(path.relative_to(base)) for path in paths}
+    remote = {} if bucket is None else folders_below(bucket, DEPTH)
+    return {str(path.relative_to(base)) for path in paths} | {name for name, kept in remote.items() if kept.is_whole}
 
 
 def remove_empty_folders(base: Path, kind: Path | None = None) -> None:
@@ -127,7 +131,7 @@ class Disk:
 
     async def found(self) -> tuple[dict[str, int], int]:
         """(bytes of what is saved, by kind; bytes that the disk has left)."""
-        free = shutil.disk_usage(self._config.checkpoints_base).free
+        free = shutil.disk_usage(self._config.checkpoints_folder).free
         return await self._database.read(stored_bytes), free
 
     async def make_room(self, model_id: str, sampler: bool) -> None:
@@ -150,20 +154,20 @@ class Disk:
             return
         if self.collect is not None:
             await self.collect()
-        left = await asyncio.to_thread(trash.entries, self._config.checkpoints_base)
+        left = await asyncio.to_thread(_trash_of, self._config)
         in_trash = sum(entry.size_bytes for entry in left)
         if (refusal := await self._refusal(size, without=in_trash)) is not None:
             raise RequestError(refusal)  # it would not fit without the trash either
         while (refusal := await self._refusal(size)) is not None:
             if not left:
                 raise RequestError(refusal)
-            log.info("removing %s from the trash to free space", left[0].path)
-            await asyncio.to_thread(remove_folder, left.pop(0).path)
+            log.info("removing %s from the trash to free space", left[0].place)
+            await asyncio.to_thread(left.pop(0).remove)
 
     async def _refusal(self, size: int, without: int = 0) -> str | None:
         """Reason why so many bytes do not fit, also if others went. None if they fit."""
         config = self._config
-        free = shutil.disk_usage(config.checkpoints_base).free
+        free = shutil.disk_usage(config.checkpoints_folder).free
         if free + without - size < config.min_free_disk_mib * MIB:
             return (
                 f"the disk of checkpoints has {free / MIB:.0f} MiB left, of which min_free_disk_mib="
@@ -173,14 +177,22 @@ class Disk:
         if config.max_disk_gib == 0:
             return None
         used = sum((await self._database.read(stored_bytes)).values())
-        used += sum(entry.size_bytes for entry in trash.entries(config.checkpoints_base))
-        used += sum(stored.size_bytes for stored in stored_uploads(config.checkpoints_base))
+        used += sum(entry.size_bytes for entry in await asyncio.to_thread(_trash_of, config))
+        used += sum(stored.size_bytes for stored in stored_uploads(config.checkpoints_folder))
         if used - without + size > config.max_disk_gib * GIB:
             return (
                 f"checkpoints take {used / GIB:.3f} GiB of max_disk_gib={config.max_disk_gib:g}, and this needs "
                 f"{size / GIB:.3f}; {WAY_OUT} a larger --max-disk-gib"
             )
         return None
+
+
+def _trash_of(config: EngineConfig) -> list[trash.Entry]:
+    """Entries of the trash. Raises `RequestError` if the bucket does not tell them."""
+    try:
+        return trash.entries(config)
+    except StorageError as error:
+        raise RequestError(f"it is not known what the trash takes: {error}") from error
 
 
 def stored_bytes(session: Session) -> dict[str, int]:

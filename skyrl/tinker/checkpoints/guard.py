@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
+from skyrl.errors import StorageError
 from skyrl.tinker.checkpoints import retention
 from skyrl.tinker.checkpoints.disk_budget import EPHEMERAL, saved_folders
 from skyrl.tinker.checkpoints.retention import FOLDERS, Removal, Rules
@@ -54,7 +55,11 @@ def at_stake(config: EngineConfig, database: Database, rules: Rules, first: bool
     surplus = len(database.read_now(partial(retention.surplus, rules=rules))) if first else 0
     names = [removal.files.folder for removal in nameless_folders(config, database) if removal.files is not None]
     whole = [name for name in names if not name.rpartition("/")[2].startswith(".")]
-    return Stake(_kept(whole), surplus, _kept(saved_folders(config.checkpoints_base)))
+    try:
+        there = saved_folders(config.checkpoints_folder, config.checkpoints_bucket)
+    except StorageError:  # then it is a larger share of what is known
+        there = saved_folders(config.checkpoints_folder)
+    return Stake(_kept(whole), surplus, _kept(there))
 
 
 def _kept(names: Collection[str]) -> int:
@@ -64,6 +69,6 @@ def _kept(names: Collection[str]) -> int:
 
 def nameless_folders(config: EngineConfig, database: Readable) -> list[Removal]:
     """Folders that nothing names. Names are read after the folders, so that none is missed."""
-    folders = list(retention.old_folders(config.checkpoints_base, time.time()))
+    folders = list(retention.old_folders(config, time.time()))
     named, busy = database.read_now(retention.named_folders), database.read_now(retention.busy_models)
     return retention.orphans(config, folders, named, busy)

@@ -14,8 +14,9 @@ from sqlmodel import Session
 from skyrl.errors import RequestError
 from skyrl.tinker.checkpoints import adoption, retention, state_id, trash
 from skyrl.tinker.checkpoints.collector import OFTEN, Collector, mebibytes, past_its_time, summary
-from skyrl.tinker.checkpoints.disk_budget import GIB, hold_folder
+from skyrl.tinker.checkpoints.disk_budget import GIB
 from skyrl.tinker.checkpoints.guard import at_stake, nameless_folders
+from skyrl.tinker.checkpoints.holding import hold
 from skyrl.tinker.checkpoints.retention import SELDOM, Removal, Rules
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.database.database import Database
@@ -40,7 +41,7 @@ def collect(config: EngineConfig, dry_run: bool, say: Say, force: bool = False) 
     """
     try:
         with _opened(config, dry_run) as database:
-            if (mismatch := state_id.refusal(config.checkpoints_base, database)) is not None:
+            if (mismatch := state_id.refusal(config, database)) is not None:
                 raise RequestError(mismatch)
             if dry_run:
                 removals, refusal = _would_remove(config, database, force)
@@ -72,13 +73,13 @@ def adopt(config: EngineConfig, dry_run: bool, say: Say) -> None:
     Raises:
         RequestError: A server runs, or there is no folder or no database.
     """
-    base = config.checkpoints_base
+    base = config.checkpoints_folder
     with _opened(config, dry_run) as database:
-        found = state_id.holdings(base, database)
+        found = state_id.holdings(config, database)
         say(f"{found.words}.")
         for folder in sorted(found.missing):
             say(f"missing: {folder}")
-        lost = adoption.nameless_checkpoints(base, database, found.there)
+        lost = adoption.nameless_checkpoints(config, database, found.there)
         for row in lost:
             say(f"{'would get' if dry_run else 'gets'} its name again: {adoption.path_of(row)}")
         left = found.there - {row.folder for row in lost} - database.read_now(retention.named_folders)
@@ -94,13 +95,13 @@ def adopt(config: EngineConfig, dry_run: bool, say: Say) -> None:
 @contextmanager
 def _opened(config: EngineConfig, dry_run: bool) -> Iterator[Database]:
     """The database, while the folder is held."""
-    base = config.checkpoints_base
+    base = config.checkpoints_folder
     if not base.is_dir():
         raise RequestError(
             f"checkpoints_base={base}: there is no such folder; name the server's with --checkpoints-base"
         )
     with (
-        hold_folder(base, finish_writes=not dry_run),
+        hold(config, finish_writes=not dry_run),
         closing(Database(config.database_url, migrate=not dry_run, create=False)) as database,
     ):
         yield database
@@ -108,17 +109,17 @@ def _opened(config: EngineConfig, dry_run: bool) -> Iterator[Database]:
 
 async def _tie(config: EngineConfig, database: Database, rows: list[adoption.CheckpointRow]) -> None:
     await database.write(lambda session: session.add_all(rows))
-    await state_id.tie_anyway(config.checkpoints_base, database)
+    await state_id.tie_anyway(config.checkpoints_folder, database)
 
 
 async def _remove_all(config: EngineConfig, database: Database, force: bool) -> tuple[list[Removal], str | None]:
     async def discard(files: UnreferencedFiles) -> None:
-        await asyncio.to_thread(trash.discard, config.checkpoints_base, files.folder, files.to_trash)
+        await asyncio.to_thread(trash.discard, config, files.folder, files.to_trash)
 
     async def nobody_was_heard() -> None:
         return None
 
-    await state_id.tie(config.checkpoints_base, database)
+    await state_id.tie(config, database)
     collector = Collector(config, database, discard, lambda _: None, nobody_was_heard, force=force, tell=lambda _: None)
     return await collector.collect(), collector.refusal
 
@@ -140,5 +141,5 @@ def _would_remove(config: EngineConfig, database: Database, force: bool) -> tupl
         return removals
 
     removals = [*database.dry_run(jobs), *([] if spared else nameless_folders(config, database))]
-    measured = [retention.measured(removal, config.checkpoints_base) for removal in removals]
+    measured = [retention.measured(removal, config) for removal in removals]
     return [*measured, *past_its_time(config)], stake.refusal if spared else None

@@ -6,6 +6,7 @@ leaves files without a name, which `orphans` finds, and never a name without fil
 back. What a revival of a model would read again stays, whatever its age.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,8 @@ from sqlalchemy import ColumnElement, and_, delete, func, literal_column, or_, u
 from sqlalchemy.orm import aliased
 from sqlmodel import Session, col, select
 
-from skyrl.tinker.checkpoints.disk_budget import KINDS, folders_of_kinds
+from skyrl.errors import StorageError
+from skyrl.tinker.checkpoints.disk_budget import DEPTH, KINDS, folders_of_kinds
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.database.ledger.audit import SERVER
 from skyrl.tinker.database.log.replay_log import folders_to_load, release
@@ -35,8 +37,11 @@ from skyrl.tinker.database.tables import (
     SessionRow,
     VersionRow,
 )
-from skyrl.tinker.identity.ids import folder_of_model
-from skyrl.utils.files.atomic_folders import QUARANTINED, TEMPORARY, folder_bytes
+from skyrl.tinker.identity.ids import NAMED, folder_of_model
+from skyrl.utils.files.atomic_folders import QUARANTINED, TEMPORARY
+from skyrl.utils.files.stored_folders import Kept, folders_below, stored_bytes
+
+log = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
 
@@ -480,17 +485,32 @@ def busy_models(session: Session) -> set[str]:
     return set(session.exec(select(RequestRow.model_id).where(RequestRow.status == "pending").distinct()).all())
 
 
-def old_folders(base: Path, now: float) -> Iterator[Path]:
-    """Folders in our layout that are old enough to go if nothing names them: an hour, damaged ones a week."""
+def old_folders(config: EngineConfig, now: float) -> Iterator[str]:
+    """MODEL/KIND/NAME of folders that are old enough to go if nothing names them: an hour, damaged ones a week.
+
+    Those of a bucket that does not answer are left to another time.
+    """
+    base = config.checkpoints_folder
     for kind in folders_of_kinds(base):
         for path in kind.iterdir() if kind.name in KINDS else ():
             age = QUARANTINE_S if path.suffix == QUARANTINED else ORPHAN_AGE_S
             hidden = path.name.startswith(".") and path.suffix not in (QUARANTINED, TEMPORARY)
             if not hidden and path.is_dir() and now - _changed_at(path) >= age:
-                yield path
+                yield str(path.relative_to(base))
+    for name, kept in _remote_folders(config).items():
+        if name.split("/")[1] in NAMED and now - kept.modified >= ORPHAN_AGE_S:
+            yield name
 
 
-def orphans(config: EngineConfig, folders: Iterable[Path], named: set[str], busy: set[str]) -> list[Removal]:
+def _remote_folders(config: EngineConfig) -> Mapping[str, Kept]:
+    try:
+        return {} if config.checkpoints_bucket is None else folders_below(config.checkpoints_bucket, DEPTH)
+    except StorageError as error:
+        log.warning("%s", error)
+        return {}
+
+
+def orphans(config: EngineConfig, folders: Iterable[str], named: set[str], busy: set[str]) -> list[Removal]:
     """Folders that nothing names: what crashes left, replaced snapshots, damaged folders.
 
     Args:
@@ -501,8 +521,8 @@ def orphans(config: EngineConfig, folders: Iterable[Path], named: set[str], busy
     """
     skipped = {folder_of_model(model_id) for model_id in busy}
     removals = []
-    for path in folders:
-        name = str(path.relative_to(config.checkpoints_base))
+    for name in folders:
+        path = Path(name)
         if name not in named and path.parent.parent.name not in skipped:
             what = "damaged folder" if path.suffix == QUARANTINED else "folder without a name"
             to_trash = config.trash_retention_sec > 0 and not path.name.startswith(".")
@@ -510,11 +530,14 @@ def orphans(config: EngineConfig, folders: Iterable[Path], named: set[str], busy
     return removals
 
 
-def measured(removal: Removal, base: Path) -> Removal:
-    """With the bytes that its files take on disk, below `base`."""
+def measured(removal: Removal, config: EngineConfig) -> Removal:
+    """With the bytes that its files take on disk or in the bucket, as far as that says."""
     if removal.files is None:
         return removal
-    return replace(removal, size_bytes=folder_bytes(base / removal.files.folder))
+    try:
+        return replace(removal, size_bytes=stored_bytes(config.path_of(removal.files.folder)))
+    except StorageError:
+        return removal
 
 
 def _changed_at(path: Path) -> float:

@@ -13,6 +13,7 @@ from sqlmodel import Session, col, select
 
 from skyrl.errors import RequestError, StorageError
 from skyrl.tinker.checkpoints.disk_budget import saved_folders
+from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.read_only import Readable
 from skyrl.tinker.database.tables import CheckpointRow, ModelRow, SettingRow, VersionRow
@@ -67,15 +68,15 @@ class Holdings:
         )
 
 
-async def tie(base: Path, database: Database) -> None:
+async def tie(config: EngineConfig, database: Database) -> None:
     """See to it that a folder and a database belong together. A new pair, and one from before there were ids, is tied.
 
     Raises:
         RequestError: They do not. The message says how to find out more, and what to do.
     """
-    if (why := refusal(base, database)) is not None:
+    if (why := refusal(config, database)) is not None:
         raise RequestError(why)
-    await tie_anyway(base, database)
+    await tie_anyway(config.checkpoints_folder, database)
 
 
 async def tie_anyway(base: Path, database: Database) -> None:
@@ -94,12 +95,13 @@ async def tie_anyway(base: Path, database: Database) -> None:
     await database.write(lambda session: _set(session, {TIED: state_id, TO_BE_TIED: None}))
 
 
-def refusal(base: Path, database: Readable) -> str | None:
+def refusal(config: EngineConfig, database: Readable) -> str | None:
     """Reason why a server must not go on with these two, if it must not."""
+    base = config.checkpoints_folder
     ids = read(base, database)
     if ids.agree:
         return None
-    found = holdings(base, database)
+    found = holdings(config, database)
     if not found.there and not found.written:
         return None
     if ids.folder is None and ids.database is None and found.known:
@@ -132,9 +134,12 @@ def read(base: Path, database: Readable) -> Ids:
     return Ids(folder, *database.read_now(settings))
 
 
-def holdings(base: Path, database: Readable) -> Holdings:
-    """Contents of both sides."""
-    there = saved_folders(base)
+def holdings(config: EngineConfig, database: Readable) -> Holdings:
+    """Contents of both sides. Raises `RequestError` if a bucket does not tell its own."""
+    try:
+        there = saved_folders(config.checkpoints_folder, config.checkpoints_bucket)
+    except StorageError as error:
+        raise RequestError(f"checkpoints_base={config.checkpoints_base}: {error}") from error
 
     def named(session: Session) -> Holdings:
         written = written_folders(session)

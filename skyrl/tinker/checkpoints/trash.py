@@ -1,7 +1,8 @@
 """Trash: files that the collector has taken wait there, in case somebody misses them: `.trash`, below checkpoints_base.
 
 Each folder has an entry of its own, `.trash/{time}-{bytes}-{random}/MODEL/KIND/NAME`, so that what is there, since when
-and how large it is can be told from names alone, and whoever moves it back sees where it was.
+and how large it is can be told from names alone, and whoever moves it back sees where it was. What was in a bucket
+waits in the bucket.
 """
 
 import calendar
@@ -12,10 +13,20 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from uuid import uuid4
 
+from skyrl.errors import StorageError
+from skyrl.tinker.config import EngineConfig
 from skyrl.utils.files.atomic_folders import folder_bytes, remove_folder
+from skyrl.utils.files.object_store import is_url
+from skyrl.utils.files.stored_folders import (
+    copy_stored,
+    inspect_stored,
+    keys_below,
+    remove_below,
+    remove_stored,
+    stored_bytes,
+)
 
 log = logging.getLogger(__name__)
 
@@ -30,30 +41,45 @@ class Entry:
 
     since: float
     """Time at which it came, in unix seconds."""
-    path: Path
+    place: str
+    """Path or URL of the entry."""
     size_bytes: int
+    what: str
+    """MODEL/KIND/NAME of what it holds."""
+
+    @property
+    def name(self) -> str:
+        return f"{NAME}/{self.place.rpartition('/')[2]}"
+
+    def remove(self) -> None:
+        """Remove it for good. Raises `StorageError`."""
+        remove_below(self.place) if is_url(self.place) else remove_folder(self.place)
 
 
-def discard(base: Path, folder: str, to_trash: bool) -> None:
-    """Remove a folder below `base`, or put it into the trash."""
-    if not to_trash:
-        remove_folder(base / folder)
-        return
+def discard(config: EngineConfig, folder: str, to_trash: bool) -> None:
+    """Remove a folder that the database named, or put it into the trash."""
     try:
-        _throw_away(base, folder)
+        if is_url(path := config.path_of(folder)):
+            _discard_remote(config, folder, path, to_trash)
+        elif to_trash:
+            _throw_away(config, folder)
+        else:
+            remove_folder(path)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):  # what is to make room needs some in the trash
             log.warning("%s is removed at once, as %s has no room for it: %s", folder, NAME, error)
-            remove_folder(base / folder)
+            remove_folder(config.checkpoints_folder / folder)
         else:
             log.warning("%s cannot be moved to %s and is kept in place: %s", folder, NAME, error)
+    except StorageError as error:
+        log.warning("%s is kept in place: %s", folder, error)
 
 
-def _throw_away(base: Path, folder: str) -> None:
-    source = base / folder
+def _throw_away(config: EngineConfig, folder: str) -> None:
+    source, base = config.checkpoints_folder / folder, config.checkpoints_folder
     if not source.is_dir():
         return
-    entry = f"{time.strftime(_TIME, time.gmtime())}-{folder_bytes(source)}-{uuid4().hex[:8]}"
+    entry = _new_entry(folder_bytes(source))
     target = base / NAME / entry / folder
     try:
         target.parent.mkdir(parents=True)
@@ -63,22 +89,46 @@ def _throw_away(base: Path, folder: str) -> None:
         raise
 
 
-def entries(base: Path) -> list[Entry]:
-    """Entries of the trash, oldest first. What is named otherwise is not ours."""
-    return sorted(_entries(base))
+def _discard_remote(config: EngineConfig, folder: str, url: str, to_trash: bool) -> None:
+    """In a bucket, moving is copying. What a kill leaves at both places goes from the first one with the next round."""
+    if to_trash and inspect_stored(url) is not None:
+        copy_stored(url, f"{config.checkpoints_bucket}/{NAME}/{_new_entry(stored_bytes(url))}/{folder}")
+    remove_stored(url)
 
 
-def what(entry: Entry) -> str:
-    """MODEL/KIND/NAME of what an entry holds."""
-    return ", ".join(str(path.relative_to(entry.path)) for path in entry.path.glob("*/*/*"))
+def _new_entry(size_bytes: int) -> str:
+    return f"{time.strftime(_TIME, time.gmtime())}-{size_bytes}-{uuid4().hex[:8]}"
 
 
-def _entries(base: Path) -> Iterator[Entry]:
+def entries(config: EngineConfig) -> list[Entry]:
+    """Entries of the trash, oldest first. What is named otherwise is not ours. Raises `StorageError` of a bucket."""
+    return sorted([*_on_disk(config), *_in_bucket(config)])
+
+
+def _on_disk(config: EngineConfig) -> Iterator[Entry]:
+    trash = config.checkpoints_folder / NAME
     try:
-        names = os.listdir(base / NAME)
+        names = os.listdir(trash)
     except FileNotFoundError:
         return
     for name in names:
-        if match := _ENTRY.fullmatch(name):
-            since = calendar.timegm(time.strptime(match[1], _TIME))
-            yield Entry(float(since), base / NAME / name, int(match[2]))
+        what = ", ".join(str(path.relative_to(trash / name)) for path in (trash / name).glob("*/*/*"))
+        yield from _entry(str(trash / name), what)
+
+
+def _in_bucket(config: EngineConfig) -> Iterator[Entry]:
+    if config.checkpoints_bucket is None:
+        return
+    trash = f"{config.checkpoints_bucket}/{NAME}"
+    found: dict[str, set[str]] = {}
+    for key in keys_below(trash):
+        name, *folder = key.split("/")[:4]
+        found.setdefault(name, set()).add("/".join(folder))
+    for name, folders in found.items():
+        yield from _entry(f"{trash}/{name}", ", ".join(sorted(folders)))
+
+
+def _entry(place: str, what: str) -> Iterator[Entry]:
+    if match := _ENTRY.fullmatch(place.rpartition("/")[2]):
+        since = calendar.timegm(time.strptime(match[1], _TIME))
+        yield Entry(float(since), place, int(match[2]), what)

@@ -98,7 +98,7 @@ class TinkerEngine:
             every_requests=config.snapshot_every_requests,
             every_bytes=config.snapshot_every_mib * 2**20,
         )
-        self.upkeep = Upkeep(backend, self.scheduler, self.policy, config.checkpoints_base, channel.send)
+        self.upkeep = Upkeep(backend, self.scheduler, self.policy, config.checkpoints_folder, channel.send)
         self._submitted: dict[str, Operation] = {}
         self._running: set[str] = set()
         """Requests that the API believes to be computed now."""
@@ -393,7 +393,7 @@ def serve(channel: EngineChannel, alone: bool = False) -> int:
         heartbeat.start(channel, config, lambda: engine.step_began if engine else loading_since)
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(engine_lock(config.checkpoints_base, progress))
+            stack.enter_context(engine_lock(config.checkpoints_folder, progress))
             backend = open_backend(config, progress)
         except ChannelClosed:
             return 1

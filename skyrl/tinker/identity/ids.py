@@ -15,6 +15,8 @@ from uuid import uuid4
 from skyrl.errors import RequestError
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+NAMED = ("weights", "sampler_weights", "external_weights")
+"""Kinds of checkpoints that have names, which may be in a bucket."""
 
 SCHEME = "tinker://"
 SAMPLE = "sample"

@@ -98,10 +98,12 @@ async def save_weights_external(admission: Admission, request: schemas.SaveWeigh
     recipients = request.age_encryption_recipients
     keys = None if recipients is None else age_encryption.read_recipients(recipients)
     path = await _path_of_save(admission, saved)
-    operation = Publish(request_id=admission.request_id, model_id=request.model_id, version=saved.version, path=path)
+    assert admission.decided.saved_to is not None
+    plain = str(admission.service.checkpoints / admission.decided.saved_to) if keys else path  # on disk only
+    operation = Publish(request_id=admission.request_id, model_id=request.model_id, version=saved.version, path=plain)
 
     async def encrypt(_: SaveOutput) -> SaveOutput:
-        return SaveOutput(path, *await asyncio.to_thread(age_encryption.encrypt_folder, path, keys or ()))
+        return SaveOutput(path, *await asyncio.to_thread(age_encryption.encrypt_folder, plain, keys or (), path))
 
     def record(session: Session, result: SaveOutput) -> tuple[dict[str, Any], UnreferencedFiles | None]:
         obsolete = store_checkpoint(session, saved, result)

@@ -18,7 +18,7 @@ from skyrl.tinker.identity.ids import TinkerPath
 from skyrl.tinker.operations.checkpoint_access import readable_checkpoint
 from skyrl.tinker.operations.held_checkpoints import Place, earlier, path_of, record
 from skyrl.tinker.wire import management_schemas as rest
-from skyrl.utils.files.atomic_folders import copy_folder, remove_folder
+from skyrl.utils.files.stored_folders import copy_stored, remove_stored
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +43,14 @@ async def copy_checkpoint(
         await service.disk.make_room(source.model_id, sampler=source.kind != "weights")
         copy = _copy_of(source, place, request.ttl_seconds)
         try:
-            await asyncio.to_thread(copy_folder, service.path_of(source.folder), service.path_of(copy.folder))
+            await asyncio.to_thread(copy_stored, service.path_of(source.folder), service.path_of(copy.folder))
         except StorageError as error:
             log.error("%s cannot be copied: %s", path, error)
             raise RequestError(f"source_path={path}: its files are missing or damaged, or the disk is full") from error
         try:
             await service.database.write(lambda session: _record(session, place, source, copy, caller.name))
         except DatabaseFull:  # after any other error it may be stored; a folder without a name goes by itself
-            await asyncio.to_thread(remove_folder, service.path_of(copy.folder))
+            await asyncio.to_thread(remove_stored, service.path_of(copy.folder))
             raise
         return path_of(copy)
 

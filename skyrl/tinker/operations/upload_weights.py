@@ -33,8 +33,9 @@ from skyrl.types import BackendInfo, LoraConfig
 from skyrl.utils.adapters.fitting import fitted_adapter, most_numbers
 from skyrl.utils.adapters.naming import tensors_of
 from skyrl.utils.adapters.plain import rank_of
-from skyrl.utils.files.atomic_folders import Content, remove_folder, write_folder
+from skyrl.utils.files.atomic_folders import Content
 from skyrl.utils.files.hf_files import peft_config
+from skyrl.utils.files.stored_folders import remove_stored, write_stored
 from skyrl.utils.files.tensor_file import Tensor, read_tensors, tensor_file
 
 KIND = "external_weights_upload_finish"
@@ -169,12 +170,12 @@ async def finish_upload(service: Service, caller: Caller, upload_id: str) -> Tin
             lora_config=config.model_dump(),
         )
         path = service.path_of(checkpoint.folder)
-        checkpoint.size_bytes, checkpoint.digest = await asyncio.to_thread(write_folder, path, files)
+        checkpoint.size_bytes, checkpoint.digest = await asyncio.to_thread(write_stored, path, files)
         del files
         try:
             await service.database.write(lambda session: record(session, KIND, place, checkpoint, caller.name))
         except DatabaseFull:  # after any other error it may be stored; a folder without a name goes by itself
-            await asyncio.to_thread(remove_folder, path)
+            await asyncio.to_thread(remove_stored, path)
             raise
         await service.uploads.remove(upload)
         return path_of(checkpoint)

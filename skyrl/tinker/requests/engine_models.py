@@ -40,6 +40,7 @@ from skyrl.types import ErrorResponse, ModelOutput, Result
 from skyrl.utils.async_tasks import Tasks
 from skyrl.utils.failpoints import crash_point
 from skyrl.utils.files.atomic_folders import inspect_folder
+from skyrl.utils.files.object_store import is_url
 
 log = logging.getLogger(__name__)
 
@@ -336,9 +337,11 @@ def is_pass(owed: PendingRequest) -> bool:
 
 
 def _has_lost_files(operation: ModelOperation) -> bool:
-    """Return True if the files that an operation reads are not there, or not the ones it was to read."""
+    """Return True if the files that an operation reads are not there now, or not the ones it was to read."""
     if not isinstance(operation, LoadSnapshot | LoadCheckpoint):
         return False
+    if is_url(operation.path):  # it may be there when the bucket answers again, which is not waited for here
+        return True
     found = inspect_folder(operation.path)
     return found is None or operation.digest not in (None, found.digest)
 

@@ -37,9 +37,11 @@ from skyrl.tinker.results import PROTOBUF, Answer, Failure, Lost, Outcome
 from skyrl.tinker.wire import strict_json
 from skyrl.tinker.wire.sharing.decode_pool import encoded
 from skyrl.types import ErrorResponse, ForwardBackwardOutput, Result, SaveOutput
-from skyrl.utils.async_tasks import SerialTasks
+from skyrl.utils.async_tasks import SerialTasks, Tasks
 from skyrl.utils.failpoints import crash_point
 from skyrl.utils.files.atomic_folders import remove_folder
+from skyrl.utils.files.object_store import is_url
+from skyrl.utils.files.stored_folders import remove_stored
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class Outcomes:
         self._pending = pending
         self._reads = reads
         self._serial = SerialTasks()
+        self._tidying = Tasks()
         self._writer = RetryingWriter(service.database, DatabaseFull)
         self._last_writer = RetryingWriter(service.database, Exception)
         self._dropped: set[str] = set()
@@ -94,7 +97,7 @@ class Outcomes:
         if files.folder not in needed and not self._is_in_use(files.folder):
             if files.version is not None:
                 self._service.engine.send(DropVersion(files.version))
-            await asyncio.to_thread(trash.discard, self._service.checkpoints, files.folder, files.to_trash)
+            await asyncio.to_thread(trash.discard, self._service.config, files.folder, files.to_trash)
 
     async def drained(self, model_id: str) -> None:
         """Wait until all that has come for a model is stored."""
@@ -105,6 +108,7 @@ class Outcomes:
         self._writer.stop()
         self._last_writer.stop()
         await self._serial.drain()
+        await self._tidying.drain()
 
     # -- how ----------------------------------------------------------------------------------------------------------
 
@@ -137,9 +141,16 @@ class Outcomes:
         self._futures.set(owed.request_id, outcome)
         self._service.blame.acquit(owed.request_id)
         if isinstance(outcome, Failure) and isinstance(operation, SaveCheckpoint | Publish) and operation.path:
-            await asyncio.to_thread(remove_folder, operation.path)
+            await self._tidied(operation.path, asyncio.to_thread(_remove_failed, operation.path))
         if obsolete is not None:
-            await self.discard(obsolete)
+            await self._tidied(self._service.path_of(obsolete.folder), self.discard(obsolete))
+
+    async def _tidied(self, path: str, removal: Coroutine[Any, Any, None]) -> None:
+        """Remove files, those in a bucket in the background: it may take minutes to say that it does not answer."""
+        if is_url(path):
+            self._tidying.start(removal)
+        else:
+            await removal
 
     async def _store_at_last(
         self, owed: PendingRequest, error: ErrorResponse, done: bool
@@ -188,6 +199,14 @@ class Outcomes:
         operations = (owed.accepted.operation for owed in self._pending if owed.accepted is not None)
         loads = any(isinstance(operation, LoadCheckpoint) and operation.path == path for operation in operations)
         return loads or self._reads(path)
+
+
+def _remove_failed(path: str) -> None:
+    """Remove the files of a save that has failed. Those that stay have no name, and are collected as such."""
+    try:
+        remove_stored(path)
+    except StorageError as error:
+        log.warning("what a failed save left stays for now: %s", error)
 
 
 def _size(result: Result) -> int:

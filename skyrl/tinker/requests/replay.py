@@ -19,12 +19,13 @@ what has to be done again:
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from skyrl.backends.operations import LoadSnapshot, ModelOperation, Rejected
-from skyrl.errors import RequestError
+from skyrl.errors import RequestError, StorageError
 from skyrl.tinker.context import Service
 from skyrl.tinker.database.decisions import Decisions
 from skyrl.tinker.database.log import replay_log, request_log
@@ -38,7 +39,10 @@ from skyrl.tinker.operations.table import OPERATIONS
 from skyrl.tinker.results import Failure
 from skyrl.tinker.wire.parsing import Body, Limits
 from skyrl.types import ErrorCategory, SaveOutput
-from skyrl.utils.files.atomic_folders import inspect_folder
+from skyrl.utils.files.atomic_folders import Written
+from skyrl.utils.files.stored_folders import inspect_stored
+
+log = logging.getLogger(__name__)
 
 ANY_SIZE = Limits(max_bytes=2**62, max_parts=2**62)
 """Bodies in the log were taken before, whatever the limit is now."""
@@ -249,8 +253,17 @@ def _placed(service: Service, step: ModelOperation) -> ModelOperation:
 
 
 def _complete(service: Service, folders: Sequence[str]) -> dict[str, SaveOutput]:
-    found = {folder: (path := service.path_of(folder), inspect_folder(path)) for folder in folders}
+    found = {folder: (path := service.path_of(folder), _written(path)) for folder in folders}
     return {folder: SaveOutput(path, *written) for folder, (path, written) in found.items() if written is not None}
+
+
+def _written(path: str) -> Written | None:
+    """Result of the write to a path. None if there was none, or the store does not say: then it is written again."""
+    try:
+        return inspect_stored(path)
+    except StorageError as error:
+        log.warning("%s", error)
+        return None
 
 
 def _pending(history: History) -> list[LoggedRequest]:

@@ -33,7 +33,7 @@ PART_BYTES = 8 * 2**20
 PARTS_AT_ONCE = 4
 SHA256 = "sha256"
 """Key of the metadata that hold an object's hash."""
-SIGNED_FOR = timedelta(hours=1)
+SIGNED_FOR_S = 3600.0
 
 
 def is_url(path: str | Path) -> bool:
@@ -70,6 +70,8 @@ class Stored(NamedTuple):
     """Generation, where the store counts them; `e_tag` and this name one version of the object."""
     sha256: str | None = None
     """Hash of its content, where it was put by a file and asked for."""
+    modified: float = 0.0
+    """Time at which it was put, by the store's clock, where objects are listed."""
 
     @property
     def only_this(self) -> "PutMode":
@@ -203,13 +205,13 @@ class ObjectStore:
                 except FileNotFoundError:
                     continue
 
-    def sign(self, key: str) -> str | None:
-        """URL by which anybody may fetch an object for an hour; None where the store signs none."""
+    def sign(self, key: str, seconds: float = SIGNED_FOR_S) -> str | None:
+        """URL by which anybody may fetch an object for so long; None where the store signs none."""
         import obstore
         from obstore.exceptions import BaseError
 
         try:
-            return obstore.sign(self._store, "GET", key, SIGNED_FOR)
+            return obstore.sign(self._store, "GET", key, timedelta(seconds=seconds))
         except (BaseError, OSError, ValueError):  # credentials that cannot sign
             return None
 
@@ -237,7 +239,8 @@ class ObjectStore:
 
 
 def _listed(meta: Any) -> Stored:
-    return Stored(meta["path"], meta["size"], meta["e_tag"], meta["version"])
+    modified = meta["last_modified"].timestamp()
+    return Stored(meta["path"], meta["size"], meta["e_tag"], meta["version"], modified=modified)
 
 
 def _reason(error: BaseException) -> str:

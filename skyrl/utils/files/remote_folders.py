@@ -91,6 +91,30 @@ def inspect_remote(store: ObjectStore, name: str) -> Written | None:
     return Written(sum(entry["bytes"] for entry in entries.values()), hashlib.sha256(manifest).hexdigest())
 
 
+def open_remote(store: ObjectStore, name: str) -> list[tuple[str, int, str, Iterator[bytes]]]:
+    """(file, bytes, hash, content) of each file of a folder. Who reads the content compares.
+
+    Raises:
+        StorageError: The folder or one of its files is missing or has another length; later, that the store refuses.
+    """
+    entries = _entries(store, name)
+    there = {stored.key: stored.size for stored in store.list(name)}
+    for file, entry in entries.items():
+        if there.get(_key(name, _object(file, entry))) != entry["bytes"]:
+            raise _damaged(store, name, f"{file} is missing or has another length than the manifest says")
+    return [
+        (file, entry["bytes"], entry["sha256"], _chunks(store, _key(name, _object(file, entry)), entry["bytes"]))
+        for file, entry in entries.items()
+    ]
+
+
+def _chunks(store: ObjectStore, key: str, size: int) -> Iterator[bytes]:
+    try:
+        yield from store.chunks(key, size)
+    except FileNotFoundError as error:
+        raise StorageError(f"{store.url}/{key} was removed while it was read; use another checkpoint") from error
+
+
 def read_remote_file(store: ObjectStore, name: str, file: str) -> bytes | None:
     """Content of one small file of a folder, checked; None if the folder or the file is not there."""
     manifest = store.get(_key(name, MANIFEST))

@@ -1,4 +1,7 @@
-"""Checkpoints as one tar: written where a path has the suffix of one, and read wherever a path names a file.
+"""Checkpoints as folders on disk, in buckets, and as one tar.
+
+A tar is written where a path has the suffix of one, and read wherever a path names a file; a URL is of a folder in a
+bucket. Both are copied to the disk for a moment to be read.
 
 A tar holds the files of the folder that would be there otherwise, manifest included. Sampler checkpoints of other
 servers, of adapter_model.safetensors and adapter_config.json alone, are read too.
@@ -34,6 +37,8 @@ from skyrl.utils.files.atomic_folders import (
     write_folder,
 )
 from skyrl.utils.files.hf_files import BESIDE, CONFIG, WEIGHTS
+from skyrl.utils.files.object_store import is_url
+from skyrl.utils.files.stored_folders import on_disk, read_stored, write_stored
 from skyrl.utils.files.tar_folder import Limits, is_tar, pack_folder, read_member, unpack_folder
 
 TRAINING = (MANIFEST, TRAINING_STATE, TRAINING_TENSORS)
@@ -50,10 +55,11 @@ def write_checkpoint(path: str, files: Mapping[str, Content]) -> Written:
     """Put these files at `path`, as a tar if it has the suffix of one, else as a folder.
 
     Raises:
-        StorageError: The disk refuses a write. What was at `path` is unchanged.
+        RequestError: It is the URL of a tar.
+        StorageError: The disk or the bucket refuses a write. What was at `path` is unchanged.
     """
     if not is_tar(path):
-        return write_folder(path, files)
+        return write_stored(path, files)
     archive = local_path(path).absolute()
     with _beside(archive.parent) as folder:
         written = write_folder(folder, files)
@@ -71,7 +77,9 @@ class Archives:
     """Bytes of the numbers in the largest checkpoint of any model here."""
 
     def stored_kind(self, path: str, digest: str | None) -> Kind:
-        """`checkpoint_folder.stored_kind` of a folder or tar."""
+        """`checkpoint_folder.stored_kind` of a folder, on disk or in a bucket, or tar."""
+        if is_url(path):
+            return self._remote_kind(path, digest)
         if not (archive := local_path(path)).is_file():
             return stored_kind(path, digest)
         try:
@@ -81,18 +89,29 @@ class Archives:
             with self.as_folder(path) as folder:  # to say what is wrong
                 return stored_kind(folder, digest)
 
+    def _remote_kind(self, url: str, digest: str | None) -> Kind:
+        header = read_stored(url, TRAINING_STATE)
+        if header is None:
+            with self.as_folder(url) as folder:  # to say what is wrong
+                return stored_kind(folder, digest)
+        return kind_of(header_of({TRAINING_STATE: header}, url))
+
     @contextmanager
     def as_folder(self, path: str, is_sampled: bool = False) -> Iterator[str]:
-        """A folder with a checkpoint's files: itself, or for a moment what is in a tar.
+        """A folder with a checkpoint's files: itself, or for a moment what is in a tar or bucket.
 
         Args:
-            path: Folder or tar.
+            path: Folder, tar, or URL of a folder.
             is_sampled: False for a training checkpoint, else whatever can be sampled.
 
         Raises:
             RequestError: The tar holds anything else.
             StorageError: The tar cannot be read.
         """
+        if is_url(path):
+            with on_disk(path, self.scratch) as copy, _told_of(copy, path):
+                yield copy
+            return
         archive = local_path(path)
         if not archive.is_file():
             yield path
@@ -102,15 +121,22 @@ class Archives:
             unpack_folder(archive, folder, limits)
             if not (folder / MANIFEST).exists():
                 add_manifest(folder)
-            try:
+            with _told_of(str(folder), str(archive)):
                 yield str(folder)
-            except (RequestError, StorageError) as error:
-                if str(folder) not in str(error):
-                    raise
-                raise type(error)(f"{archive}: {error}".replace(str(folder), "the checkpoint in it")) from error
 
     def _limits(self, names: tuple[str, ...], patterns: tuple[str, ...] = ()) -> Limits:
         return Limits(names, self.max_bytes + BESIDE_NUMBERS, patterns)
+
+
+@contextmanager
+def _told_of(copy: str, path: str) -> Iterator[None]:
+    """Errors about a copy, which is gone when they are read, as ones about what it is of."""
+    try:
+        yield
+    except (RequestError, StorageError) as error:
+        if copy not in str(error):
+            raise
+        raise type(error)(f"{path}: {error}".replace(copy, "the checkpoint in it")) from error
 
 
 @contextmanager

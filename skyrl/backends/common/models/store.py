@@ -207,7 +207,8 @@ class Storage(Generic[State, Version]):
     def _read(self, operation: LoadCheckpoint | LoadSnapshot, loaded: ModelInfo | None) -> State:
         path, digest = operation.path, operation.digest
         if isinstance(operation, LoadSnapshot):
-            return self.format.load_training(path, self.check, digest=digest)
+            with self.archives.as_folder(path) as folder:
+                return self.format.load_training(folder, self.check, digest=digest)
 
         def check(kind: Kind) -> None:
             if loaded is not None:

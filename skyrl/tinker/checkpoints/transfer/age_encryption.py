@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from skyrl.errors import RequestError, StorageError
-from skyrl.utils.files.atomic_folders import Written, inspect_folder, open_folder, write_folder
+from skyrl.utils.files.atomic_folders import Written, open_folder, remove_folder
+from skyrl.utils.files.stored_folders import inspect_stored, write_stored
 
 SUFFIX = ".age"
 MAX_RECIPIENTS = 10
@@ -49,17 +50,27 @@ def read_recipients(texts: Sequence[str]) -> list[Any]:
     return recipients
 
 
-def encrypt_folder(folder: str, recipients: Sequence[Any]) -> Written:
+def encrypt_folder(folder: str, recipients: Sequence[Any], target: str | None = None) -> Written:
     """Replace the files of a folder by encrypted ones, named `.age`. Done a second time, it leaves them as they are.
+
+    Args:
+        folder: On disk.
+        recipients: Those who can read them.
+        target: Folder that the encrypted ones go to, also in a bucket. None: the same one.
 
     Raises `StorageError`, also where it cannot be encrypted.
     """
+    target = target or folder
+    if (written := inspect_stored(target)) is not None and target != folder:
+        remove_folder(folder)
+        return written
     with open_folder(folder) as files:
         plain = [file for file in files if not file.name.endswith(SUFFIX)]
         encrypted = {file.name + SUFFIX: partial(_encrypt, file.name, file.reader, recipients) for file in plain}
         if plain:
-            return write_folder(folder, encrypted)
-    written = inspect_folder(folder)
+            written = write_stored(target, encrypted)
+    if target != folder:
+        remove_folder(folder)
     assert written is not None, folder
     return written
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from skyrl.errors import StorageError, UnknownName
-from skyrl.utils.files.atomic_folders import StoredFile, open_folder
+from skyrl.utils.files.atomic_folders import StoredFile
+from skyrl.utils.files.stored_folders import open_stored
 
 PIECE_BYTES = 2**20
 COMPLETE = "checkpoint_complete"
@@ -42,7 +43,7 @@ def _opened(parts: Iterator[int | bytes]) -> Stream:
 
 
 def _file(folder: str, name: str) -> Iterator[int | bytes]:
-    with open_folder(folder) as files:
+    with open_stored(folder) as files:
         file = next((file for file in files if file.name == name), None)
         if file is None:
             raise UnknownName(f"the checkpoint has no file {name[:300]!r}; ask for its links again")
@@ -51,7 +52,7 @@ def _file(folder: str, name: str) -> Iterator[int | bytes]:
 
 
 def _archive(folder: str) -> Iterator[int | bytes]:
-    with open_folder(folder) as files:
+    with open_stored(folder) as files:
         entries = sum(tarfile.BLOCKSIZE + file.size_bytes + _padding(file.size_bytes) for file in files)
         yield entries + tarfile.BLOCKSIZE * 3
         for file in files:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from email.utils import formatdate
 from functools import partial
@@ -24,7 +25,7 @@ from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import TinkerPath
 from skyrl.tinker.identity.tokens import BadToken
 from skyrl.tinker.wire import management_schemas as rest
-from skyrl.utils.files.atomic_folders import open_folder
+from skyrl.utils.files.stored_folders import open_stored, sign_stored
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +50,8 @@ async def external_weights_urls(
     row = await service.directory.checkpoint("path", path, caller)
     await _note_read(service, row, caller)
     expires = end_of_link(caller)
-    names = await _read(path, partial(_file_names, service.path_of(row.folder)))
-    urls = {name: _link(request, service, path, row, name, name, expires) for name in names}
+    signed = await _read(path, partial(_signed_files, service.path_of(row.folder), expires))
+    urls = {name: url or _link(request, service, path, row, name, name, expires) for name, url in signed.items()}
     return rest.ExternalWeightsUrlsResponse(urls=urls, expires=rest.moment(expires))
 
 
@@ -122,6 +123,7 @@ def _response(stream: Stream, name: str) -> Response:
     return StreamingResponse(stream.pieces, headers=headers, media_type="application/octet-stream")
 
 
-def _file_names(folder: str) -> list[str]:
-    with open_folder(folder) as files:
-        return [file.name for file in files]
+def _signed_files(folder: str, expires: int) -> dict[str, str | None]:
+    """A link of the store's own to each file, where it gives any."""
+    with open_stored(folder) as files:
+        return {file.name: sign_stored(folder, file.name, expires - time.time()) for file in files}

@@ -1,0 +1,210 @@
+"""Folders at a path on disk or at the URL of one in a bucket: either way wholly there or not there at all.
+
+What goes to a bucket is written on disk first, below the user's own folder, and removed from there once it is sent.
+"""
+
+import io
+import posixpath
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, cast
+from uuid import uuid4
+
+from skyrl.errors import StorageError
+from skyrl.utils.files.atomic_folders import (
+    MANIFEST,
+    TEMPORARY,
+    Content,
+    StoredFile,
+    Written,
+    copy_folder,
+    folder_bytes,
+    inspect_folder,
+    open_folder,
+    remove_folder,
+    write_folder,
+)
+from skyrl.utils.files.object_store import ObjectStore, Stored, is_url
+from skyrl.utils.files.paths import bucket_folder
+from skyrl.utils.files.remote_folders import (
+    copy_remote,
+    fetch_folder,
+    inspect_remote,
+    open_remote,
+    read_remote_file,
+    remote_bytes,
+    remove_remote,
+    send_folder,
+)
+
+
+def write_stored(path: str, files: Mapping[str, Content]) -> Written:
+    """Put a folder with these files at a path or URL, replacing what is there.
+
+    Raises:
+        StorageError: The disk or the store refuses it. What was there is unchanged.
+    """
+    if not is_url(path):
+        return write_folder(path, files)
+    work = bucket_folder(path)
+    temporary = work.with_name(f".{uuid4().hex}{TEMPORARY}")
+    try:
+        write_folder(temporary, files)
+        return send_folder(temporary, *_place(path))
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def on_disk(path: str, parent: Path) -> Iterator[str]:
+    """The folder itself, or for a moment a copy in `parent` of one that is in a bucket.
+
+    Raises `StorageError`, also for a copy that is damaged: it names the URL.
+    """
+    if not is_url(path):
+        yield path
+        return
+    folder = parent / f".{uuid4().hex}{TEMPORARY}"
+    try:
+        fetch_folder(*_place(path), folder)
+        yield str(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def inspect_stored(path: str) -> Written | None:
+    """Result of `write_stored` for a folder, or None unless it is there with all its files in full length.
+
+    Raises `StorageError` if the store does not say.
+    """
+    return inspect_remote(*_place(path)) if is_url(path) else inspect_folder(path)
+
+
+def read_stored(path: str, file: str) -> bytes | None:
+    """Content of one small file of a folder in a bucket, checked; None if it is not there. Raises `StorageError`."""
+    return read_remote_file(*_place(path), file)
+
+
+@contextmanager
+def open_stored(path: str) -> Iterator[list[StoredFile]]:
+    """The files of a folder, each to be read once. Raises `StorageError` as `open_folder`."""
+    if not is_url(path):
+        with open_folder(path) as files:
+            yield files
+        return
+    yield [
+        StoredFile(name, size, sha256, cast(BinaryIO, io.BufferedReader(_Chunks(chunks), 2**20)))
+        for name, size, sha256, chunks in open_remote(*_place(path))
+    ]
+
+
+def sign_stored(path: str, file: str, seconds: float) -> str | None:
+    """URL by which anybody may fetch a file of a folder for so long; None on disk, and where the store signs none."""
+    if not is_url(path):
+        return None
+    store, name = _place(path)
+    return store.sign(f"{name}/{file}", seconds)
+
+
+def copy_stored(source: str, path: str) -> None:
+    """Put what a folder holds at a path or URL too, where there is nothing yet. Raises `StorageError`."""
+    if is_url(source) and is_url(path) and _bucket(source) == _bucket(path):
+        store, name = _place(source)
+        copy_remote(store, name, _place(path)[1])
+        return
+    if is_url(source) or is_url(path):
+        raise StorageError(f"{source} cannot be copied to {path}: they are not in one bucket")
+    copy_folder(source, path)
+
+
+def remove_stored(path: str) -> int:
+    """Remove a folder, at once as far as readers see. Returns the bytes that it took. Raises `StorageError`."""
+    return remove_remote(*_place(path)) if is_url(path) else remove_folder(path)
+
+
+def stored_bytes(path: str) -> int:
+    """Bytes of the files of a folder. Raises `StorageError` if the store does not say."""
+    return remote_bytes(*_place(path)) if is_url(path) else folder_bytes(Path(path))
+
+
+def modified_at(path: str) -> float:
+    """Time at which a folder was put where it is. Raises `StorageError`, OSError of the disk."""
+    if not is_url(path):
+        return Path(path).stat().st_mtime
+    store, name = _place(path)
+    return max((stored.modified for stored in store.list(name)), default=0.0)
+
+
+class Kept(NamedTuple):
+    """A folder in a bucket, or what is left of one."""
+
+    is_whole: bool
+    size_bytes: int
+    modified: float
+    """Time at which an object of it was last put."""
+
+
+def folders_below(url: str, depth: int) -> dict[str, Kept]:
+    """Folders of so many parts below a URL, by their names, which are relative to it. Raises `StorageError`."""
+    found: dict[str, Kept] = {}
+    for key, stored in _objects_below(url):
+        parts = key.split("/")
+        if len(parts) > depth and not parts[0].startswith("."):
+            name, is_manifest = "/".join(parts[:depth]), parts[depth:] == [MANIFEST]
+            before = found.get(name, Kept(False, 0, 0.0))
+            found[name] = Kept(
+                before.is_whole or is_manifest,
+                before.size_bytes + stored.size,
+                max(before.modified, stored.modified),
+            )
+    return found
+
+
+def keys_below(url: str) -> list[str]:
+    """Keys of all objects below a URL, relative to it. Raises `StorageError`."""
+    return [key for key, _ in _objects_below(url)]
+
+
+def remove_below(url: str) -> None:
+    """Remove all objects below a URL. Raises `StorageError`."""
+    store, name = _place(url)
+    store.delete(stored.key for stored in store.list(name))
+
+
+def _objects_below(url: str) -> Iterator[tuple[str, Stored]]:
+    store, name = _place(url)
+    prefix = "" if name == "." else name
+    for stored in store.list(prefix):
+        yield stored.key[len(prefix) + 1 if prefix else 0 :], stored
+
+
+def _bucket(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.partition('/')[0]}"
+
+
+def _place(url: str) -> tuple[ObjectStore, str]:
+    """(the bucket of a URL, the name of the folder in it)."""
+    bucket = _bucket(url)
+    return ObjectStore(bucket), posixpath.normpath(url.removeprefix(bucket).strip("/"))
+
+
+class _Chunks(io.RawIOBase):
+    """A file of chunks that come one after the other."""
+
+    def __init__(self, chunks: Iterator[bytes]):
+        self._chunks, self._left = chunks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: object) -> int:
+        target = memoryview(cast(bytearray, buffer))
+        if not self._left:
+            self._left = memoryview(next(self._chunks, b""))
+        count = min(len(target), len(self._left))
+        target[:count] = self._left[:count]
+        self._left = self._left[count:]
+        return count

@@ -1,0 +1,114 @@
+"""A bucket that refuses, is slow or goes away: saves say so, nothing that was acknowledged is lost, nothing is half."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from skyrl.utils.files.object_store import ObjectStore
+from tests.buckets import Proxy, contents
+from tests.tinker.harness import LiveServer, wait_until_ready
+from tests.tinker.processes import running
+from tests.tinker.test_api_checkpoints import load, load_as_new
+from tests.tinker.test_rest_checkpoints import listed
+
+
+@pytest.fixture
+def store(bucket) -> ObjectStore:
+    return ObjectStore(f"{bucket}/server")
+
+
+def server_of(folder: Path, bucket: str, **options) -> LiveServer:
+    return LiveServer(folder, checkpoints_base=f"{bucket}/server", **options)
+
+
+def submit_save(server: LiveServer, model: str, seq_id: int, name: str) -> str:
+    return server.ok("/save_weights", {"model_id": model, "seq_id": seq_id, "path": name})["request_id"]
+
+
+def manifests(store: ObjectStore) -> list[str]:
+    return [key for key in contents(store) if key.endswith("manifest.json")]
+
+
+@pytest.mark.parametrize("file", ["state.json", "manifest.json"])
+def test_a_save_that_the_store_refuses_fails_with_the_reason_and_is_not_listed(
+    tmp_path, bucket, store, s3_proxy: Proxy, monkeypatch, file
+):
+    monkeypatch.setenv("SKYRL_BUCKET_RETRY_S", "0.3")
+    with server_of(tmp_path, bucket) as server:
+        wait_until_ready(server)
+        model = server.model()
+        kept = server.result(submit_save(server, model, 1, "kept"))["path"]
+        s3_proxy.trouble = lambda method, path: "refuse" if method == "PUT" and file in path else None
+        error = server.failure(submit_save(server, model, 2, "lost"))["error"]
+        assert "cannot write" in error and "Please reduce your request rate" in error
+        assert listed(server, f"tinker://{model}/weights/lost") is None
+        s3_proxy.trouble = lambda method, path: None
+        assert len(manifests(store)) == 1
+        server.train(model, 3)
+        again = server.result(submit_save(server, model, 5, "lost"))["path"]
+        assert server.result(load_as_new(server, kept)) and server.result(load_as_new(server, again))
+
+
+def test_training_goes_on_while_a_save_is_slow(tmp_path, bucket, s3_proxy: Proxy):
+    with server_of(tmp_path, bucket) as server:
+        wait_until_ready(server)
+        model = server.model()
+        s3_proxy.trouble = lambda method, path: 2.0 if method == "PUT" and "state.json" in path else None
+        request = submit_save(server, model, 1, "a")
+        server.train(model, 2)
+        assert server.poll(request).status_code == 408, "the save is not done yet"
+        assert server.result(request)["path"].endswith("/weights/a")
+
+
+def test_a_load_while_the_store_is_down_fails_with_the_reason_and_the_model_goes_on(
+    tmp_path, bucket, s3_proxy: Proxy, monkeypatch
+):
+    monkeypatch.setenv("SKYRL_BUCKET_RETRY_S", "0.2")
+    with server_of(tmp_path, bucket) as server:
+        wait_until_ready(server)
+        model = server.model()
+        path = server.result(submit_save(server, model, 1, "a"))["path"]
+        s3_proxy.trouble = lambda method, path: "refuse"
+        error = server.failure(load(server, model, 2, path))["error"]
+        assert "cannot read" in error and "Please reduce your request rate" in error
+        seq_id = server.train(model, 3)
+        s3_proxy.trouble = lambda method, path: None
+        server.result(load(server, model, seq_id, path))
+
+
+@pytest.mark.parametrize("point", ["bucket: files half sent", "bucket: folder in place"])
+def test_an_engine_that_is_killed_in_mid_save_saves_once_and_wholly(tmp_path, bucket, store, point):
+    points = tmp_path / "points"
+    points.mkdir()
+    base = {"checkpoints_base": f"{bucket}/server", "session_cleanup_interval_sec": -1}
+    with running(tmp_path, env={"SKYRL_CRASH_POINTS": str(points)}, **base) as server:
+        model = server.model()
+        seq_id = server.train(model, 1)
+        before = server.logprobs(model, seq_id)
+        (points / point).touch()
+        path = server.result(submit_save(server, model, seq_id + 1, "a"))["path"]
+        assert not (points / point).exists(), "the engine was killed there"
+        assert len(manifests(store)) == 1
+        new = server.result(load_as_new(server, path))["model_id"]
+        assert server.logprobs(new, 1) == before
+        server.end(signal.SIGTERM)
+
+
+def test_a_server_that_is_killed_while_the_store_hangs_saves_after_its_restart(
+    tmp_path, bucket, store, s3_proxy: Proxy
+):
+    base = {"checkpoints_base": f"{bucket}/server", "session_cleanup_interval_sec": -1}
+    with running(tmp_path, **base) as server:
+        model = server.model()
+        seq_id = server.train(model, 1)
+        s3_proxy.trouble = lambda method, path: 30.0 if method == "PUT" and "state.json" in path else None
+        request = submit_save(server, model, seq_id, "a")
+        server.kill("api")
+        s3_proxy.trouble = lambda method, path: None
+        server.process.kill()
+        server.ended()
+    with running(tmp_path, **base) as server:
+        assert server.result(request)["path"] == f"tinker://{model}/weights/a"
+        assert len(manifests(store)) == 1
+        server.end(signal.SIGTERM)
