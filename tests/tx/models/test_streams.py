@@ -148,6 +148,12 @@ def test_connectors_are_chosen_like_modules_and_others_have_no_gradient(models, 
 
 
 @qwen3
+def test_connectors_are_parameters_of_adapters(models):
+    weights = zero_adapter(models().config, 8).weights
+    assert all(models().is_lora_param(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(weights))
+
+
+@qwen3
 def test_with_one_stream_there_is_no_connector_in_the_tree_nor_in_the_program(models):
     def program(rate: int) -> str:
         model = models(rate)
