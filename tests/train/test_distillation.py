@@ -16,6 +16,7 @@ from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.rl.run import open_run
 from skyrl.train.rl.setup import Setup
+from skyrl.train.strategy.registry import find_strategy
 from skyrl.tx.synthetic.make_model import make_model
 
 TEMPERATURE = 0.8
@@ -138,10 +139,11 @@ def test_a_teacher_is_as_long_as_what_is_trained_on(rows, models, tmp_path):
         assert teacher.learner("teacher").info().max_context_length == 120
 
 
-def test_a_teacher_on_ray_is_refused(rows, models, tmp_path):
+def test_a_teacher_on_ray_has_workers_there_too(rows, models, tmp_path):
     arguments = told(rows, models, tmp_path, "trainer.fsdp2.workers=ray", strategy="fsdp2")
-    with pytest.raises(ConfigError, match=r"trainer\.ref\.model\.path=.* has no placement"):
-        Setup.of(SkyRLTrainConfig.from_cli_overrides(arguments).resolve())
+    config = SkyRLTrainConfig.from_cli_overrides(arguments).resolve()
+    assert Setup.of(config).load_reference is not None
+    assert find_strategy(config).options_apart(config, "ref")["workers"] == "ray"
 
 
 @pytest.mark.parametrize(

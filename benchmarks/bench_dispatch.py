@@ -1,0 +1,171 @@
+"""Cost of a dispatch to torch workers, by executor, and bytes that ranks gather where they share the base weights.
+
+Run: `python benchmarks/bench_dispatch.py` (`--no-ray` without Ray's cluster). On the CPU, a random tiny model. For each
+executor the median time of a command that does nothing, of one before which ranks agree and meet in a collective, and
+of a training pass and step, by turns. Then bytes in the collectives of a micro-batch and of an optimizer step of an
+adapter, for each way of sharing, of one rank that does not meet the others. Prints one JSON line each.
+"""
+
+import argparse
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from bench_torch import Ours
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common import RANK, emit
+from skyrl.backends.common.adamw import AdamScalars
+from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.common.packing import TileShape, make_tiles
+from skyrl.backends.torch import TorchBackendConfig
+from skyrl.backends.torch.base_model.model import LoadedModel
+from skyrl.backends.torch.opening import worker_options
+from skyrl.backends.torch.workers import meetings
+from skyrl.backends.torch.workers.worker import Worker
+from skyrl.tx.synthetic.make_model import make_model
+from skyrl.types import Datum, LoraConfig
+
+CALLS, PASSES = 200, 15
+LENGTHS = [64] * 4
+EXECUTORS = {
+    "in_process": {},
+    "processes, 1": {"workers": "processes", "num_workers": 1},
+    "processes, 2": {"workers": "processes", "num_workers": 2, "fsdp_size": 1},
+    "processes, 2, shared": {"workers": "processes", "num_workers": 2, "fsdp_size": -1},
+    "ray, 1": {"workers": "ray", "num_workers": 1, "ray_resources": {"CPU": 0.25}},
+    "ray, 2": {"workers": "ray", "num_workers": 2, "fsdp_size": 1, "ray_resources": {"CPU": 0.25}},
+}
+WAYS = {
+    "a copy each": {"num_workers": 2, "fsdp_size": 1},
+    "shared by 2, gathered again": {"num_workers": 2, "fsdp_size": -1},
+    "shared by 2, kept": {"num_workers": 2, "fsdp_size": -1, "reshard_after_forward": False},
+    "sequences on 2": {"num_workers": 2, "fsdp_size": 1, "sequence_parallel_size": 2},
+    "matrices on 2": {"num_workers": 2, "tensor_parallel_size": 2},
+}
+
+
+def median_ms(call: Callable[[], object], times: int) -> float:
+    """Median milliseconds of a call, after one that is not counted."""
+    call()
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(seconds)
+
+
+def time_dispatches(folder: Path, ray: bool) -> None:
+    """Print the times of each executor, and their ratios to those of a worker in this process."""
+    first: dict[str, float] = {}
+    for name, options in EXECUTORS.items():
+        if name.startswith("ray") and not ray:
+            continue
+        ours = Ours(folder, 1, **options, kv_cache_gib=0.01)
+        group = ours.backend.group
+        sums = group.put(np.zeros(1024, np.float32), "partial")
+        times = {
+            "nothing": median_ms(lambda group=group: group.wait(group.run("sees", Path("/")), "sees"), CALLS),
+            "agreement and collective": median_ms(sums.read, CALLS),
+            "pass and step": median_ms(lambda ours=ours: ours.train(LENGTHS), PASSES),
+        }
+        del sums
+        ours.backend.close()
+        first = first or times
+        for case, ms in times.items():
+            emit(case=f"dispatch: {case}", executor=name, ms=round(ms, 3), times_in_process=round(ms / first[case], 2))
+
+
+class Bytes(TorchDispatchMode):
+    """Bytes in the results of collectives that torch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.calls += 1
+            results = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
+            self.total += sum(leaf.nbytes for leaf in results)
+        return func(*args, **(kwargs or {}))
+
+
+class Alone:
+    """Process group on the host of which this process is the only rank that there is."""
+
+    def __init__(self, size: int):
+        self.size = lambda: size
+
+    def allgather(self, gathered: Any, own: Any) -> Any:
+        for each in gathered[0]:
+            each.copy_(own[0])
+        return SimpleNamespace(wait=lambda: None)
+
+
+@contextlib.contextmanager
+def one_rank(folder: Path, **options: Any) -> Iterator[Worker]:
+    """The first of several ranks, whose collectives return at once. What it computes is nonsense."""
+    config = TorchBackendConfig(workers="processes", **options)
+    LoadedModel._try_together = lambda *given: None  # which compares numbers
+    meetings.host_group, meetings.host_subgroup = lambda: Alone(config.num_workers), Alone
+    dist.init_process_group("fake", rank=0, world_size=config.num_workers, store=FakeStore())
+    try:
+        yield Worker(worker_options(config, folder), 0, config.num_workers)
+    finally:
+        dist.destroy_process_group()
+
+
+def count_bytes(folder: Path) -> None:
+    """Print bytes of collectives of a micro-batch and of a step of an adapter."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 256, 256).astype(np.int32)
+    inputs = {"target_tokens": tokens, "weights": np.ones(256, np.float32)}
+    (tile,) = make_tiles([Datum(tokens, inputs)], "cross_entropy", {}, TileShape(256))
+    kind = Kind(LoraConfig(rank=RANK, train_unembed=False))
+    scalars = AdamScalars(*[np.float32(1.0)] * len(AdamScalars._fields))
+    for way, options in WAYS.items():
+        with one_rank(folder, **options, max_lora_rank=RANK, kv_cache_gib=0.01) as worker:
+            size = worker.model.layout(kind).size
+            worker.execute([("fresh", 1, kind, 0, None), *(("zeros", each, size, "sharded") for each in (3, 4))])
+            counted = {}
+            commands = {
+                "micro-batch": ("tile", kind, 1, 2, tile.arrays, None),
+                "optimizer step": ("step", size, "replicated", (1, 2, 3, 4), (5, 6, 7), scalars),
+            }
+            for case, command in commands.items():
+                with Bytes() as counted[case]:
+                    (answer,) = worker.execute([command])
+                if isinstance(answer, Exception):
+                    raise answer
+            base = sum(x.numel() * x.element_size() for x in worker.model.hf.parameters())
+        for case, found in counted.items():
+            emit(case=f"bytes: {case}", way=way, collectives=found.calls, bytes=found.total, base_bytes_of_rank=base)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-ray", action="store_true", help="leave out Ray's actors")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as scratch:
+        folder = make_model(Path(scratch) / "tiny")
+        count_bytes(folder)
+        time_dispatches(folder, not args.no_ray)
+
+
+if __name__ == "__main__":
+    main()
