@@ -10,6 +10,7 @@ import pytest
 
 from skyrl.tinker.http.operators import metrics, status
 from skyrl.tinker.identity.ids import tenant_of_key
+from tests.waiting import BOUND_S
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 
 OPERATOR, ALICE, BOB = "tml-operator", "tml-alice", "tml-bob"
@@ -29,11 +30,11 @@ def requests(server: LiveServer, **asked: Any) -> dict[str, dict[str, Any]]:
 
 def until(look: Callable[[], Any], holds: Callable[[Any], bool]) -> Any:
     """Look until something holds, which the engine may tell a moment later."""
-    for _ in range(500):
-        if holds(found := look()):
-            return found
+    end = time.monotonic() + BOUND_S
+    while not holds(found := look()):
+        assert time.monotonic() < end, found
         time.sleep(0.01)
-    raise AssertionError(found)
+    return found
 
 
 def test_each_request_is_told_with_what_it_waits_for(own_server):

@@ -71,12 +71,20 @@ def main() -> int:
         told["SKYRL_TEST_VLLM_PYTHON"] = str(python)
         files = ("test_engines.py", "test_vllm.py", "test_vllm_experts.py")
         tests = [*(f"tests/backends/engines/{file}" for file in files), "-k", "vllm"]
-        return subprocess.run(
-            [sys.executable, "-m", "pytest", "-s", *tests], cwd=ROOT, env={**os.environ, **told}
-        ).returncode
+        status = _run(tests, told)
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+    learning = ["tests/train/learning/test_learning_vllm.py", "--timeout=1800"]
+    return status or _run(learning, {"SKYRL_TEST_VLLM_PYTHON": str(python)})  # which starts servers of its own
+
+
+def _run(arguments: list[str], told: dict[str, str]) -> int:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-s", f"--basetemp={FOLDER / 'tests'}", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **told},
+    ).returncode
 
 
 def _wait(server: subprocess.Popen[bytes], url: str) -> None:
