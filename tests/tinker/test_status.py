@@ -10,8 +10,8 @@ import pytest
 
 from skyrl.tinker.http.operators import metrics, status
 from skyrl.tinker.identity.ids import tenant_of_key
-from tests.waiting import BOUND_S
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
+from tests.waiting import BOUND_S
 
 OPERATOR, ALICE, BOB = "tml-operator", "tml-alice", "tml-bob"
 ROUTES = ("/status", "/operator/requests", "/operator/models")
