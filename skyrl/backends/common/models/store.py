@@ -25,6 +25,7 @@ from skyrl.backends.executor import Work
 from skyrl.errors import RequestError, StorageError
 from skyrl.types import LoraConfig, SaveOutput
 from skyrl.utils.files.atomic_folders import Content, Parts, local_path, write_folder
+from skyrl.utils.files.object_store import is_url
 from skyrl.utils.files.tar_folder import is_tar
 
 T = TypeVar("T")
@@ -194,8 +195,8 @@ class Storage(Generic[State, Version]):
     # -- files, in any thread -----------------------------------------------------------------------------------------
 
     def write_state(self, path: str, state: State) -> SaveOutput:
-        """All that the model is, to a folder or tar. Raises `StorageError`."""
-        together = None if is_tar(path) else self.format.pack_parts(state, local_path(path))
+        """All that the model is, to a folder, on disk or in a bucket, or a tar. Raises `StorageError`."""
+        together = None if is_tar(path) or is_url(path) else self.format.pack_parts(state, local_path(path))
         if together is not None:
             return SaveOutput(path, *write_folder(path, *together))
         return SaveOutput(path, *write_checkpoint(path, dict(self.format.pack_training(state))))
