@@ -3,7 +3,7 @@
 Run: `python benchmarks/bench_dispatch.py` (`--no-ray` without Ray's cluster). On the CPU, a random tiny model. For each
 executor the median time of a command that does nothing, of one before which ranks agree and meet in a collective, and
 of a training pass and step, by turns. Then bytes in the collectives of a micro-batch and of an optimizer step of an
-adapter, for each way of sharing, of one rank that does not meet the others. Prints one JSON line each.
+adapter, for each way of sharing, of one rank that does not meet the others. Prints one JSON line per figure.
 """
 
 import argparse
