@@ -100,7 +100,7 @@ def test_version_that_was_sampled_lately_stays_until_it_is_not_sampled_any_more(
 
 def test_version_that_was_made_lately_stays_though_nothing_has_sampled_it_yet(run):
     run.steps(5)
-    run.let_pass(599)
+    run.let_pass(500)
     run.collect()
     assert run.versions() == [1, 2, 3, 4, 5]
 
