@@ -13,6 +13,7 @@ from skyrl.backends.common.page_table import SCRATCH, Node, Pages
 from skyrl.backends.common.sampling.model_runner import ModelRunner, Piece, States
 from skyrl.backends.common.sampling.prompt_logprobs import PromptScores
 from skyrl.backends.common.sampling.sequences import Job
+from skyrl.errors import BackendLost
 
 WORTH_WAITING = 16
 """Tokens that another prompt has to be about to read for one to wait for it."""
@@ -180,6 +181,8 @@ def _read_pieces(runner: ModelRunner[Any], version: Any, prompts: Sequence[Promp
     try:
         pieces = [prompt.next_piece() for prompt in prompts]
         states = runner.read(version, pieces)
+    except BackendLost:  # which no prompt is to blame for
+        raise
     except Exception as error:
         if len(prompts) == 1:
             return {prompts[0]: error}
