@@ -1,12 +1,12 @@
 """Seconds until a version is sampled on an engine, and samples a second that go through the router.
 
 Run: `python benchmarks/bench_engines.py` (engines of the tests, in NumPy: what is measured is our side), or with
-`--urls http://127.0.0.1:8001 --model MODEL` (servers of vLLM with that model, `--max-loras 16 --max-lora-rank 32`, and
-their key in VLLM_API_KEY). Samples are of 64 tokens after 64, temperature 1, with log-probabilities. A first round of
-each case is not counted. Prints one JSON line per case:
+`--urls http://127.0.0.1:8001 --model MODEL` (servers of vLLM with that model, `--max-loras 16 --max-lora-rank 32`,
+VLLM_SERVER_DEV_MODE=1, their key in VLLM_API_KEY, and on a CPU `--no-enable-chunked-prefill`). Samples are of 64 tokens
+after 64, temperature 1, with log-probabilities. A first round of each case is not counted. Prints one JSON line per case:
 
     sync      seconds from publishing a version to its first token on an engine, with and without the comparison of
-              each version, and bytes of its files, by rank; whole weights are not sent to engines
+              each version, and bytes of its files, by rank (0: all weights of the model)
     samples   samples a second of one engine asked directly, and through the router on all engines, with so many
               adapters in turn (0: the base model)
 """
@@ -70,6 +70,9 @@ def main() -> None:
                     if checked:
                         for adapters in arguments.adapters:
                             emit(**samples(backend, adapters, arguments.samples, arguments.repeats), engines=count)
+                if count == counts[0]:
+                    with opened(model, folder, check_every_sync=checked, whole=True, **engines) as backend:
+                        emit(**sync(backend, folder, 0, arguments.repeats), checked=checked, engines=count)
 
 
 def launch_of(model: Path, count: int) -> dict[str, Any]:
@@ -106,7 +109,7 @@ def sync(backend: TorchBackend, folder: Path, rank: int, repeats: int) -> dict[s
         times.append(time.perf_counter() - begun)
         new = [path for path in folder.glob("skyrl-*") if path.name not in before]
     size = sum(file.stat().st_size for path in new for file in path.iterdir())
-    return {"case": "sync", "strategy": "adapter", "rank": rank, "bytes": size, "seconds": statistics.median(times[1:])}
+    return {"case": "sync", "rank": rank, "bytes": size, "seconds": statistics.median(times[1:])}
 
 
 def samples(backend: TorchBackend, adapters: int, count: int, repeats: int) -> dict[str, Any]:

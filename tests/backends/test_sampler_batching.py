@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sampling_rig import Rig, finish, output, prompt_of, request, run, same, sequence
 
 from skyrl.backends.common.page_table import common_prefix
-from skyrl.errors import RequestError
+from skyrl.errors import BackendLost, RequestError
 from skyrl.types import ErrorResponse, SampleOutput
 
 pytestmark = pytest.mark.gpu
@@ -360,6 +360,21 @@ def test_cancelling_one_request_leaves_others_as_they_were(rig):
     rig.sampler.cancel("unheard-of")
     (result,) = finish(rig.sampler).values()
     assert same(result.sequences[0], alone.sequences[0])
+
+
+def test_a_lost_backend_is_no_error_of_requests(rig, monkeypatch):
+    sampler, calls = rig.make_sampler(rig.pool()), []
+
+    def lost(version: object, pieces: list[object]) -> None:
+        calls.append(len(pieces))
+        raise BackendLost("the worker has ended")
+
+    monkeypatch.setattr(sampler._runner, "read", lost)
+    for seed in range(2):
+        sampler.add(request(prompt_of(5, seed), None))
+    with pytest.raises(BackendLost, match="the worker has ended"):
+        finish(sampler)
+    assert len(calls) == 1, "prompts are not tried one by one"
 
 
 def test_a_lost_cache_fails_running_requests_and_the_next_ones_are_fine(rig):

@@ -184,6 +184,18 @@ ENGINE_DEFECTS = [
         ["tests/backends/engines/test_started_engines.py::test_an_engine_that_hangs_is_replaced"],
     ),
     Defect(
+        "EN21",
+        "a lost worker counts as an error of the prompts that it was to read, one by one",
+        [
+            Edit(
+                "skyrl/backends/common/sampling/prefill.py",
+                "    except BackendLost:  # which no prompt is to blame for\n        raise\n",
+                "",
+            )
+        ],
+        ["tests/backends/test_sampler_batching.py::test_a_lost_backend_is_no_error_of_requests"],
+    ),
+    Defect(
         "EN16",
         "an engine that was started again is taken for one that has a whole model's version",
         [

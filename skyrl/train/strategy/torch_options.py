@@ -193,7 +193,8 @@ def _launch(config: SkyRLTrainConfig, given: Mapping[str, Any]) -> dict[str, Any
 
 
 def _arguments(engines: InferenceEngineConfig) -> dict[str, Any]:
-    """Fields of engines that are arguments of vLLM by the same name."""
+    """Fields of engines that are arguments of vLLM by the same name; some are its choice unless they are given."""
+    chunked = engines.is_given("enable_chunked_prefill")
     return {
         "tensor_parallel_size": engines.tensor_parallel_size,
         "pipeline_parallel_size": engines.pipeline_parallel_size,
@@ -202,7 +203,7 @@ def _arguments(engines: InferenceEngineConfig) -> dict[str, Any]:
         UTILIZATION: engines.gpu_memory_utilization,
         "max_num_batched_tokens": engines.max_num_batched_tokens,
         "enable_prefix_caching": engines.enable_prefix_caching,
-        "enable_chunked_prefill": engines.enable_chunked_prefill,
+        **({"enable_chunked_prefill": engines.enable_chunked_prefill} if chunked else {}),
     }
 
 

@@ -68,6 +68,8 @@ def test_the_command_follows_from_the_backend(tmp_path):
         "--max-num-seqs": "8",
         "--max-logprobs": "20",
         "--stream-interval": "16",
+        "--no-enable-chunked-prefill": None,
+        "--max-num-batched-tokens": "8192",
         "--enable-lora": None,
         "--max-loras": "4",
         "--max-lora-rank": "16",
@@ -75,6 +77,10 @@ def test_the_command_follows_from_the_backend(tmp_path):
         "--port": "{port}",
     }
     whole = flags(with_command(LaunchOptions(python="/opt/python"), served(tmp_path, max_loras=0, development=True)))
+    on_gpu = flags(with_command(LaunchOptions(python="/opt/python"), served(tmp_path, on_gpu=True, longest=9000)))
+    assert not {"--no-enable-chunked-prefill", "--max-num-batched-tokens"} & on_gpu.keys()
+    long = flags(with_command(LaunchOptions(python="/opt/python"), served(tmp_path, longest=9000)))
+    assert long["--max-num-batched-tokens"] == "9000"
     assert "--enable-lora" not in whole and whole["--worker-extension-cls"] == "skyrl_vllm_worker.Worker"
 
 
@@ -137,7 +143,6 @@ def test_a_trainers_fields_are_arguments_of_the_engines():
         "gpu_memory_utilization": 0.5,
         "max_num_batched_tokens": 8192,
         "enable_prefix_caching": True,
-        "enable_chunked_prefill": True,
         "enable_expert_parallel": True,
         "fully_sharded_loras": True,
         "distributed_executor_backend": "mp",

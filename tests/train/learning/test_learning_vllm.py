@@ -1,4 +1,4 @@
-"""GRPO learns with two vLLM servers that the run starts itself: `make test-vllm`.
+"""GRPO of a whole model learns with two vLLM servers that the run starts itself: `make test-vllm`.
 
 Once they share the trainer's device by turns and samples are of the newest weights, and once they sample beside it.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from kinds import make_pupil
-from test_learning_rl import assert_learned, configured, run
+from test_learning_rl import SCORE, assert_learned, configured, run
 
 PYTHON = os.environ.get("SKYRL_TEST_VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="make test-vllm")
@@ -19,9 +19,8 @@ ASYNC = [
     "trainer.fully_async.enabled=true",
     "trainer.fully_async.max_staleness_steps=1",
     "trainer.fully_async.num_parallel_generation_workers=24",
+    "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
 ]
-ADAPTER = ["trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.alpha=32"]
-ADAPTER += ["trainer.policy.optimizer_config.lr=3e-2"]
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
@@ -39,17 +38,10 @@ def arguments(folder: Path, *more: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("more", "steps"),
-    [
-        pytest.param([], 40, id="whole model, by turns"),
-        pytest.param(ADAPTER, 60, id="adapter, by turns"),
-        pytest.param([*ASYNC], 40, id="whole model, fully asynchronous"),
-        pytest.param([*ASYNC, *ADAPTER], 60, id="adapter, fully asynchronous"),
-    ],
-)
-def test_grpo_learns_with_two_engines(tmp_path, more, steps):
-    reports = run(configured(tmp_path, 0, *arguments(tmp_path, *more), steps=steps, strategy="fsdp2"))
+@pytest.mark.parametrize("more", [[], ASYNC], ids=["by turns", "fully asynchronous"])
+def test_grpo_learns_with_two_engines(tmp_path, more):
+    reports = run(configured(tmp_path, 0, *arguments(tmp_path, *more), steps=40, strategy="fsdp2"))
     assert_learned(reports, least=0.75)
-    assert max(report[CLOSE] for report in reports if CLOSE in report) < (5e-3 if not more else 1.0)
-    print(f"score {reports[0]['eval/all/avg_score']:.3f} -> {reports[-1]['eval/all/avg_score']:.3f}")
+    if not more:  # else samples are of the version before, whose log-probabilities are others
+        assert max(report[CLOSE] for report in reports if CLOSE in report) < 1e-3
+    print(f"score {reports[0][SCORE]:.3f} -> {reports[-1][SCORE]:.3f}")

@@ -181,7 +181,7 @@ def _read_pieces(runner: ModelRunner[Any], version: Any, prompts: Sequence[Promp
     try:
         pieces = [prompt.next_piece() for prompt in prompts]
         states = runner.read(version, pieces)
-    except BackendLost:
+    except BackendLost:  # which no prompt is to blame for
         raise
     except Exception as error:
         if len(prompts) == 1:

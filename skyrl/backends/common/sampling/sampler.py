@@ -28,7 +28,7 @@ from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.executor import failure
 from skyrl.backends.operations import Completion, Sample
 from skyrl.backends.statistics import Statistics
-from skyrl.errors import RequestError
+from skyrl.errors import BackendLost, RequestError
 from skyrl.types import Origin, Result, SamplingOptions
 from skyrl.utils.tokenizer import Tokenizer
 
@@ -361,6 +361,8 @@ class Sampler(Generic[Version]):
                     copied.callback(prompt.release)
                 self._runner.copy_pages(copies)
                 self._runner.copy_states(forks)
+        except BackendLost:
+            raise
         except Exception as error:  # after the releases: the cache may be lost, and all who held pages of it forgotten
             return self._fail(started, error)
         return []
@@ -393,6 +395,8 @@ class Sampler(Generic[Version]):
             for tenant, tokens in (self._tokens_by_tenant() - before).items():
                 self.tokens_generated += tokens
                 self._waiting.charge(tenant, tokens)
+        except BackendLost:
+            raise
         except Exception as error:
             self._runner.forget_versions()
             return self._fail([sequence.job for sequence in self._running], error)

@@ -22,6 +22,8 @@ WORKER = Path(__file__).parent / "worker"
 """Folder with an extension of vLLM's workers."""
 RELOAD = "skyrl_reload"
 """Method of that by which weights are replaced."""
+BATCHED_TOKENS = 8192
+"""Tokens that an engine on a CPU computes at once, if nothing else is said."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -57,7 +59,12 @@ def with_command(options: LaunchOptions, served: Served) -> LaunchOptions:
     if served.development:
         environment["VLLM_SERVER_DEV_MODE"] = "1"
     apart = ["env", "-u", "PYTHONHOME", f"PYTHONPATH={WORKER}"]  # of our interpreter they are not theirs
-    arguments = [*_flags(_required(served)), *_flags(options.arguments)]
+    given = dict(options.arguments)
+    if not served.on_gpu and "enable_chunked_prefill" not in given:
+        # vLLM 0.32 dies on a CPU when a prompt of a sample with a seed is read in parts
+        tokens = max(served.longest, given.get("max_num_batched_tokens", BATCHED_TOKENS))
+        given |= {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
+    arguments = [*_flags(_required(served)), *_flags(given)]
     return options.model_copy(
         update={
             "command": (*apart, options.python, "-m", MODULE, *arguments, "--host", "127.0.0.1", "--port", "{port}"),
