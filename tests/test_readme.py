@@ -87,7 +87,7 @@ def test_a_second_base_model_and_an_image_are_refused(tmp_path):
 
 def test_every_row_has_its_test():
     tested = {
-        *["buckets for the server", "an inference server without a shared folder", "Megatron"],
+        *["an inference server without a shared folder", "Megatron"],
         *["several devices on JAX", "several processes on JAX"],
         *["sorting in a traced loss", "quantised base models"],
         *["several base models per server", "images"],
