@@ -127,6 +127,28 @@ def test_ranks_do_the_same_collectives_in_any_plan(backend, plans):
     assert min([*several, failed]) > plans // 20  # it is what the test is about
 
 
+def test_a_micro_batch_gathers_each_layer_twice_and_the_rest_once(backend):
+    """Once on the way back of the layers only. So many gathers follow from the layers of any model."""
+    if not backend.group.facts.is_sharded or backend.config.reshard_after_forward is False:
+        pytest.skip("no weights are gathered in a micro-batch")
+    if backend.config.tensor_parallel_size > 1:
+        pytest.skip("matrices are not gathered")
+    told = backend.group.told
+    told.clear()
+    data = [random_datum(20, 20, vocab=VOCAB)]
+    finish(backend, ForwardBackward(request_id=new_id(), model_id="all", data=data, loss_fn="cross_entropy"))
+    layers = len(backend.group.facts.cache_shapes)
+    (names,) = {
+        tuple(name for name, _ in collectives)
+        for dispatch in told
+        for (command, *_), collectives in dispatch
+        if command[0] == "tile"
+    }
+    assert len(names) == 2 * layers + 1 and {name.partition(".")[2].partition(".")[0] for name in names} == {
+        "_allgather_base_"
+    }
+
+
 @pytest.mark.parametrize("model", ["all", "attn", "critic"])
 def test_gradients_of_adapters_are_added_up_once_for_all_passes_of_a_step(backend, model):
     """Micro-batches move base weights and activations at most."""

@@ -210,6 +210,8 @@ def test_each_rank_holds_its_share_of_a_published_model(published, world):
             parts = [base.part(name) for name in base.shapes]
         assert sum(part.nbytes for part in parts) * world == 2 * known.parameters
         assert all(isinstance(layer, FSDPModule) for layer in layers)
+        gathered = [module for module in base._root.modules() if isinstance(module, FSDPModule)]
+        assert len(gathered) == known.config.num_hidden_layers + 1, "each layer by itself, and what is outside of them"
         kind = Kind(LoraConfig(rank=0))
         mine_in_training = state_bytes(kind, sum(part.numel() for part in parts))
         assert mine_in_training * world == state_bytes(kind, whole_layout(base.shapes, kind, 0).size)
