@@ -3,7 +3,8 @@
 Run: `python benchmarks/bench_engines.py` (engines of the tests, in NumPy: what is measured is our side), or with
 `--urls http://127.0.0.1:8001 --model MODEL` (servers of vLLM with that model, `--max-loras 16 --max-lora-rank 32`,
 VLLM_SERVER_DEV_MODE=1, their key in VLLM_API_KEY, and on a CPU `--no-enable-chunked-prefill`). Samples are of 64 tokens
-after 64, temperature 1, with log-probabilities. A first round of each case is not counted. Prints one JSON line per case:
+after 64, temperature 1, with log-probabilities. A first round of each case is not counted. Prints one JSON line per
+case:
 
     sync      seconds from publishing a version to its first token on an engine, with and without the comparison of
               each version, and bytes of its files, by rank (0: all weights of the model)

@@ -21,6 +21,17 @@ IN_FILES = refused(
     "trainer.policy.model.lora.lora_sync_path; leave it out"
 )
 NO_ENDPOINT = refused("no OpenAI-compatible API is served; leave it out, and ask engines by their own addresses")
+STARTED_HERE = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "expert_parallel_size",
+    "data_parallel_size",
+    "enforce_eager",
+    "fully_sharded_loras",
+    "distributed_executor_backend",
+    "engine_init_kwargs",
+)
+"""Fields of engines that have no effect but on vLLM servers that are started here."""
 COLOCATION = ("colocate_all", "colocate_policy_ref")
 ON_TORCH = {
     "generator.inference_engine.async_engine": ALWAYS_ASYNC,
@@ -86,19 +97,7 @@ ON_TORCH = {
         for field in ("run_engines_locally", "remote_urls", "external_proxy_url", "external_server_urls")
     },
     "generator.inference_engine.num_engines": WHERE_AVAILABLE,
-    **{
-        f"generator.inference_engine.{field}": OPTIONS
-        for field in (
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "expert_parallel_size",
-            "data_parallel_size",
-            "enforce_eager",
-            "fully_sharded_loras",
-            "distributed_executor_backend",
-            "engine_init_kwargs",
-        )
-    },
+    **{f"generator.inference_engine.{field}": OPTIONS for field in STARTED_HERE},
     "generator.inference_engine.gpu_memory_utilization": OPTIONS,
 }
 """Fields of which the torch backend makes something else."""

@@ -13,7 +13,7 @@ from skyrl.train.config import FSDPConfig, InferenceEngineConfig, SkyRLTrainConf
 from skyrl.train.config.strategies import NEEDS_OF_MEGATRON, worker_options
 from skyrl.train.strategy.shared_options import base_dtype, config_overrides, sampler_options
 from skyrl.train.strategy.support import Status, find
-from skyrl.train.strategy.torch_fields import TORCH_SUPPORT
+from skyrl.train.strategy.torch_fields import STARTED_HERE, TORCH_SUPPORT
 
 MICRO_TRAIN = "micro_train_batch_size_per_gpu"
 SHARDING, RESHARDING = "fsdp_size", "reshard_after_forward"
@@ -205,19 +205,6 @@ def _arguments(engines: InferenceEngineConfig) -> dict[str, Any]:
         "enable_prefix_caching": engines.enable_prefix_caching,
         **({"enable_chunked_prefill": engines.enable_chunked_prefill} if chunked else {}),
     }
-
-
-STARTED_HERE = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "expert_parallel_size",
-    "data_parallel_size",
-    "enforce_eager",
-    "fully_sharded_loras",
-    "distributed_executor_backend",
-    "engine_init_kwargs",
-)
-"""Fields of engines that have no effect but on vLLM servers that are started here."""
 
 
 def engine_problems(config: SkyRLTrainConfig) -> Iterator[str]:
