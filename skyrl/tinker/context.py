@@ -22,7 +22,7 @@ from skyrl.tinker.database.queries.lookup import Directory
 from skyrl.tinker.errors import EngineStarting
 from skyrl.tinker.identity.callers import Keys, WrongKeys
 from skyrl.tinker.metrics.registry import ServerMetrics
-from skyrl.tinker.processes.blame import Blame
+from skyrl.tinker.processes.crash_record import CrashRecord
 from skyrl.tinker.processes.messages import FromEngine, ToEngine
 from skyrl.tinker.redaction import Redaction
 from skyrl.tinker.wire.sharing.body_room import BodyRoom
@@ -91,7 +91,7 @@ class Service:
         self.directory = Directory(database)
         self.disk = Disk(config, database)
         self.uploads = Uploads(config.checkpoints_folder)
-        self.blame = Blame(config.checkpoints_folder)
+        self.crash_record = CrashRecord(config.checkpoints_folder)
         self.activity = Activity()
         self.version_use = VersionUse()
         self.wrong_keys = WrongKeys()

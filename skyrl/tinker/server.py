@@ -148,7 +148,7 @@ class TinkerServer:
         await self.service.engine.stop()
         await self.queue.drain()
         await self._store_activity()
-        self.service.blame.close()
+        self.service.crash_record.close()
         await asyncio.to_thread(self.service.database.close)
         self._lease.release()
 

@@ -38,8 +38,8 @@ VERSIONS = "skyrl/backends/common/versions.py"
 WRITER = "skyrl/backends/common/background_writer.py"
 BATCHING = "tests/backends/test_sampler_batching.py::"
 RECOVERY = "tests/tinker/test_engine_recovery.py::"
-BLAME = "skyrl/tinker/processes/blame.py"
-BLAMED = "tests/tinker/test_blame.py::"
+CRASH_RECORD = "skyrl/tinker/processes/crash_record.py"
+BLAMED = "tests/tinker/test_crash_record.py::"
 FAILING = "tests/tinker/test_failing_database.py::"
 
 DEFECTS = [
@@ -694,7 +694,7 @@ DEFECTS = [
     Defect(
         "crash-of-everything",
         "what was running when all processes died at once is blamed for nothing, so it kills every server for ever",
-        [Edit(BLAME, "        if life > self._lives:\n", "        if False:\n")],
+        [Edit(CRASH_RECORD, "        if life > self._lives:\n", "        if False:\n")],
         [
             BLAMED + "test_a_pass_of_which_the_whole_server_dies_three_times_fails_by_name_and_its_model_goes_on",
             BLAMED + "test_what_was_computed_when_everything_died_is_counted_once",
@@ -703,7 +703,7 @@ DEFECTS = [
     Defect(
         "blamed-beside-others",
         "a request fails after three crashes though others were being computed beside it",
-        [Edit(BLAME, "self.alone + 1 if alone else 0)", "self.alone + 1)")],
+        [Edit(CRASH_RECORD, "self.alone + 1 if alone else 0)", "self.alone + 1)")],
         [BLAMED + "test_crashes_beside_others_make_suspects_and_fail_nobody"],
     ),
     Defect(

@@ -141,7 +141,7 @@ def crash(server: LiveServer) -> None:
 
 
 def is_running(server: LiveServer, *requests: str) -> bool:
-    return set(requests) == set(server.app.state.server.service.blame.running)
+    return set(requests) == set(server.app.state.server.service.crash_record.running)
 
 
 def sent_alone(server: LiveServer, since: int) -> dict[str, bool]:

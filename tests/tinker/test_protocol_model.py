@@ -510,10 +510,10 @@ class Protocol(RuleBasedStateMachine):
     def await_idle_engine(self) -> None:
         """Nothing that was cancelled is still worked on."""
         for _ in range(400):
-            if not self.server.app.state.server.service.blame.running:
+            if not self.server.app.state.server.service.crash_record.running:
                 return
             self.server.let_it_work(0.01)
-        raise AssertionError(self.server.app.state.server.service.blame.running)
+        raise AssertionError(self.server.app.state.server.service.crash_record.running)
 
     def check_ends(self, sampler: Sampler) -> None:
         """Clients that wait for all of their samples at once are told of the same ends."""

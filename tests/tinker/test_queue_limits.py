@@ -263,12 +263,12 @@ def cancel(server: LiveServer, request_id: str) -> None:
 
 
 def kill_engines(server: LiveServer, request_id: str) -> None:
-    blame = server.app.state.server.service.blame
+    crash_record = server.app.state.server.service.crash_record
     while server.poll(request_id).status_code == 408:
         server.crash()
         server.recover()
         until(
-            lambda: request_id in blame.running or server.poll(request_id).status_code != 408,
+            lambda: request_id in crash_record.running or server.poll(request_id).status_code != 408,
             "the sample runs, or has failed",
         )
 

@@ -45,7 +45,7 @@ class EngineEvents:
                 self._samples.engine_ready()
                 self._service.engine_ready()
             case Running(request_ids=request_ids):
-                self._service.blame.computing(request_ids)
+                self._service.crash_record.computing(request_ids)
                 self._futures.begin(request_ids)
                 if not request_ids or is_sample(request_ids[0]):
                     self.sampling = request_ids
@@ -54,7 +54,7 @@ class EngineEvents:
                     future.reason = reason
                 self._training.held(request_id, reason is not None)
             case Done(request_id=request_id, result=result, device_s=device_s):
-                self._service.blame.acquit(request_id)
+                self._service.crash_record.acquit(request_id)
                 self._futures.done(request_id)
                 (self._samples if is_sample(request_id) else self._training).done(request_id, result, device_s)
             case Snapshotted():
@@ -71,7 +71,7 @@ class EngineEvents:
 
     def ended(self, _reason: str) -> None:
         """The engine has ended by itself. What it owed goes to the next one."""
-        running, self.sampling = self._service.blame.engine_ended(), ()
+        running, self.sampling = self._service.crash_record.engine_ended(), ()
         self._service.metrics.engine.restarts.inc()
         self._futures.engine_ended()
         self._versions.engine_ended()

@@ -110,7 +110,7 @@ class EngineModels:
 
     def engine_ready(self) -> None:
         """A new engine runs. Bring back all models that it has something to do for."""
-        suspects = self._needed() & set(self._service.blame.suspect_bodies().values())
+        suspects = self._needed() & set(self._service.crash_record.suspect_bodies().values())
         if suspects:
             self._proving = self._life
             self._tasks.start(self._prove(suspects, self._life))
@@ -276,12 +276,12 @@ class EngineModels:
         return operation if owed is None or owed.cancelled is None else _operation(owed)
 
     def _is_suspect(self, operation: ModelOperation) -> bool:
-        return self._service.blame.is_suspect(operation.request_id)
+        return self._service.crash_record.is_suspect(operation.request_id)
 
     def _refuse_poisonous(self, revival: Revival) -> None:
         """Raise `Unrevivable` where engines have ended of what would have to be repeated."""
         for operation in revival.operations:
-            if (error := self._service.blame.verdict(operation.request_id)) is not None:
+            if (error := self._service.crash_record.verdict(operation.request_id)) is not None:
                 raise Unrevivable(f"{error}; a stop and a start of the server make it try again")
 
     def _free(self, model_id: str, tenant: str) -> None:

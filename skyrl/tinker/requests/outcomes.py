@@ -139,7 +139,7 @@ class Outcomes:
         operation = owed.accepted.operation if owed.accepted else None
         self._service.directory.forget(owed.model_id, *(owed.accepted.changes if owed.accepted else ()))
         self._futures.set(owed.request_id, outcome)
-        self._service.blame.acquit(owed.request_id)
+        self._service.crash_record.acquit(owed.request_id)
         if isinstance(outcome, Failure) and isinstance(operation, SaveCheckpoint | Publish) and operation.path:
             await self._tidied(operation.path, asyncio.to_thread(_remove_failed, operation.path))
         if obsolete is not None:

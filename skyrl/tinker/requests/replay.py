@@ -281,9 +281,9 @@ async def _accept_again(service: Service, history: History, request: LoggedReque
         return rejected(admission, "", False)
     operation = OPERATIONS[request.kind]
     try:
-        if (error := service.blame.verdict_on_body(request.request_id)) is not None:
+        if (error := service.crash_record.verdict_on_body(request.request_id)) is not None:
             raise MalformedBody(error)
-        with service.blame.decoding(model.model_id, request.request_id):
+        with service.crash_record.decoding(model.model_id, request.request_id):
             parse = partial(operation.parse, body, ANY_SIZE)
             parsed = await service.decode_pool.run(model.tenant, len(body.data), parse)
             answer = await accept(operation, admission, parsed)

@@ -118,7 +118,7 @@ class SampleQueue:
         request_id, target = admission.request_id, admission.target
         accepted = await accept(operation, admission, parsed)
         refusal = accepted.failure if isinstance(accepted, Refused) else None
-        if (error := self._service.blame.verdict(request_id)) is not None:
+        if (error := self._service.crash_record.verdict(request_id)) is not None:
             refusal = Failure(error, "server")
         await self._counts.reach(key)
         # No await from here on: of two equal requests the second finds the first.
@@ -208,10 +208,10 @@ class SampleQueue:
         """The engine has ended by itself while it worked on `running`."""
         self._alone = None
         for request_id in running:
-            if request_id in self._pending and (error := self._service.blame.verdict(request_id)) is not None:
+            if request_id in self._pending and (error := self._service.crash_record.verdict(request_id)) is not None:
                 self._remove(request_id)
                 self._futures.set(request_id, Failure(error, "server"))
-                self._service.blame.acquit(request_id)
+                self._service.crash_record.acquit(request_id)
         self._unsent.clear()
         for request_id, waiting in self._pending.items():
             self._wait(request_id, waiting)
@@ -286,7 +286,7 @@ class SampleQueue:
             self._futures.sent(request_id)
 
     def _wait(self, request_id: str, waiting: WaitingSample) -> None:
-        suspect = self._service.blame.crashes(request_id) >= TOGETHER
+        suspect = self._service.crash_record.crashes(request_id) >= TOGETHER
         self._unsent.add(request_id, waiting.sample.version, suspect)
 
     async def _finish(self, request_id: str, waiting: WaitingSample, result: Result, device_s: float) -> None:

@@ -239,7 +239,7 @@ class TrainingQueue:
     def fail_poisonous(self, request_ids: Collection[str]) -> None:
         """Requests that engines have ended of are not tried again. Their models go on."""
         for request_id in request_ids:
-            error = self._service.blame.verdict(request_id)
+            error = self._service.crash_record.verdict(request_id)
             if error is not None and (owed := self._pending.pop(request_id)) is not None:
                 gradients = "incomplete" if is_pass(owed) else "kept"
                 self.outcomes.finish(owed, ErrorResponse(error, gradients=gradients))

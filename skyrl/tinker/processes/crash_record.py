@@ -51,7 +51,7 @@ class Count:
         return self.alone >= ALONE or (self.alone > 0 and self.crashes >= IN_ALL)
 
 
-class Blame:
+class CrashRecord:
     """Record of the work under way, and the crashes of each request. All methods are called on the event loop.
 
     Args:

@@ -7,132 +7,132 @@ from typing import Any
 
 import pytest
 
-from skyrl.tinker.processes.blame import ALONE, IN_ALL, Blame
+from skyrl.tinker.processes.crash_record import ALONE, IN_ALL, CrashRecord
 from tests.tinker.harness import BASE_MODEL, PROTOBUF, pass_request
 from tests.tinker.in_process import InProcessServer
 from tests.tinker.processes import ROOT, running
 
 
-def crash(blame: Blame, *running: str) -> None:
+def crash(record: CrashRecord, *running: str) -> None:
     """The engine ends while it works on these."""
-    blame.computing(running)
-    assert blame.engine_ended() == running
+    record.computing(running)
+    assert record.engine_ended() == running
 
 
 # -- counting ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def blame(tmp_path: Path) -> Blame:
-    return Blame(tmp_path)
+def record(tmp_path: Path) -> CrashRecord:
+    return CrashRecord(tmp_path)
 
 
-def test_three_crashes_in_a_row_alone_fail_a_request(blame):
+def test_three_crashes_in_a_row_alone_fail_a_request(record):
     for crashes in range(1, ALONE + 1):
-        assert blame.verdict("a") is None
-        crash(blame, "a")
-        assert blame.is_suspect("a") and blame.crashes("a") == crashes
-    assert "request a" in (blame.verdict("a") or "") and "ended 3 times" in (blame.verdict("a") or "")
+        assert record.verdict("a") is None
+        crash(record, "a")
+        assert record.is_suspect("a") and record.crashes("a") == crashes
+    assert "request a" in (record.verdict("a") or "") and "ended 3 times" in (record.verdict("a") or "")
 
 
-def test_crashes_beside_others_make_suspects_and_fail_nobody(blame):
+def test_crashes_beside_others_make_suspects_and_fail_nobody(record):
     for _ in range(16):
-        crash(blame, "a", "b")
-    assert blame.is_suspect("a") and blame.verdict("a") is None
+        crash(record, "a", "b")
+    assert record.is_suspect("a") and record.verdict("a") is None
 
 
-def test_a_short_request_survives_sixteen_kills_of_which_it_is_not_alone_three_times_in_a_row(blame):
+def test_a_short_request_survives_sixteen_kills_of_which_it_is_not_alone_three_times_in_a_row(record):
     for _ in range(4):
         for request in ("a", "a", "b", "c"):
-            crash(blame, request)
-    assert blame.verdict("a") is None
+            crash(record, request)
+    assert record.verdict("a") is None
 
 
-def test_two_requests_that_kill_by_turns_do_not_go_on_for_ever(blame):
+def test_two_requests_that_kill_by_turns_do_not_go_on_for_ever(record):
     crashes = 0
-    while blame.verdict("a") is None and blame.verdict("b") is None:
-        crash(blame, "ab"[crashes % 2])
+    while record.verdict("a") is None and record.verdict("b") is None:
+        crash(record, "ab"[crashes % 2])
         crashes += 1
     assert crashes == 2 * IN_ALL - 1
 
 
-def test_the_end_of_an_idle_engine_proves_nothing(blame):
+def test_the_end_of_an_idle_engine_proves_nothing(record):
     for requests in (["a"], [], ["a"], [], ["a"]):
-        crash(blame, *requests)
-    assert blame.verdict("a") is not None
+        crash(record, *requests)
+    assert record.verdict("a") is not None
 
 
-def test_a_request_that_has_ended_is_no_suspect(blame):
-    crash(blame, "a")
-    blame.acquit("a")
-    assert not blame.is_suspect("a") and blame.crashes("a") == 0
+def test_a_request_that_has_ended_is_no_suspect(record):
+    crash(record, "a")
+    record.acquit("a")
+    assert not record.is_suspect("a") and record.crashes("a") == 0
 
 
 # -- deaths of everything at once -------------------------------------------------------------------------------------
 
 
 def test_what_was_computed_when_everything_died_is_counted_once(tmp_path):
-    Blame(tmp_path).computing(["a"])
-    assert [Blame(tmp_path).crashes("a") for _ in range(3)] == [1, 1, 1]
+    CrashRecord(tmp_path).computing(["a"])
+    assert [CrashRecord(tmp_path).crashes("a") for _ in range(3)] == [1, 1, 1]
 
 
 def test_crashes_of_the_engine_and_of_everything_count_together(tmp_path):
-    crash(Blame(tmp_path), "a")
-    Blame(tmp_path).computing(["a"])
-    crash(Blame(tmp_path), "a")
-    assert Blame(tmp_path).verdict("a") is not None
+    crash(CrashRecord(tmp_path), "a")
+    CrashRecord(tmp_path).computing(["a"])
+    crash(CrashRecord(tmp_path), "a")
+    assert CrashRecord(tmp_path).verdict("a") is not None
 
 
 def test_a_server_that_ends_in_order_blames_nobody(tmp_path):
-    blame = Blame(tmp_path)
-    blame.computing(["a", "b"])
-    blame.close()
-    assert not Blame(tmp_path).is_suspect("a")
+    record = CrashRecord(tmp_path)
+    record.computing(["a", "b"])
+    record.close()
+    assert not CrashRecord(tmp_path).is_suspect("a")
 
 
 def test_what_is_not_tried_again_is_after_a_stop_and_a_start(tmp_path):
-    blame = Blame(tmp_path)
+    record = CrashRecord(tmp_path)
     for _ in range(ALONE):
-        crash(blame, "a")
-    crash(blame, "b", "c")
-    blame.close()
-    blame = Blame(tmp_path)
-    assert blame.verdict("a") is None and not blame.is_suspect("a") and blame.is_suspect("b")
+        crash(record, "a")
+    crash(record, "b", "c")
+    record.close()
+    record = CrashRecord(tmp_path)
+    assert record.verdict("a") is None and not record.is_suspect("a") and record.is_suspect("b")
 
 
 def test_a_shorter_list_of_what_is_computed_replaces_a_longer_one(tmp_path):
-    blame = Blame(tmp_path)
-    blame.computing([f"request-{n}" for n in range(500)])
-    blame.computing(["a"])
-    blame = Blame(tmp_path)
-    assert blame.is_suspect("a") and not any(blame.is_suspect(f"request-{n}") for n in range(500))
+    record = CrashRecord(tmp_path)
+    record.computing([f"request-{n}" for n in range(500)])
+    record.computing(["a"])
+    record = CrashRecord(tmp_path)
+    assert record.is_suspect("a") and not any(record.is_suspect(f"request-{n}") for n in range(500))
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"1\ncompu", b"computing a\n", b"{}"])
 def test_damaged_files_are_no_reason_not_to_start(tmp_path, content):
     for name in (".running", ".crashes.json"):
         (tmp_path / name).write_bytes(content)
-    crash(Blame(tmp_path), "a")
-    assert Blame(tmp_path).is_suspect("a")
+    crash(CrashRecord(tmp_path), "a")
+    assert CrashRecord(tmp_path).is_suspect("a")
 
 
 def test_bodies_whose_decoding_ends_three_servers_are_not_read_again(tmp_path):
     under_way = []
     for crashes in range(ALONE):
-        blame = Blame(tmp_path)
-        assert blame.verdict_on_body("a") is None and blame.suspect_bodies() == ({"a": "model"} if crashes else {})
-        under_way.append(blame.decoding("model", "a"))
+        record = CrashRecord(tmp_path)
+        assert record.verdict_on_body("a") is None and record.suspect_bodies() == ({"a": "model"} if crashes else {})
+        under_way.append(record.decoding("model", "a"))
         under_way[-1].__enter__()
-    assert "request a" in (Blame(tmp_path).verdict_on_body("a") or "")
+    assert "request a" in (CrashRecord(tmp_path).verdict_on_body("a") or "")
 
 
 def test_a_body_that_was_decoded_is_no_suspect(tmp_path):
-    under_way = Blame(tmp_path).decoding("model", "a")
+    under_way = CrashRecord(tmp_path).decoding("model", "a")
     under_way.__enter__()
-    blame = Blame(tmp_path)
-    with blame.decoding("model", "a"):
+    record = CrashRecord(tmp_path)
+    with record.decoding("model", "a"):
         pass
-    assert blame.suspect_bodies() == {} == Blame(tmp_path).suspect_bodies()
+    assert record.suspect_bodies() == {} == CrashRecord(tmp_path).suspect_bodies()
 
 
 # -- a server ---------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def submit_pass(server: InProcessServer, model: str, seq_id: int) -> str:
 
 def die_while_running(server: InProcessServer, request: str) -> None:
     """Everything dies at once while the engine works on a request; then it starts again, and is held."""
-    work_until(server, lambda: server.app.state.server.service.blame.running == (request,))
+    work_until(server, lambda: server.app.state.server.service.crash_record.running == (request,))
     server.engine.let_go()  # its loop stands still from here to its end, so nobody learns what it does now
     server.kill()
     hold(server)
@@ -227,8 +227,8 @@ def test_a_body_in_which_three_servers_have_ended_is_not_read_again_and_its_mode
 
         def die_of_it() -> None:
             for _ in range(ALONE):
-                blame = Blame(tmp_path / "server" / "checkpoints")
-                under_way.append(blame.decoding(model, early))
+                record = CrashRecord(tmp_path / "server" / "checkpoints")
+                under_way.append(record.decoding(model, early))
                 under_way[-1].__enter__()
 
         under_way: list[Any] = []
