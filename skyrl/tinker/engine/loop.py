@@ -38,7 +38,7 @@ from skyrl.backends.operations import (
 from skyrl.backends.registry import default_backend, find_backend, options_of
 from skyrl.errors import BackendLost, RequestError, StorageError
 from skyrl.tinker.config import EngineConfig, describe
-from skyrl.tinker.engine.maintenance import Upkeep
+from skyrl.tinker.engine.maintenance import Maintenance
 from skyrl.tinker.engine.scheduler import Scheduler
 from skyrl.tinker.engine.snapshot_policy import SnapshotPolicy
 from skyrl.tinker.processes import heartbeat
@@ -98,7 +98,7 @@ class TinkerEngine:
             every_requests=config.snapshot_every_requests,
             every_bytes=config.snapshot_every_mib * 2**20,
         )
-        self.upkeep = Upkeep(backend, self.scheduler, self.policy, config.checkpoints_folder, channel.send)
+        self.maintenance = Maintenance(backend, self.scheduler, self.policy, config.checkpoints_folder, channel.send)
         self._submitted: dict[str, Operation] = {}
         self._running: set[str] = set()
         """Requests that the API believes to be computed now."""
@@ -167,13 +167,13 @@ class TinkerEngine:
         self._deliver(self.backend.step() if busy else [])
         if busy or frames:
             self._worked_at = time.monotonic()
-        self.upkeep.snapshot_due(time.monotonic())
+        self.maintenance.snapshot_due(time.monotonic())
         self._submit()
         if time.monotonic() - self._told_at > TELL_S:
             self._tell_counts()
 
     def _tell_counts(self) -> None:
-        statistics = {**self.backend.statistics, "snapshots_failed": self.upkeep.snapshots_failed}
+        statistics = {**self.backend.statistics, "snapshots_failed": self.maintenance.snapshots_failed}
         metrics = Metrics(self.backend.metrics, statistics)
         if metrics != self._metrics:
             self._metrics, self._told_at = metrics, time.monotonic()
@@ -188,8 +188,8 @@ class TinkerEngine:
         if completions:
             crash_point("engine: quantum done, result not sent")
         for completion in completions:
-            if completion.request_id in self.upkeep:
-                self.upkeep.ended(completion)
+            if completion.request_id in self.maintenance:
+                self.maintenance.ended(completion)
                 continue
             operation = self._submitted.pop(completion.request_id, None)
             if operation is None:  # cancelled just before its end
@@ -219,9 +219,9 @@ class TinkerEngine:
         model_id = operation.model_id
         makes = isinstance(operation, CreateModel | LoadCheckpoint | LoadSnapshot)
         if isinstance(operation, DeleteModel):
-            self.upkeep.forget(model_id, "its model was deleted")
+            self.maintenance.forget(model_id, "its model was deleted")
         elif makes and isinstance(result, ErrorResponse) and not self.backend.has_model(model_id):
-            self.upkeep.forget(model_id, "its model could not be made")
+            self.maintenance.forget(model_id, "its model could not be made")
         elif self.scheduler.knows(model_id):
             self.policy.note(operation, whole=self.backend.has_own_base(model_id))
             if self.scheduler.finished(model_id) is None:
@@ -233,7 +233,7 @@ class TinkerEngine:
         elif isinstance(frame, Revive):
             self.scheduler.revive(frame.model_id, frame.next_seq_id, frame.operations)
         elif isinstance(frame, Park):
-            self.upkeep.park(frame.model_id)
+            self.maintenance.park(frame.model_id)
         elif isinstance(frame, Cancel):
             self._cancel(frame.request_id)
         elif isinstance(frame, Refuse):
@@ -256,13 +256,13 @@ class TinkerEngine:
     def _about_to_run(self, request_ids: tuple[str, ...]) -> None:
         """The backend is going to work on these. Nobody but the engine can be blamed for its own operations."""
         for request_id in request_ids:
-            if request_id in self.upkeep:
-                self.upkeep.begins(request_id)
+            if request_id in self.maintenance:
+                self.maintenance.begins(request_id)
         self._tell_computed((*request_ids, *self.backend.computed))
         crash_point("engine: before a quantum")
 
     def _tell_computed(self, request_ids: Iterable[str]) -> None:
-        running = {request_id for request_id in request_ids if request_id not in self.upkeep}
+        running = {request_id for request_id in request_ids if request_id not in self.maintenance}
         if running != self._running:
             self._running = running
             self.channel.send(Running(tuple(sorted(running))))
@@ -281,14 +281,14 @@ class TinkerEngine:
             if isinstance(operation, Sample):
                 self.backend.cancel(operation.request_id)
         for operation in self.backend.abandon():
-            if operation.request_id in self.upkeep:
-                self.upkeep.abandoned(operation.request_id)
+            if operation.request_id in self.maintenance:
+                self.maintenance.abandoned(operation.request_id)
         deadline, tried = time.monotonic() + self._drain_s, set[str]()
         while (left_s := deadline - time.monotonic()) > 0:
             for model_id in self.policy.changed():
                 if model_id not in tried and not self.policy.under_way(model_id):
                     tried.add(model_id)
-                    self.upkeep.snapshot(model_id)
+                    self.maintenance.snapshot(model_id)
             under_way = any(self.policy.under_way(model_id) for model_id in tried)
             if not (under_way or self.backend.busy or self.backend.writing):
                 return

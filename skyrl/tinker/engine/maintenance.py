@@ -1,4 +1,4 @@
-"""Upkeep of the engine's models without a request: it snapshots them, and parks those that are not used.
+"""Maintenance of the engine's models without a request: it snapshots them, and parks those that are not used.
 
 Each is an operation of its own, handed to the backend past the scheduler's queues. A snapshot goes before all that has
 not begun, so it shows its model as of the last request that has ended. Nobody but `ended` waits for its completion.
@@ -26,7 +26,7 @@ Then = Callable[[bool], None]
 """Told whether it worked."""
 
 
-class Upkeep:
+class Maintenance:
     """Snapshots and parks models.
 
     Args:
