@@ -1,7 +1,7 @@
 """The executor: many models' operations and samples by turns, on a backend that only computes.
 
-`executor` is the base class, `work_queue` dispatches what operations want computed, `fair_turns` says whose turn it is,
-`fair_line` which sample begins next, `phases` who has the devices that training and sampling share, and
+`executor` is the base class, `work_queue` dispatches what operations want computed, `fair_scheduler` says whose turn it
+is, `fair_line` which sample begins next, `phases` who has the devices that training and sampling share, and
 `sampling_options` which options a sample may have.
 """
 

@@ -1,7 +1,7 @@
 """The training half of the quantum loop: operations of many models, dispatched a few quanta at a time.
 
 An operation is a generator that yields what it wants computed next, a `Quantum` or several, and is sent the answers. In
-each turn the model whose turn it is (`skyrl.backends.executor.fair_turns`) leads; quanta of other models that are of
+each turn the model that `skyrl.backends.executor.fair_scheduler` names leads; quanta of other models that are of
 the same kind are computed in the same dispatch, and so are more of the same models' where places are left. To know what
 another model wants, its next operation may be begun before its turn, if it is a pass: making its quanta is host work,
 which is bounded per turn.
@@ -25,7 +25,7 @@ from itertools import islice
 from operator import methodcaller
 from typing import Any, NamedTuple, Protocol
 
-from skyrl.backends.executor.fair_turns import Turns
+from skyrl.backends.executor.fair_scheduler import FairScheduler
 from skyrl.backends.operations import ForwardBackward, ModelOperation, Rejected
 from skyrl.backends.statistics import Statistics
 from skyrl.errors import BackendLost, RequestError
@@ -175,7 +175,7 @@ class Quanta:
     ):
         self._computer = computer
         self._clock = clock
-        self._turns = Turns(weights)
+        self._scheduler = FairScheduler(weights)
         self._queues: dict[str, deque[ModelOperation]] = {}
         self._works: dict[str, Work] = {}
         """Operations that have begun, by model: the first of its queue."""
@@ -202,14 +202,14 @@ class Quanta:
         queue = self._queues.setdefault(operation.model_id, deque())
         queue.append(operation)
         self._stalled = False
-        self._turns.place(operation.model_id, queue[0].tenant)
+        self._scheduler.place(operation.model_id, queue[0].tenant)
 
     def add_first(self, operation: ModelOperation) -> None:
         """Queue an operation before all others of its model, none of which may have begun."""
         assert operation.model_id not in self._works, operation
         self._queues.setdefault(operation.model_id, deque()).appendleft(operation)
         self._stalled = False
-        self._turns.place(operation.model_id, operation.tenant)
+        self._scheduler.place(operation.model_id, operation.tenant)
 
     def has_begun(self, model_id: str) -> bool:
         """Return True if an operation of the model has begun and not ended."""
@@ -243,7 +243,7 @@ class Quanta:
         for work in self._works.values():
             work.close()
         for model_id in self._queues:
-            self._turns.remove(model_id)
+            self._scheduler.remove(model_id)
         for state in (self._works, self._asked, self._waits, self._queues, self._again, self._seconds):
             state.clear()
         for dispatch in self._dispatches:
@@ -317,7 +317,7 @@ class Quanta:
             BackendLost: The computer says so, or a dispatch is late.
         """
         ended = self.take_in()
-        order = self._turns.order()
+        order = self._scheduler.order()
         leader = self._leader(order, ended)
         if leader is not None and self._next(leader) is not None and not self._is_full:
             ended += self._dispatch(self._together(leader, order, ended))
@@ -380,7 +380,7 @@ class Quanta:
         self._tell([model_id])
         outcome = self._advance(model_id, next)
         if model_id not in self._asked and model_id not in self._waits:
-            self._turns.charge(model_id, 1)
+            self._scheduler.charge(model_id, 1)
         return self._ended(model_id, outcome)
 
     def _together(self, leader: str, order: Iterator[str], ended: list[Ended]) -> list[Part]:
@@ -410,14 +410,14 @@ class Quanta:
             if model_id not in self._works:
                 if operation.alone or not isinstance(operation, ForwardBackward) or operation.tokens > room:
                     continue
-                if not self._turns.may_join(model_id, operation.tokens) or self._computer.may_wait(operation):
+                if not self._scheduler.may_join(model_id, operation.tokens) or self._computer.may_wait(operation):
                     continue
                 room -= operation.tokens
                 ended += self._take_turn(model_id)
             quantum = self._next(model_id)
             if operation.alone or quantum is None or quantum.kind != kind:
                 continue
-            if self._turns.may_join(model_id, quantum.cost):
+            if self._scheduler.may_join(model_id, quantum.cost):
                 yield model_id
 
     def _wants(self, model_id: str, kind: Hashable) -> bool:
@@ -428,7 +428,7 @@ class Quanta:
         asked = self._asked[model_id]
         part = Part(model_id, asked.dispatched)
         quantum = asked.quanta[part.number]
-        self._turns.charge(model_id, quantum.cost + quantum.surcharge)
+        self._scheduler.charge(model_id, quantum.cost + quantum.surcharge)
         asked.dispatched += 1
         asked.out += 1
         return part
@@ -535,10 +535,10 @@ class Quanta:
         operation = queue.popleft()
         self._works.pop(model_id, None)
         if queue:
-            self._turns.place(model_id, queue[0].tenant)
+            self._scheduler.place(model_id, queue[0].tenant)
         else:
             del self._queues[model_id]
-            self._turns.remove(model_id)
+            self._scheduler.remove(model_id)
         return [Ended(operation, outcome, self._seconds.pop(model_id, 0.0))]
 
     def _tell(self, models: Iterable[str]) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from skyrl.utils.fairness import Accounts
 
 
-class Turns:
+class FairScheduler:
     """The models that have something to do.
 
     Args:

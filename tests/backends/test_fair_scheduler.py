@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl.backends.executor.fair_turns import Turns
+from skyrl.backends.executor.fair_scheduler import FairScheduler
 
 TENANTS = "abcd"
 NUMBERS = "012345"
@@ -34,7 +34,7 @@ class Simulation:
     """The models of each turn, its leader first."""
 
     def __post_init__(self):
-        self.turns = Turns(self.weights)
+        self.turns = FairScheduler(self.weights)
 
     def ask(self, model: str, cost: int, kind: str = "x") -> None:
         """A model's first letter is its tenant."""
@@ -303,7 +303,7 @@ def test_the_models_of_a_tenant_take_turns():
 
 
 def test_a_model_whose_next_operation_is_anothers_moves_to_their_line():
-    turns = Turns()
+    turns = FairScheduler()
     turns.place("m", "a")
     turns.place("n", "a")
     turns.charge("m", 10)
