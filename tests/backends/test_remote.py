@@ -14,7 +14,7 @@ import pytest
 
 from skyrl.backends.async_client import BackendClient
 from skyrl.backends.backend import Completion, ForwardBackward, Operation, Progress, Sample
-from skyrl.backends.executor.work_queue import Quanta, Quantum
+from skyrl.backends.executor.work_queue import Quantum, WorkQueue
 from skyrl.errors import BackendLost
 from skyrl.types import ErrorResponse, ForwardBackwardOutput, LoraConfig, SampleOutput, SamplingParams, SaveOutput
 from tests import waiting
@@ -70,7 +70,7 @@ def open_remote(survivors) -> Iterator[Callable[..., Watched]]:
         config = RemoteConfig(**options)
         opened.append(backend := survivors.pop() if survivors else Watched(config))
         backend.configure(config)
-        backend._quanta = Quanta(backend)  # of the real clock
+        backend._work_queue = WorkQueue(backend)  # of the real clock
         backend.in_place = False
         backend.dispatched.clear()
         for model_id in list(backend.models):
@@ -296,7 +296,7 @@ def test_what_cannot_be_computed_with_others_is_retried_and_fails_alone(open_rem
 
 def test_a_snapshot_after_what_was_abandoned_in_flight_waits_for_it_without_being_late(open_remote, tmp_path):
     backend = open_remote(deadline_s=10, in_flight=2, ranks=1, rows=1)
-    backend._quanta = Quanta(backend, clock=(clock := Clock()))
+    backend._work_queue = WorkQueue(backend, clock=(clock := Clock()))
     done(backend, a_pass("a"))
     before = state(backend, "a", tmp_path)
     with held(backend.training) as gate:
@@ -387,7 +387,7 @@ def test_a_dispatch_that_hangs_loses_the_backend_at_its_deadline(open_remote):
 
 def test_a_deadline_is_of_each_dispatch_and_begins_when_the_one_before_has_ended(open_remote):
     backend = open_remote(deadline_s=10, in_flight=3, ranks=1, rows=1)
-    backend._quanta = Quanta(backend, clock=(clock := Clock()))
+    backend._work_queue = WorkQueue(backend, clock=(clock := Clock()))
     with held(backend.training) as gate:
         completions = paced(backend, clock, 9, gate, rows("a", *[[1, 2]] * 5), a_step("a"))
     assert not any(isinstance(completion.result, ErrorResponse) for completion in completions)

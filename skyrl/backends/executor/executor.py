@@ -40,7 +40,7 @@ from skyrl.backends.backend import (
 from skyrl.backends.common.background_writer import Writer
 from skyrl.backends.executor.phases import Demand, Phase, Phases
 from skyrl.backends.executor.sampling_options import check_options
-from skyrl.backends.executor.work_queue import Ended, Quanta, Quantum, Work
+from skyrl.backends.executor.work_queue import Ended, Quantum, Work, WorkQueue
 from skyrl.backends.statistics import Statistics
 from skyrl.errors import BackendLost, RequestError, StorageError
 from skyrl.types import ErrorResponse, GradientEffect, Result
@@ -114,7 +114,7 @@ class Executor(AbstractBackend):
 
     def __init__(self, base_model: str, config: BaseModel):
         super().__init__(base_model, config)
-        self._quanta = Quanta(self)
+        self._work_queue = WorkQueue(self)
         self._lost: BackendLost | None = None
         self._background: dict[Future[Result], str] = {}
         self._sampling_s: defaultdict[str, float] = defaultdict(float)
@@ -167,21 +167,21 @@ class Executor(AbstractBackend):
                     self._ready.append(Completion(operation.request_id, failure(operation, error)))
             else:
                 assert isinstance(operation, ModelOperation), operation
-                self._quanta.add(operation)
+                self._work_queue.add(operation)
             self._wake.notify_all()
 
     def submit_first(self, operation: ModelOperation) -> None:
         with self._wake:
-            self._quanta.add_first(operation)
+            self._work_queue.add_first(operation)
             self._wake.notify_all()
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        assert not self._quanta
-        self._quanta = Quanta(self, weights)
+        assert not self._work_queue
+        self._work_queue = WorkQueue(self, weights)
         self.sampler.weigh(weights)
 
     def is_working_on(self, model_id: str) -> bool:
-        return self._quanta.has_begun(model_id)
+        return self._work_queue.has_begun(model_id)
 
     def cancel(self, request_id: str) -> None:
         self.sampler.cancel(request_id)
@@ -189,7 +189,7 @@ class Executor(AbstractBackend):
 
     def refuse(self, refusal: Rejected) -> bool:
         with self._wake:
-            ended = self._quanta.refuse(refusal)
+            ended = self._work_queue.refuse(refusal)
             for one in ended or ():
                 self._ready += self._complete(one)
             self._wake.notify_all()
@@ -197,8 +197,8 @@ class Executor(AbstractBackend):
 
     def abandon(self) -> list[ModelOperation]:
         if self.in_place:
-            self._void.update(operation.model_id for operation in self._quanta.begun if _changes(operation))
-        return self._quanta.abandon()
+            self._void.update(operation.model_id for operation in self._work_queue.begun if _changes(operation))
+        return self._work_queue.abandon()
 
     def failed_pass(self, model_id: str) -> str | None:
         return self._failed_pass.get(model_id)
@@ -208,7 +208,7 @@ class Executor(AbstractBackend):
         return bool(self._background)
 
     def close(self) -> None:
-        self._quanta.close()
+        self._work_queue.close()
         self._writer.close()
 
     @property
@@ -216,23 +216,23 @@ class Executor(AbstractBackend):
         if self._ready or self._lost is not None or any(future.done() for future in self._background):
             return True
         if self._phases is None:
-            return self._quanta.ready or self.sampler.busy
+            return self._work_queue.ready or self.sampler.busy
         demand = self._demand
-        if self._phases.may_go_on(demand) or self._quanta.answered:
+        if self._phases.may_go_on(demand) or self._work_queue.answered:
             return True
         now = self._phases.now(demand)
-        return self._quanta.ready if now == "training" else now == "sampling" and self.sampler.busy
+        return self._work_queue.ready if now == "training" else now == "sampling" and self.sampler.busy
 
     @property
     def computed(self) -> tuple[str, ...]:
-        return (*self._quanta.computed, *self.sampler.elsewhere)
+        return (*self._work_queue.computed, *self.sampler.elsewhere)
 
     @property
     def statistics(self) -> Statistics:
-        return self._quanta.statistics | self.sampler.statistics
+        return self._work_queue.statistics | self.sampler.statistics
 
     def time_left(self) -> float | None:
-        left = self._quanta.time_left()
+        left = self._work_queue.time_left()
         phase = None if self._phases is None else self._phases.time_left(self._demand)
         return min((seconds for seconds in (left, phase) if seconds is not None), default=None)
 
@@ -250,15 +250,15 @@ class Executor(AbstractBackend):
     def step(self) -> list[Completion]:
         completions, self._ready = self._ready, []
         completions += self._finished_in_background()
-        trains, samples = self._quanta.ready, self.sampler.busy
+        trains, samples = self._work_queue.ready, self.sampler.busy
         if self._phases is not None:
             now = self._phases.turn(self._demand)
             trains, samples = trains and now == "training", samples and now == "sampling"
         if trains:
-            for ended in self._quanta.turn():
+            for ended in self._work_queue.turn():
                 completions += self._complete(ended)
-        elif self._quanta.answered:
-            for ended in self._quanta.take_in():
+        elif self._work_queue.answered:
+            for ended in self._work_queue.take_in():
                 completions += self._complete(ended)
         if samples:
             completions += self._burst()
@@ -302,7 +302,7 @@ class Executor(AbstractBackend):
     @property
     def _demand(self) -> Demand:
         sampling = self.sampler.busy or bool(self.sampler.elsewhere)
-        return Demand(self._quanta.ready, sampling, self._quanta.in_flight)
+        return Demand(self._work_queue.ready, sampling, self._work_queue.in_flight)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ class _Dispatch:
     """Time of its dispatch, or of the end of the one before it, on the monotonic clock."""
 
 
-class Computer(Protocol):
+class OperationRunner(Protocol):
     """Interface of what does the work."""
 
     in_flight: int
@@ -158,7 +158,7 @@ class Computer(Protocol):
         ...
 
 
-class Quanta:
+class WorkQueue:
     """The operations of all models, each model's in the order of their submission.
 
     Args:
@@ -169,7 +169,7 @@ class Quanta:
 
     def __init__(
         self,
-        computer: Computer,
+        computer: OperationRunner,
         weights: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):

@@ -15,9 +15,9 @@ from skyrl.backends.executor.work_queue import (
     BEGUN_EARLY,
     WAITING_AT_ONCE,
     Ended,
-    Quanta,
     Quantum,
     Work,
+    WorkQueue,
 )
 from skyrl.backends.operations import ForwardBackward, ModelOperation, OptimStep
 from skyrl.errors import BackendLost
@@ -113,7 +113,7 @@ def a_step(name: str) -> OptimStep:
 
 def done(computer: Scripted, *operations: ModelOperation) -> dict[str, Any]:
     """Outcomes by request, in the order in which they came."""
-    quanta = Quanta(computer)
+    quanta = WorkQueue(computer)
     for operation in operations:
         quanta.add(operation)
     ended: list[Ended] = []
@@ -257,7 +257,7 @@ def test_everything_is_told_before_it_is_done_with_all_that_it_is_done_for():
 
 def test_a_turn_that_an_operation_takes_by_itself_is_a_turn():
     computer = Scripted(scripts={"a": "...", "b": "..."})
-    quanta = Quanta(computer)
+    quanta = WorkQueue(computer)
     for name in "ab":
         quanta.add(a_step(name))
     told = []
@@ -279,7 +279,7 @@ def test_a_background_write_ends_an_operation_with_its_future():
 
 def test_abandoned_operations_are_closed_and_leave_nothing_behind():
     computer = Scripted(scripts={"c1": "w"})
-    quanta = Quanta(computer)
+    quanta = WorkQueue(computer)
     operations = [a_step("c1"), a_pass("a1"), a_pass("a2"), a_pass("b1"), a_pass("d1", alone=True)]
     for operation in operations:
         quanta.add(operation)
@@ -297,14 +297,14 @@ def test_abandoned_operations_are_closed_and_leave_nothing_behind():
 # -- waiting -----------------------------------------------------------------------------------------------------------
 
 
-def turns(quanta: Quanta, number: int) -> None:
+def turns(quanta: WorkQueue, number: int) -> None:
     for _ in range(number):
         quanta.turn()
 
 
 def test_what_waits_takes_no_turn_and_has_its_own_as_soon_as_that_is_over():
     computer = Scripted(most=1, scripts={"a": "wx", "b": "x" * 100})
-    quanta = Quanta(computer)
+    quanta = WorkQueue(computer)
     for name in "ab":
         quanta.add(a_pass(name))
     turns(quanta, 50)
@@ -316,7 +316,7 @@ def test_what_waits_takes_no_turn_and_has_its_own_as_soon_as_that_is_over():
 
 def test_each_that_waits_is_told_of_when_it_begins_and_when_it_goes_on():
     computer = Scripted(scripts={"a": "w", "b": "w"})
-    quanta = Quanta(computer)
+    quanta = WorkQueue(computer)
     for name in "ab":
         quanta.add(a_step(name))
     turns(quanta, 3)
@@ -328,7 +328,7 @@ def test_each_that_waits_is_told_of_when_it_begins_and_when_it_goes_on():
 
 def test_it_is_known_when_all_that_is_there_waits():
     computer = Scripted(scripts={"a": "w", "b": "xx"})
-    quanta = Quanta(computer)
+    quanta = WorkQueue(computer)
     for name in "ab":
         quanta.add(a_pass(name))
     assert names(turn_while_ready(quanta)) == ["b"] and quanta.has_begun("a")
@@ -340,7 +340,7 @@ def test_it_is_known_when_all_that_is_there_waits():
 
 def test_a_tenant_with_many_models_that_have_to_wait_does_not_stand_in_line_with_all_of_them():
     computer = Scripted(scripts=dict.fromkeys("abcdez", "w") | {"r": "x"})
-    quanta = Quanta(computer)
+    quanta = WorkQueue(computer)
     for name in "abcde":
         quanta.add(a_pass(name, tenant="many"))
     quanta.add(a_pass("r", tenant="many"))
@@ -357,7 +357,7 @@ def test_a_tenant_with_many_models_that_have_to_wait_does_not_stand_in_line_with
 
 def test_what_has_to_wait_is_not_begun_before_its_turn():
     computer = Scripted(scripts={"a": "x", "b": "wx", "c": "x"})
-    quanta = Quanta(computer)
+    quanta = WorkQueue(computer)
     for name in "abc":
         quanta.add(a_pass(name))
     quanta.turn()
@@ -366,7 +366,7 @@ def test_what_has_to_wait_is_not_begun_before_its_turn():
 
 def test_weights_decide_how_often_a_tenant_leads():
     computer = Scripted(most=1, scripts=dict.fromkeys("ab", "x" * 40))
-    quanta = Quanta(computer, {"a": 3})
+    quanta = WorkQueue(computer, {"a": 3})
     for name in "ab":
         quanta.add(a_pass(name))
     for _ in range(40):
@@ -376,7 +376,7 @@ def test_weights_decide_how_often_a_tenant_leads():
 
 def test_who_has_something_compiled_waits_for_as_long_as_others_need_to_have_as_much():
     computer = Scripted(most=1, scripts=dict.fromkeys("ab", "x" * 12), surcharges={("a", 0): 90})
-    quanta = Quanta(computer)
+    quanta = WorkQueue(computer)
     for name in "ab":
         quanta.add(a_pass(name))
     for _ in range(12):
@@ -413,9 +413,11 @@ class Elsewhere(Scripted):
         answers.set_result([quantum.inputs for quantum in quanta])
 
 
-def turned(computer: Scripted, *operations: ModelOperation, clock: Clock | None = None) -> tuple[Quanta, list[Ended]]:
+def turned(
+    computer: Scripted, *operations: ModelOperation, clock: Clock | None = None
+) -> tuple[WorkQueue, list[Ended]]:
     """After as many turns as it has something to do for."""
-    quanta = Quanta(computer, clock=clock or Clock())
+    quanta = WorkQueue(computer, clock=clock or Clock())
     for operation in operations:
         quanta.add(operation)
     return quanta, turn_while_ready(quanta)
