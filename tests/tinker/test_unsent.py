@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyrl.tinker.requests.unsent import Unsent
+from skyrl.tinker.requests.unsent import UnsentSamples
 
 
 @pytest.mark.parametrize("waiting", [1, 10_000])
@@ -13,7 +13,7 @@ def test_what_may_go_is_known_without_a_look_at_each(waiting):
         asked.append(version)
         return version == "late"
 
-    unsent = Unsent(is_missing)
+    unsent = UnsentSamples(is_missing)
     for number in range(waiting):
         unsent.add(f"late {number}", "late", suspect=number % 2 == 1)
     unsent.add("a", None, suspect=False)
@@ -22,7 +22,7 @@ def test_what_may_go_is_known_without_a_look_at_each(waiting):
 
 
 def test_a_suspect_is_named_until_it_is_removed():
-    unsent = Unsent(lambda version: False)
+    unsent = UnsentSamples(lambda version: False)
     unsent.add("a", "v", suspect=True)
     unsent.add("b", "v", suspect=True)
     assert unsent.first_suspect() == "a" and unsent.take_others() == []

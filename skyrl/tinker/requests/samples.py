@@ -28,7 +28,7 @@ from skyrl.tinker.operations.submission import Refused, accept, admit
 from skyrl.tinker.processes.messages import Cancel, Enqueue
 from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.requests.outcomes import CANCELLED
-from skyrl.tinker.requests.unsent import Unsent
+from skyrl.tinker.requests.unsent import UnsentSamples
 from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
 from skyrl.tinker.results import PROTOBUF, Answer, Failure, Lost
 from skyrl.tinker.wire import schemas
@@ -83,7 +83,7 @@ class SampleQueue:
         self._versions = versions
         versions.on_arrival = self._send_what_may_go
         self._pending: dict[str, WaitingSample] = {}
-        self._unsent = Unsent(versions.is_missing)
+        self._unsent = UnsentSamples(versions.is_missing)
         """Samples of `_pending` that the engine that runs does not have."""
         self._number, self._bytes = Quota("{} samples"), Quota("samples of {} bytes")
         """Samples in `_pending`, and their bytes."""

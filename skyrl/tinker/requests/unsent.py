@@ -9,7 +9,7 @@ Group = tuple[bool, str | None]
 """(whether these are suspects, their version)."""
 
 
-class Unsent:
+class UnsentSamples:
     """Request ids of samples.
 
     Args:
