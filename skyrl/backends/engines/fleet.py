@@ -23,13 +23,13 @@ from skyrl.backends.engines.protocol import (
     EngineDown,
     EngineFailed,
     Mismatch,
+    NoEngine,
     Refused,
-    Unserved,
 )
 from skyrl.backends.engines.router import Load, Router, Start, Ticket
 from skyrl.backends.engines.sleeping import Sleep
 from skyrl.backends.engines.sync_check import Check, Checks
-from skyrl.backends.engines.waiting import Unservable
+from skyrl.backends.engines.waiting import StrandedTickets
 from skyrl.errors import RequestError
 from skyrl.utils.async_tasks import Tasks
 from skyrl.utils.backoff import pause_s
@@ -96,10 +96,10 @@ class Fleet:
         self._pumping = False
         self._stop = asyncio.Event()
         self._loop = uvloop.new_event_loop()
-        self._unservable = Unservable(
+        self._stranded = StrandedTickets(
             self._loop,
             options.absent_timeout_s,
-            lambda ticket_id: self._end(self._tickets[ticket_id], Unserved(self.why_absent())),
+            lambda ticket_id: self._end(self._tickets[ticket_id], NoEngine(self.why_absent())),
         )
         self._sleep = Sleep(self._is_gone)
         self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
@@ -238,7 +238,7 @@ class Fleet:
     def _look_for_unserved(self) -> None:
         """Note since when what waits cannot be drawn, as engines have come or gone, or samples."""
         if not self._sleep.holds:
-            self._unservable.look(self.router.waiting, self.router.servable)
+            self._stranded.look(self.router.waiting, self.router.servable)
 
     def why_absent(self) -> str:
         """Reasons for which engines are not in use."""
@@ -250,7 +250,7 @@ class Fleet:
 
     async def _pause_all(self) -> None:
         self._sleep.hold()
-        self._unservable.clear()
+        self._stranded.clear()
         drawing, self._drawing = self._drawing, {}
         for task in drawing.values():
             task.cancel()
@@ -276,14 +276,14 @@ class Fleet:
             self._tickets[ticket.request.request_id] = ticket
             self.router.add(ticket)
         if not self._sleep.holds:
-            self._unservable.look(tickets, self.router.servable)
+            self._stranded.look(tickets, self.router.servable)
         self._pump()
 
     def _cancel(self, ticket_ids: list[str]) -> None:
         for ticket_id in ticket_ids:
             ticket = self._tickets.pop(ticket_id, None)
             if ticket is not None:
-                self._unservable.forget(ticket)
+                self._stranded.forget(ticket)
                 self.router.remove(ticket)
                 if (task := self._drawing.pop(ticket_id, None)) is not None:
                     task.cancel()
@@ -388,6 +388,6 @@ class Fleet:
         ticket_id = ticket.request.request_id
         self._drawing.pop(ticket_id, None)
         self.router.remove(ticket)
-        self._unservable.forget(ticket)
+        self._stranded.forget(ticket)
         if self._tickets.pop(ticket_id, None) is not None:
             self._tell(ticket, outcome)

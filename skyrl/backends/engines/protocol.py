@@ -34,7 +34,7 @@ class Mismatch(Exception):
     """The engine is well, but does not serve what we train. The message says why that may be."""
 
 
-class Unserved(Exception):
+class NoEngine(Exception):
     """No engine is there that could draw the sample."""
 
 

@@ -34,7 +34,7 @@ from skyrl.backends.engines.launcher.launcher import Launcher
 from skyrl.backends.engines.launcher.vllm import RELOAD
 from skyrl.backends.engines.needs import has_scores, needs_of, needs_of_adapter
 from skyrl.backends.engines.probes import Probes
-from skyrl.backends.engines.protocol import Admitted, Drawn, Engine, Mismatch, Unserved
+from skyrl.backends.engines.protocol import Admitted, Drawn, Engine, Mismatch, NoEngine
 from skyrl.backends.engines.requests import EngineRequest
 from skyrl.backends.engines.reserved import ReservedEngine
 from skyrl.backends.engines.router import Ticket
@@ -313,7 +313,7 @@ class EngineSampler(Generic[Version]):
         if isinstance(outcome, Drawn):
             request.take(ticket, outcome, self._tokenizer)
             return self._complete_if_done(request)
-        if isinstance(outcome, Unserved):
+        if isinstance(outcome, NoEngine):
             log.error("samples have waited too long for an engine: %s", outcome)
             return self._complete(request, ErrorResponse(ABSENT, "server"))
         return self._complete(request, failure(request.job.request, outcome))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from skyrl.backends.engines.router import Ticket
 
 
-class Unservable:
+class StrandedTickets:
     """Times since which tickets cannot be drawn. Those that have waited too long are given up.
 
     Args:

@@ -16,7 +16,7 @@ from skyrl.backends.engines import fleet as fleet_module
 from skyrl.backends.engines.adapter_folder import AdapterFolder
 from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.http_engine import HttpEngine
-from skyrl.backends.engines.protocol import Drawn, EngineDown, EngineFailed, Mismatch, Unserved
+from skyrl.backends.engines.protocol import Drawn, EngineDown, EngineFailed, Mismatch, NoEngine
 from skyrl.errors import RequestError
 from tests.backends.engines.engine_server import SECRET, EngineProcess, engine_process
 from tests.backends.engines.marked import BASE, OPTIONS, fleet_of, ticket, write_marker
@@ -225,7 +225,7 @@ def test_what_no_engine_can_draw_fails_after_its_time(one, folder):
         one.kill()
         fleet.submit([ticket("2")])
         outcome = answers.wait(2)["2"]
-        assert isinstance(outcome, Unserved) and one.url in str(outcome)
+        assert isinstance(outcome, NoEngine) and one.url in str(outcome)
 
 
 def test_what_no_engine_can_draw_fails_in_time_though_another_comes_and_goes(folder):
@@ -242,7 +242,7 @@ def test_what_no_engine_can_draw_fails_in_time_though_another_comes_and_goes(fol
             assert time.monotonic() < until
             other.dead = not other.dead
             time.sleep(0.4)
-        assert isinstance(answers.outcomes["1"], Unserved)
+        assert isinstance(answers.outcomes["1"], NoEngine)
 
 
 def test_an_engine_that_fails_for_a_second_loses_no_sample(one, folder):
