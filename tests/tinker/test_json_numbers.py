@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 
 from skyrl.tinker.wire import json_numbers
-from skyrl.tinker.wire.json_numbers import LONG_BYTES, MAX_MARKS, MAX_REST_BYTES, NAMES, PIECE_BYTES, TooMuch, parse
+from skyrl.tinker.wire.json_numbers import (
+    LONG_BYTES,
+    MAX_MARKS,
+    MAX_REST_BYTES,
+    NAMES,
+    PIECE_BYTES,
+    JsonTooLarge,
+    parse,
+)
 
 ENOUGH = LONG_BYTES
 
@@ -120,14 +128,16 @@ TOO_MUCH = {
 
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_what_is_beside_long_lists_may_not_be_much(name):
-    with pytest.raises(TooMuch, match=f"more than {MAX_REST_BYTES} bytes, or {MAX_MARKS} quotes"):
+    with pytest.raises(JsonTooLarge, match=f"more than {MAX_REST_BYTES} bytes, or {MAX_MARKS} quotes"):
         parse(TOO_MUCH[name])
 
 
 def test_tokens_are_no_more_than_a_context_may_take_in_all_lists_together():
     text = b'{"a":[' + b",".join([b'{"tokens":[%b]}' % (b"1, " * 2**18 + b"1")] * 2) + b"]}"
     assert len(parse(text, max_tokens=json_numbers.TOKENS_BYTES)["a"]) == 2
-    with pytest.raises(TooMuch, match="more than the 1048576 bytes that a prompt of the model's context of 40 tokens"):
+    with pytest.raises(
+        JsonTooLarge, match="more than the 1048576 bytes that a prompt of the model's context of 40 tokens"
+    ):
         parse(text, max_tokens=40)
 
 

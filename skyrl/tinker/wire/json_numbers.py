@@ -46,14 +46,14 @@ _MARK = f"{token_hex(16)}:"
 """Text that no client knows, so that none can send it."""
 
 
-class TooMuch(ValueError):
+class JsonTooLarge(ValueError):
     """The text is of more than can be read without holding up others."""
 
 
 def parse(text: bytes, max_tokens: int | None = None, bounded: bool = True) -> Any:
     """The value of a JSON text, in which long lists of numbers in fields of `NAMES` are arrays, int64 or float64.
 
-    Raises `ValueError` where it is no JSON, and `TooMuch`.
+    Raises `ValueError` where it is no JSON, and `JsonTooLarge`.
 
     Args:
         text: A body.
@@ -84,7 +84,7 @@ def parse(text: bytes, max_tokens: int | None = None, bounded: bool = True) -> A
 
 
 def parse_short(text: bytes, bounded: bool = True) -> Any:
-    """The value of a JSON text. Raises `ValueError` where it is none, and `TooMuch` where it may be."""
+    """The value of a JSON text. Raises `ValueError` where it is none, and `JsonTooLarge` where it may be."""
     if bounded and (len(text) > MAX_REST_BYTES or sum(map(text.count, (b'"', b"[", b"{"))) > MAX_MARKS):
         raise _too_much()
     return from_json(text)
@@ -109,14 +109,14 @@ def outer_members(text: bytes) -> dict[str, Any]:
 def _check_tokens(size: int, max_tokens: int) -> None:
     most = max(TOKENS_BYTES, TOKEN_BYTES * max_tokens)
     if size > most:
-        raise TooMuch(
+        raise JsonTooLarge(
             f"tokens: more than the {most} bytes that a prompt of the model's context of {max_tokens} tokens may take; "
             "send a shorter prompt"
         )
 
 
-def _too_much() -> TooMuch:
-    return TooMuch(
+def _too_much() -> JsonTooLarge:
+    return JsonTooLarge(
         f"beside the long lists of numbers in {', '.join(NAMES)} there are more than {MAX_REST_BYTES} bytes, or "
         f"{MAX_MARKS} quotes and opening brackets; send less in one request"
     )

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from skyrl.tinker.errors import MalformedBody
-from skyrl.tinker.wire.json_numbers import TooMuch, outer_members, parse_short
+from skyrl.tinker.wire.json_numbers import JsonTooLarge, outer_members, parse_short
 
 R = TypeVar("R", bound=BaseModel)
 T = TypeVar("T")
@@ -116,7 +116,7 @@ def json_object(body: Body, parse: Callable[[bytes], Any] = parse_short) -> dict
         raise MalformedBody(f"Content-Encoding: {body.content_encoding} is not served for JSON; send it uncompressed")
     try:
         value = parse(body.data or b"{}")
-    except TooMuch as error:
+    except JsonTooLarge as error:
         raise TooLarge(str(error), body.data) from error
     except ValueError as error:
         raise MalformedBody(f"the body is not JSON ({error}); send a JSON object") from error
