@@ -56,13 +56,13 @@ from skyrl.tinker.processes.messages import (
     Progress,
     Ready,
     Refuse,
+    RetryLater,
     Revive,
     Running,
     Shutdown,
     Start,
     Stored,
     ToEngine,
-    TurnedAway,
 )
 from skyrl.types import ErrorResponse, Result, SampleOutput, SaveOutput
 from skyrl.utils.failpoints import crash_point
@@ -241,7 +241,7 @@ class TinkerEngine:
                 self.backend.refuse(frame.refusal)
         elif isinstance(frame, DropVersion):
             self.backend.drop_version(frame.version)
-        elif isinstance(frame, TurnedAway):
+        elif isinstance(frame, RetryLater):
             self.scheduler.turned_away(frame.model_id, time.monotonic())
         elif isinstance(frame, Shutdown):
             self._stopping = True

@@ -47,7 +47,7 @@ class DropVersion:
 
 
 @dataclass(frozen=True)
-class TurnedAway:
+class RetryLater:
     """A request was rejected with "send it again"; later requests of the model keep waiting for it."""
 
     model_id: str
@@ -78,7 +78,7 @@ class Park:
     model_id: str
 
 
-ToEngine = Start | Enqueue | Cancel | Refuse | DropVersion | TurnedAway | Revive | Park | Shutdown
+ToEngine = Start | Enqueue | Cancel | Refuse | DropVersion | RetryLater | Revive | Park | Shutdown
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from skyrl.tinker.context import Service
 from skyrl.tinker.database.log.request_log import LOST_ADVICE
 from skyrl.tinker.database.retrying_writer import RetryingWriter
 from skyrl.tinker.identity.ids import session_of_model
-from skyrl.tinker.processes.messages import Enqueue, Park, Refuse, Revive, TurnedAway
+from skyrl.tinker.processes.messages import Enqueue, Park, Refuse, RetryLater, Revive
 from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.requests.outcomes import Outcomes
 from skyrl.tinker.requests.pending import Pending, PendingRequest
@@ -104,7 +104,7 @@ class EngineModels:
     def turned_away(self, model_id: str) -> None:
         """There was no room for a request of a model, whose sender will send it again."""
         if self._service.engine.state == "ready" and self._states.get(model_id) == "here":
-            self._service.engine.send(TurnedAway(model_id))
+            self._service.engine.send(RetryLater(model_id))
 
     # -- the engine's life --------------------------------------------------------------------------------------------
 
