@@ -80,7 +80,7 @@ class Stored(NamedTuple):
         return cast("PutMode", {name: value for name, value in named.items() if value is not None})
 
 
-class AlreadyThere(StorageError):
+class PreconditionFailed(StorageError):
     """A conditional put found another object, or another version of it."""
 
 
@@ -117,7 +117,7 @@ class ObjectStore:
             self._store: Any = kinds[scheme](bucket, prefix=prefix or None, client_options=client, retry_config=retry)
 
     def put(self, key: str, data: bytes, mode: "PutMode" = "overwrite") -> Stored:
-        """Put an object. Mode "create", and that of a version, raise `AlreadyThere` if there is another one."""
+        """Put an object. Mode "create", and that of a version, raise `PreconditionFailed` if there is another one."""
         import obstore
 
         with self._failing("write", key):
@@ -224,7 +224,7 @@ class ObjectStore:
         try:
             yield
         except (AlreadyExistsError, PreconditionError, FileExistsError) as error:
-            raise AlreadyThere(f"{where} was written by another process meanwhile") from error
+            raise PreconditionFailed(f"{where} was written by another process meanwhile") from error
         except FileNotFoundError as error:
             if verb == "read":
                 raise

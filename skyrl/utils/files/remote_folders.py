@@ -19,7 +19,7 @@ from uuid import uuid4
 from skyrl.errors import StorageError
 from skyrl.utils.failpoints import crash_point
 from skyrl.utils.files.atomic_folders import MANIFEST, TEMPORARY, Written
-from skyrl.utils.files.object_store import AlreadyThere, ObjectStore, Stored
+from skyrl.utils.files.object_store import ObjectStore, PreconditionFailed, Stored
 
 OBJECT = "object"
 """Key of a manifest's entry for a file whose object has another name."""
@@ -183,7 +183,7 @@ def _send_manifest(store: ObjectStore, name: str, manifest: bytes, older: Stored
     key = _key(name, MANIFEST)
     try:
         store.put(key, manifest, "create" if older is None else older.only_this)
-    except AlreadyThere:
+    except PreconditionFailed:
         if store.get(key) != manifest:  # else it was put by us, and the answer was lost
             raise
 

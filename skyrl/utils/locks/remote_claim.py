@@ -17,7 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from skyrl.errors import StorageError
-from skyrl.utils.files.object_store import AlreadyThere, ObjectStore, Stored
+from skyrl.utils.files.object_store import ObjectStore, PreconditionFailed, Stored
 from skyrl.utils.process_identity import ProcessIdentity
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class RemoteClaim:
             return False
         try:
             self._mine = self._put("create" if found is None else found.only_this)
-        except AlreadyThere:
+        except PreconditionFailed:
             return False
         self._beating = threading.Thread(target=self._beat, name="bucket claim", daemon=True)
         self._beating.start()
@@ -134,7 +134,7 @@ class RemoteClaim:
         data = json.dumps(content).encode()
         try:
             return self._store.put(LOCK, data, mode)
-        except AlreadyThere:
+        except PreconditionFailed:
             if self._store.get(LOCK) == data and (found := self._store.find(LOCK)) is not None:
                 return found
             raise
@@ -148,7 +148,7 @@ class RemoteClaim:
                     self._mine = self._mine and put
                     return
                 self._mine, self._is_cut_off = put, False
-            except AlreadyThere:
+            except PreconditionFailed:
                 self.is_lost = not self._ended.is_set()
                 return
             except StorageError as error:  # it may be reached again before the lease ends
