@@ -25,7 +25,7 @@ from skyrl.tinker.metrics.registry import ServerMetrics
 from skyrl.tinker.processes.crash_record import CrashRecord
 from skyrl.tinker.processes.messages import FromEngine, ToEngine
 from skyrl.tinker.redaction import Redaction
-from skyrl.tinker.wire.sharing.body_room import BodyRoom
+from skyrl.tinker.wire.sharing.body_quota import BodyQuota
 from skyrl.tinker.wire.sharing.decode_pool import DecodePool
 from skyrl.types import BackendInfo
 
@@ -98,7 +98,7 @@ class Service:
         self.decode_pool = DecodePool()
         self.listings = Listings(database, self.decode_pool)
         self.answers = Answers(database, self.decode_pool)
-        self.body_room = BodyRoom()
+        self.body_quota = BodyQuota()
         self.redact = Redaction(config)
         self.metrics = ServerMetrics(config.key_names, lambda: self.engine)
         self.database_probe: asyncio.Task[bool] | None = None

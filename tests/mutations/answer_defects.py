@@ -56,7 +56,7 @@ ANSWER_DEFECTS = [
             ),
             Edit("skyrl/tinker/http/routes/dependencies.py", "data = whole.getvalue()", 'data = b"".join(pieces)'),
         ],
-        ["tests/tinker/test_body_room.py::test_a_body_is_there_once_when_it_has_come"],
+        ["tests/tinker/test_body_quota.py::test_a_body_is_there_once_when_it_has_come"],
     ),
     Defect(
         "R9b",

@@ -877,7 +877,7 @@ DEFECTS = [
                 "",
             )
         ],
-        ["tests/tinker/test_body_room.py::test_bodies_that_do_not_come_take_only_their_senders_room"],
+        ["tests/tinker/test_body_quota.py::test_bodies_that_do_not_come_take_only_their_senders_room"],
     ),
     Defect(
         "silent-connections-stay",

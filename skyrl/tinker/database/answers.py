@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from skyrl.tinker.database.database import Database, Job
 from skyrl.tinker.results import Answer
-from skyrl.tinker.wire.sharing.body_room import BodyRoom
+from skyrl.tinker.wire.sharing.body_quota import BodyQuota
 from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES, DecodePool
 
 PIECE_BYTES = 256 * 2**10
@@ -32,7 +32,7 @@ class Answers:
     """
 
     def __init__(self, database: Database, decode_pool: DecodePool):
-        self.room = BodyRoom("answers of {} bytes")
+        self.room = BodyQuota("answers of {} bytes")
         self._database = database
         self._decode_pool = decode_pool
         self._reading: dict[tuple[str, str], asyncio.Task[Answer | None]] = {}

@@ -21,7 +21,7 @@ from skyrl.tinker.identity.ids import CheckpointKind, TinkerPath
 from skyrl.tinker.requests.queue import RequestQueue
 from skyrl.tinker.server import TinkerServer
 from skyrl.tinker.wire.parsing import BEGINNING_BYTES, Body, describe_faults, json_object
-from skyrl.tinker.wire.sharing.body_room import Kept, announced_length
+from skyrl.tinker.wire.sharing.body_quota import Reservation, announced_length
 
 
 def _server(request: Request) -> TinkerServer:
@@ -84,7 +84,7 @@ async def _body(request: Request, caller: CallerDependency) -> Body:
     content_type = headers.get("content-type", "application/json").split(";")[0].strip().lower()
     too_large = ""
     with ExitStack() as while_read:
-        room = while_read.enter_context(_server(request).service.body_room.keep(caller.sharer))
+        room = while_read.enter_context(_server(request).service.body_quota.keep(caller.sharer))
         room.grow_to(announced_length(request.scope))
         whole = BytesIO()  # in whose memory the bytes that it returns are: to join many pieces stops the loop
         try:
@@ -106,12 +106,12 @@ async def _body(request: Request, caller: CallerDependency) -> Body:
 BodyDependency = Annotated[Body, Depends(_body)]
 
 
-async def _answer_room(request: Request, caller: CallerDependency) -> Kept:
+async def _answer_room(request: Request, caller: CallerDependency) -> Reservation:
     """Room for the answer, none at first, which is kept until it is sent."""
     return request.scope[UNTIL_ANSWERED].enter_context(_server(request).service.answers.room.keep(caller.sharer))
 
 
-AnswerRoomDependency = Annotated[Kept, Depends(_answer_room)]
+AnswerRoomDependency = Annotated[Reservation, Depends(_answer_room)]
 
 PathDependency = Annotated[TinkerPath, Depends(_path)]
 """The checkpoint that a URL names by `run_id`, `kind` and `name`."""

@@ -1,1 +1,1 @@
-"""Sharing between senders: memory for bodies (`body_room`), threads that work on them (`decode_pool`)."""
+"""Sharing between senders: memory for bodies (`body_quota`), threads that work on them (`decode_pool`)."""

@@ -19,7 +19,7 @@ SMALL_BYTES = 64 * 2**10
 """Largest body that needs no room."""
 
 
-class BodyRoom:
+class BodyQuota:
     """Holders of the room, and how much each has.
 
     Args:
@@ -30,9 +30,9 @@ class BodyRoom:
         self.quota = Quota(what)
 
     @contextmanager
-    def keep(self, sharer: str) -> Iterator["Kept"]:
+    def keep(self, sharer: str) -> Iterator["Reservation"]:
         """Room for a body of a sender, none at first, until the end of the block."""
-        kept = Kept(self.quota, sharer)
+        kept = Reservation(self.quota, sharer)
         try:
             yield kept
         finally:
@@ -40,7 +40,7 @@ class BodyRoom:
                 self.quota.remove(sharer, kept.size)
 
 
-class Kept:
+class Reservation:
     """Room for one body.
 
     Args:

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from skyrl.tinker.http import errors
 from skyrl.tinker.http.errors import BodyLimit
-from skyrl.tinker.wire.sharing import body_room
+from skyrl.tinker.wire.sharing import body_quota
 from tests.tinker.harness import LiveServer
 from tests.tinker.in_process import InProcessServer
 from tests.tinker.test_http_fuzz import address
@@ -27,7 +27,7 @@ KEYS = ("tml-a", "tml-b")
 @pytest.fixture
 def small_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
     """A server with keys that has room for four large bodies."""
-    monkeypatch.setattr(body_room, "MAX_BYTES", 4 * LARGE)
+    monkeypatch.setattr(body_quota, "MAX_BYTES", 4 * LARGE)
     with LiveServer(tmp_path, api_keys=KEYS) as server:
         server.http.headers["X-API-Key"] = KEYS[1]
         yield server
@@ -47,7 +47,7 @@ def status(connection: socket.socket) -> int:
 
 def wait_until_taken(server: LiveServer, size: int) -> None:
     """Wait until bodies have so much of the room."""
-    quota = server.app.state.server.service.body_room.quota
+    quota = server.app.state.server.service.body_quota.quota
     until(lambda: quota.total == size, f"bodies have room for {size} bytes")
 
 
