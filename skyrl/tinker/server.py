@@ -10,7 +10,7 @@ from functools import partial
 from skyrl.errors import RequestError
 from skyrl.tinker.checkpoints import state_id
 from skyrl.tinker.checkpoints.collector import Collector
-from skyrl.tinker.checkpoints.holding import hold
+from skyrl.tinker.checkpoints.state_locks import hold
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.context import EngineFactory, Service
 from skyrl.tinker.database.database import Database

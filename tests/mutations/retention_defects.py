@@ -99,7 +99,7 @@ RETENTION_DEFECTS = [
     Defect(
         "bucket-two-servers",
         "two servers of different machines use one bucket",
-        [Edit("skyrl/tinker/checkpoints/holding.py", "if claim.take():", "if claim.take() or True:")],
+        [Edit("skyrl/tinker/checkpoints/state_locks.py", "if claim.take():", "if claim.take() or True:")],
         ["tests/tinker/test_server_buckets.py::test_a_second_server_at_a_bucket_is_refused"],
     ),
     Defect(

@@ -10,7 +10,7 @@ import pytest
 
 from skyrl.cli import main
 from skyrl.errors import RequestError
-from skyrl.tinker.checkpoints.holding import hold
+from skyrl.tinker.checkpoints.state_locks import hold
 from skyrl.tinker.config import EngineConfig
 from skyrl.utils.files.object_store import ObjectStore
 from skyrl.utils.files.paths import bucket_folder

@@ -152,7 +152,7 @@ def state_belongs_together(state: State) -> Finding | None:
         return None
     with state.database() as opened:
         why = state_id.refusal(state.config, opened)
-        missing = sorted(state_id.holdings(state.config, opened).missing)
+        missing = sorted(state_id.contents(state.config, opened).missing)
     if why is not None:
         return problem(why, "skyrl adopt --dry-run says more")
     if missing:

@@ -16,8 +16,8 @@ from skyrl.tinker.checkpoints import adoption, retention, state_id, trash
 from skyrl.tinker.checkpoints.collector import OFTEN, Collector, mebibytes, past_its_time, summary
 from skyrl.tinker.checkpoints.disk_budget import GIB
 from skyrl.tinker.checkpoints.guard import at_stake, nameless_folders
-from skyrl.tinker.checkpoints.holding import hold
 from skyrl.tinker.checkpoints.retention import SELDOM, Removal, Rules
+from skyrl.tinker.checkpoints.state_locks import hold
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.queries.checkpoint_rows import UnreferencedFiles
@@ -75,7 +75,7 @@ def adopt(config: EngineConfig, dry_run: bool, say: Say) -> None:
     """
     base = config.checkpoints_folder
     with _opened(config, dry_run) as database:
-        found = state_id.holdings(config, database)
+        found = state_id.contents(config, database)
         say(f"{found.words}.")
         for folder in sorted(found.missing):
             say(f"missing: {folder}")

@@ -41,7 +41,7 @@ class Ids:
 
 
 @dataclass(frozen=True)
-class Holdings:
+class FolderContents:
     """Contents of a folder, and what a database names of it."""
 
     there: set[str]
@@ -101,7 +101,7 @@ def refusal(config: EngineConfig, database: Readable) -> str | None:
     ids = read(base, database)
     if ids.agree:
         return None
-    found = holdings(config, database)
+    found = contents(config, database)
     if not found.there and not found.written:
         return None
     if ids.folder is None and ids.database is None and found.known:
@@ -134,17 +134,17 @@ def read(base: Path, database: Readable) -> Ids:
     return Ids(folder, *database.read_now(settings))
 
 
-def holdings(config: EngineConfig, database: Readable) -> Holdings:
+def contents(config: EngineConfig, database: Readable) -> FolderContents:
     """Contents of both sides. Raises `RequestError` if a bucket does not tell its own."""
     try:
         there = saved_folders(config.checkpoints_folder, config.checkpoints_bucket)
     except StorageError as error:
         raise RequestError(f"checkpoints_base={config.checkpoints_base}: {error}") from error
 
-    def named(session: Session) -> Holdings:
+    def named(session: Session) -> FolderContents:
         written = written_folders(session)
         models = {folder_of_model(model_id) for model_id in session.exec(select(ModelRow.model_id)).all()}
-        return Holdings(there, written, models | {folder.partition("/")[0] for folder in written})
+        return FolderContents(there, written, models | {folder.partition("/")[0] for folder in written})
 
     return database.read_now(named)
 

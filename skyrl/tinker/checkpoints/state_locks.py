@@ -10,7 +10,7 @@ from skyrl.utils.locks.lease import Lease, in_use
 from skyrl.utils.locks.remote_claim import RemoteClaim
 
 
-class Holding:
+class StateLocks:
     """Both locks, from `hold` to `release`.
 
     Args:
@@ -21,7 +21,7 @@ class Holding:
     def __init__(self, lease: Lease, claim: RemoteClaim | None):
         self._lease, self._claim = lease, claim
 
-    def __enter__(self) -> "Holding":
+    def __enter__(self) -> "StateLocks":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -38,11 +38,11 @@ class Holding:
         self._lease.release()
 
 
-def hold(config: EngineConfig, finish_writes: bool = True, stopping: threading.Event | None = None) -> Holding:
+def hold(config: EngineConfig, finish_writes: bool = True, stopping: threading.Event | None = None) -> StateLocks:
     """Take folder and bucket for this process. Arguments and errors as those of `hold_folder`."""
     lease = hold_folder(config.checkpoints_folder, finish_writes, stopping)
     try:
-        return Holding(lease, _claim(config.checkpoints_bucket))
+        return StateLocks(lease, _claim(config.checkpoints_bucket))
     except BaseException:
         lease.release()
         raise
