@@ -49,7 +49,7 @@ HEADER_BYTES = 512
 
 
 @dataclass(frozen=True)
-class Begun:
+class StartedUpload:
     """An upload that files may be sent to."""
 
     id: str
@@ -58,7 +58,7 @@ class Begun:
     """By name of the file, a signed name of the place that it is sent to."""
 
 
-def begin_upload(service: Service, caller: Caller, request: rest.UploadStartRequest, expires: int) -> Begun:
+def begin_upload(service: Service, caller: Caller, request: rest.UploadStartRequest, expires: int) -> StartedUpload:
     """Begin an upload, whose files may be sent until `expires`, a Unix time.
 
     Raises RequestError for another base model, a rank that is not served, and where the backend imports nothing.
@@ -86,7 +86,7 @@ def begin_upload(service: Service, caller: Caller, request: rest.UploadStartRequ
         )
         for name, limit in limits.items()
     }
-    return Begun(signer.sign("upload", claims | about, upload.expires + KNOWN_S), files)
+    return StartedUpload(signer.sign("upload", claims | about, upload.expires + KNOWN_S), files)
 
 
 async def receive_file(service: Service, claims: dict[str, Any], pieces: AsyncIterator[bytes], announced: int) -> None:
