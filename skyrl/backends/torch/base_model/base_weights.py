@@ -96,7 +96,7 @@ class BaseWeights(ABC):
         """Sum of a number over the ranks that share a copy."""
 
 
-class Whole(BaseWeights):
+class Replicated(BaseWeights):
     """All weights of a model on this rank."""
 
     shards = 1
@@ -138,7 +138,7 @@ class Whole(BaseWeights):
         return value
 
 
-class InParts(Whole):
+class TensorParallel(Replicated):
     """A rank's part of each matrix of a model, which it computes with as it is.
 
     Args:

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.packing import DropoutArrays
 from skyrl.backends.torch.base_model.attention import Attention, Packed, Paged, PagedParts
-from skyrl.backends.torch.base_model.base_weights import WHOLE, BaseWeights, InParts, Sharded, ShardOptions, Whole
+from skyrl.backends.torch.base_model.base_weights import (
+    WHOLE,
+    BaseWeights,
+    Replicated,
+    Sharded,
+    ShardOptions,
+    TensorParallel,
+)
 from skyrl.backends.torch.base_model.loading import LoadOptions, layers_of, load_by_layers, load_onto
 from skyrl.backends.torch.base_model.lora import Hooks, Layout, lora_layout, targets_of, whole_layout
 from skyrl.backends.torch.base_model.sequence_ranks import looks_at_longest, sequence_ranks
@@ -102,7 +109,7 @@ class LoadedModel:
         self.embedding = next(name for name, x in self.hf.named_parameters() if x is inputs)
         """Name of the embedding's weights."""
         self.base: BaseWeights = (
-            Whole(self.hf)
+            Replicated(self.hf)
             if fill is None
             else Sharded(self.hf, layers_of(self.hf, folder), fill, device, shards, world)
         )
@@ -112,7 +119,7 @@ class LoadedModel:
             if in_parts:
                 self.tensor_ranks.cut(self.hf, self.hf.tp_plan, self._head)
                 self.hf.to(device)
-                self.device, self.base = device, InParts(self.hf, self.tensor_ranks, shapes)
+                self.device, self.base = device, TensorParallel(self.hf, self.tensor_ranks, shapes)
             if self.tile_ranks > 1:
                 self._try_together(folder, wanted)
             self.cache_shapes = self.base.run(self._cache_shapes)
