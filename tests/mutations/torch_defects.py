@@ -82,7 +82,7 @@ TORCH_DEFECTS = [
         "passes with other collectives meet in one dispatch",
         [
             Edit(
-                TORCH + "workers/meetings.py",
+                TORCH + "workers/rendezvous.py",
                 "    return TILE, sums is not None, sums is not None and inner",
                 "    return (TILE,)",
             )
@@ -113,7 +113,7 @@ TORCH_DEFECTS = [
         [
             Edit(
                 TORCH + "workers/worker.py",
-                "if meeting is not None and not isinstance(error, RequestError):",
+                "if rendezvous is not None and not isinstance(error, RequestError):",
                 "if False:",
             )
         ],

@@ -50,7 +50,7 @@ from skyrl.backends.torch.models.state import (
 from skyrl.backends.torch.opening import open_group
 from skyrl.backends.torch.runner import TorchRunner
 from skyrl.backends.torch.workers.group import Buffer, WorkerGroup
-from skyrl.backends.torch.workers.meetings import TILE, pass_of
+from skyrl.backends.torch.workers.rendezvous import TILE, pass_of
 from skyrl.errors import RequestError
 from skyrl.types import BackendInfo
 from skyrl.utils.adapters.fitting import Features

@@ -38,8 +38,8 @@ from skyrl.backends.torch.sampling.sampling_worker import SamplingWorker
 from skyrl.backends.torch.training.passes import adamw, dimuon, run_tile
 from skyrl.backends.torch.training.scores import Scoring, compiled_scores, scores_of_logits
 from skyrl.backends.torch.workers.buffers import Buffers
-from skyrl.backends.torch.workers.meetings import SAMPLING, STEPS, TILE, Meetings
 from skyrl.backends.torch.workers.model_facts import ModelFacts
+from skyrl.backends.torch.workers.rendezvous import SAMPLING, STEPS, TILE, RendezvousPlan
 from skyrl.backends.torch.workers.shares import Shares
 from skyrl.errors import BackendLost, RequestError
 
@@ -106,7 +106,7 @@ class Worker:
         self._scoring = Scoring(options.loss_chunk_size, of_logits)
         self._buffers = Buffers(rank)
         self._shares = Shares(self.model, rank, world)
-        self._meetings = Meetings(self.model, world)
+        self._rendezvous = RendezvousPlan(self.model, world)
         self.sampling = SamplingWorker(self.model)
 
     def execute(self, commands: Sequence[Command]) -> list[Any]:
@@ -114,10 +114,10 @@ class Worker:
         return [self._one(*command) for command in commands]
 
     def _one(self, name: str, *arguments: Any) -> Any:
-        meeting = self._meetings.of(name, arguments)
+        rendezvous = self._rendezvous.of(name, arguments)
         try:
-            if meeting is not None and (
-                refusal := meeting.agreement.refusal(meeting.plan, self._unready(name, arguments))
+            if rendezvous is not None and (
+                refusal := rendezvous.agreement.refusal(rendezvous.plan, self._unready(name, arguments))
             ):
                 return refusal
             return getattr(self, name)(*arguments)
@@ -125,7 +125,7 @@ class Worker:
             if name in MAKES:
                 self._buffers.fail(arguments[0], error)
                 return None
-            if meeting is not None and not isinstance(error, RequestError):  # others wait for this rank
+            if rendezvous is not None and not isinstance(error, RequestError):  # others wait for this rank
                 trace = "".join(traceback.format_exception(error))
                 said = f"{name} failed on rank {self.rank}: {type(error).__name__}: {error}"
                 return BackendLost(f"{said}\n{trace}")

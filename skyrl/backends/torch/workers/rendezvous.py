@@ -13,7 +13,7 @@ STEPS = {"step", "dimuon_step"}
 SAMPLING = {"read", "project", "decode"}
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """Ranks that begin a command together."""
 
     agreement: Agreement
@@ -21,8 +21,8 @@ class Meeting(NamedTuple):
     """Parts of the command that are alike on all of them."""
 
 
-class Meetings:
-    """Meetings of a rank with others.
+class RendezvousPlan:
+    """Rendezvous of a rank with other ranks.
 
     Args:
         model: The base model, which ranks may share.
@@ -37,19 +37,19 @@ class Meetings:
         if not model.base.is_sharded and model.tile_ranks > 1:
             self._tile = Agreement(host_subgroup(model.tile_ranks))
 
-    def of(self, name: str, arguments: Sequence[Any]) -> Meeting | None:
-        """Return the meeting of a command, or None if this rank does it by itself."""
+    def of(self, name: str, arguments: Sequence[Any]) -> Rendezvous | None:
+        """Return the rendezvous of a command, or None if this rank does it by itself."""
         if self._all is None:
             return None
         if name == TILE and self._tile is not None:
-            return Meeting(self._tile, (name, *arguments))
+            return Rendezvous(self._tile, (name, *arguments))
         is_sharded = self._model.base.is_sharded
         if name == TILE:
             kind, weights, sums, *_ = arguments
-            return Meeting(self._all, pass_of(self._model.targets, kind, weights, sums)) if is_sharded else None
+            return Rendezvous(self._all, pass_of(self._model.targets, kind, weights, sums)) if is_sharded else None
         gets_parts = name == "get" and arguments[-1] != "replicated"
         if name in STEPS or gets_parts or (is_sharded and name in {"parameter", *SAMPLING}):
-            return Meeting(self._all, (name, *arguments))
+            return Rendezvous(self._all, (name, *arguments))
         return None
 
 
