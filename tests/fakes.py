@@ -41,7 +41,7 @@ from skyrl.backends.backend import (
     SaveSnapshot,
 )
 from skyrl.backends.common.models.checkpoint_folder import PEFT_CONFIG, PEFT_TENSORS, header_of, kind_of
-from skyrl.backends.executor import Executor, FairLine, Quantum, Work
+from skyrl.backends.executor import Executor, FairQueue, Quantum, Work
 from skyrl.backends.statistics import Statistics
 from skyrl.errors import RequestError
 from skyrl.types import (
@@ -325,7 +325,7 @@ class FakeSampler:
 
     def __init__(self, backend: FakeBackend):
         self._backend = backend
-        self._waiting: FairLine[_Running] = FairLine()
+        self._waiting: FairQueue[_Running] = FairQueue()
         self._running: dict[str, _Running] = {}
 
     @property

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.backends import operations
-from skyrl.backends.executor import Executor, FairLine, Quantum, Work, failure
+from skyrl.backends.executor import Executor, FairQueue, Quantum, Work, failure
 from skyrl.backends.operations import Completion, ModelOperation, Progress, Sample
 from skyrl.backends.statistics import Statistics
 from skyrl.errors import BackendLost, RequestError
@@ -107,7 +107,7 @@ class RemoteSampler:
 
     def __init__(self, backend: "RemoteBackend"):
         self._backend = backend
-        self._waiting: FairLine[tuple[Sample, int | None]] = FairLine()
+        self._waiting: FairQueue[tuple[Sample, int | None]] = FairQueue()
         self._asked: dict[str, Sample] = {}
         self._dropped: set[int] = set()
         self.news: deque[Progress | BackendLost | tuple[str, Result | Exception]] = deque()

@@ -167,7 +167,7 @@ def test_only_the_torch_backend_and_the_search_for_gpus_import_torch():
 
 def test_nothing_of_the_torch_backend_decides_admission_pages_or_stops():
     """Host policy of sampling is that of any backend."""
-    policy = {"Pages", "FairLine", "StopStrings", "StopRule", "Line"}
+    policy = {"Pages", "FairQueue", "StopStrings", "StopRule", "WaitingQueue"}
     torch = ROOT / "backends" / "torch"
     sampling = [torch / "runner.py", *sorted((torch / "sampling").glob("*.py"))]
     assert sum(len(path.read_text().splitlines()) for path in sampling) < 500

@@ -735,7 +735,7 @@ DEFECTS = [
         "a sample that waits for pages holds up all behind it, however small",
         [
             Edit(
-                "skyrl/backends/common/sampling/waiting_line.py",
+                "skyrl/backends/common/sampling/waiting_queue.py",
                 "left = min(left, self._room - job.passed_by)",
                 "left = 0",
             )

@@ -2,10 +2,10 @@
 
 from defects import Defect, Edit
 
-LINE = "skyrl/backends/executor/fair_line.py"
+LINE = "skyrl/backends/executor/fair_queue.py"
 SAMPLER = "skyrl/backends/common/sampling/sampler.py"
 WINDOW = "skyrl/tinker/engine/sample_window.py"
-TESTS = "tests/backends/test_fair_line.py::"
+TESTS = "tests/backends/test_fair_queue.py::"
 BATCHING = "tests/backends/test_sampler_batching.py::"
 
 FAIR_DEFECTS = [

@@ -1,6 +1,6 @@
 """Routing of samples to engines, as pure state: no threads, no clock, no I/O.
 
-Samples that wait begin in the order of `FairLine`, fairly between tenants, on an engine that has room and the sample's
+Samples that wait begin in the order of `FairQueue`, fairly between tenants, on an engine that has room and the sample's
 adapter, or a slot for it. One that finds no slot is passed by those behind it until as many of these have begun as all
 engines hold; then an adapter gives way on some engine: nothing more begins there with it, and what runs of it ends. So
 no engine is given more than it holds, and the wait of a lone tenant's adapter is bounded. Samples of a lost engine go
@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from skyrl.backends.engines.protocol import Draw, Drawn
-from skyrl.backends.executor.fair_line import FairLine
+from skyrl.backends.executor.fair_queue import FairQueue
 from skyrl.backends.operations import Sample
 
 LOOK_AT = 512
@@ -123,7 +123,7 @@ class Router:
     """Engines, what runs on them and what waits."""
 
     def __init__(self) -> None:
-        self._line: FairLine[Ticket] = FairLine()
+        self._line: FairQueue[Ticket] = FairQueue()
         self._again: deque[Ticket] = deque()
         """Samples of engines that were lost."""
         self._places: dict[str, _Place] = {}

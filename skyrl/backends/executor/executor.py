@@ -82,7 +82,7 @@ class SamplerLoop(Protocol):
         ...
 
     def add(self, request: Sample) -> None:
-        """Queue a request, fairly between tenants (`FairLine`). Raises `RequestError` if it can never run."""
+        """Queue a request, fairly between tenants (`FairQueue`). Raises `RequestError` if it can never run."""
         ...
 
     def burst(self) -> list[Completion]:

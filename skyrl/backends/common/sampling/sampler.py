@@ -1,9 +1,9 @@
 """Continuous sampling: requests join and leave a running decode batch whenever they are ready.
 
-A request claims its version, waits in a `Line`, gets a slot, is read by chunks into pages (`Prompt`), and then starts
-one sequence per sample, which shares the prompt's full pages. Each burst reads about one chunk of the prompts, which
-take turns, and then decodes a few steps, so neither long prompts nor long continuations nor many samples hold others
-up. Everything here runs on the caller's thread.
+A request claims its version, waits in a `WaitingQueue`, gets a slot, is read by chunks into pages (`Prompt`), and then
+starts one sequence per sample, which shares the prompt's full pages. Each burst reads about one chunk of the prompts,
+which take turns, and then decodes a few steps, so neither long prompts nor long continuations nor many samples hold
+others up. Everything here runs on the caller's thread.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from skyrl.backends.common.sampling.prefill import Prompt, pages_per_sample, rea
 from skyrl.backends.common.sampling.reads import Reading
 from skyrl.backends.common.sampling.sequences import Job, Sequence
 from skyrl.backends.common.sampling.state_slots import StateSlots
-from skyrl.backends.common.sampling.waiting_line import LOOK_PAST, Line, pages_to_begin
+from skyrl.backends.common.sampling.waiting_queue import LOOK_PAST, WaitingQueue, pages_to_begin
 from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.executor import failure
 from skyrl.backends.operations import Completion, Sample
@@ -89,7 +89,7 @@ class Sampler(Generic[Version]):
         self._page_count = max(2, min(useful, room))
         self._pages = Pages(self._page_count, PAGE_SIZE)
         runner.open(self._page_count, self._blocks, self._states.count)
-        self._waiting = Line(self.pages_total)
+        self._waiting = WaitingQueue(self.pages_total)
         self._weights: dict[str, float] = {}
         """Weights of tenants; all others weigh 1."""
         self._reading = Reading()
@@ -250,7 +250,7 @@ class Sampler(Generic[Version]):
         return self._max_rows - len(self._reading) - len(self._read)
 
     def _admit(self) -> list[Completion]:
-        """Let waiting requests begin, in the order of `Line`, while there are pages and slots; those that failed.
+        """Start waiting requests in the order of `WaitingQueue` while pages and slots last. Returns those that failed.
 
         Those whose version is being read are passed without limit.
         """

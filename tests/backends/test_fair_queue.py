@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl.backends.executor import FairLine
+from skyrl.backends.executor import FairQueue
 from skyrl.backends.operations import Sample
 from skyrl.types import SamplingParams
 
@@ -21,15 +21,15 @@ def a_sample(name: str, tenant: str, length: int = 1) -> Sample:
     return Sample(request_id=name, tenant=tenant, version=None, prompt=np.zeros(length, np.int32), params=params)
 
 
-def line_of(*samples: Sample, weights: dict[str, float] | None = None) -> FairLine[Sample]:
-    line: FairLine[Sample] = FairLine()
+def line_of(*samples: Sample, weights: dict[str, float] | None = None) -> FairQueue[Sample]:
+    line: FairQueue[Sample] = FairQueue()
     line.weigh(weights or {})
     for sample in samples:
         line.add(sample, sample)
     return line
 
 
-def begin(line: FairLine[Sample]) -> Sample:
+def begin(line: FairQueue[Sample]) -> Sample:
     return line.begin(next(line.order()).request_id)
 
 

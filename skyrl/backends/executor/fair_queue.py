@@ -27,7 +27,7 @@ class _Waiting(Generic[T]):
     """Tokens of its prompt."""
 
 
-class FairLine(Generic[T]):
+class FairQueue(Generic[T]):
     """Line of requests that have not begun, with what a sampler knows of each."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Requests that wait to be sampled: who is next, and who may pass whom.
 
-They begin in the order of `FairLine`, fairly between tenants. One that lacks room (pages of the cache, or a slot for
+They begin in the order of `FairQueue`, fairly between tenants. One that lacks room (pages of the cache, or a slot for
 its version) is passed by those behind it that find some, until these have taken as many pages in all as the cache has.
 From then on nobody passes it, so what ends makes room for it: a large request waits for what runs and for one cache's
 worth of smaller ones, never for ever. A request that has begun and lacks pages for its next sample is passed within the
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from skyrl.backends.common.page_table import PAGE_SIZE
 from skyrl.backends.common.sampling.prefill import pages_of, pages_per_sample
 from skyrl.backends.common.sampling.sequences import Job
-from skyrl.backends.executor.fair_line import FairLine
+from skyrl.backends.executor.fair_queue import FairQueue
 
 LOOK_PAST = 64
 """Requests without room that are passed at most; those whose version is being read do not count."""
@@ -21,7 +21,7 @@ LOOK_AT = 512
 """Requests that are looked at, at most, unless there are more tenants: a long line costs no more than a short one."""
 
 
-class Line:
+class WaitingQueue:
     """Jobs that have not begun.
 
     Args:
@@ -30,7 +30,7 @@ class Line:
 
     def __init__(self, room: int):
         self._room = room
-        self._jobs: FairLine[Job] = FairLine()
+        self._jobs: FairQueue[Job] = FairQueue()
 
     def weigh(self, weights: Mapping[str, float]) -> None:
         """Set the weights of tenants. Before anything waits."""
